@@ -273,6 +273,14 @@ def test_documents_of_a_dataset_end_with_the_token_that_the_folder_states(folder
     assert ids[0] == ids[ends[0] + 1] == BEGIN
 
 
+def test_a_folder_that_states_another_end_is_another_dataset(folder: Path, tmp_path: Path) -> None:
+    tree = recipe_tree(tmp_path) | {"tokenizer": {"type": "file", "path": str(folder)}}
+    before = prepare(parse_recipe(tree)).folder
+    assert prepare(parse_recipe(tree)).folder == before
+    change(folder, "special_tokens_map.json", eos_token="<|end_of_text|>")
+    assert prepare(parse_recipe(tree)).folder != before
+
+
 def test_what_was_stated_survives_processes_added_tokens_and_a_second_saving(folder: Path, tmp_path: Path) -> None:
     tokenizer = imported(folder)[1]
     again = unpack_tokenizer(pack_tokenizer(tokenizer))

@@ -205,10 +205,10 @@ def read_stated(folder: Path, tokenizer: Tokenizer) -> Stated | None:
     Raises:
         UserError: a file is not readable JSON, or a value has a wrong type.
     """
+    if not stating_files(folder):
+        return None
     config, by_map = _optional(folder / TOKENIZER_CONFIG), _optional(folder / TOKENS_MAP)
     generation, model = _optional(folder / GENERATION_CONFIG), _optional(folder / MODEL_CONFIG)
-    if not by_map and not generation and not model and _is_ours(config):
-        return None
     names, notes = _names(config, by_map, str(model.get("model_type")), tokenizer)
     source, name = (generation, GENERATION_CONFIG) if generation else (model, MODEL_CONFIG)
     most = model.get("vocab_size")
@@ -230,6 +230,17 @@ def read_stated(folder: Path, tokenizer: Tokenizer) -> Stated | None:
     bos, pad = (next(iter(found[key]), None) for key in ("bos_token_id", "pad_token_id"))
     kept = {key: value for key, value in generation.items() if key not in found}
     return Stated(names, ends, bos, pad, kept, others, tuple(notes))
+
+
+def stating_files(folder: Path) -> list[Path]:
+    """The files of a folder that state its special tokens; none where they are found by name.
+
+    Raises:
+        UserError: tokenizer_config.json is not readable JSON.
+    """
+    others = [file for name in (TOKENS_MAP, GENERATION_CONFIG, MODEL_CONFIG) if (file := folder / name).exists()]
+    config = folder / TOKENIZER_CONFIG
+    return [] if not others and _is_ours(_optional(config)) else [*([config] if config.exists() else []), *others]
 
 
 def our_config(names: Mapping[str, str]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from gptworks.data.shards import FORMAT_VERSION, MANIFEST_FILE, read_manifest
 from gptworks.data.sources.choose import source_signature
 from gptworks.errors import UserError
 from gptworks.files import sha256_file
+from gptworks.special_tokens import stating_files
 from gptworks.tokenizer import MAX_TOKENIZER_BYTES
 
 _PREFIX = "shards"
@@ -87,11 +88,12 @@ def folder_of_settings(recipe: AnyRecipe) -> Path | None:
 
 
 def _tokenizer_files(config: TokenizerConfig) -> list[str]:
-    """sha256 of each file a tokenizer is loaded from."""
+    """sha256 of each file a tokenizer is loaded from, and of those that state its special tokens."""
     if not isinstance(config, FileTokenizer | GPT2Tokenizer) or config.path is None:
         return []
     path = config.path.expanduser()
     if not path.exists():
         raise UserError(f"tokenizer.path={config.path}: no such file or folder. Give a tokenizer.json, or its folder.")
     candidates = [path, *(path / name for name in ("tokenizer.json", "vocab.json", "merges.txt"))]
+    candidates += stating_files(path) if path.is_dir() else []
     return [sha256_file(file, max_bytes=MAX_TOKENIZER_BYTES) for file in candidates if file.is_file()]
