@@ -16,6 +16,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Encoding, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from gptworks.config import BPETokenizer, CharTokenizer, DatasetTokenizer, FileTokenizer, TokenizerConfig, WordTokenizer
+from gptworks.confined.tokenizers import check_normalized, check_tokenizer
 from gptworks.errors import UserError
 from gptworks.files import SUMS_FILE, check_sums, read_regular, read_text, write_whole
 from gptworks.special_tokens import (
@@ -242,11 +243,13 @@ def tokenizer_from_json(text: str) -> Tokenizer:
     """The tokenizer written as JSON (`tokenizer.to_str()`), reading text as text.
 
     Raises:
-        UserError: the library gives up on it.
+        UserError: the library gives up on it, or it can lengthen a text, or work on it, without bound.
         Exception: it is no such JSON.
     """
     with library_panics("this tokenizer is broken"):
-        return _plain_text(Tokenizer.from_str(text))
+        tokenizer = _plain_text(Tokenizer.from_str(text))
+    check_tokenizer(tokenizer)
+    return tokenizer
 
 
 @contextmanager
@@ -289,11 +292,12 @@ def encodings(
         add_special_tokens: add those that the tokenizer's own post-processor adds.
 
     Raises:
-        UserError: a text is no Unicode, or the tokenizer cannot read it.
+        UserError: a text is no Unicode, the tokenizer cannot read it, or its normalizer makes it too long.
     """
     read = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
     try:
         with library_panics("this tokenizer's pattern cannot read the text"):
+            check_normalized(tokenizer, texts)
             found: list[Encoding] = read(list(texts), add_special_tokens=add_special_tokens)
     except UserError:
         raise
