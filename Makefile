@@ -75,7 +75,7 @@ test-arrangements: .venv/.installed-dev
 	$(BIN)/python -m pytest -m arrangements -rP tests/test_arrangements.py
 
 test-ranks: .venv/.installed-dev
-	$(BIN)/python -m pytest -m ranks tests/test_parallel.py tests/test_ranks.py tests/test_memory_of_ranks.py tests/test_network.py
+	$(BIN)/python -m pytest -m ranks tests/test_parallel.py tests/test_ranks.py tests/test_memory_of_ranks.py tests/test_network.py tests/test_host.py
 
 test-margins: .venv/.installed-dev
 	for seed in 0 1 2 3 4 5 6 7 8 9; do for precision in fp32 bf16; do \

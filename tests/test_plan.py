@@ -322,10 +322,17 @@ def test_an_auto_layout_needs_only_what_the_recipe_says() -> None:
 
 
 def test_the_readmes_example_is_right() -> None:
-    """It does not fit, and the change that the README names lets it."""
+    """It fits neither the devices nor the hosts, where each rank would make the whole model; a change lets the devices
+    hold it, and the hosts need ranks that make their share alone."""
     example = planned("gpt3-175b", ranks=1024)
     assert not example.fits
-    assert "train.activation_checkpointing=selective" in [change.words for change in example.changes]
+    assert example.host is not None and not example.host.fits
+    assert example.host.total_bytes == pytest.approx(8 * (4 * example.parameters.total + 1e9))
+    assert [change.fits for change in example.changes] == [False]
+    selective = planned("gpt3-175b", "train.activation_checkpointing=selective", ranks=1024)
+    assert selective.peak.total_bytes <= selective.device.memory_bytes and not selective.fits
+    text = " ".join(" ".join(cells) for table in plan_tables.tables(example) for cells in table.rows)
+    assert text.count("DOES NOT FIT") == 2
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     command = "`gptworks plan gpt3-175b --device h100 --world-size 1024`"
     assert f"{command} allocates nothing and answers: it does not fit" in readme

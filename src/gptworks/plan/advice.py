@@ -10,6 +10,7 @@ from gptworks.errors import UserError
 from gptworks.plan.arrange import Refusal, arrange, device_setting, planned_precision
 from gptworks.plan.devices import Device
 from gptworks.plan.fit import divisors
+from gptworks.plan.host import host_memory
 from gptworks.plan.layout import Layout
 from gptworks.plan.memory import training_peak
 from gptworks.recipe import apply_overrides, parse_recipe
@@ -125,8 +126,10 @@ class _Search:
         layout = arrange(recipe, n_ranks, self.device)
         if isinstance(layout, Refusal):
             return None
-        peak_bytes = training_peak(device_setting(recipe, self.device, layout)).total_bytes
-        fits, more = peak_bytes <= self.device.memory_bytes, n_ranks != self.n_ranks
+        setting = device_setting(recipe, self.device, layout)
+        peak_bytes, host = training_peak(setting).total_bytes, host_memory(setting, self.device)
+        fits = peak_bytes <= self.device.memory_bytes and (host is None or host.fits)
+        more = n_ranks != self.n_ranks
         return Change(overrides, n_ranks, more, "; ".join(costs), peak_bytes, fits), recipe, layout
 
 

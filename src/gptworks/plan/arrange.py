@@ -235,6 +235,7 @@ def rank_setting(recipe: Recipe, precision: str, on_cpu: bool, layout: Layout = 
         micro_batch_size=micro,
         accumulates=micro < train.batch_size // layout.data_parallel,
         saves=True,
+        starts_from=recipe.initialize_from is not None,
         layout=layout,
         objective=objective,
         several_texts=bool(recipe.data.conversations) and objective.several_texts,

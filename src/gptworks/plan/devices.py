@@ -169,6 +169,8 @@ def with_node(
         "per_node": gpus_per_node or (n_ranks if device.kind != "cuda" else None),
         "host_bytes": None if host_memory_gib is None else round(host_memory_gib * 2**30),
     }
+    if device.on_cpu:  # as `gptworks.train.rehearsal.preflight` divides it
+        given["memory_bytes"] = device.memory_bytes // min(gpus_per_node or n_ranks, n_ranks)
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if intra_node_gb_s or inter_node_gb_s or gpus_per_node or host_memory_gib:
         every = None not in (intra_node_gb_s, inter_node_gb_s, gpus_per_node, host_memory_gib)

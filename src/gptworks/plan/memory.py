@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from gptworks.config import computes_again
 from gptworks.plan.frozen import as_first, as_trained
+from gptworks.plan.host import building_bytes, checkpoint_copy_bytes, placed_bytes, starting_bytes
 from gptworks.plan.laboratory import carried_gradients, future_stages, kept_beside, smear_stage, value_table
 from gptworks.plan.layout import BUCKET_BYTES, rank_config, shards_of
 from gptworks.plan.loss import loss_chunk_bytes
@@ -34,7 +35,7 @@ from gptworks.plan.trained import everything
 
 WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER = "weights", "weights_average", "gradients", "optimizer_state"
 LOSS, TEMPORARY, COMMUNICATION, TOKENS = "logits_and_loss", "temporary", "communication", "tokens"
-CHECKPOINT, OTHER_MODELS = "checkpoint_being_written", "other_models"
+CHECKPOINT, OTHER_MODELS, STARTING = "checkpoint_being_written", "other_models", "starting_weights"
 """Parts beside the kinds of saved tensors in `gptworks.plan.stages`."""
 
 UNPACKED_ON_CPU, UNPACKED_ELSEWHERE = 2**18, 2**22
@@ -54,9 +55,22 @@ class Peak:
 
 
 def training_peak(setting: Setting) -> Peak:
-    """The most that one device holds during a training step after the first."""
+    """The most that one device holds during a training step after the first; on a CPU, of a whole run, rank 0's."""
     lengths = (setting.model.context_length, *setting.shorter_lengths)
-    return max((_Step(setting, length).run() for length in lengths), key=lambda peak: peak.total_bytes)
+    moments = [_Step(setting, length).run() for length in lengths]
+    if setting.on_cpu and setting.saves:
+        moments += _beginning(setting)
+    return max(moments, key=lambda peak: peak.total_bytes)
+
+
+def _beginning(setting: Setting) -> list[Peak]:
+    """What a CPU holds before the first step: the model as it is made whole on each rank, and the weights that it
+    starts from; see `gptworks.plan.host`."""
+    moments = [Peak("building the model", {WEIGHTS: building_bytes(setting)})]
+    if setting.starts_from:
+        parts = {WEIGHTS: placed_bytes(setting), STARTING: starting_bytes(setting)}
+        moments.append(Peak("starting weights", parts))
+    return moments
 
 
 class _Step:
@@ -146,7 +160,7 @@ class _Step:
         self.hold(OPTIMIZER, state)
         self.hold(AVERAGE, average)
         if self.setting.saves and self.setting.on_cpu:
-            self.hold(CHECKPOINT, weights + state + average)
+            self.hold(CHECKPOINT, checkpoint_copy_bytes(self.setting))  # rank 0's, whole
         self.hold(TOKENS, (3 if self.setting.several_texts else 2) * 8 * self.shapes.n_tokens)
         self.hold(ATTENTION, rotary_tables_bytes(replace(self.shapes, length=self.model.context_length)))
         if self.setting.accumulates:

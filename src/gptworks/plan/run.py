@@ -11,6 +11,7 @@ from gptworks.plan.arrange import device_setting, layout_of
 from gptworks.plan.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
 from gptworks.plan.devices import UTILIZATION, Device, this_cpu
 from gptworks.plan.fit import Alternative, alternatives, largest_micro_batch
+from gptworks.plan.host import HostMemory, host_memory
 from gptworks.plan.inference import InferenceMemory, inference_memory
 from gptworks.plan.memory import Peak, training_peak
 from gptworks.plan.network import StepTime, collectives, machines, sent_bytes, step_time
@@ -185,9 +186,15 @@ class Plan:
         batch = micro * (2 if self.setting.accumulates else 1)
         return self.train.model_copy(update={"batch_size": batch, "micro_batch_size": micro})
 
+    @cached_property
+    def host(self) -> HostMemory | None:
+        """The memory of the fullest node's host; None on a CPU, where it is the device's."""
+        return host_memory(self.setting, self.device)
+
     @property
     def fits(self) -> bool:
-        return self.peak.total_bytes <= self.device.memory_bytes
+        """Whether device and host hold the run."""
+        return self.peak.total_bytes <= self.device.memory_bytes and (self.host is None or self.host.fits)
 
     @cached_property
     def largest_micro_batch_size(self) -> int:

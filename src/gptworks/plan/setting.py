@@ -31,7 +31,10 @@ class Setting:
     averages: bool = False
     """Whether a moving average of the weights is kept."""
     saves: bool = False
-    """Whether checkpoints are written while training goes on, from a copy in the host's memory."""
+    """Whether checkpoints are written while training goes on, from a copy in the host's memory; then the plan
+    is of the whole run, with how it begins."""
+    starts_from: bool = False
+    """Whether the run starts from the weights of another."""
     layout: Layout = ONE_DEVICE
     trained: Trained | None = None
     """The part of the model that is trained; None: all."""

@@ -227,9 +227,8 @@ class Run:
             if resume:
                 report(f"{folder} has no checkpoint to go on from: starting from step 0")
             if self.recipe.initialize_from is not None:
-                with self.ranks.busy():
-                    weights = starting_weights(self.recipe, self.tokenizer, report, self.ranks)
-                self.state.start_from(weights)
+                with self.ranks.busy():  # not kept: all weights once more
+                    self.state.start_from(starting_weights(self.recipe, self.tokenizer, report, self.ranks))
         is_new = checkpoint is None
         with self.parallel.inference_mode():
             self.objective.begin(

@@ -1,0 +1,168 @@
+"""The memory of hosts: whole models and whole checkpoints, planned and as processes hold it."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from gptworks.plan.arrange import rank_setting
+from gptworks.plan.assumed import preset_recipe
+from gptworks.plan.devices import find_device, with_node
+from gptworks.plan.host import HostMemory, checkpoint_copy_bytes, host_memory
+from gptworks.plan.layout import Layout
+from gptworks.plan.memory import training_peak
+from gptworks.plan.params import count_parameters
+from gptworks.plan.run import plan
+from gptworks.presets import preset
+from gptworks.recipe import parse_recipe
+
+H100 = find_device("h100")
+
+
+def host_of(name: str, ranks: int, *overrides: str, **node: Any) -> HostMemory:
+    device = with_node(H100, ranks, **node)
+    found = host_memory(
+        plan(preset_recipe(name, overrides, device, ranks)[0], device=device, n_ranks=ranks).setting, device
+    )
+    assert found is not None
+    return found
+
+
+def test_each_rank_of_a_node_makes_the_whole_model() -> None:
+    total = count_parameters(preset("gpt3-350m")).total
+    found = host_of("gpt3-350m", 8, "train.parallel.strategy=fsdp")
+    assert (found.moment, found.n_ranks) == ("building the model", 8)
+    assert found.rank_bytes - 10**9 == 4 * total == pytest.approx(1.42e9, rel=0.01)
+    assert host_of("gpt3-350m", 64, gpus_per_node=4).n_ranks == 4
+    assert host_of("gpt3-350m", 2).n_ranks == 2
+
+
+def test_rank_0_copies_a_whole_checkpoint() -> None:
+    total = count_parameters(preset("gpt3-350m")).total
+    found = host_of("gpt3-350m", 2, "train.parallel.strategy=fsdp", "train.ema_decay=0.9")
+    assert (found.moment, found.first_rank_bytes) == ("checkpoint", 16 * total)
+    assert found.total_bytes == 2 * 10**9 + 16 * total
+
+
+def test_what_a_host_does_not_hold_does_not_fit() -> None:
+    fits = {gib: host_of("gpt3-13b", 8, host_memory_gib=gib).fits for gib in (300, 400)}
+    assert fits == {300: False, 400: True}  # 8 × 52.4 GB
+    result = tiny.gptworks("plan", "gpt3-13b", "--device", "h100", "--world-size", "16", "--host-memory-gib", "300")
+    assert result.returncode == 3
+    shown = " ".join(result.stdout.split())
+    assert "memory of the host" in shown and "DOES NOT FIT: 1.3 times" in shown and "97% of what there is" in shown
+    assert json.loads(tiny.gptworks("plan", "gpt2", "--json").stdout)["host_memory"] is None, "a CPU's is the device's"
+
+
+@pytest.mark.parametrize("layout", [Layout("fsdp", 4), Layout("zero2", 2), Layout("none", 1, 2), Layout("fsdp", 2, 2)])
+def test_on_a_cpu_the_copy_of_a_checkpoint_is_whole_in_every_layout(layout: Layout) -> None:
+    train = {"batch_size": 8, "micro_batch_size": 1, "max_steps": 5, "optimizer": "adamw"}
+    model = {"preset": "gpt2", "dropout_attention": 0}
+    tree = {"model": model, "tokenizer": {"type": "char"}, "data": {"sources": [{"type": "python-stdlib"}]}}
+    setting = rank_setting(parse_recipe(tree | {"train": train}), "fp32", on_cpu=True, layout=layout)
+    total = count_parameters(setting.model).total
+    peak = training_peak(setting)
+    assert peak.parts["checkpoint_being_written"] == checkpoint_copy_bytes(setting) == 12 * total
+    assert peak.total_bytes - training_peak(replace(setting, saves=False)).total_bytes == 12 * total
+
+
+# real processes ---------------------------------------------------------------------------------------------
+
+
+WATCHED = """
+import sys, threading
+from pathlib import Path
+import torch
+from gptworks.device import peak_growth_bytes, reset_peak, return_freed_memory
+from gptworks.recipe import load_recipe
+from gptworks.train import loop
+from gptworks.train.distributed.ranks import join
+from gptworks.train.saving import CheckpointWriter
+
+torch.set_num_threads(1)
+return_freed_memory()
+loop.choose_allocation = lambda *arguments: return_freed_memory()
+cpu, out = torch.device("cpu"), Path(sys.argv[1])
+begun = {}
+
+def building(*arguments, make=loop.trainable_model):
+    begun["before"] = reset_peak(cpu)
+    return make(*arguments)
+
+stepped = threading.Event()
+
+def step(run, *, step=loop.Run.training_step):
+    step(run)
+    stepped.set()
+
+def write(writer, *arguments, write=CheckpointWriter._write):  # while the next step is taken
+    stepped.wait(60)
+    write(writer, *arguments)
+
+def wait(writer, *, wait=CheckpointWriter.wait):
+    stepped.set()
+    wait(writer)
+
+def save(writer, *arguments, save=CheckpointWriter.save):
+    writer.wait()
+    stepped.clear()
+    writer.wait = lambda: None
+    save(writer, *arguments)
+    del writer.wait
+
+loop.Run.training_step = step
+CheckpointWriter._write, CheckpointWriter.wait, CheckpointWriter.save = write, wait, save
+loop.trainable_model = building
+with join(60, cpu) as ranks:
+    loop.train(load_recipe(sys.argv[2], sys.argv[3:]), ranks=ranks)
+    out.with_suffix(f".{ranks.rank}").write_text(str(peak_growth_bytes(cpu, begun["before"])))
+"""
+"""One rank of a run that gives freed memory back: the growth of its process from before it makes its model."""
+
+KERNELS_BYTES = 25e6
+"""What a process grows by besides tensors, of any size of model: code that is first run, threads' stacks and arenas."""
+
+
+def grown(folder: Path, n_ranks: int, recipe: dict[str, Any]) -> list[int]:
+    (folder / "watched.py").write_text(WATCHED, encoding="utf-8")
+    (folder / "r.yaml").write_text(json.dumps(recipe), encoding="utf-8")
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}"]
+    command = [sys.executable, *launcher, folder / "watched.py", folder / "grown", folder / "r.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [int((folder / f"grown.{rank}").read_text()) for rank in range(n_ranks)]
+
+
+def watched(folder: Path, n_ranks: int, d_model: int, **train: Any) -> tuple[list[int], list[int]]:
+    """The growth of each rank's process, and what is planned for it."""
+    tree = tiny.recipe_tree(folder, max_steps=3, batch_size=2 * n_ranks, micro_batch_size=1, optimizer="adamw",
+                            precision="fp32", evaluate_every=3, evaluate_sequences=2, checkpoint_every=2,
+                            parallel={"strategy": "fsdp"}, **train)  # fmt: skip
+    tree["model"] |= {
+        "d_model": d_model, "n_layers": 6, "n_heads": 8, "dropout_residual": 0, "dropout_attention": 0,
+        "context_length": 64, "vocab_size": 43,
+    }  # fmt: skip
+    recipe = parse_recipe(tree)
+    setting = rank_setting(recipe, "fp32", on_cpu=True, layout=Layout("fsdp", n_ranks))
+    first, others = training_peak(setting), training_peak(replace(setting, saves=False))
+    building = 4 * count_parameters(recipe.model).total
+    expected = [first.total_bytes, *[max(building, others.total_bytes)] * (n_ranks - 1)]
+    return grown(folder, n_ranks, tree), expected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads high-water marks from /proc")
+@pytest.mark.parametrize(
+    ("n_ranks", "d_model"),
+    [(2, 512), *(pytest.param(n, d, marks=pytest.mark.ranks) for n in (2, 4) for d in (768, 1024))],
+)
+def test_high_water_marks_of_fsdp_ranks_are_the_planned_ones(n_ranks: int, d_model: int, tmp_path: Path) -> None:
+    real, expected = watched(tmp_path, n_ranks, d_model)
+    for rank, (found, due) in enumerate(zip(real, expected, strict=True)):
+        print(f"{n_ranks} ranks, d_model {d_model}, rank {rank}: {found / 1e6:.0f} MB, planned {due / 1e6:.0f} MB")
+    for found, due in zip(real, expected, strict=True):
+        assert due + KERNELS_BYTES == pytest.approx(found, rel=0.1)
