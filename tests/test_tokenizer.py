@@ -1,5 +1,6 @@
 import ast
 import base64
+import json
 import random
 import re
 import string
@@ -11,15 +12,17 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 import gptworks
 from gptworks.config import BPETokenizer, CharTokenizer, FileTokenizer, GPT2Tokenizer, WordTokenizer
 from gptworks.errors import UserError
 from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import (
+    BPE_WORD_CHARACTERS,
     SEPARATOR,
     StreamDecoder,
+    bpe_words,
     document_frame,
     encode_text,
     encodings,
@@ -412,3 +415,49 @@ def _is_of_a_tokenizer(node: ast.AST) -> bool:
         return False
     named = all(isinstance(argument, ast.Constant) for argument in node.args) and not node.keywords
     return not named and ast.unparse(node.func.value).split(".")[-1] not in OUR_ENCODERS
+
+
+LONG_WORDS = {
+    "one word": "a" * 400_000,
+    "base64": "QUJDREVGR0hJSktMTU5PUFFSU1RVVldYWVo" * 4_000,
+    "dna": "ACGTTGCAAC" * 30_000,
+    "a rule": "=" * 100_000,
+    "spaces": "x" + " " * 100_000,
+    "unlike digits": "1234567890" * 10_000,
+    "letters of several bytes": "éß" * 50_000,
+}
+
+
+@pytest.mark.parametrize("pattern", ["code", "llama3", "gpt2"])
+@pytest.mark.parametrize("kind", LONG_WORDS)
+def test_bpe_learns_from_pieces_of_long_words_and_encodes_them_whole(pattern: str, kind: str) -> None:
+    config = BPETokenizer(type="bpe", vocab_size=270, pattern=pattern)
+    text = f"the cat and the hat {LONG_WORDS[kind]} and the end "
+    learned_from = bpe_words(config, training=True).pre_tokenize_str(text)
+    assert max(end - start for _, (start, end) in learned_from) <= BPE_WORD_CHARACTERS  # the work grows with its square
+    whole = bpe_words(config).pre_tokenize_str(text)
+    lines: list[str] = []
+    tokenizer = train_tokenizer(config, [text * 2], lines.append)
+    assert tokenizer.pre_tokenizer.pre_tokenize_str(text) == whole
+    longest = max(end - start for _, (start, end) in whole)
+    if longest > BPE_WORD_CHARACTERS:
+        assert [line.split(" longer than ")[0] for line in lines] == ["tokenizer: 2 words are"]
+    else:
+        assert lines == [] and kind in ("unlike digits", "base64")  # digits divide them
+    part = text[:3000]
+    assert tokenizer.decode(tokenizer.encode(part, add_special_tokens=False).ids) == part
+
+
+def test_words_of_ordinary_text_give_the_merges_that_the_library_gives() -> None:
+    config = BPETokenizer(type="bpe", vocab_size=600)
+    texts = [Path(json.__file__).read_text(encoding="utf-8")]
+    reference = Tokenizer(models.BPE())
+    reference.pre_tokenizer = bpe_words(config)
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, min_frequency=2, special_tokens=["<|endoftext|>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    reference.train_from_iterator(texts, trainer)
+    lines: list[str] = []
+    assert train_tokenizer(config, texts, lines.append).get_vocab() == reference.get_vocab()
+    assert lines == []

@@ -11,6 +11,7 @@ import pytest
 import tiny
 from gptworks.config import Recipe
 from gptworks.runs.history import History
+from gptworks.runs.paired_page import words
 from gptworks.runs.step_time import step_seconds
 from gptworks.runs.tried import Design, Pair, Try
 
@@ -100,3 +101,38 @@ def test_a_runs_step_time_is_that_of_its_undisturbed_steps() -> None:
     assert step_seconds(run(disturbed)) == pytest.approx(0.02, rel=0.01)
     assert step_seconds(run([0.004] * 30)) == pytest.approx(0.004, rel=0.05), "a log has milliseconds"
     assert step_seconds(run([0.004] * 3)) == pytest.approx(0.004, rel=0.05)
+
+
+def tried(differences: list[float], step_times: list[float], worth: float = 0.005) -> Try:
+    """A try whose pairs have these differences and step times with the change."""
+    recipe = Recipe(**tiny.recipe_tree(Path("/tmp")))
+    pairs = tuple(
+        Pair(i, i, {"before": 3.0, "after": 3.0 + one}, {"before": 9.0, "after": 9.0 * taken},
+             {"before": 0.1, "after": 0.1 * taken}, None)
+        for i, (one, taken) in enumerate(zip(differences, step_times, strict=True))
+    )  # fmt: skip
+    return Try(Path("try"), recipe, recipe, Design(("seed=1",), 30, worth, 8, STEPS, 1.0), pairs)
+
+
+def test_each_question_that_is_open_is_named_and_no_other() -> None:
+    noisy, same = [1.02, 1.3, 1.02, 1.3, 1.16], [1.0, 1.001, 0.999, 1.0, 1.001]
+    clear, unclear = [0.44, 0.45, 0.45, 0.44, 0.452], [0.4, -0.4, 0.3, -0.3, 0.1]
+    time, loss = "in equal time: whether a step takes another time", "at equal tokens: whether the loss differs"
+    for differences, times, questions in (
+        (clear, same, ()), (clear, noisy, (time,)), (unclear, same, (loss,)), (unclear, noisy, (loss, time)),
+    ):  # fmt: skip
+        found = tried(differences, times)
+        assert found.open_questions == questions and found.decided == (not questions)
+        assert words(found, "after").startswith("hurts" if differences == clear else "not decided")
+
+
+@pytest.mark.parametrize(
+    ("worth", "said"),
+    [(0.005, "5 pairs"), (0.447, "; the direction is clear, whether it is the 0.447 that matters is open"),
+     (2.0, "; that is less than the 2 that matters")],
+)  # fmt: skip
+def test_a_clear_direction_is_not_called_a_difference_that_matters(worth: float, said: str) -> None:
+    found = tried([0.44, 0.45, 0.45, 0.44, 0.452], [1.0] * 5, worth)
+    assert words(found, "after").startswith("hurts: the loss is 0.4464 higher (0.4") and words(found, "after").endswith(
+        said
+    )

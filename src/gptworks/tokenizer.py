@@ -8,12 +8,13 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
 from tokenizers import AddedToken, Encoding, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers.pre_tokenizers import PreTokenizer
 
 from gptworks.config import BPETokenizer, CharTokenizer, DatasetTokenizer, FileTokenizer, TokenizerConfig, WordTokenizer
 from gptworks.confined.tokenizers import check_normalized, check_tokenizer
@@ -51,20 +52,25 @@ _GPT2_RANKS = 50_256
 # ----------------------------------------------------------------------------------------------------- make
 
 
-def train_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
+def train_tokenizer(
+    config: TokenizerConfig, texts: Iterable[str], report: Callable[[str], None] = lambda _: None
+) -> Tokenizer:
     """The tokenizer that `config` describes: trained on `texts`, or loaded where it is published.
 
     The same texts give the same tokenizer. `gpt2` and `file` leave `texts` unread.
 
+    Args:
+        report: called with a line where BPE learned from pieces of words that are too long.
+
     Raises:
         UserError: too little text for the vocabulary, or a tokenizer file that is missing or broken.
     """
-    return add_tokens(_plain_text(_make(config, texts)), config.added_tokens)
+    return add_tokens(_plain_text(_make(config, texts, report)), config.added_tokens)
 
 
-def _make(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
+def _make(config: TokenizerConfig, texts: Iterable[str], report: Callable[[str], None]) -> Tokenizer:
     if isinstance(config, BPETokenizer):
-        return _train_bpe(config, texts)
+        return _train_bpe(config, texts, report)
     if isinstance(config, CharTokenizer):
         return _train_char(texts)
     if isinstance(config, WordTokenizer):
@@ -79,11 +85,50 @@ def add_tokens(tokenizer: Tokenizer, names: Iterable[str]) -> Tokenizer:
     return tokenizer
 
 
-def _train_bpe(config: BPETokenizer, texts: Iterable[str]) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
+BPE_WORD_CHARACTERS = 256
+"""BPE learns its merges from no longer words: its work grows with the square of a word's length. Longer ones (base64,
+DNA, a rule of dashes) are cut for training only; texts are encoded whole."""
+
+
+def bpe_words(config: BPETokenizer, training: bool = False) -> PreTokenizer:
+    """What divides text into the words within which BPE merges; for training also those that are too long."""
     split = pre_tokenizers.Split(Regex(BPE_PATTERNS[config.pattern]), "isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    cut = [pre_tokenizers.FixedLength(BPE_WORD_CHARACTERS)] if training else []
+    return pre_tokenizers.Sequence([split, *cut, to_bytes])
+
+
+class _LongWords:
+    """Counts the words of texts that are cut."""
+
+    def __init__(self, config: BPETokenizer) -> None:
+        self._split = pre_tokenizers.Split(Regex(BPE_PATTERNS[config.pattern]), "isolated")
+        self.n_words = 0
+
+    def passing(self, texts: Iterable[str]) -> Iterator[str]:
+        for text in texts:
+            if max(map(len, text.split()), default=0) > BPE_WORD_CHARACTERS or _LONG_SPACE.search(text):
+                for run in _LONG_RUN.findall(text):  # it may hold several words
+                    lengths = [end - start for _, (start, end) in self._split.pre_tokenize_str(run)]
+                    self.n_words += sum(length > BPE_WORD_CHARACTERS for length in lengths)
+            yield text
+
+    @property
+    def line(self) -> str:
+        words = f"{self.n_words:,} words are" if self.n_words > 1 else "1 word is"
+        return (
+            f"tokenizer: {words} longer than {BPE_WORD_CHARACTERS} characters, such as a line of base64 or dashes. BPE "
+            f"learns from pieces of them"
+        )
+
+
+_LONG_SPACE = re.compile(rf"\s{{{BPE_WORD_CHARACTERS + 1},}}")
+_LONG_RUN = re.compile(rf"\s?\S{{{BPE_WORD_CHARACTERS},}}|\s{{{BPE_WORD_CHARACTERS + 1},}}")
+
+
+def _train_bpe(config: BPETokenizer, texts: Iterable[str], report: Callable[[str], None]) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = bpe_words(config, training=True)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=config.vocab_size,
@@ -92,7 +137,11 @@ def _train_bpe(config: BPETokenizer, texts: Iterable[str]) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    long_words = _LongWords(config)
+    tokenizer.train_from_iterator(long_words.passing(texts), trainer)
+    tokenizer.pre_tokenizer = bpe_words(config)
+    if long_words.n_words:
+        report(long_words.line)
     reached = tokenizer.get_vocab_size()
     if reached < config.vocab_size:
         raise UserError(

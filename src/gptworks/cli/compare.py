@@ -175,4 +175,4 @@ def try_(
     if done.pairs:
         notice(f"figures in {folder / 'try.html'}")
     if not done.decided:
-        notice("Not decided: give it more --minutes in another --folder, or longer runs.")
+        notice("more pairs may answer what is open: give more --minutes in another --folder, or longer runs.")

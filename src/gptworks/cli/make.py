@@ -110,12 +110,11 @@ def preparing() -> "Iterator[Report]":
     with progress_bars("{task.description}", bar, TransferSpeedColumn(), *times) as progress:
         tasks = {"": progress.add_task("looking at the sources", total=None)}
 
-        encoding = ""
+        lines = dict[str, None]()
 
         def report(stage: str, done_bytes: int, total_bytes: int | None) -> None:
-            nonlocal encoding
             if stage not in names:
-                encoding = stage
+                lines[stage] = None
                 return
             if stage not in tasks:
                 for task in tasks.values():
@@ -124,8 +123,8 @@ def preparing() -> "Iterator[Report]":
             progress.update(tasks[stage], completed=done_bytes, total=total_bytes)
 
         yield report
-    if encoding:
-        notice(encoding)
+    for line in lines:
+        notice(line)
 
 
 def prepare_with_progress(recipe: "AnyRecipe", merge: bool = False) -> "Prepared":

@@ -110,7 +110,8 @@ def _train(recipe: AnyRecipe, texts: list[_Text], sample: Path, report: Report) 
             if next(chain(iter_documents(text.texts.sources), *map(origins_of, text.data.records)), None) is not None:
                 raise UserError(empty("train", text.validation, bool(text.data.records)))
         raise UserError("data.sources hold no text: every document is empty. Give sources with text.")
-    return train_tokenizer(recipe.tokenizer, _counted(chain([first_text], learned), most, total, report))
+    counted = _counted(chain([first_text], learned), most, total, report)
+    return train_tokenizer(recipe.tokenizer, counted, lambda line: report(line, 0, None))
 
 
 def _sampled(

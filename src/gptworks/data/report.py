@@ -6,8 +6,8 @@ from gptworks.data.encode import Advance
 
 Report = Callable[[str, int, int | None], None]
 """Called with the stage ("waiting", "cleaning", "sample", "tokenizer", "merging", "shards"), the bytes of text done,
-and all of them where known. A stage that begins with "encoding with" is a line to print, once: which library encodes,
-and why."""
+and all of them where known. Any other text is a line to print, once: which library encodes and why, or that a
+tokenizer learned from pieces of long words."""
 
 
 def adding_up(report: Report, stage: str, total_bytes: int | None) -> Advance:

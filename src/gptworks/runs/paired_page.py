@@ -15,13 +15,12 @@ from gptworks.recipe import load_recipe
 from gptworks.runs.history import read_history
 from gptworks.runs.settings import differences, text_of
 from gptworks.runs.step_time import SAME_SPEED
-from gptworks.runs.tried import LOSS_ERROR, SPEED_ERROR, Try
+from gptworks.runs.tried import LOSS_ERROR, PLACES, SPEED_ERROR, Try
 from gptworks.train.record.curves import points
 from gptworks.train.record.display import clock
 
 TRY_PAGE = "try.html"
 
-_PLACES = {"after": "at equal tokens", "in-time": "in equal time"}
 _WORDS = {"lower": "helps", "higher": "hurts", "same": "makes no difference", "open": "not decided"}
 
 
@@ -29,7 +28,7 @@ def try_lines(found: Try) -> Iterator[str]:
     """What came out, as lines of text."""
     step, same = found.step_time, found.to_same_loss
     for arm in found.arms[1:]:
-        place = _PLACES[arm]
+        place = PLACES[arm]
         if step is not None and step.is_same and len(found.arms) == 2:
             place = "at equal tokens, and in equal time (a step takes as long)"
         yield f"{place}: {words(found, arm)}"
@@ -41,6 +40,8 @@ def try_lines(found: Try) -> Iterator[str]:
             count_parameters(load_recipe(_folder(found, 0, arm)).model).total for arm in ("before", "after")
         )
         yield f"parameters: {before:,}" + ("" if before == after else f" without, {after:,} with the change")
+    if found.open_questions:
+        yield f"still open: {'; '.join(found.open_questions)}"
 
 
 def _third_runs(found: Try) -> str:
@@ -65,11 +66,20 @@ def words(found: Try, arm: str) -> str:
         low, high = sorted((abs(verdict.low), abs(verdict.high)))
         return (
             f"{_WORDS[verdict.answer]}: the loss is {abs(verdict.value):.4f} {verdict.answer} "
-            f"({low:.4f} to {high:.4f}), {pairs}"
+            f"({low:.4f} to {high:.4f}), {pairs}{_of_worth(low, high, found.design.worth)}"
         )
     between = f"between {verdict.low:+.4f} and {verdict.high:+.4f}, {pairs}"
     worth = f" of {found.design.worth:g} or more" if verdict.answer == "same" else ""
     return f"{_WORDS[verdict.answer]}{worth}: the change of the loss is {between}"
+
+
+def _of_worth(low: float, high: float, worth: float) -> str:
+    """Whether a difference whose direction is clear is as large as what is worth having."""
+    if low >= worth:
+        return ""
+    if high < worth:
+        return f"; that is less than the {worth:g} that matters"
+    return f"; the direction is clear, whether it is the {worth:g} that matters is open"
 
 
 def write_try_page(found: Try) -> None:
@@ -84,7 +94,7 @@ def to_html(found: Try) -> str:
     for arm in found.arms[1:]:
         verdict = found.verdict(arm)
         note = f"loss {verdict.value:+.4f} {unit}" if found.pairs else ""
-        tiles.append((_PLACES[arm], _WORDS[verdict.answer], note))
+        tiles.append((PLACES[arm], _WORDS[verdict.answer], note))
     tiles.append(("pairs", number(len(found.pairs)), f"of {design.most_pairs} at most, {design.steps:,} steps each"))
     if (step := found.step_time) is not None:
         tiles.append(("time of a step", rounded(step.ratio, ".2f", "×"), step.interval or "with the change"))
@@ -120,7 +130,7 @@ def _dots(found: Try, arm: str) -> Markup:
         f"pair {pair.number}, seed {pair.seed}: {value:+.4f}" for pair, value in zip(with_arm, values, strict=True)
     ]
     drawn.append(Series(placed, "", "series-1", "dots", titles))
-    title, of_pairs = f"Difference {_PLACES[arm]}", (0, max(1, len(values) - 1))
+    title, of_pairs = f"Difference {PLACES[arm]}", (0, max(1, len(values) - 1))
     return Chart(f"differences-{arm}", title, drawn, "pair", found.loss_unit, x_range=of_pairs).svg()
 
 
@@ -153,7 +163,7 @@ def _pairs(found: Try) -> Markup:
         for pair in found.pairs
     ]
     names = {"before": "without", "after": "with", "in-time": "with, in equal time"}
-    header = ["pair", "seed", *(names[arm] for arm in arms), *(f"difference {_PLACES[arm]}" for arm in arms[1:])]
+    header = ["pair", "seed", *(names[arm] for arm in arms), *(f"difference {PLACES[arm]}" for arm in arms[1:])]
     header += [*(f"time {names[arm]}" for arm in arms), "time of a step"]
     return table(tuple(header), "ll" + "r" * (len(header) - 2), rows)
 

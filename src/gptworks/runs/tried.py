@@ -20,6 +20,9 @@ from gptworks.runs.step_time import StepTime, step_time
 TRY_FILE = "try.json"
 _FORMAT, _MOST_BYTES = 1, 1 << 26
 
+PLACES = {"after": "at equal tokens", "in-time": "in equal time"}
+"""What an arm is compared at, in words."""
+
 LOSS_ERROR, SPEED_ERROR = 0.04, 0.01
 """How often, at most, a change that does nothing is called one that does by its losses, or is given a third run by its
 step times. Both together err in 5% of tries."""
@@ -116,8 +119,15 @@ class Try:
         return self.steps_in_time is None and self.step_time is not None and self.step_time.is_distinct
 
     @property
+    def open_questions(self) -> tuple[str, ...]:
+        """What more pairs may still answer: in which direction the loss differs, by arm, and whether step times do."""
+        losses = (f"{PLACES[arm]}: whether the loss differs" for arm in self.arms[1:]
+                  if self.verdict(arm).answer == "open")  # fmt: skip
+        return (*losses, *([f"{PLACES['in-time']}: whether a step takes another time"] if self.is_time_open else []))
+
+    @property
     def decided(self) -> bool:
-        return all(self.verdict(arm).answer != "open" for arm in self.arms[1:]) and not self.is_time_open
+        return not self.open_questions
 
     @property
     def due(self) -> tuple[int, tuple[str, ...]] | None:
@@ -147,6 +157,7 @@ class Try:
             "pairs": [asdict(pair) for pair in self.pairs],
             "verdicts": {arm: _finite(asdict(self.verdict(arm))) for arm in self.arms[1:]},
             "step_time": None if self.step_time is None else _finite(asdict(self.step_time)),
+            "open_questions": list(self.open_questions),
             "steps_in_time": self.steps_in_time,
             "time_to_same_loss": self.to_same_loss,
         }

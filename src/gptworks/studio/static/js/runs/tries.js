@@ -4,7 +4,7 @@ import { count } from "../format.js";
 import { html } from "../ui.js";
 import { useAnswer } from "./findings.js";
 
-const STATES = { running: "running", decided: "decided", open: "not decided" };
+const STATES = { running: "running", decided: "decided", open: "open" };
 
 export function Tries({ rows, choose }) {
   const version = rows.map((row) => `${row.id} ${row.state}`).join("\n");
