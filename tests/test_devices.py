@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptworks import machine
 from gptworks.device import measured_device, memory_bytes
 from gptworks.errors import UserError
 from gptworks.machine import available_memory_bytes
@@ -75,18 +74,6 @@ def test_available_memory_is_no_more_than_there_is() -> None:
     assert 0 < available_memory_bytes() < total
     assert this_cpu().memory_bytes < total
     assert memory_bytes(torch.device("cpu")) < total
-
-
-@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="needs Linux")
-@pytest.mark.parametrize(("limit", "left"), [("3000000", 2_000_000), ("max", None), ("1000", 0)])
-def test_a_control_groups_limit_counts(
-    limit: str, left: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    free = available_memory_bytes()
-    (tmp_path / "max").write_text(limit + "\n", encoding="ascii")
-    (tmp_path / "current").write_text("1000000\n", encoding="ascii")
-    monkeypatch.setattr(machine, "CONTROL_GROUP_FILES", ((str(tmp_path / "max"), str(tmp_path / "current")),))
-    assert available_memory_bytes() == (pytest.approx(free, rel=0.2) if left is None else left)
 
 
 def test_this_machine_is_measured() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import math
 import os
 import platform
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 
 from gptworks.errors import UserError
-from gptworks.machine import NATIVE_BF16, available_memory_bytes, cpu_flags, cpu_name
+from gptworks.machine import NATIVE_BF16, available_memory_bytes, cpu_flags, cpu_name, cpu_quota
 from gptworks.model import cpu
 from gptworks.plan.devices import LOOPBACK, Device
 from gptworks.units import counted
@@ -26,6 +27,7 @@ def choose_device(name: str = "auto") -> torch.device:
     Raises:
         UserError: the device asked for is not on this machine.
     """
+    follow_quota()
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         return torch.device(next(device for device, there in available.items() if there))
@@ -33,6 +35,18 @@ def choose_device(name: str = "auto") -> torch.device:
         there = ", ".join(device for device, there in available.items() if there)
         raise UserError(f"device {name} is not available here: use one of {there}, or auto.")
     return torch.device(name)
+
+
+@functools.cache
+def follow_quota() -> None:
+    """Have torch and the native kernels compute with no more threads than a container's quota of processors grants.
+
+    Once in a process, where its first device is chosen; not where OMP_NUM_THREADS says how many. OpenMP follows the
+    processors that a process may run on by itself.
+    """
+    quota = cpu_quota()
+    if quota is not None and "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > quota:
+        torch.set_num_threads(max(1, int(quota)))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
-"""What this machine is, as Linux tells it: processor, its instructions, free memory. Without torch."""
+"""What this machine grants this process: processors, their instructions, memory; in a container too. Without torch."""
 
 import functools
 import os
 import platform
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 NATIVE_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
@@ -30,28 +32,95 @@ def is_amd() -> bool:
     return "AuthenticAMD" in next(names, platform.processor())
 
 
+def cpu_identity() -> str:
+    """What distinguishes this processor where Linux does not list features: macOS' own description; empty elsewhere."""
+    if platform.system() != "Darwin":
+        return ""
+    command = ["/usr/sbin/sysctl", "machdep.cpu", "hw.optional", "hw.cputype", "hw.cpusubtype", "hw.cpufamily"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=10).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
 def available_memory_bytes() -> int:
     """Memory that a new run may take: what Linux calls available, or less where a control group allows less.
 
+    Of what a control group uses, files in the page cache that are not in use count as free: the system gives them up.
     Where neither is known (not Linux), all memory.
     """
     free = (line for line in _lines("/proc/meminfo") if line.startswith("MemAvailable:"))
     bounds = [int(line.split()[1]) * 1024 for line in free]
-    for limit, used in CONTROL_GROUP_FILES:
-        figures = [next(iter(_lines(path)), "").strip() for path in (limit, used)]
-        if all(figure.isdigit() for figure in figures):  # "max" is no limit
-            bounds.append(int(figures[0]) - int(figures[1]))
+    for version, folder in _control_groups("memory"):
+        limit_name, used_name, cached_name = _MEMORY_FILES[version]
+        limit, used = (_number(f"{folder}/{name}") for name in (limit_name, used_name))
+        if limit is not None and used is not None:
+            counts = dict(line.split(maxsplit=1) for line in _lines(f"{folder}/memory.stat") if " " in line)
+            cached = counts.get(cached_name, "0").strip()
+            bounds.append(limit - max(0, used - (int(cached) if cached.isdigit() else 0)))
     return max(0, min(bounds)) if bounds else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-CONTROL_GROUP_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
+_MEMORY_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+
+
+def cpu_quota() -> float | None:
+    """The processors whose time a control group grants this process, such as 1.5; None: it sets no bound."""
+    granted = []
+    for version, folder in _control_groups("cpu"):
+        if version == 2:
+            words = next(iter(_lines(f"{folder}/cpu.max")), "").split()
+        else:
+            words = [next(iter(_lines(f"{folder}/cpu.cfs_{name}_us")), "").strip() for name in ("quota", "period")]
+        if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):  # "max" and -1 are no bound
+            granted.append(int(words[0]) / int(words[1]))
+    return min(granted, default=None)
+
+
+def usable_cpus() -> int:
+    """Processors that this process may keep busy: those it may run on, or as many whole ones as its quota grants."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota()
+    return allowed if quota is None else max(1, min(allowed, int(quota)))
+
+
+def _control_groups(controller: str) -> Iterator[tuple[int, str]]:
+    """Version and folder of each control group that bounds this process, from its own to the outermost that it sees."""
+    own: dict[str, str] = {}  # by controller; version 2 has none
+    for line in _lines("/proc/self/cgroup"):
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        own |= dict.fromkeys(controllers.split(","), path)
+    for line in _lines("/proc/self/mountinfo"):
+        mount, _, kind = line.partition(" - ")
+        fields, (file_system, *rest) = mount.split(), kind.split() or [""]
+        version = {"cgroup": 1, "cgroup2": 2}.get(file_system)
+        if version is None or len(fields) < 5 or (version == 1 and controller not in rest[-1].split(",")):
+            continue
+        if (name := controller if version == 1 else "") not in own:
+            continue
+        path = own[name]
+        root, folder = fields[3].rstrip("/"), fields[4]
+        # Without a namespace of its own a container sees the host's path, and mounts what is below a part of it.
+        below = path[len(root) :] if path == root or path.startswith(f"{root}/") else ""
+        names = [name for name in below.split("/") if name and name != ".."]
+        for n in range(len(names), -1, -1):
+            yield version, "/".join([folder.rstrip("/"), *names[:n]])
+
+
+def _number(path: str) -> int | None:
+    """The number in a file; None where there is none, such as "max"."""
+    word = next(iter(_lines(path)), "").strip()
+    return int(word) if word.isdigit() else None
+
+
+_ROOT = Path("/")
 
 
 def _lines(path: str) -> list[str]:
     try:
-        return Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+        return (_ROOT / path.lstrip("/")).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []

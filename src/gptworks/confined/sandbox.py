@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from gptworks.confined import jail
 from gptworks.errors import UserError
+from gptworks.machine import usable_cpus
 
 DISK_BYTES = 16 << 20
 _MOST_REPLY_BYTES = 4096
@@ -42,7 +43,7 @@ class Sandbox:
                 "generated programs are run only where Linux's namespaces close them off from the machine: run this "
                 "in Linux, such as a virtual machine or a container."
             )
-        self.n_processes = n_processes or os.cpu_count() or 1
+        self.n_processes = n_processes or usable_cpus()
         if (outcome := self.run("pass", 20.0, 512)) != "passed":
             raise UserError(
                 f"this system does not let generated programs be closed off ({outcome}), so they are not run. They "

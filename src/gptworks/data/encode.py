@@ -20,6 +20,7 @@ from gptworks.data.encoders import Encoder
 from gptworks.data.shards import Ids, Split
 from gptworks.data.sources.base import Piece
 from gptworks.errors import RunError
+from gptworks.machine import usable_cpus
 from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import encode_text, token_spellings
 
@@ -96,7 +97,7 @@ def encode_in_order(
         RunError: a process died.
     """
     first = list(islice(batches, least))
-    processes = processes or cores()
+    processes = processes or usable_cpus()
     if processes == 1 or len(first) < least:
         encode = make(*arguments, report)
         for batch in chain(first, batches):
@@ -108,7 +109,7 @@ def encode_in_order(
         processes,
         context,
         initializer=_start_worker,
-        initargs=(make, arguments, max(1, cores() // processes), done, stop),
+        initargs=(make, arguments, max(1, usable_cpus() // processes), done, stop),
     )
     reported = 0
 
@@ -159,13 +160,8 @@ def batches_of(items: Iterator[Item], size: Callable[[Item], int], least: int) -
 
 def batch_bytes() -> int:
     """How much text is encoded at once: enough for the threads that this process may use."""
-    threads = int(os.environ.get("RAYON_NUM_THREADS") or cores())
+    threads = int(os.environ.get("RAYON_NUM_THREADS") or usable_cpus())
     return _BATCH_BYTES * min(threads, _MOST_THREADS)
-
-
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 _worker_encode: Callable[[list[Any]], list[Any]]

@@ -30,6 +30,7 @@ from gptworks.data.shards import Ids, ShardFile, Split, TokenShards, redo
 from gptworks.data.spelling import BORDER, Spelling
 from gptworks.errors import UserError, not_installed
 from gptworks.files import make_folder, naming_disk_errors, open_regular, replacing, sealed_json, unsealed_json
+from gptworks.machine import usable_cpus
 
 FOLDER = "search"
 """Of the index, in the folder of the dataset."""
@@ -180,7 +181,7 @@ class SearchIndex:
                 todo = [block for block in self._blocks if _opened(block) is None]
                 done = self.n_tokens - sum(block.n_tokens for block in todo)
                 report(done, self.n_tokens)
-                with ThreadPoolExecutor(threads or min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
+                with ThreadPoolExecutor(threads or min(_MOST_THREADS, usable_cpus())) as pool:
                     writing = [pool.submit(self._write, block, divsufsort) for block in todo]
                     try:
                         for block, future in zip(todo, writing, strict=True):

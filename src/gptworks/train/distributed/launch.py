@@ -14,6 +14,8 @@ from types import FrameType
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from gptworks.machine import usable_cpus
+
 GRACE_SECONDS = 5.0
 """For the others to end by themselves, once one has failed."""
 
@@ -23,7 +25,7 @@ _POLL_SECONDS = 0.05
 def launch(n_ranks: int, arguments: Sequence[str]) -> int:
     """Run `gptworks` with these arguments in `n_ranks` processes; returns the exit code of the first to fail, or 0."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    threads = str(max(1, (os.cpu_count() or 1) // n_ranks))
+    threads = str(max(1, usable_cpus() // n_ranks))
     common = {
         "WORLD_SIZE": str(n_ranks),
         "LOCAL_WORLD_SIZE": str(n_ranks),
