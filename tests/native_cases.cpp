@@ -11,7 +11,7 @@
 namespace {
 
 struct Header {  // of a case; positions are bytes in its image
-    int64_t image_bytes, n_relocations, model, batch, expected, n_logits;
+    int64_t image_bytes, n_relocations, model, tensors, expected, n_logits;
     double near, near_rounded;  // largest difference; where activations are rounded to multiply them
     int64_t kind;               // of the weights
     char name[64];
@@ -38,16 +38,20 @@ bool agrees(std::FILE *file) {
         char *pointer = base + position;
         std::memcpy(base + at, &pointer, sizeof pointer);
     }
-    const Batch &batch = *(const Batch *)(base + h.batch);
-    gptworks_step((const Model *)(base + h.model), &batch, 2);
+    const Tensor *const tensors = (const Tensor *)(base + h.tensors);
+    if (gptworks_step((const Model *)(base + h.model), tensors, tensors + 1, tensors + 2, tensors + 3, tensors + 4, nullptr, 2)) {
+        std::printf("%s: %s\n", h.name, gptworks_error());
+        return false;
+    }
+    const float *logits = tensors[4].as<float>();
     const int built = gptworks_built_with();
     const bool rounded = h.kind == BF16 ? built & 16 : (h.kind == INT8 || h.kind == INT4) && built & 40;
     const double near = rounded ? h.near_rounded : h.near;
     const float *expected = (const float *)(base + h.expected);
     double worst = 0;
     for (int64_t i = 0; i < h.n_logits; i++) {
-        const bool same = std::isnan(expected[i]) == std::isnan(batch.logits[i]);
-        const double difference = std::isnan(expected[i]) ? 0 : std::abs((double)expected[i] - batch.logits[i]);
+        const bool same = std::isnan(expected[i]) == std::isnan(logits[i]);
+        const double difference = std::isnan(expected[i]) ? 0 : std::abs((double)expected[i] - logits[i]);
         worst = std::max(worst, same ? difference : INFINITY);
     }
     if (worst <= near) return true;

@@ -433,7 +433,7 @@ def test_tensors_that_would_be_read_beyond_their_end_are_refused(kind: str, chan
     ],
 )  # fmt: skip
 def test_tokens_and_slots_that_do_not_exist_are_refused(chunk: Chunk) -> None:
-    with pytest.raises(AssertionError):
+    with pytest.raises(IndexError, match="must be from 0 to"):
         native.NativeBackend(variant("gpt2"), 1, CONTEXT).compute([chunk])
 
 

@@ -69,6 +69,19 @@ def test_rows_of_several_texts(dtype: torch.dtype) -> None:
     assert_near((out, *gradients(out, *ours)), (expected, *gradients(expected, *exact)), NEAR[dtype])
 
 
+@pytest.mark.parametrize("length", [1, 16, 17, 33, 40, 49])
+@pytest.mark.parametrize("dtype", NEAR, ids=["fp32", "bf16"])
+def test_rows_of_several_texts_of_any_length(dtype: torch.dtype, length: int) -> None:
+    """The last keys fill a whole vector, or none, of the two that bf16 takes together."""
+    n = min(5, length)
+    positions = torch.tensor([[*range(n), *range(length - n)]])
+    ours = inputs((1, 2, 1, length, length, 24), dtype)
+    exact = [x.detach().double().requires_grad_() for x in ours]
+    out = attend(*ours, bias=texts_bias(positions, None, dtype))
+    expected = cpu.attention(*exact, texts_bias(positions, None, torch.float64), None, 0.0)
+    assert_near((out, *gradients(out, *ours)), (expected, *gradients(expected, *exact)), NEAR[dtype])
+
+
 def test_a_query_that_sees_no_key_gets_zeros_and_gives_no_gradient() -> None:
     q, k, v = inputs((1, 1, 1, 20, 20, 8))
     bias = as_bias(causal_mask(20, 20, None, q.device), q.dtype)

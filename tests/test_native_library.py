@@ -60,7 +60,16 @@ def built() -> bytes:
 
 
 @pytest.fixture
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for temporary files that holds nothing yet."""
+    folder = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    return folder
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A cache that holds no kernels yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native_library, "BUILT", tmp_path / "nothing built")
@@ -110,7 +119,7 @@ def test_a_compiler_that_fails_leaves_nothing_and_is_not_asked_again(
     monkeypatch.setattr(native_library, "SOURCES", (wrong,))
     with pytest.raises(Unavailable, match=r"could not compile it .*error"):
         library()
-    assert list(fresh.iterdir()) == []
+    assert [file.name for file in fresh.iterdir() if file.name != "lock"] == []
     monkeypatch.setattr(subprocess, "run", None)  # is not called
     model = GPT(plain_model(vocab_size=9, context_length=8, n_layers=1, d_model=16, n_heads=1)).eval()
     monkeypatch.setattr(choice, "_said", set())
@@ -329,28 +338,41 @@ def test_a_folder_of_another_user_is_not_used(builds: list[str], fresh: Path, mo
 
 @pytest.mark.parametrize("mode", [0o777, 0o707, 0o770])
 def test_a_folder_below_one_that_others_may_write_is_not_used(
-    builds: list[str], fresh: Path, mode: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    builds: list[str],
+    fresh: Path,
+    temporary: Path,
+    mode: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     planted(fresh, builds)
     monkeypatch.setattr(native_library, "_is_own_group", lambda _: False)
     fresh.parent.chmod(mode)
     assert works() and len(builds) == 1
-    said = f"the kernels are kept for this process alone: {fresh}: other users may write to {fresh.parent}"
+    shared = temporary / f"gptworks-{os.geteuid()}"
+    said = f"the kernels are kept in {shared}: {fresh}: other users may write to {fresh.parent}"
     assert said in caplog.messages
 
 
-def test_a_folder_below_one_that_the_users_own_group_may_write_is_used(builds: list[str], fresh: Path) -> None:
+def test_a_folder_below_one_that_the_users_own_group_may_write_is_used(
+    builds: list[str], fresh: Path, temporary: Path
+) -> None:
     """Many systems give each user a group of the same name, and the umask 002."""
     assert works()
     fresh.parent.chmod(0o770)
     native_library.forget()
-    for members, n_builds in (([], 1), (["anna"], 1), (["anna", "mallory"], 2)):
+    for members, kept_in in (
+        ([], fresh),
+        (["anna"], fresh),
+        (["anna", "mallory"], temporary / f"gptworks-{os.geteuid()}"),
+    ):
         group = SimpleNamespace(gr_name="anna", gr_mem=members)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(grp, "getgrgid", lambda _, group=group: group)
             patch.setattr(pwd, "getpwuid", lambda _: SimpleNamespace(pw_name="anna"))
-            assert works() and len(builds) == n_builds
+            assert works() and library().folder == kept_in
         native_library.forget()
+    assert len(builds) == 2
 
 
 def test_a_folder_below_one_of_another_user_is_not_used(

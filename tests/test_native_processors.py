@@ -21,9 +21,10 @@ from gptworks.machine import cpu_flags
 from gptworks.model import GPT
 from gptworks.model.backend import Chunk, TorchBackend
 from gptworks.native import backend as native
+from gptworks.native import entries
+from gptworks.native.call import NUMBERS
 from gptworks.native.levels import LEVELS, Level
 from gptworks.native.library import FLAGS, SOURCES, Unavailable, library
-from gptworks.native.placement import NUMBERS
 from test_native import KINDS, VARIANTS, copy_of, expected, pack, text, variant
 
 pytestmark = pytest.mark.processors
@@ -57,7 +58,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
 
     @functools.cache
     def file_of(rows: tuple[int, ...]) -> Path:
-        widest = {dtype: rows[kind] for dtype, kind in NUMBERS.items() if rows[kind]}
+        widest = {dtype: rows[NUMBERS[dtype]] for dtype in native.WEIGHTS if rows[NUMBERS[dtype]]}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(native, "widest_panels", lambda kernels: widest)
             written = [case_bytes(*case) for case in all_cases()]
@@ -117,14 +118,18 @@ def case_bytes(
     logits = torch.zeros_like(wanted)
     for tensor in (*numbers, logits):
         image.add(tensor.data_ptr(), tensor)
-    addresses = [tensor.data_ptr() for tensor in (*numbers, logits)]
-    at_batch = image.add_structure(0, native._Batch(len(rows), len(texts), len(rows), *addresses))
+    at_tensors = image.add_structure(0, (entries.Tensor * 5)(*map(described, (*numbers, logits))))
     at_wanted = image.add(0, wanted)
     largest = float(wanted.abs().max()) if wanted.isfinite().all() else 0.0
     bounds = (near * largest, near_rounded * largest)
-    places = (len(image.data), len(image.relocations), at_model, at_batch, at_wanted, wanted.numel())
+    places = (len(image.data), len(image.relocations), at_model, at_tensors, at_wanted, wanted.numel())
     header = struct.pack("<6q2dq64s", *places, *bounds, KINDS.index(kind), name.encode()[:63])
     return header + bytes(image.data) + struct.pack(f"<{len(image.relocations)}q", *image.relocations)
+
+
+def described(x: torch.Tensor) -> entries.Tensor:
+    padded = [(*values, *[0] * (entries.MOST_DIMENSIONS - x.dim())) for values in (x.shape, x.stride())]
+    return entries.Tensor(x.data_ptr(), NUMBERS[x.dtype], x.dim(), *padded)
 
 
 class Image:

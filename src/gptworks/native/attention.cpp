@@ -18,11 +18,11 @@
 
 namespace {
 
-// --------------------------------------------------------------------------------- what attention.py hands over (ctypes)
+// ------------------------------------------------------------------------------------------------- what is computed
 
-struct View {  // [batch, heads, length, width]; elements of a row lie side by side
-    char *data;
-    int64_t batch, head, row;  // strides, in bytes
+struct View {  // [batch, heads, length, width]; elements of a row are contiguous
+    char *data = nullptr;
+    int64_t batch = 0, head = 0, row = 0;  // strides, in bytes
 
     template <class T> T *at(int64_t b, int64_t h, int64_t r) const {
         return (T *)(data + b * batch + h * head + r * row);
@@ -30,13 +30,14 @@ struct View {  // [batch, heads, length, width]; elements of a row lie side by s
 };
 
 struct Attention {
-    int64_t batch, heads, groups, n_queries, n_keys, width, window, is_bf16;
+    int64_t batch, heads, groups, n_queries, n_keys, width, window;
+    bool is_bf16;
     float scale, softcap, dropout;  // softcap 0: none
     const uint64_t *seed;
     View q, k, v, out;
     View bias;    // [batch, 1, n_queries, n_keys]; data null: none
     float *sums;  // [batch, heads, n_queries], log2 Σ 2^score; +inf: the query sees no key
-    View d_out, d_q, d_k, d_v;
+    View d_out, d_q, d_k, d_v;  // of the backward pass
 };
 
 // ------------------------------------------------------------------------------------------------------ products
@@ -150,7 +151,7 @@ template <class P, class T> struct Source {
 
     // Row r in units along the width.
     INLINE void line(int64_t r, Unit *out) const {
-        if (r >= rows) return (void)std::fill(out, out + padded / EACH_UNIT, 0);
+        if (r >= rows) return (void)std::memset(out, 0, padded / EACH_UNIT * sizeof(Unit));
         const T *from = view.at<T>(batch, head, r);
         if constexpr (sizeof(T) * EACH_UNIT == sizeof(Unit)) {
             std::memcpy(out, from, width * sizeof(T));
@@ -167,10 +168,15 @@ template <class P, class T> struct Source {
         if constexpr (EACH_UNIT == 1)
             line(j, out);
         else {
-            uint16_t *first = (uint16_t *)spare, *second = first + padded;
+            char *const first = (char *)spare, *const second = first + padded * sizeof(T);
             line(2 * j, (Unit *)first);
             line(2 * j + 1, (Unit *)second);
-            for (int64_t i = 0; i < padded; i++) out[i] = first[i] | (uint32_t)second[i] << 16;
+            for (int64_t i = 0; i < padded; i++) {
+                uint16_t pair[2];
+                std::memcpy(&pair[0], first + i * sizeof(T), sizeof(T));
+                std::memcpy(&pair[1], second + i * sizeof(T), sizeof(T));
+                out[i] = pair[0] | (uint32_t)pair[1] << 16;
+            }
         }
     }
 
@@ -293,7 +299,7 @@ template <class T> struct Rules {
             if (tangent) *tangent = t;
             score = t * cap;
         }
-        if (!PLAIN && a.bias.data && q < a.n_queries) {
+        if (!PLAIN && a.bias.data && q < a.n_queries && s < a.n_keys) {
             const T *row = bias(q) + s;
             if (s + LANES <= a.n_keys)
                 score += load(row) * LOG2_E;
@@ -596,9 +602,9 @@ template <class P, class T> struct Backward {
     }
 };
 
-template <template <class, class> class Pass> void run(const Attention &a, int n_threads) {
+template <template <class, class> class Pass> void run(const Attention &a, int64_t n_threads) {
     std::atomic<int64_t> next{0};
-    parallel((int)std::min<int64_t>(n_threads, a.batch * a.groups), [&](const Team &) {
+    parallel(std::max<int64_t>(1, std::min(n_threads, a.batch * a.groups)), [&](const Team &) {
 #ifdef AMX
         const amx::Registers registers;
 #endif
@@ -622,5 +628,68 @@ template <template <class, class> class Pass> void run(const Attention &a, int n
 
 }  // namespace
 
-extern "C" void gptworks_attention(const Attention *a, int n_threads) { run<Forward>(*a, n_threads); }
-extern "C" void gptworks_attention_backward(const Attention *a, int n_threads) { run<Backward>(*a, n_threads); }
+static View view(const char *name, const Tensor *x, int64_t kind, std::initializer_list<int64_t> sizes) {
+    contiguous(name, shaped(name, x, kind, sizes), 3);
+    const int64_t each = bytes_of(kind);
+    return {x->data, x->strides[0] * each, x->strides[1] * each, x->strides[2] * each};
+}
+
+static View output(const char *name, const Tensor *x, int64_t kind, std::initializer_list<int64_t> sizes) {
+    const View found = view(name, x, kind, sizes);
+    apart(name, *x);
+    return found;
+}
+
+// q, out [B, H, T, D], k, v [B, G, S, D], bias [B, 1, T, S] or null, all float32 or bf16; sums float32 [B, H, T], seed int64 [1].
+// A query sees its own key, that at the same distance from the end, and the window − 1 before it. softcap 0: none.
+static Attention attention_of(
+    const Tensor *q, const Tensor *k, const Tensor *v, const Tensor *out, const Tensor *bias, const Tensor *sums,
+    const Tensor *seed, int64_t window, float scale, float softcap, float dropout
+) {
+    if (sound("q", q).n_dimensions != 4 || sound("k", k).n_dimensions != 4)
+        fail(REFUSED, "q %s and k %s must be [batch, heads, length, width]", Text::of(*q).text, Text::of(*k).text);
+    if (q->kind != FP32 && q->kind != BF16) fail(REFUSED, "q is %s and must be float32 or bfloat16", KINDS[q->kind]);
+    const int64_t batch = q->sizes[0], heads = q->sizes[1], n_queries = q->sizes[2], width = q->sizes[3];
+    const int64_t groups = k->sizes[1], n_keys = k->sizes[2];
+    if (width < 1 || groups < 1 || heads % groups || n_queries > n_keys)
+        fail(REFUSED, "q %s does not go with k %s", Text::of(*q).text, Text::of(*k).text);
+    Attention a;
+    a.batch = batch, a.heads = heads, a.groups = groups, a.n_queries = n_queries, a.n_keys = n_keys, a.width = width;
+    a.window = within("window", window, 1, MOST), a.is_bf16 = q->kind == BF16;
+    if (!(dropout >= 0 && dropout < 1)) fail(REFUSED, "dropout is %g and must be from 0 to less than 1", (double)dropout);
+    if (!(softcap >= 0)) fail(REFUSED, "softcap is %g and must be 0, which is none, or more", (double)softcap);
+    a.scale = scale, a.softcap = softcap, a.dropout = dropout;
+    a.seed = laid_out("seed", seed, INT64, {1}).as<const uint64_t>();
+    a.q = view("q", q, q->kind, {batch, heads, n_queries, width});
+    a.k = view("k", k, q->kind, {batch, groups, n_keys, width});
+    a.v = view("v", v, q->kind, {batch, groups, n_keys, width});
+    a.out = output("out", out, q->kind, {batch, heads, n_queries, width});
+    if (bias) a.bias = view("bias", bias, q->kind, {batch, 1, n_queries, n_keys});
+    a.sums = laid_out("sums", sums, FP32, {batch, heads, n_queries}).as<float>();
+    return a;
+}
+
+extern "C" int gptworks_attention(
+    const Tensor *q, const Tensor *k, const Tensor *v, const Tensor *out, const Tensor *bias, const Tensor *sums,
+    const Tensor *seed, int64_t window, float scale, float softcap, float dropout, int64_t n_threads
+) noexcept {
+    return guarded([=] {
+        run<Forward>(attention_of(q, k, v, out, bias, sums, seed, window, scale, softcap, dropout), threads(n_threads));
+    });
+}
+
+// d_out is the gradient of out, d_q, d_k and d_v those of q, k and v: of their shapes and dtype.
+extern "C" int gptworks_attention_backward(
+    const Tensor *q, const Tensor *k, const Tensor *v, const Tensor *out, const Tensor *bias, const Tensor *sums,
+    const Tensor *seed, const Tensor *d_out, const Tensor *d_q, const Tensor *d_k, const Tensor *d_v, int64_t window,
+    float scale, float softcap, float dropout, int64_t n_threads
+) noexcept {
+    return guarded([=] {
+        Attention a = attention_of(q, k, v, out, bias, sums, seed, window, scale, softcap, dropout);
+        a.d_out = view("d_out", d_out, q->kind, {a.batch, a.heads, a.n_queries, a.width});
+        a.d_q = output("d_q", d_q, q->kind, {a.batch, a.heads, a.n_queries, a.width});
+        a.d_k = output("d_k", d_k, q->kind, {a.batch, a.groups, a.n_keys, a.width});
+        a.d_v = output("d_v", d_v, q->kind, {a.batch, a.groups, a.n_keys, a.width});
+        run<Backward>(a, threads(n_threads));
+    });
+}

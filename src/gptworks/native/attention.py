@@ -1,6 +1,5 @@
 """Attention in C++ for training on a CPU (attention.cpp), as an operation that autograd knows."""
 
-import ctypes
 from typing import Any
 
 import torch
@@ -8,29 +7,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 
+from gptworks.native.call import call
 from gptworks.native.library import training_library
-
-
-class _View(ctypes.Structure):
-    """A tensor [B, H, T, D] whose rows are contiguous; strides in bytes."""
-
-    _fields_ = [("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "row"))]
-
-    @classmethod
-    def of(cls, x: Tensor) -> "_View":
-        return cls(x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:3]))
-
-
-class _Work(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "groups", "n_queries", "n_keys", "width", "window",
-                                              "is_bf16")),
-        *((name, ctypes.c_float) for name in ("scale", "softcap", "dropout")),
-        ("seed", ctypes.c_void_p),
-        *((name, _View) for name in ("q", "k", "v", "out", "bias")),
-        ("sums", ctypes.c_void_p),
-        *((name, _View) for name in ("d_out", "d_q", "d_k", "d_v")),
-    ]  # fmt: skip
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -93,8 +71,8 @@ class _Attention(torch.autograd.Function):
         if bias is not None:
             bias = _in_rows(bias).expand(batch, length, n_keys)[:, None]
         ctx.save_for_backward(q, k, v, out, sums, bias, seed)
-        ctx.settings = (n_keys if window is None else window, scale, softcap or 0.0, dropout)
-        _call("gptworks_attention", ctx.settings, q, k, v, out, sums, bias, seed)
+        ctx.settings = (max(n_keys, 1) if window is None else window, scale, softcap or 0.0, dropout)
+        _call("attention", ctx.settings, q, k, v, out, sums, bias, seed)
         return out
 
     @staticmethod
@@ -103,7 +81,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, sums, bias, seed = ctx.saved_tensors
         d_q, d_k, d_v = map(torch.empty_like, (q, k, v))
         d_out = _in_rows(gradients[0])
-        _call("gptworks_attention_backward", ctx.settings, q, k, v, out, sums, bias, seed, d_out, d_q, d_k, d_v)
+        _call("attention_backward", ctx.settings, q, k, v, out, sums, bias, seed, d_out, d_q, d_k, d_v)
         return d_q, d_k, d_v, None, None, None, None, None
 
 
@@ -128,11 +106,4 @@ def _call(
         return
     library = training_library()
     assert library is not None
-    window, scale, softcap, dropout = settings
-    batch, heads, length, width = q.shape
-    work = _Work(
-        batch, heads, k.size(1), length, k.size(2), width, window, q.dtype == torch.bfloat16, scale, softcap, dropout,
-        seed.data_ptr(), _View.of(q), _View.of(k), _View.of(v), _View.of(out),
-        _View() if bias is None else _View.of(bias), sums.data_ptr(), *map(_View.of, gradients),
-    )  # fmt: skip
-    getattr(library.functions, name)(ctypes.byref(work), torch.get_num_threads())
+    call(library, name, (q, k, v, out, bias, sums, seed, *gradients), *settings)

@@ -9,6 +9,7 @@ bits to 16 bits with one scale a row, which is finer (AVX2, AVX512_VNNI; AMX for
 """
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,60 +21,20 @@ from gptworks.model import GPT
 from gptworks.model.backend import Backend, Chunk
 from gptworks.model.lora import has_adapter
 from gptworks.native.cache import BlockCache, KeyBlocks
+from gptworks.native.call import NUMBERS, call
+from gptworks.native.entries import FUNCTION_OF_MLP, Layer, Matrix, Model, Norm
 from gptworks.native.library import Unavailable, library
-from gptworks.native.placement import NUMBERS, matrices, settle, widest_panels
+from gptworks.native.placement import matrices, settle, widest_panels
 from gptworks.quantize.panels import panel_of, size_in_panels, to_panels
 from gptworks.units import counted
 
 STEP_TOKENS, STEP_TOKENS_WITH_AMX = 128, 512
 """Tokens of one chunk in a step: enough that reading the weights again for the next ones costs little."""
 
-# ------------------------------------------------------------------------- the structures of step.cpp, in its order
-
-_POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-
-
-class _Matrix(ctypes.Structure):
-    _fields_ = (
-        ("weight", _POINTER), ("scale", _POINTER), ("bias", _POINTER),
-        ("n", _INTEGER), ("k", _INTEGER), ("kind", _INTEGER), ("panel", _INTEGER),
-    )  # fmt: skip
-
-
-class _Norm(ctypes.Structure):
-    _fields_ = (("weight", _POINTER), ("bias", _POINTER))
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = (
-        *((name, _Norm) for name in ("norm1", "norm2", "query_norm", "key_norm")),
-        *((name, _Matrix) for name in ("query", "key", "value", "out", "gate", "up", "down")),
-        *((name, _POINTER) for name in ("keys", "key_scales", "values", "value_scales")),
-        ("window", _INTEGER), ("rotates", _INTEGER),
-    )  # fmt: skip
-
-
-class _Model(ctypes.Structure):
-    _fields_ = (
-        *((name, _INTEGER) for name in (
-            "d_model", "n_heads", "n_groups", "d_head", "d_ff", "d_rotary", "capacity", "n_layers",
-            "activation", "layer_norm", "parallel", "cache_kind",
-        )),
-        *((name, _FLOAT) for name in ("eps", "scale", "embedding_scale", "residual_scale", "logit_scale")),
-        ("embedding", _Matrix), ("head", _Matrix),
-        ("position", _POINTER), ("cos", _POINTER), ("sin", _POINTER), ("norm", _Norm), ("layers", _POINTER),
-    )  # fmt: skip
-
-
-class _Batch(ctypes.Structure):
-    _fields_ = (
-        ("n_rows", _INTEGER), ("n_texts", _INTEGER), ("n_wanted", _INTEGER), ("tokens", _POINTER),
-        ("slots", _POINTER), ("positions", _POINTER), ("wanted", _POINTER), ("logits", _POINTER),
-        ("features", _POINTER),
-    )  # fmt: skip
-
-
 _ACTIVATIONS = ("gelu", "gelu_tanh", "relu2", "swiglu", "geglu")
+WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8)
+"""The dtypes of matrices that are multiplied."""
+
 _AT_ONCE_BYTES = 64
 """Bytes of a row that a product takes at once: rows are padded to a multiple."""
 
@@ -108,7 +69,7 @@ def refusal(model: GPT) -> str | None:
     for name in ("d_head", "d_model", "d_ff"):
         if (width := getattr(config, name)) % 16:
             return f"{name}={width} is no multiple of 16."
-    strange = {module.weight.dtype for module in model.modules() if hasattr(module, "weight")} - set(NUMBERS)
+    strange = {module.weight.dtype for module in model.modules() if hasattr(module, "weight")} - set(WEIGHTS)
     return f"it has no weights in {strange.pop()}." if strange else None
 
 
@@ -130,8 +91,7 @@ class NativeBackend(Backend):
         """
         if reason := refusal(model):
             raise Unavailable(reason)
-        kernels = library()
-        self._step, self._logits = kernels.functions.gptworks_step, kernels.functions.gptworks_logits
+        self._kernels = kernels = library()
         self._step_tokens = STEP_TOKENS_WITH_AMX if kernels.has_amx else STEP_TOKENS
         n_threads = counted(torch.get_num_threads(), "thread")
         self.description = f"native ({kernels.instructions}, {kernels.origin}, {n_threads})"
@@ -169,10 +129,8 @@ class NativeBackend(Backend):
 
     def logits(self, features: Tensor) -> Tensor:
         rows = features.float().reshape(-1, features.size(-1)).contiguous()
-        _check(rows, torch.float32, len(rows), self.model.config.d_model)
         logits = torch.empty(len(rows), self.vocab_size)
-        threads = torch.get_num_threads()
-        self._logits(ctypes.byref(self._model), rows.data_ptr(), len(rows), logits.data_ptr(), threads)
+        call(self._kernels, "logits", (rows, logits), model=self._model)
         return logits.view(*features.shape[:-1], -1)
 
     def grow(self, n_slots: int, capacity: int, held: Sequence[int]) -> None:
@@ -192,51 +150,44 @@ class NativeBackend(Backend):
 
     def _run(self, chunks: Sequence[Chunk], logits: Tensor | None, features: Tensor | None) -> None:
         """One step over all rows of the chunks. Fills what there is, a row for each logit that is wanted."""
-        tokens: list[int] = []
-        slots: list[int] = []
-        positions: list[int] = []
-        wanted: list[int] = []
+        tokens, slots, positions, wanted = (array("q") for _ in range(4))
         for chunk in chunks:
             n = len(chunk.tokens)
             assert chunk.start + n <= self.capacity, f"{chunk.start + n} tokens in a slot of {self.capacity}"
-            assert 0 <= chunk.slot < self.n_slots and chunk.start >= 0 and 0 <= chunk.n_logits <= n, chunk
-            tokens += chunk.tokens
-            slots += [chunk.slot] * n
-            positions += range(chunk.start, chunk.start + n)
-            wanted += range(len(tokens) - chunk.n_logits, len(tokens))
-        assert min(tokens) >= 0 and max(tokens) < self.vocab_size, f"tokens outside 0 … {self.vocab_size - 1}"
-        numbers = [_integers(values) for values in (tokens, slots, positions, wanted)]
-        addresses = [ctypes.addressof(array) for array in numbers]
-        filled = [None if tensor is None else tensor.data_ptr() for tensor in (logits, features)]
-        batch = _Batch(len(tokens), len(chunks), len(wanted), *addresses, *filled)
-        self._step(ctypes.byref(self._model), ctypes.byref(batch), torch.get_num_threads())
+            tokens.extend(chunk.tokens)
+            slots.extend([chunk.slot] * n)
+            positions.extend(range(chunk.start, chunk.start + n))
+            wanted.extend(range(len(tokens) - chunk.n_logits, len(tokens)))
+        call(self._kernels, "step", (tokens, slots, positions, wanted, logits, features), model=self._model)
 
-    # -------------------------------------------------------------------------------- the model as step.cpp sees it
+    # -------------------------------------------------------------------------------- the model as step.cpp reads it
 
-    def _structure(self, model: GPT) -> _Model:
+    def _structure(self, model: GPT) -> Model:
         config = model.config
         width, vocabulary, half = config.d_model, config.vocab_size, config.d_rotary // 2
-        layers = (_Layer * config.n_layers)(*(self._layer(model, i) for i in range(config.n_layers)))
+        layers = (Layer * config.n_layers)(*(self._layer(model, i) for i in range(config.n_layers)))
         cos, sin = (
             model.rotary.at(slice(0, self.capacity), self.capacity, torch.float32) if model.rotary else (None,) * 2
         )
         head = model.token_embedding if model.untied_head is None else model.untied_head
         position = None if model.position_embedding is None else model.position_embedding.weight[: self.capacity]
-        structure = _Model(
+        structure = Model(
             width, config.n_heads, config.n_kv_heads, config.d_head, config.d_ff,
-            config.d_rotary, self.capacity, config.n_layers,
-            _ACTIVATIONS.index(config.mlp), config.norm == "layernorm", config.parallel_residual,
+            config.d_rotary, self.n_slots, self.capacity, config.n_layers,
+            FUNCTION_OF_MLP[config.mlp], config.norm == "layernorm", config.parallel_residual,
             NUMBERS[self.cache.dtype],
             config.norm_eps, config.score_scale, config.embedding_scale, config.residual_scale,
             1 / config.logit_divisor,
             self._matrix(model.token_embedding, vocabulary, width), self._matrix(head, vocabulary, width),
             self._vector(position, self.capacity, width), self._vector(cos, self.capacity, half),
-            self._vector(sin, self.capacity, half), self._norm(model.norm, width), ctypes.addressof(layers),
+            self._vector(sin, self.capacity, half),
+            0 if position is None else 4 * self.capacity * width, 0 if cos is None else 4 * self.capacity * half,
+            self._norm(model.norm, width), ctypes.addressof(layers),
         )  # fmt: skip
         structure.kept = layers
         return structure
 
-    def _layer(self, model: GPT, i: int) -> _Layer:
+    def _layer(self, model: GPT, i: int) -> Layer:
         block: Any = model.blocks[i]
         config, attention, mlp = model.config, block.attention, block.mlp
         width, inner, d_head, groups = config.d_model, config.d_ff, config.d_head, config.n_kv_heads
@@ -256,23 +207,26 @@ class NativeBackend(Backend):
         for vectors in (self.cache.keys[i], self.cache.values[i]):
             cached.append(self._address(vectors.data, self.cache.dtype, slots, groups, room, d_head))
             cached.append(self._address(vectors.scale, torch.float32, slots, groups, room))
-        return _Layer(
+        return Layer(
             *(self._norm(*norm) for norm in norms),
             *(self._matrix(*matrix) for matrix in matrices),
             *cached,
+            self.cache.keys[i].data.nbytes,
+            0 if (scale := self.cache.keys[i].scale) is None else scale.nbytes,
             attention.window or self.capacity,
             config.layer_rotates(i),
         )
 
-    def _norm(self, norm: Any, width: int) -> _Norm:
+    def _norm(self, norm: Any, width: int) -> Norm:
         if isinstance(norm, nn.Identity):
-            return _Norm()
-        return _Norm(self._vector(norm.weight, width), self._vector(getattr(norm, "bias", None), width))
+            return Norm()
+        return Norm(self._vector(norm.weight, width), self._vector(getattr(norm, "bias", None), width), width)
 
-    def _matrix(self, module: Any, rows: int, columns: int) -> _Matrix:
+    def _matrix(self, module: Any, rows: int, columns: int) -> Matrix:
         """A matrix [rows, columns]: in panels; or row by row, each padded to whole steps of a product."""
         if module is None:
-            return _Matrix()
+            return Matrix()
+        bias = self._vector(getattr(module, "bias", None), rows)
         weight: Tensor = module.weight.detach()
         scale: Any = getattr(module, "scale", None)
         kind, panel = weight.dtype, getattr(module, "panel", 0)
@@ -294,10 +248,11 @@ class NativeBackend(Backend):
         if in_panels and not panel:  # a module that has no form for them
             panel = panel_of(rows, torch.get_num_threads(), self._widest[kind])
             weight, scale = to_panels(weight, panel), to_panels(scale, panel) if each == 2 else scale
-        return _Matrix(
+        return Matrix(
             self._address(weight, kind, *weight.shape),
             None if scale is None else self._address(scale, scale.dtype, *scale.shape),
-            self._vector(getattr(module, "bias", None), rows), rows, n_elements * each, NUMBERS[kind], panel,
+            bias, rows, n_elements * each, NUMBERS[kind], panel,
+            weight.nbytes, 0 if scale is None else scale.nbytes, 0 if bias is None else 4 * rows,
         )  # fmt: skip
 
     def _vector(self, tensor: Tensor | None, *shape: int) -> int | None:
@@ -331,7 +286,3 @@ def _part(chunk: Chunk, first: int, n: int) -> Chunk:
     after = len(chunk.tokens) - first - len(tokens)
     n_logits = min(len(tokens), max(0, chunk.n_logits - after))
     return Chunk(chunk.slot, chunk.start + first, tokens, n_logits, chunk.room)
-
-
-def _integers(values: Sequence[int]) -> Any:
-    return (ctypes.c_int64 * len(values))(*values)

@@ -22,7 +22,7 @@ from gptworks.model import GPT
 from gptworks.model.backend import Backend, Chunk, TorchBackend
 from gptworks.native import backend as native
 from gptworks.native.backend import NativeBackend
-from gptworks.native.library import Unavailable, cache_folder, library
+from gptworks.native.library import Unavailable, library
 from gptworks.native.placement import matrices
 from gptworks.quantize.formats import KINDS
 from gptworks.quantize.linear import QuantizedGPT, packed_matrices
@@ -108,20 +108,17 @@ def seconds_of_both(kind: torch.dtype) -> tuple[float, float]:
     kernels = library()
     build = f"{kernels.sha256[:16]} {kernels.instructions}"
     key = f"{build} torch {torch.__version__} threads {torch.get_num_threads()} {kind}"
-    folder = cache_folder()
-    file = None if folder is None else folder / "choice.json"
+    file = kernels.folder / "choice.json"
     known: dict[str, list[float]] = {}
-    if file is not None:
-        with contextlib.suppress(OSError, ValueError):
-            read = json.loads(file.read_bytes())
-            known = read if isinstance(read, dict) else {}
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        read = json.loads(file.read_bytes())
+        known = read if isinstance(read, dict) else {}
     found = known.get(key)
     if isinstance(found, list) and len(found) == 2 and all(isinstance(x, float) and x > 0 for x in found):
         return found[0], found[1]
     measured = measure(kind)
-    if file is not None:
-        with contextlib.suppress(RunError):
-            write_whole(file, json.dumps({**known, key: measured}, indent=2))
+    with contextlib.suppress(RunError):
+        write_whole(file, json.dumps({**known, key: measured}, indent=2))
     return measured
 
 

@@ -185,18 +185,13 @@ void multiply(int64_t m, int64_t n, int64_t k, const Factor &a, const Factor &b,
         }
 }
 
-}  // namespace
-
-// Without a bias it is a null pointer. K is 1 at least.
-extern "C" void gptworks_gemm(
-    int64_t m, int64_t n, int64_t k, int64_t n_threads, const float *a, int64_t a_row, int64_t a_column, const float *b,
-    int64_t b_row, int64_t b_column, const float *bias, float *out, int64_t out_row
-) {
-    const Factor left{a, a_row, a_column}, right{b, b_row, b_column};
+// All of the results, divided among threads.
+void product(int64_t m, int64_t n, int64_t k, int64_t n_threads, const Factor &left, const Factor &right, const float *bias,
+             float *out, int64_t out_row) {
     const int64_t row_units = (m + AT_ONCE - 1) / AT_ONCE, column_units = (n + WIDTH - 1) / WIDTH;
-    parallel((int)n_threads, [&](const Team &team) {
+    parallel(n_threads, [&](const Team &team) {
         const auto [down, across] = grid(m, n, team.n_threads);
-        const Team of_rows{team.thread / across, down, nullptr}, of_columns{team.thread % across, across, nullptr};
+        const Team of_rows{team.thread / across, down, nullptr, nullptr}, of_columns{team.thread % across, across, nullptr, nullptr};
         const auto [first_row, last_row] = of_rows.share(row_units);
         const auto [first_column, last_column] = of_columns.share(column_units);
         const int64_t r = first_row * AT_ONCE, r_end = std::min(last_row * AT_ONCE, m);
@@ -204,5 +199,34 @@ extern "C" void gptworks_gemm(
         if (r < r_end && c < c_end)
             multiply(r_end - r, c_end - c, k, left.from(r, 0), right.from(0, c), bias ? bias + c : nullptr,
                      out + r * out_row + c, out_row);
+    });
+}
+
+}  // namespace
+
+// A matrix [rows, columns] of which the rows are contiguous, or the columns.
+static Factor factor(const char *name, const Tensor *x, int64_t rows, int64_t columns) {
+    shaped(name, x, FP32, {rows, columns});
+    int64_t row = x->strides[0], column = x->strides[1];
+    if (columns == 1 && row != 1) column = 1;  // a step to where there is nothing
+    if (rows == 1 && column != 1) row = 1;
+    if (row != 1 && column != 1) fail(REFUSED, "%s %s: neither rows nor columns are contiguous", name, Text::of(*x).text);
+    return {x->as<const float>(), row, column};
+}
+
+// a [M, K]; b [K, N]; bias [N], or null; out [M, N], whose rows are contiguous. K is 1 at least.
+extern "C" int gptworks_gemm(
+    const Tensor *a, const Tensor *b, const Tensor *bias, const Tensor *out, int64_t n_threads
+) noexcept {
+    return guarded([=] {
+        if (sound("out", out).n_dimensions != 2 || sound("a", a).n_dimensions != 2)
+            fail(REFUSED, "a %s times b gives no out %s", Text::of(*a).text, Text::of(*out).text);
+        const int64_t m = out->sizes[0], n = out->sizes[1], k = a->sizes[1];
+        if (k < 1) fail(REFUSED, "a %s has no columns", Text::of(*a).text);
+        const Factor left = factor("a", a, m, k), right = factor("b", b, k, n);
+        apart("out", contiguous("out", shaped("out", out, FP32, {m, n}), 1));
+        if (bias) laid_out("bias", bias, FP32, {n});
+        product(m, n, k, threads(n_threads), left, right, bias ? bias->as<const float>() : nullptr, out->as<float>(),
+                out->strides[0]);
     });
 }

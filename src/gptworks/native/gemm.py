@@ -49,8 +49,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None
     a, b = _laid_out(a), _laid_out(b)
     out = a.new_empty(a.size(0), b.size(1)) if out is None else out
     bias = bias if bias is None else bias.contiguous()
-    shape = *out.shape, a.size(1)
-    call("gemm", *shape, torch.get_num_threads(), a, *a.stride(), b, *b.stride(), bias, out, out.stride(0))
+    call("gemm", (a, b, bias, out))
     return out
 
 

@@ -9,7 +9,13 @@
 #include <vector>
 
 #ifdef __AVX2__
+#pragma GCC diagnostic push
+#if defined(__GNUC__) && !defined(__clang__)  // GCC 12's own header has what it warns of (its bug 105593)
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #endif
 #ifdef __ARM_NEON
 #include <arm_neon.h>
@@ -400,13 +406,15 @@ INLINE Lanes gelu(Lanes x) {  // erf by Abramowitz & Stegun 7.1.26, within 1.5e-
     return x * choose(x < 0.0f, tail, 1.0f - tail);
 }
 
-enum Activation : int64_t { NO_ACTIVATION = -1, GELU, GELU_TANH, RELU2, SWIGLU, GEGLU };
+enum Function : int64_t { NO_FUNCTION = -1, GELU, GELU_TANH, RELU2, SILU };  // activations; of gates too
+constexpr const char *FUNCTIONS[] = {"gelu", "gelu_tanh", "relu2", "silu"};
+constexpr int64_t N_FUNCTIONS = sizeof FUNCTIONS / sizeof *FUNCTIONS;
 
-INLINE Lanes activate(Lanes x, int64_t activation) {
-    switch (activation) {
+INLINE Lanes activate(Lanes x, int64_t function) {
+    switch (function) {
     case GELU_TANH: return x * sigmoid(1.59576912f * (x + 0.044715f * x * x * x));  // (1 + tanh u) / 2 = σ(2u)
     case RELU2: x = larger(x, Lanes{}); return x * x;
-    case SWIGLU: return x * sigmoid(x);
+    case SILU: return x * sigmoid(x);
     default: return gelu(x);
     }
 }

@@ -4,11 +4,14 @@ A wheel carries a library for each instruction level that the C++ distinguishes;
 without a compiler. Elsewhere, and where GPTWORKS_NATIVE_MARCH names a processor, the compiler builds one.
 
 What is kept is code that this process will run. So it is read only from a folder that belongs to this user and that
-nobody else may write, and only if its bytes are those that were built. Where the user's cache cannot be used, the
-library lives in a temporary folder of this process.
+nobody else may write, and only if its bytes are those that were built. Where the user's cache cannot be used, a folder
+of this user's in $XDG_RUNTIME_DIR or in the folder for temporary files keeps the library until the machine restarts;
+where there is none, a temporary folder of this process. One process compiles under a lock, and those that start with it
+wait; whoever compiles removes what was not used for a long time.
 """
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -20,12 +23,14 @@ import stat
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from gptworks.machine import cpu_flags
+from gptworks.machine import cpu_flags, cpu_identity, usable_cpus
+from gptworks.native.entries import Mismatch, declare
 from gptworks.native.levels import LEVELS
 
 SOURCES = tuple(
@@ -36,7 +41,7 @@ SOURCES = tuple(
 BUILT = Path(__file__).with_name("built")
 """What a wheel carries: kernels-LEVEL-CHECKSUM.so."""
 
-FLAGS = ("-O3", "-std=c++17", "-fno-schedule-insns", "-fPIC", "-pthread", "-w")
+FLAGS = ("-O3", "-std=c++17", "-fno-schedule-insns", "-fPIC", "-pthread")
 """On ARM GCC would load so far ahead that sums no longer fit in registers; on x86 it does not."""
 
 ATTEMPTS: tuple[tuple[str, ...], ...] = (
@@ -82,6 +87,8 @@ class Library:
     """Of the file."""
     origin: str
     """`compiled here` or `from the package`."""
+    folder: Path
+    """Where it is kept: this user's, for figures about it too."""
     has_amx: bool
     """Whether it multiplies weights in bf16 and int8 with AMX."""
 
@@ -124,8 +131,8 @@ def library() -> Library:
     this process.
 
     Raises:
-        Unavailable: GPTWORKS_NATIVE=0; nothing built, and no compiler or one that fails; or no folder from which code
-            can be loaded.
+        Unavailable: GPTWORKS_NATIVE=0, or a value that means nothing; nothing built, and no compiler or one that fails;
+            or no folder from which code can be loaded.
     """
     with _lock:
         found = _library()
@@ -137,17 +144,24 @@ def library() -> Library:
 @functools.cache
 def _library() -> Library | str:
     """The library, or why there is none."""
-    if os.environ.get("GPTWORKS_NATIVE") == "0":
+    if (wish := os.environ.get("GPTWORKS_NATIVE", "")) not in ("", "0", "1"):
+        return f"GPTWORKS_NATIVE={wish!r} means nothing: set 0 to do without the C++, or 1 to take it without a timing."
+    if wish == "0":
         return "GPTWORKS_NATIVE=0 is set."
     try:
         if (content := _from_package()) is not None:
-            return _load(hashlib.sha256(content).hexdigest()[:16], lambda: content, "from the package")
+            try:
+                return _load(hashlib.sha256(content).hexdigest()[:16], lambda: content, "from the package")
+            except Mismatch as error:
+                _LOG.warning("the package's library is not of this version: %s. Install gptworks again.", error)
         compiler = _compiler()
         if compiler is None:
             return "there is no C++ compiler (g++ or clang++), and the package brings no library for this processor."
         return _load(_key(compiler), lambda: _compiled(compiler), "compiled here")
     except Unavailable as error:
         return str(error)
+    except Mismatch as error:
+        return f"the library does not fit this version of gptworks: {error}."
     except OSError as error:
         return f"{error.filename or 'the library'}: {error.strerror or error}."
 
@@ -169,7 +183,7 @@ def trains_in_cpp() -> bool:
     and whether the processor has wide vectors. A compiler that fails later makes the difference."""
     if _library.cache_info().currsize:
         return training_library() is not None
-    if os.environ.get("GPTWORKS_NATIVE") == "0":
+    if os.environ.get("GPTWORKS_NATIVE", "") not in ("", "1"):
         return False
     if (march := os.environ.get(MARCH)) is None:
         level = next((level for level in LEVELS.get(platform.machine(), ()) if level.flags <= cpu_flags()), None)
@@ -210,8 +224,24 @@ def attempts(compiler: str) -> tuple[tuple[str, ...], ...]:
     return wanted
 
 
+VERSION_SECONDS, COMPILE_SECONDS = 60, 1800
+"""How long a compiler may take to say its version, and for one source. Slow processors take minutes."""
+
+
 def _version(compiler: str) -> bytes:
-    return subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    return _run([compiler, "--version"], VERSION_SECONDS).stdout
+
+
+def _run(command: Sequence[str | Path], seconds: float) -> subprocess.CompletedProcess[bytes]:
+    """Run a compiler, which asks nothing.
+
+    Raises:
+        Unavailable: it does not end.
+    """
+    try:
+        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        raise Unavailable(f"{Path(command[0]).name} did not end within {seconds:g} seconds.") from None
 
 
 def _from_package() -> bytes | None:
@@ -234,20 +264,46 @@ def _load(key: str, make: Callable[[], bytes], origin: str) -> Library:
     for there in _folders():
         try:
             folder = _make_private(there)
-            content = content or _kept(folder, key) or make()
-            digest = hashlib.sha256(content).hexdigest()
-            file = folder / f"kernels-{key}-{digest}.so"
-            if _trusted_bytes(file, digest) is None:
-                _write(file, content)
+            content = content or _kept(folder, key)
+            if content is None:
+                with _alone(folder):  # whoever waited finds what the others have made
+                    content = _kept(folder, key) or make()
+                    _keep(folder, key, content)
+                    _prune(folder)
+            file = _keep(folder, key, content)
             functions = ctypes.CDLL(str(file))
-            _declare(functions)
+            declare(functions)
             for reason in reasons:
-                _LOG.warning("the kernels are kept for this process alone: %s", reason)
+                _LOG.warning("the kernels are kept in %s: %s", folder, reason)
             has_amx = _may_have_amx() and bool(functions.gptworks_take_amx())
-            return Library(functions, digest, origin, has_amx)
+            return Library(functions, hashlib.sha256(content).hexdigest(), origin, folder, has_amx)
         except OSError as error:  # no room, no permission, or a file system from which no code is run
             reasons.append(f"{there}: {error.strerror or error}")
     raise Unavailable(f"no folder can keep the kernels ({'; '.join(reasons)}).")
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Work in a folder while other processes wait.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    import filelock  # here: a wheel is built without it
+
+    lock = filelock.FileLock(folder / "lock", mode=0o600)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        _LOG.info("another process compiles the kernels: waiting for it")
+        lock.acquire()
+    except NotImplementedError:  # a file system without locks: two processes may compile, and each writes whole files
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _may_have_amx() -> bool:
@@ -256,7 +312,7 @@ def _may_have_amx() -> bool:
 
 def _key(compiler: str) -> str:
     """What a build depends on: source, options, compiler and processor."""
-    machine = " ".join([platform.platform(), platform.processor(), *sorted(cpu_flags())])
+    machine = " ".join([platform.platform(), platform.processor(), cpu_identity(), *sorted(cpu_flags())])
     texts = (file.read_bytes() for source in SOURCES for file in (source, *sorted(source.parent.glob("*.h"))))
     parts = (*texts, _version(compiler), machine.encode(), repr((FLAGS, attempts(compiler))).encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
@@ -281,7 +337,7 @@ def build(compiler: str, options: tuple[tuple[str, ...], ...] | None = None) -> 
     failed = ""
     with (
         tempfile.TemporaryDirectory(prefix="gptworks-building-") as temporary,
-        ThreadPoolExecutor(os.cpu_count()) as at_once,
+        ThreadPoolExecutor(usable_cpus()) as at_once,
     ):
         folder = _make_private(Path(temporary))
         made = folder / "kernels.so"
@@ -301,41 +357,13 @@ def build(compiler: str, options: tuple[tuple[str, ...], ...] | None = None) -> 
 
 def _error_of(command: Sequence[str | Path]) -> str | None:
     """Run a compiler; the first error that it prints, or None where it succeeds."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = _run(command, COMPILE_SECONDS)
     if done.returncode == 0:
         return None
-    return next((line for line in done.stderr.splitlines() if "error" in line), "no message")
-
-
-def _declare(functions: ctypes.CDLL) -> None:
-    functions.gptworks_widest_panel.argtypes = [ctypes.c_int64]
-    functions.gptworks_widest_panel.restype = ctypes.c_int64
-    functions.gptworks_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
-    functions.gptworks_step.restype = None
-    functions.gptworks_logits.argtypes = [
-        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int,
-    ]  # fmt: skip
-    functions.gptworks_logits.restype = None
-    functions.gptworks_muon_updates.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int]
-    functions.gptworks_muon_updates.restype = None
-    for attention in (functions.gptworks_attention, functions.gptworks_attention_backward):
-        attention.argtypes, attention.restype = [ctypes.c_void_p, ctypes.c_int], None
-    number, pointer, real = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
-    for name, arguments in (
-        ("activate", [number] * 4 + [pointer] * 3),
-        ("activate_backward", [number] * 4 + [pointer] * 5),
-        ("norm", [number] * 7 + [real] * 2 + [pointer] * 8),
-        ("norm_backward", [number] * 7 + [real] + [pointer] * 10),
-        ("add", [number] * 4 + [real] + [pointer] * 3),
-        ("rotate", [number] * 8 + [real] + [pointer] * 4),
-        ("cross_entropy", [number] * 5 + [pointer] * 4),
-        ("gemm", [number] * 4 + ([pointer] + [number] * 2) * 2 + [pointer] * 2 + [number]),
-    ):
-        function = getattr(functions, f"gptworks_{name}")
-        function.argtypes, function.restype = arguments, None
-    for name in ("built_with", "take_amx"):
-        function = getattr(functions, f"gptworks_{name}")
-        function.argtypes, function.restype = [], ctypes.c_int
+    lines = done.stderr.decode(errors="replace").splitlines()
+    if done.returncode < 0:
+        return f"ended by signal {-done.returncode}"
+    return next((line for line in lines if "error" in line), "no message")
 
 
 # ------------------------------------------------------------------------------------------------------- where it is
@@ -355,9 +383,19 @@ def cache_folder() -> Path | None:
 def _folders() -> Iterator[Path]:
     if (folder := cache_folder()) is not None:
         yield folder
+    yield from runtime_folders()
     temporary = Path(tempfile.mkdtemp(prefix="gptworks-kernels-"))
     atexit.register(shutil.rmtree, temporary, ignore_errors=True)
     yield temporary
+
+
+def runtime_folders() -> Iterator[Path]:
+    """Where this user's processes share kernels until the machine starts again; none where users have no numbers."""
+    if hasattr(os, "geteuid"):
+        base = os.environ.get("XDG_RUNTIME_DIR", "")
+        if Path(base).is_absolute():
+            yield Path(base) / "gptworks"
+        yield Path(tempfile.gettempdir(), f"gptworks-{os.geteuid()}")
 
 
 def _make_private(folder: Path) -> Path:
@@ -366,16 +404,20 @@ def _make_private(folder: Path) -> Path:
     Raises:
         OSError: it cannot be made, belongs to another user, or lies where others may replace it.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not hasattr(os, "geteuid"):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return folder
+    trusted = {os.geteuid(), 0, Path("/").stat().st_uid}  # in a container, root may have another number
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if there.stat().st_uid not in trusted:  # as root with another user's HOME: nothing of root's is left in it
+        raise OSError(None, f"another user owns {there}")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     is_link, folder = folder.is_symlink(), folder.resolve()
     status = folder.stat(follow_symlinks=False)
     if is_link or not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise OSError(None, "it is no folder of this user's")
     if status.st_mode & 0o022:
         folder.chmod(0o700)
-    trusted = {os.geteuid(), 0, Path("/").stat().st_uid}  # in a container, root may have another number
     for parent in folder.parents:
         status = parent.stat()
         if status.st_uid not in trusted:
@@ -423,6 +465,38 @@ def _trusted_bytes(file: Path, digest: str) -> bytes | None:
     except OSError:
         return None
     return content if hashlib.sha256(content).hexdigest() == digest else None
+
+
+def _keep(folder: Path, key: str, content: bytes) -> Path:
+    """The file of a library, written where it is missing or damaged, and marked as used now."""
+    digest = hashlib.sha256(content).hexdigest()
+    file = folder / f"kernels-{key}-{digest}.so"
+    if _trusted_bytes(file, digest) is None:
+        _write(file, content)
+    with contextlib.suppress(OSError):  # a file system that is only read
+        os.utime(file)
+    return file
+
+
+MOST_KEPT, UNUSED_DAYS = 12, 60
+"""Libraries that a folder keeps at most, and the days after which one that was not used is removed."""
+
+
+def _prune(folder: Path) -> None:
+    """Remove libraries that were not used for long, or that are too many, and what a process that was killed has left.
+
+    What was used within the last hour stays: another process may be about to load it.
+    """
+    now = time.time()
+    ages: list[tuple[float, Path]] = []
+    for file in (*folder.glob("kernels-*.so"), *folder.glob(".writing-*")):
+        with contextlib.suppress(OSError):
+            ages.append((now - file.stat(follow_symlinks=False).st_mtime, file))
+    for place, (age, file) in enumerate(sorted(ages)):
+        old = age > UNUSED_DAYS * 86_400 or place >= MOST_KEPT or file.name.startswith(".writing-")
+        if old and age > 3_600:
+            with contextlib.suppress(OSError):
+                file.unlink()
 
 
 def _write(file: Path, content: bytes) -> None:

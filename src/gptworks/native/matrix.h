@@ -13,8 +13,6 @@
 
 namespace {
 
-enum Kind : int64_t { FP32, BF16, FP16, INT8, INT4 };
-
 constexpr int64_t GROUPED = 32;  // elements of a row that share a scale in int4
 
 struct Matrix {  // [n, k]; see quantize/formats.py for the kinds, panels.py for panels
@@ -22,6 +20,7 @@ struct Matrix {  // [n, k]; see quantize/formats.py for the kinds, panels.py for
     const float *bias;
     int64_t n, k, kind;
     int64_t panel;  // weight rows of a panel; 0: the matrix lies row by row
+    int64_t weight_bytes, scale_bytes, bias_bytes;  // that there are
 
     int64_t row_bytes() const { return kind == FP32 ? 4 * k : kind == INT8 ? k : kind == INT4 ? k / 2 : 2 * k; }
     int64_t n_words() const { return row_bytes() / 4; }
@@ -151,7 +150,7 @@ struct Rows {
         if (common) team.wait();
     }
 
-    void round(int64_t from, int64_t to) {
+    void round([[maybe_unused]] int64_t from, [[maybe_unused]] int64_t to) {
         if (made == FP32 || (made == BF16 && !ROUNDS_TO_BF16)) return;
         if (!common) own.make_room(n, stride);
         bytes = (const int8_t *)rounded().bytes.data();

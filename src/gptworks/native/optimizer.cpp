@@ -316,25 +316,48 @@ struct Orthogonalizer {
     }
 };
 
-}  // namespace
-
-extern "C" void gptworks_muon_updates(const Matrix *matrices, int64_t n, const Settings *settings, int n_threads) {
+void updates(const std::vector<Matrix> &matrices, const Settings &settings, int64_t n_threads) {
     // Teams of several threads where there are few matrices for each, so that none waits long for the last.
+    const int64_t n = matrices.size();
     const auto n_teams = [&](int64_t threads) { return std::clamp<int64_t>(n / 2, 1, threads); };
     std::vector<Orthogonalizer> workers;
     workers.reserve(n_teams(n_threads));
-    for (int64_t i = 0; i < n_teams(n_threads); i++) workers.emplace_back(*settings);
+    for (int64_t i = 0; i < n_teams(n_threads); i++) workers.emplace_back(settings);
     std::vector<Barrier> barriers(n_threads);
     parallel(n_threads, [&](const Team &everyone) {
         const int64_t teams = n_teams(everyone.n_threads);
         int64_t mine = 0;
         const auto first = [&](int64_t team) { return everyone.n_threads * team / teams; };
         while (first(mine + 1) <= everyone.thread) mine++;
-        const Team team{everyone.thread - first(mine), first(mine + 1) - first(mine), &barriers[mine]};
+        const Team team{everyone.thread - first(mine), first(mine + 1) - first(mine), &barriers[mine], everyone.alarm};
         for (int64_t i = mine; i < n; i += teams) {
             workers[mine].begin(matrices[i], team);
-            for (int64_t k = 0; k < settings->n_iterations; k++) workers[mine].iterate(settings->polynomials[k], team);
+            for (int64_t k = 0; k < settings.n_iterations; k++) workers[mine].iterate(settings.polynomials[k], team);
             workers[mine].finish(matrices[i], team);
         }
+    });
+}
+
+}  // namespace
+
+// gradients, momenta: n matrices of one shape each, float32; updates: bf16 [n, rows, columns]; polynomials: float32
+// [iterations, 3].
+extern "C" int gptworks_muon_updates(
+    const Tensor *gradients, const Tensor *momenta, const Tensor *update, const Tensor *polynomials, int64_t n,
+    float momentum, float eps, int64_t n_threads
+) noexcept {
+    return guarded([=] {
+        if (sound("updates", update).n_dimensions != 3) fail(REFUSED, "updates %s are no matrices", Text::of(*update).text);
+        const int64_t rows = update->sizes[1], columns = update->sizes[2];
+        laid_out("updates", update, BF16, {within("n", n, 0, MOST), rows, columns});
+        if (rows < 1 || columns < 1) fail(REFUSED, "updates %s have no elements", Text::of(*update).text);
+        const int64_t n_iterations = sound("polynomials", polynomials).n_dimensions ? polynomials->sizes[0] : 0;
+        laid_out("polynomials", polynomials, FP32, {n_iterations, 3});
+        std::vector<Matrix> matrices;
+        for (int64_t i = 0; i < n; i++)
+            matrices.push_back({laid_out("a gradient", gradients + i, FP32, {rows, columns}).as<const float>(),
+                                laid_out("a momentum", momenta + i, FP32, {rows, columns}).as<const float>(),
+                                update->as<BFloat>() + i * rows * columns});
+        updates(matrices, {rows, columns, n_iterations, polynomials->as<const Polynomial>(), momentum, eps}, threads(n_threads));
     });
 }

@@ -3,28 +3,14 @@
 Its torch twin is `gptworks.train.optim.muon.Muon`; both round to bfloat16 at the same places and add up in float32.
 """
 
-import ctypes
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from gptworks.machine import cpu_flags
+from gptworks.native.call import call
 from gptworks.native.library import Library, training_library
-
-_POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-
-
-class _Matrix(ctypes.Structure):  # as in optimizer.cpp, and so below
-    _fields_ = tuple((name, _POINTER) for name in ("gradient", "momentum", "update"))
-
-
-class _Settings(ctypes.Structure):
-    _fields_ = (
-        *((name, _INTEGER) for name in ("rows", "columns", "n_iterations")),
-        ("polynomials", _POINTER),
-        *((name, _FLOAT) for name in ("momentum", "eps")),
-    )
 
 
 def muon_library(tensors: Iterable[Tensor]) -> Library | None:
@@ -59,9 +45,6 @@ def muon_updates(
         eps: the least that a matrix is divided by.
     """
     updates = torch.empty(len(gradients), *gradients[0].shape, dtype=torch.bfloat16)
-    coefficients = (_FLOAT * (3 * len(polynomials)))(*(x for polynomial in polynomials for x in polynomial))
-    settings = _Settings(*gradients[0].shape, len(polynomials), ctypes.addressof(coefficients), momentum, eps)
-    each = zip(gradients, momenta, updates, strict=True)
-    matrices = (_Matrix * len(updates))(*(_Matrix(*(x.data_ptr() for x in tensors)) for tensors in each))
-    library.functions.gptworks_muon_updates(matrices, len(matrices), ctypes.byref(settings), torch.get_num_threads())
+    coefficients = torch.tensor(polynomials, dtype=torch.float32).reshape(-1, 3)
+    call(library, "muon_updates", (gradients, momenta, updates, coefficients), momentum, eps)
     return updates

@@ -13,6 +13,7 @@ namespace {
 
 constexpr int64_t BLOCKS = 64;      // of rows, that are summed apart
 constexpr int64_t GRAIN = 1 << 14;  // elements for which a thread is worth waking
+constexpr int64_t IGNORED = -100;   // a target that counts nothing, as gptworks.config has it
 
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
 #define MASKS
@@ -50,14 +51,15 @@ INLINE Lanes first(Lanes x, int64_t n) {
     return read(some, n);
 }
 
-// Calls f with a value of the type that a number from Python stands for: 0 float32, 1 bf16.
-template <class F> void typed(int64_t dtype, const F &f) {
-    if (dtype) f(BFloat{});
-    else f(float{});
+// Calls f with a value of a tensor's type: float32 or bf16.
+template <class F> void typed(const char *name, const Tensor &x, const F &f) {
+    if (x.kind == FP32) return f(float{});
+    if (x.kind == BF16) return f(BFloat{});
+    fail(REFUSED, "%s is %s and must be float32 or bfloat16", name, KINDS[x.kind]);
 }
 
-int threads_for(int64_t n_elements, int64_t n_threads) {
-    return (int)std::max<int64_t>(1, std::min(n_threads, n_elements / GRAIN));
+int64_t threads_for(int64_t n_elements, int64_t n_threads) {
+    return std::max<int64_t>(1, std::min(n_threads, n_elements / GRAIN));
 }
 
 // Calls f(i, n) for n elements from i on, up to 16 at a time.
@@ -72,18 +74,16 @@ template <class F> void over(int64_t n_elements, int64_t n_threads, const F &f) 
 
 // ----------------------------------------------------------------------------------------------------- activations
 
-enum Function : int64_t { F_GELU, F_GELU_TANH, F_RELU2, F_SILU };
-
 struct Point {
     Lanes value, slope;
 };
 
 template <int64_t FUNCTION> INLINE Point point(Lanes x) {
-    if constexpr (FUNCTION == F_RELU2) {
+    if constexpr (FUNCTION == RELU2) {
         const Lanes positive = larger(x, Lanes{});
         return {positive * positive, positive + positive};
     }
-    if constexpr (FUNCTION == F_GELU) {  // see lanes.h
+    if constexpr (FUNCTION == GELU) {  // see lanes.h
         const Lanes z = magnitude(x) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * z), e = exponential(-z * z);
         Lanes y = 1.061405429f * t - 1.453152027f;
         y = y * t + 1.421413741f;
@@ -93,9 +93,9 @@ template <int64_t FUNCTION> INLINE Point point(Lanes x) {
         return {x * share, share + smaller(larger(x, all(-20.0f)), all(20.0f)) * 0.39894228f * e};
     }
     // Beyond these bounds a slope is 0 or 1 in float32, and its terms would grow without end.
-    const float bound = FUNCTION == F_SILU ? 80.0f : 10.0f;
+    const float bound = FUNCTION == SILU ? 80.0f : 10.0f;
     const Lanes near = smaller(larger(x, all(-bound)), all(bound));
-    if constexpr (FUNCTION == F_GELU_TANH) {
+    if constexpr (FUNCTION == GELU_TANH) {
         const Lanes square = near * near, share = sigmoid(near * (1.59576912f + 0.07135481f * square));
         return {x * share, share + near * share * (1.0f - share) * (1.59576912f + 0.21406444f * square)};
     }
@@ -104,11 +104,11 @@ template <int64_t FUNCTION> INLINE Point point(Lanes x) {
 }
 
 template <class F> void with_function(int64_t function, const F &f) {
-    switch (function) {
-    case F_GELU: return f(std::integral_constant<int64_t, F_GELU>{});
-    case F_GELU_TANH: return f(std::integral_constant<int64_t, F_GELU_TANH>{});
-    case F_RELU2: return f(std::integral_constant<int64_t, F_RELU2>{});
-    default: return f(std::integral_constant<int64_t, F_SILU>{});
+    switch (within("function", function, 0, N_FUNCTIONS - 1)) {
+    case GELU: return f(std::integral_constant<int64_t, GELU>{});
+    case GELU_TANH: return f(std::integral_constant<int64_t, GELU_TANH>{});
+    case RELU2: return f(std::integral_constant<int64_t, RELU2>{});
+    default: return f(std::integral_constant<int64_t, SILU>{});
     }
 }
 
@@ -286,114 +286,188 @@ void cross_entropy(
 // ---------------------------------------------------------------------------------------------------- what is called
 
 // out = function(x), or function(x) · up where `up` is not null.
-extern "C" void gptworks_activate(
-    int64_t function, int64_t dtype, int64_t n, int64_t n_threads, const void *x, const void *up, void *out
-) {
-    with_function(function, [&](auto f) {
-        typed(dtype, [&](auto type) {
-            typedef decltype(type) T;
-            over(n, n_threads, [=](int64_t i, int64_t n) EACH {
-                Lanes y = point<f()>(read((const T *)x + i, n)).value;
-                if (up) y = y * read((const T *)up + i, n);
-                write((T *)out + i, y, n);
+extern "C" int gptworks_activate(
+    const Tensor *x, const Tensor *up, const Tensor *out, int64_t function, int64_t n_threads
+) noexcept {
+    return guarded([=] {
+        const int64_t n = dense("x", x).n_elements(), n_at_most = threads(n_threads);
+        same("out", out, *x);
+        if (up) same("up", up, *x);
+        with_function(function, [&](auto f) {
+            typed("x", *x, [&](auto type) {
+                typedef decltype(type) T;
+                const T *from = x->as<T>(), *factor = up ? up->as<T>() : nullptr;
+                T *to = out->as<T>();
+                over(n, n_at_most, [=](int64_t i, int64_t n) EACH {
+                    Lanes y = point<f()>(read(from + i, n)).value;
+                    if (factor) y = y * read(factor + i, n);
+                    write(to + i, y, n);
+                });
             });
         });
     });
 }
 
-extern "C" void gptworks_activate_backward(
-    int64_t function, int64_t dtype, int64_t n, int64_t n_threads, const void *d_out, const void *x, const void *up,
-    void *d_x, void *d_up
-) {
-    with_function(function, [&](auto f) {
-        typed(dtype, [&](auto type) {
-            typedef decltype(type) T;
-            over(n, n_threads, [=](int64_t i, int64_t n) EACH {
-                const Point p = point<f()>(read((const T *)x + i, n));
-                Lanes g = read((const T *)d_out + i, n);
-                if (up) {
-                    write((T *)d_up + i, g * p.value, n);
-                    g = g * read((const T *)up + i, n);
-                }
-                write((T *)d_x + i, g * p.slope, n);
+extern "C" int gptworks_activate_backward(
+    const Tensor *d_out, const Tensor *x, const Tensor *up, const Tensor *d_x, const Tensor *d_up, int64_t function,
+    int64_t n_threads
+) noexcept {
+    return guarded([=] {
+        const int64_t n = dense("x", x).n_elements(), n_at_most = threads(n_threads);
+        same("d_out", d_out, *x), same("d_x", d_x, *x);
+        if (up || d_up) same("up", up, *x), same("d_up", d_up, *x);
+        with_function(function, [&](auto f) {
+            typed("x", *x, [&](auto type) {
+                typedef decltype(type) T;
+                const T *from = x->as<T>(), *slope = d_out->as<T>(), *factor = up ? up->as<T>() : nullptr;
+                T *to = d_x->as<T>(), *to_factor = up ? d_up->as<T>() : nullptr;
+                over(n, n_at_most, [=](int64_t i, int64_t n) EACH {
+                    const Point p = point<f()>(read(from + i, n));
+                    Lanes g = read(slope + i, n);
+                    if (factor) {
+                        write(to_factor + i, g * p.value, n);
+                        g = g * read(factor + i, n);
+                    }
+                    write(to + i, g * p.slope, n);
+                });
             });
         });
     });
 }
 
-// With a branch: stream = x + alpha · branch, and out is its norm. Without: out is that of x. Codes and shapes: see above.
-extern "C" void gptworks_norm(
-    int64_t layer, int64_t n_rows, int64_t width, int64_t n_threads, int64_t dtype, int64_t branch_dtype,
-    int64_t out_dtype, float eps, float alpha, const void *x, const void *branch, const float *weight,
-    const float *bias, void *stream, void *out, float *mean, float *scale
-) {
-    const Norm m = {layer, n_rows, width, n_threads, eps, alpha, weight, bias, mean, scale};
-    typed(dtype, [&](auto x_type) {
-        typed(branch_dtype, [&](auto branch_type) {
-            typed(out_dtype, [&](auto out_type) {
-                typedef decltype(x_type) X;
-                typedef decltype(branch_type) Y;
-                typedef decltype(out_type) Out;
-                normalize(m, (const X *)x, (const Y *)branch, (X *)stream, (Out *)out);
+// The rows of a tensor, of which each has one element at least.
+static int64_t rows_of(const char *name, const Tensor *x) {
+    if (dense(name, x).n_dimensions < 1 || x->size(-1) < 1)
+        fail(REFUSED, "%s %s has no last dimension with elements", name, Text::of(*x).text);
+    return x->n_elements() / x->size(-1);
+}
+
+// With a branch: stream = x + alpha · branch, and out is its norm. Without: out is that of x. LayerNorm where there is a mean,
+// else RMSNorm. weight, bias [width], mean, scale [rows] in float32; rows are numbered as they lie.
+extern "C" int gptworks_norm(
+    const Tensor *x, const Tensor *branch, const Tensor *weight, const Tensor *bias, const Tensor *stream,
+    const Tensor *out, const Tensor *mean, const Tensor *scale, float eps, float alpha, int64_t n_threads
+) noexcept {
+    return guarded([=] {
+        const int64_t n_rows = rows_of("x", x), width = x->size(-1);
+        laid_out("weight", weight, FP32, {width}), laid_out("scale", scale, FP32, {n_rows}), like("out", out, *x);
+        if (bias) laid_out("bias", bias, FP32, {width});
+        if (mean) laid_out("mean", mean, FP32, {n_rows});
+        if (branch || stream) like("branch", branch, *x), same("stream", stream, *x);
+        const Norm m = {mean != nullptr, n_rows, width, threads(n_threads), eps, alpha, weight->as<float>(),
+                        bias ? bias->as<float>() : nullptr, mean ? mean->as<float>() : nullptr, scale->as<float>()};
+        typed("x", *x, [&](auto x_type) {
+            typed("branch", branch ? *branch : *x, [&](auto branch_type) {
+                typed("out", *out, [&](auto out_type) {
+                    typedef decltype(x_type) X;
+                    typedef decltype(branch_type) Y;
+                    normalize(m, x->as<X>(), branch ? branch->as<Y>() : (const Y *)nullptr, stream ? stream->as<X>() : nullptr,
+                              out->as<decltype(out_type)>());
+                });
             });
         });
     });
 }
 
-// x: what was normalized. d_stream, d_branch and d_bias may be null.
-extern "C" void gptworks_norm_backward(
-    int64_t layer, int64_t n_rows, int64_t width, int64_t n_threads, int64_t dtype, int64_t branch_dtype,
-    int64_t out_dtype, float alpha, const void *d_out, const void *d_stream, const void *x, const float *weight,
-    float *mean, float *scale, void *d_x, void *d_branch, float *d_weight, float *d_bias
-) {
-    const Norm m = {layer, n_rows, width, n_threads, 0, alpha, weight, nullptr, mean, scale};
-    typed(dtype, [&](auto x_type) {
-        typed(branch_dtype, [&](auto branch_type) {
-            typed(out_dtype, [&](auto out_type) {
-                typedef decltype(x_type) X;
-                typedef decltype(branch_type) Y;
-                typedef decltype(out_type) Out;
-                normalize_backward(m, (const Out *)d_out, (const X *)d_stream, (const X *)x, (X *)d_x, (Y *)d_branch,
-                                   d_weight, d_bias);
+// x: what was normalized. d_stream, mean, d_branch and d_bias may be null.
+extern "C" int gptworks_norm_backward(
+    const Tensor *d_out, const Tensor *d_stream, const Tensor *x, const Tensor *weight, const Tensor *mean,
+    const Tensor *scale, const Tensor *d_x, const Tensor *d_branch, const Tensor *d_weight, const Tensor *d_bias,
+    float alpha, int64_t n_threads
+) noexcept {
+    return guarded([=] {
+        const int64_t n_rows = rows_of("x", x), width = x->size(-1);
+        laid_out("weight", weight, FP32, {width}), laid_out("scale", scale, FP32, {n_rows});
+        laid_out("d_weight", d_weight, FP32, {width}), like("d_out", d_out, *x), same("d_x", d_x, *x);
+        if (d_bias) laid_out("d_bias", d_bias, FP32, {width});
+        if (mean) laid_out("mean", mean, FP32, {n_rows});
+        if (d_stream) same("d_stream", d_stream, *x);
+        if (d_branch) like("d_branch", d_branch, *x);
+        const Norm m = {mean != nullptr, n_rows, width, threads(n_threads), 0, alpha, weight->as<float>(), nullptr,
+                        mean ? mean->as<float>() : nullptr, scale->as<float>()};
+        typed("x", *x, [&](auto x_type) {
+            typed("d_branch", d_branch ? *d_branch : *x, [&](auto branch_type) {
+                typed("d_out", *d_out, [&](auto out_type) {
+                    typedef decltype(x_type) X;
+                    typedef decltype(branch_type) Y;
+                    normalize_backward(m, d_out->as<const decltype(out_type)>(), d_stream ? d_stream->as<const X>() : nullptr,
+                                       x->as<const X>(), d_x->as<X>(), d_branch ? d_branch->as<Y>() : nullptr,
+                                       d_weight->as<float>(), d_bias ? d_bias->as<float>() : nullptr);
+                });
             });
         });
     });
 }
 
 // out = x + alpha · branch.
-extern "C" void gptworks_add(
-    int64_t n, int64_t n_threads, int64_t dtype, int64_t branch_dtype, float alpha, const void *x, const void *branch,
-    void *out
-) {
-    typed(dtype, [&](auto x_type) {
-        typed(branch_dtype, [&](auto branch_type) {
-            typedef decltype(x_type) X;
-            typedef decltype(branch_type) Y;
-            over(n, n_threads, [=](int64_t i, int64_t n) EACH {
-                write((X *)out + i, read((const X *)x + i, n) + alpha * read((const Y *)branch + i, n), n);
+extern "C" int gptworks_add(
+    const Tensor *x, const Tensor *branch, const Tensor *out, float alpha, int64_t n_threads
+) noexcept {
+    return guarded([=] {
+        const int64_t n = dense("x", x).n_elements(), n_at_most = threads(n_threads);
+        like("branch", branch, *x), same("out", out, *x);
+        typed("x", *x, [&](auto x_type) {
+            typed("branch", *branch, [&](auto branch_type) {
+                const auto *from = x->as<const decltype(x_type)>();
+                const auto *added = branch->as<const decltype(branch_type)>();
+                auto *to = out->as<decltype(x_type)>();
+                over(n, n_at_most, [=](int64_t i, int64_t n) EACH {
+                    write(to + i, read(from + i, n) + alpha * read(added + i, n), n);
+                });
             });
         });
     });
 }
 
-extern "C" void gptworks_rotate(
-    int64_t outer, int64_t length, int64_t inner, int64_t width, int64_t half, int64_t per_table, int64_t n_threads,
-    int64_t dtype, float direction, const void *x, const void *cos, const void *sin, void *out
-) {
-    const Rotation rotation = {outer, length, inner, width, half, per_table, n_threads, direction};
-    typed(dtype, [&](auto type) {
-        typedef decltype(type) T;
-        rotate(rotation, (const T *)x, (const T *)cos, (const T *)sin, (T *)out);
+// x, out: [.., T, D], or [B, H, T, D] stored as [B, T, H, D]. cos, sin: [T, R / 2], or [B, 1, T, R / 2] with R ≤ D.
+// direction: 1, or −1 to turn back.
+extern "C" int gptworks_rotate(
+    const Tensor *x, const Tensor *cos, const Tensor *sin, const Tensor *out, float direction, int64_t n_threads
+) noexcept {
+    return guarded([=] {
+        if (dense("x", x).n_dimensions < 2) fail(REFUSED, "x %s has no positions", Text::of(*x).text);
+        const int64_t length = x->size(-2), width = x->size(-1), half = sound("cos", cos).n_dimensions ? cos->size(-1) : 0;
+        const bool of_each = cos->n_dimensions == 4, exchanged = !is_contiguous(*x);
+        if (2 * half > width || (of_each && x->n_dimensions != 4))
+            fail(REFUSED, "cos %s turns more than x %s has", Text::of(*cos).text, Text::of(*x).text);
+        for (const auto &[name, table] : {std::pair("cos", cos), std::pair("sin", sin)})
+            if (of_each)
+                laid_out(name, table, x->kind, {x->sizes[0], 1, length, half});
+            else
+                laid_out(name, table, x->kind, {length, half});
+        same("out", out, *x);
+        if (direction != 1 && direction != -1) fail(REFUSED, "direction is %g and must be 1 or -1", (double)direction);
+        const int64_t inner = exchanged ? x->sizes[1] : 1, each = length * inner * width;
+        const int64_t outer = each ? x->n_elements() / each : 0, per_table = of_each ? x->sizes[1] / inner : 0;
+        const Rotation rotation = {outer, length, inner, width, half, per_table, threads(n_threads), direction};
+        typed("x", *x, [&](auto type) {
+            typedef decltype(type) T;
+            rotate(rotation, x->as<const T>(), cos->as<const T>(), sin->as<const T>(), out->as<T>());
+        });
     });
 }
 
-// Where `gradient` is not 0, the logits become their gradient. See above.
-extern "C" void gptworks_cross_entropy(
-    int64_t n_rows, int64_t width, int64_t n_threads, int64_t dtype, int64_t gradient, void *logits,
-    const int64_t *targets, const float *factors, float *nats
-) {
-    typed(dtype, [&](auto type) {
-        typedef decltype(type) T;
-        cross_entropy(n_rows, width, n_threads, gradient != 0, (T *)logits, targets, factors, nats);
+// logits [n, width]; targets int64 [n], each a column or IGNORED; factors, or null, and nats float32 [n]. Where `gradient` is
+// not 0, the logits become their gradient. See above.
+extern "C" int gptworks_cross_entropy(
+    const Tensor *logits, const Tensor *targets, const Tensor *factors, const Tensor *nats, int64_t gradient,
+    int64_t n_threads
+) noexcept {
+    return guarded([=] {
+        contiguous("logits", sound("logits", logits));
+        if (logits->n_dimensions != 2) fail(REFUSED, "logits %s must have rows and columns", Text::of(*logits).text);
+        const int64_t n_rows = logits->sizes[0], width = logits->sizes[1];
+        const int64_t *target = laid_out("targets", targets, INT64, {n_rows}).as<int64_t>();
+        if (factors) laid_out("factors", factors, FP32, {n_rows});
+        laid_out("nats", nats, FP32, {n_rows}), within("gradient", gradient, 0, 1);
+        for (int64_t r = 0; r < n_rows; r++)
+            if (target[r] != IGNORED && (target[r] < 0 || target[r] >= width))
+                fail(OUT_OF_RANGE, "target %" PRId64 " of row %" PRId64 ": there are %" PRId64 " logits, 0 to %" PRId64
+                     "; %" PRId64 " is ignored", target[r], r, width, width - 1, IGNORED);
+        typed("logits", *logits, [&](auto type) {
+            typedef decltype(type) T;
+            cross_entropy(n_rows, width, threads(n_threads), gradient != 0, logits->as<T>(), target,
+                          factors ? factors->as<const float>() : nullptr, nats->as<float>());
+        });
     });
 }

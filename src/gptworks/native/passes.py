@@ -4,6 +4,7 @@
 are the same on any number of threads. Fake tensors get outputs of the right shape, which nothing is written to.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from gptworks.config import IGNORED
+from gptworks.native import call as native
+from gptworks.native.entries import FUNCTION_OF_MLP
 from gptworks.native.library import training_library
 
-_CODES = {torch.float32: 0, torch.bfloat16: 1}
-_FUNCTIONS = {"gelu": 0, "gelu_tanh": 1, "relu2": 2, "swiglu": 3, "geglu": 0, "geglu_tanh": 1}
+_DTYPES = (torch.float32, torch.bfloat16)
 KINDS = (Tensor, torch.nn.Parameter, FakeTensor)
 """Types of the tensors that the C++ takes."""
 
@@ -32,13 +33,13 @@ def serve(*tensors: Tensor | None) -> bool:
 
 def activate(x: Tensor, kind: str) -> Tensor:
     """A value of `model.mlp`'s activation of x; its gates' where it has gates."""
-    out: Tensor = _Activation.apply(x, None, _FUNCTIONS[kind])  # type: ignore[no-untyped-call]
+    out: Tensor = _Activation.apply(x, None, FUNCTION_OF_MLP[kind])  # type: ignore[no-untyped-call]
     return out
 
 
 def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     """activation(gate) · up, of one dtype and layout."""
-    out: Tensor = _Activation.apply(gate, up, _FUNCTIONS[kind])  # type: ignore[no-untyped-call]
+    out: Tensor = _Activation.apply(gate, up, FUNCTION_OF_MLP[kind])  # type: ignore[no-untyped-call]
     return out
 
 
@@ -48,7 +49,7 @@ class _Activation(torch.autograd.Function):
         ctx.save_for_backward(x, up)
         ctx.function = function
         out = torch.empty_like(x)
-        call("activate", function, _CODES[x.dtype], x.numel(), torch.get_num_threads(), x, up, out)
+        call("activate", (x, up, out), function)
         return out
 
     @staticmethod
@@ -57,8 +58,7 @@ class _Activation(torch.autograd.Function):
         x, up = ctx.saved_tensors
         d_out, d_x = _laid_out_as(gradients[0], x), torch.empty_like(x)
         d_up = None if up is None else torch.empty_like(x)
-        n_threads = torch.get_num_threads()
-        call("activate_backward", ctx.function, _CODES[x.dtype], x.numel(), n_threads, d_out, x, up, d_x, d_up)
+        call("activate_backward", (d_out, x, up, d_x, d_up), ctx.function)
         return d_x, d_up, None
 
 
@@ -99,40 +99,31 @@ class _Norm(torch.autograd.Function):
         layer: bool,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        width = x.size(-1)
-        n_rows = x.numel() // width
+        n_rows = x.numel() // x.size(-1)
         stream = x if branch is None else torch.empty_like(x)
         out, scale = torch.empty_like(x, dtype=dtype), x.new_empty(n_rows, dtype=torch.float32)
         mean = torch.empty_like(scale) if layer else None
-        branch_dtype = x.dtype if branch is None else branch.dtype
-        ctx.codes = (int(layer), n_rows, width), (_CODES[x.dtype], _CODES[branch_dtype], _CODES[dtype]), alpha
-        ctx.branch_dtype, ctx.has_bias = None if branch is None else branch_dtype, bias is not None
+        if branch is not None:
+            branch = _laid_out_as(branch, x)
+        ctx.alpha, ctx.branch_dtype, ctx.has_bias = alpha, None if branch is None else branch.dtype, bias is not None
         ctx.save_for_backward(stream, weight, mean, scale)
         ctx.set_materialize_grads(False)
-        shape, codes, _ = ctx.codes
-        n_threads = torch.get_num_threads()
-        call("norm", *shape, n_threads, *codes, eps, alpha, x, branch, weight, bias, stream, out, mean, scale)
+        call("norm", (x, branch, weight, bias, None if branch is None else stream, out, mean, scale), eps, alpha)
         return stream, out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
-        shape, codes, alpha = ctx.codes
         d_stream, d_out = gradients
-        if d_out is None:
-            d_out = torch.zeros_like(x)
-            codes = (*codes[:2], _CODES[x.dtype])
-        d_out = _laid_out_as(d_out, x)
+        d_out = torch.zeros_like(x) if d_out is None else _laid_out_as(d_out, x)
         d_stream = None if d_stream is None else _laid_out_as(d_stream, x)
         d_x, d_weight = torch.empty_like(x), torch.empty_like(weight)
         d_bias = torch.empty_like(weight) if ctx.has_bias else None
-        same = ctx.branch_dtype == x.dtype and alpha == 1
+        same = ctx.branch_dtype == x.dtype and ctx.alpha == 1
         d_branch = None if ctx.branch_dtype is None or same else torch.empty_like(x, dtype=ctx.branch_dtype)
-        call(
-            "norm_backward", *shape, torch.get_num_threads(), *codes, alpha,
-            d_out, d_stream, x, weight, mean, scale, d_x, d_branch, d_weight, d_bias,
-        )  # fmt: skip
+        tensors = d_out, d_stream, x, weight, mean, scale, d_x, d_branch, d_weight, d_bias
+        call("norm_backward", tensors, ctx.alpha)
         return d_x, d_x if same else d_branch, d_weight, d_bias, None, None, None, None
 
 
@@ -147,8 +138,7 @@ class _Add(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, branch: Tensor, alpha: float) -> Tensor:
         ctx.dtype, ctx.alpha = branch.dtype, alpha
         out = torch.empty_like(x)
-        codes = _CODES[x.dtype], _CODES[branch.dtype]
-        call("add", x.numel(), torch.get_num_threads(), *codes, alpha, x, branch, out)
+        call("add", (x, _laid_out_as(branch, x), out), alpha)
         return out
 
     @staticmethod
@@ -160,7 +150,7 @@ class _Add(torch.autograd.Function):
 
 def rotates(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Whether `rotate` takes these."""
-    of_each_row = cos.dim() == x.dim() == 4 and cos.size(1) == 1
+    of_each_row = cos.dim() == x.dim() == 4 and cos.size(1) == 1 and cos.size(0) == x.size(0)
     return serve(x, cos, sin) and x.dtype == cos.dtype == sin.dtype and (cos.dim() == 2 or of_each_row)
 
 
@@ -190,15 +180,7 @@ class _Rotation(torch.autograd.Function):
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
     out = torch.empty_like(x)
-    length, width = x.shape[-2:]
-    inner = 1 if x.is_contiguous() else x.size(1)  # stored as [B, T, H, D]
-    per_table = 0 if cos.dim() == 2 else x.size(1) // inner
-    outer = x.numel() // (length * inner * width) if x.numel() else 0
-    shape = outer, length, inner, width, cos.size(-1), per_table
-    call(
-        "rotate", *shape, torch.get_num_threads(), _CODES[x.dtype], direction,
-        x, cos.contiguous(), sin.contiguous(), out,
-    )  # fmt: skip
+    call("rotate", (x, cos.contiguous(), sin.contiguous(), out), direction)
     return out
 
 
@@ -214,21 +196,14 @@ def cross_entropy(logits: Tensor, targets: Tensor, factors: Tensor | None = None
     Raises:
         IndexError: a target is no column of the logits.
     """
-    (n_rows, width), nats = logits.shape, logits.new_empty(len(logits), dtype=torch.float32)
-    if n_rows and type(logits) is not FakeTensor:
-        low, high = (int(end) for end in targets.where(targets != IGNORED, 0).aminmax())
-        if low < 0 or high >= width:
-            raise IndexError(
-                f"targets from {low} to {high}, and there are {width} logits: 0 to {width - 1}, or {IGNORED}"
-            )
-    codes = _CODES[logits.dtype], int(gradient)
-    arguments = logits, targets.contiguous(), factors if factors is None else factors.contiguous(), nats
-    call("cross_entropy", n_rows, width, torch.get_num_threads(), *codes, *arguments)
+    nats = logits.new_empty(len(logits), dtype=torch.float32)
+    factors = factors if factors is None else factors.contiguous()
+    call("cross_entropy", (logits, targets.contiguous(), factors, nats), gradient)
     return nats
 
 
 def _is_readable(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype in _CODES and _is_dense(x)
+    return x.device.type == "cpu" and x.dtype in _DTYPES and _is_dense(x)
 
 
 def _is_dense(x: Tensor) -> bool:
@@ -241,10 +216,9 @@ def _laid_out_as(x: Tensor, other: Tensor) -> Tensor:
     return x if x.stride() == other.stride() else torch.empty_like(other, dtype=x.dtype).copy_(x)
 
 
-def call(name: str, *arguments: Any) -> None:
-    """Call a function of the library with tensors' addresses; not on fake tensors."""
+def call(name: str, tensors: Sequence[Tensor | None], *numbers: float) -> None:
+    """Call a function of the library; not on fake tensors."""
     library = training_library()
     assert library is not None
-    given = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments if type(x) is not FakeTensor]
-    if len(given) == len(arguments):
-        getattr(library.functions, f"gptworks_{name}")(*given)
+    if not any(type(x) is FakeTensor for x in tensors):
+        native.call(library, name, tensors, *numbers)

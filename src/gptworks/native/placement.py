@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 
 from gptworks.model import GPT
+from gptworks.native.call import NUMBERS
 from gptworks.native.library import Library
 from gptworks.quantize.linear import PackedMatrix
 from gptworks.quantize.panels import panel_of, size_in_panels, to_panels, whole_lines
 
 _PLACING = threading.Lock()
 """Two backends of one model may be made at once."""
-
-NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
-"""The kinds of matrices by their dtype, as step.cpp numbers them."""
 
 
 def widest_panels(kernels: Library) -> dict[torch.dtype, int]:

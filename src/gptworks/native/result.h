@@ -13,12 +13,12 @@ struct Result {
     int64_t stride;
     float times = 1;
     bool add = false;
-    int64_t activation = NO_ACTIVATION;
+    int64_t activation = NO_FUNCTION;
     const float *gate = nullptr;
 
     // Rows and columns are complete, and in a cache still.
     void finish(int64_t row_from, int64_t row_to, int64_t from, int64_t end) const {
-        if (activation == NO_ACTIVATION) return;
+        if (activation == NO_FUNCTION) return;
         for (int64_t row = row_from; row < row_to; row++)
             for (int64_t i = row * stride + from; i < row * stride + end; i += LANES) {
                 const Lanes x = load(out + i);

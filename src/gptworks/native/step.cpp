@@ -16,10 +16,11 @@
 
 namespace {
 
-// ------------------------------------------------------------------------------ what backend.py hands over (ctypes)
+// --------------------------------------------------------------------- what backend.py hands over (see entries.py)
 
 struct Norm {
     const float *weight, *bias;  // weight null: no norm here; bias may be null
+    int64_t width;               // elements of each
 };
 
 struct Layer {
@@ -29,27 +30,29 @@ struct Layer {
     float *key_scales;                              // int8: [slots, groups, room]
     void *values;
     float *value_scales;
+    int64_t cache_bytes, scale_bytes;               // of the keys, and of the values; of the scales of each
     int64_t window;                                 // keys a query sees, its own included
     int64_t rotates;                                // whether positions turn queries and keys
 };
 
 struct Model {
-    int64_t d_model, n_heads, n_groups, d_head, d_ff, d_rotary, capacity, n_layers;
+    int64_t d_model, n_heads, n_groups, d_head, d_ff, d_rotary, n_slots, capacity, n_layers;
     int64_t activation, layer_norm, parallel, cache_kind;
     float eps, scale, embedding_scale, residual_scale, logit_scale;
     Matrix embedding, head;
     const float *position;    // [capacity, d_model], or null
     const float *cos, *sin;   // [capacity, d_rotary / 2], or null
+    int64_t position_bytes, rotary_bytes;
     Norm norm;
     const Layer *layers;
 
     int64_t room() const { return (capacity + BLOCK - 1) / BLOCK * BLOCK; }  // positions of a slot
 };
 
-struct Batch {
+struct Batch {  // rows of a text come one after the other
     int64_t n_rows, n_texts, n_wanted;
     const int64_t *tokens, *slots, *positions;  // of each row
-    const int64_t *wanted;                      // rows that want logits
+    const int64_t *wanted;                      // rows that want logits, n_wanted of them
     float *logits;                              // [n_wanted, vocabulary]; or null: not asked for
     float *features;                            // [n_wanted, d_model], what the head reads; or null: not asked for
 };
@@ -280,12 +283,149 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
     if (b.logits) product(m.head, last.rows, {b.logits, m.head.n, m.logit_scale}, team);
 }
 
+void step(const Model &m, const Batch &b, int64_t n_threads) {
+    Shared shared(m, b);
+    parallel(n_threads, [&](const Team &team) { step(m, b, shared, team); });
+}
+
+void logits(const Model &m, const float *features, int64_t n, float *out, int64_t n_threads) {
+    const int64_t width = m.d_model, stride = padded(width);
+    Buffer x(n * stride / LANES);
+    for (int64_t row = 0; row < n; row++) std::copy_n(features + row * width, width, data(x) + row * stride);
+    Rounded common;
+    if (n >= MANY) common.make_room(n, stride);
+    parallel(n_threads, [&](const Team &team) {
+#ifdef AMX
+        const amx::Registers registers;
+#endif
+        Rows rows(n, stride, data(x), n >= MANY ? &common : nullptr);
+        product(m.head, rows, {out, m.head.n}, team);
+    });
+}
+
+// --------------------------------------------------------------------------------------------------- what is refused
+
+constexpr int64_t MOST_WIDTH = 1 << 24;  // of a model's dimensions: products of three stay far from overflow
+
+void expect_bytes(const char *name, const void *at, int64_t bytes, int64_t due) {
+    if (!at || bytes < due) fail(REFUSED, "%s has %" PRId64 " bytes and must have %" PRId64, name, at ? bytes : 0, due);
+}
+
+void check(const char *name, const Matrix &m, int64_t rows, int64_t columns) {
+    within(name, m.kind, FP32, INT4);
+    const bool fits = m.n == rows && m.k >= columns && m.k <= padded(columns);
+    if (!fits || (m.kind == INT4 ? m.k % GROUPED : m.row_bytes() % 64))
+        fail(REFUSED, "%s is [%" PRId64 ", %" PRId64 "] and must be [%" PRId64 ", %" PRId64 "], with whole lines", name, m.n, m.k,
+             rows, columns);
+    const int64_t widest = widest_panel(m.kind), in_memory = m.panel ? (m.n + LANES - 1) / LANES * LANES : m.n;
+    if (widest ? m.panel < LANES || m.panel > widest || m.panel % LANES : m.panel != 0)
+        fail(REFUSED, "%s has panels of %" PRId64 " rows, of at most %" PRId64, name, m.panel, widest);
+    expect_bytes(name, m.weight, m.weight_bytes, in_memory * m.row_bytes());
+    if (m.kind == INT8) expect_bytes(name, m.scale, m.scale_bytes, 4 * m.n);
+    if (m.kind == INT4) expect_bytes(name, m.scale, m.scale_bytes, 2 * in_memory * (m.k / GROUPED));
+    if (m.bias) expect_bytes(name, m.bias, m.bias_bytes, 4 * m.n);
+}
+
+void check(const char *name, const Norm &norm, int64_t width, bool may_miss) {
+    if ((norm.weight || !may_miss) && (!norm.weight || norm.width != width))
+        fail(REFUSED, "%s has %" PRId64 " weights and must have %" PRId64, name, norm.weight ? norm.width : 0, width);
+}
+
+void check_head(const Model &m) {
+    within("d_model", m.d_model, LANES, MOST_WIDTH), within("vocabulary", m.embedding.n, 1, MOST_WIDTH);
+    check("head", m.head, m.embedding.n, m.d_model);
+}
+
+void check(const Model &m) {
+    const std::pair<const char *, int64_t> positive[] = {
+        {"n_heads", m.n_heads}, {"n_groups", m.n_groups}, {"d_head", m.d_head}, {"d_ff", m.d_ff}, {"n_slots", m.n_slots},
+        {"capacity", m.capacity}, {"n_layers", m.n_layers},
+    };
+    for (const auto &[name, value] : positive) within(name, value, 1, MOST_WIDTH);
+    check_head(m);
+    if (m.d_model % LANES || m.d_head % LANES || m.d_ff % LANES || m.n_heads % m.n_groups)
+        fail(REFUSED, "d_model %" PRId64 ", d_head %" PRId64 " and d_ff %" PRId64 " must be multiples of 16, and n_heads %" PRId64
+             " one of n_groups %" PRId64, m.d_model, m.d_head, m.d_ff, m.n_heads, m.n_groups);
+    within("activation", m.activation, 0, N_FUNCTIONS - 1), within("layer_norm", m.layer_norm, 0, 1);
+    within("parallel", m.parallel, 0, 1), within("d_rotary", m.d_rotary, 0, m.d_head);
+    if (m.cache_kind != FP32 && m.cache_kind != BF16 && m.cache_kind != INT8)
+        fail(REFUSED, "cache_kind is %" PRId64 " and must be float32, bfloat16 or int8", m.cache_kind);
+    check("embedding", m.embedding, m.embedding.n, m.d_model);
+    if (m.position) expect_bytes("position", m.position, m.position_bytes, 4 * m.capacity * m.d_model);
+    check("norm", m.norm, m.d_model, false);
+    if (!m.layers) fail(REFUSED, "layers are missing");
+    const int64_t d_query = m.n_heads * m.d_head, d_key = m.n_groups * m.d_head;
+    within("n_heads times d_head", d_query, 1, MOST_WIDTH);
+    int64_t n_scales = 0, n_cached = 0;
+    if (__builtin_mul_overflow(m.n_slots * m.n_groups, m.room(), &n_scales) || n_scales > MOST ||
+        __builtin_mul_overflow(n_scales, m.d_head * bytes_of(m.cache_kind), &n_cached))
+        fail(REFUSED, "n_slots %" PRId64 " times capacity %" PRId64 " is too much", m.n_slots, m.capacity);
+    for (const Layer *layer = m.layers; layer < m.layers + m.n_layers; layer++) {
+        check("norm1", layer->norm1, m.d_model, false), check("norm2", layer->norm2, m.d_model, false);
+        check("query_norm", layer->query_norm, m.d_head, true), check("key_norm", layer->key_norm, m.d_head, true);
+        check("query", layer->query, d_query, m.d_model), check("key", layer->key, d_key, m.d_model);
+        check("value", layer->value, d_key, m.d_model), check("out", layer->out, m.d_model, d_query);
+        check("up", layer->up, m.d_ff, m.d_model), check("down", layer->down, m.d_model, m.d_ff);
+        if (!layer->gate.weight != !m.layers->gate.weight) fail(REFUSED, "some layers have a gate and others have none");
+        if (layer->gate.weight) check("gate", layer->gate, m.d_ff, m.d_model);
+        expect_bytes("keys", layer->keys, layer->cache_bytes, n_cached);
+        expect_bytes("values", layer->values, layer->cache_bytes, n_cached);
+        if (m.cache_kind == INT8) {
+            expect_bytes("key_scales", layer->key_scales, layer->scale_bytes, 4 * n_scales);
+            expect_bytes("value_scales", layer->value_scales, layer->scale_bytes, 4 * n_scales);
+        }
+        within("window", layer->window, 1, MOST);
+        if (within("rotates", layer->rotates, 0, 1)) {
+            expect_bytes("cos", m.cos, m.rotary_bytes, 4 * m.capacity * (m.d_rotary / 2));
+            expect_bytes("sin", m.sin, m.rotary_bytes, 4 * m.capacity * (m.d_rotary / 2));
+        }
+    }
+}
+
+const int64_t *numbers(const char *name, const Tensor *x, int64_t n, int64_t end) {
+    const int64_t *values = laid_out(name, x, INT64, {n}).as<const int64_t>();
+    for (int64_t i = 0; i < n; i++)
+        if (values[i] < 0 || values[i] >= end)
+            fail(OUT_OF_RANGE, "%s has %" PRId64 " and must be from 0 to %" PRId64, name, values[i], end - 1);
+    return values;
+}
+
+// Rows of a text come one after the other, and their positions too: how many texts there are.
+int64_t n_texts_of(const Batch &b, int64_t n_slots) {
+    std::vector<bool> seen(n_slots);
+    int64_t n = 0;
+    for (int64_t row = 0; row < b.n_rows; row++) {
+        const int64_t slot = b.slots[row];
+        if (row && slot == b.slots[row - 1]) {
+            if (b.positions[row] != b.positions[row - 1] + 1) fail(REFUSED, "positions of slot %" PRId64 " do not follow one another", slot);
+            continue;
+        }
+        if (seen[slot]) fail(REFUSED, "rows of slot %" PRId64 " do not follow one another", slot);
+        seen[slot] = true, n++;
+    }
+    return n;
+}
+
 }  // namespace
 
 // ---------------------------------------------------------------------------------------------------- what is called
 
+// The text of the last error of this thread.
+extern "C" const char *gptworks_error() noexcept { return border::last.text; }
+
+// The sizes of structures, and what numbers stand for, in their order.
+extern "C" const char *gptworks_layout() noexcept {
+    static char text[512];
+    size_t at = std::snprintf(text, sizeof text, "Tensor %zu, Matrix %zu, Norm %zu, Layer %zu, Model %zu; kinds", sizeof(Tensor),
+                              sizeof(Matrix), sizeof(Norm), sizeof(Layer), sizeof(Model));
+    for (const char *name : KINDS) at += std::snprintf(text + at, sizeof text - at, " %s", name);
+    at += std::snprintf(text + at, sizeof text - at, "; functions");
+    for (const char *name : FUNCTIONS) at += std::snprintf(text + at, sizeof text - at, " %s", name);
+    return text;
+}
+
 // Takes AMX from now on, if the system grants it and it computes what it should; whether it does.
-extern "C" int gptworks_take_amx() {
+extern "C" int gptworks_take_amx() noexcept {
 #ifdef AMX
     if (amx::ask()) {
         amx::granted = true;
@@ -298,7 +438,7 @@ extern "C" int gptworks_take_amx() {
 }
 
 // What this library was built with: bit 1 vectors of 64 bytes, 2 of 32; 3 products of bytes, 4 of bf16, 5 of integers of 16 bits.
-extern "C" int gptworks_built_with() {
+extern "C" int gptworks_built_with() noexcept {
     int bits = REGISTER == 64 ? 2 : REGISTER == 32 ? 4 : 0;
 #ifdef INTEGER_PRODUCTS
     bits |= 8;
@@ -313,25 +453,40 @@ extern "C" int gptworks_built_with() {
 }
 
 // The most rows of a panel of a kind of weights; 0: they lie row by row.
-extern "C" int64_t gptworks_widest_panel(int64_t kind) { return widest_panel(kind); }
+extern "C" int64_t gptworks_widest_panel(int64_t kind) noexcept { return widest_panel(kind); }
 
-extern "C" void gptworks_step(const Model *model, const Batch *batch, int n_threads) {
-    Shared shared(*model, *batch);
-    parallel(n_threads, [&](const Team &team) { step(*model, *batch, shared, team); });
+// tokens, slots, positions: int64 [rows]; wanted: int64 [n], the rows that want logits. logits: float32 [n, vocabulary], or null:
+// not asked for. features, what the head reads: float32 [n, d_model], or null: not asked for.
+extern "C" int gptworks_step(
+    const Model *model, const Tensor *tokens, const Tensor *slots, const Tensor *positions, const Tensor *wanted,
+    const Tensor *logits, const Tensor *features, int64_t n_threads
+) noexcept {
+    return guarded([=] {
+        if (!model) fail(REFUSED, "the model is missing");
+        check(*model);
+        Batch b;
+        b.n_rows = sound("tokens", tokens).n_elements(), b.n_wanted = sound("wanted", wanted).n_elements();
+        within("rows", b.n_rows, 1, MOST_WIDTH), within("wanted", b.n_wanted, 0, b.n_rows);
+        b.tokens = numbers("tokens", tokens, b.n_rows, model->embedding.n);
+        b.slots = numbers("slots", slots, b.n_rows, model->n_slots);
+        b.positions = numbers("positions", positions, b.n_rows, model->capacity);
+        b.wanted = numbers("wanted", wanted, b.n_wanted, b.n_rows);
+        b.n_texts = n_texts_of(b, model->n_slots);
+        b.logits = logits ? laid_out("logits", logits, FP32, {b.n_wanted, model->head.n}).as<float>() : nullptr;
+        b.features = features ? laid_out("features", features, FP32, {b.n_wanted, model->d_model}).as<float>() : nullptr;
+        step(*model, b, threads(n_threads));
+    });
 }
 
-// The logits [n, vocabulary] of rows [n, d_model] that the head reads; they are scaled already.
-extern "C" void gptworks_logits(const Model *model, const float *features, int64_t n, float *logits, int n_threads) {
-    const int64_t width = model->d_model, stride = padded(width);
-    Buffer x(n * stride / LANES);
-    for (int64_t row = 0; row < n; row++) std::copy_n(features + row * width, width, data(x) + row * stride);
-    Rounded common;
-    if (n >= MANY) common.make_room(n, stride);
-    parallel(n_threads, [&](const Team &team) {
-#ifdef AMX
-        const amx::Registers registers;
-#endif
-        Rows rows(n, stride, data(x), n >= MANY ? &common : nullptr);
-        product(model->head, rows, {logits, model->head.n}, team);
+// The logits [n, vocabulary] of features [n, d_model], which the head reads; they are scaled already. Both float32.
+extern "C" int gptworks_logits(
+    const Model *model, const Tensor *features, const Tensor *out, int64_t n_threads
+) noexcept {
+    return guarded([=] {
+        if (!model) fail(REFUSED, "the model is missing");
+        check_head(*model);
+        const int64_t n = sound("features", features).n_dimensions ? features->sizes[0] : 0;
+        laid_out("features", features, FP32, {n, model->d_model}), laid_out("logits", out, FP32, {n, model->head.n});
+        logits(*model, features->as<const float>(), n, out->as<float>(), threads(n_threads));
     });
 }

@@ -8,6 +8,8 @@
 #include <thread>
 #include <utility>
 
+#include "entry.h"
+
 #ifdef _OPENMP
 #include <omp.h>
 #else
@@ -42,31 +44,47 @@ template <class F> void await(const F &came_true) {
     while (!came_true()) std::this_thread::yield();
 }
 
+// What the first thread that fails tells the others: nobody waits any more.
+struct Alarm {
+    std::atomic<bool> taken{false}, rings{false};
+    Failure first;  // to be read when all threads have ended
+
+    void raise(const Failure &failure) noexcept {
+        if (!taken.exchange(true)) first = failure;
+        rings.store(true, std::memory_order_release);
+    }
+    bool rung() const { return rings.load(std::memory_order_relaxed); }
+};
+
+struct Abandoned {};  // thrown in the threads that would wait for one that failed
+
 // Where all threads wait for the last. OpenMP's own barrier spins for milliseconds.
 struct Barrier {
     alignas(64) std::atomic<int64_t> arrived{0};
     alignas(64) std::atomic<int64_t> turn{0};
 
-    void wait(int64_t n_threads) {
+    void wait(int64_t n_threads, const Alarm &alarm) {
         const int64_t mine = turn.load(std::memory_order_acquire);
         if (arrived.fetch_add(1, std::memory_order_acq_rel) == n_threads - 1) {
             arrived.store(0, std::memory_order_relaxed);
             turn.store(mine + 1, std::memory_order_release);
             return;
         }
-        await([&] { return turn.load(std::memory_order_acquire) != mine; });
+        await([&] { return turn.load(std::memory_order_acquire) != mine || alarm.rung(); });
+        if (alarm.rung()) throw Abandoned();
     }
 };
 
 struct Team {
     int64_t thread, n_threads;
     Barrier *barrier;
+    const Alarm *alarm;
 
     std::pair<int64_t, int64_t> share(int64_t n) const {
         return {n * thread / n_threads, n * (thread + 1) / n_threads};
     }
     void wait() const {
-        if (n_threads > 1) barrier->wait(n_threads);
+        if (n_threads > 1) barrier->wait(n_threads, *alarm);
     }
 };
 
@@ -165,17 +183,28 @@ inline Pool &pool() {
 
 namespace {
 
-// Runs work(team) on some threads at once.
-template <class F> void parallel(int n_threads, const F &work) {
+// Runs work(team) on some threads at once. What one of them throws is thrown here when all have ended: no exception leaves
+// a thread, and none waits for one that has failed.
+template <class F> void parallel(int64_t n_threads, const F &work) {
     Barrier barrier;
+    Alarm alarm;
+    const auto run = [&](int64_t thread, int64_t n) noexcept {
+        try {
+            work(Team{thread, n, &barrier, &alarm});
+        } catch (const Abandoned &) {
+        } catch (...) {
+            alarm.raise(caught());
+        }
+    };
 #ifdef _OPENMP
-#pragma omp parallel num_threads(n_threads)
-    work(Team{omp_get_thread_num(), omp_get_num_threads(), &barrier});
+#pragma omp parallel num_threads((int)n_threads)
+    run(omp_get_thread_num(), omp_get_num_threads());
 #else
     workers::Pool &pool = workers::pool();
     const int64_t n_workers = pool.have(n_threads - 1);
-    pool.run(n_workers, [&](int64_t thread) { work(Team{thread, n_workers + 1, &barrier}); });
+    pool.run(n_workers, [&](int64_t thread) { run(thread, n_workers + 1); });
 #endif
+    if (alarm.rung()) throw alarm.first;
 }
 
 }  // namespace

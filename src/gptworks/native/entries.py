@@ -1,0 +1,166 @@
+"""The functions that the C++ exports: what each takes, the structures, and what numbers stand for.
+
+The C++ has the same (entry.h, step.cpp); `declare` compares the two when a library is loaded. Every function returns a
+code, and checks what it is given before it reads or writes anything. Without torch.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from gptworks.errors import RunError
+
+POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+KINDS = ("float32", "bfloat16", "float16", "int8", "uint8", "int64")
+"""The dtypes by their numbers. uint8: of weights in int4, two in a byte."""
+
+FUNCTIONS = ("gelu", "gelu_tanh", "relu2", "silu")
+"""The activations by their numbers."""
+
+FUNCTION_OF_MLP = {
+    name: FUNCTIONS.index(function)
+    for name, function in (
+        ("gelu", "gelu"), ("gelu_tanh", "gelu_tanh"), ("relu2", "relu2"),
+        ("swiglu", "silu"), ("geglu", "gelu"), ("geglu_tanh", "gelu_tanh"),
+    )
+}  # fmt: skip
+"""The numbers of what `model.mlp` applies to its values, or to its gates where it has gates."""
+
+MOST_DIMENSIONS = 5
+
+
+class Structure(ctypes.Structure):
+    """A structure of the C++, by the same name there."""
+
+
+class Tensor(Structure):
+    _fields_ = (
+        ("data", POINTER), ("kind", INTEGER), ("n_dimensions", INTEGER),
+        ("sizes", INTEGER * MOST_DIMENSIONS), ("strides", INTEGER * MOST_DIMENSIONS),
+    )  # fmt: skip
+
+
+class Matrix(Structure):
+    _fields_ = (
+        ("weight", POINTER), ("scale", POINTER), ("bias", POINTER),
+        *((name, INTEGER) for name in ("n", "k", "kind", "panel", "weight_bytes", "scale_bytes", "bias_bytes")),
+    )  # fmt: skip
+
+
+class Norm(Structure):
+    _fields_ = (("weight", POINTER), ("bias", POINTER), ("width", INTEGER))
+
+
+class Layer(Structure):
+    _fields_ = (
+        *((name, Norm) for name in ("norm1", "norm2", "query_norm", "key_norm")),
+        *((name, Matrix) for name in ("query", "key", "value", "out", "gate", "up", "down")),
+        *((name, POINTER) for name in ("keys", "key_scales", "values", "value_scales")),
+        *((name, INTEGER) for name in ("cache_bytes", "scale_bytes", "window", "rotates")),
+    )
+
+
+class Model(Structure):
+    _fields_ = (
+        *((name, INTEGER) for name in (
+            "d_model", "n_heads", "n_groups", "d_head", "d_ff", "d_rotary", "n_slots", "capacity", "n_layers",
+            "activation", "layer_norm", "parallel", "cache_kind",
+        )),
+        *((name, REAL) for name in ("eps", "scale", "embedding_scale", "residual_scale", "logit_scale")),
+        ("embedding", Matrix), ("head", Matrix),
+        ("position", POINTER), ("cos", POINTER), ("sin", POINTER),
+        ("position_bytes", INTEGER), ("rotary_bytes", INTEGER), ("norm", Norm), ("layers", POINTER),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A function: perhaps a model, then tensors, then numbers, and the number of threads."""
+
+    tensors: tuple[str, ...]
+    """Their names; those that may be missing end with a question mark."""
+    numbers: tuple[tuple[str, Any], ...]
+    has_model: bool
+
+    @property
+    def types(self) -> list[Any]:
+        return [POINTER] * (self.has_model + len(self.tensors)) + [kind for _, kind in self.numbers]
+
+
+def _entry(tensors: str, /, *, has_model: bool = False, **numbers: Any) -> Entry:
+    return Entry(tuple(tensors.split()), (*numbers.items(), ("n_threads", INTEGER)), has_model)
+
+
+_ATTENTION: dict[str, Any] = {"window": INTEGER, "scale": REAL, "softcap": REAL, "dropout": REAL}
+
+ENTRIES = MappingProxyType({
+    "step": _entry("tokens slots positions wanted logits? features?", has_model=True),
+    "logits": _entry("features logits", has_model=True),
+    "attention": _entry("q k v out bias? sums seed", **_ATTENTION),
+    "attention_backward": _entry("q k v out bias? sums seed d_out d_q d_k d_v", **_ATTENTION),
+    "activate": _entry("x up? out", function=INTEGER),
+    "activate_backward": _entry("d_out x up? d_x d_up?", function=INTEGER),
+    "norm": _entry("x branch? weight bias? stream? out mean? scale", eps=REAL, alpha=REAL),
+    "norm_backward": _entry("d_out d_stream? x weight mean? scale d_x d_branch? d_weight d_bias?", alpha=REAL),
+    "add": _entry("x branch out", alpha=REAL),
+    "rotate": _entry("x cos sin out", direction=REAL),
+    "cross_entropy": _entry("logits targets factors? nats", gradient=INTEGER),
+    "gemm": _entry("a b bias? out"),
+    "muon_updates": _entry("gradients momenta updates polynomials", n=INTEGER, momentum=REAL, eps=REAL),
+})  # fmt: skip
+"""By name: `gptworks_NAME` in the library. Muon's gradients and momenta are n tensors each, one after the other."""
+
+_ERRORS = (ValueError, IndexError, RunError, RuntimeError)
+"""What the codes from 1 on are raised as: refused, out of range, no memory, anything else."""
+
+
+class Mismatch(Exception):
+    """The library was built from another version of this package."""
+
+
+def declare(functions: ctypes.CDLL) -> None:
+    """Tell ctypes what the functions of a library take and return.
+
+    Raises:
+        Mismatch: the library has other structures, other numbers or not these functions.
+    """
+    try:
+        for name in ("layout", "error"):
+            function = getattr(functions, f"gptworks_{name}")
+            function.argtypes, function.restype = [], ctypes.c_char_p
+        for name in ("built_with", "take_amx"):
+            function = getattr(functions, f"gptworks_{name}")
+            function.argtypes, function.restype = [], ctypes.c_int
+        functions.gptworks_widest_panel.argtypes = [INTEGER]
+        functions.gptworks_widest_panel.restype = INTEGER
+        for name, entry in ENTRIES.items():
+            function = getattr(functions, f"gptworks_{name}")
+            function.argtypes, function.restype = entry.types, ctypes.c_int
+    except AttributeError as error:
+        raise Mismatch(str(error)) from None
+    if (found := functions.gptworks_layout().decode()) != layout():
+        raise Mismatch(f"it has {found}, and {layout()} is needed")
+
+
+def layout() -> str:
+    """The sizes of structures in bytes, and what numbers stand for, as the C++ says it."""
+    sizes = ", ".join(f"{one.__name__} {ctypes.sizeof(one)}" for one in (Tensor, Matrix, Norm, Layer, Model))
+    return f"{sizes}; kinds {' '.join(KINDS)}; functions {' '.join(FUNCTIONS)}"
+
+
+def call(functions: ctypes.CDLL, name: str, *arguments: Any) -> None:
+    """Call a function of a library with addresses and numbers as `ENTRIES` has them. No other place calls one.
+
+    Raises:
+        ValueError: an argument has another dtype, shape or layout than it must have, or a number is out of its bounds.
+        IndexError: a token, a target or a place is none that there is.
+        RunError: there is no memory for what the function needs.
+        RuntimeError: anything else went wrong in it.
+    """
+    if code := getattr(functions, f"gptworks_{name}")(*arguments):
+        said = functions.gptworks_error().decode(errors="replace")
+        if (error := _ERRORS[code - 1]) is RunError:
+            said = f"there is not enough memory. Take fewer or shorter sequences at once, or fewer threads. {said}"
+        raise error(f"{name.replace('_', ' ')}: {said.strip()}")
