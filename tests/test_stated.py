@@ -428,3 +428,32 @@ def test_tokens_that_the_vocabulary_lacks_are_noted_and_left_out(folder: Path) -
     assert "eos_token" not in special.names and special.eos == END, "the first of the ids that end generation"
     assert "bos_token" not in special.names and special.bos == BEGIN
     assert any("`eos_token` of special_tokens_map.json, `</s>`, is not a token" in note for note in found.notes)
+
+
+def test_a_snapshot_of_the_hubs_cache_is_read_through_its_links(folder: Path, tmp_path: Path) -> None:
+    change(folder, "config.json", transformers_version="5.0")
+    (layouts.make(folder / "additional_chat_templates") / "rag.jinja").write_text("rag")
+    (folder / "chat_template.jinja").write_text(layouts.HEADERS)
+    snapshot, blobs = tmp_path / "models--a--b/snapshots/0123", layouts.make(tmp_path / "models--a--b/blobs")
+    for i, file in enumerate(sorted(path for path in folder.rglob("*") if path.is_file())):
+        shutil.copy(file, blobs / f"{i:040x}")
+        link = layouts.make((snapshot / file.relative_to(folder)).parent) / file.name
+        link.symlink_to(os.path.relpath(blobs / f"{i:040x}", link.parent))
+    import_huggingface(snapshot, tmp_path / "linked", verify=False)
+    import_huggingface(folder, tmp_path / "plain", verify=False)
+    names = sorted(path.name for path in (tmp_path / "plain" / "tokenizer").iterdir())
+    assert "original.json" in names and "chat_template.jinja" in names and "generation_config.json" in names
+    for name in names:
+        read = [(tmp_path / run / "tokenizer" / name).read_bytes() for run in ("linked", "plain")]
+        assert read[0] == read[1], name
+
+
+def test_a_run_that_was_tuned_also_ends_where_its_template_ends_an_answer(folder: Path, tmp_path: Path) -> None:
+    change(folder, "generation_config.json", eos_token_id=END)
+    run = imported(folder)[0].run_dir
+    generated = export_huggingface(run, tmp_path / "import", verify=False).folder / "generation_config.json"
+    assert json.loads(generated.read_text())["eos_token_id"] == END, "an import goes out as it came in"
+    (run / "tokenizer" / "original.json").unlink()
+    (run / "tokenizer" / "sums.json").unlink()
+    generated = export_huggingface(run, tmp_path / "tuned").folder / "generation_config.json"
+    assert json.loads(generated.read_text())["eos_token_id"] == [EOT, END]
