@@ -92,6 +92,14 @@ def test_what_is_frozen_or_adapted_costs_less_and_what_is_read_besides_costs_mor
     assert answers.sampling_seconds_per_step == pytest.approx(64 * 4 * answers.parameters.total / H100.bandwidth)  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_rows_of_unknown_lengths_bound_is_said_to_be_a_bound(kind: str, tmp_path: Path) -> None:
+    sheet = planned(kind, tmp_path)
+    facts = dict(next(iter(tables(sheet))).rows)  # type: ignore[arg-type]
+    bounds = [facts[name].startswith("at most ") for name in ("tokens in all", "training FLOPs in all", "time")]
+    assert bounds == [kind in ("preference", "odds_ratio", "reward")] * 3 == [plan_json(sheet)["at_most"]] * 3
+
+
 @pytest.mark.parametrize("kind", ["next_token", "distillation", "reward", "adapter"])
 def test_keys_of_the_json_are_identifiers(kind: str, tmp_path: Path) -> None:
     def keys(node: Any) -> Any:

@@ -3,7 +3,9 @@ rise."""
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,13 @@ from gptworks.config import IGNORED, OddsRatioObjective, PreferenceObjective, Pr
 from gptworks.data.conversations.preferences import Pairs, iter_pairs
 from gptworks.data.prepare import find_prepared
 from gptworks.data.shards import TokenShards
+from gptworks.describe.plan_tables import tables
 from gptworks.device import choose_precision
 from gptworks.errors import UserError
 from gptworks.model import GPT
 from gptworks.model.loss import target_logprobs
+from gptworks.plan.devices import this_cpu
+from gptworks.plan.run import Plan
 from gptworks.recipe import parse_recipe
 from gptworks.train.distributed.parallel import Parallel
 from gptworks.train.loop import train
@@ -31,6 +36,8 @@ from gptworks.train.objectives.odds_ratio import odds_ratio, odds_ratio_loss
 from gptworks.train.objectives.pairs import answer_logprobs
 from gptworks.train.objectives.preference import Preference, preference_loss
 from gptworks.train.record.metrics import read_metrics
+from gptworks.train.record.outcome import RunOutcome, read_outcome
+from gptworks.train.rehearsal.estimate import estimate
 from halves import assert_resumes_exactly
 
 SMALL: dict[str, Any] = {"vocab_size": 50, "context_length": 24, "n_layers": 2, "d_model": 32, "n_heads": 4}
@@ -431,3 +438,39 @@ def test_loss_and_gradients_are_those_of_trl(settings: dict[str, Any], tmp_path:
         assert (mine - other).abs().max() <= 1e-5 * max(1.0, other.abs().max().item()), place.theirs
         n_compared += 1
     assert n_compared > 10
+
+
+@pytest.mark.parametrize("kind", ["preference", "odds_ratio"])
+def test_a_plan_of_pairs_counts_the_tokens_that_the_run_reads(base: Path, kind: str, tmp_path: Path) -> None:
+    """Answers of many lengths; before the pairs are prepared, the figures are bounds and say so."""
+    folder = tmp_path / "runs"
+    shutil.copytree(base, folder)
+    shutil.rmtree(folder / "data", ignore_errors=True)
+    records = [
+        {
+            "instruction": f"line {i}:",
+            "input": "",
+            "chosen": "the quick fox " * (1 + i % 3),
+            "rejected": "lazy " * (i % 5),
+        }
+        for i in range(1, 60)
+        if i % 5
+    ]
+    (folder / "pairs.json").write_text(json.dumps(records))
+    recipe = parse_recipe(tree_of(folder, kind, objective={"type": kind}, train={"max_steps": 9}))
+    cpu = replace(this_cpu(), float_flops=1e12, half_flops=1e12)
+
+    def planned() -> tuple[Plan, str]:
+        found, _ = estimate(recipe, lambda overrides: recipe, cpu)
+        return found, " ".join(" ".join(cells) for table in tables(found) for cells in table.rows)
+
+    before, shown = planned()
+    assert before.at_most and before.tokens == 9 * 8 * 2 * 64 and f"at most {before.tokens:,}" in shown
+    train(recipe)
+    after, shown = planned()
+    outcome = read_outcome(recipe.run_dir)
+    assert isinstance(outcome, RunOutcome)
+    assert not after.at_most and f"at most {after.tokens:,}" not in shown
+    assert after.tokens == outcome.tokens < before.tokens
+    assert (after.total_flops or 0) / (before.total_flops or 1) < 1.01 * after.tokens / before.tokens
+    assert (after.seconds or 0) < (before.seconds or 0)

@@ -85,6 +85,7 @@ def _facts(plan: Plan, details: bool, unmeasured: str) -> list[tuple[str, str]]:
     if plan.shards_bytes is not None:
         shards = f"{'about ' if plan.tokens_estimated else ''}{readable(plan.shards_bytes, 'B')} ({shards})"
     count, about = plan.parameters, "about " if plan.tokens_estimated else ""
+    most = "at most " if plan.at_most else ""
     samples = "pairs" if plan.recipe.objective.rows_per_sample == 2 else "sequences"
     before = plan.flops_before_first_step
     facts = [
@@ -93,9 +94,9 @@ def _facts(plan: Plan, details: bool, unmeasured: str) -> list[tuple[str, str]]:
         *([("trained of them", f"{plan.trained.parameters:,}")] if plan.setting.trained is not None else []),
         *([("outside the embeddings", f"{count.non_embedding:,}")] if details else []),
         *([("objective", objective)] if (objective := _objective(plan)) else []),
-        ("tokens a step", f"{plan.tokens_per_step:,} ({_batch(plan)})"),
+        ("tokens a step", f"{most}{plan.tokens_per_step:,} ({_batch(plan)})"),
         ("steps", f"{or_unknown(plan.steps)} ({plan.steps_reason})"),
-        ("tokens in all", or_unknown(plan.tokens) if plan.tokens is None else f"{about}{plan.tokens:,}"),
+        ("tokens in all", or_unknown(plan.tokens) if plan.tokens is None else f"{about}{most}{plan.tokens:,}"),
         *([("epochs of each dataset", about + epochs_words(plan.epochs_by_dataset))] if plan.epochs_by_dataset else []),
         ("tokens a parameter", f"{or_unknown(plan.tokens_per_parameter, '.3g')} ({optimal})"),
     ]
@@ -106,7 +107,7 @@ def _facts(plan: Plan, details: bool, unmeasured: str) -> list[tuple[str, str]]:
             *([("FLOPs before the first step", flop(before))] if before != 0 else []),
         ]
     facts += [
-        ("training FLOPs in all", flop(plan.total_flops)),
+        ("training FLOPs in all", f"{'' if plan.total_flops is None else most}{flop(plan.total_flops)}"),
         ("device", _device(plan)),
         ("step", ", ".join(_step(plan))),
         ("memory of a device", _fit(plan)),
@@ -146,7 +147,8 @@ def _objective(plan: Plan) -> str:
     objective = plan.recipe.objective
     paired, answers = objective.rows_per_sample == 2, "text" not in objective.sources
     counted = {
-        "both answers of a pair at the full context": paired,
+        "both answers of a pair at the full context": paired and plan.at_most,
+        "both answers of a pair as long as they are": paired and not plan.at_most,
         "rows at the full context": answers and not paired,
         "what the start gives each row once": objective.scores_start,
         "the teacher's forward pass and weights": objective.teacher_run is not None,
@@ -225,6 +227,7 @@ def _time(plan: Plan, unmeasured: str) -> str:
         return f"unknown ({unmeasured})"
     how = "as measured" if plan.measured else f"at {plan.utilization:.0%} of the device's rate"
     duration = "unknown" if plan.seconds is None else readable_seconds(plan.seconds)
+    duration = f"at most {duration}" if plan.at_most and plan.seconds is not None else duration
     return f"{duration}, {speed:,.0f} tokens/s {how}"
 
 
@@ -293,7 +296,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "name": plan.recipe.name,
         "parameters": parameters_json(plan.parameters),
         "objective": plan.recipe.objective.type,
-        **_named(plan, "tokens_per_step", "steps", "steps_reason", "tokens"),
+        **_named(plan, "tokens_per_step", "steps", "steps_reason", "tokens", "at_most"),
         "train_tokens": plan.n_train_tokens,
         "train_tokens_estimated": plan.tokens_estimated,
         **({"epochs_by_dataset": plan.epochs_by_dataset} if plan.epochs_by_dataset else {}),

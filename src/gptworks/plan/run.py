@@ -62,6 +62,9 @@ class Plan:
     """Share of the device's rate that the step is taken to reach, recomputation included."""
     apply: Apply | None = None
     """How overrides become another recipe; None: over this one."""
+    tokens_per_sample: float | None = None
+    """Tokens read of a pair of answers on average, padding counted, where the rows are known; None: rows of the whole
+    context, or rows whose lengths are not known."""
     traced_bytes: int | None = None
     """Peak of the step run on fake tensors."""
     measured: Measured | None = None
@@ -85,17 +88,26 @@ class Plan:
 
     @property
     def tokens_per_step(self) -> int:
-        """Every row at the full context, both answers of a pair counted; of a step with all of `batch_size`."""
-        return self.train.batch_size * self._tokens_per_sample
+        """Both answers of a pair counted, at the full context where the rows' lengths are not known; of a step with all
+        of `batch_size`."""
+        return round(self.train.batch_size * self._tokens_per_sample)
 
     @property
-    def _tokens_per_sample(self) -> int:
+    def _tokens_per_sample(self) -> float:
+        if self.tokens_per_sample is not None:
+            return self.tokens_per_sample
         return self.setting.objective.rows_per_sample * self.setting.model.context_length
+
+    @property
+    def at_most(self) -> bool:
+        """Whether tokens, FLOPs and time are bounds: rows end with their texts, and how long these are is not known, or
+        depends on what the model will write."""
+        return self.setting.objective.varying_widths and self.tokens_per_sample is None
 
     @property
     def tokens(self) -> int | None:
         """Tokens that the run reads, repeats included."""
-        return None if self.steps is None else self.train.samples_before(self.steps) * self._tokens_per_sample
+        return None if self.steps is None else round(self.train.samples_before(self.steps) * self._tokens_per_sample)
 
     @property
     def epochs_by_dataset(self) -> dict[str, float]:
@@ -120,8 +132,7 @@ class Plan:
             return 0.0
         if self.samples_per_epoch is None:
             return None
-        rows = self.samples_per_epoch * self.setting.objective.rows_per_sample
-        return self.work.before_first_step_per_token * rows * self.setting.model.context_length
+        return self.work.before_first_step_per_token * self.samples_per_epoch * self._tokens_per_sample
 
     @property
     def total_flops(self) -> float | None:

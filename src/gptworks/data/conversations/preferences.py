@@ -186,6 +186,12 @@ class Pairs:
     def __len__(self) -> int:
         return (len(self._bounds) - 1) // 2
 
+    @property
+    def lengths(self) -> Int64s:
+        """Inputs of both answers of each pair, as far as the context reaches, [n, 2]."""
+        lengths: Int64s = np.minimum(np.diff(self._bounds) - 1, self._context_length).reshape(-1, 2)
+        return lengths
+
     def answer(self, pair: int, side: int) -> tuple[Int64s, Bools]:
         """Tokens [n] and which are learned [n], with the chosen (0) or the rejected (1) answer, as far as the context
         reaches: at most context_length inputs, and one target more."""

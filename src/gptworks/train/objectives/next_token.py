@@ -138,10 +138,14 @@ _ROUND_TOKENS = 32
 """Padded batches are as long as their longest row, rounded up to this: fewer shapes for kernels to meet."""
 
 
+def padded_width(longest: int, context_length: int) -> int:
+    """Tokens of each row of a batch whose longest row has so many inputs."""
+    return min(context_length, -(-longest // _ROUND_TOKENS) * _ROUND_TOKENS)
+
+
 def padded(rows: Sequence[tuple[Int64s, npt.NDArray[np.bool_]]], context_length: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets, int64 [B, T], of rows that each hold one text: its tokens [n], and which are learned [n]."""
-    longest = max(len(ids) for ids, _ in rows) - 1
-    width = min(context_length, -(-longest // _ROUND_TOKENS) * _ROUND_TOKENS)
+    width = padded_width(max(len(ids) for ids, _ in rows) - 1, context_length)
     inputs = torch.zeros(len(rows), width, dtype=torch.int64)
     targets = torch.full_like(inputs, IGNORED)
     for row, (ids, learned) in enumerate(rows):

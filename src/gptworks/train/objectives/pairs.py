@@ -19,7 +19,7 @@ from gptworks.model import GPT
 from gptworks.model.backend import eval_mode
 from gptworks.model.loss import target_logprobs
 from gptworks.train.objectives.base import Objective
-from gptworks.train.objectives.next_token import Batch, padded
+from gptworks.train.objectives.next_token import Batch, padded, padded_width
 
 
 def answer_logprobs(model: GPT, inputs: Tensor, targets: Tensor, router_logits: list[Tensor] | None = None) -> Tensor:
@@ -55,6 +55,15 @@ class PairsObjective(Objective):
         first = position + micro_step * size
         samples = np.arange(first, first + size)
         return self._batch_of("train", shuffled(samples, len(self._pairs["train"]), self.recipe.seed).tolist())
+
+    def tokens_read(self, n_samples: int, micro_batch_size: int) -> int:
+        """Tokens of the first samples of a run, padding counted, in micro-batches of this size."""
+        lengths, order = self._pairs["train"].lengths, shuffled(np.arange(n_samples), self.n_items, self.recipe.seed)
+        tokens = 0
+        for first in range(0, n_samples, micro_batch_size):
+            chosen = lengths[order[first : first + micro_batch_size]]
+            tokens += chosen.size * padded_width(int(chosen.max()), self.context_length)
+        return tokens
 
     def rows(self, number: int, epoch: int = 0) -> list[Row]:
         """A pair: the chosen conversation, then the rejected."""

@@ -1,6 +1,8 @@
 """The plan of a recipe, with what is known of its data."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from gptworks.config import Recipe
 from gptworks.data.opened import Prepared
@@ -10,7 +12,11 @@ from gptworks.errors import UserError
 from gptworks.plan.devices import UTILIZATION, Device
 from gptworks.plan.run import Plan, plan
 from gptworks.plan.tokens import DataSize, data_size, of_datasets
+from gptworks.plan.work import training_work
 from gptworks.recipe import with_vocab_size
+
+if TYPE_CHECKING:
+    from gptworks.train.objectives.base import Objective
 
 
 def estimate(
@@ -28,7 +34,7 @@ def estimate(
     Raises:
         UserError: as `gptworks.plan.run.plan`; or the vocabulary is not known yet and the data is missing.
     """
-    planned, data = _with_data(recipe)
+    planned, data, objective = _with_data(recipe)
 
     def apply(overrides: Sequence[str], n_ranks: int) -> Recipe:
         changed = read(overrides)
@@ -40,7 +46,26 @@ def estimate(
         dataset_tokens=data.datasets,
         device=device, n_ranks=n_ranks, utilization=utilization, apply=apply,
     )  # fmt: skip
+    if objective is not None and found.recipe.objective.rows_per_sample == 2 and found.steps is not None:
+        found = _with_lengths(found, objective)
     return found, data.missing
+
+
+MOST_SAMPLES = 1_000_000
+"""Samples of which lengths are looked up; of more, these stand for all."""
+
+
+def _with_lengths(found: Plan, objective: "Objective") -> Plan:
+    """The plan with the lengths that pairs really have: attention works over those too."""
+    from gptworks.train.objectives.pairs import PairsObjective
+
+    assert found.steps is not None and isinstance(objective, PairsObjective)
+    n_samples = min(found.train.samples_before(found.steps), MOST_SAMPLES)
+    per_sample = objective.tokens_read(n_samples, found.setting.micro_batch_size) / n_samples
+    model = found.recipe.model
+    width = max(1, round(per_sample / found.recipe.objective.rows_per_sample))
+    shorter = found.recipe.model_copy(update={"model": model.model_copy(update={"context_length": width})})
+    return replace(found, tokens_per_sample=per_sample, work=training_work(shorter))
 
 
 def with_what_is_prepared(recipe: Recipe) -> tuple[Recipe, Prepared | None]:
@@ -51,21 +76,23 @@ def with_what_is_prepared(recipe: Recipe) -> tuple[Recipe, Prepared | None]:
     return with_vocab_size(recipe, prepared.manifest.vocab_size), prepared
 
 
-def _with_data(recipe: Recipe) -> tuple[Recipe, DataSize]:
-    """The recipe with its vocabulary where that is known, and the size of its data: exact where it is prepared."""
+def _with_data(recipe: Recipe) -> tuple[Recipe, DataSize, "Objective | None"]:
+    """The recipe with its vocabulary where that is known, and the size of its data: exact where it is prepared; and
+    what reads records that are."""
     recipe, prepared = with_what_is_prepared(recipe)
     if prepared is None:
         size = data_size(recipe)
         if size.missing is not None and not recipe.model.vocab_size:
             raise UserError(size.missing)
-        return recipe if size.vocab_size is None else with_vocab_size(recipe, size.vocab_size), size
+        return (recipe if size.vocab_size is None else with_vocab_size(recipe, size.vocab_size)), size, None
     if recipe.data.mixture:
         stretches = TokenShards(prepared.folder, "train", verify=False).stretches
         sizes = {one.name: part.n_tokens for one, part in zip(recipe.data.mixture, stretches, strict=True)}
-        return recipe, of_datasets(recipe, sizes, estimated=False)
-    samples = None
+        return recipe, of_datasets(recipe, sizes, estimated=False), None
+    samples, objective = None, None
     if recipe.data.records:
         from gptworks.train.objectives.choose import choose_objective
 
-        samples = choose_objective(recipe, prepared.folder).samples_per_epoch
-    return recipe, DataSize(prepared.manifest.splits["train"].tokens, samples, estimated=False)
+        objective = choose_objective(recipe, prepared.folder)
+        samples = objective.samples_per_epoch
+    return recipe, DataSize(prepared.manifest.splits["train"].tokens, samples, estimated=False), objective
