@@ -282,6 +282,20 @@ def test_an_import_copies_nothing_that_a_link_leads_to(trained_run: Path, tmp_pa
     assert not (tmp_path / "imported").exists()
 
 
+@pytest.mark.parametrize("name", ["added_tokens.json", "additional_chat_templates/a.jinja", "merges.txt"])
+@pytest.mark.parametrize("kind", ["fifo", "outside"])
+def test_what_only_transformers_would_read_is_looked_at_before(
+    name: str, kind: str, trained_run: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "authorized_keys").write_text("{}")
+    export_huggingface(trained_run, tmp_path / "hf", verify=False)
+    (tmp_path / "hf" / name).parent.mkdir(exist_ok=True)
+    _plant(tmp_path / "hf" / name, kind, tmp_path / "run")
+    with pytest.raises(UserError, match=f"{name} (is a FIFO|leads out of)"):
+        import_huggingface(tmp_path / "hf", tmp_path / "imported")
+
+
 def test_a_folder_of_texts_with_a_link_to_elsewhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text(tiny.TEXT)

@@ -2,7 +2,15 @@
 `sums` checks them, and `disk` says why a disk refused."""
 
 from gptworks.files.disk import naming_disk_errors, why_not_written
-from gptworks.files.read import check_inside, check_regular, open_folder, open_regular, read_regular, read_text
+from gptworks.files.read import (
+    check_inside,
+    check_regular,
+    check_tree,
+    open_folder,
+    open_regular,
+    read_regular,
+    read_text,
+)
 from gptworks.files.sums import SUMS_FILE, check_sums, sealed_json, sha256_file, unsealed_json, write_sums
 from gptworks.files.write import (
     check_free,
@@ -29,6 +37,7 @@ __all__ = [
     "check_inside",
     "check_regular",
     "check_sums",
+    "check_tree",
     "copy_file",
     "copy_folder",
     "link_or_copy",

@@ -85,6 +85,24 @@ def check_inside(path: Path, inside: Path) -> None:
         os.close(_open_inside(path, inside))
 
 
+def check_tree(folder: Path) -> None:
+    """Refuse a folder, before a library opens files of it that this package does not name, in which a link leads out of
+    it or something is no regular file. Hidden names are left alone.
+
+    Raises:
+        UserError: as said. OSError: it cannot be looked at.
+    """
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in (*folders, *names):
+            path = Path(parent, name)
+            if path.is_symlink() and path.is_dir():
+                check_inside(path, folder)
+            elif name in names and not name.startswith("."):
+                with contextlib.suppress(FileNotFoundError):
+                    check_regular(path, inside=folder)
+
+
 def open_folder(path: Path, *, inside: Path | None = None) -> int:
     """A descriptor of a folder, by which it is the same one whatever its path becomes.
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from gptworks.checkpoint import LoadedRun, Report, load_run
 from gptworks.config import ADAPTED_MODULES, LoRAConfig, ModelConfig
 from gptworks.errors import UserError
-from gptworks.files import check_free, copy_folder, new_folder, write_new
+from gptworks.files import check_free, check_tree, copy_folder, new_folder, write_new
 from gptworks.interop.huggingface.choice import choose_family
 from gptworks.interop.huggingface.exporting import export_huggingface
 from gptworks.interop.huggingface.family import Family
@@ -256,6 +256,7 @@ def import_adapter(
     """
     folder, run_dir, base = Path(folder), Path(run_dir), Path(base)
     check_free(run_dir)
+    check_tree(folder)
     settings, tensors = read_settings(folder), _read_tensors(folder)
     with new_folder(run_dir) as aside:
         loaded, family = _load_base(base, aside / "base", report)

@@ -21,7 +21,7 @@ from gptworks.checkpoint import Report
 from gptworks.config import DataConfig, FileTokenizer, ModelConfig, Recipe
 from gptworks.errors import UserError
 from gptworks.evaluate.run import PLACEHOLDER_SOURCES
-from gptworks.files import check_free, new_folder
+from gptworks.files import check_free, check_tree, new_folder
 from gptworks.interop.huggingface.architectures import FAMILIES, HARMLESS
 from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.keys import GENERATION_KEYS, TOKENIZER_CONFIG_KEYS, TOKENS_MAP_KEYS
@@ -77,6 +77,7 @@ def import_huggingface(
     """
     folder, run_dir = Path(folder), Path(run_dir)
     check_free(run_dir)
+    check_tree(folder)
     values = _read_config_file(folder)
     family, model = read_config(values)
     files = _tensor_files(folder)
