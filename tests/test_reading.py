@@ -267,6 +267,10 @@ def test_appending_follows_no_link_in_a_received_folder(place: SimpleNamespace) 
     with pytest.raises(UserError, match=r"metrics\.jsonl is a link, and it is written through none"):
         open_to_append(path, inside=place.run)
     path.unlink()
+    path.hardlink_to(place.outside / "file.json")
+    with pytest.raises(UserError, match=r"metrics\.jsonl has another name elsewhere"):
+        open_to_append(path, inside=place.run)
+    path.unlink()
     for line in (b"a\n", b"b\n"):
         with open_to_append(path, inside=place.run) as file:
             file.write(line)

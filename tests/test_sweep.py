@@ -1,6 +1,7 @@
 """Sweeps: ranges refused before work, trials that are runs, pruning that stops a process, and going on after a kill."""
 
 import json
+import os
 import signal
 import sys
 import time
@@ -355,3 +356,24 @@ def test_folders_that_are_not_a_sweeps_are_left_alone(tmp_path: Path, quick: Pat
     (tmp_path / "other" / "recipe.yaml").write_text("a: b", encoding="utf-8")
     with pytest.raises(UserError, match="holds a run, and a sweep needs a folder of its own"):
         run_sweep(path, [f"run_dir={tmp_path / 'other'}"])
+
+
+@pytest.mark.parametrize("name", ["journal.log", "trials", "trials/000", "sweep.yaml", "best.yaml"])
+def test_a_sweep_with_a_link_to_elsewhere_is_neither_read_nor_resumed(name: str, tmp_path: Path, quick: Path) -> None:
+    path, outside = write_sweep(tmp_path, n_trials=1), tmp_path / "outside"
+    run_sweep(path)
+    folder = tmp_path / "run"
+    outside.mkdir()
+    (folder / name).rename(outside / "moved")
+    (folder / name).symlink_to(outside / "moved")
+    with pytest.raises(UserError, match=f"{name} leads out of"):
+        run_sweep(path, ["sweep.n_trials=2"], resume=True)
+
+
+def test_a_journal_that_is_a_fifo_is_not_waited_for(tmp_path: Path, quick: Path) -> None:
+    run_sweep(write_sweep(tmp_path, n_trials=1))
+    folder = tmp_path / "run"
+    (folder / "journal.log").unlink()
+    os.mkfifo(folder / "journal.log")
+    with pytest.raises(UserError, match=r"journal\.log is a FIFO"):
+        read_sweep(folder)

@@ -4,6 +4,7 @@
 from gptworks.files.disk import naming_disk_errors, why_not_written
 from gptworks.files.read import (
     check_inside,
+    check_links,
     check_regular,
     check_tree,
     open_folder,
@@ -35,6 +36,7 @@ __all__ = [
     "SUMS_FILE",
     "check_free",
     "check_inside",
+    "check_links",
     "check_regular",
     "check_sums",
     "check_tree",

@@ -85,6 +85,18 @@ def check_inside(path: Path, inside: Path) -> None:
         os.close(_open_inside(path, inside))
 
 
+def check_links(folder: Path) -> None:
+    """Refuse a folder that is about to be written to in which a name is a link that leads out of it. Hidden names, to
+    which nothing is written, are left alone, save for a lock's.
+
+    Raises:
+        UserError: as said.
+    """
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_symlink() and (path.name == ".lock" or not path.name.startswith(".")):
+            check_inside(path, folder)
+
+
 def check_tree(folder: Path) -> None:
     """Refuse a folder, before a library opens files of it that this package does not name, in which a link leads out of
     it or something is no regular file. Hidden names are left alone.

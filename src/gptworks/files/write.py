@@ -185,7 +185,7 @@ def open_to_append(path: Path, *, inside: Path | None = None) -> BufferedRandom:
             is one that the user named.
 
     Raises:
-        UserError: it is a folder, FIFO, socket or device, or a link as said.
+        UserError: it is a folder, FIFO, socket or device, or a link as said; or with `inside` it has other names.
         OSError: the system refuses.
     """
     with _held(path.parent, inside) as folder, _named(path):
@@ -194,7 +194,10 @@ def open_to_append(path: Path, *, inside: Path | None = None) -> BufferedRandom:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | (os.O_NOFOLLOW if inside is not None else 0)
         descriptor = os.open(path.name, flags, 0o666, dir_fd=folder)
         try:
-            check_kind(path, os.fstat(descriptor))
+            found = os.fstat(descriptor)
+            check_kind(path, found)
+            if inside is not None and found.st_nlink > 1:
+                raise UserError(f"{path} has another name elsewhere (a hard link), which would change too: copy it.")
         except BaseException:
             os.close(descriptor)
             raise

@@ -20,6 +20,7 @@ from gptworks.config import Recipe
 from gptworks.data.prepare import prepare
 from gptworks.device import choose_device, choose_precision
 from gptworks.errors import UserError
+from gptworks.files import check_links
 from gptworks.recipe import load_recipe, save_recipe, with_vocab_size
 from gptworks.runs.history import History, read_history
 from gptworks.runs.sequential import FEWEST_PAIRS, MOST_PAIRS
@@ -178,6 +179,7 @@ def run_try(
         RunError: a run failed.
     """
     folder, design = begun.folder, begun.design
+    check_links(folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         lock = filelock.FileLock(folder / ".lock", timeout=0)

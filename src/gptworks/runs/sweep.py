@@ -5,6 +5,7 @@ output), `trials/000/` (its run folder), `journal.log` (Optuna's), `sweep.html` 
 seed, on n and on the trials before it, so that a sweep that was killed goes on as if it had not been.
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import filelock
 
 from gptworks.config import Recipe, SweepConfig, SweepRange
 from gptworks.errors import RunError, UserError, not_installed
+from gptworks.files import check_links, check_regular
 from gptworks.recipe import load_recipe, save_recipe
 from gptworks.runs.settings import flat
 from gptworks.runs.trials import check_comparable, evaluations, last_line, train_trial
@@ -161,6 +163,8 @@ def run_sweep(
     """
     recipe = load_sweep(path, overrides, resume)
     folder = recipe.run_dir
+    check_links(folder)
+    check_links(folder / "trials")
     (folder / "trials").mkdir(parents=True, exist_ok=True)
     try:
         lock = filelock.FileLock(folder / ".lock", timeout=0)
@@ -191,6 +195,9 @@ def _place(folder: Path, number: int) -> Path:
     return folder / "trials" / f"{number:03d}"
 
 
+_MOST_JOURNAL_BYTES = 1 << 28
+
+
 def _study(recipe: Recipe) -> "optuna.Study":
     import optuna
     from optuna.storages import JournalStorage
@@ -201,7 +208,10 @@ def _study(recipe: Recipe) -> "optuna.Study":
     pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
     if recipe.sweep.pruner == "median":
         pruner = optuna.pruners.MedianPruner(n_startup_trials=recipe.sweep.startup_trials)
-    storage = JournalStorage(JournalFileBackend(str(recipe.run_dir / "journal.log")))
+    journal = recipe.run_dir / "journal.log"
+    with contextlib.suppress(FileNotFoundError):
+        check_regular(journal, _MOST_JOURNAL_BYTES, inside=recipe.run_dir)
+    storage = JournalStorage(JournalFileBackend(str(journal)))
     return optuna.create_study(storage=storage, study_name="sweep", pruner=pruner, load_if_exists=True)
 
 

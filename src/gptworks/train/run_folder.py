@@ -9,7 +9,7 @@ import filelock
 
 from gptworks.config import Recipe
 from gptworks.errors import RunError, UserError
-from gptworks.files import check_inside, check_sums, make_folder
+from gptworks.files import check_links, check_sums, make_folder
 from gptworks.recipe import load_recipe
 from gptworks.tokenizer import MAX_TOKENIZER_BYTES
 from gptworks.train.changes import check_changes
@@ -75,9 +75,7 @@ def check_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ())
     folder = recipe.run_dir
     if folder.exists() and not folder.is_dir():
         raise UserError(f"run_dir={folder} is a file: give another run_dir=.")
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if path.is_symlink() and (path.name == ".lock" or path.name[0] != "."):
-            check_inside(path, folder)
+    check_links(folder)
     if (folder / "recipe.yaml").exists():
         if not resume:
             raise UserError(
