@@ -1,4 +1,4 @@
-"""Work on untrusted input: what tokenizers may do, task templates, and regular expressions of others."""
+"""Work on untrusted input: what tokenizers may do, and patterns of others."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from gptworks.confined.tokenizers import MAX_NORMALIZED_BYTES, slow_pattern
 from gptworks.errors import UserError
+from gptworks.interop.peft_settings import LoraSettings
 from gptworks.tokenizer import BPE_PATTERNS, encode_text, load_tokenizer, save_tokenizer
 
 # ----------------------------------------------------------------------------------------------------- tokenizers
@@ -90,3 +91,26 @@ def test_patterns_of_released_tokenizers_are_read(pattern: str) -> None:
 )  # fmt: skip
 def test_patterns_with_many_ways_to_match_are_refused(pattern: str) -> None:
     assert slow_pattern(pattern) is not None
+
+
+# -------------------------------------------------------------------------------------------- modules' patterns
+
+
+@pytest.mark.parametrize("pattern", [r".*.*.*.*.*.*.*.*!"])
+def test_a_slow_pattern_of_an_adapters_modules_is_named(pattern: str) -> None:
+    module = "base_model.model.model.layers.31.self_attention_of_a_model.q_proj"
+    for settings in ({"target_modules": pattern}, {"exclude_modules": pattern}):
+        read = LoraSettings(peft_type="LORA", r=1, lora_alpha=1.0, **settings)
+        with pytest.raises(UserError, match=r"cannot be searched in 'base_model.*0.1 seconds"):
+            read.targets(module)
+    with pytest.raises(UserError, match=r"0.1 seconds"):
+        LoraSettings(peft_type="LORA", r=1, lora_alpha=1.0, rank_pattern={pattern: 2}).rank_of(module)
+
+
+def test_a_pattern_of_layers_has_no_group_of_its_own() -> None:
+    settings = LoraSettings(
+        peft_type="LORA", r=1, lora_alpha=1.0, target_modules=["q_proj"], layers_to_transform=1,
+        layers_pattern="(layers)",
+    )  # fmt: skip
+    with pytest.raises(UserError, match="has a group"):
+        settings.targets("model.layers.1.q_proj")

@@ -17,18 +17,17 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from jinja2 import Environment
 
 import hf
 from gptworks.chat_template import BUILT_IN, ChatTemplate
-from gptworks.confined import jail
+from gptworks.confined import Confined, expressions, jail
 from gptworks.confined.sandbox import Sandbox
 from gptworks.errors import UserError
 from gptworks.evaluate.bootstrap import interval, paired_difference
 from gptworks.evaluate.metrics import figure_of, means, pass_at_k, text_statistics
 from gptworks.evaluate.results import HEADING, Evaluation, Measured, read_evaluations, save_evaluations
 from gptworks.evaluate.scoring import encode_pair, score_pairs
-from gptworks.evaluate.task import Task, _compiled, load_task
+from gptworks.evaluate.task import Task, load_task
 from gptworks.evaluate.tasks import Asked, run_task
 from gptworks.infer.engine import Engine
 from tiny import plain_model
@@ -217,19 +216,54 @@ def test_templates_cannot_reach_python(tmp_path: Path) -> None:
         load_task(write(tmp_path, {**CHOICE, "prompt": "{{ ''.__class__.__mro__[1].__subclasses__() }}"}))
 
 
-def test_templates_are_compiled_once_and_items_numbered_for_errors_alone(
+def test_a_template_of_all_items_is_one_question_and_items_are_numbered_for_errors_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled: list[str] = []
-    compile_one = Environment.from_string
-    monkeypatch.setattr(
-        Environment, "from_string", lambda self, source: compiled.append(source) or compile_one(self, source)
-    )
+    asked: list[Any] = []
+    ask = Confined.ask
+    monkeypatch.setattr(Confined, "ask", lambda self, question: asked.append(question) or ask(self, question))
     monkeypatch.setattr(Task, "_number", None)
-    _compiled.cache_clear()
-    task = load_task(write(tmp_path, {**CHOICE, "choices": ["{{sum}}", "none"], "answer": "answer"}))
+    settings = {**CHOICE, "choices": ["{{sum}}", "none"], "answer": "answer", "shots": 0}
+    task = load_task(write(tmp_path, settings))
     task.check()
-    assert sorted(compiled) == ["Q: {{question}}\nA:", "{{sum}}"]
+    assert sorted(source for _, source, _ in asked) == ["Q: {{question}}\nA:", "{{sum}}"]
+    assert [len(items) for _, _, items in asked] == [len(ITEMS)] * 2
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "0.3 seconds of processor"),
+        ("{{ 'a' * 10**10 }}", "256 MiB of memory"), ("{{ 'a' * 2**21 }}", "line 1: it writes|it writes 2,097,152"),
+        ("a\n{{ 1 / 0 }}", "line 2: division by zero"), ("{{ 10.0 ** 999 }}", "item 3: line 1: .*out of range"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "line 1: maximum recursion"),
+        ("{{ 'x'.center(10**20) }}", "line 1"), ("{{ question.__class__.__base__ }}", "unsafe"),
+        ("{{ '%0999999999d' % 3 }}", "256 MiB|seconds"), ("a\n\n{% if %}", "not a template: line 3"),
+        ("{% include 'x' %}", "no loader"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "item 3: line 1: maximum recursion"),
+    ],
+)  # fmt: skip
+def test_what_a_template_does_is_bounded_and_named(
+    template: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expressions, "SECONDS", 0.3)
+    with pytest.raises(UserError, match=message) as raised:
+        load_task(write(tmp_path, {**CHOICE, "prompt": template + "{{ '' }}"}))
+    assert "sums.yaml: `prompt" in str(raised.value), "the file and the field"
+
+
+def test_an_expression_that_takes_forever_is_named(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expressions, "SECONDS", 0.3)
+    settings = {
+        "type": "exact_match", "data": "items.jsonl", "prompt": "{{question}} =", "answer": "sum",
+        "generation": {"max_tokens": 60, "stop": []}, "extract": "^((.|.)*)*\ud7ff$",
+    }  # fmt: skip
+    with pytest.raises(UserError, match=r"sums.yaml: `extract`: the expression .* 0.3 seconds of processor time"):
+        run_task(engine, load_task(write(tmp_path, settings)))
+    with pytest.raises(UserError, match="not a regular expression"):
+        load_task(write(tmp_path, {**settings, "extract": "(a{99999999999999999999})"}))
 
 
 def test_a_chat_model_is_asked_by_its_template(tmp_path: Path) -> None:

@@ -15,15 +15,13 @@ import json
 import random
 import re
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import Field, model_validator
 
 from gptworks.config import PositiveInt, PositiveTime, Section, ShortPath
+from gptworks.confined import expressions
 from gptworks.data.sources.records import read_jsonl
 from gptworks.errors import UserError, nearest
 from gptworks.recipe import parse_section
@@ -72,7 +70,11 @@ class ExactMatch(TaskFile):
     type: Literal["exact_match"]
     answer: str = Field("answer", description="A text, or a list of them of which any is right.")
     generation: Sampled = Sampled()
-    extract: str | None = Field(None, description="A regular expression: its first group, where found, is the answer.")
+    extract: str | None = Field(
+        None,
+        max_length=expressions.MAX_EXPRESSION_CHARACTERS,
+        description="A regular expression: its first group, where found, is the answer.",
+    )
     ignore_case: bool = False
     ignore_punctuation: bool = False
 
@@ -81,7 +83,7 @@ class ExactMatch(TaskFile):
         try:
             if self.extract is not None and re.compile(self.extract).groups < 1:
                 raise ValueError(f"extract={self.extract!r} has no group: put what is wanted in parentheses.")
-        except re.error as error:
+        except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(f"extract={self.extract!r} is not a regular expression: {error}.") from None
         return self
 
@@ -146,6 +148,8 @@ class Task:
             )
         random.Random(f"shots {settings.seed}").shuffle(pool)
         self._pool = pool
+        self._places = {id(item): i for i, item in enumerate(self.items)}
+        self._rendered: dict[tuple[int, str], tuple[Item, str | expressions.Fault]] = {}
 
     def shots_for(self, item: Item) -> list[Item]:
         """The shots before an item: the first of the shuffled pool that are not the item itself.
@@ -182,19 +186,26 @@ class Task:
         wanted = getattr(self.settings, key) if wanted is None else wanted
         assert isinstance(wanted, str)
         if "{{" in wanted or "{%" in wanted:
-            try:
-                return _compiled(wanted).render(item)
-            except TemplateSyntaxError as error:
-                raise UserError(f"{self.origin}: `{key}` is not a template: {error.message}.") from None
-            except (TemplateError, TypeError, ValueError) as error:
-                raise UserError(
-                    f"{self._where(item, key, wanted)}: {error}; its fields are {', '.join(item)}."
-                ) from None
+            text = self._render(wanted, item)
+            if isinstance(text, str):
+                return text
+            if text.syntax:
+                raise UserError(f"{self.origin}: `{key}` is not a template: {text}.")
+            raise UserError(f"{self._where(item, key, wanted)}: {text}; its fields are {', '.join(item)}.")
         if wanted not in item:
             near = nearest(wanted, item)
             hint = f"did you mean `{near}`?" if near else f"its fields are {', '.join(item)}."
             raise UserError(f"{self._where(item, key, wanted)}: there is no such field; {hint}")
         return item[wanted]
+
+    def _render(self, template: str, item: Item) -> str | expressions.Fault:
+        """A template's text for an item; those of the next items are rendered with it, and kept."""
+        if (id(item), template) not in self._rendered:
+            place = self._places.get(id(item))
+            near = [item] if place is None else self.items_asked[place : place + expressions.PER_QUESTION] or [item]
+            for one, text in zip(near, expressions.render(template, near), strict=True):
+                self._rendered[id(one), template] = (one, text)
+        return self._rendered[id(item), template][1]
 
     def texts(self, item: Item, key: str) -> list[str]:
         """The same where it may be one text or a list of them: at least one.
@@ -209,7 +220,8 @@ class Task:
         return found
 
     def _where(self, item: Item, key: str, wanted: str) -> str:
-        return f"{self.origin}: `{key}: {wanted!r}`, item {self._number(item)}"
+        shown = wanted if len(wanted) <= 100 else f"{wanted[:100]}…"
+        return f"{self.origin}: `{key}: {shown!r}`, item {self._number(item)}"
 
     def choices(self, item: Item) -> list[str]:
         """The choices of a multiple-choice item, two or more."""
@@ -275,14 +287,6 @@ class Task:
 
     def _number(self, item: Item) -> int:
         return self.items.index(item) + 1 if item in self.items else 0
-
-
-_ENVIRONMENT = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
-
-
-@lru_cache
-def _compiled(source: str) -> Template:
-    return _ENVIRONMENT.from_string(source)
 
 
 def load_task(path: Path, *, shots: int | None = None, limit: int | None = None) -> Task:

@@ -1,10 +1,10 @@
 """Ask a model the items of a task, and score its answers. task.py describes the files."""
 
-import re
 import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from gptworks.confined.expressions import find
 from gptworks.confined.sandbox import Sandbox
 from gptworks.errors import UserError
 from gptworks.evaluate.metrics import check_libraries, means, pass_at_k, text_statistics
@@ -162,18 +162,26 @@ def _exact_match(asked: Asked, settings: ExactMatch, progress: Progress) -> Foun
     answers = [asked.task.texts(item, "answer") for item in asked.items]
     written = [texts[0] for texts in asked.write(settings.generation, 1, progress)]
     answered, hits = [], []
-    for text, right in zip(written, answers, strict=True):
-        hit = _plain(_extracted(text, settings.extract), settings) in {_plain(one, settings) for one in right}
+    extracted = _extracted(written, settings, asked.task)
+    for text, found, right in zip(written, extracted, answers, strict=True):
+        hit = _plain(found, settings) in {_plain(one, settings) for one in right}
         hits.append(float(hit))
         answered.append({"right": right, "written": text, "hit": hit})
     return {"exact match": Measured.of("mean", means(hits))}, answered
 
 
-def _extracted(text: str, pattern: str | None) -> str:
-    if pattern is None:
-        return text
-    found = re.search(pattern, text)
-    return "" if found is None else found.group(1) or ""
+def _extracted(texts: list[str], settings: ExactMatch, task: Task) -> list[str]:
+    """What `extract` finds in each text: its first group, or "".
+
+    Raises:
+        UserError: it takes too long on a text.
+    """
+    if settings.extract is None:
+        return texts
+    try:
+        return ["" if found is None else found[1] for found in find(settings.extract, texts)]
+    except UserError as error:
+        raise UserError(f"{task.origin}: `extract`: {error} Use a simpler one.") from None
 
 
 def _plain(text: str, settings: ExactMatch) -> str:

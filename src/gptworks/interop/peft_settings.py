@@ -14,6 +14,7 @@ import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
+from gptworks.confined.expressions import find
 from gptworks.errors import UserError
 from gptworks.json_files import read_json
 
@@ -59,6 +60,8 @@ _CONVERT = (
     "it plain LoRA, or merge it in PEFT and import the merged model"
 )
 _QUANTIFIERS = 8
+_SECONDS = 0.1
+"""Of processor time, for a pattern and the name of a module."""
 _PATTERN_CHARACTERS = 2000
 
 
@@ -117,7 +120,11 @@ class LoraSettings(BaseModel):
             return True
         patterns, layers = self.layers_pattern or r"[^.]*", self.layers_to_transform
         for pattern in [patterns] if isinstance(patterns, str) else patterns:
-            if found := re.match(rf".*\.{pattern}\.(\d+)\.", module):
+            if (found := find(rf".*\.{pattern}\.(\d+)\.", [module], "match", _SECONDS)[0]) is not None:
+                if not found[1].isdigit():
+                    raise UserError(
+                        f"layers_pattern={_short(pattern)} has a group: give the name of the list of layers."
+                    )
                 return int(found[1]) in (layers if isinstance(layers, list) else [layers])
         return False
 
@@ -158,13 +165,18 @@ class LoraSettings(BaseModel):
 
 def _named(names: str | list[str], module: str) -> bool:
     if isinstance(names, str):
-        return re.fullmatch(names, module) is not None
+        return find(names, [module], "fullmatch", _SECONDS)[0] is not None
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
 def _of_pattern(patterns: Mapping[str, Number], module: str, otherwise: Number) -> Number:
     """What the first pattern that names the module says."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), otherwise)
+    return next((value for key, value in patterns.items() if _is_named(key, module)), otherwise)
+
+
+def _is_named(pattern: str, module: str) -> bool:
+    """Whether PEFT's pattern of a module names this one, by PEFT's rule."""
+    return find(rf"(.*\.)?({pattern})$", [module], "match", _SECONDS)[0] is not None
 
 
 def read_settings(folder: Path) -> LoraSettings:

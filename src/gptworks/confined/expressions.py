@@ -1,0 +1,141 @@
+"""Task templates and regular expressions of others: the child that answers them, and the two questions.
+
+Both are many and short, so one question has many items, and one child answers question after question. If a
+question exceeds a limit, its items are asked one by one, to say which one it is.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Literal
+
+from jinja2 import StrictUndefined, Template, TemplateSyntaxError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from gptworks.confined import Confined, Exceeded, Limits
+from gptworks.confined.child import Answer, serve
+from gptworks.errors import UserError
+
+SECONDS, _BYTES = 2.0, 1 << 28
+"""Of processor time and memory, for one item, and for one question of many."""
+MAX_RENDERED_CHARACTERS = 1 << 20
+"""Of one template's text."""
+MAX_EXPRESSION_CHARACTERS = 2000
+PER_QUESTION = 128
+
+How = Literal["search", "match", "fullmatch"]
+
+
+class Fault(Exception):
+    """An item has no answer; the text says why."""
+
+    def __init__(self, reason: str, syntax: bool = False) -> None:
+        super().__init__(reason)
+        self.syntax = syntax
+        """Whether the template itself is wrong, whatever the item."""
+
+
+def render(source: str, items: Sequence[dict[str, Any]]) -> "list[str | Fault]":
+    """A template's text for each item."""
+    replies = _ask_all("render", source, items)
+    return [reply if isinstance(reply, str) else Fault(reply["fault"], reply.get("syntax", False)) for reply in replies]
+
+
+def find(
+    pattern: str, texts: Sequence[str], how: How = "search", seconds: float | None = None
+) -> list[tuple[str, str] | None]:
+    """What `re.search` (or match, fullmatch) finds in each text: all of it, and its first group, or "". None: nothing.
+
+    Raises:
+        UserError: the pattern does not compile, or takes too long on a text.
+    """
+    found: list[tuple[str, str] | None] = []
+    for text, reply in zip(texts, _ask_all(how, pattern, texts, seconds), strict=True):
+        if isinstance(reply, dict):
+            raise UserError(f"the expression {_short(pattern)} cannot be searched in {_short(text)}: {reply['fault']}")
+        found.append(None if reply is None else (reply[0], reply[1]))
+    return found
+
+
+def _ask_all(kind: str, source: str, items: Sequence[Any], seconds: float | None = None) -> list[Any]:
+    children = _children(seconds or SECONDS)
+    replies: list[Any] = []
+    for at in range(0, len(items), PER_QUESTION):
+        part = list(items[at : at + PER_QUESTION])
+        try:
+            replies += children.ask([kind, source, part])
+        except Exceeded:
+            for i, item in enumerate(part):
+                try:
+                    replies += children.ask([kind, source, [item]])
+                except Exceeded as error:  # the caller stops at the first
+                    return [*replies, *[{"fault": str(error)}] * (len(items) - at - i)]
+        except RecursionError:
+            return [*replies, *[{"fault": "an item is nested too deeply."}] * (len(items) - at)]
+    return replies
+
+
+@lru_cache
+def _children(seconds: float) -> Confined:
+    limits = Limits(seconds=seconds, n_bytes=_BYTES)
+    return Confined("gptworks.confined.expressions", None, limits, setup_limits=Limits(seconds=10, n_bytes=_BYTES))
+
+
+def _short(text: str) -> str:
+    return repr(text) if len(text) <= 100 else f"{text[:100]!r}…"
+
+
+# -------------------------------------------------------------------------------------------------------- the child
+
+_ENVIRONMENT = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+
+
+@lru_cache(maxsize=64)
+def _compiled(source: str) -> Template:
+    return _ENVIRONMENT.from_string(source)
+
+
+def _render(source: str, item: Any) -> Any:
+    try:
+        text = _compiled(source).render(item)
+    except TemplateSyntaxError as error:
+        return {"fault": f"line {error.lineno}: {error.message}", "syntax": True}
+    except MemoryError:
+        raise
+    except Exception as error:
+        return {"fault": f"line {_line(error)}: {str(error) or type(error).__name__}"[:2000]}
+    if len(text) > MAX_RENDERED_CHARACTERS:
+        return {"fault": f"it writes {len(text):,} characters; at most {MAX_RENDERED_CHARACTERS:,} are allowed"}
+    return text
+
+
+def _line(error: Exception) -> int:
+    """The template's line that an error comes from; Jinja writes it into the traceback."""
+    line, trace = 1, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == "<template>":
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return line
+
+
+def _find(how: How) -> Callable[[str, str], Any]:
+    def answer(pattern: str, text: str) -> Any:
+        found = getattr(re, how)(pattern, text)
+        return None if found is None else [found[0], (found[1] or "") if found.re.groups else ""]
+
+    return answer
+
+
+_ANSWERS: dict[str, Callable[[str, Any], Any]] = {
+    "render": _render, "search": _find("search"), "match": _find("match"), "fullmatch": _find("fullmatch")
+}  # fmt: skip
+
+
+def _prepare(setup: Any) -> Answer:
+    return lambda question: [_ANSWERS[question[0]](question[1], item) for item in question[2]]
+
+
+def main() -> None:
+    """Answer questions: a kind, its template or pattern, and the items."""
+    serve(_prepare)
