@@ -106,6 +106,10 @@ def describe(
     overrides: Overrides = None,
     html: PageFile = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    run: Annotated[
+        bool, typer.Option("--run", help="Run it with random weights: input, output and time of a forward pass.")
+    ] = False,
+    length: Annotated[int | None, typer.Option("--length", help="Tokens of that pass. Default: 16.")] = None,
     as_json: AsJSON = False,
 ) -> None:
     """Draw an architecture: shapes, parameters, exact totals.
@@ -113,6 +117,18 @@ def describe(
     Totals are compared with published ones.
     """
     from gptworks.describe.sheet import describe as describe_model
+
+    if run:
+        refuse_unused("does nothing with --run", markdown=markdown, html=html)
+        from gptworks.describe.demonstration import DEFAULT_LENGTH, demonstrate
+
+        shown = demonstrate(_architecture(target, overrides or [])[0], DEFAULT_LENGTH if length is None else length)
+        if as_json:
+            print_json(shown.to_json())
+        else:
+            typer.echo("\n".join(shown.lines()))
+        return
+    refuse_unused("is for --run: add it, or", length=length)
 
     if as_json:
         refuse_unused("does nothing with --json", markdown=markdown)

@@ -154,7 +154,9 @@ def _published(sheet: Sheet) -> Markup:
     for each in sheet.published:
         quantity, published, ours, error, note = each.cells
         as_printed = published if isinstance(each.published, str) else number(each.published, published)
-        rows.append((quantity, as_printed, exact(number(each.exact, ours)), error, note))
+        rows.append(
+            (quantity, as_printed, ours if each.exact is None else exact(number(each.exact, ours)), error, note)
+        )
     header = (sheet.published[0].source, "published", "exact", "off by", "")
     return table(header, "lrrrn", rows)
 
