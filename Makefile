@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo pipeline bands test test-random test-browser test-notebooks notebooks test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-kills test-tries test-crashes test-schema test-overload test-engine test-planted test-guide test-processors test-margins wheel lint bench first-hour experiments league clean
+.PHONY: help demo pipeline bands test test-random test-browser test-notebooks notebooks test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-kills test-tries test-crashes test-schema test-overload test-engine test-planted test-guide test-processors test-sanitizers test-margins wheel lint bench first-hour experiments league clean
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
@@ -12,6 +12,7 @@ help:
 	@echo "make test-random  run the tests in a random order with drawn examples; SEED=N repeats, MINUTES=60 repeats with other seeds"
 	@echo "make test-margins  tests that a run learns, with ten seeds in two precisions (about 15 minutes on 2 cores)"
 	@echo "make test-processors  run the numeric tests as other processors would compute them (about 4 minutes each on 2 cores)"
+	@echo "make test-sanitizers  run the C++ under sanitizers for memory, undefined behavior and threads, and compile it with -Werror"
 	@echo "make test-gguf  compare GGUF files with llama.cpp (built from source at first, about 15 minutes on 2 cores)"
 	@echo "make test-harness  compare lm-evaluation-harness's scores of a run and of its export (about a minute on 2 cores)"
 	@echo "make test-trl  compare preference tuning with trl, which it installs (about a minute)"
@@ -101,6 +102,9 @@ test-overload: .venv/.installed-dev
 test-processors: .venv/.installed-dev
 	$(BIN)/python -m pytest -m processors -rs tests/test_native_processors.py
 	$(BIN)/python tests/as_processors.py $(PROCESSORS)
+
+test-sanitizers: .venv/.installed-dev
+	$(BIN)/python -m pytest -m sanitizers -rs tests/test_sanitizers.py
 
 test-engine: .venv/.installed-dev
 	GPTWORKS_MACHINE_STEPS=5000 $(BIN)/python -m pytest -m engine_machine -rP tests/test_engine_machine.py

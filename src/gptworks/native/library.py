@@ -488,13 +488,17 @@ def _prune(folder: Path) -> None:
     What was used within the last hour stays: another process may be about to load it.
     """
     now = time.time()
-    ages: list[tuple[float, Path]] = []
-    for file in (*folder.glob("kernels-*.so"), *folder.glob(".writing-*")):
+
+    def age(file: Path) -> float:
         with contextlib.suppress(OSError):
-            ages.append((now - file.stat(follow_symlinks=False).st_mtime, file))
-    for place, (age, file) in enumerate(sorted(ages)):
-        old = age > UNUSED_DAYS * 86_400 or place >= MOST_KEPT or file.name.startswith(".writing-")
-        if old and age > 3_600:
+            return now - file.stat(follow_symlinks=False).st_mtime
+        return 0.0
+
+    by_age = sorted((age(file), file) for file in folder.glob("kernels-*.so"))
+    old = [(seconds, file) for seconds, file in by_age if seconds > UNUSED_DAYS * 86_400]
+    torn = [(age(file), file) for file in folder.glob(".writing-*")]
+    for seconds, file in (*old, *by_age[MOST_KEPT:], *torn):
+        if seconds > 3_600:
             with contextlib.suppress(OSError):
                 file.unlink()
 

@@ -1,0 +1,273 @@
+"""Where compiled kernels are kept: by one compilation for all processes, in no other user's folder, not for ever."""
+
+import hashlib
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gptworks import machine
+from gptworks.native import entries
+from gptworks.native import library as native_library
+from gptworks.native.library import Unavailable, library
+from serving import until
+from test_native_library import builds, built, fresh, temporary, works
+
+assert built and builds and fresh and temporary  # fixtures
+
+COMPILER = """#!{python}
+import os, pathlib, shutil, sys, time
+if "--version" in sys.argv:
+    print("g++ (as if) 1.0")
+    sys.exit()
+out = pathlib.Path(sys.argv[sys.argv.index("-o") + 1])
+if "-shared" in sys.argv:
+    with open({log!r}, "a") as log:
+        log.write(f"{{os.getpid()}}\\n")
+    time.sleep({seconds})
+    shutil.copy({library!r}, out)
+else:
+    out.write_bytes(b"")
+"""
+"""A compiler that notes what it links, and gives what was linked before."""
+
+LOADS = "from gptworks.native.library import library; print(library().folder)"
+
+
+@pytest.fixture
+def compiler(built: bytes, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The only compiler on the path; the file that it notes in."""
+    yield fake_compiler(built, tmp_path_factory.mktemp("compiler"), monkeypatch, 0.5)
+
+
+def fake_compiler(built: bytes, folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> Path:
+    log, ready = folder / "log", folder / "ready.so"
+    ready.write_bytes(built)
+    program = folder / "g++"
+    code = COMPILER.format(python=sys.executable, log=str(log), library=str(ready), seconds=seconds)
+    program.write_text(code, encoding="utf-8")
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.delenv("GPTWORKS_NATIVE_MARCH", raising=False)
+    return log
+
+
+def started(n: int, **environment: str) -> list[subprocess.Popen[str]]:
+    """So many processes that load the kernels, at once."""
+    options = {"env": os.environ | environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return [subprocess.Popen([sys.executable, "-c", LOADS], **options) for _ in range(n)]  # type: ignore[call-overload]
+
+
+def folders(processes: list[subprocess.Popen[str]]) -> set[Path]:
+    """Where processes have loaded them from."""
+    found = set()
+    for process in processes:
+        out, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        found.add(Path(out.strip()))
+    return found
+
+
+def n_compiled(log: Path) -> int:
+    return len(log.read_text(encoding="utf-8").splitlines()) if log.exists() else 0
+
+
+# ------------------------------------------------------------------------------------------------- once for all
+
+
+def test_processes_that_start_together_compile_once(fresh: Path, compiler: Path) -> None:
+    assert folders(started(4)) == {fresh}
+    assert n_compiled(compiler) == 1
+    assert len(list(fresh.glob("kernels-*.so"))) == 1 and not list(fresh.glob(".writing-*"))
+
+
+@pytest.mark.parametrize("runtime", [True, False])
+def test_where_the_cache_cannot_be_used_the_processes_of_a_run_still_compile_once(
+    fresh: Path, temporary: Path, compiler: Path, runtime: bool
+) -> None:
+    fresh.write_text("a file in its place", encoding="utf-8")
+    environment = {"TMPDIR": str(temporary)} | ({"XDG_RUNTIME_DIR": str(temporary / "run")} if runtime else {})
+    (temporary / "run").mkdir(mode=0o700)
+    expected = temporary / "run" / "gptworks" if runtime else temporary / f"gptworks-{os.geteuid()}"
+    assert folders(started(2, **environment)) == {expected} == folders(started(1, **environment))
+    assert n_compiled(compiler) == 1
+    assert expected.stat().st_mode & 0o777 == 0o700
+
+
+def test_one_that_is_killed_as_it_compiles_holds_up_nobody(
+    built: bytes, fresh: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = fake_compiler(built, tmp_path_factory.mktemp("slow"), monkeypatch, 600)
+    [first] = started(1)
+    until(lambda: n_compiled(log) == 1)
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    os.kill(int(log.read_text(encoding="utf-8")), signal.SIGKILL)
+    assert not list(fresh.glob("kernels-*.so"))
+    fake_compiler(built, log.parent, monkeypatch, 0)
+    assert folders(started(1)) == {fresh} and n_compiled(log) == 2
+
+
+def test_a_compiler_that_never_ends_is_given_up(
+    built: bytes, fresh: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_compiler(built, tmp_path_factory.mktemp("slow"), monkeypatch, 600)
+    monkeypatch.setattr(native_library, "COMPILE_SECONDS", 2)
+    with pytest.raises(Unavailable, match=r"g\+\+ did not end within 2 seconds\."):
+        library()
+
+
+def test_a_compiler_that_is_killed_says_so(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "bin" / "g++"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\ncase $1 in --version) ;; *) kill -9 $$;; esac\n", encoding="utf-8")
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{program.parent}:/bin:/usr/bin")
+    with pytest.raises(Unavailable, match=r"g\+\+ could not compile it \(ended by signal 9\)\."):
+        library()
+
+
+# --------------------------------------------------------------------------------------------------- other users
+
+
+def test_nothing_is_left_in_another_users_home(
+    builds: list[str], fresh: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with sudo, where HOME stays that of the user."""
+    home, stat = fresh.parent / "home", Path.stat
+    home.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / ".cache"))
+
+    def of_another(self: Path, **options: bool) -> os.stat_result:
+        found = stat(self, **options)
+        other = os.geteuid() + 1
+        return os.stat_result([*found[:4], other, *found[5:]]) if self == home or home in self.parents else found
+
+    monkeypatch.setattr(Path, "stat", of_another)
+    assert works() and library().folder == temporary / f"gptworks-{os.geteuid()}"
+    assert list(home.iterdir()) == []
+    assert any(f"another user owns {home}" in line for line in caplog.messages)
+
+
+def test_a_shared_folder_that_another_user_has_made_first_is_not_used(
+    builds: list[str], fresh: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh.write_text("a file in its place", encoding="utf-8")
+    planted, stat = temporary / f"gptworks-{os.geteuid()}", Path.stat
+    planted.mkdir(mode=0o777)
+
+    def of_another(self: Path, **options: bool) -> os.stat_result:
+        found = stat(self, **options)
+        return os.stat_result([*found[:4], os.geteuid() + 1, *found[5:]]) if self == planted else found
+
+    monkeypatch.setattr(Path, "stat", of_another)
+    assert works() and library().folder.name.startswith("gptworks-kernels-")
+    assert list(planted.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_users_home_for_real(fresh: Path, temporary: Path, tmp_path: Path, compiler: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir(mode=0o755)
+    os.chown(home, 12345, 12345)
+    temporary.chmod(0o1777)
+    environment = {"HOME": str(home), "XDG_CACHE_HOME": "", "TMPDIR": str(temporary)}
+    assert folders(started(1, **environment)) == {temporary / "gptworks-0"}
+    assert list(home.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------------------ pruning
+
+
+def kept(folder: Path, days: float, name: str) -> Path:
+    file = folder / name
+    file.write_bytes(name.encode())
+    os.utime(file, (time.time() - 86_400 * days,) * 2)
+    return file
+
+
+def test_what_was_not_used_for_long_or_is_too_much_is_removed(builds: list[str], fresh: Path) -> None:
+    fresh.mkdir(mode=0o700)
+    old = kept(fresh, 61, "kernels-a-b.so")
+    recent = [kept(fresh, 2 + i, f"kernels-{i}-b.so") for i in range(20)]
+    writing, torn = kept(fresh, 0, ".writing-now"), kept(fresh, 1, ".writing-torn")
+    others = [kept(fresh, 400, "choice.json"), kept(fresh, 400, "kernels-notes.txt")]
+    assert works()
+    assert not old.exists() and not torn.exists() and writing.exists() and all(file.exists() for file in others)
+    assert [file.exists() for file in recent] == [i < native_library.MOST_KEPT - 1 for i in range(20)]
+    assert len(list(fresh.glob("kernels-*.so"))) == native_library.MOST_KEPT
+
+
+def test_what_is_used_stays(builds: list[str], fresh: Path) -> None:
+    """Loading counts as use; what others used within the hour stays however much there is."""
+    assert works()
+    [mine] = fresh.glob("kernels-*.so")
+    os.utime(mine, (0, 0))
+    native_library.forget()
+    assert works() and time.time() - mine.stat().st_mtime < 3600 and len(builds) == 1
+    loading = [kept(fresh, 0.01, f"kernels-{i}-b.so") for i in range(30)]
+    native_library._prune(fresh)
+    assert mine.exists() and all(file.exists() for file in loading)
+
+
+# ------------------------------------------------------------------------------------------------ what fits here
+
+
+def test_a_library_of_another_version_is_refused(
+    builds: list[str], fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert entries.layout() == library().functions.gptworks_layout().decode()
+    native_library.forget()
+    monkeypatch.setattr(entries, "FUNCTIONS", entries.FUNCTIONS[::-1])
+    with pytest.raises(Unavailable, match=r"does not fit this version of gptworks: it has .*gelu gelu_tanh relu2 silu"):
+        library()
+
+
+def test_a_library_of_the_package_of_another_version_is_passed_over(
+    builds: list[str], built: bytes, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """As after an update that left the old files."""
+    monkeypatch.delenv("GPTWORKS_NATIVE_MARCH", raising=False)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(native_library, "BUILT", tmp_path / "built")
+    (tmp_path / "built").mkdir()
+    old = built.replace(b"gelu_tanh\0", b"gelu_sinh\0")
+    assert old != built
+    for level in native_library.LEVELS["x86_64"]:
+        (tmp_path / "built" / f"kernels-{level.name}-{hashlib.sha256(old).hexdigest()}.so").write_bytes(old)
+    monkeypatch.setattr(native_library, "cpu_flags", lambda: native_library.LEVELS["x86_64"][0].flags)
+    assert works() and library().origin == "compiled here" and len(builds) == 1
+    assert any("the package's library is not of this version" in line for line in caplog.messages)
+
+
+def test_the_key_follows_the_processor_on_a_mac(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no /proc lists its features; a folder may be shared by several machines."""
+    sysctl = subprocess.run
+    said = ["machdep.cpu.brand_string: Apple M1\nhw.optional.arm.FEAT_BF16: 0\n"]
+
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        if command[0] == "/usr/sbin/sysctl":
+            return subprocess.CompletedProcess(command, 0, said[0], "")
+        return sysctl(command, **options)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert machine.cpu_identity() == ""
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(native_library, "cpu_flags", frozenset[str])
+    first = native_library._key("c++")
+    said[0] = said[0].replace("M1", "M2").replace(": 0", ": 1")
+    assert native_library._key("c++") != first
+
+
+@pytest.mark.parametrize("value", ["yes", "off", "2", " 1", "\n"])
+def test_a_value_that_means_nothing_is_named(fresh: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("GPTWORKS_NATIVE", value)
+    with pytest.raises(Unavailable, match=r"GPTWORKS_NATIVE=.* means nothing: set 0"):
+        library()
