@@ -457,3 +457,14 @@ def test_a_run_that_was_tuned_also_ends_where_its_template_ends_an_answer(folder
     (run / "tokenizer" / "sums.json").unlink()
     generated = export_huggingface(run, tmp_path / "tuned").folder / "generation_config.json"
     assert json.loads(generated.read_text())["eos_token_id"] == [EOT, END]
+
+
+def test_where_transformers_reads_a_text_otherwise_a_note_says_so(tmp_path: Path) -> None:
+    """LlamaTokenizer ignores the normalizer of tokenizer.json, by which gptworks reads."""
+    layouts.write(tmp_path / "theirs", layouts.LAYOUTS["llama-2"])
+    notes = import_huggingface(tmp_path / "theirs", tmp_path / "run").notes
+    assert [note for note in notes if "AutoTokenizer of transformers reads ' leading" in note and "counts here" in note]
+    change(tmp_path / "theirs", "tokenizer_config.json", eos_token={"content": "</s>"})  # transformers wants `__type`
+    (tmp_path / "theirs" / "special_tokens_map.json").unlink()
+    notes = import_huggingface(tmp_path / "theirs", tmp_path / "again").notes
+    assert [note for note in notes if "AutoTokenizer of transformers does not load the folder: TypeError" in note]

@@ -36,7 +36,7 @@ from gptworks.plan.params import count_parameters
 from gptworks.recipe import parse_model, run_name
 from gptworks.special_tokens import special_tokens, stated_of
 from gptworks.tensors import stored_tensors
-from gptworks.tokenizer import load_tokenizer, save_tokenizer, vocabulary_size
+from gptworks.tokenizer import library_panics, load_tokenizer, save_tokenizer, vocabulary_size
 
 _BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$")
 """Masks and frequencies that older versions saved beside the weights; they follow from the settings."""
@@ -304,18 +304,18 @@ def _differences(folder: Path, original: Original) -> list[str]:
         return []
     with quiet():
         try:
-            theirs = load_their_tokenizer(folder)
-        except Exception as error:
-            return [
-                f"AutoTokenizer of transformers does not load the folder: {type(error).__name__}: {str(error)[:200]}"
-            ]
-        for text, ids in original.texts.items():
-            if (read := theirs(text)["input_ids"]) != ids:
-                return [
-                    f"AutoTokenizer of transformers reads {text!r} as {read[:12]}, by {type(theirs).__name__}; "
-                    f"tokenizer.json makes it {ids[:12]}, and counts here"
-                ]
-    return []
+            with library_panics("this tokenizer is broken"):
+                theirs = load_their_tokenizer(folder)
+                read = {text: theirs(text)["input_ids"] for text in original.texts}
+        except Exception as error:  # of any kind that a folder provokes
+            why = f"{type(error).__name__}: {str(error)[:200]}"
+            return [f"AutoTokenizer of transformers does not load the folder: {why}"]
+    differing = [text for text, ids in original.texts.items() if read[text] != ids]
+    return [
+        f"AutoTokenizer of transformers reads {text!r} as {read[text][:12]}, by {type(theirs).__name__}; "
+        f"tokenizer.json makes it {original.texts[text][:12]}, and counts here"
+        for text in differing[:1]
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------- the run
