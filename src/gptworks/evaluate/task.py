@@ -15,6 +15,7 @@ import json
 import random
 import re
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -156,7 +157,7 @@ class Task:
 
         They are nearly the same for all items, so that the engine computes them once.
         """
-        return [one for one in self._pool if one != item][: self.settings.shots]
+        return list(islice((one for one in self._pool if one != item), self.settings.shots))
 
     @property
     def items_asked(self) -> list[Item]:
