@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -23,7 +24,7 @@ MAX_PIECES_GROWTH = 128
 MAX_NORMALIZED_BYTES = 1 << 24
 """Of one text, where that is more than it had times `_USUAL_GROWTH`."""
 _USUAL_GROWTH = 16
-_MAX_AFFIX, _MAX_WORD, _MAX_TEMPLATE_BYTES, _MAX_PATTERN = 64, 1000, 1 << 16, 10_000
+_MAX_AFFIX, _MAX_WORD, _MAX_TEMPLATE_BYTES, _MAX_PATTERN, _MAX_COMPONENTS = 64, 1000, 1 << 16, 10_000, 64
 
 _FACTORS = {
     # type: the most UTF-8 bytes for one, by Unicode's own tables of decompositions
@@ -46,7 +47,12 @@ def check_tokenizer(tokenizer: Tokenizer) -> None:
                 f"the tokenizer's {name} can make {factor:.3g} bytes of one; at most {most:,} are allowed. Take what "
                 f"lengthens a text (Replace, Prepend) out of its tokenizer.json."
             )
-        for part in _components(json.loads(state)):
+        parts = list(_components(json.loads(state)))
+        if len(parts) > _MAX_COMPONENTS:
+            raise UserError(
+                f"the tokenizer's {name} has {len(parts):,} components; at most {_MAX_COMPONENTS} are allowed."
+            )
+        for part in parts:
             pattern = part["pattern"].get("Regex") if isinstance(part.get("pattern"), dict) else None
             if pattern is not None and (reason := slow_pattern(pattern)):
                 raise UserError(
@@ -139,28 +145,29 @@ _QUANTIFIER = re.compile(r"(?:[*+?]|\{(\d*)(,?)(\d*)\})([+?]?)")
 
 
 def slow_pattern(pattern: str) -> str | None:
-    """Why a pattern's time can grow exponentially with the text; None: it cannot.
+    """Why a pattern's time can grow exponentially, or with a high power, with the text; None: it cannot.
 
-    That takes a repeated group that can match one text in several ways: with a quantifier inside, or with
-    alternatives. What is polynomial, the matcher's own limit of steps ends.
+    Exponentially takes a repeated group that can match one text in several ways: with a quantifier inside, or with
+    alternatives. The power is at most the number of long repetitions one after another; released patterns have two.
     """
     if len(pattern) > _MAX_PATTERN:
         return f"it has more than {_MAX_PATTERN:,} characters"
-    open_groups, at = [False], 0  # whether a group can match in several ways
+    open_groups, at = [_Group()], 0
     while at < len(pattern):
-        character, varies = pattern[at], False
+        character, varies, n_long = pattern[at], False, 0
         if character == "(":
             opening = re.compile(r"\((?:\?(?:<?[=!]|[>~|]|[a-z-]*:|<\w+>|#))?").match(pattern, at)
             assert opening is not None
-            open_groups.append(False)
+            open_groups.append(_Group())
             at = opening.end()
             continue
         if character == "|":
-            open_groups[-1] = True
+            open_groups[-1].varies, open_groups[-1].n_long = True, 0
             at += 1
             continue
-        if character == ")":
-            varies = open_groups.pop() if len(open_groups) > 1 else False
+        if character == ")" and len(open_groups) > 1:
+            closed = open_groups.pop()
+            varies, n_long = closed.varies, closed.most_long
             at += 1
         elif character == "[":
             at = _end_of_class(pattern, at)
@@ -179,10 +186,27 @@ def slow_pattern(pattern: str) -> str | None:
             if varies and fixed and int(found[1]) > _MANY:
                 return "it repeats a group that can match in several ways (a quantifier or alternatives within)"
             varies = varies or not (fixed or possessive)
-        open_groups[-1] = open_groups[-1] or varies
+            n_long += not possessive and (found[0][0] in "*+" or (not found[3] and found[2] == ","))
+            n_long += found[3] is not None and found[3] != "" and int(found[3]) > _LONG
+        group = open_groups[-1]
+        group.varies, group.n_long = group.varies or varies, group.n_long + n_long
+        group.most_long = max(group.most_long, group.n_long)
+        if group.most_long > _MOST_LONG:
+            return f"more than {_MOST_LONG} long repetitions follow one another"
     return None
 
 
+@dataclass
+class _Group:
+    """An open group of a pattern: can it match one text in several ways; long repetitions in its alternative; the most
+    in one."""
+
+    varies: bool = False
+    n_long: int = 0
+    most_long: int = 0
+
+
+_LONG, _MOST_LONG = 16, 2
 _MANY = 4
 """Repetitions of a group that are few."""
 
