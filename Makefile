@@ -17,7 +17,7 @@ help:
 	@echo "make test-harness  compare lm-evaluation-harness's scores of a run and of its export (about a minute on 2 cores)"
 	@echo "make test-trl  compare preference tuning with trl, which it installs (about a minute)"
 	@echo "make test-memory  hold the planned memory of every preset against its traced step (about 16 minutes on 2 cores)"
-	@echo "make test-arrangements  500 drawn recipes: what is planned and advised, training accepts (about half a minute)"
+	@echo "make test-arrangements  500 drawn recipes, twice: what is planned and advised, training accepts; what a step is planned to hold, its trace and processes hold (about 6 minutes on 2 cores)"
 	@echo "make test-tries  ten tries of a change that does nothing, with real runs (about 8 minutes on 2 cores)"
 	@echo "make test-kills  kill runs fifty times and a build twenty, and go on from what is left (about 11 minutes on 2 cores)"
 	@echo "make test-crashes  every state that a crash or a failing disk can leave (takes long; needs strace)"
@@ -73,7 +73,7 @@ test-memory: .venv/.installed-dev
 	$(BIN)/python -m pytest -m grid tests/test_memory.py tests/test_memory_of_combinations.py
 
 test-arrangements: .venv/.installed-dev
-	$(BIN)/python -m pytest -m arrangements -rP tests/test_arrangements.py
+	$(BIN)/python -m pytest -m arrangements -rP tests/test_arrangements.py tests/test_plan_claims.py
 
 test-ranks: .venv/.installed-dev
 	$(BIN)/python -m pytest -m ranks tests/test_parallel.py tests/test_ranks.py tests/test_memory_of_ranks.py tests/test_network.py tests/test_host.py
