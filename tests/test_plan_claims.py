@@ -129,15 +129,16 @@ def test_five_hundred_drawn_recipes(teacher: Path) -> None:
     hold(off_by(range(500), teacher))
 
 
-def kernels_bytes(recipe: Recipe) -> int:
-    """About what kernels take inside themselves, of any size of model: in bf16 oneDNN compiles one for each shape."""
-    return 20_000_000 if recipe.train.precision == "bf16" else 5_000_000
+KERNELS_BYTES = 30e6
+"""What a process grows by at most besides tensors, whatever the size of the model: code run for the first time, what
+kernels take inside, and in bf16 a kernel that oneDNN compiles for each shape. The plan counts it to the process."""
 
 
 @pytest.mark.arrangements
 @pytest.mark.timeout(3600)
-def test_real_processes_of_every_objective_grow_by_what_is_planned(teacher: Path) -> None:
-    """Models of 1 to 30 million parameters, freed memory given back."""
+def test_real_processes_of_every_objective_grow_by_what_is_planned_and_their_kernels(teacher: Path) -> None:
+    """Models of 1 to 30 million parameters, freed memory given back: not less than planned but for 8%, and not more but
+    for 3% and the kernels."""
     found = {}
     for seed in range(1000, 1021):
         kind, recipe = drawn(seed, teacher, (192, 256, 384, 512))
@@ -145,11 +146,12 @@ def test_real_processes_of_every_objective_grow_by_what_is_planned(teacher: Path
         grown = _in_new_process(rehearsal, "return").peak_bytes
         assert grown is not None
         size = count_parameters(recipe.model).total / 1e6
-        found[f"{seed} {kind}"] = (planned + kernels_bytes(recipe)) / grown - 1
+        found[f"{seed} {kind}"] = planned, grown
         print(f"{seed} {kind}, {size:.1f}M, {recipe.train.precision}: {planned / 1e6:.1f} MB planned, "
               f"{grown / 1e6:.1f} MB grown")  # fmt: skip
-    off = {name: share for name, share in found.items() if abs(share) > 0.1}
-    print(
-        f"{len(found)} processes: {len(found) - len(off)} within 10%, the furthest {max(map(abs, found.values())):.1%}"
-    )
+    off = {
+        name: (planned, grown)
+        for name, (planned, grown) in found.items()
+        if not 0.92 * planned <= grown <= 1.03 * planned + KERNELS_BYTES
+    }
     assert off == {}
