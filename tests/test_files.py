@@ -100,6 +100,7 @@ LISTED = {
     ("interop/peft.py", "_write", "save_file"): OURS,
     ("machine.py", "_lines", ".read_text"): SYSTEM,
     ("native/choice.py", "seconds_of_both", ".read_bytes"): CACHE,
+    ("native/library.py", "_alone", "filelock.FileLock"): LOCK,
     ("native/library.py", "_folders", "tempfile.mkdtemp"): CACHE,
     ("native/library.py", "_from_package", ".read_bytes"): PACKAGE,
     ("native/library.py", "_key", ".read_bytes"): PACKAGE,
