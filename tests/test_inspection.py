@@ -1,5 +1,6 @@
 """Faults planted in conversations, in templates and in recipes: each stops a run by its name, and can be allowed."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -138,6 +139,7 @@ FAULTS = {
     "validation-overlap": held_out_ones_trained_on,
     "one-answer": one_answer,
     "unknown-tokens": unknown_words,
+    "keys-not-read": lambda tree: given(tree, some(lambda row: row | {"tools": '[{"name": "f"}]'})),
 }
 
 
@@ -154,6 +156,38 @@ def assert_stops(tree: Tree, fault: str) -> list[str]:
         train(parse_recipe(tree))
     assert not Path(tree["run_dir"]).exists()
     return found
+
+
+def test_keys_that_are_not_read_are_named_with_their_records_until_they_are_allowed(tree: Tree) -> None:
+    turn = {"role": "assistant", "content": "yes", "tool_calls": [{"id": "1"}], "reasoning_content": "so"}
+    rows = [{"messages": [{"role": "user", "content": row["instruction"]}, turn | {"content": row["output"]}]}
+            for row in chats.records()]  # fmt: skip
+    given(tree, [*rows[:-1], rows[-1] | {"tools": [{"name": "f"}]}])
+    recipe = parse_recipe(tree)
+    (finding,) = inspect_records(recipe, prepare(recipe)).findings
+    for said in (
+        r"`tool_calls` of a turn: calls of tools.* \(60 records, first .*, record 1\)",
+        r"`reasoning_content` of a turn: the model's reasoning",
+        r"`tools`: .* \(1 record, first .*record 60\)",
+    ):
+        assert re.search(said, finding.text), finding.text
+    lines: list[str] = []
+    tree["objective"] = {"type": "instruction", "allow": ["keys-not-read"]}
+    check_records(parse_recipe(tree), prepare(recipe), lines.append)
+    assert any(line.startswith("allowed: keys-not-read: ") for line in lines)
+
+
+def test_an_answer_that_is_switched_off_is_shown_as_read_only(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"messages": [{"role": "user", "content": row["instruction"]},
+                          {"role": "assistant", "content": "a bad answer", "weight": 0},
+                          {"role": "user", "content": "again"}, {"role": "assistant", "content": row["output"]}]}
+            for row in chats.records()]  # fmt: skip
+    given(tree, rows)
+    assert names(tree) == []
+    save_recipe(parse_recipe(tree), Path(tree["run_dir"]).parent / "recipe.yaml")
+    inspect(Path(tree["run_dir"]).parent / "recipe.yaml", examples=1)
+    shown = "".join(capsys.readouterr().out.split())
+    assert "assistantabadanswer<|im_end|>" in shown and "⟦abadanswer" not in shown and "⟦the" in shown
 
 
 def test_nothing_is_found_where_there_is_no_fault(tree: Tree) -> None:

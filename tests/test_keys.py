@@ -304,6 +304,33 @@ def test_prompts_that_contradict_each_other_are_refused(tmp_path: Path, record: 
         pair(tmp_path, record)
 
 
+@pytest.mark.parametrize(
+    ("record", "named"),
+    [
+        ({"prompt": [USER], "input": "Of these.", "chosen": "g", "rejected": "b"}, ("input",)),
+        ({"prompt": "Which?", "instruction": "Choose.", "chosen": "g", "rejected": "b"}, ("instruction",)),
+        ({"prompt": "Which?", "chosen": "g", "rejected": "b", "output": "other"}, ("output",)),
+        ({"prompt": "Which?", "chosen": "g", "rejected": "b", "output": "g", "input": ""}, ()),
+        ({"prompt": [{"role": "user", "content": [{"type": "text", "text": "Which?"}]}], "chosen": "g",
+          "rejected": "b"}, ()),
+    ],
+)  # fmt: skip
+def test_of_two_ways_to_state_a_prompt_the_one_that_is_not_read_is_named(
+    tmp_path: Path, record: dict[str, Any], named: tuple[str, ...]
+) -> None:
+    found = pair(tmp_path, record)
+    assert (found.prompt, found.unread) == ([USER], named)
+
+
+def test_values_that_are_deep_long_or_half_a_character_do_no_harm(tmp_path: Path) -> None:
+    (found,) = read(tmp_path, CHAT | {"prompt": json.loads("[" * 500 + "]" * 500)})
+    assert found.unread == ("prompt",)
+    with pytest.raises(UserError, match=r"`weight` of turn 1 is 10{38}…; it is"):
+        read(tmp_path, {"messages": [ASKED[1] | {"weight": 10**400}]})
+    (found,) = read(tmp_path, {"instruction": "half \ud83d of one", "output": "o\udc00", "system": "\ud83d"})
+    assert found.unread == ()
+
+
 def test_a_file_of_lines_names_its_row(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "x.jsonl", [PAIR, PAIR, PAIR | {"chosen": [USER | {"content": "No"}, GOOD]}])
     with pytest.raises(UserError, match="record 3: the prompt and `chosen`"):

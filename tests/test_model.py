@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gptworks.model import GPT
 from gptworks.model.gpt import Block, residual_projections
+from gptworks.model.layers import MLP
 from tiny import plain_model
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "context_length": 16, "n_layers": 2, "d_model": 32, "n_heads": 4}
@@ -287,7 +288,7 @@ def test_an_untrained_model_is_near_the_uniform_guess() -> None:
 # ------------------------------------------------------------------------------------------------------ dropout
 
 
-@pytest.mark.parametrize("place", ["dropout_embedding", "dropout_attention", "dropout_residual"])
+@pytest.mark.parametrize("place", ["dropout_embedding", "dropout_attention", "dropout_residual", "dropout_mlp"])
 @torch.no_grad()
 def test_each_dropout_acts_in_training_and_nowhere_else(place: str) -> None:
     model, plain = build(**{place: 0.5}), build()
@@ -295,6 +296,21 @@ def test_each_dropout_acts_in_training_and_nowhere_else(place: str) -> None:
     assert not torch.equal(model(tokens()), model(tokens()))
     model.eval()
     assert torch.equal(model(tokens()), plain(tokens()))
+
+
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu2", "swiglu"])
+@torch.no_grad()
+def test_mlp_dropout_acts_between_the_activation_and_the_down_projection(kind: str) -> None:
+    """A down projection that copies the first channels shows them: dropped, or doubled."""
+    block = build(dropout_mlp=0.5, mlp=kind, d_ff=64, mlp_bias=False).blocks[0]
+    mlp = block.mlp
+    assert isinstance(mlp, MLP)
+    mlp.down.weight.copy_(torch.eye(32, 64))
+    x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(0))
+    dropped, kept = mlp(x), mlp.eval()(x)
+    assert (kept.abs() > 0).float().mean() > 0.4
+    assert ((dropped == 0) | ((dropped - 2 * kept).abs() <= 1e-6)).all()
+    assert 0.4 < (dropped == 0)[kept != 0].float().mean() < 0.6
 
 
 @torch.no_grad()

@@ -105,6 +105,7 @@ def test_settings_are_the_documents(name: str) -> None:
     assert dimensions(config) == DIMENSIONS[name]
     assert choices(config) == CHOICES[name]
     assert config.dropout_embedding == config.dropout_attention == config.dropout_residual
+    assert config.dropout_mlp == (0.1 if name == "vaani-427m" else 0.0)
     assert (config.norm, config.norm_eps, config.norm_bias) == ("layernorm", 1e-5, True)
     assert config.init_std == 0.02
     assert not config.qk_norm

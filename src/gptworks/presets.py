@@ -103,7 +103,7 @@ PRESETS: dict[str, Settings] = {
     # The document leaves the MLP's biases open; `mlp_bias=true` gives its variant of 403,366,656.
     "vaani-427m": _sized(
         16_000, 1408, 16, 11, 1024, position="rope", norm="layernorm", norm_eps=1e-5, mlp="gelu",
-        attention_bias=False, mlp_bias=False, **_DROPOUT, init="normal",
+        attention_bias=False, mlp_bias=False, **_DROPOUT, dropout_mlp=0.1, init="normal",
     ),
     # Document 004: RoPE, SwiGLU, LayerNorm, no biases in linear layers. Exactly 265,165,056 parameters.
     "llm-200m": _sized(

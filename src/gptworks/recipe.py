@@ -247,6 +247,7 @@ def _trains_future_heads(objective: Any) -> bool:
 
 FREE_TO_CHANGE = frozenset({
     "vocab_size", "context_length", "rope_scaling", "dropout_embedding", "dropout_attention", "dropout_residual",
+    "dropout_mlp",
     "init", "init_std", "zero_init_projections", "n_future_tokens",
 })  # fmt: skip
 """Fields that the weights do not depend on, or not alone: vocabulary and tokenizer are compared when both are known."""

@@ -204,6 +204,7 @@ class ModelConfig(Section):
     dropout_embedding: Fixed[Fraction] = 0.0
     dropout_attention: Fixed[Fraction] = 0.0
     dropout_residual: Fixed[Fraction] = 0.0
+    dropout_mlp: Fixed[Fraction] = Field(0.0, description="Of the MLP's inner channels, before the down projection.")
 
     init: Fixed[Literal["normal", "gpt2", "xavier", "induction"]] = Field(
         "normal",

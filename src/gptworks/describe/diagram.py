@@ -232,6 +232,7 @@ def _matrices(c: ModelConfig, d_ff: int, tokens: str, indent: str = "") -> Itera
     up = matrix(d_ff, c.d_model, c.mlp_bias)
     yield (f"{indent}gate, up", f"2 of {up}", inner) if c.gated else (f"{indent}up", up, inner)
     yield f"{indent}{activation(c)}", "", inner
+    yield from [(f"{indent}{words}", "", inner) for words in on_the_way(1, c.dropout_mlp)]
     yield f"{indent}down", matrix(c.d_model, d_ff, c.mlp_bias), f"{tokens} × {c.d_model:,}"
 
 

@@ -263,7 +263,8 @@ def _matrices(c: ModelConfig) -> Iterator[Part]:
         "up", "Up", "mlp", "mlp", up, inner, f"Reads {c.d_ff:,} features from each token's vector.",
         "Vaswani et al., 2017", ("mlp.up",),
     )  # fmt: skip
-    yield Part("activation", activation(c), "mlp", "mlp", "", inner, f"It {does}.", source)
+    dropped = "".join(f" Then {words}." for words in on_the_way(1, c.dropout_mlp))
+    yield Part("activation", activation(c), "mlp", "mlp", "", inner, f"It {does}.{dropped}", source)
     yield Part(
         "down", "Down", "mlp", "mlp", matrix(c.d_model, c.d_ff, c.mlp_bias), _stream(c),
         f"Writes what the features stand for. The result{_scaled_residual(c)} is added to the residual stream.",

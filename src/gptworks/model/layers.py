@@ -180,6 +180,7 @@ class MLP(nn.Module):
         self.gate = Linear(config.d_model, d_ff, bias=config.mlp_bias) if config.gated else None
         self.up = Linear(config.d_model, d_ff, bias=config.mlp_bias)
         self.down = Linear(d_ff, config.d_model, bias=config.mlp_bias)
+        self.dropout = Dropout(config.dropout_mlp)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] → [..., C]."""
@@ -190,5 +191,5 @@ class MLP(nn.Module):
             gate = self.gate(x)
             trains = cpu.trains(gate) or cpu.trains(inner)
             inner = cpu.gated(gate, inner, self.kind) if trains else ACTIVATIONS[self.kind](gate) * inner
-        out: Tensor = self.down(inner)
+        out: Tensor = self.down(self.dropout(inner))
         return out

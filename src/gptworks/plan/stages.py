@@ -339,6 +339,8 @@ def mlp_stages(s: Shapes, d_ff: int, n_tokens: float, expert: bool = False) -> I
         yield Stage("up", source | copy, inner, outer, matrices=matrix, vectors=biases * d_ff)
         wide = round(n_tokens * d_ff * 4) if c.mlp == "relu2" and not s.on_cpu else 0  # autocast squares in float32
         yield Stage("activation", {MLP: inner + (wide if s.autocast else 0)}, inner, inner, scratch=2 * wide)
+    if c.dropout_mlp:
+        yield Stage("MLP dropout", {DROPOUT: inner if s.on_cpu else inner // p}, inner, inner)
     yield Stage("down", {MLP: inner} | copy, arrives, inner, matrices=matrix, vectors=biases * c.d_model)
 
 

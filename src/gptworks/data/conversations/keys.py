@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gptworks.chat_template import Message
+from gptworks.data.sources.records import whole_text
 
 Fields = Mapping[str, Any]
 Shape = Literal["alpaca", "sharegpt", "messages", "preferences"]
@@ -122,6 +123,11 @@ TURN_KEYS: Mapping[str, Key] = {
 }
 
 _SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"), ("chosen_rating", "rejected_rating"))
+_ALWAYS_READ: Mapping[Shape, tuple[str, ...]] = {
+    "messages": ("messages",), "sharegpt": ("conversations",), "preferences": ("chosen", "rejected"),
+}  # fmt: skip
+_DEEPEST = 5
+"""Of lists and objects in a value: a list of turns, whose content is a list of parts."""
 _SIDES = re.compile(r"(chosen|rejected)[_-]|[_-](chosen|rejected)$")
 _ABOUT_SIDES = re.compile(r"[_-](model|source|id|name|rank|length|len|tokens)$|^(model|source|id)[_-]")
 
@@ -143,7 +149,9 @@ def unread_in_record(record: Fields, shape: Shape, messages: Sequence[Message]) 
         if not is_stated(record, name) or not isinstance(name, str):
             continue
         if (key := RECORD_KEYS.get(name)) is not None:
-            if shape not in key.read_in and not _asks_nothing(key, record[name]) and not _repeats(record[name], read):
+            if name in _ALWAYS_READ.get(shape, ()) or _repeats(record[name], read, within=shape in key.read_in):
+                continue
+            if not _asks_nothing(key, record[name]):
                 yield name
         elif _SIDES.search(name):
             if not _about_sides(record, name, shape):
@@ -196,14 +204,19 @@ def learns(turn: Fields, number: int) -> bool:
             value = {"0": 0, "false": 0, "1": 1, "true": 1}.get(value.strip().lower(), value)
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise ValueError(
-                f"`{name}` of turn {number} is {turn[name]!r}; it is 1 or true (the answer is learned) or 0 or false "
-                f"(it is not)"
+                f"`{name}` of turn {number} is {_short(turn[name])}; it is 1 or true (the answer is learned) or 0 or "
+                f"false (it is not)"
             )
         switches[name] = bool(value)
     if len(set(switches.values())) > 1:
         said = " and ".join(f"`{name}` {turn[name]!r}" for name in switches)
         raise ValueError(f"turn {number} states {said}, which contradict each other: leave one out")
     return all(switches.values())
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:39]}…"
 
 
 def _asks_nothing(key: Key, value: Any) -> bool:
@@ -214,15 +227,16 @@ def _asks_nothing(key: Key, value: Any) -> bool:
     return value not in key.matters if key.matters else value in key.asks_nothing
 
 
-def _repeats(value: Any, read: set[str]) -> bool:
-    """Whether a value has no text but what was read."""
+def _repeats(value: Any, read: set[str], within: bool, depth: int = 0) -> bool:
+    """Whether a value has no text but what was read, as whole messages or also within them."""
     if isinstance(value, str):
-        return _plain(value) in read
+        text = _plain(value)
+        return text in read or (within and any(text in one for one in read))
     if isinstance(value, list | tuple):
-        return all(isinstance(item, str | list | tuple | Mapping) and _repeats(item, read) for item in value)
+        return depth < _DEEPEST and all(_repeats(item, read, within, depth + 1) for item in value)
     if isinstance(value, Mapping):
-        texts = [value[name] for name in ("content", "value") if name in value]
-        return bool(texts) and all(isinstance(text, str) and _plain(text) in read for text in texts)
+        texts = [value[name] for name in ("content", "value", "text") if name in value]
+        return depth < _DEEPEST and bool(texts) and all(_repeats(text, read, True, depth + 1) for text in texts)
     return False
 
 
@@ -265,4 +279,4 @@ def _one_edit(a: str, b: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    return " ".join(text.split())
+    return " ".join(whole_text(text).split())

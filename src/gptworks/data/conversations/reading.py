@@ -88,7 +88,7 @@ def iter_conversations(sources: Iterable[ConversationsSource]) -> Iterator[Conve
                         read = _SHAPES[shape]
                     assert shape != "auto"
                     turns = read(record)
-                    unread = (*unread_in_record(record, shape, turns.messages), *turns.unread)
+                    unread = tuple(dict.fromkeys((*unread_in_record(record, shape, turns.messages), *turns.unread)))
                 except ValueError as error:
                     read_as = "" if read is None else f" (its file is read as {shape})"
                     raise UserError(f"{origin}, record {number}: {error}{read_as}. {_RULE}") from None

@@ -35,7 +35,7 @@ SHARD_BYTES = 5_000_000_000
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-_TRAINING_FIELDS = ("dropout_embedding", "dropout_attention", "dropout_residual")
+_TRAINING_FIELDS = ("dropout_embedding", "dropout_attention", "dropout_residual", "dropout_mlp")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ PLAIN_FIELDS: Values = EARLIER_DEFAULTS | {
     "rope_fraction": 1.0, "rope_pattern": ("rope",), "rope_scaling": None, "window_rope_theta": None,
     "window": None, "window_pattern": ("full",),
     "init": "normal", "dropout_embedding": 0.0, "dropout_attention": 0.0, "dropout_residual": 0.0,
+    "dropout_mlp": 0.0,
 } | {name: ModelConfig.model_fields[name].default for name in LABORATORY}  # fmt: skip
 """Fields of a model of which an architecture says nothing."""
 

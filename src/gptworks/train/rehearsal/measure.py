@@ -85,7 +85,7 @@ def _measure(rehearsal: Rehearsal) -> Measured:
 WARM_FIELDS = (
     "norm", "norm_bias", "norm_placement", "mlp", "mlp_bias", "position", "qk_norm", "attention_bias",
     "attention_softcap", "logit_softcap", "tie_embeddings", "n_future_tokens", "n_experts", "n_experts_per_token",
-    "dropout_embedding", "dropout_attention", "dropout_residual",
+    "dropout_embedding", "dropout_attention", "dropout_residual", "dropout_mlp",
 )  # fmt: skip
 """Of a model, those settings that choose kernels and whose rules do not depend on its sizes."""
 
