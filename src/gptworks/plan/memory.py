@@ -4,7 +4,7 @@ A step's peak is the most that stands at once on its timeline: model, optimizer 
 saves, piling up through the forward pass; the loss's buffers; then backwards, each operation's own needs while what was
 saved goes and gradients come; the optimizer last. `gptworks.plan.stages` says what each operation saves.
 
-Not in these figures: the process itself (Python and torch: 200 to 400 MB on a CPU, the CUDA context on a GPU), what
+Not in these figures: the process itself (Python and torch: about 400 MB on a CPU, the CUDA context on a GPU), what
 kernels take inside themselves, and what an allocator keeps between blocks of different sizes.
 """
 
