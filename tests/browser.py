@@ -72,8 +72,17 @@ class Studio:
         """An HTTP client."""
         import httpx2 as httpx
 
-        headers = {} if self.key is None else {"authorization": f"Bearer {self.key}"}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=120)
+        sign_in = self.app.state.service.sign_in
+        session = sign_in.exchange(sign_in.code())
+        headers = {"authorization": f"Bearer {self.key or session.key}"}
+        cookies = {f"gptworks-{self.url.rpartition(':')[2]}": session.cookie}
+        return httpx.Client(base_url=self.url, headers=headers, cookies=cookies, timeout=120)
+
+    def link(self, url: str | None = None) -> str:
+        """An address of the studio that signs a browser in, once."""
+        base, _, rest = (url or self.url).partition("#")
+        code = self.app.state.service.sign_in.code()
+        return f"{base.rstrip('/')}/#code={code}" + (f"&{rest}" if rest else "")
 
     def asked(self, path: str, /, **body: Any) -> Any:
         """The server's own answer."""
@@ -92,7 +101,13 @@ def open_studio(runs: Path, key: str | None = None, read_only: bool = False) -> 
     settings = ServerSettings(api_keys=() if key is None else (key,))
     app = create_studio([runs], settings, device="cpu", read_only=read_only)
     with listening(app) as url:
-        yield Studio(url, runs, key, app)
+        OPEN[url] = Studio(url, runs, key, app)
+        yield OPEN[url]
+        del OPEN[url]
+
+
+OPEN: dict[str, Studio] = {}
+"""The studios that are open, by address."""
 
 
 @contextmanager
@@ -125,16 +140,25 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def new_page(chromium: Any) -> Iterator[Callable[..., Any]]:
-    """Opens pages with contexts of their own. None breaks the policy, runs what it shows, or throws an error."""
+    """Opens pages with contexts of their own, which sign in to studios. None breaks the policy, runs what it shows, or
+    throws an error."""
     contexts, problems = [], []
 
-    def opened(**options: Any) -> Any:
+    def opened(signs_in: bool = True, **options: Any) -> Any:
         context = chromium.new_context(**{"viewport": {"width": 1280, "height": 900}} | options)
         context.set_default_timeout(60_000)
         contexts.append(context)
         page = context.new_page()
         page.add_init_script(WATCH)
         page.on("pageerror", lambda error: problems.append(str(error)))
+        if signs_in:
+            goto = page.goto
+
+            def signed_in(url: str, **how: Any) -> Any:
+                found = next((one for base, one in OPEN.items() if url == base or url.startswith(f"{base}/")), None)
+                return goto(url if found is None else found.link(url), **how)
+
+            page.goto = signed_in
         return page
 
     yield opened

@@ -121,21 +121,31 @@ def test_hostile_names_prompts_and_texts_are_shown_as_texts(page: Any) -> None:
     assert page.evaluate("() => window.violations") == []
 
 
-def test_a_key_is_taken_off_the_address_and_kept_in_the_tab(new_page: Callable[..., Any], studio: Studio) -> None:
+def test_a_link_signs_one_browser_in_and_a_typed_key_one_tab(new_page: Callable[..., Any], studio: Studio) -> None:
     with open_studio(studio.runs, key="sk-0-key") as guarded:
-        page = new_page()
-        page.goto(f"{guarded.url}/#token=sk-0-key")
-        page.wait_for_selector(".play")
-        assert "token" not in page.url
+        page, other = new_page(signs_in=False), new_page(signs_in=False)
+        link = guarded.link(f"{guarded.url}/#/model")
+        page.goto(link)
+        page.get_by_role("link", name="Model", exact=True).wait_for()
+        assert page.url == f"{guarded.url}/#/model" and "code" not in page.url
         page.reload()
-        page.wait_for_selector(".play")
-        other = new_page()
-        other.goto(guarded.url)
+        page.wait_for_selector(".part")
+        tab = page.context.new_page()  # of the same browser
+        tab.goto(guarded.url)
+        tab.wait_for_selector(".play")
+        other.goto(link)
+        other.get_by_role("heading", name="This server asks for a key").wait_for()
         other.get_by_label("Key").fill("wrong")
         other.get_by_role("button", name="Open").click()
         other.get_by_label("Key").fill("sk-0-key")
         other.get_by_role("button", name="Open").click()
-        other.wait_for_selector(".play")
+        other.wait_for_selector("nav")
+        assert page.evaluate("document.cookie") == "", "scripts cannot read the session"
+        late = new_page(signs_in=False)
+        late.goto(guarded.url)
+        late.get_by_role("heading", name="This server asks for a key").wait_for()
+        late.goto(guarded.link())  # in the same tab: its address alone changes
+        late.wait_for_selector(".play")
 
 
 def test_the_page_says_when_the_server_is_gone(new_page: Callable[..., Any], studio: Studio) -> None:

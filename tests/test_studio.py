@@ -498,17 +498,17 @@ def started_with(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Any,
     return apps[0], result.output.split(" at ")[1].split()[0]
 
 
-def test_the_command_prints_an_address_with_a_key_where_others_can_reach_it(
-    runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    app, address = started_with(monkeypatch, str(runs))
-    settings = app.state.service.settings
-    assert address == "http://127.0.0.1:7/" and settings.local_names_only and not settings.api_keys
-    app, address = started_with(monkeypatch, str(runs), "--host", "0.0.0.0", "--read-only")
-    (key,) = app.state.service.settings.api_keys
-    assert address == f"http://0.0.0.0:7/#token={key}" and len(key) >= 20 and app.state.studio.read_only
-    app, address = started_with(monkeypatch, str(runs), "--api-key", "mine")
-    assert address == "http://127.0.0.1:7/#token=mine" and app.state.service.settings.api_keys == ("mine",)
+def test_the_command_asks_for_a_session_wherever_it_listens(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPTWORKS_API_KEY", "from-the-environment")
+    for arguments, is_local in (([], True), (["--host", "0.0.0.0", "--read-only"], False)):
+        app, address = started_with(monkeypatch, str(runs), *arguments)
+        assert address == ("http://127.0.0.1:7/" if is_local else "http://0.0.0.0:7/")
+        assert app.state.service.sign_in is not None and app.state.studio.read_only is not is_local
+        assert "GPTWORKS_API_KEY" not in os.environ, "no process that it starts has the key"
+    app, _ = started_with(monkeypatch, str(runs), "--api-key", "mine")
+    assert app.state.service.settings.api_keys == ("mine",) and app.state.service.sign_in is not None
+    app, _ = started_with(monkeypatch, str(runs))
+    assert app.state.service.settings.local_names_only and not app.state.service.settings.api_keys
 
 
 def test_the_command_opens_the_runs_of_this_folder(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,12 @@ ApiKeys = Annotated[
 ]
 
 
+def without_environment(keys: list[str] | None) -> tuple[str, ...]:
+    """The API keys, which the processes that this one starts do not find in their environment."""
+    os.environ.pop("GPTWORKS_API_KEY", None)
+    return tuple(keys or ())
+
+
 def notice(text: str) -> None:
     typer.echo(text, err=True)
 

@@ -16,6 +16,7 @@ from gptworks.cli.common import (
     Speculative,
     WhichCheckpoint,
     notice,
+    without_environment,
 )  # fmt: skip
 from gptworks.cli.use import drafter_of, load_engine
 from gptworks.errors import UserError, not_installed
@@ -75,7 +76,7 @@ def serve(
         from gptworks.studio.app import create_served
     except ModuleNotFoundError as error:
         raise not_installed(error.name or "a package", "serve", "serving") from None
-    keys, local = tuple(api_key or ()), is_loopback(host)
+    keys, local = without_environment(api_key), is_loopback(host)
     settings = ServerSettings(
         api_keys=keys, cors_origins=tuple(cors_origin or ()), local_names_only=local and not keys,
         max_waiting=max_waiting, max_body_bytes=max_body_bytes, max_prompt_bytes=max_prompt_bytes,

@@ -1,19 +1,24 @@
 """gptworks studio."""
 
 import os
-import secrets
 import sys
 import threading
 import webbrowser
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated
-from urllib.parse import quote
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gptworks.cli.common import ApiKeys, Backend, Device, Host, Port, notice
+from gptworks.cli.common import ApiKeys, Backend, Device, Host, Port, notice, without_environment
 from gptworks.cli.serve import is_loopback, shown_host
 from gptworks.errors import UserError, not_installed
+from gptworks.files import write_whole
+
+if TYPE_CHECKING:
+    from gptworks.serve.sign_in import SignIn
 
 DEFAULT_RUNS = Path("runs")
 
@@ -34,8 +39,8 @@ def studio(
 ) -> None:
     """Use your runs, and look into them, on a page in the browser.
 
-    The runs may still be training: a checkpoint is loaded when it is asked for. Where other machines can reach the
-    page and no --api-key is given, the address carries a random one.
+    The runs may still be training: a checkpoint is loaded when it is asked for. The link that the command prints signs
+    one browser in; then it prints another.
     """
     if not runs and not DEFAULT_RUNS.is_dir():
         raise UserError("there is no folder runs here: name run folders, or folders of them: gptworks studio RUNS.")
@@ -46,21 +51,63 @@ def studio(
         from gptworks.studio.app import create_studio
     except ModuleNotFoundError as error:
         raise not_installed(error.name or "a package", "studio", "the studio") from None
-    local = is_loopback(host)
-    keys = tuple(api_key or ([] if local else [secrets.token_urlsafe(18)]))
+    local, keys = is_loopback(host), without_environment(api_key)
     settings = ServerSettings(api_keys=keys, local_names_only=local and not keys, client_share=1.0)
     app = create_studio(
         runs or [DEFAULT_RUNS], settings, device=device, backend=backend, read_only=read_only, runs_at_once=at_once
     )
+    with ExitStack() as stack:
 
-    def started(actual_port: int) -> None:
-        address = f"http://{shown_host(host)}:{actual_port}/" + (f"#token={quote(keys[0], safe='')}" if keys else "")
-        notice(f"the studio is at {address} (Ctrl-C ends)")
-        if open_browser and has_display():
-            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+        def started(actual_port: int) -> None:
+            address = f"http://{shown_host(host)}:{actual_port}/"
+            stack.enter_context(_invitations(app.state.service.sign_in, address, open_browser and has_display()))
 
-    with logged_to_stderr():
+        stack.enter_context(logged_to_stderr())
         make_server(app, host, port, started).run()
+
+
+@contextmanager
+def _invitations(sign_in: "SignIn", address: str, opens: bool) -> "Iterator[None]":
+    """Hand the owner links that sign a browser in once: on the terminal, where others do not read, or in a file of the
+    owner's alone. A browser is opened with that file's name: the arguments of a process are everyone's to read."""
+    is_terminal = sys.stderr.isatty()
+    with TemporaryDirectory(prefix="gptworks-studio-") as folder:  # of mode 0700
+        page = Path(folder) / "open.html"
+
+        def invite(again: bool) -> None:
+            if is_terminal:
+                shown.add(code := sign_in.code())
+                what = "another browser is signed in by" if again else "the studio is at"
+                notice(f"{what} {address}#code={code} (for one browser{'' if again else '; Ctrl-C ends'})")
+            if not is_terminal or (opens and not again):
+                filed.add(code := sign_in.code())
+                write_whole(page, _page_of(f"{address}#code={code}"), private=True)
+            if not is_terminal and not again:
+                notice(f"the studio is at {address} (Ctrl-C ends). Open {page} in a browser to sign in; or enter an "
+                       f"API key there: GPTWORKS_API_KEY sets it.")  # fmt: skip
+
+        def exchanged(code: str) -> None:
+            if code in filed and is_terminal:
+                page.unlink(missing_ok=True)
+            if code in shown or (code in filed and not is_terminal):
+                invite(again=True)
+
+        shown: set[str] = set()
+        filed: set[str] = set()
+        sign_in.on_exchange = exchanged
+        invite(again=False)
+        if opens:
+            threading.Thread(target=webbrowser.open, args=(page.as_uri(),), daemon=True).start()
+        yield
+
+
+def _page_of(link: str) -> str:
+    """A page that leads to a link of ours, without naming itself there."""
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="referrer" content="no-referrer">'
+        f'<meta http-equiv="refresh" content="0; url={link}"><title>gptworks studio</title>'
+        f'<a href="{link}">Open the studio</a></html>\n'
+    )
 
 
 def has_display() -> bool:

@@ -13,6 +13,7 @@ from ipaddress import ip_address
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gptworks.serve import sign_in
 from gptworks.serve.caller import Caller
 from gptworks.serve.errors import ENGINE_FAILED, APIError
 from gptworks.serve.log import log_request
@@ -106,8 +107,10 @@ class Guard:
         if not is_open and not self._is_same_site(headers):
             raise APIError(403, "a web page of another origin asks: --cors-origin lets pages of an origin call this "
                            "server.", code="origin_not_allowed")  # fmt: skip
-        if self._keys and not is_open and not self._has_key(headers):
-            raise APIError(401, "no valid API key: send `Authorization: Bearer KEY`.", code="invalid_api_key",
+        needs_key = not is_open and scope["path"] != sign_in.PATH
+        if needs_key and not self._has_key(scope, headers):
+            how = "" if self._service.sign_in is None else "open the link that `gptworks studio` printed, or "
+            raise APIError(401, f"no valid API key: {how}send `Authorization: Bearer KEY`.", code="invalid_api_key",
                            headers={"www-authenticate": "Bearer"})  # fmt: skip
         if self._service.failure is not None:
             raise APIError(503, ENGINE_FAILED, code="engine_failed")
@@ -125,11 +128,19 @@ class Guard:
         same_host = origin.partition("://")[2].encode("latin-1") == headers.get(b"host")
         return (same_host or not origin) and headers.get(b"sec-fetch-site") not in (b"cross-site", b"same-site")
 
-    def _has_key(self, headers: dict[bytes, bytes]) -> bool:
-        """Takes the same time for every key, valid or not."""
+    def _has_key(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
+        """Whether a request has an API key, or the two halves of a session, or needs none. Takes the same time for
+        every key, valid or not."""
+        service = self._service
+        if not self._keys and service.sign_in is None:
+            return True
         kind, _, key = headers.get(b"authorization", b"").partition(b" ")
         digest = sha256(key.strip()).digest()
         fits = [hmac.compare_digest(digest, known) for known in self._keys]
+        if service.sign_in is not None:
+            name = sign_in.cookie_name((scope.get("server") or ("", 0))[1] or 0)
+            cookie = sign_in.cookie_of(headers.get(b"cookie", b"").decode("latin-1"), name)
+            fits.append(service.sign_in.knows(cookie, key.strip().decode("latin-1")))
         return any(fits) and kind.lower() == b"bearer"
 
     def _too_large(self) -> APIError:

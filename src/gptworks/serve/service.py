@@ -11,6 +11,7 @@ from gptworks.serve.errors import APIError
 from gptworks.serve.metrics import Metrics
 from gptworks.serve.models import Models, ServedModel
 from gptworks.serve.settings import ServerSettings
+from gptworks.serve.sign_in import SignIn
 
 _NEED_NO_SLOT = 16
 """Requests beyond those that the engines accept: tokenizing, embeddings, lists of models."""
@@ -29,6 +30,8 @@ class Service:
         self.schema_threads = ThreadPoolExecutor(2, "gptworks schemas")
         """Wait for schemas to be compiled; apart, so that no text waits for a schema."""
         self.embedding_thread = ThreadPoolExecutor(1, "gptworks embeddings")
+        self.sign_in: SignIn | None = None
+        """Of a studio: every request needs a session of it, or an API key."""
         self.draining = False
         """The server is about to end and accepts nothing new."""
         self.in_flight = 0

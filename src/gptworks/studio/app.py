@@ -10,6 +10,7 @@ from gptworks.errors import UserError
 from gptworks.infer.engine import Engine
 from gptworks.serve.app import create_app
 from gptworks.serve.settings import ServerSettings
+from gptworks.serve.sign_in import SignIn
 from gptworks.studio import data, model, page, play, read, runs, start, tries
 from gptworks.studio.library import Library
 from gptworks.studio.loaded import Engines
@@ -35,6 +36,8 @@ def create_studio(
 ) -> FastAPI:
     """The ASGI app over run folders, and folders of them; `app.state.studio` is its state.
 
+    Every request needs an API key of the settings, or a session: `app.state.service.sign_in` gives codes for those.
+
     Args:
         device, backend: what computes.
         read_only: nothing can be started or written.
@@ -48,6 +51,7 @@ def create_studio(
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder. Give run folders, or a folder of them: gptworks studio runs.")
     app = create_app({}, settings, routers=[page.router, *ROUTERS.values(), start.actions], home=page.home)
+    app.state.service.sign_in = SignIn()
     library = Library(folders)
     engines = Engines(app.state.service, library, device=device, backend=backend, max_idle_bytes=max_idle_bytes)
     app.state.service.load = engines.by_name

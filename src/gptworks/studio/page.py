@@ -1,13 +1,17 @@
-"""The static files of the page, which need no key: they hold nothing of anyone's."""
+"""The static files of the page, which need no key as they hold nothing of anyone's; and the exchange of a code."""
 
 import hashlib
 from pathlib import Path
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field
 
+from gptworks.serve import sign_in
+from gptworks.serve.app import body_of, service_of
 from gptworks.serve.errors import APIError
 from gptworks.serve.guard import STATIC
+from gptworks.serve.openai import Wire
 
 FOLDER = Path(__file__).parent / "static"
 _TYPES = {
@@ -37,6 +41,29 @@ def home(request: Request) -> Response:
 async def static_file(request: Request, name: str) -> Response:
     """A file of the page."""
     return _file(request, name)
+
+
+class Code(Wire):
+    """What the link carries that signs a browser in."""
+
+    code: str = Field(max_length=256)
+
+
+@router.post(sign_in.PATH)
+async def signed_in(request: Request) -> Response:
+    """Exchange a one-time code for a session: a cookie, and a key for the page's scripts."""
+    body = await body_of(request, Code)
+    offered = service_of(request).sign_in
+    session = None if offered is None else offered.exchange(body.code)
+    if session is None:
+        raise APIError(
+            403, "this link was used already, or is of a studio that has ended: open the newest link that `gptworks "
+            "studio` printed.", code="invalid_code",
+        )  # fmt: skip
+    response = JSONResponse({"key": session.key}, headers={"cache-control": "no-store"})
+    port = (request.scope.get("server") or ("", 0))[1] or 0
+    response.set_cookie(sign_in.cookie_name(port), session.cookie, httponly=True, samesite="strict", path="/")
+    return response
 
 
 def _file(request: Request, name: str) -> Response:

@@ -1,6 +1,8 @@
-// Calls to the server. The key comes from the address (#token=…), and stays in this tab.
+// Calls to the server. The address of a link has a code (#code=…), which the server takes once, for a session: a cookie,
+// which scripts cannot read, and a key, which this origin keeps. A key that is typed stays in this tab.
 
-const STORED = "gptworks-token";
+const SESSION = "gptworks-session";
+const TYPED = "gptworks-key";
 
 export class ApiError extends Error {
   constructor(message, status) {
@@ -9,21 +11,28 @@ export class ApiError extends Error {
   }
 }
 
-/** Take the key off the address and keep it. Call it before the address is read for anything else. */
-export function takeToken() {
+/** Take the code off the address. Call it before the address is read for anything else. */
+export function takeCode() {
   const fragment = location.hash.slice(1);
-  if (!fragment.startsWith("token=")) return;
-  const [token, ...rest] = fragment.slice("token=".length).split("&");
-  setToken(decodeURIComponent(token));
+  if (!fragment.startsWith("code=")) return null;
+  const [code, ...rest] = fragment.slice("code=".length).split("&");
   history.replaceState(null, "", rest.length ? `#${rest.join("&")}` : location.pathname + location.search);
+  return code;
 }
 
-export function setToken(token) {
-  sessionStorage.setItem(STORED, token);
+/** Exchange a code for a session. */
+export async function signIn(code) {
+  const { key } = await post("studio/sign-in", { code });
+  sessionStorage.removeItem(TYPED);
+  localStorage.setItem(SESSION, key);
 }
 
-export function token() {
-  return sessionStorage.getItem(STORED);
+export function setKey(key) {
+  sessionStorage.setItem(TYPED, key);
+}
+
+function key() {
+  return sessionStorage.getItem(TYPED) ?? localStorage.getItem(SESSION);
 }
 
 export async function get(path, { signal } = {}) {
@@ -57,7 +66,7 @@ export async function* stream(path, body, { signal } = {}) {
 
 async function call(path, options) {
   const headers = options.body ? { "content-type": "application/json" } : {};
-  if (token()) headers.authorization = `Bearer ${token()}`;
+  if (key()) headers.authorization = `Bearer ${key()}`;
   let response;
   try {
     response = await fetch(path, { ...options, headers, cache: "no-store" });

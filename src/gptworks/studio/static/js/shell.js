@@ -1,6 +1,6 @@
 // The frame around the parts: tabs, light or dark, the state of the connection, the key.
 
-import { get, setToken, takeToken } from "./api.js";
+import { get, setKey, signIn, takeCode } from "./api.js";
 import { cx, html, render, useCallback, useEffect, useRef, useState } from "./ui.js";
 
 const parts = new Map();
@@ -32,9 +32,16 @@ export function addressOf(key, run = "") {
   return ["#", key, ...run.split("/").filter(Boolean).map(encodeURIComponent)].join("/");
 }
 
-export function start(element) {
-  takeToken();
+export async function start(element) {
+  await signedIn();
   render(html`<${Shell} />`, element);
+}
+
+/** Sign in where the address has a code. One that the server does not take shows where the state is asked for. */
+async function signedIn() {
+  const code = takeCode();
+  if (code) await signIn(code).catch(() => {});
+  return Boolean(code);
 }
 
 function route() {
@@ -107,7 +114,10 @@ function Shell() {
   const { state, problem, status, refresh } = useServer();
   const [at, setAt] = useState(route());
   useEffect(() => {
-    const changed = () => (takeToken(), setAt(route()));
+    const changed = async () => {
+      if (await signedIn()) refresh();
+      setAt(route());
+    };
     addEventListener("hashchange", changed);
     return () => removeEventListener("hashchange", changed);
   }, []);
@@ -166,12 +176,13 @@ function Loaded({ name, shown, ...props }) {
 function AskForKey({ refresh }) {
   const submit = (event) => {
     event.preventDefault();
-    setToken(event.target.elements.key.value.trim());
+    setKey(event.target.elements.key.value.trim());
     refresh();
   };
   return html`<form class="ask-key card" onSubmit=${submit}>
     <h1>This server asks for a key</h1>
-    <p>Open the address that it printed, or enter the key here. It stays in this tab.</p>
+    <p>Open the newest link that it printed in the terminal: each signs one browser in. Or enter an API key of the server
+      here, which stays in this tab.</p>
     <label>Key <input class="field" name="key" type="password" autocomplete="off" required /></label>
     <button class="button primary">Open</button>
   </form>`;

@@ -1,0 +1,79 @@
+"""Who may use the page: a one-time code, which only its owner sees, is exchanged for a session.
+
+A session is two random values, and both are needed. The cookie is hidden from scripts; but browsers send cookies to
+every port of a host, so to servers of other users of this machine too. The key is kept by the page's own scripts, for
+this address and port only.
+"""
+
+import secrets
+from collections.abc import Callable
+from hashlib import sha256
+from hmac import compare_digest
+from typing import NamedTuple
+
+MOST = 64
+"""Codes that wait, and sessions; the oldest ones go first."""
+PATH = "/studio/sign-in"
+
+
+class Session(NamedTuple):
+    """What a browser gets for a code."""
+
+    cookie: str
+    key: str
+
+
+class SignIn:
+    """Codes and sessions, in memory only. From any thread."""
+
+    def __init__(self) -> None:
+        self.on_exchange: Callable[[str], None] = lambda code: None
+        """Called with each code that was used."""
+        self._codes: dict[bytes, str] = {}
+        self._sessions: dict[bytes, bytes] = {}  # digests of cookies, and those of their keys
+
+    def code(self) -> str:
+        """A new code, for one browser."""
+        code = secrets.token_urlsafe(24)
+        self._codes[_digest(code)] = code
+        _keep_newest(self._codes)
+        return code
+
+    def exchange(self, code: str) -> Session | None:
+        """A session for a code, which is used up; None: there is no such code, or it was used."""
+        known = self._codes.pop(_digest(code), None)
+        if known is None:
+            return None
+        session = Session(secrets.token_urlsafe(24), secrets.token_urlsafe(24))
+        self._sessions[_digest(session.cookie)] = _digest(session.key)
+        _keep_newest(self._sessions)
+        self.on_exchange(known)
+        return session
+
+    def knows(self, cookie: str, key: str) -> bool:
+        """Whether the two are those of one session."""
+        expected = self._sessions.get(_digest(cookie))
+        return expected is not None and compare_digest(expected, _digest(key))
+
+
+def cookie_name(port: int) -> str:
+    """Of a server's session. Servers at several ports of a host share its cookies."""
+    return f"gptworks-{port}"
+
+
+def cookie_of(header: str, name: str) -> str:
+    """The value of a cookie in a `Cookie` header; empty where there is none."""
+    for part in header.split(";"):
+        found, _, value = part.strip().partition("=")
+        if found == name:
+            return value
+    return ""
+
+
+def _digest(secret: str) -> bytes:
+    return sha256(secret.encode("utf-8", "surrogatepass")).digest()
+
+
+def _keep_newest(found: dict[bytes, str] | dict[bytes, bytes]) -> None:
+    for digest in list(found)[:-MOST]:
+        found.pop(digest, None)
