@@ -121,7 +121,7 @@ def listening(app: Any) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def studio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Studio]:
-    with open_studio(make_runs(tmp_path_factory.mktemp("studio"))) as opened:
+    with open_studio(make_runs(tmp_path_factory.mktemp("studio")), key="sk-test") as opened:
         yield opened
 
 

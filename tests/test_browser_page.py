@@ -129,7 +129,7 @@ def test_a_link_signs_one_browser_in_and_a_typed_key_one_tab(new_page: Callable[
         page.get_by_role("link", name="Model", exact=True).wait_for()
         assert page.url == f"{guarded.url}/#/model" and "code" not in page.url
         page.reload()
-        page.wait_for_selector(".part")
+        page.get_by_role("link", name="Model", exact=True).wait_for()
         tab = page.context.new_page()  # of the same browser
         tab.goto(guarded.url)
         tab.wait_for_selector(".play")

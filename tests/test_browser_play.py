@@ -1,9 +1,11 @@
 """The part Play in a real browser: every feature clicked, on a real server over real runs."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -369,14 +371,16 @@ def test_copied_commands_give_the_same_text(kind: str, studio: Studio, page: Any
     whole = answer(page)
     page.get_by_role("button", name="Copy as curl").click()
     command = page.get_by_label("As curl").inner_text()
-    made = subprocess.run(["bash", "-c", command], check=False, capture_output=True, text=True, timeout=60)
+    run = partial(subprocess.run, check=False, capture_output=True, text=True, timeout=120,
+                  env=os.environ | {"GPTWORKS_API_KEY": studio.key})  # fmt: skip
+    made = run(["bash", "-c", command])
     choice = json.loads(made.stdout)["choices"][0]
     text = choice["message"]["content"] if kind == "Conversation" else choice["text"]
     assert text and whole.endswith(text) and (kind == "Branch" or whole == text)
     page.get_by_role("button", name="Copy as Python").click()
     program = tmp_path / "program.py"
     program.write_text(page.get_by_label("As Python").inner_text(), encoding="utf-8")
-    made = subprocess.run([sys.executable, str(program)], check=False, capture_output=True, text=True, timeout=120)
+    made = run([sys.executable, str(program)])
     assert made.stdout.removesuffix("\n") == text, made.stderr
 
 

@@ -216,7 +216,8 @@ def test_bands_verdict_differences_samples_and_a_step(page: Any, runs: Studio) -
     page.get_by_text("The shade is the band of tiny").first.wait_for()
     histories = {name: read_history(runs.runs / name) for name in NAMES}
     page.wait_for_selector("section[aria-label=Comparison] table")
-    ids = page.evaluate("async () => (await (await fetch('studio/runs')).json()).runs.map((run) => run.id)")
+    with runs.http() as http:
+        ids = [run["id"] for run in http.get("/studio/runs").json()["runs"]]
     found = compare([histories[name] for name in ids], [watch.find_band(histories[name].recipe) for name in ids])
     section = page.get_by_role("region", name="Comparison")
     assert [note.strip() for note in section.locator(".notes li").all_inner_texts()] == found.notes

@@ -298,9 +298,11 @@ def test_a_run_goes_on_when_the_studio_is_killed_and_another_studio_stops_it(tmp
     words = ("-m", "gptworks", "studio", "runs", "--port", "0", "--no-open")
 
     def begun() -> tuple[Any, httpx.Client]:
-        process = commands.start(*words, new=True, cwd=tmp_path, stderr=subprocess.PIPE)
+        env = {"GPTWORKS_API_KEY": "sk-test"}
+        process = commands.start(*words, new=True, cwd=tmp_path, stderr=subprocess.PIPE, env=env)
         line = next(line for line in process.stderr if "the studio is at" in line)
-        return process, httpx.Client(base_url=line.partition(" at ")[2].split()[0], timeout=120)
+        headers = {"authorization": "Bearer sk-test"}
+        return process, httpx.Client(base_url=line.partition(" at ")[2].split()[0], headers=headers, timeout=120)
 
     run = tmp_path / "runs" / "alive"
     first, http = begun()

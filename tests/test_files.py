@@ -65,6 +65,7 @@ JAIL = "inside the new root of a process that is confined"
 
 LISTED = {
     ("checkpoint.py", "save_checkpoint", "save_file"): OURS,
+    ("cli/studio.py", "_invitations", "TemporaryDirectory"): "a folder of mode 0700, for a file of this process",
     ("confined/child.py", "_statm", ".read_text"): SYSTEM,
     ("confined/child.py", "serve", "os.fdopen"): "the pipe to the process that has started it",
     ("data/cleaned.py", "CleanedDocuments.sizes", "np.fromfile"): OURS,
@@ -80,9 +81,6 @@ LISTED = {
     ("data/shards.py", "TokenShards.examples", "np.fromfile"): OURS,
     ("data/sources/archives.py", "_tar_members", "tarfile.open"): STREAM,
     ("data/sources/archives.py", "_zip", "zipfile.ZipFile"): OURS,
-    ("data/sources/files.py", "_download", "FileLock"): LOCK,
-    ("data/sources/files.py", "_fetch", ".open"): "a part of a download, in the user's own cache",
-    ("data/sources/files.py", "_fetch", "urllib.request.urlopen"): "the one place that downloads",
     ("data/sources/records.py", "_parquet_file", "pq.ParquetFile"): "a file that the user named, which is regular",
     ("data/sources/opening.py", "", "gzip.GzipFile"): STREAM,
     ("device.py", "BusyCores._counts", ".read_text"): SYSTEM,

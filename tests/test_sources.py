@@ -1,11 +1,9 @@
 import csv
 import gzip
 import hashlib
-import http.server
 import json
 import random
 import sys
-import threading
 import tracemalloc
 import types
 from collections.abc import Iterator
@@ -48,6 +46,7 @@ from gptworks.data.sources.text import stdlib_files
 from gptworks.errors import RunError, UserError
 from gptworks.plan.tokens import data_size
 from gptworks.recipe import parse_recipe
+from web import website
 
 
 def text(path: Path | str, **settings: Any) -> TextSource:
@@ -362,76 +361,70 @@ def test_a_download_that_broke_off_goes_on_where_it_ended(cache: Path) -> None:
     content = "".join(f"line {i}\n" for i in range(50_000)).encode()
     asked: list[str | None] = []
 
-    class Server(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.headers["Range"])
-            start = int((self.headers["Range"] or "bytes=0-").removeprefix("bytes=").removesuffix("-"))
-            self.send_response(206 if self.headers["Range"] else 200)
-            self.send_header("Content-Length", str(len(content) - start))
-            self.end_headers()
-            self.wfile.write(content[start : 100_000 * len(asked) if len(asked) < 3 else None])
+    def send(request: Any) -> None:
+        asked.append(request.headers["Range"])
+        start = int((request.headers["Range"] or "bytes=0-").removeprefix("bytes=").removesuffix("-"))
+        request.send_response(206 if request.headers["Range"] else 200)
+        request.send_header("Content-Length", str(len(content) - start))
+        request.end_headers()
+        request.wfile.write(content[start : 100_000 * len(asked) if len(asked) < 3 else None])
 
-        def log_message(self, *arguments: object) -> None: ...
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Server) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/a.txt"
-        source = TextSource(type="text", url=url, sha256=hashlib.sha256(content).hexdigest())
+    with website({"/a.txt": send}) as url:
+        source = TextSource(type="text", url=f"{url}/a.txt", sha256=hashlib.sha256(content).hexdigest())
         for n_bytes in (100_000, 200_000):
             with pytest.raises(
                 RunError, match=rf"before the end\. Try again, which goes on after the {n_bytes:,} bytes"
             ):
                 documents(source)
         assert documents(source) == [content.decode()]
-        server.shutdown()
     assert asked == [None, "bytes=100000-", "bytes=200000-"]
     assert kept(cache) == [f"{source.sums[0][:16]}-a.txt"]
 
 
-def test_several_downloads_are_one_source(tmp_path: Path) -> None:
-    files = [tmp_path / name for name in ("b.txt", "a.txt")]
-    for file in files:
-        file.write_text(file.name)
-    sums = tuple(hashlib.sha256(file.name.encode()).hexdigest() for file in files)
-    source = TextSource(type="text", url=tuple(file.as_uri() for file in files), sha256=sums)
-    check_sources([source])
-    assert documents(source) == ["b.txt", "a.txt"]
-    assert source_signature([source]) == [["sha256", one] for one in sums]
-    with pytest.raises(ValueError, match="2 of url and 1 of sha256"):
-        TextSource(type="text", url=source.url, sha256=sums[:1])
-    with pytest.raises(ValueError, match="path beside several of url"):
-        text("a.txt", url=source.url, sha256=sums)
+def test_several_downloads_are_one_source() -> None:
+    names = ("b.txt", "a.txt")
+    sums = tuple(hashlib.sha256(name.encode()).hexdigest() for name in names)
+    with website({f"/{name}": name.encode() for name in names}) as url:
+        source = TextSource(type="text", url=tuple(f"{url}/{name}" for name in names), sha256=sums)
+        check_sources([source])
+        assert documents(source) == ["b.txt", "a.txt"]
+        assert source_signature([source]) == [["sha256", one] for one in sums]
+        with pytest.raises(ValueError, match="2 of url and 1 of sha256"):
+            TextSource(type="text", url=source.url, sha256=sums[:1])
+        with pytest.raises(ValueError, match="path beside several of url"):
+            text("a.txt", url=source.url, sha256=sums)
 
 
-def test_a_download_is_verified_and_kept(tmp_path: Path, cache: Path) -> None:
-    (tmp_path / "a.txt").write_text("from afar")
-    source = TextSource(type="text", url=(tmp_path / "a.txt").as_uri(), sha256=hashlib.sha256(b"from afar").hexdigest())
-    assert documents(source) == ["from afar"]
-    (tmp_path / "a.txt").unlink()
-    assert documents(source) == ["from afar"]
+def test_a_download_is_verified_and_kept(cache: Path) -> None:
+    with website({"/a.txt": b"from afar"}) as url:
+        source = TextSource(type="text", url=f"{url}/a.txt", sha256=hashlib.sha256(b"from afar").hexdigest())
+        assert documents(source) == ["from afar"]
+    with website({}):  # it is asked no more
+        assert documents(source) == ["from afar"]
     assert kept(cache) == [f"{source.sums[0][:16]}-a.txt"]
 
 
-def test_a_download_of_other_bytes_is_refused_and_not_kept(tmp_path: Path, cache: Path) -> None:
-    (tmp_path / "a.txt").write_text("something else")
-    source = TextSource(type="text", url=(tmp_path / "a.txt").as_uri(), sha256="0" * 64)
+def test_a_download_of_other_bytes_is_refused_and_not_kept(cache: Path) -> None:
     actual = hashlib.sha256(b"something else").hexdigest()
-    with pytest.raises(UserError, match=f"{actual} and the recipe states {'0' * 64}"):
-        documents(source)
+    with website({"/a.txt": b"something else"}) as url:
+        source = TextSource(type="text", url=f"{url}/a.txt", sha256="0" * 64)
+        with pytest.raises(UserError, match=f"{actual} and the recipe states {'0' * 64}"):
+            documents(source)
     assert kept(cache) == []
 
 
-def test_a_failed_download_is_a_failed_run(tmp_path: Path, cache: Path) -> None:
-    source = TextSource(type="text", url=(tmp_path / "none.txt").as_uri(), sha256="0" * 64)
-    with pytest.raises(RunError, match="could not be downloaded"):
-        documents(source)
+def test_a_failed_download_is_a_failed_run(cache: Path) -> None:
+    with website({}) as url:
+        source = TextSource(type="text", url=f"{url}/none.txt", sha256="0" * 64)
+        with pytest.raises(RunError, match="could not be downloaded: the server answers 404"):
+            documents(source)
     assert kept(cache) == []
 
 
 def test_a_local_copy_is_used_instead_and_verified(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("here")
     right = hashlib.sha256(b"here").hexdigest()
-    source = text(tmp_path / "a.txt", url="http://nowhere.invalid/a.txt", sha256=right)
+    source = text(tmp_path / "a.txt", url="https://nowhere.invalid/a.txt", sha256=right)
     check_sources([source])
     assert documents(source) == ["here"]
     with pytest.raises(UserError, match=f"its sha256 is {right} and the recipe states {'0' * 64}"):

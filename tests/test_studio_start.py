@@ -193,6 +193,9 @@ def test_a_recipe_reads_and_writes_nothing_outside_and_runs_no_code(http: httpx.
         for hidden in (value, value.replace(str(folder.parent), f"{folder}/..")):
             (problem,) = checked(http, text, (path, hidden))["problems"]
             assert "lies outside of" in problem["message"], problem
+    (folder / "texts").symlink_to(outside.parent)
+    (problem,) = checked(http, text, ("data.sources", f"- {{type: text, path: {folder}/texts/text.txt}}"))["problems"]
+    assert "lies outside of" in problem["message"], "links are followed before it is asked where they lead"
     changed = edited(text, read_text(text), "data.sources", edits["data.sources"])[0]
     for route, more in (("plan", {"name": "x"}), ("new", {"name": "x"})):
         assert "lies outside of" in message(post(http, route, 400, text=changed, **more))
@@ -204,6 +207,48 @@ def test_a_recipe_reads_and_writes_nothing_outside_and_runs_no_code(http: httpx.
     (problem,) = checked(http, yaml.safe_dump(tree))["problems"]
     assert "file of Python" in problem["message"]
     assert checked(http, origin={"run": "old"})["problems"] == []  # whose text lies outside: it names it itself
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("file:///etc/passwd", "only https"), ("http://127.0.0.1:1/a", "only https"), ("data:,a", "only https"),
+        ("https://127.0.0.1/a", "of this machine"), ("https://[::ffff:10.0.0.1]/a", "of this machine"),
+        ("https://169.254.169.254/latest", "of this machine"), ("https://localhost:8080/a", "of this machine"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("where", ["sources", "mixture"])
+def test_a_recipe_names_public_https_addresses_only(
+    http: httpx.Client, url: str, words: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where who started the studio may download from this machine."""
+    monkeypatch.setenv("GPTWORKS_DOWNLOADS", "private")
+    tree = yaml.safe_load(checked(http, origin={"recipe": "demo"})["text"])
+    source = {"type": "text", "url": url, "sha256": "0" * 64}
+    if where == "mixture":
+        tree["data"] = {"mixture": [{"name": "a", "weight": 1, "sources": [source]}]}
+    else:
+        tree["data"]["sources"] = [source]
+    found = checked(http, yaml.safe_dump(tree))["problems"]
+    assert len(found) == 1 and words in found[0]["message"], found
+
+
+def test_a_dataset_is_of_the_hub_or_a_folder_inside(http: httpx.Client, folder: Path) -> None:
+    text = checked(http, origin={"recipe": "demo"})["text"]
+    for dataset in ("https://x.org/a", "../outside", "/etc", "~/texts", "hf://a/b", "a/b/c", "./../x", "file:///etc"):
+        source = f"- {{type: huggingface, dataset: '{dataset}', split: train}}"
+        (problem,) = checked(http, text, ("data.sources", source))["problems"]
+        assert "lies outside of" in problem["message"], (dataset, problem)
+    for dataset in ("owner/name", "wikitext"):
+        source = f"- {{type: huggingface, dataset: '{dataset}', split: train}}"
+        assert not checked(http, text, ("data.sources", source))["problems"]
+
+
+def test_what_a_sweep_would_try_is_asked_too(http: httpx.Client) -> None:
+    text = checked(http, origin={"recipe": "demo"})["text"]
+    sweep = "{ranges: {data.cache_dir: {choices: [data, /etc]}}, n_trials: 2}"
+    (problem,) = checked(http, text, ("sweep", sweep))["problems"]
+    assert "sweep.ranges.data.cache_dir=/etc lies outside of" in problem["message"], problem
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from gptworks.cli import compare, convert, data, draft, evaluate, inspect, look,
 from gptworks.cli.common import notice
 from gptworks.cli.help import Command, Group
 from gptworks.errors import RunError, UserError
+from gptworks.terminal import guard
 
 app = typer.Typer(
     name="gptworks",
@@ -52,6 +53,7 @@ def main() -> None:
         log = logging.getLogger("gptworks.native")
         log.setLevel(logging.INFO)
         log.addHandler(_Notices())
+    guard()
     warnings.showwarning = lambda message, *_: notice(f"warning: {message}")
     try:
         app()

@@ -113,10 +113,10 @@ def show_lines(tree: Any, as_json: bool, *lines: str) -> None:
 
 
 def console_of(stderr: bool = False) -> "Console":
-    from rich.console import Console
+    from gptworks.terminal import Console
 
-    console = Console(stderr=stderr, highlight=False)
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=100)
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=100)
 
 
 @contextmanager
@@ -149,10 +149,10 @@ def working(what: str) -> "Iterator[Callable[[int, int], None]]":
 
     Print no result inside.
     """
-    from rich.progress import BarColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = "{task.description}", BarColumn(bar_width=24), TimeElapsedColumn(), TimeRemainingColumn()
-    with progress_bars(*columns) as progress:
+    columns = TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TimeElapsedColumn()
+    with progress_bars(*columns, TimeRemainingColumn()) as progress:
         task = progress.add_task(what, total=None)
 
         def show(done: int, total: int) -> None:

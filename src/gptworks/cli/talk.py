@@ -14,6 +14,7 @@ from gptworks.errors import RunError, UserError, nearest
 from gptworks.files import replacing_by_name
 from gptworks.infer.chat import ChatSession
 from gptworks.infer.sampling import SamplingSettings
+from gptworks.terminal import clean
 from gptworks.units import counted
 
 HELP = """\
@@ -31,9 +32,6 @@ A text that begins with / is a command; begin with a space to send it. Ctrl-C st
 
 BLOCK = '"""'
 MOST_HISTORY_LINES, MOST_HISTORY_BYTES = 1000, 1 << 20
-
-_HIDDEN = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-"""Characters by which a model or a file could drive the terminal."""
 
 
 class Terminal:
@@ -79,12 +77,12 @@ class Terminal:
 
     def write(self, text: str) -> None:
         """Part of an answer."""
-        sys.stdout.write(text.translate(_HIDDEN))
+        sys.stdout.write(clean(text))
         sys.stdout.flush()
 
     def remark(self, text: str) -> None:
         """Something that is not the model's."""
-        sys.stderr.write(f"{text.translate(_HIDDEN)}\n")
+        sys.stderr.write(f"{clean(text)}\n")
         sys.stderr.flush()
 
 

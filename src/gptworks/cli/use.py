@@ -152,7 +152,7 @@ def generate(
             print_json({"prompt": prompt, "completions": [_completion_json(one) for one in completions]})
             return
         for i, completion in enumerate(completions):
-            typer.echo(f"--- {i + 1} of {samples}\n{shown}{completion.text}")
+            sys.stdout.write(f"--- {i + 1} of {samples}\n{shown}{completion.text}\n")
         return
     reason = None
     pieces = engine.pieces(encode(prompt), settings, overflow=overflow)

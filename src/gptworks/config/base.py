@@ -160,6 +160,23 @@ class Role(Enum):
         return self is Role.MEASURED
 
 
+class Place(Enum):
+    """What a setting names outside of its recipe: who takes recipes of others asks for each whether it may be read.
+
+    Each setting that names a place says so: `path: Free[Annotated[str, Place.PATH]]`.
+    """
+
+    PATH = "path"
+    """A file or a folder; a pattern of such names."""
+    URL = "url"
+    DATASET = "dataset"
+    """A dataset of the Hugging Face hub, or a folder."""
+    TEMPLATE = "template"
+    """The name of a chat template, or a file."""
+    CODE = "code"
+    """A file of Python, which is run."""
+
+
 T = TypeVar("T")
 Measured = Annotated[T, Role.MEASURED]
 Fixed = Annotated[T, Role.FIXED]
@@ -177,6 +194,7 @@ class Setting:
     """As an override names it, such as `train.batch_size` or `data.sources.0.path`."""
     value: Any
     role: Role
+    place: Place | None = None
 
 
 def settings(section: Section, path: str = "") -> Iterator[Setting]:
@@ -193,7 +211,7 @@ def settings(section: Section, path: str = "") -> Iterator[Setting]:
                 yield from settings(item, f"{where}.{index}")
         else:
             [role] = [item for item in field.metadata if isinstance(item, Role)]
-            yield Setting(where, value, role)
+            yield Setting(where, value, role, next((item for item in field.metadata if isinstance(item, Place)), None))
 
 
 def role_of(section: Section, path: str) -> Role:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from gptworks.config.base import Measured, PositiveInt, Section, ShortPath
+from gptworks.config.base import Measured, Place, PositiveInt, Section, ShortPath
 
 Ratio = Annotated[float, Field(ge=0, le=1)]
 PersonalData = Literal["email", "ip", "phone", "key"]
@@ -150,7 +150,7 @@ class Decontaminate(Section):
     """Documents that hold a part of an evaluation task are dropped."""
 
     type: Measured[Literal["decontaminate"]]
-    tasks: Measured[tuple[ShortPath, ...]] = Field(
+    tasks: Measured[Annotated[tuple[ShortPath, ...], Place.PATH]] = Field(
         min_length=1, description="Task files, or JSONL files of items, whose texts may not occur."
     )
     ngram: Measured[Annotated[int, Field(ge=2, le=100)]] = Field(

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from gptworks.config.base import Free, Measured, PositiveInt, Repeat, Section, ShortPath, Steering
+from gptworks.config.base import Free, Measured, Place, PositiveInt, Repeat, Section, ShortPath, Steering
 from gptworks.config.cleaning import FilterConfig, check_order
 from gptworks.config.mixture import Anneal, MixtureMember, check_mixture
 from gptworks.config.sources import ConversationsSource, PreferencesSource, RecordsSource, SourceConfig
@@ -30,7 +30,7 @@ class DataConfig(Section):
         (), description="Filters of the sources' text, in order."
     )
     validation: ValidationSplit = ValidationSplit()
-    cache_dir: Free[ShortPath] = Field(
+    cache_dir: Free[Annotated[ShortPath, Place.PATH]] = Field(
         Path("data"), description="Prepared shards go to a folder of their own below this one."
     )
     shard_tokens: Repeat[PositiveInt] = Field(

@@ -5,7 +5,7 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from gptworks.config.base import MOST_NAME_CHARACTERS, Fixed, Free, Measured, Section, ShortPath, Steering
+from gptworks.config.base import MOST_NAME_CHARACTERS, Fixed, Free, Measured, Place, Section, ShortPath, Steering
 from gptworks.config.cleaning import FilterConfig, check_order
 from gptworks.config.sources import RecordsSource, SourceConfig
 
@@ -20,7 +20,7 @@ class MixtureMember(Section):
     weight: Fixed[Weight] = Field(
         1.0, description="Its share of the samples is this over the sum of all. 0: it is read from data.anneal on."
     )
-    dataset: Free[ShortPath | None] = Field(
+    dataset: Free[Annotated[ShortPath | None, Place.PATH]] = Field(
         None, description="A folder of `gptworks data build`; or one of `gptworks data mix`, which holds this name."
     )
     sources: Measured[tuple[SourceConfig, ...]] = ()

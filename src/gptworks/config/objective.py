@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, model_validator
 
-from gptworks.config.base import Fixed, Free, Measured, PositiveInt, Section, ShortPath, Start
+from gptworks.config.base import Fixed, Free, Measured, Place, PositiveInt, Section, ShortPath, Start
 
 DataFault = Literal[
     "nothing-learned", "little-learned", "prompts-learned", "unanswered", "empty-answers", "swapped-roles",
@@ -169,7 +169,9 @@ class DistillationObjective(ObjectiveSettings):
     several_texts = True
 
     type: Measured[Literal["distillation"]]
-    teacher: Start[ShortPath] = Field(description="A run folder, trained or imported, with the same tokenizer.")
+    teacher: Start[Annotated[ShortPath, Place.PATH]] = Field(
+        description="A run folder, trained or imported, with the same tokenizer."
+    )
     temperature: Fixed[float] = Field(2.0, gt=0)
     kl_weight: Fixed[float] = Field(0.5, gt=0)
     ce_weight: Fixed[float] = Field(0.5, ge=0)
@@ -190,7 +192,7 @@ class RewardObjective(ObjectiveSettings):
     fixed_settings: ClassVar[dict[str, str]] = {"train.batch_size": "its prompts are counted in steps of one size"}
 
     type: Measured[Literal["reward"]]
-    reward: Measured[str] = Field(
+    reward: Measured[Annotated[str, Place.CODE]] = Field(
         pattern=r"^.+\.py:[A-Za-z_][A-Za-z0-9_]*$",
         description="`path/to/file.py:function`, which is called as function(completion, prompt=..., answer=...), "
         "all text, and returns a number. It is run as it is.",

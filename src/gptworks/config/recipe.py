@@ -1,11 +1,11 @@
 """A recipe: all that a run is, and what must agree in it."""
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from gptworks.config.base import MOST_NAME_CHARACTERS, Fixed, Free, Repeat, Section, ShortPath, Start
+from gptworks.config.base import MOST_NAME_CHARACTERS, Fixed, Free, Place, Repeat, Section, ShortPath, Start
 from gptworks.config.data import DataConfig
 from gptworks.config.defaults import train_defaults
 from gptworks.config.model import ModelConfig
@@ -45,9 +45,9 @@ class Recipe(Section):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         description="Default: the file's name.",
     )
-    run_dir: Free[ShortPath] = Field(default_factory=lambda data: Path("runs") / data["name"])
+    run_dir: Free[Annotated[ShortPath, Place.PATH]] = Field(default_factory=lambda data: Path("runs") / data["name"])
     seed: Repeat[int] = Field(1337, ge=0, lt=2**32)
-    initialize_from: Start[ShortPath | None] = Field(
+    initialize_from: Start[Annotated[ShortPath | None, Place.PATH]] = Field(
         None, description="A run folder whose best weights this run starts from. None: random ones, as model.init says."
     )
     model: ModelConfig

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from gptworks.config.base import Free, Measured, PositiveInt, Section
+from gptworks.config.base import Free, Measured, Place, PositiveInt, Section
 
 LANGUAGES: dict[str, tuple[str, ...]] = {
     "python": (".py", ".pyi"), "c": (".c", ".h"), "c++": (".cc", ".cpp", ".cxx", ".hpp", ".hh"), "c#": (".cs",),
@@ -33,11 +33,12 @@ def _several(one: str | tuple[str, ...] | None) -> tuple[str, ...]:
 class FileSource(Section):
     """Local files, or a download; also compressed: .gz, .xz, .bz2, and with the `data` extra .zst."""
 
-    path: Free[str | None] = Field(
+    path: Free[Annotated[str | None, Place.PATH]] = Field(
         None, description="A file, a folder or a glob. With url: a local copy, used instead."
     )
-    url: Measured[str | tuple[str, ...] | None] = Field(
-        None, description="Downloaded once into the cache; needs sha256. Or several, each with its sha256."
+    url: Measured[Annotated[str | tuple[str, ...] | None, Place.URL]] = Field(
+        None,
+        description="An https address, downloaded once into the cache; needs sha256. Or several, each with its sha256.",
     )
     sha256: Measured[Sum | tuple[Sum, ...] | None] = None
 
@@ -48,6 +49,11 @@ class FileSource(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_place()
+        if self.url:
+            from gptworks.files.fetch import check_url
+
+            for url in _several(self.url):
+                check_url(url)
         if self.url and not self.sha256:
             raise ValueError(f"url={self.url} has no sha256: add it, so that the same bytes are used every time")
         several = isinstance(self.url, tuple) or isinstance(self.sha256, tuple)
@@ -152,7 +158,7 @@ class CodeSource(Section):
     `.gitignore` files name, which needs the `sources` extra."""
 
     type: Measured[Literal["code"]]
-    path: Free[str] = Field(description="A folder.")
+    path: Free[Annotated[str, Place.PATH]] = Field(description="A folder.")
     languages: Measured[tuple[str, ...]] = Field(
         (), description=f"Of {', '.join(LANGUAGES)}. Empty: all of them, unless `extensions` are given."
     )
@@ -176,7 +182,7 @@ class HuggingFaceSource(Section):
     """A dataset of the Hugging Face hub, or a local dataset folder, streamed. Needs the `data` extra."""
 
     type: Measured[Literal["huggingface"]]
-    dataset: Measured[str]
+    dataset: Measured[Annotated[str, Place.DATASET]]
     name: Measured[str | None] = None
     revision: Measured[str | None] = Field(
         None, description="A commit, branch or tag of the hub. Name a commit, so that the same text is used every time."
@@ -188,7 +194,9 @@ class HuggingFaceSource(Section):
 class RecordsSource(FileSource):
     """Records from files or a dataset."""
 
-    dataset: Measured[str | None] = Field(None, description="Of the Hugging Face hub, or a local dataset folder.")
+    dataset: Measured[Annotated[str | None, Place.DATASET]] = Field(
+        None, description="Of the Hugging Face hub, or a local dataset folder."
+    )
     name: Measured[str | None] = None
     revision: Measured[str | None] = Field(None, description="A commit, branch or tag of the hub.")
     split: Measured[str] = "train"

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from gptworks.config.base import Measured, Section, ShortPath
+from gptworks.config.base import Measured, Place, Section, ShortPath
 
 
 class _Tokenizer(Section):
@@ -13,7 +13,7 @@ class _Tokenizer(Section):
         description="Special tokens added to it, such as <|im_start|> and <|im_end|>, which chatml writes. A run that "
         "starts from one without them gets embeddings for them, each the mean of the others.",
     )
-    chat_template: Measured[str | None] = Field(
+    chat_template: Measured[Annotated[str | None, Place.TEMPLATE]] = Field(
         None,
         description="chatml, alpaca, plain, or a Jinja file. None: the one that lies beside a tokenizer read from a "
         "folder, if any.",
@@ -59,7 +59,7 @@ class GPT2Tokenizer(_Tokenizer):
     """GPT-2's 50,257 tokens."""
 
     type: Measured[Literal["gpt2"]]
-    path: Measured[ShortPath | None] = Field(
+    path: Measured[Annotated[ShortPath | None, Place.PATH]] = Field(
         None, description="The published ranks file (r50k_base.tiktoken) or a Hugging Face folder. None: the hub."
     )
 
@@ -68,7 +68,7 @@ class FileTokenizer(_Tokenizer):
     """Any `tokenizer.json`, or a folder that holds one."""
 
     type: Measured[Literal["file"]]
-    path: Measured[ShortPath]
+    path: Measured[Annotated[ShortPath, Place.PATH]]
 
 
 class DatasetTokenizer(_Tokenizer):

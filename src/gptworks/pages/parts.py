@@ -10,22 +10,13 @@ from typing import Any, TypeGuard, cast
 import jinja2
 from markupsafe import Markup
 
+from gptworks.terminal import UNPRINTABLE
 from gptworks.units import readable
 
 MOST_CHARACTERS = 20_000
 """Characters of one text that a page shows."""
 
 _COUNTS = {"k": "thousand", "M": "million", "G": "billion", "T": "trillion"}
-
-
-_DIRECTIONS = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
-"""Characters that turn the direction of the text after them, beyond their own."""
-
-_UNPRINTABLE = dict.fromkeys(
-    (*range(9), 0x0B, 0x0C, *range(0x0E, 0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000), 0xFFFE, 0xFFFF,
-     *_DIRECTIONS),
-    "\ufffd",
-)  # fmt: skip
 
 
 @cache
@@ -48,7 +39,7 @@ def stylesheet() -> str:
 
 def printable(text: str) -> str:
     """The text with U+FFFD for each character that cannot be shown."""
-    return text.translate(_UNPRINTABLE)
+    return text.translate(UNPRINTABLE)
 
 
 def shortened(value: Any) -> Any:

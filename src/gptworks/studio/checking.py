@@ -4,6 +4,7 @@ are hostile until checked. The recipe's own parser and `gptworks plan` say what 
 
 import contextlib
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,12 +14,15 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import to_jsonable_python
 
-from gptworks.config import FileTokenizer, GPT2Tokenizer, Recipe, settings
+from gptworks.chat_template import BUILT_IN
+from gptworks.config import FileTokenizer, Recipe, settings
+from gptworks.config.base import Place
 from gptworks.config.explain import faults, sections_at
 from gptworks.confined.child import Answer, serve
 from gptworks.describe.plan_tables import plan_json, tables
 from gptworks.errors import UserError
 from gptworks.files import read_text as read_file
+from gptworks.files.fetch import check_public
 from gptworks.plan.devices import find_device, this_cpu
 from gptworks.recipe import apply_overrides, load_recipe, parse_recipe
 from gptworks.studio.form import GIVEN_BY_THE_START, form, text_of
@@ -252,61 +256,64 @@ def _given(tree: Tree) -> dict[str, str]:
 
 
 def read_within(tree: Tree, question: Tree) -> Recipe:
-    """The recipe of a tree, which may not name files outside of the question's `allowed` folders, unless its `origin`
-    does, nor a file of Python: who has the page's address need not have the rights of who started it.
+    """The recipe of a tree. Its settings that name a place may name no file outside of the question's `allowed`
+    folders, unless its `origin` does, no file of Python, and only public https addresses: who has the page's address
+    need not have the rights of who started it.
 
     Raises:
-        UserError: it does, or is wrong.
+        UserError: one does, or the recipe is wrong.
     """
     origin = question["origin"]
-    known = set() if origin is None else {*_files(load_recipe(origin)).values()}
+    known = set() if origin is None else {value for _, _, value in places(load_recipe(origin))}
 
-    def check(files: Tree) -> None:
-        for path, file in files.items():
-            if path == "objective.reward":
-                raise UserError(f"{path}={file} runs a file of Python, which the page does not do: gptworks train can.")
-            if file not in known and not _is_below(file, question["allowed"]):
+    def check(named: Iterable[tuple[str, Place, str]]) -> None:
+        for path, place, value in named:
+            if place is Place.CODE:
                 raise UserError(
-                    f"{path}={file} lies outside of {' and '.join(question['allowed'])}: start the studio in a folder "
-                    f"around it, or write the recipe to a file and use gptworks train."
+                    f"{path}={value} runs a file of Python, which the page does not do: gptworks train can."
                 )
+            if place is Place.URL:
+                check_public(value)
+            elif place is Place.DATASET and _is_of_the_hub(value):
+                continue
+            elif not (place is Place.TEMPLATE and value in BUILT_IN) and value not in known:
+                _check_below(path, value, question["allowed"])
 
     if isinstance(source := tree.get("initialize_from"), str):  # it is read with the recipe
-        check({"initialize_from": source})
+        check([("initialize_from", Place.PATH, source)])
     recipe = read(tree)
-    check(_files(recipe))
+    check(places(recipe))
     return recipe
 
 
-def _files(recipe: Recipe) -> dict[str, str]:
-    """The files and folders that a recipe names, by the setting."""
-    found: dict[str, Any] = {"initialize_from": recipe.initialize_from, "data.cache_dir": recipe.data.cache_dir}
-    sources = {f"data.sources.{n}": source for n, source in enumerate(recipe.data.sources)}
-    filters = {"data.clean": recipe.data.clean}
-    for m, member in enumerate(recipe.data.mixture):
-        found[f"data.mixture.{m}.dataset"] = member.dataset
-        filters[f"data.mixture.{m}.clean"] = member.clean
-        sources |= {f"data.mixture.{m}.sources.{n}": source for n, source in enumerate(member.sources)}
-    for place, source in sources.items():
-        found[f"{place}.path"] = getattr(source, "path", None)
-        dataset = getattr(source, "dataset", None)
-        is_folder = dataset is not None and (dataset.startswith(("/", "~", ".")) or Path(dataset).exists())
-        found[f"{place}.dataset"] = dataset if is_folder else None
-    for place, chain in filters.items():
-        tasks = [(n, i, file) for n, one in enumerate(chain) for i, file in enumerate(getattr(one, "tasks", ()))]
-        found |= {f"{place}.{n}.tasks.{i}": file for n, i, file in tasks}
-    tokenizer = recipe.tokenizer
-    found["tokenizer.path"] = tokenizer.path if isinstance(tokenizer, FileTokenizer | GPT2Tokenizer) else None
-    template = tokenizer.chat_template
-    found["tokenizer.chat_template"] = (
-        template if template is not None and ("." in template or "/" in template) else None
-    )
-    found["objective.teacher"] = recipe.objective.teacher_run
-    found["objective.reward"] = getattr(recipe.objective, "reward", None)
-    return {path: str(file) for path, file in found.items() if file is not None}
+def places(recipe: Recipe) -> Iterable[tuple[str, Place, str]]:
+    """What a recipe's settings name outside of it, and those of a sweep's trials: the setting, its kind, and what it
+    names. What the start of a run sets itself is left out."""
+    ranges = {} if recipe.sweep is None else recipe.sweep.ranges
+    for one in settings(recipe):
+        if one.place is None or one.path in GIVEN_BY_THE_START:
+            continue
+        for value in one.value if isinstance(one.value, tuple) else (one.value,):
+            if value is not None:
+                yield one.path, one.place, str(value)
+        for value in getattr(ranges.get(one.path), "choices", None) or ():
+            yield f"sweep.ranges.{one.path}", one.place, str(value)
 
 
-def _is_below(file: str, folders: Sequence[str]) -> bool:
-    """Whether a path, which may be a pattern, lies below one of the folders. Links inside them are followed."""
-    path = Path(file).expanduser()
-    return ".." not in path.parts and any(Path(os.path.abspath(path)).is_relative_to(folder) for folder in folders)  # noqa: PTH100
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[\w.-]{1,96})?")
+
+
+def _is_of_the_hub(dataset: str) -> bool:
+    """Whether it names a dataset of the Hugging Face hub, and no folder."""
+    return _HUB_NAME.fullmatch(dataset) is not None and not Path(dataset).exists()
+
+
+def _check_below(path: str, file: str, folders: Sequence[str]) -> None:
+    """Refuse a path, which may be a pattern, that does not lie below one of the folders. Links are followed first."""
+    given = Path(file).expanduser()
+    real = os.path.realpath(given)
+    if ".." in given.parts or not any(Path(real).is_relative_to(os.path.realpath(folder)) for folder in folders):
+        raise UserError(
+            f"{path}={file} lies outside of {' and '.join(folders)}: start the studio in a folder around it, or write "
+            f"the recipe to a file and use gptworks train."
+        )

@@ -12,6 +12,7 @@ from subprocess import DEVNULL, STDOUT, Popen
 
 from gptworks.errors import UserError
 from gptworks.files import open_regular, open_to_append
+from gptworks.files.fetch import REACH
 from gptworks.train.run_folder import CONSOLE, is_in_use
 
 MOST_LINES = 12
@@ -74,7 +75,7 @@ class Processes:
             with open_to_append(folder / CONSOLE, inside=folder) as console:
                 process = Popen(
                     [sys.executable, *COMMAND, "train", *arguments], stdin=DEVNULL, stdout=console, stderr=STDOUT,
-                    start_new_session=True,
+                    start_new_session=True, env=os.environ | {REACH: "guarded"},
                 )  # fmt: skip
             self.started.pop(name, None)
             self.started[name] = Training(name, folder, process)

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from gptworks.chat_template import load_chat_template, save_chat_template
 from gptworks.checkpoint import checkpoints
@@ -34,6 +33,7 @@ from gptworks.plan.fit import layout_words
 from gptworks.plan.layout import Layout
 from gptworks.plan.memory import training_peak
 from gptworks.recipe import load_recipe, save_recipe, with_vocab_size
+from gptworks.terminal import Console
 from gptworks.tokenizer import save_tokenizer, vocabulary_size
 from gptworks.train.changes import change_words, changed, inexact, record
 from gptworks.train.distributed.agreed import check_shared

@@ -1,24 +1,16 @@
 """The files of a source: those that its path names, or its download."""
 
 import glob
-import http.client
 import os
-import shutil
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
-
-from filelock import FileLock
 
 from gptworks.config.sources import FileSource
 from gptworks.data.sources.opening import plain_name
-from gptworks.errors import RunError, UserError
-from gptworks.files import check_inside, make_folder, sha256_file, sync
-
-_CHUNK_BYTES = 1 << 20
+from gptworks.errors import UserError
+from gptworks.files import check_inside
+from gptworks.files.fetch import fetched
 
 
 def local_files(source: FileSource, endings: tuple[str, ...]) -> list[Path]:
@@ -30,7 +22,7 @@ def local_files(source: FileSource, endings: tuple[str, ...]) -> list[Path]:
         RunError: the download failed.
     """
     if source.path is None:
-        return [_download(url, sha256) for url, sha256 in source.downloads]
+        return [fetched(url, sha256, cache_folder()) for url, sha256 in source.downloads]
     path = Path(source.path).expanduser()
     if path.is_file():
         return [path]
@@ -74,50 +66,3 @@ def cache_folder() -> Path:
     if chosen := os.environ.get("GPTWORKS_CACHE"):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gptworks"
-
-
-def _download(url: str, sha256: str) -> Path:
-    """The file at `url`, fetched once. It gets its name only when its bytes are the right ones; what a download that
-    broke off has fetched is kept, and the next one goes on from there."""
-    file = cache_folder() / f"{sha256[:16]}-{Path(urlsplit(url).path).name or 'download'}"
-    if file.exists():
-        return file
-    make_folder(file.parent)
-    partial = file.with_name(f".{file.name}.partial")
-    with FileLock(file.with_name(f".{file.name}.lock")):
-        if file.exists():  # another process was faster
-            return file
-        try:
-            _fetch(url, partial)
-        except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
-            kept = partial.stat().st_size if partial.exists() else 0
-            fix = "Try again" + (f", which goes on after the {kept:,} bytes that came" if kept else "")
-            raise RunError(
-                f"{url} could not be downloaded: {error}. {fix}, or fetch it yourself and set `path` to it."
-            ) from error
-        if (actual := sha256_file(partial)) != sha256:
-            partial.unlink()
-            raise UserError(
-                f"{url}: the sha256 of what came is {actual} and the recipe states {sha256}. "
-                f"Nothing was kept. It changed or the download was altered; correct the recipe if you trust it."
-            )
-        sync(partial)
-        partial.replace(file)
-    return file
-
-
-def _fetch(url: str, partial: Path) -> None:
-    """Download what a file lacks; all of it where the server gives no parts."""
-    have = partial.stat().st_size if partial.exists() else 0
-    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
-    try:
-        response = urllib.request.urlopen(request, timeout=60)
-    except urllib.error.HTTPError as error:
-        if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and have:  # it is whole, or of another file
-            return
-        raise
-    goes_on = have and response.status == http.HTTPStatus.PARTIAL_CONTENT
-    with response, partial.open("ab" if goes_on else "wb") as file:
-        shutil.copyfileobj(response, file, _CHUNK_BYTES)
-        if getattr(response, "length", None):
-            raise ConnectionError(f"the connection closed {response.length:,} bytes before the end")

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
+
+from gptworks.terminal import Console
 
 PLAIN_LINE_SECONDS = 10.0
 SLOW_SECONDS = 2.0

@@ -4,9 +4,8 @@ import io
 from collections import deque
 from typing import Any
 
-from rich.console import Console
-
 from gptworks.pages.parts import printable
+from gptworks.terminal import Console
 from gptworks.train.record.display import Display
 
 MOST_LINES = 30

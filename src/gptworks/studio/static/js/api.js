@@ -31,7 +31,7 @@ export function setKey(key) {
   sessionStorage.setItem(TYPED, key);
 }
 
-function key() {
+export function key() {
   return sessionStorage.getItem(TYPED) ?? localStorage.getItem(SESSION);
 }
 

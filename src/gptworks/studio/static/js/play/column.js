@@ -1,6 +1,6 @@
 // One column: which model, its text or conversation, what can be done with it.
 
-import { token as apiKey } from "../api.js";
+import { key as apiKey } from "../api.js";
 import { stepOptions } from "../choice.js";
 import { count, short } from "../format.js";
 import { go } from "../shell.js";

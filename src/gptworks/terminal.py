@@ -1,0 +1,86 @@
+"""The one place where text meets a terminal: what comes from models, files and names cannot drive it.
+
+`guard` puts a filter in front of standard output and standard error where they are terminals, whoever writes there:
+commands, warnings, tracebacks, libraries. Only `Console` writes past it, and filters the text of what it renders.
+Where the output is no terminal, texts stay as they are.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from rich import console as rich
+from rich.segment import Segment
+
+_DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+"""Characters that turn the direction of the text after them, beyond their own."""
+UNPRINTABLE = dict.fromkeys(
+    (*range(9), 0x0B, 0x0C, *range(0x0E, 0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000), 0xFFFE, 0xFFFF,
+     *_DIRECTIONS),
+    "\ufffd",
+)  # fmt: skip
+"""Control characters and what cannot be shown, without tabs and ends of lines."""
+_ON_TERMINALS = UNPRINTABLE | {0x0D: "\ufffd"}
+
+
+def clean(text: str) -> str:
+    """The text with U+FFFD for each character that drives a terminal or cannot be shown; tabs and new lines stay."""
+    return text.translate(_ON_TERMINALS)
+
+
+class _Guarded:
+    """A stream of text that is cleaned. It has no `buffer`, through which bytes would pass by."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.rich_proxied_file = stream
+        """Where consoles of rich write, whose own sequences must arrive."""
+
+    def write(self, text: str) -> int:
+        self.rich_proxied_file.write(clean(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("buffer", "detach"):
+            raise AttributeError(name)
+        return getattr(self.rich_proxied_file, name)
+
+
+def guard() -> None:
+    """Clean what this process writes to its standard output and error, where these are terminals."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, _Guarded) and stream.isatty():
+            setattr(sys, name, _Guarded(stream))
+
+
+@contextmanager
+def unguarded() -> Iterator[None]:
+    """Inside, standard error is as it was: for the bars of a library, which move the cursor."""
+    before = sys.stderr
+    sys.stderr = getattr(before, "rich_proxied_file", before)
+    try:
+        yield
+    finally:
+        sys.stderr = before
+
+
+class Console(rich.Console):
+    """A console that takes texts as they are, without markup, and cleans them where it is a terminal."""
+
+    def __init__(self, *, stderr: bool = False, **options: Any) -> None:
+        if "file" not in options:
+            stream = sys.stderr if stderr else sys.stdout
+            options["file"] = getattr(stream, "rich_proxied_file", stream)
+        super().__init__(**{"markup": False, "emoji": False, "highlight": False} | options)
+
+    def render(self, renderable: rich.RenderableType, options: rich.ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control or not self.is_terminal:
+                yield segment
+            else:
+                yield Segment(clean(segment.text), segment.style)
