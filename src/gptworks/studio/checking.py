@@ -312,7 +312,11 @@ def _check_below(path: str, file: str, folders: Sequence[str]) -> None:
     """Refuse a path, which may be a pattern, that does not lie below one of the folders. Links are followed first."""
     given = Path(file).expanduser()
     real = os.path.realpath(given)
-    if ".." in given.parts or not any(Path(real).is_relative_to(os.path.realpath(folder)) for folder in folders):
+    if (
+        "://" in file
+        or ".." in given.parts
+        or not any(Path(real).is_relative_to(os.path.realpath(folder)) for folder in folders)
+    ):
         raise UserError(
             f"{path}={file} lies outside of {' and '.join(folders)}: start the studio in a folder around it, or write "
             f"the recipe to a file and use gptworks train."
