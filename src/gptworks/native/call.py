@@ -61,11 +61,11 @@ def call(library: Library, name: str, tensors: Sequence[Given], *numbers: float,
 
 
 def _describe(x: Tensor, words: list[int]) -> None:
-    if x.dim() > entries.MOST_DIMENSIONS:
-        x = x.flatten(0, x.dim() - entries.MOST_DIMENSIONS)
-    number = NUMBERS.get(x.dtype)
+    sizes, number = x.shape, NUMBERS.get(x.dtype)
     if number is None or not x.is_cpu:
-        raise ValueError(f"the native kernels take no {x.dtype} {list(x.shape)} on {x.device}")
-    sizes, strides = x.shape, x.stride()
+        raise ValueError(f"the native kernels take no {x.dtype} {list(sizes)} on {x.device}")
+    if len(sizes) > entries.MOST_DIMENSIONS:
+        x = x.flatten(0, len(sizes) - entries.MOST_DIMENSIONS)
+        sizes = x.shape
     rest = _REST[len(sizes)]
-    words += (x.data_ptr(), number, len(sizes), *sizes, *rest, *strides, *rest)
+    words += (x.data_ptr(), number, len(sizes), *sizes, *rest, *x.stride(), *rest)

@@ -220,5 +220,5 @@ def call(name: str, tensors: Sequence[Tensor | None], *numbers: float) -> None:
     """Call a function of the library; not on fake tensors."""
     library = training_library()
     assert library is not None
-    if not any(type(x) is FakeTensor for x in tensors):
+    if FakeTensor not in map(type, tensors):
         native.call(library, name, tensors, *numbers)
