@@ -376,6 +376,8 @@ def _closed_off_programs() -> list[str]:
         "import asyncio\nasyncio.run(asyncio.sleep(0))",  # a socket pair
         "import socket\nassert [name for _, name in socket.if_nameindex()] in ([], ['lo'])",
         "import os\nassert os.getuid() == 65534 and not os.path.exists('/home') and not os.path.exists('/proc/1')",
+        "import os, sys\nassert sys.base_prefix.startswith('/usr')"
+        " or {*os.listdir(sys.base_prefix)} <= {'bin', 'lib', 'lib64'}",
         "import os\ntry: os.setuid(0)\nexcept OSError: pass\nassert os.getuid() == os.geteuid() == 65534",
         "import os, signal\nos.kill(1, signal.SIGKILL)\nimport time\ntime.sleep(0.05)"
         if os.getuid()
