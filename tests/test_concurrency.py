@@ -265,7 +265,7 @@ def test_a_full_queue_refuses(model: Any) -> None:
     one.submit([1])
     one.step()
     one.submit([1]), one.submit([1])
-    with pytest.raises(QueueFull, match="2 requests are waiting"):
+    with pytest.raises(QueueFull, match="2 texts are waiting"):
         one.submit([1])
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from gptworks.errors import RunError
 from gptworks.infer.loop import EngineLoop, SlowReader
+from gptworks.infer.scheduler import QueueFull
 from gptworks.serve import embeddings
 from gptworks.serve.service import Service
 from gptworks.serve.settings import ServerSettings
@@ -32,7 +33,7 @@ CONTEXT = 20_000
 def server() -> Iterator[Running]:
     limits = {
         "max_waiting": 2, "header_seconds": 0.6, "body_seconds": 0.6, "stall_seconds": 0.6, "max_pipelined": 2,
-        "keep_alive_seconds": 1,
+        "keep_alive_seconds": 1, "client_share": 1.0,
     }  # fmt: skip
     with running({"base": tiny_engine(n_slots=2, slot_tokens=CONTEXT, context=CONTEXT)}, **limits) as one:
         yield one
@@ -290,7 +291,7 @@ def test_one_client_leaves_places_for_others() -> None:
 
 def test_as_many_requests_go_on_as_there_are_slots_and_places_to_wait() -> None:
     service = Service({"base": tiny_engine(n_slots=512)}, ServerSettings(max_waiting=128))
-    assert service.max_in_flight >= service.max_prompts == 640
+    assert service.max_in_flight >= service.max_texts == 640
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -391,3 +392,68 @@ def test_many_clients_come_and_go(server: Running) -> None:
     until(lambda: is_idle(server))
     assert works(server)
     assert threading.active_count() < 40
+
+
+def test_one_client_leaves_places_for_others_however_it_asks() -> None:
+    """A share counts texts, as the queue does: choices of one prompt, or prompts of one request."""
+    engine = tiny_engine(n_slots=4, context=CONTEXT, slot_tokens=CONTEXT)
+    with (
+        running({"base": engine}, api_keys=("one", "two"), max_waiting=12, client_share=0.5) as server,
+        server.http(headers={"authorization": "Bearer one"}) as first,
+        server.http(headers={"authorization": "Bearer two"}) as second,
+        socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=60) as one,
+    ):
+        for asked in ({"n": 9}, {"prompt": ["a"] * 9}, {"prompt": ["a"] * 3, "n": 3}):
+            never = first.post("/v1/completions", json=LONG | asked)
+            assert (never.status_code, never.json()["error"]["code"]) == (400, "client_share"), "more than its share"
+        one.sendall(request(LONG | {"n": 7}).replace(KEY.encode(), b"one"))
+        until(lambda: engine.statistics().running == 4 and engine.statistics().waiting == 3)
+        refused = first.post("/v1/completions", json=LONG | {"n": 2, "max_tokens": 1})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "client_share")
+        other = first.post("/v1/embeddings", json={"model": "base", "input": ["a", "b"]})
+        assert (other.status_code, other.json()["error"]["code"]) == (429, "client_share")
+        assert second.post("/v1/embeddings", json={"model": "base", "input": ["a", "b"]}).status_code == 200
+        with ThreadPoolExecutor(1) as threads:
+            served = threads.submit(second.post, "/v1/completions", json=LONG | {"n": 8, "max_tokens": 1})
+            until(lambda: engine.statistics().waiting == 3 + 8)
+            one.close()
+            assert len(served.result().json()["choices"]) == 8
+        until(lambda: is_idle(server))
+        assert not server.service._texts and not server.service._numbers
+
+
+def test_texts_whose_prompt_is_not_read_yet_wait_too() -> None:
+    engine = tiny_engine(n_slots=2)
+    engine.max_waiting = 4
+    requests = [engine.submit("ab", n_samples=3, max_tokens=1)]
+    assert engine.statistics().waiting == 3
+    requests.append(engine.submit("a", n_samples=2, max_tokens=1))
+    assert engine.statistics().waiting == 5
+    with pytest.raises(QueueFull, match="5 texts"):
+        engine.submit("a", max_tokens=1)
+    while engine.step():
+        assert engine.statistics().waiting <= 5
+    assert all(one.done for one in requests) and engine.statistics().waiting == 0
+
+
+def test_log_probabilities_of_all_answers_together_are_bounded() -> None:
+    engine = tiny_engine(n_slots=4, context=CONTEXT, slot_tokens=CONTEXT)
+    asked = {"logprobs": 19, "max_tokens": 500}  # 10,000 numbers
+    with (
+        running({"base": engine}, api_keys=("one", "two", "three"), max_logprob_numbers=21_000) as server,
+        server.http() as http,
+    ):
+
+        def ask(key: str, **more: Any) -> tuple[int, str | None]:
+            headers = {"authorization": f"Bearer {key}"}
+            response = http.post("/v1/completions", json=LONG | {"max_tokens": 1} | more, headers=headers)
+            return response.status_code, response.json().get("error", {}).get("code")
+
+        with ThreadPoolExecutor(2) as threads:
+            begun = [threads.submit(ask, key, **asked) for key in ("one", "two")]
+            until(lambda: server.service._numbers.total() == 20_000)
+            assert ask("one", **asked) == (429, "too_many_logprobs"), "its own share"
+            assert ask("three", **asked) == (429, "too_many_logprobs"), "all that there is"
+            assert ask("three") == (200, None), "without them"
+            assert [one.result() for one in begun] == [(200, None)] * 2
+        assert ask("three", **asked) == (200, None)

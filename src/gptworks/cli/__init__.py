@@ -1,6 +1,7 @@
 """The command line: one function a command, each importing what it needs when it runs."""
 
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -49,6 +50,7 @@ class _Notices(logging.Handler):
 
 def main() -> None:
     """Run a command; a mistake of the user or a failure of the work is one clear message and an exit code."""
+    _open_standard_streams()
     if sys.stderr.isatty():
         log = logging.getLogger("gptworks.native")
         log.setLevel(logging.INFO)
@@ -66,6 +68,18 @@ def main() -> None:
         _fail(f"{error.filename or 'input/output'}: {error.strerror or error}", 1)
     except KeyboardInterrupt:
         _fail("interrupted", 130)
+
+
+def _open_standard_streams() -> None:
+    """Have a place for what is printed where a standard stream was closed: else the next file that is opened gets its
+    number, and what a library prints."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
 
 
 def _fail(message: str, code: int) -> None:

@@ -46,10 +46,10 @@ def serve(
     context: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a text, prompt and answer together. Default: the model's.")
     ] = None,
-    max_waiting: Annotated[int, typer.Option(min=1, help="Prompts that may wait for a slot; more get 429.")] = 128,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Texts that may wait for a slot; more get 429.")] = 128,
     client_share: Annotated[
         float, typer.Option(help="Of slots and places to wait, the most for one client; 1 behind a proxy.")
-    ] = 0.75,
+    ] = 0.8,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request.")] = 1 << 20,
     max_prompt_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a prompt's text.")] = 1 << 18,
     request_seconds: Annotated[float, typer.Option(help="Time in which a request must be answered whole.")] = 600,

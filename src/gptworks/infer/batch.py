@@ -7,12 +7,15 @@ Output, one line for each prompt, as they finish: `id`; `completions`, each with
 of tokens; `prompt_tokens`. Or `id` and `error`, for a prompt that cannot be continued.
 """
 
+import contextlib
 import itertools
 import json
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from gptworks.errors import UserError
 from gptworks.files import open_regular, open_to_append
@@ -73,13 +76,31 @@ def generate_file(
         UserError: an input line is not as described, two have one id, or the output holds something else.
     """
     source, target, settings = Path(source), Path(target), settings or SamplingSettings()
-    ids = [task.id for task in _tasks(source, settings)]
-    if len(set(ids)) < len(ids):
-        twice = next(one for i, one in enumerate(ids) if one in ids[:i])
-        raise UserError(f"{source}: two prompts have the id {twice!r}. Each needs its own, so that work can go on.")
+    with _kept(source) as lines:
+        return _generate(engine, lines, source, target, settings, n_samples, overflow, encode, report)
+
+
+def _generate(
+    engine: Engine,
+    lines: BinaryIO,
+    source: Path,
+    target: Path,
+    settings: SamplingSettings,
+    n_samples: int,
+    overflow: Overflow,
+    encode: Callable[[str], Prompt],
+    report: Callable[[BatchReport], None],
+) -> BatchReport:
+    ids: dict[str | int, None] = {}
+    for task in _tasks(lines, source, settings):
+        if task.id in ids:
+            raise UserError(
+                f"{source}: two prompts have the id {task.id!r}. Each needs its own, so that work can go on."
+            )
+        ids[task.id] = None
     finished = _finished(target)
     progress = BatchReport(total=len(ids), skipped=sum(one in finished for one in ids))
-    left = (task for task in _tasks(source, settings) if task.id not in finished)
+    left = (task for task in _tasks(lines, source, settings) if task.id not in finished)
 
     def submit(task: _Task) -> Request:
         return engine.submit(encode(task.prompt), task.settings, n_samples=n_samples, overflow=overflow)
@@ -113,11 +134,28 @@ def _outcome(request: Request | Exception) -> dict[str, Any]:
     }
 
 
-def _tasks(source: Path, settings: SamplingSettings) -> Iterator[_Task]:
-    with source.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield _task(line, number, f"{source}, line {number}", settings)
+@contextlib.contextmanager
+def _kept(source: Path) -> Iterator[BinaryIO]:
+    """The bytes of a file that are read twice: of a pipe, which gives them once, a copy."""
+    with source.open("rb") as file:
+        if file.seekable():
+            yield file
+            return
+        with tempfile.TemporaryFile() as copy:
+            shutil.copyfileobj(file, copy)
+            yield copy
+
+
+def _tasks(lines: BinaryIO, source: Path, settings: SamplingSettings) -> Iterator[_Task]:
+    lines.seek(0)
+    for number, line in enumerate(lines, 1):
+        place = f"{source}, line {number}"
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{place}: not UTF-8 text: {error.reason}. Save the file as UTF-8.") from None
+        if text.strip():
+            yield _task(text, number, place, settings)
 
 
 def _task(line: str, number: int, place: str, settings: SamplingSettings) -> _Task:

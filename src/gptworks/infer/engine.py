@@ -94,7 +94,7 @@ class Engine(Client):
         Args:
             n_slots: texts generated at once. None: as many as are asked for, up to 32; room is made as it is needed.
             slot_tokens: tokens of a text, prompt and continuation; None: as needed, up to the model's context.
-            max_waiting: requests that may wait for a slot; None: any number.
+            max_waiting: texts that may wait for a slot; with as many, no more requests are taken. None: any number.
             reuse: whether a prompt that begins like an earlier text starts from what was computed for that; see
                 `scheduler.Reuse`. Not done for a model in training.
             prefill_tokens: prompt tokens computed at once; exact reuse shares whole such parts.
@@ -124,7 +124,7 @@ class Engine(Client):
 
         Raises:
             UserError: as `pieces`.
-            QueueFull: `max_waiting` requests wait already.
+            QueueFull: `max_waiting` texts wait already.
         """
         request = self.admission.request(prompt, settings, **arguments)
         self.enqueue(request)
@@ -134,7 +134,7 @@ class Engine(Client):
         """Queue a request that `admission` has made. From any thread.
 
         Raises:
-            QueueFull: `max_waiting` requests wait already.
+            QueueFull: `max_waiting` texts wait already.
             EngineFailed: the engine is dead.
         """
         with self._inbox_lock:
@@ -142,7 +142,7 @@ class Engine(Client):
                 raise self.failure.again()
             n_waiting = self._n_waiting()
             if self.max_waiting is not None and n_waiting >= self.max_waiting:
-                raise QueueFull(f"{n_waiting} requests are waiting already: try again later.")
+                raise QueueFull(f"{n_waiting} texts are waiting already: try again later.")
             self._inbox.append((True, request))
 
     def cancel(self, request: Request) -> None:
@@ -251,7 +251,9 @@ class Engine(Client):
             self._room.release()
 
     def _n_waiting(self) -> int:
-        return len(self._room.scheduler.waiting) + sum(submitted for submitted, _ in tuple(self._inbox))
+        """Texts without a slot: of requests that no step has seen, those that wait for their prompt, and the rest."""
+        submitted = sum(request.n_samples for is_new, request in tuple(self._inbox) if is_new)
+        return submitted + self._requests.n_to_come + len(self._room.scheduler.waiting)
 
     def statistics(self) -> Statistics:
         """What the engine does and has done, as of now."""

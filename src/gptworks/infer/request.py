@@ -201,6 +201,11 @@ class OpenRequests:
     def __len__(self) -> int:
         return len(self._open)
 
+    @property
+    def n_to_come(self) -> int:
+        """Texts that have no job yet, since their prompt is not read. From any thread."""
+        return sum(request.n_to_come for request in tuple(self._open.values()))
+
     def of(self, job: Job) -> Request:
         """The request that a job is for."""
         return self._request_of[job]
@@ -222,8 +227,7 @@ class OpenRequests:
         if not self._has_new_jobs:
             return
         jobs = [*self.room.scheduler.running, *self.room.scheduler.waiting]
-        n_to_come = sum(request.n_to_come for request in self._open.values())
-        self.room.fit(len(jobs) + n_to_come, max(map(self.most_tokens, jobs)))
+        self.room.fit(len(jobs) + self.n_to_come, max(map(self.most_tokens, jobs)))
         self._has_new_jobs = False
 
     def admit(self) -> list[Draw]:

@@ -12,8 +12,13 @@ class Caller:
 
     client: str
     """An API key's digest, or an address."""
-    n_prompts: int = 0
-    """Prompts of this request that hold places."""
+    n_texts: int = 0
+    """Texts of this request that hold places: a choice of each prompt, or a text to embed."""
+    works: bool = False
+    """Whether the request counts as work: its body is complete, and it is not a stream that only watches."""
+    watches: bool = False
+    n_numbers: int = 0
+    """Numbers of log-probabilities that its answer may have."""
     n_tokens: int = 0
     """Tokens read and written for it."""
     tasks: set[Task] = field(default_factory=set)

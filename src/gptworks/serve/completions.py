@@ -5,7 +5,6 @@ from typing import Any
 from gptworks.serve import openai
 from gptworks.serve.answer import Answer, sampling_settings
 from gptworks.serve.caller import Caller
-from gptworks.serve.errors import invalid
 from gptworks.serve.generate import Choice, Delta, Entry, Order, Prompt, begin
 from gptworks.serve.service import Service
 
@@ -45,9 +44,7 @@ async def begin_completions(service: Service, body: openai.CompletionRequest, ca
     Raises:
         APIError, UserError, QueueFull: the request cannot be accepted.
     """
-    model, most = await service.model(body.model, caller), service.settings.max_waiting
-    if len(body.prompt) > most:
-        raise invalid("prompt", f"{len(body.prompt)} of them, and {most} may wait.")
+    model = await service.model(body.model, caller)
     n, max_tokens = body.n or 1, DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     n_made = max(n, body.best_of or n)
     logprobs = 0 if n_made > n and body.logprobs is None else body.logprobs

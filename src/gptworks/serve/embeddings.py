@@ -29,7 +29,7 @@ def embed(reader: Backend, ids: list[int]) -> list[float]:
 async def embeddings(service: Service, body: openai.EmbeddingRequest, caller: Caller) -> openai.EmbeddingResponse:
     """Embed one text after another in a thread of its own, which ends early where the client goes away."""
     model, gone = await service.model(body.model, caller), threading.Event()
-    service.take_places(caller, 1)
+    service.take_places(caller, len(body.input))
 
     def work() -> list[tuple[int, list[float]]]:
         found = []

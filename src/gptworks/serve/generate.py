@@ -56,6 +56,11 @@ class Order:
     streams: bool = False
     """Pieces are sent as they come, not whole texts at their end."""
 
+    @property
+    def n_made(self) -> int:
+        """Texts that the engine computes for each prompt: one where it is only read."""
+        return self.n if self.generates else 1
+
 
 class Entry(NamedTuple):
     """A token and its log-probability, as they are sent."""
@@ -181,7 +186,7 @@ class Generation:
             self.prompts.append(prompt)
             self.caller.n_tokens += len(prompt.ids)
             self.stream.submit(
-                prompt.ids, order.settings, n_samples=order.n if order.generates else 1, generates=order.generates,
+                prompt.ids, order.settings, n_samples=order.n_made, generates=order.generates,
                 prompt_logprobs=order.prompt_logprobs,
             )  # fmt: skip
 
@@ -217,21 +222,30 @@ class Generation:
         )
 
 
-def check_size(model: ServedModel, order: Order, n_prompts: int) -> None:
-    """Raises an APIError if the request asks for more texts, or log-probabilities, than one answer may hold."""
-    n_texts, settings = n_prompts * order.n, order.settings
-    if n_texts > MAX_TEXTS:
+def check_size(service: Service, model: ServedModel, order: Order, n_prompts: int) -> tuple[int, int]:
+    """The texts that a request asks for, and the numbers of log-probabilities that its answer may hold.
+
+    Raises:
+        APIError: more than one answer may have.
+    """
+    n_choices, n_texts, settings = n_prompts * order.n, n_prompts * order.n_made, order.settings
+    if n_choices > MAX_TEXTS:
         raise invalid("n", f"{n_prompts} prompts and {order.n} texts of each; one request may ask for {MAX_TEXTS}.")
-    if settings.logprobs is None:
-        return
+    most = model.engine.max_waiting
+    if n_prompts > 1 and most is not None and n_texts > most:
+        raise invalid("prompt", f"{n_texts} texts of {n_prompts} prompts, and {most} may wait.")
+    n_each = sum(1 + n for n in (settings.logprobs, settings.processed_logprobs) if n is not None)
     n_tokens = min(settings.max_tokens, model.engine.context)
+    if order.streams:  # they are sent as they come
+        n_tokens = min(n_tokens, service.settings.max_unread_pieces)
     n_tokens += model.engine.context if order.prompt_logprobs is not None else 0
-    if (n := n_texts * n_tokens * (1 + settings.logprobs)) > MAX_LOGPROB_NUMBERS:
+    if (n_numbers := n_choices * n_tokens * n_each) > MAX_LOGPROB_NUMBERS:
         raise invalid(
             "logprobs",
-            f"{n_texts} texts of up to {n_tokens} tokens with alternatives: {n} numbers; one answer may hold "
+            f"{n_choices} texts of up to {n_tokens} tokens with alternatives: {n_numbers} numbers; one answer may hold "
             f"{MAX_LOGPROB_NUMBERS}.",
         )
+    return n_texts, n_numbers
 
 
 async def compiled(service: Service, model: ServedModel, settings: SamplingSettings, caller: Caller) -> Grammar | None:
@@ -276,8 +290,7 @@ async def begin(
     Raises:
         APIError, UserError, QueueFull: the request cannot be accepted; nothing of it goes on.
     """
-    check_size(model, order, len(prompts))
-    service.take_places(caller, len(prompts))
+    service.take_places(caller, *check_size(service, model, order, len(prompts)))
     grammar = await compiled(service, model, order.settings, caller)  # held until the engine has its own hold on it
     stream = model.loop.open(
         max_unread=service.settings.max_unread_pieces * len(prompts) * order.n,

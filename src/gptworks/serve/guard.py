@@ -87,11 +87,14 @@ class Guard:
         except APIError as error:
             await self._discard(headers, incoming, answer)
             raise error
+        caller: Caller = scope["state"]["caller"]
+        caller.works = True
         self._service.n_working += 1
         try:
             await self._work(scope, receive, answer, body)
         finally:
-            self._service.n_working -= 1
+            self._service.n_working -= caller.works
+            caller.works = False
 
     def _admit(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Whether the request may be read at all.

@@ -25,6 +25,10 @@ KERNEL_BYTES = 1 << 17
 """What the system keeps for a reader who is slow. By itself it would take megabytes for each."""
 
 
+_LOOKS = (0.02, 0.1)
+"""Seconds after which a client that sends no more is looked at; later by each sweep."""
+
+
 class GuardedProtocol(HttpToolsProtocol):
     """One connection. `bounded_by` makes the class for a server's settings."""
 
@@ -36,6 +40,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stuck_since: float | None = None
         self._in_headers, self._too_long = True, False
         self._n_header_bytes = self._n_fed_bytes = self._n_bytes = 0
+        self._n_hosts, self._coding, self._half_closed = 0, b"", False
         super().connection_made(transport)
         with contextlib.suppress(OSError):
             transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
@@ -62,6 +67,28 @@ class GuardedProtocol(HttpToolsProtocol):
         elif self._n_bytes > 2 * self.settings.max_discarded_bytes:
             self.transport.abort()
 
+    def eof_received(self) -> bool:
+        """The client sends no more. It may still read: an answer that is being made is sent, and then it ends.
+
+        A client that is gone altogether looks the same. It is found out by sending it something, to which its system
+        answers with a reset: `100 Continue`, which every client passes over.
+        """
+        if self._idle or self.cycle.more_body or self.transport.is_closing():
+            return False  # the transport closes
+        self._half_closed = True
+        if self.scope["http_version"] == "1.1" and not self.cycle.response_started:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        for seconds in _LOOKS:
+            self.loop.call_later(seconds, self._leave_if_gone)
+        return True
+
+    def _leave_if_gone(self) -> None:
+        """Notice a reset, which is not reported while nothing is read or written."""
+        socket_ = self.transport.get_extra_info("socket")
+        with contextlib.suppress(OSError):
+            if self._half_closed and socket_ is not None and socket_.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                self.transport.abort()
+
     @property
     def _idle(self) -> bool:
         """Whether no request is being answered."""
@@ -69,7 +96,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._n_bytes = self._n_header_bytes = 0
+        self._n_bytes = self._n_header_bytes = self._n_hosts = 0
+        self._coding = b""
         self._in_headers = True
 
     def on_url(self, url: bytes) -> None:
@@ -96,17 +124,30 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._idle and self._half_closed:
+            self.transport.close()
         if self._idle:
             self._idle_since = time.monotonic()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(len(name) + len(value) + len(": \r\n"))
         if self._in_headers:  # after them come trailers, which nobody reads
+            lower = name.lower()
+            self._n_hosts += lower == b"host"
+            if self._n_hosts > 1:
+                raise ValueError("it has two Host headers")  # answered with 400
+            if lower == b"transfer-encoding":
+                self._coding += b"," * bool(self._coding) + value.strip().lower()
+                if self._coding != b"chunked":
+                    raise ValueError("its transfer coding is not known here")  # answered with 501
             super().on_header(name, value)
 
     def send_400_response(self, msg: str) -> None:
         if self._too_long:
             self._refuse_headers()
+            return
+        if self._coding not in (b"", b"chunked"):
+            self._refuse(APIError(501, "the only transfer coding here is chunked.", code="transfer_coding"))
             return
         self._refuse(APIError(400, f"this is not HTTP as it should be: {msg}", code="invalid_http"))
 
@@ -124,7 +165,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def sweep(self, now: float) -> None:
-        """End the connection where it is too slow."""
+        """End the connection where it is too slow, or its client gone."""
+        self._leave_if_gone()
         settings = self.settings
         stuck = self.flow.write_paused or self.transport.is_closing()
         self._stuck_since = (self._stuck_since or now) if stuck else None

@@ -1,15 +1,21 @@
 """Starting and ending: uvicorn with our protocol, and a drain between the first signal and the end."""
 
+import asyncio
 import contextlib
+import errno
+import logging
+import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from socket import socket
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
-from gptworks.errors import RunError
+from gptworks.errors import RunError, UserError
 from gptworks.serve.protocol import SWEEP_SECONDS, bounded_by, sweep
 from gptworks.serve.service import Service
 from gptworks.serve.settings import ServerSettings
@@ -18,7 +24,11 @@ _TICKS_PER_SECOND = 10  # uvicorn's
 _CLOSING_SECONDS = 2
 """For connections to be closed, at the end."""
 _SPARE_FILES = 128
-"""Open files beside connections."""
+"""Open files for other things than connections."""
+_BACKLOG = 100
+"""Connections accepted at once, before any is looked at. They are open files too."""
+_FEWEST_FILES = 16
+_SHORT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Server(uvicorn.Server):
@@ -45,6 +55,22 @@ class Server(uvicorn.Server):
         if (failure := self._service.failure) is not None:
             raise RunError(f"{failure}: the server has ended. The log above says how.")
 
+    async def startup(self, sockets: Any = None) -> None:
+        loop, said = asyncio.get_running_loop(), False
+
+        def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            """Log that files run out once: asyncio asks again, many times a second."""
+            nonlocal said
+            error = context.get("exception")
+            if not isinstance(error, OSError) or error.errno not in _SHORT_OF_FILES:
+                loop.default_exception_handler(context)
+            elif not said:
+                said = True
+                logging.getLogger("gptworks").error("no more connections are taken for now: %s", error.strerror)
+
+        loop.set_exception_handler(handle)
+        await super().startup(sockets)
+
     async def on_tick(self, counter: int) -> bool:
         service, now = self._service, time.monotonic()
         if counter == 0:
@@ -70,12 +96,13 @@ def make_server(app: FastAPI, host: str, port: int, started: Callable[[int], Non
     """
     service: Service = app.state.service
     settings: ServerSettings = service.settings
-    _allow_open_files(settings.max_connections + _SPARE_FILES)
+    most, backlog = _connections(settings.max_connections)
     config = uvicorn.Config(
         app,
         host=host,
         port=port,
-        http=bounded_by(settings),
+        http=bounded_by(replace(settings, max_connections=most)),
+        backlog=backlog,
         ws="none",
         log_level="error",
         access_log=False,
@@ -87,12 +114,29 @@ def make_server(app: FastAPI, host: str, port: int, started: Callable[[int], Non
     return Server(config, service, started)
 
 
-def _allow_open_files(n: int) -> None:
-    """Raise the process' own limit to what the connections need, where the system lets it."""
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
+def _connections(most: int) -> tuple[int, int]:
+    """Connections that the limit of open files allows, at most `most`, and those that may be accepted at once. The
+    process' own limit is raised to what they need, where the system lets it.
 
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = n if hard == resource.RLIM_INFINITY else min(n, hard)
-        if soft != resource.RLIM_INFINITY and soft < wanted:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    Raises:
+        UserError: the limit is too low to serve anybody.
+    """
+    try:
+        import resource
+    except ImportError:  # no such limit
+        return most, _BACKLOG
+    wanted = most + _SPARE_FILES + _BACKLOG
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return most, _BACKLOG
+    if soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(
+                resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
+            )
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = soft - len(os.listdir("/dev/fd"))  # noqa: PTH208
+    if free < _FEWEST_FILES:
+        raise UserError(f"{soft} files may be open, and {max(0, free)} are left: raise the limit with ulimit -n 1024.")
+    backlog = min(_BACKLOG, free // 4)
+    return min(most, free - backlog - min(_SPARE_FILES, free // 2)), backlog

@@ -10,7 +10,7 @@ from gptworks.serve.caller import Caller
 from gptworks.serve.errors import APIError
 from gptworks.serve.metrics import Metrics
 from gptworks.serve.models import Models, ServedModel
-from gptworks.serve.settings import ServerSettings
+from gptworks.serve.settings import MAX_WATCHING, MAX_WATCHING_EACH, ServerSettings
 from gptworks.serve.sign_in import SignIn
 
 _NEED_NO_SLOT = 16
@@ -45,7 +45,9 @@ class Service:
         """Schemas that are compiled or wait to be, for each client."""
         self.n_answered = 0
         self._began = time.monotonic()
-        self._prompts: Counter[str] = Counter()
+        self._texts: Counter[str] = Counter()
+        self._numbers: Counter[str] = Counter()
+        self._watching: Counter[str] = Counter()
         self.runs = False
         """Between `start` and `close`."""
         for name, engine in engines.items():
@@ -78,17 +80,18 @@ class Service:
         return self.models.get(name)
 
     @property
-    def max_prompts(self) -> int:
-        """Prompts that may run or wait."""
+    def max_texts(self) -> int:
+        """Texts that may run or wait."""
         return sum(self.settings.max_waiting + model.engine.most_texts for model in self.models)
 
     @property
     def max_in_flight(self) -> int:
-        return self.max_prompts + _NEED_NO_SLOT
+        return self.max_texts + _NEED_NO_SLOT
 
     @property
-    def max_prompts_each(self) -> int:
-        return max(1, int(self.settings.client_share * self.max_prompts))
+    def max_texts_each(self) -> int:
+        """Texts that one client may have running or waiting."""
+        return max(1, round(self.settings.client_share * self.max_texts))
 
     def close(self) -> None:
         """End what still runs; its readers get a RunError."""
@@ -106,26 +109,62 @@ class Service:
         for call in caller.on_leave:
             call()
         self.callers.discard(caller)
-        self._prompts[caller.client] -= caller.n_prompts
-        if self._prompts[caller.client] <= 0:
-            del self._prompts[caller.client]
+        for held, n in (
+            (self._texts, caller.n_texts), (self._numbers, caller.n_numbers), (self._watching, caller.watches)
+        ):  # fmt: skip
+            held[caller.client] -= n
+            if held[caller.client] <= 0:
+                del held[caller.client]
+        caller.n_texts = caller.n_numbers = 0
+        caller.watches = False
 
-    def take_places(self, caller: Caller, n_prompts: int) -> None:
-        """Count a request's prompts for its client, until `leave`.
+    def watch(self, caller: Caller) -> None:
+        """Let a request be a stream that watches, for as long as its client likes: it no longer counts as work.
 
         Raises:
-            APIError: the client has as many prompts as it may.
+            APIError: there are too many of them, of this client or of all.
         """
-        held = self._prompts[caller.client]
-        if held and held + n_prompts > self.max_prompts_each:
+        n, most = self._watching[caller.client], MAX_WATCHING_EACH
+        if n >= most or self._watching.total() >= MAX_WATCHING:
+            raise APIError(
+                429, f"{self._watching.total()} pages are kept up to date, {n} of this client, of {MAX_WATCHING} and "
+                f"{most} that may be: close one.", code="too_many_pages",
+            )  # fmt: skip
+        self._watching[caller.client] += 1
+        self.n_working -= caller.works
+        caller.works, caller.watches = False, True
+
+    def take_places(self, caller: Caller, n_texts: int, n_numbers: int = 0) -> None:
+        """Count a request's texts, and the numbers of their log-probabilities, for its client, until `leave`.
+
+        Raises:
+            APIError: the client has as many as it may, or all clients together have.
+        """
+        held, each = self._texts[caller.client], self.max_texts_each
+        if n_texts > each:
+            raise APIError(
+                400, f"{n_texts} texts in one request, and one client may have {each} at once.", code="client_share"
+            )
+        if held + n_texts > each:
             raise APIError(
                 429,
-                f"{held} prompts of this client are being worked on, and one client may have {self.max_prompts_each}: "
-                f"wait for some to end.",
+                f"{held} texts of this client are being worked on, and one client may have {each}: wait for some to "
+                f"end.",
                 code="client_share",
             )
-        self._prompts[caller.client] += n_prompts
-        caller.n_prompts += n_prompts
+        most = self.settings.max_logprob_numbers
+        for there, limit in (
+            (self._numbers[caller.client], int(self.settings.client_share * most)), (self._numbers.total(), most)
+        ):  # fmt: skip
+            if there and there + n_numbers > limit:
+                raise APIError(
+                    429, f"{there} log-probabilities are held for other answers, and {limit} may be: try again later.",
+                    code="too_many_logprobs",
+                )  # fmt: skip
+        self._texts[caller.client] += n_texts
+        self._numbers[caller.client] += n_numbers
+        caller.n_texts += n_texts
+        caller.n_numbers += n_numbers
 
     def summary(self) -> str:
         """What has been served so far, in a line."""

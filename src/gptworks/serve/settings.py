@@ -11,7 +11,10 @@ MAX_PROMPTS = 64
 MAX_TEXTS = 128
 """Of one request: prompts times continuations. Each has its own copy of its prompt from the beginning."""
 MAX_LOGPROB_NUMBERS = 1 << 20
-"""Numbers in an answer with log-probabilities: tokens times (1 + alternatives). The answer is held in memory."""
+"""Numbers in an answer with log-probabilities: tokens times (1 + alternatives). The answer is held in memory: about 220
+bytes for each."""
+MAX_WATCHING, MAX_WATCHING_EACH = 64, 32
+"""Streams that tell of changes for as long as a page is open: of all clients, and of one."""
 MAX_MESSAGES = 1024
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -35,10 +38,13 @@ class ServerSettings:
     """Answer only requests that name this machine as their host: a page whose name was made to lead here, after it was
     loaded (DNS rebinding), names another. For a loopback address without API keys."""
     max_waiting: int = 128
-    """Prompts that may wait for a slot, for each model; the next is answered with 429."""
-    client_share: float = 0.75
-    """Of the slots and places to wait: the most that the prompts of one client may hold, so that others are served
-    beside it. A client is an API key, or an address where no keys are needed. 1: no bound, for use behind a proxy."""
+    """Texts that may wait for a slot, for each model; the next is answered with 429."""
+    max_logprob_numbers: int = 1 << 21
+    """Numbers in all answers with log-probabilities that are being made; see MAX_LOGPROB_NUMBERS."""
+    client_share: float = 0.8
+    """Of the slots and places to wait, and of `max_logprob_numbers`: the most that the texts of one client may hold, so
+    that others are served too. A client is an API key, or an address where no keys are needed. 1: no bound, for use
+    behind a proxy."""
     max_schemas: int = 16
     """Schemas that may wait to be compiled, two at a time; the next is answered with 429."""
     max_schemas_each: int = 4

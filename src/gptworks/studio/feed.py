@@ -16,8 +16,6 @@ from gptworks.studio.state import studio_of
 
 _Result = TypeVar("_Result")
 
-MOST_CLIENTS = 64
-"""Pages that are kept up to date at once."""
 _SLICE_SECONDS = 0.05
 _EVERY_SECONDS = 1.0
 _IDLE_SECONDS = 30.0
@@ -47,14 +45,8 @@ class Feed:
             self._poller = asyncio.create_task(self._poll())
         return await self._in_thread(lambda: work(self.watch))
 
-    async def changes(self) -> "Changes":
-        """What changes from now on.
-
-        Raises:
-            APIError: there are too many clients.
-        """
-        if len(self._clients) >= MOST_CLIENTS:
-            raise APIError(429, f"{MOST_CLIENTS} pages are kept up to date already: close one.", code="too_many_pages")
+    def changes(self) -> "Changes":
+        """What changes from now on."""
         return Changes(self._clients)
 
     async def _poll(self) -> None:

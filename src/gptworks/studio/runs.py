@@ -18,6 +18,7 @@ from gptworks.runs.bands import Band
 from gptworks.runs.compare import compare
 from gptworks.runs.series import FEWEST_POINTS, MOST_POINTS, View, drawn
 from gptworks.runs.watch import Watch, Watched
+from gptworks.serve.app import caller_of, service_of
 from gptworks.serve.errors import APIError, invalid
 from gptworks.serve.events import EventStream
 from gptworks.studio.feed import Changes, Feed, feed_of, plain
@@ -236,7 +237,8 @@ async def live(request: Request) -> Response:
     """The rows of the list as they change, all of them first."""
     feed = feed_of(request)
     await feed.ask(lambda watch: None)
-    changes = await feed.changes()
+    service_of(request).watch(caller_of(request))
+    changes = feed.changes()
     return LiveStream(_live(feed, changes, studio_of(request)), changes.close)
 
 
