@@ -1,6 +1,8 @@
 """A file of prompts: every one is continued once, whatever is interrupted in between."""
 
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +110,29 @@ def test_a_file_that_is_not_an_output_is_left_as_it_is(tmp_path: Path, text: str
     with pytest.raises(UserError, match="not an output"):
         generate_file(engine(), source, target)
     assert target.read_text(encoding="utf-8") == text
+
+
+def test_prompts_from_a_pipe_are_read_once_and_all_answered(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    text = "\ufeff" + "".join(json.dumps(line) + "\n" for line in PROMPTS[:3])  # some editors write such a mark
+    writer = threading.Thread(target=pipe.write_text, args=(text,), kwargs={"encoding": "utf-8"}, daemon=True)
+    writer.start()
+    report = generate_file(engine(), pipe, tmp_path / "out.jsonl", SETTINGS)
+    assert (report.total, report.done, report.failed) == (3, 3, 0)
+    assert read(tmp_path / "out.jsonl").keys() == {"p0", "p1", "p2"}
+
+
+def test_ids_are_compared_with_a_set(tmp_path: Path) -> None:
+    """A hundred thousand ids, of which the last two are equal, are found at once: a quadratic search would not end."""
+    source = tmp_path / "in.jsonl"
+    ids = [*range(100_000), 99_999]
+    source.write_text("".join(f'{{"id": {i}, "prompt": "a"}}\n' for i in ids))
+    with pytest.raises(UserError, match="two prompts have the id 99999"):
+        generate_file(engine(), source, tmp_path / "out.jsonl", SETTINGS)
+
+
+def test_a_line_that_is_no_utf8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
+    with pytest.raises(UserError, match=r"in\.jsonl, line 2: not UTF-8"):
+        generate_file(engine(), tmp_path / "in.jsonl", tmp_path / "out.jsonl", SETTINGS)

@@ -1,9 +1,12 @@
 """Clients that are slow, go away, or are too many; and the end: what they may hold, and that they give it back."""
 
 import asyncio
+import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,10 +18,12 @@ from typing import Any
 import openai
 import pytest
 
-from gptworks.errors import RunError
+import commands
+from gptworks.errors import RunError, UserError
 from gptworks.infer.loop import EngineLoop, SlowReader
 from gptworks.infer.scheduler import QueueFull
 from gptworks.serve import embeddings
+from gptworks.serve.server import _connections
 from gptworks.serve.service import Service
 from gptworks.serve.settings import ServerSettings
 from serving import KEY, Running, command, head, request, running, tiny_engine, until, write_run
@@ -457,3 +462,96 @@ def test_log_probabilities_of_all_answers_together_are_bounded() -> None:
             assert ask("three") == (200, None), "without them"
             assert [one.result() for one in begun] == [(200, None)] * 2
         assert ask("three", **asked) == (200, None)
+
+
+# ---------------------------------------------------------------------------------------------------- framing
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (b"host: localhost\r\nhost: evil.example\r\n", 400),
+        (b"Host: localhost\r\nHOST: localhost\r\n", 400),
+        (b"host: localhost\r\ntransfer-encoding: gzip, chunked\r\n", 501),
+        (b"host: localhost\r\ntransfer-encoding: gzip\r\ntransfer-encoding: chunked\r\n", 501),
+        (b"host: localhost\r\ntransfer-encoding: chunked, chunked\r\n", 400),
+    ],
+)
+def test_a_framing_that_two_readers_may_take_differently_is_refused(
+    server: Running, headers: bytes, status: int
+) -> None:
+    with connected(server) as one:
+        one.sendall(b"POST /tokenize HTTP/1.1\r\n" + headers + b"content-type: application/json\r\n\r\n0\r\n\r\n")
+        assert read_all(one).startswith(b"HTTP/1.1 %d" % status)
+
+
+def test_chunks_are_read(server: Running) -> None:
+    with connected(server) as one:
+        sent = b'{"prompt": "ab"}'
+        one.sendall(
+            head(0).replace(b"content-length: 0\r\n", b"Transfer-Encoding: Chunked\r\n")
+            .replace(b"/v1/completions", b"/tokenize") + b"%x\r\n%b\r\n0\r\n\r\n" % (len(sent), sent)
+        )  # fmt: skip
+        one.shutdown(socket.SHUT_WR)
+        assert b'"count":2' in read_all(one)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_sends_no_more_gets_its_answer(server: Running, stream: bool) -> None:
+    with connected(server) as one:
+        one.sendall(
+            request(
+                {"model": "base", "prompt": "a", "max_tokens": 300, "stream": stream} | {"logit_bias": {"256": -100}}
+            )
+        )
+        one.shutdown(socket.SHUT_WR)
+        received = read_all(one)
+    assert b"HTTP/1.1 200 OK" in received and b'"length"' in received
+    until(lambda: is_idle(server))
+
+
+def test_a_half_of_a_request_is_no_request(server: Running) -> None:
+    with connected(server) as one:
+        one.sendall(head(100) + b'{"model"')
+        one.shutdown(socket.SHUT_WR)
+        assert read_all(one) == b""
+    until(lambda: is_idle(server))
+
+
+# ------------------------------------------------------------------------------------------------- open files
+
+
+def test_connections_follow_the_limit_of_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that may open few files answers /health while others hold all its connections, and logs little."""
+    run_folder = write_run(tmp_path / "tiny")
+    log: list[str] = []
+
+    def limited(*arguments: Any, env: dict[str, str], **options: Any) -> Any:
+        given = ["sh", "-c", 'ulimit -n 100; exec "$@"', "sh", sys.executable, *map(str, arguments)]
+        return subprocess.Popen(
+            given, env=os.environ | env, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+        )
+
+    monkeypatch.setattr(commands, "start", limited)
+    with command(run_folder, log=log) as (_, http):
+        port = int(str(http.base_url).rstrip("/").rpartition(":")[2])
+        idle = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(300)]
+        for _ in range(3):
+            assert http.get("/health").status_code == 200
+        for one in idle:
+            one.close()
+    assert len(log) < 20, log[:20]
+
+
+def test_too_few_open_files_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (20, 20))
+    with pytest.raises(UserError, match=r"20 files may be open.*ulimit -n"):
+        _connections(1024)
+
+
+def test_a_limit_that_may_be_raised_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [64, 4096]
+    monkeypatch.setattr("resource.getrlimit", lambda _: tuple(limits))
+    monkeypatch.setattr("resource.setrlimit", lambda _, pair: limits.__setitem__(0, pair[0]))
+    most, backlog = _connections(1024)
+    assert most + backlog <= limits[0] - 40 and limits[0] > 1024 and most > 900

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from browser import open_studio
 from gptworks.runs.bands import find_band
 from gptworks.runs.compare import compare
 from gptworks.runs.history import read_history
+from gptworks.serve.settings import MAX_WATCHING_EACH
 from gptworks.studio import runs as module
 from gptworks.train.changes import History, Origin, write_history
 from histories import curve, training, validation, write_run
+from serving import Running, running_studio, until
 
 NAMES = ("sweep/a", "sweep/b", "other")
 KEYS = [f"train.{i}" for i in range(64)]
@@ -42,6 +45,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def http(folder: Path) -> Iterator[httpx.Client]:
     with open_studio(folder) as studio, studio.http() as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def studio(folder: Path) -> Iterator[Running]:
+    with running_studio(folder) as one:
+        yield one
 
 
 def get(http: httpx.Client, path: str, **query: Any) -> Any:
@@ -113,6 +122,25 @@ def test_the_live_feed_sends_all_rows_and_then_those_that_change(http: httpx.Cli
         assert event["gone"] == ["nan"] and event["left_out"].keys() == {"linked", "nan"}
         (folder / "nan" / "tokenizer").unlink()
         assert next(event["left_out"].keys() for event in lines if "left_out" in event) == {"linked"}
+
+
+def test_pages_that_are_open_are_no_work_and_have_a_bound_of_their_own(studio: Running) -> None:
+    """Twenty live feeds, more than the requests that a studio without a loaded model works on, lock nobody out."""
+    service = studio.service
+    assert service.max_in_flight < 20 < MAX_WATCHING_EACH
+    with ExitStack() as stack:
+
+        def opened() -> int:
+            http = stack.enter_context(studio.http())
+            return stack.enter_context(http.stream("GET", "/studio/runs/live")).status_code
+
+        assert {opened() for _ in range(20)} == {200} and service.n_working == 0
+        with studio.http() as http:
+            assert http.get("/studio/state").status_code == http.get("/").status_code == 200
+        assert {opened() for _ in range(MAX_WATCHING_EACH - 20)} == {200}
+        assert opened() == 429
+    until(lambda: service.in_flight == 0)
+    assert not service._watching and service.n_working == 0
 
 
 @pytest.mark.parametrize(

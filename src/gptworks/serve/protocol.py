@@ -67,16 +67,16 @@ class GuardedProtocol(HttpToolsProtocol):
         elif self._n_bytes > 2 * self.settings.max_discarded_bytes:
             self.transport.abort()
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more. It may still read: an answer that is being made is sent, and then it ends.
 
         A client that is gone altogether looks the same. It is found out by sending it something, to which its system
         answers with a reset: `100 Continue`, which every client passes over.
         """
-        if self._idle or self.cycle.more_body or self.transport.is_closing():
-            return False  # the transport closes
+        if self._idle or self.cycle.more_body or self.cycle.response_started or self.transport.is_closing():
+            return False  # the transport closes: of a stream that has begun, a client that stops sending leaves
         self._half_closed = True
-        if self.scope["http_version"] == "1.1" and not self.cycle.response_started:
+        if self.scope["http_version"] == "1.1":
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         for seconds in _LOOKS:
             self.loop.call_later(seconds, self._leave_if_gone)
