@@ -72,6 +72,12 @@ def built(sanitizer: str, folder: Path) -> Path:
     return file
 
 
+def path_of(name: str) -> str:
+    """Where GCC's library of this name is."""
+    done = subprocess.run([compiler("g++"), f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    return str(Path(done.stdout.strip()).resolve())
+
+
 @pytest.mark.parametrize("sanitizer", BUILDS)
 def test_every_function_runs_without_a_report(sanitizer: str, tmp_path: Path) -> None:
     _, runtime = BUILDS[sanitizer]
@@ -84,11 +90,8 @@ def test_every_function_runs_without_a_report(sanitizer: str, tmp_path: Path) ->
         "TSAN_OPTIONS": "halt_on_error=1:ignore_noninstrumented_modules=1:exitcode=66",
     }
     command = [sys.executable, "-c", CALLS, str(file)]
-    if runtime is not None:
-        found = subprocess.run(
-            [compiler("g++"), f"-print-file-name={runtime}"], capture_output=True, text=True, check=True
-        )
-        environment["LD_PRELOAD"] = found.stdout.strip()
+    if runtime is not None:  # libstdc++ too: AddressSanitizer looks for what throws as it begins
+        environment["LD_PRELOAD"] = " ".join(map(path_of, (runtime, "libstdc++.so")))
     if sanitizer == "thread" and (fixed := shutil.which("setarch")):
         command = [fixed, "-R", *command]  # its runtime wants addresses that are not random
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
