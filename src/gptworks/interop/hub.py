@@ -21,6 +21,7 @@ from gptworks.errors import RunError, UserError
 from gptworks.files import naming_disk_errors
 from gptworks.interop.huggingface.importing import read_folder_config
 from gptworks.json_files import read_json
+from gptworks.terminal import unguarded
 from gptworks.tokenizer import load_tokenizer
 
 _ID = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
@@ -83,7 +84,8 @@ def _fetch(name: str, revision: str | None, report: Report) -> Fetched:
             _check_room(n_bytes, cache, where)
             report(f"fetching {n_bytes:,} bytes of {where}, commit {commit[:12]}")
             bars = None if sys.stderr.isatty() else _quiet()
-            snapshot_download(name, revision=commit, allow_patterns=missing, tqdm_class=bars, **_USER)
+            with unguarded():  # its bars move the cursor
+                snapshot_download(name, revision=commit, allow_patterns=missing, tqdm_class=bars, **_USER)
     return Fetched(folder, f"{name} at commit {commit}")
 
 
