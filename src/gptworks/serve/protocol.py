@@ -73,10 +73,11 @@ class GuardedProtocol(HttpToolsProtocol):
         A client that is gone altogether looks the same. It is found out by sending it something, to which its system
         answers with a reset: `100 Continue`, which every client passes over.
         """
-        caller = self.scope.get("state", {}).get("caller")
-        watches = caller is not None and caller.watches  # for as long as the page is open, with seldom a word
-        if self._idle or self.cycle.more_body or watches or self.transport.is_closing():
+        if self._idle or self.cycle.more_body or self.transport.is_closing():
             return False  # the transport closes
+        caller = self.cycle.scope.get("state", {}).get("caller")
+        if caller is not None and caller.watches:  # for as long as the page is open, with seldom a word
+            return False
         self._half_closed = True
         if self.scope["http_version"] == "1.1" and not self.cycle.response_started:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
