@@ -30,7 +30,7 @@ inline BFloat narrowed(float x) {  // to the nearest bf16, to even; what is no n
     std::memcpy(&bits, &x, sizeof bits);
     return {(uint16_t)(x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0)};
 }
-inline BFloat narrowed(BFloat x) { return x; }
+[[maybe_unused]] inline BFloat narrowed(BFloat x) { return x; }
 
 #ifdef BF16_PRODUCTS
 typedef __m512i Packed;  // 16 columns, two elements of each
