@@ -312,7 +312,7 @@ def test_an_error_that_is_no_exception_is_answered_in_json(http: httpx.Client, m
         raise Panic("/a/path/nobody/should/see")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tokens, "encode_text", panics)
+        patch.setattr(tokens, "prompt_ids", panics)
         response = http.post("/v1/completions", json={"model": "base", "prompt": "a", "max_tokens": 1})
     assert response.status_code == 500 and response.json()["error"]["type"] == "server_error"
     assert "path" not in response.text

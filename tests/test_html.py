@@ -41,7 +41,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "all-banded": {"preset": "modern-9m", "window": 1, "mlp": "relu2", "n_kv_heads": 1, "dropout_residual": 0.125,
                    "norm_placement": "both", "attention_softcap": 50.0, "logit_softcap": 30.0},
     "vast": {
-        "preset": "gpt3-175b", "vocab_size": 1_000_000, "context_length": 10_000_000, "n_layers": 1000,
+        "preset": "gpt3-175b", "vocab_size": 1_000_000, "context_length": 4_000_000, "n_layers": 1000,
         "position": "rope", "rope_theta": 123_456_789, "rope_fraction": 0.5,
         "rope_scaling": {"type": "dynamic", "factor": 4}, "attention_scale": 0.123456, "qk_norm": True,
         "n_experts": 512, "d_ff_shared": 131_072, "mlp": "swiglu",
