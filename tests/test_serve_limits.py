@@ -545,6 +545,7 @@ def test_connections_follow_the_limit_of_open_files(tmp_path: Path, monkeypatch:
 
 def test_too_few_open_files_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (20, 20))
+    monkeypatch.setattr("resource.setrlimit", lambda _, pair: None)
     with pytest.raises(UserError, match=r"20 files may be open.*ulimit -n"):
         _connections(1024)
 
