@@ -76,7 +76,9 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._idle or self.cycle.more_body or self.transport.is_closing():
             return False  # the transport closes
         caller = self.cycle.scope.get("state", {}).get("caller")
-        if caller is not None and caller.watches:  # for as long as the page is open, with seldom a word
+        # A browser that closes reads no more, and what its page asks for may be silent for long.
+        is_page = self.scope["path"].startswith("/studio/")
+        if is_page or (caller is not None and caller.watches):
             return False
         self._half_closed = True
         if self.scope["http_version"] == "1.1" and not self.cycle.response_started:
