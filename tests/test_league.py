@@ -44,7 +44,7 @@ def league(league_module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     del tree["train"]["max_steps"], tree["run_dir"], tree["data"]["cache_dir"]
     tree["train"] = {"batch_size": 4, "max_minutes": 5}
     sha256 = hashlib.sha256((tmp_path / "text.txt").read_bytes()).hexdigest()
-    tree["data"]["sources"][0] |= {"sha256": sha256, "url": "http://127.0.0.1:9/text.txt"}
+    tree["data"]["sources"][0] |= {"sha256": sha256, "url": "https://127.0.0.1:9/text.txt"}
     del tree["data"]["sources"][0]["path"]
     for name, rate in (("fast", 0.02), ("slow", 1e-5)):
         tree["train"] |= {"learning_rate": rate, "muon_learning_rate": rate}
