@@ -141,6 +141,8 @@ def on_terminal(*arguments: str, cwd: Path, typed: str = "") -> str:
                 data += part
             elif process.poll() is not None:
                 break
+            elif typed:  # the end was typed ahead, and the line editor may have dropped it when it began
+                os.write(leader, b"\x04")
         process.wait()
     finally:
         timer.cancel()
