@@ -5,12 +5,19 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import gptworks.device
 import tiny
-from gptworks.plan.arrange import rank_setting
+from gptworks.config import Recipe
+from gptworks.device import choose_precision
+from gptworks.errors import UserError
+from gptworks.interface import planning, training
+from gptworks.plan.arrange import layout_of, rank_setting
 from gptworks.plan.assumed import preset_recipe
 from gptworks.plan.devices import find_device, with_node
 from gptworks.plan.host import HostMemory, checkpoint_copy_bytes, host_memory
@@ -20,6 +27,7 @@ from gptworks.plan.params import count_parameters
 from gptworks.plan.run import plan
 from gptworks.presets import preset
 from gptworks.recipe import parse_recipe
+from gptworks.train.rehearsal import preflight
 
 H100 = find_device("h100")
 
@@ -69,6 +77,106 @@ def test_on_a_cpu_the_copy_of_a_checkpoint_is_whole_in_every_layout(layout: Layo
     peak = training_peak(setting)
     assert peak.parts["checkpoint_being_written"] == checkpoint_copy_bytes(setting) == 12 * total
     assert peak.total_bytes - training_peak(replace(setting, saves=False)).total_bytes == 12 * total
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "node", "advised"),
+    [
+        ("gpt3-13b", 16, {"host_memory_gib": 300}, ["--gpus-per-node 4"]),
+        ("gpt3-13b", 8, {"host_memory_gib": 300}, ["--world-size 4", "--gpus-per-node 4"]),
+        ("gpt3-13b", 8, {"host_memory_gib": 100}, ["adapter.rank=8 --world-size 2"]),
+        ("gpt3-1.3b", 1, {"host_memory_gib": 8}, ["adapter.rank=8"]),
+    ],
+)
+def test_what_hosts_do_not_hold_is_advised_to_have_fewer_ranks_a_host(
+    name: str, ranks: int, node: dict[str, Any], advised: list[str]
+) -> None:
+    """What is advised fits as it says, planned again with its own words."""
+    found = planning.plan(name, device="h100", world_size=ranks, **node)
+    assert not found.fits and found.need.fits_device
+    for words, change in zip(advised, found.changes, strict=False):
+        assert words in change.words and change.fits and change.costs
+    for change in found.changes:
+        there = node | ({} if change.ranks_per_node is None else {"gpus_per_node": change.ranks_per_node})
+        again = planning.plan(name, *change.overrides, device="h100", world_size=change.n_ranks, **there)
+        assert again.fits and again.peak.total_bytes == change.peak_bytes and again.host == change.need.host
+
+
+# the check before training ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A machine that says it has 8 GPUs of 80 GB."""
+    answers = {
+        "is_available": True, "device_count": 8, "get_device_name": "a GPU", "is_bf16_supported": True,
+        "get_device_properties": SimpleNamespace(total_memory=80 * 10**9),
+    }  # fmt: skip
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    return torch.device("cuda")
+
+
+def host_has(monkeypatch: pytest.MonkeyPatch, free_bytes: int, process_bytes: int = 4 * 10**8) -> None:
+    monkeypatch.setattr(gptworks.device, "available_memory_bytes", lambda: free_bytes)
+    monkeypatch.setattr(gptworks.device, "_resident", lambda field: process_bytes)
+
+
+def large(n_ranks: int) -> Recipe:
+    """A recipe that the GPUs hold in shares."""
+    return preset_recipe("gpt3-1.3b", ["train.parallel.strategy=fsdp"], H100, n_ranks)[0]
+
+
+def test_training_refuses_what_the_host_does_not_hold_before_any_work(
+    gpus: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    host_has(monkeypatch, 5 * 10**8)
+    tree = tiny.recipe_tree(tmp_path, device="cuda", precision="fp32")
+    with pytest.raises(UserError, match=r"does not fit: memory of the host: about 1 GB a node .*--force"):
+        training.train(tree)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"]
+
+
+@pytest.mark.parametrize("n_ranks", [1, 4, 8, 16])
+def test_training_refuses_what_plan_says_the_host_does_not_hold_in_its_words(
+    n_ranks: int, gpus: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, local = large(n_ranks), min(n_ranks, 8)
+    precision = choose_precision("bf16", gpus)
+
+    def planned_and_checked() -> tuple[Any, str]:
+        place = preflight.this_device(gpus, local, n_ranks)
+        layout = layout_of(recipe, n_ranks, place)
+        try:
+            preflight.check_memory(recipe, gpus, precision, layout=layout, n_local_ranks=local)
+            said = ""
+        except UserError as error:
+            said = str(error)
+        return plan(recipe, device=place, n_ranks=n_ranks), said
+
+    host_has(monkeypatch, 10**12)
+    found, said = planned_and_checked()
+    assert found.fits and not said and found.host is not None and found.host.n_ranks == local
+    processes = local * 4 * 10**8  # are there already
+    host_has(monkeypatch, found.host.total_bytes - processes)
+    assert planned_and_checked()[1] == ""
+    host_has(monkeypatch, found.host.total_bytes - processes - 1)
+    found, said = planned_and_checked()
+    assert not found.fits and found.need.fits_device
+    assert f"memory of the host: {found.host.words}." in said
+    assert "DOES NOT FIT" in found.host.words
+    if n_ranks == 16:
+        assert "with 4 of 16 ranks on each machine" in said
+    if n_ranks in (4, 8):
+        assert f"on {n_ranks // 2} devices" in said
+
+
+def test_the_host_of_a_gpu_has_what_is_free_and_what_this_process_holds(
+    gpus: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host_has(monkeypatch, 10**10)
+    assert gptworks.device.host_memory_bytes(gpus) == 10**10 + 4 * 10**8
+    assert gptworks.device.host_memory_bytes(torch.device("cpu")) is None
 
 
 # real processes ---------------------------------------------------------------------------------------------

@@ -108,6 +108,14 @@ def memory_bytes(device: torch.device) -> int:
     return available_memory_bytes()
 
 
+def host_memory_bytes(device: torch.device, n_processes: int = 1) -> int | None:
+    """What a run on this device may take of its host's memory, its processes included, of which so many are there
+    already, as large as this one; None on a CPU, where that is the device's memory."""
+    if device.type == "cpu":
+        return None
+    return available_memory_bytes() + n_processes * (_resident("VmRSS") or 0)
+
+
 def reset_peak(device: torch.device) -> int:
     """Forget the most memory held so far; returns what is held now, to be given to `peak_growth_bytes`."""
     if device.type == "cuda":
@@ -255,6 +263,7 @@ def measured_device(device: torch.device) -> Device:
         float_flops=product_rate(device, torch.float32),
         bandwidth=2 * a.nbytes / _best_seconds(lambda: copy.copy_(a), device),
         source="measured",
+        host_bytes=host_memory_bytes(device),
         has_bf16=multiplies_bf16_natively(device),
         **(LOOPBACK if device.type == "cpu" else {}),
     )

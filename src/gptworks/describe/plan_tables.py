@@ -9,7 +9,7 @@ from gptworks.describe.sheet import parameters_json
 from gptworks.pages.tables import Table, or_unknown
 from gptworks.plan.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
 from gptworks.plan.fit import layout_words
-from gptworks.plan.host import PROCESS_BYTES, HostMemory
+from gptworks.plan.host import PROCESS_BYTES
 from gptworks.plan.inference import BATCHES
 from gptworks.plan.run import Plan
 from gptworks.plan.setting import Setting
@@ -111,7 +111,7 @@ def _facts(plan: Plan, details: bool, unmeasured: str) -> list[tuple[str, str]]:
         ("device", _device(plan)),
         ("step", ", ".join(_step(plan))),
         ("memory of a device", _fit(plan)),
-        *([("memory of the host", _host(plan.host))] if plan.host is not None else []),
+        *([("memory of the host", plan.host.words)] if plan.host is not None else []),
         ("largest micro-batch that fits", f"{plan.largest_micro_batch_size:,} {samples}"),
         *_many_ranks(plan),
         ("time", _time(plan, unmeasured)),
@@ -205,20 +205,6 @@ def _fit(plan: Plan) -> str:
     verdict = f"{share:.0%} of what there is" if share <= 1 else f"DOES NOT FIT: {share:.3g} times what there is"
     process = f"; Python, torch and kernels take about {readable(PROCESS_BYTES, 'B')} besides"
     return f"{readable(plan.peak.total_bytes, 'B')} at the peak, {verdict}{process if plan.device.on_cpu else ''}"
-
-
-def _host(host: HostMemory) -> str:
-    """Of the fullest node, and whether that is too much."""
-    first = f" and {readable(host.first_rank_bytes, 'B')} of rank 0" if host.first_rank_bytes else ""
-    parts = f"{host.n_ranks} × {readable(host.rank_bytes, 'B')}{first}, {host.moment}"
-    if host.limit_bytes is None:
-        verdict = "what there is is not known"
-    elif host.fits:
-        verdict = f"{host.total_bytes / host.limit_bytes:.0%} of {readable(host.limit_bytes, 'B')}"
-    else:
-        times = host.total_bytes / host.limit_bytes
-        verdict = f"DOES NOT FIT: {times:.3g} times the {readable(host.limit_bytes, 'B')} there are"
-    return f"about {readable(host.total_bytes, 'B')} a node ({parts}), {verdict}"
 
 
 def _time(plan: Plan, unmeasured: str) -> str:
@@ -326,7 +312,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "fit": _named(plan, "fits", "largest_micro_batch_size")
         | {
             "changes": [
-                _named(change, "words", "costs", "peak_bytes", "fits")
+                _named(change, "words", "costs", "peak_bytes", "fits", "ranks_per_node")
                 | {"overrides": list(change.overrides), "world_size": change.n_ranks}
                 for change in plan.changes
             ],

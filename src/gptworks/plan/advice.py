@@ -2,17 +2,15 @@
 again before it is given."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, inf
 
 from gptworks.config import Recipe
 from gptworks.errors import UserError
 from gptworks.plan.arrange import Refusal, arrange, device_setting, planned_precision
 from gptworks.plan.devices import Device
-from gptworks.plan.fit import divisors
-from gptworks.plan.host import host_memory
+from gptworks.plan.fit import Need, divisors, need
 from gptworks.plan.layout import Layout
-from gptworks.plan.memory import training_peak
 from gptworks.recipe import apply_overrides, parse_recipe
 
 Apply = Callable[[Sequence[str], int], Recipe]
@@ -25,22 +23,37 @@ LORA_RANK = 8
 
 @dataclass(frozen=True)
 class Change:
-    """Settings to change, and the peak that results."""
+    """Settings and devices to change, and what is needed then."""
 
     overrides: tuple[str, ...]
     """`key.path=value` each, as a user writes them."""
     n_ranks: int
-    more_devices: bool
-    """Whether these are more than before."""
+    n_ranks_before: int
+    ranks_per_node: int | None
+    """Fewer than before; None: as many."""
     costs: str
     """What is given up."""
-    peak_bytes: int
-    fits: bool
+    need: Need
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of each device."""
+        return self.need.peak.total_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.need.fits
+
+    @property
+    def more_devices(self) -> bool:
+        return self.n_ranks > self.n_ranks_before
 
     @property
     def words(self) -> str:
         """As arguments of `gptworks plan`."""
-        return " ".join((*self.overrides, *([f"--world-size {self.n_ranks}"] if self.more_devices else [])))
+        ranks = [f"--world-size {self.n_ranks}"] if self.n_ranks != self.n_ranks_before else []
+        node = [f"--gpus-per-node {self.ranks_per_node}"] if self.ranks_per_node is not None else []
+        return " ".join((*self.overrides, *ranks, *node))
 
 
 @dataclass(frozen=True)
@@ -60,14 +73,17 @@ def recipe_with(recipe: Recipe) -> Apply:
 
 
 def changes_that_fit(recipe: Recipe, n_ranks: int, device: Device, apply: Apply | None = None) -> list[Change]:
-    """What to change so that the step fits, the cheapest first, more devices last; where nothing does, the furthest
+    """What to change so that the run fits, the cheapest first, more devices last; where nothing does, the furthest
     change tried. Empty where every change is refused.
+
+    Where the hosts are what does not fit, the same run with fewer ranks a host comes first.
 
     Args:
         apply: how overrides become a recipe; None: over this one.
     """
     search = _Search(n_ranks, device, apply or recipe_with(recipe))
     found: list[tuple[frozenset[_Remedy], Change]] = []
+    fewer: list[Change] = []
     furthest: Change | None = None
     for remedies in _on_the_same_devices(recipe, device):
         chosen = frozenset(each for remedy in remedies for each in (remedy, *remedy.beyond))
@@ -78,12 +94,15 @@ def changes_that_fit(recipe: Recipe, n_ranks: int, device: Device, apply: Apply 
             continue
         if not change.fits:
             furthest = change
+            fewer = fewer or search.on_fewer_ranks_a_host(remedies, change)
         elif not any(given < chosen and _micro(other) >= _micro(change) for given, other in found):
             found.append((chosen, change))
-    changes = [change for _, change in found]
+    changes = [*fewer, *(change for _, change in found)]
     for each in _more_devices(recipe, n_ranks, device):
         for ways, n in each:
             change = search.tried(ways, n)
+            if change is not None and not changes:
+                [change, *_] = search.on_fewer_ranks_a_host(ways, change) or [change]
             if change is not None and change.fits:
                 return [*changes, change]
             furthest = change or furthest
@@ -101,7 +120,7 @@ class _Search:
         overrides = tuple(override for remedy in remedies for override in remedy.overrides)
         costs = [remedy.costs for remedy in remedies]
         found = self._changed(overrides, n_ranks, costs)
-        if found is None or found[0].fits:
+        if found is None or found[0].need.fits_device:  # a host holds no micro-batch
             return None if found is None else found[0]
         last, recipe, layout = found
         group = recipe.objective.micro_batch_multiple
@@ -112,25 +131,42 @@ class _Search:
             smaller = self._changed(also, n_ranks, ["more, smaller passes a step", *costs])
             if smaller is not None:
                 last = smaller[0]
-                if last.fits:
+                if last.need.fits_device:
                     break
         return last
 
+    def on_fewer_ranks_a_host(self, remedies: Sequence[_Remedy], change: Change) -> list[Change]:
+        """A change whose devices hold the run and whose hosts do not, with as many ranks a host as these hold: fewer
+        ranks, if there is one host, and as many ranks on more hosts. Empty if even one is too many."""
+        if change.fits or not change.need.fits_device:
+            return []
+        n_hosts = -(-change.n_ranks // self.device.per_node)
+        counts = [n for n in divisors(change.n_ranks) if n < min(change.n_ranks, self.device.per_node)]
+        on_one_host = (self.tried(remedies, n) for n in counts if n_hosts == 1)
+        cost = "; ".join(filter(None, (change.costs, "more hosts, and more is sent between them")))
+        on_more = (
+            self._changed(change.overrides, change.n_ranks, [cost], n)
+            for n in counts
+            if n % self.apply(change.overrides, change.n_ranks).train.parallel.tensor_parallel == 0
+        )
+        one = next((found for found in on_one_host if found is not None and found.fits), None)
+        more = next((found[0] for found in on_more if found is not None and found[0].fits), None)
+        slower = "; ".join(filter(None, (one.costs if one is not None else "", "fewer devices at work")))
+        return [*([replace(one, costs=slower)] if one is not None else []), *([more] if more is not None else [])]
+
     def _changed(
-        self, overrides: tuple[str, ...], n_ranks: int, costs: Sequence[str]
+        self, overrides: tuple[str, ...], n_ranks: int, costs: Sequence[str], ranks_per_node: int | None = None
     ) -> tuple[Change, Recipe, Layout] | None:
         try:
             recipe = self.apply(overrides, n_ranks)
         except UserError:
             return None
-        layout = arrange(recipe, n_ranks, self.device)
+        device = self.device if ranks_per_node is None else replace(self.device, per_node=ranks_per_node)
+        layout = arrange(recipe, n_ranks, device)
         if isinstance(layout, Refusal):
             return None
-        setting = device_setting(recipe, self.device, layout)
-        peak_bytes, host = training_peak(setting).total_bytes, host_memory(setting, self.device)
-        fits = peak_bytes <= self.device.memory_bytes and (host is None or host.fits)
-        more = n_ranks != self.n_ranks
-        return Change(overrides, n_ranks, more, "; ".join(costs), peak_bytes, fits), recipe, layout
+        needed = need(device_setting(recipe, device, layout), device)
+        return Change(overrides, n_ranks, self.n_ranks, ranks_per_node, "; ".join(costs), needed), recipe, layout
 
 
 def _micro(change: Change) -> float:

@@ -1,19 +1,55 @@
-"""What fits on a device: the largest micro-batch, and the same step done in other ways."""
+"""What fits on a device and its host: the one verdict, the largest micro-batch, the same step done in other ways."""
 
 from dataclasses import dataclass, replace
 
 from gptworks.config import Recipe
 from gptworks.plan.arrange import Refusal, arrange, planned_precision, rank_setting
 from gptworks.plan.devices import Device
+from gptworks.plan.host import HostMemory, host_memory
 from gptworks.plan.layout import Layout
-from gptworks.plan.memory import training_peak
+from gptworks.plan.memory import Peak, training_peak
 from gptworks.plan.setting import Setting
+from gptworks.units import readable
 
 LARGEST_BATCH = 4096
 """Sequences beyond which no larger micro-batch is tried."""
 
 COMPARED_DEVICES = 8
 """Devices for which sharding is shown where a plan has one."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a run needs of each device and of a node's host, and whether they have it. The plan, its advice and the
+    check before training all ask here."""
+
+    device: Device
+    peak: Peak
+    """Of each device."""
+    host: HostMemory | None
+    """Of the fullest node; None on a CPU, where it is the device's."""
+
+    @property
+    def fits_device(self) -> bool:
+        return self.peak.total_bytes <= self.device.memory_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether device and host hold the run."""
+        return self.fits_device and (self.host is None or self.host.fits)
+
+    @property
+    def missing(self) -> str:
+        """What does not fit, in words; empty if all does."""
+        held, there = readable(self.peak.total_bytes, "B"), readable(self.device.memory_bytes, "B")
+        device = f"it holds {held} at its peak, and {there} are available on {self.device.name}"
+        host = f"memory of the host: {self.host.words}" if self.host is not None and not self.host.fits else ""
+        return "; ".join(filter(None, ("" if self.fits_device else device, host)))
+
+
+def need(setting: Setting, device: Device) -> Need:
+    """What a run of this step needs of such devices."""
+    return Need(device, training_peak(setting), host_memory(setting, device))
 
 
 @dataclass(frozen=True)

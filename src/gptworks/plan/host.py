@@ -13,6 +13,7 @@ from gptworks.plan.params import ParameterCount, count_parameters
 from gptworks.plan.setting import Setting
 from gptworks.plan.state import held_weights_bytes, trained_state_bytes
 from gptworks.plan.trained import Trained, everything
+from gptworks.units import readable
 
 PROCESS_BYTES, CUDA_PROCESS_BYTES = 400 * 10**6, 10**9
 """About what a training process holds before it has a model: Python, torch and their libraries. 320 MB with the imports
@@ -33,6 +34,8 @@ class HostMemory:
     """Of rank 0 besides."""
     limit_bytes: int | None
     """None: unknown, and not judged; or the device is a CPU, whose memory is judged as a device's."""
+    one_rank_bytes: int
+    """`total_bytes` of a node of rank 0 only, at its own largest moment: the least that a host must have."""
 
     @property
     def total_bytes(self) -> int:
@@ -41,6 +44,21 @@ class HostMemory:
     @property
     def fits(self) -> bool:
         return self.limit_bytes is None or self.total_bytes <= self.limit_bytes
+
+    @property
+    def words(self) -> str:
+        """What a node needs, and whether its host has it; the plan and the check before training use these words."""
+        first = f" and {readable(self.first_rank_bytes, 'B')} of rank 0" if self.first_rank_bytes else ""
+        parts = f"{self.n_ranks} × {readable(self.rank_bytes, 'B')}{first}, {self.moment}"
+        if self.limit_bytes is None:
+            verdict = "what there is is not known"
+        elif self.fits:
+            verdict = f"{self.total_bytes / self.limit_bytes:.0%} of {readable(self.limit_bytes, 'B')}"
+        else:
+            times = self.total_bytes / max(self.limit_bytes, 1)
+            verdict = f"DOES NOT FIT: {times:.3g} times the {readable(self.limit_bytes, 'B')} there are"
+            verdict += f"; with one rank a node, {readable(self.one_rank_bytes, 'B')}" if self.n_ranks > 1 else ""
+        return f"about {readable(self.total_bytes, 'B')} a node ({parts}), {verdict}"
 
 
 def host_memory(setting: Setting, device: Device) -> HostMemory | None:
@@ -52,7 +70,8 @@ def host_memory(setting: Setting, device: Device) -> HostMemory | None:
     copy = checkpoint_copy_bytes(setting) if setting.saves else 0
     moments = {"building the model": (building, 0), "starting weights": (starting, 0), "checkpoint": (0, copy)}
     moment, (each, first) = max(moments.items(), key=lambda item: n * item[1][0] + item[1][1])
-    return HostMemory(moment, n, CUDA_PROCESS_BYTES + each, first, device.host_bytes)
+    one = CUDA_PROCESS_BYTES + max(each + first for each, first in moments.values())
+    return HostMemory(moment, n, CUDA_PROCESS_BYTES + each, first, device.host_bytes, one)
 
 
 def whole_model(setting: Setting) -> tuple[ParameterCount, Trained]:

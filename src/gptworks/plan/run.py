@@ -10,8 +10,8 @@ from gptworks.plan.advice import Apply, Change, changes_that_fit
 from gptworks.plan.arrange import device_setting, layout_of
 from gptworks.plan.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
 from gptworks.plan.devices import UTILIZATION, Device, this_cpu
-from gptworks.plan.fit import Alternative, alternatives, largest_micro_batch
-from gptworks.plan.host import HostMemory, host_memory
+from gptworks.plan.fit import Alternative, Need, alternatives, largest_micro_batch, need
+from gptworks.plan.host import HostMemory
 from gptworks.plan.inference import InferenceMemory, inference_memory
 from gptworks.plan.memory import Peak, training_peak
 from gptworks.plan.network import StepTime, collectives, machines, sent_bytes, step_time
@@ -181,9 +181,14 @@ class Plan:
     # ---------------------------------------------------------------------------------------- memory
 
     @cached_property
+    def need(self) -> Need:
+        """What the run needs of its devices and of their hosts."""
+        return need(self.setting, self.device)
+
+    @property
     def peak(self) -> Peak:
         """The most that each device holds."""
-        return training_peak(self.setting)
+        return self.need.peak
 
     @property
     def step_bytes(self) -> int:
@@ -197,15 +202,15 @@ class Plan:
         batch = micro * (2 if self.setting.accumulates else 1)
         return self.train.model_copy(update={"batch_size": batch, "micro_batch_size": micro})
 
-    @cached_property
+    @property
     def host(self) -> HostMemory | None:
         """The memory of the fullest node's host; None on a CPU, where it is the device's."""
-        return host_memory(self.setting, self.device)
+        return self.need.host
 
     @property
     def fits(self) -> bool:
         """Whether device and host hold the run."""
-        return self.peak.total_bytes <= self.device.memory_bytes and (self.host is None or self.host.fits)
+        return self.need.fits
 
     @cached_property
     def largest_micro_batch_size(self) -> int:
