@@ -3,6 +3,7 @@ import gzip
 import hashlib
 import json
 import random
+import re
 import sys
 import tracemalloc
 import types
@@ -43,6 +44,7 @@ from gptworks.data.sources.choose import (
     unread_files,
 )
 from gptworks.data.sources.text import stdlib_files
+from gptworks.draft.texts import look_at
 from gptworks.errors import RunError, UserError
 from gptworks.plan.tokens import data_size
 from gptworks.recipe import parse_recipe
@@ -482,6 +484,50 @@ def test_files_that_are_not_read_are_counted_and_said(tmp_path: Path, capsys: py
     (texts / "f.md").write_text("x")
     others = [table(texts), text(texts, extensions=(".md",))]
     assert unread_files([text(texts, extensions=(".txt",)), *others]) == {".pdf": 2, ".docx": 1, "LICENSE": 1}
+
+
+def test_a_build_reads_neither_its_own_work_nor_what_gptworks_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of texts may be the folder for datasets, which is called `data` where a recipe does not say."""
+    monkeypatch.chdir(tmp_path)
+    Path("data/runs/old/checkpoints").mkdir(parents=True)
+    for i in range(8):
+        Path(f"data/{i}.txt").write_text(tiny.TEXT[1000 * i : 1000 * (i + 1)])
+    Path("data/runs/old/recipe.yaml").write_text("name: old\n")
+    Path("data/runs/old/samples.md").write_text("what a model wrote\n" * 100)
+    tree = tiny.recipe_tree(tmp_path)
+    tree["data"] |= {
+        "sources": [{"type": "text", "path": "data"}, {"type": "code", "path": ".", "extensions": [".json", ".txt"]}]
+    }
+    tree["data"]["cache_dir"] = "data"
+    tree["data"]["validation"] = {"fraction": 0.3, "by": "document"}
+    made = prepare(parse_recipe(tree))
+    assert prepare(parse_recipe(tree)).reused
+    assert sum(split.documents for split in made.manifest.splits.values()) == 17, "each twice, and text.txt"
+
+
+def test_links_out_of_a_folder_of_texts_are_named_and_a_pattern_follows_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere, texts = tmp_path / "elsewhere", tmp_path / "my texts"
+    for folder in (elsewhere, texts):
+        folder.mkdir()
+        (folder / f"{folder.name}.txt").write_text(tiny.TEXT)
+    (texts / "books").symlink_to(elsewhere)
+    tree = tiny.recipe_tree(tmp_path)
+    tree["data"]["sources"][0]["path"] = str(texts)
+    prepare_with_progress(parse_recipe(tree))
+    assert f"link to a folder elsewhere: {texts / 'books'}; name that folder" in capsys.readouterr().err
+    assert "name that folder" not in str(look_at(texts).skipped)
+    assert "source of its own" in "".join(look_at(texts).lines())
+    (texts / "linked.txt").symlink_to(elsewhere / "elsewhere.txt")
+    tree["data"]["cache_dir"] = str(tmp_path / "other")
+    advised = f"give `{texts}/**/*.txt` as the source's path"
+    for reading in (lambda: prepare(parse_recipe(tree)), lambda: look_at(texts)):
+        with pytest.raises(UserError, match=re.escape(advised)):
+            reading()
+    assert len(documents(text(f"{texts}/**/*.txt"))) == 3
 
 
 # -------------------------------------------------------------------------------------------------- from outside

@@ -135,7 +135,7 @@ def prepare_with_progress(recipe: "AnyRecipe", merge: bool = False) -> "Prepared
     """
     from gptworks.data.prepare import merge_parts
     from gptworks.data.prepare import prepare as prepare_data
-    from gptworks.data.sources.choose import unread_files
+    from gptworks.data.sources.choose import unread_files, unread_links
 
     with preparing() as report:
         prepared = (merge_parts if merge else prepare_data)(recipe, report=report)
@@ -143,6 +143,8 @@ def prepare_with_progress(recipe: "AnyRecipe", merge: bool = False) -> "Prepared
     if not prepared.reused and (unread := unread_files(recipe.data.texts)):
         kinds = ", ".join(f"{n} × {ending}" for ending, n in unread.most_common(5))
         notice(f"not read, since they do not end in a source's `extensions`: {kinds}")
+    for link in () if prepared.reused else unread_links(recipe.data.texts):
+        notice(f"not read, since it is a link to a folder elsewhere: {link}; name that folder as a source of its own")
     said = "nothing has changed, using" if prepared.reused else "prepared"
     notice(f"{said} {prepared.folder}: {tokens:,} training tokens")
     return prepared

@@ -16,6 +16,7 @@ from gptworks.data.sources.archives import Archive
 from gptworks.data.sources.base import PIECES_CHECKED, Source, document
 from gptworks.data.sources.code import NEVER_READ, Code
 from gptworks.data.sources.delimited import CSV, listed_names, read_table
+from gptworks.data.sources.files import check_links_of, linked_folders, walk
 from gptworks.data.sources.opening import (
     COMPRESSIONS,
     about_unpacked_size,
@@ -159,7 +160,7 @@ def look_at(path: Path) -> Texts:
     """
     if not path.exists():
         raise UserError(f"{path}: no such file or folder. Give a folder of texts, or one file.")
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    files = [path] if path.is_file() else sorted(file for file in walk(path) if file.is_file())
     code = _repository(path)
     if code:
         files = [file for file in files if not NEVER_READ.intersection(file.relative_to(path).parts)]
@@ -168,6 +169,8 @@ def look_at(path: Path) -> Texts:
         by_ending.setdefault(_ending(file), []).append(file)
     found = Texts(path)
     kinds = PROSE if code else (*PROSE, *CODE)
+    read = (*kinds, *_RECORD_ENDINGS, *_OTHER_ENDINGS)
+    check_links_of(path, (file for file in files if plain_name(file.name).lower().endswith(read) and file != path))
     plain = {ending: those for ending, those in by_ending.items() if plain_name(ending).lower() in kinds}
     if path.is_file() and not plain and plain_name(_ending(path)) not in (*_RECORD_ENDINGS, *_OTHER_ENDINGS):
         plain = {_ending(path): [path]}  # the user says that it is text
@@ -181,6 +184,10 @@ def look_at(path: Path) -> Texts:
         found._add_records(
             kind, [one for name, those in by_ending.items() if plain_name(name) in endings for one in those]
         )
+    found.reasons |= {
+        str(link.relative_to(path)): "a link to a folder elsewhere: give that folder as a source of its own"
+        for link in linked_folders(path)
+    }
     found.skipped = Counter({ending: len(those) for ending, those in by_ending.items()}) - found.endings
     why = "".join(f" {name}: {why}" for name, why in [*found.reasons.items()][:_LISTED])
     if not found.sources:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from gptworks.config import SourceConfig
@@ -10,6 +11,7 @@ from gptworks.data.sources.archives import Archive
 from gptworks.data.sources.base import Piece, Source, total_size
 from gptworks.data.sources.code import Code
 from gptworks.data.sources.delimited import CSV
+from gptworks.data.sources.files import linked_folders
 from gptworks.data.sources.json_lists import JSON
 from gptworks.data.sources.opening import compression
 from gptworks.data.sources.pages import HTML, PDF, WARC
@@ -91,3 +93,11 @@ def unread_files(sources: Iterable[SourceConfig]) -> Counter[str]:
     if unread:
         unread -= {file for source in chosen if getattr(source.settings, "path", None) for file in source.files()}
     return Counter(file.suffix or file.name for file in unread)
+
+
+def unread_links(sources: Iterable[SourceConfig]) -> list[Path]:
+    """The links to folders elsewhere in the folders of texts, which no source reads."""
+    chosen = [choose_source(source) for source in sources]
+    paths = [source.settings.path for source in chosen if isinstance(source, Text)]
+    folders = [Path(path).expanduser() for path in paths if path is not None]
+    return [link for folder in folders if folder.is_dir() for link in linked_folders(folder)]

@@ -8,6 +8,7 @@ from typing import Any
 
 from gptworks.config import LANGUAGES, CodeSource
 from gptworks.data.sources.base import Piece, Source, document, total_size
+from gptworks.data.sources.files import is_made_here
 from gptworks.data.sources.opening import MOST_SOURCE_BYTES
 from gptworks.data.sources.sums import contents
 from gptworks.errors import UserError, not_installed
@@ -58,7 +59,7 @@ class Code(Source):
             for entry in entries:
                 path = Path(entry.path)
                 if entry.is_dir(follow_symlinks=False):
-                    if entry.name not in skipped and not _is_ignored(path, rules, "/"):
+                    if entry.name not in skipped and not _is_ignored(path, rules, "/") and not is_made_here(path):
                         yield from self._walk(path, rules)
                 elif entry.is_file(follow_symlinks=False) and not _is_ignored(path, rules, ""):
                     yield path

@@ -3,10 +3,11 @@
 import glob
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from gptworks.config.sources import FileSource
+from gptworks.data.shards import MANIFEST_FILE, TOKENIZER_FOLDER
 from gptworks.data.sources.opening import plain_name
 from gptworks.errors import UserError
 from gptworks.files import check_inside
@@ -41,9 +42,7 @@ def local_files(source: FileSource, endings: tuple[str, ...]) -> list[Path]:
 def _files_of_folder(folder: Path, endings: tuple[str, ...]) -> list[Path]:
     everything = list(walk(folder))
     files = [file for file in everything if plain_name(file.name).endswith(endings) and file.is_file()]
-    for file in files:
-        if file.is_symlink():
-            check_inside(file, folder)
+    check_links_of(folder, files)
     if not files:
         found = Counter(file.suffix or "(none)" for file in everything).most_common(5)
         listed = ", ".join(f"{suffix} ({count})" for suffix, count in found) or "no files at all"
@@ -54,11 +53,43 @@ def _files_of_folder(folder: Path, endings: tuple[str, ...]) -> list[Path]:
     return sorted(files)
 
 
+def check_links_of(folder: Path, files: Iterable[Path]) -> None:
+    """Refuse files of a folder that are links out of it.
+
+    Raises:
+        UserError: one is; a pattern reads it.
+    """
+    for file in files:
+        if file.is_symlink():
+            try:
+                check_inside(file, folder)
+            except UserError:
+                pattern = Path(glob.escape(str(folder)), "**", f"*{file.suffix}")
+                raise UserError(
+                    f"{file} leads out of {folder}, to {file.readlink()}, and no link out of a folder is followed. "
+                    f"If you trust it, a pattern follows links: give `{pattern}` as the source's path."
+                ) from None
+
+
 def walk(folder: Path, skipped_folders: Collection[str] = ()) -> Iterator[Path]:
-    """Every file below a folder."""
+    """Every file below a folder, but for what gptworks makes: a build reads neither its own work nor a run."""
     for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name not in skipped_folders]
+        folders[:] = [name for name in folders if name not in skipped_folders and not is_made_here(Path(parent, name))]
         yield from (Path(parent, name) for name in names)
+
+
+def is_made_here(folder: Path) -> bool:
+    """Whether a folder is a dataset, the work on one, or a run."""
+    if folder.name.startswith((".partial-", ".writing-")):
+        return True
+    dataset, run = (MANIFEST_FILE, TOKENIZER_FOLDER), ("recipe.yaml", "checkpoints")
+    return any(all((folder / name).exists() for name in names) for names in (dataset, run))
+
+
+def linked_folders(folder: Path) -> list[Path]:
+    """The folders below a folder that are links out of it, which `walk` does not enter."""
+    paths = (Path(parent, name) for parent, folders, _ in os.walk(folder) for name in folders)
+    return [path for path in paths if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve())]
 
 
 def cache_folder() -> Path:
