@@ -115,6 +115,10 @@ GARBAGE = {
     "a number of 5,000 digits": '{"kind": "train", "step": 1, "tokens": %s}' % ("9" * 5000),
     "a loss that is text": '{"kind": "train", "step": 1, "tokens": 1, "loss": "low", "seconds": 1.0}',
     "a loss that is a list": '{"kind": "train", "step": 1, "tokens": 1, "loss": [1.0], "seconds": 1.0}',
+    **{
+        f"seconds of {seconds}": '{"kind": "train", "step": 1, "tokens": 1, "loss": 1.0, "seconds": %s}' % seconds
+        for seconds in ('"nan"', "NaN", '"inf"', "Infinity", "1e400", "-1.0", "null", "1e308")
+    },
     "no loss": '{"kind": "validation", "step": 1, "tokens": 1}',
     "a sample without text": '{"kind": "sample", "step": 1, "prompt": "a"}',
     "deep": '{"kind": "sample", "step": 1, "prompt": %s' % ("[" * 100_000),
@@ -159,6 +163,7 @@ def test_values_that_are_no_figures_are_left_out_of_a_record(tmp_path: Path) -> 
     line = {
         "kind": "train", "step": 1, "tokens": 256, "loss": "nan", "seconds": 1.0, "grad_norm": "inf", "a": "text",
         "b": {"x": "text"}, "c": [1, "text"], "d": {"x": 1.5}, "e": [1, 2.5], "f": None,
+        "tokens_per_second": "nan", "flops_per_second": math.inf, "utilization": "-inf",
     }  # fmt: skip
     path.write_text(json.dumps(line) + "\n", encoding="utf-8")
     (record,) = read_metrics(path)

@@ -305,12 +305,16 @@ def _is_figure(value: Any) -> bool:
     return type(value) is float or _is_number(value) or value in _NOT_FINITE
 
 
+def _is_duration(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < 2**63  # neither nan nor inf, which the clock of no machine shows
+
+
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
 _NEEDED: dict[str, dict[str, Callable[[Any], bool]]] = {
-    "train": {"tokens": _is_count, "loss": _is_figure, "seconds": _is_figure},
+    "train": {"tokens": _is_count, "loss": _is_figure, "seconds": _is_duration},
     "validation": {"tokens": _is_count, "loss": _is_figure},
     "sample": {"prompt": _is_text, "text": _is_text},
     "rollback": {"from_step": _is_count},
@@ -348,6 +352,9 @@ def _checked(record: Record) -> Record:
             or (isinstance(value, dict) and all(map(_is_number, value.values())))
             or (isinstance(value, list) and all(map(_is_number, value)))
         ):
+            del record[key]
+    for key in MEASURED:
+        if type(value := record.get(key)) is float and not math.isfinite(value):
             del record[key]
     return record if record["kind"] != "validation" else {"perplexity": None, "bits_per_byte": None, **record}
 

@@ -21,7 +21,7 @@ class RunOutcome(BaseModel):
     step: int = Field(ge=0)
     tokens: int = Field(ge=0)
     """Targets trained on."""
-    seconds: float = Field(ge=0)
+    seconds: float = Field(ge=0, lt=2**63)
     """Of training, over all sessions."""
     skipped_steps: int = Field(ge=0)
     best_step: int = Field(ge=0)
