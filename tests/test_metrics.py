@@ -116,7 +116,7 @@ GARBAGE = {
     "a loss that is text": '{"kind": "train", "step": 1, "tokens": 1, "loss": "low", "seconds": 1.0}',
     "a loss that is a list": '{"kind": "train", "step": 1, "tokens": 1, "loss": [1.0], "seconds": 1.0}',
     **{
-        f"seconds of {seconds}": '{"kind": "train", "step": 1, "tokens": 1, "loss": 1.0, "seconds": %s}' % seconds
+        f"seconds of {seconds}": f'{{"kind": "train", "step": 1, "tokens": 1, "loss": 1.0, "seconds": {seconds}}}'
         for seconds in ('"nan"', "NaN", '"inf"', "Infinity", "1e400", "-1.0", "null", "1e308")
     },
     "no loss": '{"kind": "validation", "step": 1, "tokens": 1}',
