@@ -37,7 +37,9 @@ SET_BY_LIBRARIES = {"CUDA_MODULE_LOADING", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_
 class Forked:
     """What `subprocess.Popen` is of a new Python, of a process that the server has forked."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str], **options: Any) -> None:
+    def __init__(
+        self, server: socket.socket, arguments: list[str], environment: dict[str, str], **options: Any
+    ) -> None:
         self.args, self.returncode = arguments, None
         self.stdin = self.stdout = self.stderr = None
         given = []
@@ -55,9 +57,8 @@ class Forked:
                 given.append(os.dup(len(given) if wanted is None else wanted.fileno()))
         self._told, teller = socket.socketpair()
         asked = {"arguments": arguments, "environment": environment, "folder": str(options.get("cwd") or Path.cwd())}
-        control = _server()[0]
         try:
-            socket.send_fds(control, [json.dumps(asked).encode()], [*given, teller.fileno()])
+            socket.send_fds(server, [json.dumps(asked).encode()], [*given, teller.fileno()])
         finally:
             teller.close()
             for descriptor in given:
@@ -135,10 +136,10 @@ Process = Forked | subprocess.Popen[str]
 
 
 @functools.cache
-def _server() -> tuple[socket.socket, dict[str, str]]:
-    """The server's socket, and the environment that it began with."""
+def _server(**loading: str) -> tuple[socket.socket, dict[str, str]]:
+    """The server's socket, and the environment that it began with: this process's, and `loading`."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **loading}
     command = [sys.executable, str(SERVER), str(its.fileno())]
     server = subprocess.Popen(command, env=environment, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL)
     its.close()
@@ -147,20 +148,31 @@ def _server() -> tuple[socket.socket, dict[str, str]]:
     return ours, environment
 
 
-def _forks(environment: dict[str, str]) -> bool:
-    """Whether a forked process obeys such an environment."""
-    if not CAN_FORK:
-        return False
-    began = _server()[1]
+def _obeyed(environment: dict[str, str], began: dict[str, str]) -> bool:
+    """Whether a process obeys such an environment that is forked by a server which began with another."""
     changed = {name for name in environment.keys() | began.keys() if environment.get(name) != began.get(name)}
     return not any(name.startswith(READ_WHEN_LOADED) for name in changed - SET_BY_LIBRARIES)
 
 
-def start(*arguments: str | Path, env: dict[str, str] | None = None, new: bool = False, **options: Any) -> Process:
-    """`python ARGUMENTS`, with `env` beside this process's environment; `new`: in a new Python."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-    if not new and "preexec_fn" not in options and _forks(environment):
-        return Forked([str(argument) for argument in arguments], environment, **options)
+def start(
+    *arguments: str | Path,
+    env: dict[str, str] | None = None,
+    new: bool = False,
+    loading: dict[str, str] | None = None,
+    **options: Any,
+) -> Process:
+    """`python ARGUMENTS`, with `env` beside this process's environment.
+
+    Args:
+        new: in a new Python.
+        loading: variables that libraries obey when they are loaded, which many commands have: a server of their own
+            has loaded them so.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(loading or {}), **(env or {})}
+    if CAN_FORK and not new and "preexec_fn" not in options:
+        server, began = _server(**loading or {})
+        if _obeyed(environment, began):
+            return Forked(server, [str(argument) for argument in arguments], environment, **options)
     return subprocess.Popen([sys.executable, *map(str, arguments)], env=environment, text=True, **options)
 
 

@@ -7,14 +7,13 @@ import json
 import os
 import platform
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import commands
 from as_processors import built_emulator
 from gptworks.machine import cpu_flags
 from gptworks.native.library import AMX, MARCH, Unavailable, library
@@ -41,16 +40,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         pytest.skip(f"no native kernels here: {error}")
     emulator = None if cpu_flags() >= AMX else built_emulator(tmp_path_factory.mktemp("emulator"))
 
+    loading = {"OMP_NUM_THREADS": "2", "PYTHONPATH": str(Path(__file__).parent)}
+    if emulator is not None:
+        loading["LD_PRELOAD"] = str(emulator)
+
     def run(lines: str, **environment: str) -> dict[str, Any]:
-        preload = {} if emulator is None else {"LD_PRELOAD": str(emulator)}
         script = f"import json\nfound = {{}}\n{SETUP}\n{lines}\nprint(json.dumps(found))"
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            env=os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": str(Path(__file__).parent)} | preload | environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = commands.run("-c", script, env=environment, loading=loading)
         assert done.returncode == 0, done.stderr[-2000:]
         result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return result
