@@ -5,6 +5,7 @@ each fixture and each test, so that neither the order of tests nor the worker ch
 `make test-random` draws: it sets GPTWORKS_DRAWN_SEED.
 """
 
+import gc
 import os
 import random
 from pathlib import Path
@@ -28,6 +29,15 @@ DRAWN_SEED = os.environ.get("GPTWORKS_DRAWN_SEED")
 hypothesis.settings.register_profile("fixed", max_examples=60, derandomize=True, database=None, deadline=None)
 hypothesis.settings.register_profile("drawn", max_examples=1000, database=None, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("fixed" if DRAWN_SEED is None else "drawn")
+
+
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Garbage is looked for from here on, and not among what was imported, which is millions of objects that stay."""
+    gc.freeze()
+    gc.enable()
 
 
 def seed_generators() -> None:
