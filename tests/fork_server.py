@@ -18,6 +18,7 @@ import selectors
 import socket
 import struct
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -84,6 +85,7 @@ def become(asked: dict, streams: list[int]) -> None:
     os.environ.clear()
     os.environ.update(asked["environment"])
     os.chdir(asked["folder"])
+    tempfile.tempdir = None
     random.seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()

@@ -158,7 +158,7 @@ def read_log(process: Process, log: list[str] | None) -> None:
 def command(*arguments: str | Path, log: list[str] | None = None) -> Iterator[tuple[Process, httpx.Client]]:
     """`gptworks serve …` in a process of its own, and a client of it; `log` gets the lines of its log."""
     whole = ("-m", "gptworks", "serve", *arguments, "--port", "0", "--backend", "torch")
-    process = commands.start(*whole, env={"GPTWORKS_API_KEY": KEY}, new=True, stderr=subprocess.PIPE)
+    process = commands.start(*whole, env={"GPTWORKS_API_KEY": KEY}, stderr=subprocess.PIPE)
     assert process.stderr is not None
     try:
         line = next(line for line in process.stderr if "serving" in line or "error" in line)

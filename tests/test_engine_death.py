@@ -311,7 +311,7 @@ def test_the_process_ends_with_a_code(tmp_path: Path, which: str) -> None:
     run = write_run(tmp_path / "runs" / "tiny")
     arguments = [run] if which == "serve" else [tmp_path / "runs", "--no-open"]
     whole = ("-c", DYING, which, *arguments, "--port", "0", "--backend", "torch", "--device", "cpu")
-    process = commands.start(*whole, env={"GPTWORKS_API_KEY": KEY}, new=True, stderr=subprocess.PIPE)
+    process = commands.start(*whole, env={"GPTWORKS_API_KEY": KEY}, stderr=subprocess.PIPE)
     assert process.stderr is not None
     with process:
         try:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import filelock
 import pytest
 import yaml
 
+import commands
 import tiny
 from gptworks.checkpoint import checkpoints
 from gptworks.cli import main
@@ -271,13 +271,15 @@ def test_options_that_do_not_exist(trained: Path, command: Command) -> None:
 # ------------------------------------------------------------------------------------------------ full disks
 
 
-def limited(bytes_: int) -> Callable[[], None]:
-    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_, bytes_))
+def limited(n_bytes: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """The command where no file can be larger."""
+    limit = f"import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, ({n_bytes}, {n_bytes}))"
+    return commands.run("-c", f"{limit}; runpy.run_module('gptworks', run_name='__main__')", *arguments)
 
 
 def test_a_full_disk_while_preparing(tmp_path: Path) -> None:
     recipe = tiny.write_recipe(tmp_path)
-    result = tiny.gptworks("data", "build", recipe, preexec_fn=limited(20_000))
+    result = limited(20_000, "data", "build", recipe)
     assert_clear(result.returncode, result.stderr, "data", exit_code=1)
     assert not list((tmp_path / "data").glob("tiny-*/manifest.json"))
     assert not [name for name in files(tmp_path) if ".partial" in name]
@@ -288,7 +290,7 @@ def test_a_full_disk_while_saving_keeps_the_earlier_checkpoint(trained: Path, tm
     run_dir = copy_of(trained, tmp_path)
     prepare_for(run_dir)
     before = checkpoints(run_dir)[0]
-    result = tiny.gptworks("train", run_dir, "--resume", "--change", "train.max_steps=8", preexec_fn=limited(60_000))
+    result = limited(60_000, "train", run_dir, "--resume", "--change", "train.max_steps=8")
     expected = ("could not be written", f"Earlier ones kept: {before.folder.name}")
     assert_clear(result.returncode, result.stderr, *expected, exit_code=1)
     assert checkpoints(run_dir) == [before]

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import commands
+from commands import Process
 from gptworks import machine
 from gptworks.native import entries
 from gptworks.native import library as native_library
@@ -58,13 +60,13 @@ def fake_compiler(built: bytes, folder: Path, monkeypatch: pytest.MonkeyPatch, s
     return log
 
 
-def started(n: int, **environment: str) -> list[subprocess.Popen[str]]:
+def started(n: int, **environment: str) -> list[Process]:
     """So many processes that load the kernels, at once."""
-    options = {"env": os.environ | environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return [subprocess.Popen([sys.executable, "-c", LOADS], **options) for _ in range(n)]  # type: ignore[call-overload]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return [commands.start("-c", LOADS, env=environment, **streams) for _ in range(n)]
 
 
-def folders(processes: list[subprocess.Popen[str]]) -> set[Path]:
+def folders(processes: list[Process]) -> set[Path]:
     """Where processes have loaded them from."""
     found = set()
     for process in processes:
