@@ -1,10 +1,14 @@
 """Tasks from JSONL files: what is asked, how answers are judged, and the sandbox for programs."""
 
+import copy
+import functools
 import json
 import math
+import operator
 import os
 import random
 import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,11 +29,19 @@ from gptworks.confined.sandbox import Sandbox
 from gptworks.errors import UserError
 from gptworks.evaluate.bootstrap import interval, paired_difference
 from gptworks.evaluate.metrics import figure_of, means, pass_at_k, text_statistics
-from gptworks.evaluate.results import HEADING, Evaluation, Measured, read_evaluations, save_evaluations
+from gptworks.evaluate.results import (
+    HEADING,
+    Evaluation,
+    Measured,
+    read_evaluations,
+    save_evaluations,
+    write_card_section,
+)
 from gptworks.evaluate.scoring import encode_pair, score_pairs
 from gptworks.evaluate.task import Task, load_task
 from gptworks.evaluate.tasks import Asked, run_task
 from gptworks.infer.engine import Engine
+from gptworks.runs.evaluations import compare_evaluations, evaluations_section
 from tiny import plain_model
 
 ITEMS = [
@@ -555,3 +567,30 @@ def test_results_are_kept_and_told_in_the_card_once(tmp_path: Path) -> None:
     (tmp_path / "evaluations" / "sums.json").write_text("{}", encoding="utf-8")
     with pytest.raises(UserError, match="is not an evaluation"):
         read_evaluations(tmp_path)
+
+
+FOREIGN: list[Any] = ["x", None, [], {}, -1, 10**30, True, [[1, [2]]], {"a": {"b": 1}}, "<b>a|b\n## c"]
+
+
+def test_whatever_an_evaluation_of_someone_else_holds_is_shown_or_named(tmp_path: Path) -> None:
+    metrics = {"accuracy": Measured.of("mean", means([1.0, 0.0]))}
+    save_evaluations(tmp_path, [Evaluation("sums", "text", "run", 7, 2, metrics, details={"positions": []})])
+    file = tmp_path / "evaluations" / "sums.json"
+    good = json.loads(file.read_text(encoding="utf-8"))
+    shutil.copytree(tmp_path / "evaluations", tmp_path / "other" / "evaluations")
+    of_metric = [("metrics", "accuracy", key) for key in good["metrics"]["accuracy"]]
+    n_named = 0
+    for keys in [*((key,) for key in good), *of_metric, ("details", "positions")]:
+        for value in FOREIGN:
+            tree = copy.deepcopy(good)
+            functools.reduce(operator.getitem, keys[:-1], tree)[keys[-1]] = value
+            file.write_text(json.dumps(tree), encoding="utf-8")
+            try:
+                write_card_section(tmp_path)
+                assert "<b>" not in evaluations_section(tmp_path)
+                compare_evaluations([tmp_path, tmp_path / "other"])
+            except UserError as error:
+                n_named += "is not an evaluation" in str(error)
+            card = (tmp_path / "model-card.md").read_text(encoding="utf-8")
+            assert "<b>" not in card and "\n## c" not in card
+    assert n_named > 100

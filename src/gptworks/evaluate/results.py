@@ -9,15 +9,25 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
 import numpy as np
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from gptworks.errors import UserError
 from gptworks.evaluate.bootstrap import Floats, interval
 from gptworks.evaluate.metrics import figure_of
 from gptworks.files import make_folder, read_regular, read_text, write_whole
-from gptworks.pages.tables import Table
+from gptworks.pages.tables import Table, in_a_cell
 from gptworks.units import significant
 
 FOLDER = "evaluations"
@@ -25,6 +35,16 @@ HEADING = "## Evaluations"
 MAX_BYTES = 1 << 28
 """Of an evaluation, which has some hundred bytes an item."""
 MAX_CARD_BYTES = 1 << 22
+
+
+_Number = Annotated[float, Strict()]
+_Count = Annotated[int, Strict(), Field(ge=0, lt=2**63)]
+_Text = Annotated[str, Field(max_length=10_000)]
+_WIDTHS = {
+    "mean": (range(2, 3), 1), "perplexity": (range(2, 3), 1), "bits": (range(2, 3), 1),
+    "calibration": (range(3, 3_000), 3), "bleu": (range(10, 11), 1), "chrf": (range(1, 1_000), 1),
+}  # fmt: skip
+"""By the kind of a figure, how many columns its statistics have, and of what they are a multiple."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +64,56 @@ class Measured:
         """The figure and its interval from the statistics [N, S] of its items."""
         found = interval(statistics, figure_of(kind))
         return cls(kind, statistics, found.value, found.low, found.high)
+
+
+class _StoredMeasured(BaseModel):
+    """A figure as a file has it, which anyone may have written."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: _Text
+    statistics: list[list[_Number]]
+    value: _Number
+    low: _Number | None
+    high: _Number | None
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        widths = {len(row) for row in self.statistics}
+        known, step = _WIDTHS.get(self.kind, (range(0), 1))
+        if not known or not all(width in known and width % step == 0 for width in widths) or len(widths) > 1:
+            raise ValueError(f"statistics of the kind {self.kind[:40]!r} have other columns, or there is no such kind")
+        return self
+
+
+class _Position(BaseModel):
+    last: _Count
+    loss: _Number
+
+
+class _Stored(BaseModel):
+    """An evaluation as a file has it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: _Text
+    kind: _Text
+    run: _Text
+    step: _Count
+    n_items: _Count
+    metrics: dict[_Text, _StoredMeasured]
+    shots: _Count | None = None
+    fingerprint: _Text = ""
+    settings: dict[str, Any] = {}
+    notes: tuple[_Text, ...]
+    details: dict[str, Any] = {}
+    items: tuple[dict[str, Any], ...]
+
+    @field_validator("details")
+    @classmethod
+    def _with_positions(cls, details: dict[str, Any]) -> dict[str, Any]:
+        TypeAdapter(list[_Position]).validate_python(details.get("positions", []))
+        return details
 
 
 @dataclass(frozen=True)
@@ -121,18 +191,19 @@ def read_evaluations(run_dir: Path) -> dict[str, Evaluation]:
     found = {}
     for path in sorted((run_dir / FOLDER).glob("*.json")):
         try:
-            tree = json.loads(read_regular(path, MAX_BYTES, inside=run_dir))
-            metrics = {
-                name: Measured(**{**one, "statistics": np.array(one["statistics"], dtype=np.float64)})
-                for name, one in tree.pop("metrics").items()
-            }
-            notes, items = tuple(tree.pop("notes")), tuple(tree.pop("items"))
-            one = Evaluation(**tree, notes=notes, items=items, metrics=metrics)
+            stored = _Stored.model_validate(json.loads(read_regular(path, MAX_BYTES, inside=run_dir)))
         except UserError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except ValidationError as error:
+            place = ".".join(map(str, error.errors()[0]["loc"])) or "the file"
+            raise UserError(f"{path} is not an evaluation ({place}: {error.errors()[0]['msg']}): delete it.") from None
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{path} is not an evaluation ({type(error).__name__}): delete it.") from None
-        found[one.name] = one
+        metrics = {
+            name: Measured(one.kind, np.array(one.statistics, dtype=np.float64), one.value, one.low, one.high)
+            for name, one in stored.metrics.items()
+        }
+        found[stored.name] = Evaluation(**vars(stored) | {"metrics": metrics})
     return found
 
 
@@ -144,6 +215,6 @@ def write_card_section(run_dir: Path) -> None:
     card = run_dir / "model-card.md"
     text = read_text(card, MAX_CARD_BYTES, inside=run_dir) if card.exists() else f"# {run_dir.resolve().name}\n"
     text = re.sub(rf"\n*^{HEADING}\n.*?(?=^## |\Z)", "\n\n", text, flags=re.MULTILINE | re.DOTALL).rstrip()
-    notes = [f"* {one.name}: {note}" for one in evaluations.values() for note in one.notes]
+    notes = [in_a_cell(f"* {one.name}: {note}") for one in evaluations.values() for note in one.notes]
     below = "\n" + "\n".join(notes) + "\n" if notes else ""
     write_whole(card, f"{text}\n\n{HEADING}\n\n{table(evaluations.values()).markdown()}\n{below}")

@@ -19,7 +19,8 @@ class Table:
 
     def markdown(self) -> str:
         rule = tuple("---:" if side == "r" else "---" for side in self.align)
-        return "\n".join("| " + " | ".join(cells) + " |" for cells in (self.header, rule, *self.rows))
+        rows = (map(in_a_cell, cells) for cells in (self.header, rule, *self.rows))
+        return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
 
     def rich(self) -> RichTable:
         table = RichTable(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
@@ -28,6 +29,11 @@ class Table:
         for row in self.rows:
             table.add_row(*map(Text, row), style="bold" if row[0] == "total" else None)
         return table
+
+
+def in_a_cell(text: str) -> str:
+    """A text as Markdown in a cell of a table, on one line, which nothing in it ends and no HTML is in."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
 def or_unknown(value: float | None, form: str = ",") -> str:

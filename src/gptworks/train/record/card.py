@@ -15,6 +15,7 @@ from gptworks.device import Precision, device_name
 from gptworks.errors import UserError
 from gptworks.evaluate.results import write_card_section
 from gptworks.files import write_whole
+from gptworks.pages.tables import in_a_cell
 from gptworks.plan.fit import layout_words
 from gptworks.plan.layout import ONE_DEVICE, Layout
 from gptworks.plan.params import count_parameters
@@ -72,7 +73,7 @@ def write_model_card(
         repeats = "`recipe.yaml` beside this file has its last settings: it does not repeat the run, see the changes."
     parts = [f"# {recipe.name}", "A language model trained with gptworks. Every figure here was counted or measured."]
     for heading, rows in sections.items():
-        table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+        table = "\n".join(f"| {in_a_cell(key)} | {in_a_cell(value)} |" for key, value in rows.items())
         parts.append(f"## {heading}\n\n| | |\n|---|---|\n{table}")
     parts.append(f"Use it with `gptworks generate` and this folder. {repeats}")
     write_whole(recipe.run_dir / "model-card.md", "\n\n".join(parts) + "\n")
