@@ -16,6 +16,7 @@ damage.
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -183,10 +184,11 @@ class Checkpoint:
             UserError: the checkpoint has weights only; or as `read_tensors`.
         """
         if self.weights_only:
+            run = shlex.quote(str(self.run_dir))
             raise UserError(
                 f"{self.folder} has weights only: training goes on from a checkpoint with the optimizer's state. "
-                f"`gptworks train {self.run_dir} --resume` takes the newest such checkpoint; "
-                f"initialize_from={self.run_dir} and another run_dir= start a new run from the best weights."
+                f"`gptworks train {run} --resume` takes the newest such checkpoint; "
+                f"initialize_from={run} and another run_dir= start a new run from the best weights."
             )
         path = self.folder / "optimizer.safetensors"
         return read_tensors(path, wanted, inside=self.run_dir, owner="the run's optimizer")

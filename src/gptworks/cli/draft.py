@@ -1,5 +1,6 @@
 """Commands that write a recipe: init, tune."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -66,7 +67,7 @@ def init(
         return
     for line in (*found.lines(), *drafted.lines()):
         typer.echo(line)
-    typer.echo(f"next        gptworks train {out}")
+    typer.echo(f"next        gptworks train {shlex.quote(str(out))}")
 
 
 def tune(

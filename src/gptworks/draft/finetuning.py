@@ -1,5 +1,6 @@
 """A recipe that tunes a run on conversations or on pairs of answers, sized by them and by a measured step."""
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -101,8 +102,8 @@ def base_run(base: str, report: Callable[[str], None]) -> Path:
     found = find_model(base, report)
     if (found.folder / "adapter_config.json").exists():
         raise UserError(
-            f"{base} is an adapter: `gptworks import {base} runs/NAME --base FOLDER` makes a run of it and what it "
-            f"adapts, which can be tuned."
+            f"{base} is an adapter: `gptworks import {shlex.quote(str(base))} runs/NAME --base FOLDER` makes "
+            f"a run of it and what it adapts, which can be tuned."
         )
     if not (found.folder / "config.json").exists():
         raise UserError(

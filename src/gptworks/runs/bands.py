@@ -5,6 +5,7 @@ The bands of the recipes that train in minutes come with the package, and are fo
 
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -181,7 +182,8 @@ def read_band(path: Path) -> Band:
     try:
         return Band.model_validate_json(read_regular(path, _MOST_BYTES))
     except FileNotFoundError:
-        raise UserError(f"{path}: no such band. `gptworks compare --make-band {path} RUN RUN RUN` makes one.") from None
+        making = f"gptworks compare --make-band {shlex.quote(str(path))} RUN RUN RUN"
+        raise UserError(f"{path}: no such band. `{making}` makes one.") from None
     except ValidationError as error:
         raise UserError(f"{path} is not a band: {str(error).splitlines()[0]}") from None
 

@@ -1,6 +1,7 @@
 """The data of a run, a recipe or a dataset, opened: documents, what the model sees at once, and what each step took."""
 
 import itertools
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -276,7 +277,7 @@ def data_of(place: str | Path, overrides: Sequence[str] = ()) -> RunData:
         return data_of_run(str(place), folder, str(found[0].state().get("data_fingerprint") or ""))
     prepared = find_prepared(recipe)
     if prepared is None:
-        raise UserError(f"the data of {place} is not built: run `gptworks data build {place}` first.")
+        raise UserError(f"the data of {place} is not built: run `gptworks data build {shlex.quote(str(place))}` first.")
     return RunData(str(place), None, recipe if isinstance(recipe, Recipe) else None, prepared)
 
 
@@ -296,7 +297,7 @@ def data_of_run(name: str, folder: Path, trained_on: str) -> RunData:
     if prepared is None:
         raise UserError(
             f"the data that {name} was trained on is not in {recipe.data.cache_dir}, its data.cache_dir. Put it back "
-            f"there, or make it again with `gptworks data build {folder}`."
+            f"there, or make it again with `gptworks data build {shlex.quote(str(folder))}`."
         )
     tokenizer = load_tokenizer(folder / "tokenizer")
     if prepared.manifest.tokenizer_sha256 != fingerprint(tokenizer):

@@ -5,6 +5,7 @@ refused by their names.
 """
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from gptworks.interop.huggingface.tensors import expected_tensors, tensor_places
 from gptworks.interop.huggingface.verify import load_their_tokenizer, load_theirs, quiet, require, verify_import
 from gptworks.interop.imported import further_training, write_run
 from gptworks.json_files import read_json
+from gptworks.pages.tables import in_a_cell
 from gptworks.plan.params import count_parameters
 from gptworks.recipe import parse_model, run_name
 from gptworks.special_tokens import special_tokens, stated_of
@@ -343,12 +345,13 @@ def _card(recipe: Recipe, imported: Import) -> str:
         "context": f"{model.context_length:,} tokens",
         "position, norm, MLP": f"{model.position}, {model.norm}, {model.mlp} of {model.d_ff:,}",
     }
-    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-    notes = "".join(f"* {note}\n" for note in imported.notes)
+    table = "\n".join(f"| {in_a_cell(key)} | {in_a_cell(value)} |" for key, value in rows.items())
+    notes = "".join(f"* {in_a_cell(note)}\n" for note in imported.notes)
     return (
         f"# {recipe.name}\n\nA language model that was imported, not trained, by gptworks.\n\n"
         f"## Architecture\n\n| | |\n|---|---|\n{table}\n\n{notes}\n"
         f"The sections `data` and `train` of `recipe.yaml` are placeholders. To train the model further:\n\n"
-        f"```bash\ngptworks train {run_dir} initialize_from={run_dir} run_dir={run_dir}-further \\\n"
+        f"```bash\ngptworks train {shlex.quote(f'{run_dir}')} {shlex.quote(f'initialize_from={run_dir}')} "
+        f"{shlex.quote(f'run_dir={run_dir}-further')} \\\n"
         f"  data.sources.0.type=text data.sources.0.path=my-texts/\n```\n"
     )
