@@ -11,6 +11,8 @@ from gptworks.config.base import Section
 from gptworks.errors import nearest
 
 _SHOWN_CHARACTERS = 200
+MOST_FAULTS = 50
+"""Of one text that are explained: each is compared with all names that there are."""
 
 
 def explain(error: ValidationError, root: type[Section], origin: str, overrides: Mapping[str, str]) -> str:
@@ -29,13 +31,15 @@ def explain(error: ValidationError, root: type[Section], origin: str, overrides:
 
 
 def faults(error: ValidationError, root: type[Section]) -> list[tuple[str, str]]:
-    """The key of each error, as the user wrote it (empty: of the whole), and what is wrong."""
+    """The key of each error, as the user wrote it (empty: of the whole), and what is wrong; of many, the first."""
     items: list[dict[str, Any]] = [
-        dict(item) for item in error.errors() if item["type"] != "default_factory_not_called"
+        dict(item) for item in error.errors(include_url=False) if item["type"] != "default_factory_not_called"
     ]
     inner = {item["loc"][:depth] for item in items for depth in range(len(item["loc"]))}
     items = [item for item in items if not (item["type"] == "too_short" and item["loc"] in inner)]  # a mere consequence
-    return [(_key(item, root), _explain_one(item, root)) for item in items]
+    found = [(_key(item, root), _explain_one(item, root)) for item in items[:MOST_FAULTS]]
+    n_more = len(items) - len(found)
+    return [*found, ("", f"and {n_more:,} more like these.")] if n_more else found
 
 
 def _key(item: Mapping[str, Any], root: type[Section]) -> str:

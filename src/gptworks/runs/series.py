@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -126,8 +126,12 @@ class Series:
     Figures of layers and of parts of a step are held only after one was asked for: they are most of a log.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, recipe_of: Callable[[Path], Recipe] = load_recipe) -> None:
+        """
+        Args:
+            recipe_of: reads a run folder's recipe.
+        """
+        self.folder, self._recipe_of = folder, recipe_of
         self._is_detailed = False
         self.begin()
 
@@ -152,7 +156,7 @@ class Series:
     @cached_property
     def recipe(self) -> Recipe:
         """Raises UserError: it has none that can be read."""
-        return load_recipe(self.folder)
+        return self._recipe_of(self.folder)
 
     @property
     def skipped(self) -> Skipped:

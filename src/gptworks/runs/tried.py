@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -173,8 +174,11 @@ def write_try(found: Try) -> None:
     write_whole(found.folder / TRY_FILE, json.dumps(state, indent=1) + "\n")
 
 
-def read_try(folder: Path) -> Try:
+def read_try(folder: Path, recipe_of: Callable[[Path], Recipe] = load_recipe) -> Try:
     """The try in a folder, also while it goes on.
+
+    Args:
+        recipe_of: reads the recipe in a file.
 
     Raises:
         UserError: there is none, or its file is damaged.
@@ -192,7 +196,7 @@ def read_try(folder: Path) -> Try:
         raise UserError(f"{file} is damaged ({type(error).__name__}): give another --folder.") from None
     if parts is None:
         raise UserError(f"{file} has format {written} and this gptworks reads {_FORMAT}.")
-    return Try(folder, load_recipe(folder / "before.yaml"), load_recipe(folder / "after.yaml"), *parts)
+    return Try(folder, recipe_of(folder / "before.yaml"), recipe_of(folder / "after.yaml"), *parts)
 
 
 def _parts(state: dict[str, Any]) -> tuple[Design, tuple[Pair, ...]]:

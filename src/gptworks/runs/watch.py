@@ -1,11 +1,12 @@
 """Many runs, read on in turn as they go on, and bounded in memory."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gptworks.config import Recipe
+from gptworks.recipe import load_recipe
 from gptworks.runs.bands import Band, find_band
 from gptworks.runs.history import origins_of
 from gptworks.runs.series import Series
@@ -24,8 +25,8 @@ _FEW_BYTES = 1 << 16
 class Watched:
     """A run that is watched."""
 
-    def __init__(self, folder: Path) -> None:
-        self.series = Series(folder)
+    def __init__(self, folder: Path, recipe_of: Callable[[Path], Recipe] = load_recipe) -> None:
+        self.series = Series(folder, recipe_of)
         self.used_at = float("-inf")
         self.is_released = False
         """Whether records were let go for the sake of other runs."""
@@ -78,15 +79,20 @@ class Watched:
 class Watch:
     """Runs by name. It belongs to one thread."""
 
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, most_bytes: int = MOST_BYTES, recipe_of: Callable[[Path], Recipe] = load_recipe) -> None:
+        """
+        Args:
+            recipe_of: reads a run folder's recipe.
+        """
         self.runs: dict[str, Watched] = {}
+        self._recipe_of = recipe_of
         self._most_bytes = most_bytes
         self._changed: set[str] = set()
 
     def follow(self, folders: Mapping[str, Path]) -> None:
         """Watch these runs, and no others."""
         same = {name: one for name, one in self.runs.items() if folders.get(name) == one.series.folder}
-        self.runs = {name: same.get(name) or Watched(folder) for name, folder in folders.items()}
+        self.runs = {name: same.get(name) or Watched(folder, self._recipe_of) for name, folder in folders.items()}
 
     def use(self, names: Sequence[str], asked_at: float | None = None, *, begins: bool = True) -> list[Watched]:
         """The runs that are asked for, read on for a moment; anew where records were let go.

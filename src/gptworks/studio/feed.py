@@ -25,7 +25,7 @@ class Feed:
     """Its methods belong to asyncio's thread; `watch` belongs to the feed's own."""
 
     def __init__(self, library: Library) -> None:
-        self.library, self.watch = library, Watch()
+        self.library, self.watch = library, Watch(recipe_of=library.recipes.of)
         self.states: dict[str, str] = {}
         """running, finished or stopped, of each run."""
         self.left_out: dict[str, str] = {}

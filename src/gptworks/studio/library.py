@@ -13,11 +13,12 @@ from typing import Any
 
 from gptworks.chat_template import TEMPLATE_FILE
 from gptworks.checkpoint import Checkpoint, all_checkpoints
+from gptworks.config import Recipe
 from gptworks.errors import UserError
 from gptworks.plan.params import count_parameters
-from gptworks.recipe import load_recipe
 from gptworks.runs.report import has_ended
 from gptworks.serve.errors import APIError
+from gptworks.studio.recipes import Recipes
 from gptworks.train.record.outcome import read_outcome
 from gptworks.train.run_folder import CONSOLE, is_in_use
 
@@ -28,6 +29,7 @@ MOST_RUNS = 2_000
 _FEWER = "are listed: give the studio a folder with fewer of them, such as gptworks studio runs/sweep."
 _READ = ("recipe.yaml", "changes.json", "metrics.jsonl", "outcome.json", "tokenizer", "checkpoints", CONSOLE)
 """What is read of a run folder."""
+_READ_SECONDS = 10.0
 _FRESH_SECONDS = 2.0
 """For which a list of folders is used again."""
 
@@ -101,7 +103,8 @@ class Library:
         self._looked_at = -math.inf
         self.notice: str | None = None
         """What the list of runs leaves out, since there are too many."""
-        self._known: dict[tuple[str, int], dict[str, Any]] = {}
+        self.recipes = Recipes()
+        self._settings_of: dict[Path, tuple[Recipe, dict[str, Any]]] = {}
 
     def runs(self) -> dict[str, RunFolder]:
         """The runs by id, in the order of the folders and of the names."""
@@ -111,7 +114,17 @@ class Library:
             return self._found
 
     def get(self, name: str) -> RunFolder:
-        """The run of that id; nothing of it lies elsewhere.
+        """The run of that id; nothing of it lies elsewhere, and its recipe was read within limits.
+
+        Raises:
+            APIError: there is none. UserError: a link leads out of the folders, or the recipe is refused.
+        """
+        run = self.find(name)
+        self.recipes.of(run.folder)
+        return run
+
+    def find(self, name: str) -> RunFolder:
+        """The run of that id, whatever its recipe is; nothing of it lies elsewhere.
 
         Raises:
             APIError: there is none. UserError: a link leads out of the folders.
@@ -122,10 +135,27 @@ class Library:
         run.check_inside()
         return run
 
-    def describe(self, run: RunFolder) -> dict[str, Any]:
-        """A run as /studio/state shows it. Reads files."""
+    def describe_all(self, seconds: float = _READ_SECONDS) -> list[dict[str, Any]]:
+        """The runs as /studio/state shows them. Reads files.
+
+        Args:
+            seconds: after which recipes that were never read wait for the next call.
+        """
+        until = time.monotonic() + seconds
+        return [self.describe(run, reads=time.monotonic() < until) for run in self.runs().values()]
+
+    def describe(self, run: RunFolder, *, reads: bool = True) -> dict[str, Any]:
+        """A run as /studio/state shows it.
+
+        Args:
+            reads: whether its recipe is read, if it never was.
+        """
         try:
             run.check_inside()
+            if not reads and not self.recipes.knows(run.folder):
+                raise UserError(
+                    "its recipe is not read yet, since those of other runs take long: it is read in a moment."
+                )
             made = self._settings(run) | {"checkpoints": _checkpoints(run), "state": state_of(run.folder)}
         except (UserError, OSError) as error:  # OSError: it goes away
             made = {"problem": printable(str(error)), "checkpoints": [], "state": "stopped"}
@@ -135,21 +165,21 @@ class Library:
         return {"id": run.id, "run": printable(str(run.folder)), **empty, **made}
 
     def _settings(self, run: RunFolder) -> dict[str, Any]:
-        """What its recipe says, read again only where the file has changed."""
-        path = run.folder / "recipe.yaml"
-        key = str(path), path.stat().st_mtime_ns
-        if key not in self._known:
-            made: dict[str, Any]
-            try:
-                model = load_recipe(run.folder).model
+        """What its recipe says."""
+        made: dict[str, Any]
+        try:
+            recipe = self.recipes.of(run.folder)
+            known, made = self._settings_of.get(run.folder, (None, {}))
+            if known is not recipe:
+                model = recipe.model
                 made = {"context": model.context_length, "vocab_size": model.vocab_size,
                         "parameters": count_parameters(model).total}  # fmt: skip
-            except Exception as error:  # whatever a file may hold
-                made = {"problem": printable(str(error)[:600]) or type(error).__name__}
-            if len(self._known) >= 2 * self.most_runs:
-                self._known.clear()
-            self._known[key] = made
-        return self._known[key] | {"chat": (run.folder / "tokenizer" / TEMPLATE_FILE).is_file()}
+                if len(self._settings_of) >= 2 * self.most_runs:
+                    self._settings_of.clear()
+                self._settings_of[run.folder] = recipe, made
+        except UserError as error:
+            made = {"problem": printable(str(error)[:600])}
+        return made | {"chat": (run.folder / "tokenizer" / TEMPLATE_FILE).is_file()}
 
     def _look(self) -> dict[str, RunFolder]:
         found: dict[str, RunFolder] = {}

@@ -187,7 +187,7 @@ def _library(request: Request) -> Library:
     return library
 
 
-def _question(request: Request, body: CheckRequest | _Recipe, ask: str, **more: Any) -> dict[str, Any]:
+async def _question(request: Request, body: CheckRequest | _Recipe, ask: str, **more: Any) -> dict[str, Any]:
     library, origin = _library(request), body.origin
     found = None
     if origin is not None and origin.recipe is not None:
@@ -195,7 +195,8 @@ def _question(request: Request, body: CheckRequest | _Recipe, ask: str, **more: 
             raise APIError(404, f"gptworks has no recipe {origin.recipe[:128]!r}.", param="origin")
         found = str(shipped_paths()[origin.recipe])
     elif origin is not None and origin.run is not None:
-        found = str(library.get(origin.run).folder)
+        name = origin.run
+        found = str((await starting_of(request).in_thread(lambda: library.get(name))).folder)
     allowed = list(dict.fromkeys(str(one.absolute()) for one in (Path.cwd(), *library.roots)))
     return {"ask": ask, "text": body.text, "origin": found, "allowed": allowed, **more}
 
@@ -206,7 +207,7 @@ async def _checked(request: Request, body: _Recipe, *edits: tuple[str, str | Non
     Raises:
         UserError: it is not.
     """
-    found = await starting_of(request).ask(_question(request, body, "check", edits=edits))
+    found = await starting_of(request).ask(await _question(request, body, "check", edits=edits))
     if found["problems"]:
         raise UserError("\n".join(one["message"] for one in found["problems"]))
     text: str = found["text"]
@@ -226,7 +227,7 @@ async def begin(request: Request) -> Response:
 async def check(request: Request) -> Response:
     """A recipe's text with edits made, the settings that it gives, and what is wrong with it."""
     body = await body_of(request, CheckRequest)
-    return uncached(await starting_of(request).ask(_question(request, body, "check", edits=body.edits)))
+    return uncached(await starting_of(request).ask(await _question(request, body, "check", edits=body.edits)))
 
 
 @router.post("/studio/start/plan")
@@ -234,7 +235,7 @@ async def plan(request: Request) -> Response:
     """What `gptworks plan` says."""
     body = await body_of(request, PlanRequest)
     return uncached(
-        await starting_of(request).ask(_question(request, body, "plan", name=body.name, device=body.device))
+        await starting_of(request).ask(await _question(request, body, "plan", name=body.name, device=body.device))
     )
 
 
@@ -254,7 +255,7 @@ async def processes(
         ]  # fmt: skip
         for name in dict.fromkeys(run):
             if name not in known:
-                folder = library.get(name).folder
+                folder = library.find(name).folder
                 lines = console_lines(folder)
                 stopping = starting.processes.is_stopping(name, folder)
                 found.append({"run": name, "running": None, "stopping": stopping, "code": None, "lines": lines})
@@ -330,7 +331,8 @@ async def stop(request: Request) -> Response:
 async def _changed_text(request: Request, body: ResumeRequest) -> tuple[Starting, RunFolder, str]:
     origin = Origin(run=body.run)
     text = await _checked(request, _Recipe(text=body.text, origin=origin))
-    return starting_of(request), _library(request).get(body.run), text
+    starting, library = starting_of(request), _library(request)
+    return starting, await starting.in_thread(lambda: library.get(body.run)), text
 
 
 # ------------------------------------------------------------------------------------------------------------ the work

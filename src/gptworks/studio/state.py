@@ -39,7 +39,7 @@ class Studio:
     def describe(self) -> dict[str, Any]:
         """The answer of /studio/state. Takes long."""
         if self.library is not None:
-            models = [self.library.describe(run) for run in self.library.runs().values()]
+            models = self.library.describe_all()
         else:
             models = [self._served(model.name) for model in self.service.models]
         return {"version": __version__, "parts": self.parts, "read_only": self.read_only, "models": models,

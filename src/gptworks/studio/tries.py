@@ -75,7 +75,7 @@ class Tries:
                 )
         changed = (folder / TRY_FILE).stat().st_mtime_ns
         if self._known.get(folder, (None,))[0] != changed:
-            found, page = read_try(folder), folder / TRY_PAGE
+            found, page = read_try(folder, self._feed.library.recipes.of), folder / TRY_PAGE
             design = found.design
             if found.pairs and not {"00-before", "00-after"} <= ids.keys():
                 raise UserError("the runs of its first pair are not there, or cannot be read.")

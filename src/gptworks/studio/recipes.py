@@ -1,0 +1,126 @@
+"""Recipes of the runs that the studio lists, read in a process with limits: a run folder may come from anyone.
+
+    Recipes.of(path) ──► confined process: `load_recipe(path)` ──► plain values ──► Recipe
+
+The process is kept for the next recipe. One that a recipe ends, by its time, its memory or a fault of a library, is
+replaced, and only that recipe is refused. An answer, also a refusal, holds until the recipe's file changes.
+"""
+
+import os
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from gptworks.config import Recipe
+from gptworks.confined import Abandoned, Confined, Exceeded, Limits, Refused, Task
+from gptworks.confined.child import serve
+from gptworks.errors import UserError
+from gptworks.recipe import load_recipe
+
+MOST_CHARACTERS = 1 << 19
+"""Of a recipe with all its settings, as JSON: a usual one has 3,000."""
+MOST_KEPT = 4_000
+"""Recipes and refusals."""
+_WAIT_SECONDS = 20.0
+"""By the clock: reading may also wait for a disk."""
+
+_SHARED = Confined(
+    "gptworks.studio.recipes",
+    None,
+    Limits(seconds=1.0, n_bytes=256 << 20),
+    setup_limits=Limits(seconds=60.0, n_bytes=1 << 30),
+)
+
+
+def main() -> None:
+    """The process's side: of a recipe's path, and the folder that it is relative to, its values."""
+    serve(lambda setup: _values)
+
+
+def _values(question: Any) -> Any:
+    os.chdir(question["cwd"])
+    recipe = load_recipe(str(question["path"]))
+    if (n := len(recipe.model_dump_json())) > MOST_CHARACTERS:
+        raise UserError(f"the recipe comes to {n:,} characters with all its settings, and the studio reads "
+                        f"{MOST_CHARACTERS:,}.")  # fmt: skip
+    return recipe.model_dump(mode="json")
+
+
+Stamp = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class _Known:
+    stamp: Stamp
+    recipe: Recipe | None
+    fault: str
+
+
+class Recipes:
+    """Reads each recipe once, one at a time. From any thread."""
+
+    def __init__(self, process: Confined | None = None) -> None:
+        self._process = process or _SHARED
+        self._known: OrderedDict[Path, _Known] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, path: Path) -> Recipe:
+        """The recipe of a run folder, or in a file.
+
+        Raises:
+            UserError: there is none, or it is wrong, or takes more time or memory than a recipe may.
+        """
+        known = self._find(path) or self._read(path)
+        if known.recipe is None:
+            raise UserError(known.fault)
+        return known.recipe
+
+    def knows(self, path: Path) -> bool:
+        """Whether the recipe, as its file is now, was read or refused already.
+
+        Raises:
+            UserError: there is none.
+        """
+        return self._find(path) is not None
+
+    def _find(self, path: Path) -> _Known | None:
+        known = self._known.get(path)
+        return known if known is not None and known.stamp == _stamp(path) else None
+
+    def _read(self, path: Path) -> _Known:
+        with self._lock:
+            if (known := self._find(path)) is not None:  # another thread was first
+                return known
+            stamp, task, question = _stamp(path), Task(), {"path": str(path), "cwd": str(Path.cwd())}
+            timer = threading.Timer(_WAIT_SECONDS, task.abandon)
+            timer.daemon = True
+            timer.start()
+            try:
+                known = _Known(stamp, Recipe.model_validate(self._process.ask(question, task)), "")
+            except Refused as error:
+                known = _Known(stamp, None, str(error))
+            except Exceeded as error:
+                fault = f"the recipe is refused: {error} Reading a recipe takes far less: give it fewer settings."
+                known = _Known(stamp, None, fault)
+            except ValidationError as error:  # plain values that do not lead back to what they were made of
+                known = _Known(stamp, None, f"the recipe is refused: {error.errors()[0]['msg']}")
+            except Abandoned:  # by the timer; the disk may be quicker the next time
+                raise UserError(f"the recipe was not read within {_WAIT_SECONDS:g} seconds.") from None
+            finally:
+                timer.cancel()
+            self._known[path] = known
+            while len(self._known) > MOST_KEPT:
+                self._known.popitem(last=False)
+            return known
+
+
+def _stamp(path: Path) -> Stamp:
+    try:
+        found = (path if path.is_file() else path / "recipe.yaml").stat()
+    except OSError as error:
+        raise UserError(f"{path} has no recipe to read: {error.strerror}.") from None
+    return found.st_ino, found.st_size, found.st_mtime_ns
