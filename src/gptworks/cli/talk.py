@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -151,18 +150,18 @@ class Talk:
 
     def _answer(self, parts: Iterator[str]) -> None:
         """Print an answer as it comes, up to Ctrl-C, and how fast it came."""
-        session, began = self.session, time.perf_counter()
+        session = self.session
         with interrupts() as interrupted:
             for part in parts:
                 self.terminal.write(part)
                 if interrupted():
                     break
-        seconds = time.perf_counter() - began
         self.terminal.write("\n")
-        n = session.n_answer_tokens
+        pace = session.pace
+        rate = "" if pace.tokens_per_second is None else f", {pace.tokens_per_second:.3g} tokens/s"
         why = {"length": f"; --max-tokens {session.settings.max_tokens}", "context": "; the context is full"}
         end = "; stopped" if interrupted() else why.get(session.finish_reason or "", "")
-        self.terminal.remark(f"({counted(n, 'token')}, {n / max(seconds, 1e-9):.3g} tokens/s{end})")
+        self.terminal.remark(f"({counted(pace.n_tokens, 'token')}{rate}{end})")
         if session.n_forgotten_tokens and not self._warned:
             self.terminal.remark("(The context is full: the oldest text falls out as the conversation grows.)")
         self._warned = session.n_forgotten_tokens > 0

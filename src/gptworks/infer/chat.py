@@ -14,7 +14,7 @@ from gptworks.files import check_regular, open_to_append
 from gptworks.infer.client import answer_settings
 from gptworks.infer.engine import Engine
 from gptworks.infer.sampling import SamplingSettings
-from gptworks.infer.text import FinishReason, Piece
+from gptworks.infer.text import FinishReason, Pace, Piece
 from gptworks.tokenizer import encode_text
 
 MOST_FILE_BYTES = 1 << 24
@@ -48,7 +48,7 @@ class ChatSession:
         self.n_turns = 0
         self.n_forgotten_tokens = 0
         """Tokens that fell out of the transcript; the caller should warn the user when it leaves 0."""
-        self.n_answer_tokens = 0
+        self.pace = Pace()
         """Of the last answer, as far as it was read."""
         self.finish_reason: FinishReason | None = None
         """Why the last answer ended; None where it was not read to its end."""
@@ -177,15 +177,15 @@ class ChatSession:
         """Begin a turn that `take_back` can take back, and stream its answer."""
         answer: Message = {"role": "assistant", "content": ""}
         self.said += [{"role": "user", "content": text}, answer]
-        self._before, self.n_answer_tokens, self.finish_reason = before, 0, None
+        self._before, self.pace, self.finish_reason = before, Pace(), None
         self.n_turns += 1
         return self._read(pieces, answer)
 
     def _read(self, pieces: Iterator[Piece], answer: Message) -> Iterator[str]:
         for piece in pieces:
             self.finish_reason = piece.finish_reason
+            self.pace.push(piece)
             if piece.token_id is not None:
-                self.n_answer_tokens += 1
                 self._written(piece.token_id)
             if piece.text:
                 answer["content"] += piece.text

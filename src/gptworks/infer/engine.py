@@ -174,7 +174,8 @@ class Engine(Client):
             with self._failing(on_failure):
                 self._receive()
                 if self._requests:
-                    self._step()
+                    with self._requests.clock.running():
+                        self._step()
                 self._rest()
             return bool(self._requests or self._inbox)
 

@@ -1,10 +1,11 @@
 """A request to the engine: what its caller holds, what the engine asks of each kind, and the set of those in work."""
 
+import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -189,11 +190,34 @@ class Draw:
         return self.logits[self.n_drawn : self.n_drawn + 1] if self.draft else self.logits
 
 
+class WorkClock:
+    """Counts the seconds inside of `running`: an engine's steps."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now, self._before = now, 0.0
+        self._since: float | None = None
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, the seconds count."""
+        self._since = self._now()
+        try:
+            yield
+        finally:
+            self._before, self._since = self.seconds, None
+
+    @property
+    def seconds(self) -> float:
+        """So far."""
+        return self._before if self._since is None else self._before + self._now() - self._since
+
+
 class OpenRequests:
     """The requests that have not ended, and their jobs. Not thread-safe."""
 
     def __init__(self, room: Room) -> None:
         self.room, self.statistics = room, Statistics()
+        self.clock = WorkClock()
         self._open: dict[int, Request] = {}
         self._request_of: dict[Job, Request] = {}
         self._has_new_jobs = False

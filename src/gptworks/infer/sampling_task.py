@@ -190,10 +190,9 @@ def _push(draw: Draw, token: int, processed: TokenLogprob | None, requests: Open
         requests.fail(draw.request, error)
         return
     if piece.token_id is not None:
-        if one.settings.logprobs is not None:
-            piece = replace(piece, logprob=token_logprobs(row, [token], one.settings.logprobs)[0])
-        if processed is not None:
-            piece = replace(piece, processed=processed)
+        wanted = one.settings.logprobs
+        logprob = None if wanted is None else token_logprobs(row, [token], wanted)[0]
+        piece = replace(piece, logprob=logprob, processed=processed, worked=requests.clock.seconds)
         draw.job.tokens.append(token)
         requests.statistics.generated_tokens += 1
     try:

@@ -34,6 +34,36 @@ class Piece:
     """The token's log-probability, where `logprobs` was set."""
     processed: TokenLogprob | None = None
     """The same of what the token was drawn from, where `processed_logprobs` was set."""
+    worked: float = field(default=0.0, compare=False)
+    """Seconds that the engine's steps had taken, since the engine was made, when the token was drawn."""
+
+
+@dataclass
+class Pace:
+    """How fast one sample is decoded, by the engine's own time: what its reader does between steps does not count.
+
+    Each token after the first is decoded; the first one comes of the prompt, whose reading (prefill) is no decoding.
+    """
+
+    n_tokens: int = 0
+    _first: float = field(default=0.0, init=False)
+    _last: float = field(default=0.0, init=False)
+
+    def push(self, piece: Piece) -> None:
+        """Take the sample's next piece."""
+        if piece.token_id is not None:
+            self._first = piece.worked if not self.n_tokens else self._first
+            self._last, self.n_tokens = piece.worked, self.n_tokens + 1
+
+    @property
+    def decode_seconds(self) -> float:
+        """Seconds of the steps after the one that drew the first token, up to the last token."""
+        return self._last - self._first
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens after the first, by `decode_seconds`; None: there are none."""
+        return (self.n_tokens - 1) / self.decode_seconds if self.n_tokens > 1 and self.decode_seconds > 0 else None
 
 
 class Sample:

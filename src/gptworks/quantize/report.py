@@ -1,6 +1,5 @@
 """What quantizing cost and gained: size, perplexity, divergence, speed. For the terminal, as JSON and for the card."""
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch import Tensor
 from gptworks.config import IGNORED
 from gptworks.evaluate.divergence import Divergence, measure_divergence
 from gptworks.infer.engine import Engine
+from gptworks.infer.text import Pace
 from gptworks.model import GPT
 from gptworks.quantize.linear import QuantizedGPT, packed_matrices
 from gptworks.units import significant
@@ -146,8 +146,7 @@ def _bytes(model: GPT) -> int:
 def _decode_speed(engine: Engine, prompt: list[int]) -> float | None:
     """Tokens a second of one greedy continuation, after its first token."""
     room = engine.model.config.context_length - len(prompt)
-    pieces = engine.pieces(prompt, temperature=0.0, max_tokens=max(1, min(_DECODED_TOKENS, room)))
-    next(pieces)
-    started = time.perf_counter()
-    n_tokens = sum(piece.token_id is not None for piece in pieces)
-    return n_tokens / (time.perf_counter() - started) if n_tokens else None
+    pace = Pace()
+    for piece in engine.pieces(prompt, temperature=0.0, max_tokens=max(1, min(_DECODED_TOKENS, room))):
+        pace.push(piece)
+    return pace.tokens_per_second

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from gptworks.infer.client import answer_settings
 from gptworks.infer.logprobs import TokenLogprob
 from gptworks.infer.sampling import SamplingSettings
+from gptworks.infer.text import Pace
 from gptworks.serve import openai
 from gptworks.serve.app import body_of, caller_of, in_thread, service_of
 from gptworks.serve.caller import Caller
@@ -183,27 +184,25 @@ async def _events(generation: Generation, body: GenerateRequest, step: int | Non
     started = not body.score_prompt  # the scores are known when the first token comes
     if started:
         yield [start()]
-    n_tokens, first_at, logprob = 0, time.monotonic(), 0.0
+    pace, logprob = Pace(), 0.0
     async for deltas in generation.deltas():
         events = [] if started else [start()]
-        started, now = True, time.monotonic()
+        started = True
         for piece in (delta.piece for delta in deltas):
             rest = piece.text
+            pace.push(piece)
             if piece.token_id is not None:
-                n_tokens, rest = n_tokens + 1, ""
-                first_at = now if n_tokens == 1 else first_at
+                rest = ""
                 logprob += 0.0 if piece.logprob is None else piece.logprob.logprob
                 after = piece.processed and spell.scores(piece.processed)
                 events.append(
                     {"type": "token", **spell.token(piece.token_id, piece.text, piece.logprob), "after": after}
                 )
             if piece.finish_reason is not None:
-                seconds = now - first_at
                 events.append({
-                    "type": "end", "reason": piece.finish_reason, "text": rest, "generated": n_tokens,
-                    "seconds": now - generation.began,
-                    "tokens_per_second": (n_tokens - 1) / seconds if n_tokens > 1 and seconds > 0 else None,
-                    "mean_logprob": _finite(logprob / n_tokens) if n_tokens else None,
+                    "type": "end", "reason": piece.finish_reason, "text": rest, "generated": pace.n_tokens,
+                    "seconds": time.monotonic() - generation.began, "tokens_per_second": pace.tokens_per_second,
+                    "mean_logprob": _finite(logprob / pace.n_tokens) if pace.n_tokens else None,
                 })  # fmt: skip
         yield events
 

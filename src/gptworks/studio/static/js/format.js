@@ -14,6 +14,11 @@ export function count(n) {
   return n == null ? "–" : Math.round(n).toLocaleString("en-US");
 }
 
+/** 12345.6 → 12,346, 3.14159 → 3.14: a rate, in three digits or more. */
+export function rate(x) {
+  return x >= 100 ? count(x) : String(Number(x.toPrecision(3)));
+}
+
 /** 3100000 → 3.1M */
 export function short(n) {
   for (const [size, unit] of [[1e9, "B"], [1e6, "M"], [1e3, "K"]]) {

@@ -2,7 +2,7 @@
 
 import { key as apiKey } from "../api.js";
 import { stepOptions } from "../choice.js";
-import { count, short } from "../format.js";
+import { count, rate, short } from "../format.js";
 import { go } from "../shell.js";
 import { html, useEffect, useRef, useState } from "../ui.js";
 import { TokenCard } from "./card.js";
@@ -131,7 +131,7 @@ function Facts({ branch, session, work }) {
   const { end, seed, step } = branch;
   const facts = [
     end?.generated != null && `${count(end.generated)} tokens`,
-    end?.tokens_per_second != null && `${count(end.tokens_per_second)} tokens/s`,
+    end?.tokens_per_second != null && `${rate(end.tokens_per_second)} tokens/s`,
     end && !work && (ENDS[end.reason] ?? end.reason),
     step != null && `step ${count(step)}`,
   ].filter(Boolean);
