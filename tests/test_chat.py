@@ -36,10 +36,10 @@ class Scripted:
         return self._written(self.answers.pop(0))
 
     def _written(self, answer: str) -> Iterator[Piece]:
-        for character in answer:
+        for i, character in enumerate(answer):
             if character == "^":
                 os.kill(os.getpid(), signal.SIGINT)
-            yield Piece(0, character, self.tokenizer.encode(character).ids[0])
+            yield Piece(0, character, self.tokenizer.encode(character).ids[0], worked=i / 4)
         yield Piece(0, "", None, "stop")
 
 
@@ -108,7 +108,7 @@ def test_commands_are_obeyed_and_unknown_ones_named() -> None:
     said = "\n".join(terminal.remarks)
     for words in (
         "no /rety: did you mean /retry?", "no /zzz: /help lists them", "there is no last text", "temperature 0.5",
-        "/temperature warm: give a number", "temperature=-1.0", "(1 token, ", " tokens/s)", HELP,
+        "/temperature warm: give a number", "temperature=-1.0", "(1 token)", HELP,
     ):  # fmt: skip
         assert words in said, words
     assert session.settings.temperature == 0.5
@@ -126,7 +126,7 @@ def test_an_interrupt_stops_the_answer_and_keeps_the_chat() -> None:
     terminal = talk(session, "hello", "and now?")
     assert contents(session) == ["hello", "ab^", "and now?", "fine"]
     assert "assistant\nab^<|im_end|>" in engine.prompts[1]
-    assert terminal.remarks[0].startswith("(3 tokens, ") and terminal.remarks[0].endswith("; stopped)")
+    assert terminal.remarks[0] == "(3 tokens, 4 tokens/s; stopped)"
     assert signal.getsignal(signal.SIGINT) is before
 
 
