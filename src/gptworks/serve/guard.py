@@ -7,7 +7,7 @@ goes away or the time is over, the guard cancels the work, and with it the texts
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from hashlib import sha256
 from ipaddress import ip_address
 
@@ -141,9 +141,8 @@ class Guard:
         digest = sha256(key.strip()).digest()
         fits = [hmac.compare_digest(digest, known) for known in self._keys]
         if service.sign_in is not None:
-            name = sign_in.cookie_name((scope.get("server") or ("", 0))[1] or 0)
-            cookie = sign_in.cookie_of(headers.get(b"cookie", b"").decode("latin-1"), name)
-            fits.append(service.sign_in.knows(cookie, key.strip().decode("latin-1")))
+            cookies, given = sign_in.cookies_of(scope, sign_in.cookie_name(scope)), key.strip().decode("latin-1")
+            fits += [service.sign_in.knows(cookie, given) for cookie in cookies]
         return any(fits) and kind.lower() == b"bearer"
 
     def _too_large(self) -> APIError:
@@ -213,6 +212,14 @@ class Guard:
             _raise_error(work)
 
 
+_KEPT_CLOSE = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
+"""Of an answer that says nothing else: no cache keeps it, and no browser takes it for another type."""
+
+
+def _has(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bool:
+    return any(found.lower() == name for found, _ in headers)
+
+
 class _Answer:
     """`send`, with the state of the answer."""
 
@@ -229,6 +236,7 @@ class _Answer:
             self._answered(message["status"])
             headers = message.setdefault("headers", [])
             self.is_stream = any(value.startswith(b"text/event-stream") for _, value in headers)
+            message["headers"] = headers = [*headers, *(pair for pair in _KEPT_CLOSE if not _has(headers, pair[0]))]
             if self.closes:
                 message["headers"] = [*headers, (b"connection", b"close")]
         await self._send(message)
@@ -291,8 +299,11 @@ def _replay(body: bytes) -> Receive:
 
 
 def _is_local(host: str) -> bool:
-    name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-    name = name.strip("[]").lower()
+    name, colon, port = (host, "", "") if host.endswith("]") or ":" not in host else host.rpartition(":")
+    if colon and not (port.isascii() and port.isdecimal()):
+        return False
+    name = name.lower()
+    name = name[1:-1] if name.startswith("[") and name.endswith("]") else name
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:

@@ -6,14 +6,16 @@ this address and port only.
 """
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from hmac import compare_digest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MOST = 64
 """Codes that wait, and sessions; the oldest ones go first."""
 PATH = "/studio/sign-in"
+_MOST_COOKIES = 200
+"""More than a browser keeps of a host."""
 
 
 class Session(NamedTuple):
@@ -56,18 +58,19 @@ class SignIn:
         return expected is not None and compare_digest(expected, _digest(key))
 
 
-def cookie_name(port: int) -> str:
-    """Of a server's session. Servers at several ports of a host share its cookies."""
-    return f"gptworks-{port}"
+def cookie_name(scope: Mapping[str, Any]) -> str:
+    """Of the session of a request's address: pages at several ports of a host share its cookies. The port is the one
+    that the browser names, which may be forwarded to another."""
+    host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+    port = host.rpartition(":")[2] if ":" in host and not host.endswith("]") else "80"
+    return f"gptworks-{port if port.isdecimal() and port.isascii() else (scope.get('server') or ('', 0))[1]}"
 
 
-def cookie_of(header: str, name: str) -> str:
-    """The value of a cookie in a `Cookie` header; empty where there is none."""
-    for part in header.split(";"):
-        found, _, value = part.strip().partition("=")
-        if found == name:
-            return value
-    return ""
+def cookies_of(scope: Mapping[str, Any], name: str) -> list[str]:
+    """The values of a request's cookies of this name. Another server of the host may have set some, for a path."""
+    lines = [value.decode("latin-1") for key, value in scope["headers"] if key == b"cookie"]
+    pairs = [part.strip().partition("=") for line in lines for part in line.split(";")]
+    return [value for found, _, value in pairs if found == name][:_MOST_COOKIES]
 
 
 def _digest(secret: str) -> bytes:

@@ -25,6 +25,7 @@ _HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-cache",
     "vary": "accept",
 }
@@ -61,8 +62,7 @@ async def signed_in(request: Request) -> Response:
             "studio` printed.", code="invalid_code",
         )  # fmt: skip
     response = JSONResponse({"key": session.key}, headers={"cache-control": "no-store"})
-    port = (request.scope.get("server") or ("", 0))[1] or 0
-    response.set_cookie(sign_in.cookie_name(port), session.cookie, httponly=True, samesite="strict", path="/")
+    response.set_cookie(sign_in.cookie_name(request.scope), session.cookie, httponly=True, samesite="strict", path="/")
     return response
 
 
