@@ -196,6 +196,11 @@ def test_a_recipe_reads_and_writes_nothing_outside_and_runs_no_code(http: httpx.
     (folder / "texts").symlink_to(outside.parent)
     (problem,) = checked(http, text, ("data.sources", f"- {{type: text, path: {folder}/texts/text.txt}}"))["problems"]
     assert "lies outside of" in problem["message"], "links are followed before it is asked where they lead"
+    for pattern in ("te*ts/text.txt", "**/text.txt", "te[x]ts/*"):
+        (problem,) = checked(http, text, ("data.sources", f"- {{type: text, path: '{folder}/{pattern}'}}"))["problems"]
+        assert "lies outside of" in problem["message"], "a pattern follows links too"
+    inside = checked(http, text, ("data.sources", f"- {{type: text, path: '{folder}/old/**/*.md'}}"))
+    assert inside["problems"] == []
     changed = edited(text, read_text(text), "data.sources", edits["data.sources"])[0]
     for route, more in (("plan", {"name": "x"}), ("new", {"name": "x"})):
         assert "lies outside of" in message(post(http, route, 400, text=changed, **more))

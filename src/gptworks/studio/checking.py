@@ -3,6 +3,7 @@ are hostile until checked. The recipe's own parser and `gptworks plan` say what 
 """
 
 import contextlib
+import glob
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -309,13 +310,16 @@ def _is_of_the_hub(dataset: str) -> bool:
 
 
 def _check_below(path: str, file: str, folders: Sequence[str]) -> None:
-    """Refuse a path, which may be a pattern, that does not lie below one of the folders. Links are followed first."""
+    """Refuse a path that does not lie below one of the folders, or a pattern that matches what does not. Links are
+    followed first."""
     given = Path(file).expanduser()
-    real = os.path.realpath(given)
+    matches = glob.iglob(str(given), recursive=True) if glob.has_magic(file) else ()  # noqa: PTH207 (as sources do)
+    roots = list(map(os.path.realpath, folders))
+    reals = (Path(os.path.realpath(one)) for one in (given, *matches))
     if (
         "://" in file
         or ".." in given.parts
-        or not any(Path(real).is_relative_to(os.path.realpath(folder)) for folder in folders)
+        or not all(any(real.is_relative_to(root) for root in roots) for real in reals)
     ):
         raise UserError(
             f"{path}={file} lies outside of {' and '.join(folders)}: start the studio in a folder around it, or write "
