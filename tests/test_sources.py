@@ -340,16 +340,46 @@ def test_a_missing_library_is_named_with_its_extra(
 def test_a_dataset_of_the_hub_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def load_dataset(dataset: str, **settings: Any) -> Iterator[dict[str, str]]:
-        asked.append((dataset, settings))
-        return iter([{"body": "one"}, {"body": "two"}])
+    def load_dataset_builder(dataset: str, **settings: Any) -> types.SimpleNamespace:
+        def as_streaming_dataset(split: str) -> Iterator[dict[str, str]]:
+            asked.append((dataset, settings | {"split": split}))
+            return iter([{"body": "one"}, {"body": "two"}])
 
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+        config = types.SimpleNamespace(data_files={"validation": files})
+        return types.SimpleNamespace(config=config, as_streaming_dataset=as_streaming_dataset)
+
+    files = ["hf://datasets/A/b@0123/data.jsonl"]
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset_builder=load_dataset_builder))
     source = HuggingFaceSource(type="huggingface", dataset="a/b", name="c", split="validation", field="body")
     assert documents(source) == ["one", "two"]
-    assert asked[0] == ("a/b", {"name": "c", "split": "validation", "revision": None, "streaming": True})
+    assert asked[0] == ("a/b", {"name": "c", "split": "validation", "revision": None})
     with pytest.raises(UserError, match=r"dataset a/b, row 0: no field `text`; its fields are body"):
         check_sources([source.model_copy(update={"field": "text"})])
+    for foreign in ("/etc/passwd", "file:///etc/passwd", "http://127.0.0.1/a", "hf://datasets/a/other@1/a.jsonl"):
+        files[:] = ["hf://datasets/a/b@0123/data.jsonl", foreign]
+        with pytest.raises(UserError, match=re.escape(f"dataset a/b: its README.md names {foreign} as its data")):
+            documents(source)
+
+
+@pytest.mark.parametrize("how", ["link", "up", "absolute", "address"])
+def test_a_local_dataset_folder_reads_nothing_outside(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    folder, secret = tmp_path / "corpus", tmp_path / "secret.jsonl"
+    folder.mkdir()
+    secret.write_text('{"text": "secret"}\n')
+    (folder / "train.jsonl").write_text('{"text": "inside"}\n')
+    source = HuggingFaceSource(type="huggingface", dataset=str(folder))
+    named = {"up": "../secret.jsonl", "absolute": str(secret), "address": f"file://{secret}"}
+    if how == "link":
+        (folder / "more.jsonl").symlink_to(secret)
+    else:
+        (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: '{named[how]}'\n---\n")
+    with pytest.raises(
+        UserError, match="leads out of" if how == "link" else "README.md names .*secret.jsonl as its data"
+    ):
+        documents(source)
 
 
 # ------------------------------------------------------------------------------------------------------ download

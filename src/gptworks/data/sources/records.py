@@ -13,7 +13,7 @@ from gptworks.data.sources.files import walk
 from gptworks.data.sources.opening import compression, open_file
 from gptworks.data.sources.sums import contents
 from gptworks.errors import UserError, not_installed
-from gptworks.files import open_regular
+from gptworks.files import check_tree, open_regular
 
 RecordsSource = ConversationsSource | PreferencesSource
 
@@ -74,6 +74,7 @@ class Records(Source):
         source = self.settings
         if not source.dataset:
             return super().signature()
+        check_tree(Path(source.dataset))
         name = ["huggingface", source.dataset, source.name, source.split, *filter(None, [source.revision])]
         return [name, *contents(sorted(walk(Path(source.dataset))))]
 
@@ -99,6 +100,23 @@ class HuggingFace(Records):
 
     def check(self) -> None:
         next(self.documents(), None)
+
+
+def _check_data_files(builder: Any, dataset: str) -> None:
+    """Refuse a dataset whose README.md names files of others: any of this machine, or any address.
+
+    Raises:
+        UserError: it does.
+    """
+    folder, own = Path(dataset), f"hf://datasets/{dataset}@".lower()
+    for files in (builder.config.data_files or {}).values():
+        for file in map(str, files):
+            is_inside = Path(os.path.realpath(file)).is_relative_to(os.path.realpath(folder))
+            if not (is_inside and "://" not in file if folder.exists() else file.lower().startswith(own)):
+                raise UserError(
+                    f"dataset {dataset}: its README.md names {file} as its data, which is not part of it. Correct it, "
+                    f"or give that file as a source of its own."
+                )
 
 
 def record_document(where: object, record: Mapping[str, Any], field: str) -> Iterator[Piece]:
@@ -293,19 +311,25 @@ def open_dataset(source: HuggingFaceSource | RecordsSource) -> tuple[str, Any]:
     """What messages call a dataset of the Hugging Face hub or a local folder, and its rows.
 
     Raises:
-        UserError: the library `datasets` is not installed, or it cannot open the dataset.
+        UserError: the library `datasets` is not installed, or it cannot open the dataset; or a link leads out of the
+            local folder.
     """
     where, folder = f"dataset {source.dataset}", Path(source.dataset or "")
     try:
         import datasets
     except ImportError:
         raise not_installed("datasets", "data", f"{where}: reading it") from None
+    if source.dataset:
+        check_tree(folder)
     try:
         if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
             saved = datasets.load_from_disk(source.dataset)
             return where, saved[source.split] if isinstance(saved, dict) else saved
-        which = {"name": source.name, "split": source.split, "revision": source.revision}
-        return where, datasets.load_dataset(source.dataset, **which, streaming=True)
+        builder = datasets.load_dataset_builder(source.dataset, name=source.name, revision=source.revision)
+        _check_data_files(builder, str(source.dataset))
+        return where, builder.as_streaming_dataset(split=source.split)
+    except UserError:
+        raise
     except Exception as error:  # the library raises many types
         reason = " ".join(str(error).split())
         raise UserError(
