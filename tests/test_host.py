@@ -1,7 +1,6 @@
 """The memory of hosts: whole models and whole checkpoints, planned and as processes hold it."""
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from gptworks.plan.run import plan
 from gptworks.presets import preset
 from gptworks.recipe import parse_recipe
 from gptworks.train.rehearsal import preflight
+from test_parallel import ranks_of
 
 H100 = find_device("h100")
 
@@ -239,10 +239,7 @@ KERNELS_BYTES = 25e6
 def grown(folder: Path, n_ranks: int, recipe: dict[str, Any]) -> list[int]:
     (folder / "watched.py").write_text(WATCHED, encoding="utf-8")
     (folder / "r.yaml").write_text(json.dumps(recipe), encoding="utf-8")
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}"]
-    command = [sys.executable, *launcher, folder / "watched.py", folder / "grown", folder / "r.yaml"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
+    ranks_of(n_ranks, folder / "grown", folder / "r.yaml", program=folder / "watched.py", new=True)
     return [int((folder / f"grown.{rank}").read_text()) for rank in range(n_ranks)]
 
 

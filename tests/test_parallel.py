@@ -47,8 +47,11 @@ def torchrun(n_ranks: int, *arguments: str | Path, fails: bool = False) -> str:
     return result.stderr
 
 
-def ranks_of(n_ranks: int, *arguments: str | Path, fails: bool = False) -> str:
-    """The worker in so many processes, started as torchrun starts them; what they say on stderr."""
+def ranks_of(
+    n_ranks: int, *arguments: str | Path, fails: bool = False, program: Path = WORKER, new: bool = False
+) -> str:
+    """The worker, or another program, in so many processes, started as torchrun starts them; what they say on stderr.
+    new: each in a new Python."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
         "WORLD_SIZE": str(n_ranks), "LOCAL_WORLD_SIZE": str(n_ranks), "MASTER_ADDR": "127.0.0.1",
@@ -56,7 +59,7 @@ def ranks_of(n_ranks: int, *arguments: str | Path, fails: bool = False) -> str:
     }  # fmt: skip
     started = [
         commands.start(
-            WORKER, *arguments, env=common | {"RANK": rank, "LOCAL_RANK": rank},
+            program, *arguments, env=common | {"RANK": rank, "LOCAL_RANK": rank}, new=new,
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
         )
         for rank in map(str, range(n_ranks))
