@@ -135,8 +135,12 @@ def test_a_link_signs_one_browser_in_and_a_typed_key_one_tab(new_page: Callable[
         tab.wait_for_selector(".play")
         other.goto(link)
         other.get_by_role("heading", name="This server asks for a key").wait_for()
-        other.get_by_label("Key").fill("wrong")
-        other.get_by_role("button", name="Open").click()
+        assert other.locator(".connection").inner_text() == "Not signed in"
+        other.locator(".ask-key .problem:has-text('used already')").wait_for()
+        for typed, said in (("ключ", "ASCII only"), ("wrong", "does not take this key")):
+            other.get_by_label("Key").fill(typed)
+            other.get_by_role("button", name="Open").click()
+            other.locator(f".ask-key .problem:has-text('{said}')").wait_for()
         other.get_by_label("Key").fill("sk-0-key")
         other.get_by_role("button", name="Open").click()
         other.wait_for_selector("nav")
@@ -146,6 +150,24 @@ def test_a_link_signs_one_browser_in_and_a_typed_key_one_tab(new_page: Callable[
         late.get_by_role("heading", name="This server asks for a key").wait_for()
         late.goto(guarded.link())  # in the same tab: its address alone changes
         late.wait_for_selector(".play")
+
+
+def test_a_session_that_has_ended_costs_nothing_that_was_written(new_page: Callable[..., Any], studio: Studio) -> None:
+    page = new_page()
+    with open_studio(studio.runs) as short:
+        page.goto(short.url)
+        choose(page, "base")
+        generate(page, "line 7:", max_tokens=4)
+        written = answer(page)
+        short.app.state.service.sign_in._sessions.clear()  # as a studio that starts again has none
+        page.get_by_label("Prompt", exact=True).fill("half a thought")
+        page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+        page.locator(".ask-key .problem:has-text('session has ended')").wait_for()
+        assert page.get_by_label("Prompt", exact=True).input_value() == "half a thought" and answer(page) == written
+        page.goto(short.link())  # in the same tab: its address alone changes
+        page.locator(".connection:has-text('Connected')").wait_for()
+        assert page.locator(".ask-key").count() == 0
+        assert page.get_by_label("Prompt", exact=True).input_value() == "half a thought" and answer(page) == written
 
 
 def test_the_page_says_when_the_server_is_gone(new_page: Callable[..., Any], studio: Studio) -> None:

@@ -31,6 +31,11 @@ export function setKey(key) {
   sessionStorage.setItem(TYPED, key);
 }
 
+/** Forget a typed key, if no other was typed since. */
+export function dropKey(key) {
+  if (sessionStorage.getItem(TYPED) === key) sessionStorage.removeItem(TYPED);
+}
+
 export function key() {
   return sessionStorage.getItem(TYPED) ?? localStorage.getItem(SESSION);
 }

@@ -1,12 +1,13 @@
 // The frame around the parts: tabs, light or dark, the state of the connection, the key.
 
-import { get, setKey, signIn, takeCode } from "./api.js";
+import { dropKey, get, setKey, signIn, takeCode } from "./api.js";
 import { cx, html, render, useCallback, useEffect, useRef, useState } from "./ui.js";
 
 const parts = new Map();
 const RUNNING_SECONDS = 4;
 const QUIET_SECONDS = 20;
 let brought = null;
+let refusedLink = null; // why the last link did not sign in
 const NOWHERE = []; // the rest of an address is the shown part's alone
 
 /** Add a part: its key in the server's state and in the address, its tab's name, and its module with `Part`. */
@@ -40,7 +41,7 @@ export async function start(element) {
 /** Sign in where the address has a code. One that the server does not take shows where the state is asked for. */
 async function signedIn() {
   const code = takeCode();
-  if (code) await signIn(code).catch(() => {});
+  if (code) await signIn(code).then(() => (refusedLink = null), (error) => (refusedLink = error.message));
   return Boolean(code);
 }
 
@@ -88,16 +89,19 @@ function useServer() {
   const refresh = useCallback(async () => {
     clearTimeout(timer.current);
     let seconds = RUNNING_SECONDS;
+    let status = 200;
     try {
       const state = await get("studio/state");
       if (!state.models.some((model) => model.state === "running")) seconds = QUIET_SECONDS;
       const text = JSON.stringify(state);
       set((was) => (was.text === text && !was.problem ? was : { state, text, problem: null, status: 200 }));
     } catch (error) {
+      status = error.status;
       set((was) => ({ ...was, problem: error.message, status: error.status }));
     }
     clearTimeout(timer.current);
     timer.current = setTimeout(() => (document.hidden ? undefined : refresh()), 1000 * seconds);
+    return status;
   }, []);
   useEffect(() => {
     refresh();
@@ -134,11 +138,11 @@ function Shell() {
         <a key=${name} href=${`#/${name}`} aria-current=${name === key ? "page" : null}>${parts.get(name).name}</a>`)}
       </nav>`}
       <span class="fill"></span>
-      <${Connection} connected=${state && !problem} problem=${problem} />
+      <${Connection} connected=${state && !problem} problem=${problem} status=${status} />
       <${Theme} />
     </header>
     <main id="main" tabindex="-1">
-      ${status === 401 && html`<${AskForKey} refresh=${refresh} />`}
+      ${status === 401 && html`<${AskForKey} refresh=${refresh} had=${Boolean(state)} />`}
       ${problem && status !== 401 && html`<p class="problem notice" role="alert">${problem}
         <button class="button" onClick=${refresh}>Try again</button></p>`}
       ${state?.notice && html`<p class="notice" role="status">${state.notice}</p>`}
@@ -153,8 +157,8 @@ function skip(event) {
   document.getElementById("main").focus();
 }
 
-function Connection({ connected, problem }) {
-  const word = connected ? "Connected" : problem ? "No connection" : "Connecting";
+function Connection({ connected, problem, status }) {
+  const word = connected ? "Connected" : status === 401 ? "Not signed in" : problem ? "No connection" : "Connecting";
   return html`<span class=${cx("connection", connected && "good", problem && "bad")} role="status">
     <span class="dot" aria-hidden="true"></span><span class="word">${word}</span></span>`;
 }
@@ -173,14 +177,26 @@ function Loaded({ name, shown, ...props }) {
   return html`<div class="part" hidden=${!shown}>${Part && html`<${Part} shown=${shown} ...${props} />`}</div>`;
 }
 
-function AskForKey({ refresh }) {
-  const submit = (event) => {
+function AskForKey({ refresh, had }) {
+  const [refused, refuse] = useState(null);
+  const submit = async (event) => {
     event.preventDefault();
-    setKey(event.target.elements.key.value.trim());
-    refresh();
+    const key = event.target.elements.key.value.trim();
+    if (!/^[!-~]+$/.test(key)) {
+      refuse("A key has letters, digits and signs of ASCII only: this is not one.");
+      return;
+    }
+    setKey(key);
+    if ((await refresh()) === 401) {
+      dropKey(key); // a session that begins in another tab counts again
+      refuse("The server does not take this key: check it, or open the newest link.");
+    }
   };
+  const why = refused ?? refusedLink ?? (had
+    ? "The session has ended, since the studio was started again for instance. What is on this page stays as it is." : null);
   return html`<form class="ask-key card" onSubmit=${submit}>
     <h1>This server asks for a key</h1>
+    ${why && html`<p class="problem" role="alert">${why}</p>`}
     <p>Open the newest link that it printed in the terminal: each signs one browser in. Or enter an API key of the server
       here, which stays in this tab.</p>
     <label>Key <input class="field" name="key" type="password" autocomplete="off" required /></label>
