@@ -448,7 +448,7 @@ def test_a_model_is_not_loaded_for_a_page_that_went_on(runs: Path, monkeypatch: 
         text = threads.submit(made, http, prompt="line", checkpoint=8, settings={"max_tokens": 1})
         until(lambda: loads == [8])
         with pytest.raises(httpx.ReadTimeout):
-            http.post("/studio/load", json={"model": "demo", "checkpoint": 4}, timeout=0.5)
+            http.post("/studio/load", json={"model": "demo", "checkpoint": 4}, timeout=httpx.Timeout(120, read=0.5))
         until(lambda: server.service.in_flight == 1)
         goes_on.set()
         assert text.result()[0]["step"] == 8
