@@ -1,5 +1,7 @@
 """The rotary embedding and its scalings for longer contexts, against transformers and against their definitions."""
 
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -157,3 +159,28 @@ def test_dynamic_tables_of_places_in_any_order_are_those_of_the_whole() -> None:
     places = torch.tensor([[3, 2 * ORIGINAL - 1], [0, 3]])
     for part, table in zip(rotary.at(places, 2 * ORIGINAL, torch.float32), whole, strict=True):
         assert torch.equal(part, table[places])
+
+
+def test_tables_of_a_long_context_are_computed_in_parts_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for scaling in (None, SCALINGS["yarn"], SCALINGS["llama3"], SCALINGS["longrope"]):
+        whole = attention.Rotary(config(scaling))
+        monkeypatch.setattr(attention, "_POSITIONS_AT_ONCE", 37)  # the last part is shorter
+        parts = attention.Rotary(config(scaling))
+        monkeypatch.undo()
+        assert torch.equal(parts.cos, whole.cos) and torch.equal(parts.sin, whole.sin)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the process's high-water mark")
+def test_a_context_of_four_million_takes_little_more_memory_than_its_tables() -> None:
+    """2 tables x 4,194,304 positions x 32 pairs x 4 bytes are 1.07 GB; float64 at once took four times as much."""
+    program = (
+        "import resource\n"
+        "from gptworks.config import ModelConfig\n"
+        "from gptworks.model.attention import Rotary\n"
+        "peak = lambda: 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "size = dict(vocab_size=31, n_layers=1, d_model=64, n_heads=1, position='rope')\n"
+        "Rotary(ModelConfig(context_length=2**17, **size)); before = peak()\n"
+        "Rotary(ModelConfig(context_length=2**22, **size)); print(peak() - before)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(ran.stdout) < 1.2 * 2 * 2**22 * 32 * 4

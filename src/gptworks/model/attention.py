@@ -261,6 +261,9 @@ def attend_reference(
     return out
 
 
+_POSITIONS_AT_ONCE = 2**16
+
+
 class Rotary(Tables):
     """Cosines and sines of the rotary embedding (Su et al., 2021), pairing element i with i + R/2 of R rotated ones.
 
@@ -279,10 +282,22 @@ class Rotary(Tables):
 
     def reset(self, device: torch.device | None = None) -> None:
         """Compute the tables of the original context, or of the whole where no length changes them."""
-        position = torch.arange(self.config.context_length, device="cpu", dtype=torch.float64)
-        cos, sin = self._tables(position, self.config.original_context_length)
+        cos, sin = self._whole_tables()
         there = torch.get_default_device() if device is None else device
         self.cos, self.sin = cos.to(there), sin.to(there)
+
+    @torch.inference_mode(False)
+    def _whole_tables(self) -> tuple[Tensor, Tensor]:
+        """`_tables` of all positions, computed in parts: whole, the float64 steps take many times their size."""
+        n_positions, original = self.config.context_length, self.config.original_context_length
+        cos, sin = (
+            torch.empty(n_positions, self.config.d_rotary // 2, device="cpu", dtype=torch.float32) for _ in "cs"
+        )
+        for start in range(0, n_positions, _POSITIONS_AT_ONCE):
+            part = slice(start, min(start + _POSITIONS_AT_ONCE, n_positions))
+            position = torch.arange(part.start, part.stop, device="cpu", dtype=torch.float64)
+            cos[part], sin[part] = self._tables(position, original)
+        return cos, sin
 
     @torch.inference_mode(False)  # training reads them too
     def _tables(self, position: Tensor, text_length: int) -> tuple[Tensor, Tensor]:
