@@ -1,5 +1,7 @@
 """Recipes that are drafted for fine-tuning a run on a file of examples."""
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,11 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 import chats
+from gptworks.chat_template import read_templates
 from gptworks.cli import app
 from gptworks.config.defaults import HIGHEST_TUNING_RATE
 from gptworks.draft import finetuning
 from gptworks.draft.finetuning import Tuning, base_run, draft_tuning
 from gptworks.errors import UserError
+from gptworks.interop.huggingface import export_huggingface, import_huggingface
 from gptworks.plan.run import Measured
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.train.loop import train
@@ -99,3 +103,31 @@ def test_faults_of_the_data_are_shown_and_nothing_is_overwritten(folder: Path) -
 def test_what_is_neither_a_run_nor_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run folder and no Hugging Face folder"):
         base_run(str(tmp_path), print)
+
+
+def test_a_tuned_run_keeps_the_other_templates_of_what_its_base_was_imported_from(tmp_path: Path) -> None:
+    layouts = pytest.importorskip("layouts")
+    layouts.write(tmp_path / "theirs", layouts.LAYOUTS["hermes-3"])
+    named = read_templates(tmp_path / "theirs").named
+    assert sorted(named) == ["default", "tool_use"]
+    base = import_huggingface(tmp_path / "theirs", tmp_path / "base", verify=False).run_dir
+    chats.write_jsonl(tmp_path / "chats.jsonl", chats.records(20))
+    tuning = draft_tuning(base, tmp_path / "chats.jsonl", Path("tune.yaml"))
+    Path("tune.yaml").write_text(tuning.text(), encoding="utf-8")
+    tuned = train(load_recipe("tune.yaml", ["train.max_steps=1", "train.epochs=null", "train.warmup_steps=0"]))
+    export = export_huggingface(tuned.run_dir, tmp_path / "export", verify=False).folder
+    assert read_templates(export).named == named
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(export).chat_template
+    assert theirs == dict(named)
+    again = import_huggingface(export, tmp_path / "again", verify=False).run_dir
+    assert read_templates(export_huggingface(again, tmp_path / "twice", verify=False).folder).named == named
+
+
+@pytest.mark.parametrize("kept", [{"../../evil": "x"}, {"a": 1}, ["a"]])
+def test_names_of_templates_in_a_received_run_name_no_file_elsewhere(folder: Path, tmp_path: Path, kept: Any) -> None:
+    shutil.copytree(folder / "base", tmp_path / "received")
+    (tmp_path / "received" / "tokenizer" / "sums.json").unlink()
+    (tmp_path / "received" / "tokenizer" / "other_templates.json").write_text(json.dumps({"templates": kept}))
+    with pytest.raises(UserError, match=r"other_templates\.json has `"):
+        export_huggingface(tmp_path / "received", tmp_path / "out" / "export", verify=False)
+    assert not (tmp_path / "evil.jinja").exists() and not (tmp_path / "out" / "export").exists()

@@ -26,6 +26,7 @@ from gptworks.special_tokens import TOKENIZER_CONFIG, special_tokens
 from gptworks.tokenizer import encode_text, special_token_names
 
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
+_OTHERS_FILE, _ORIGINAL_FILE = "other_templates.json", "original.json"
 MAX_TEMPLATE_BYTES = 1 << 20
 LIMITS = Limits(seconds=2, n_bytes=1 << 28)
 """For compiling a template that is not one of ours, and for rendering a conversation with it."""
@@ -315,6 +316,43 @@ def _named(given: Any, file: str) -> dict[str, str]:
             raise UserError(f"{file} has a chat template `{name}` of more than {MAX_TEMPLATE_BYTES} bytes.")
         named[name] = template
     return named
+
+
+def other_templates(folder: Path) -> dict[str, str]:
+    """A folder's templates by name, of transformers or of a run's tokenizer, without the one of conversations.
+
+    An imported run has them in `original.json`, a run that was tuned on it in `other_templates.json`.
+
+    Raises:
+        UserError: a file is not readable, or holds something else than templates.
+    """
+    named = dict(read_templates(folder).named)
+    for file in (_ORIGINAL_FILE, _OTHERS_FILE):
+        kept = read_json(folder / file).get("templates") if (folder / file).exists() else None
+        if kept is not None and not isinstance(kept, dict):
+            raise UserError(
+                f"{folder / file} has `templates` of a wrong type, {type(kept).__name__}: names are expected."
+            )
+        named |= _named([{"name": name, "template": source} for name, source in (kept or {}).items()], file)
+    return {name: source for name, source in named.items() if name != "default"}
+
+
+def find_other_templates(config: TokenizerConfig) -> dict[str, str]:
+    """The other templates of the folder whose template a recipe's tokenizer section takes; empty: there are none.
+
+    Raises:
+        UserError: as `other_templates`.
+    """
+    path = config.path if isinstance(config, FileTokenizer | GPT2Tokenizer) else None
+    if config.chat_template is not None or path is None or not path.expanduser().is_dir():
+        return {}
+    return other_templates(path.expanduser())
+
+
+def save_other_templates(named: Mapping[str, str], tokenizer_folder: Path) -> None:
+    """Keep templates by their names, for exports; without any, nothing is written."""
+    if named:
+        write_whole(tokenizer_folder / _OTHERS_FILE, json.dumps({"templates": named}, indent=1) + "\n")
 
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gptworks.chat_template import find_chat_template
+from gptworks.chat_template import find_chat_template, find_other_templates
 from gptworks.config import AnyRecipe, FileTokenizer, GPT2Tokenizer, TokenizerConfig
 from gptworks.data.cleaning.choose import files_signature
 from gptworks.data.conversations.reading import READING_VERSION
@@ -37,6 +37,8 @@ def made_from(recipe: AnyRecipe) -> dict[str, Any]:
         "tokenizer_files": _tokenizer_files(recipe.tokenizer),
         "chat_template": sha256_text(find_chat_template(recipe.tokenizer)),
     }
+    if others := find_other_templates(recipe.tokenizer):
+        made["other_templates"] = sha256_text(json.dumps(others, sort_keys=True))
     return made | ({"clean_files": files_signature(data.clean)} if data.clean else {})
 
 

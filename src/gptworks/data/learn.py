@@ -8,7 +8,13 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from gptworks.chat_template import ChatTemplate, find_chat_template, save_chat_template
+from gptworks.chat_template import (
+    ChatTemplate,
+    find_chat_template,
+    find_other_templates,
+    save_chat_template,
+    save_other_templates,
+)
 from gptworks.config import AnyRecipe, BPETokenizer, DataConfig, Recipe, SourceConfig, ValidationSplit
 from gptworks.data.cleaned import Texts
 from gptworks.data.conversations.preferences import Pair, iter_pairs
@@ -88,6 +94,7 @@ def keep_tokenizer(
             save_tokenizer(trained, aside)
             if source is not None:
                 save_chat_template(ChatTemplate(source, trained), aside)
+            save_other_templates(find_other_templates(recipe.tokenizer), aside)
         shutil.rmtree(sample, ignore_errors=True)
     tokenizer = load_tokenizer(folder)
     if isinstance(recipe, Recipe):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from gptworks.chat_template import load_chat_template, save_chat_template
+from gptworks.chat_template import load_chat_template, other_templates, save_chat_template, save_other_templates
 from gptworks.checkpoint import checkpoints
 from gptworks.config import Recipe
 from gptworks.data.conversations.inspection import check_records
@@ -198,6 +198,7 @@ class Run:
         self.reporter = Reporter(recipe, self.objective, self.step, self.length, display, self.precision)
         template = load_chat_template(prepared.folder / "tokenizer", self.tokenizer)
         self.engine = Engine(self.model, self.tokenizer, cache_dtype=self.precision.dtype, chat_template=template)
+        self.other_templates = other_templates(prepared.folder / "tokenizer")
         for prompt in recipe.train.sample_prompts if recipe.train.sample_every else ():
             self.engine.encode_prompt(prompt)  # a prompt that cannot be used is refused now, not at the first sample
 
@@ -262,6 +263,7 @@ class Run:
         save_tokenizer(self.tokenizer, folder / "tokenizer")
         if self.engine.chat_template is not None:
             save_chat_template(self.engine.chat_template, folder / "tokenizer")
+        save_other_templates(self.other_templates, folder / "tokenizer")
         write_sums(folder / "tokenizer")
 
     # --------------------------------------------------------------------------------------------- step

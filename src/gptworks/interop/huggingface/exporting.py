@@ -11,7 +11,13 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, processors
 from torch import Tensor
 
-from gptworks.chat_template import TEMPLATE_FOLDER, ChatTemplate, load_chat_template, save_chat_template
+from gptworks.chat_template import (
+    TEMPLATE_FOLDER,
+    ChatTemplate,
+    load_chat_template,
+    other_templates,
+    save_chat_template,
+)
 from gptworks.checkpoint import Report, load_run
 from gptworks.choices import ExportPrecision
 from gptworks.config import ModelConfig
@@ -86,6 +92,7 @@ def export_huggingface(
     heads = leave_out_heads(loaded.model)
     config, tokenizer = loaded.model.config, load_tokenizer(loaded.tokenizer_folder)
     template, original = load_chat_template(loaded.tokenizer_folder, tokenizer), read_original(loaded.tokenizer_folder)
+    others = other_templates(loaded.tokenizer_folder)
     family, adapted = choose_family(config, tokenizer)
     weights, changes = adapt_weights(family, config, adapted, loaded.model.state_dict())
     notes = (*changes, *heads, *_left_out(config, adapted))
@@ -94,7 +101,7 @@ def export_huggingface(
         report(f"writing a {family.architecture} of {sum(w.numel() for w in weights.values()):,} parameters")
         _write_settings(aside, family, config, tokenizer, template, original, precision)
         _write_tokenizer(aside, tokenizer, config)
-        _write_templates(aside, template, original)
+        _write_templates(aside, template, others)
         write_tensors(aside, theirs, SHARD_BYTES)
         verification = None
         if verify:
@@ -198,11 +205,11 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig) ->
     _write_json(folder / "special_tokens_map.json", names)
 
 
-def _write_templates(folder: Path, template: ChatTemplate | None, original: Original | None) -> None:
-    """The chat template, and those others that the folder had which the run was imported from."""
+def _write_templates(folder: Path, template: ChatTemplate | None, others: Mapping[str, str]) -> None:
+    """The chat template, and those others that the folder had which the run, or its base, was imported from."""
     if template is not None:
         save_chat_template(template, folder)
-    for name, source in original.templates.items() if original is not None else ():
+    for name, source in others.items():
         (folder / TEMPLATE_FOLDER).mkdir(exist_ok=True)
         write_new(folder / TEMPLATE_FOLDER / f"{name}.jinja", source)
 
