@@ -335,6 +335,22 @@ def test_a_bos_token_begins_prompts_there_as_here() -> None:
     assert vocabulary.begins_with_bos
 
 
+def test_a_token_at_which_llama_cpp_ends_a_text_by_its_name_only_is_in_a_note() -> None:
+    """The names are those of llama.cpp's `special_eog_ids`."""
+
+    def notes(*special: str) -> list[str]:
+        found = read_vocabulary(bpe(next(iter(PATTERNS)), special=special), 600).notes
+        return [note for note in found if "also ends a text at" in note]
+
+    assert not notes("<s>", "</s>"), "an end here too"
+    (note,) = notes("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|file_sep|>")
+    assert "at <|im_end|>, <|file_sep|>, because of the name; the run does not" in note
+    (note,) = notes("</s>", "<|end|>")
+    assert "<|end|>" in note
+    (note,) = notes("</s>", "<|end|>", "<|return|>", "<|call|>")
+    assert "at <|return|>, <|call|>, because" in note, "llama.cpp reads on at <|end|> where both others are"
+
+
 def test_characters_in_the_file() -> None:
     tokenizer = train_tokenizer(CharTokenizer(type="char"), ["a b\n€"])
     vocabulary = read_vocabulary(tokenizer, 7)

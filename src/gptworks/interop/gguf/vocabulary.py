@@ -40,7 +40,19 @@ _UNNORMALIZED = "llama.cpp does not bring text to Unicode's NFC form before it r
 _KNOWN_ENDS = frozenset(
     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>"}
 )
-"""Tokens at which llama.cpp ends a text because of their names."""
+"""Tokens at which every llama.cpp since 2024 ends a text because of their names."""
+
+_FURTHER_ENDS = frozenset(
+    {"</s>", "<eos>", "<|end_of_text|>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>", "<turn|>",
+     "<|tool_response>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",
+     "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>",
+     "<reponame>", "<|file_sep|>"}
+)  # fmt: skip
+"""Names at which newer ones do, those between files of a repository included (llama.cpp, src/llama-vocab.cpp)."""
+
+_END_IS_NONE = ({"<|return|>", "<|call|>"}, {"<|call|>", "<|flush|>"}, {"<|calls|>", "<|flush|>"},
+                {"<|return|>", "<|calls|>"})  # fmt: skip
+"""Where a vocabulary has all of one of these, newer ones do not end a text at <|end|>."""
 
 
 class TokenType(IntEnum):
@@ -107,14 +119,20 @@ def read_vocabulary(tokenizer: Tokenizer, n_rows: int, turn_end: int | None = No
     bos = special.before[0] if special.before else special.eos if special.separator else special.bos
     ids = {"bos": bos, "eos": special.end, "unk": special.unk, "pad": special.pad, "eot": turn_end}
     others = [end for end in special.ends if end not in (special.end, turn_end)]
-    others.sort(key=lambda end: names.get(end) in _KNOWN_ENDS)
+    known = _KNOWN_ENDS - ({"<|end|>"} if any(set(tokens) >= pair for pair in _END_IS_NONE) else set())
+    others.sort(key=lambda end: names.get(end) in known)
     for slot in ("eot", "eom"):
         if ids.get(slot) is None and others:
             ids[slot] = others.pop(0)
-    unsaid = [names.get(end, str(end)) for end in others if names.get(end) not in _KNOWN_ENDS]
+    unsaid = [names.get(end, str(end)) for end in others if names.get(end) not in known]
+    by_name = [name for name in tokens if name in known | _FURTHER_ENDS]
+    stated = {*special.ends, *(ids.get(slot) for slot in ("eos", "eot", "eom", "pad"))}
+    too = [name for name in by_name if tokenizer.token_to_id(name) not in stated]
     notes = [_RUNS_OF_UNKNOWN] if characters else [_UNNORMALIZED] if tree["normalizer"] else []
     if unsaid:
         notes.append(f"llama.cpp does not end a text at {', '.join(unsaid)}: its files name three end tokens at most")
+    if too:
+        notes.append(f"llama.cpp also ends a text at {', '.join(too)}, because of the name; the run does not")
     return Vocabulary(
         model="t5" if characters else "gpt2",
         pattern=pattern,
