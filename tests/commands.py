@@ -136,11 +136,11 @@ Process = Forked | subprocess.Popen[str]
 
 
 @functools.cache
-def _server(**loading: str) -> tuple[socket.socket, dict[str, str]]:
-    """The server's socket, and the environment that it began with: this process's, and `loading`."""
+def _server(*imported: str, **loading: str) -> tuple[socket.socket, dict[str, str]]:
+    """The server's socket, and the environment that it began with: this process's, and `loading`. imported: modules."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **loading}
-    command = [sys.executable, str(SERVER), str(its.fileno())]
+    command = [sys.executable, str(SERVER), str(its.fileno()), *imported]
     server = subprocess.Popen(command, env=environment, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL)
     its.close()
     atexit.register(server.wait)
@@ -159,6 +159,7 @@ def start(
     env: dict[str, str] | None = None,
     new: bool = False,
     loading: dict[str, str] | None = None,
+    imported: tuple[str, ...] = (),
     **options: Any,
 ) -> Process:
     """`python ARGUMENTS`, with `env` beside this process's environment.
@@ -167,10 +168,11 @@ def start(
         new: in a new Python.
         loading: variables that libraries obey when they are loaded, which many commands have: a server of their own
             has loaded them so.
+        imported: modules that such a server has imported too.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(loading or {}), **(env or {})}
     if CAN_FORK and not new and "preexec_fn" not in options:
-        server, began = _server(**loading or {})
+        server, began = _server(*imported, **loading or {})
         if _obeyed(environment, began):
             return Forked(server, [str(argument) for argument in arguments], environment, **options)
     return subprocess.Popen([sys.executable, *map(str, arguments)], env=environment, text=True, **options)

@@ -1,4 +1,5 @@
-"""A process that has imported torch and gptworks, and forks: `python fork_server.py SOCKET`, started by `commands.py`.
+"""A process that has imported torch and gptworks, and forks: `python fork_server.py SOCKET [MODULE]...`, started by
+`commands.py`. It imports the modules too.
 
 Each message on the socket asks for one command: its arguments, environment and folder as JSON, and four descriptors:
 its stdin, stdout and stderr, and a socket on which it is told the command's process id and, in the end, its exit
@@ -119,6 +120,8 @@ def end(status: int) -> None:
 
 if __name__ == "__main__":
     import_all()
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
     os.fsync = lambda descriptor: None  # as in conftest.py
     gc.freeze()
     try:

@@ -46,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
     def run(lines: str, **environment: str) -> dict[str, Any]:
         script = f"import json\nfound = {{}}\n{SETUP}\n{lines}\nprint(json.dumps(found))"
-        done = commands.run("-c", script, env=environment, loading=loading)
+        done = commands.run("-c", script, env=environment, loading=loading, imported=("test_native",))
         assert done.returncode == 0, done.stderr[-2000:]
         result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return result
