@@ -131,7 +131,12 @@ class Library:
         """
         run = self._found.get(name) or self.runs().get(name)
         if run is None or not (run.folder / "recipe.yaml").is_file():
-            raise APIError(404, f"there is no run {name[:128]!r} here.", param="model", code="model_not_found")
+            raise APIError(
+                404,
+                f"there is no run {name[:128]!r} here: it was moved or deleted, or never was. Choose another.",
+                param="model",
+                code="model_not_found",
+            )
         run.check_inside()
         return run
 
