@@ -183,7 +183,7 @@ def test_the_host_of_a_gpu_has_what_is_free_and_what_this_process_holds(
 
 
 WATCHED = """
-import sys, threading
+import gc, sys, threading
 from pathlib import Path
 import torch
 from gptworks.device import peak_growth_bytes, reset_peak, return_freed_memory
@@ -228,18 +228,21 @@ CheckpointWriter._write, CheckpointWriter.wait, CheckpointWriter.save = write, w
 loop.trainable_model = building
 with join(60, cpu) as ranks:
     loop.train(load_recipe(sys.argv[2], sys.argv[3:]), ranks=ranks)
+    gc.collect()
+    loop.train(load_recipe(sys.argv[2]), ranks=ranks)
     out.with_suffix(f".{ranks.rank}").write_text(str(peak_growth_bytes(cpu, begun["before"])))
 """
-"""One rank of a run that gives freed memory back: the growth of its process from before it makes its model."""
+"""One rank of a run that gives freed memory back: the growth of its process from before it makes its model. A narrow
+model is trained before in the same way, so that the code that is run, and the stacks of threads, are there already."""
 
-KERNELS_BYTES = 25e6
-"""What a process grows by besides tensors, of any size of model: code that is first run, threads' stacks and arenas."""
+NARROW = ("model.d_model=64", "model.n_heads=8")
 
 
 def grown(folder: Path, n_ranks: int, recipe: dict[str, Any]) -> list[int]:
     (folder / "watched.py").write_text(WATCHED, encoding="utf-8")
     (folder / "r.yaml").write_text(json.dumps(recipe), encoding="utf-8")
-    ranks_of(n_ranks, folder / "grown", folder / "r.yaml", program=folder / "watched.py", new=True)
+    narrow = (*NARROW, f"run_dir={folder / 'narrow'}")
+    ranks_of(n_ranks, folder / "grown", folder / "r.yaml", *narrow, program=folder / "watched.py", new=True)
     return [int((folder / f"grown.{rank}").read_text()) for rank in range(n_ranks)]
 
 
@@ -270,4 +273,4 @@ def test_high_water_marks_of_fsdp_ranks_are_the_planned_ones(n_ranks: int, d_mod
     for rank, (found, due) in enumerate(zip(real, expected, strict=True)):
         print(f"{n_ranks} ranks, d_model {d_model}, rank {rank}: {found / 1e6:.0f} MB, planned {due / 1e6:.0f} MB")
     for found, due in zip(real, expected, strict=True):
-        assert due + KERNELS_BYTES == pytest.approx(found, rel=0.1)
+        assert due == pytest.approx(found, rel=0.1)
