@@ -23,6 +23,14 @@ def head_rows(shapes: Shapes, vocab_size: int) -> int:
     return min(vocab_size, CPU_HEAD_ROWS) if shapes.on_cpu else vocab_size
 
 
+def scoring_bytes(shapes: Shapes, vocab_size: int) -> int:
+    """What `gptworks.model.loss.token_nats` holds at its worst: a chunk's logits, and where torch makes them some rows'
+    in float32 and their logarithms."""
+    logits = min(chunk_tokens(shapes, vocab_size), shapes.n_tokens) * vocab_size
+    rows = 0 if is_native(shapes) else 4 * (1 + shapes.autocast)
+    return shapes.product_bytes * logits + rows * min(softmax_tokens(shapes, vocab_size) * vocab_size, logits)
+
+
 def loss_chunk_bytes(shapes: Shapes, vocab_size: int, head: int, taught: bool) -> int:
     """What the loss holds at its worst beside features and their gradient: a chunk's logits, some rows' probabilities
     (and those logits in float32) where torch makes them, and the gradient of the head's matrix of so many elements, 0

@@ -16,7 +16,7 @@ from gptworks.plan.frozen import as_first, as_trained
 from gptworks.plan.host import building_bytes, checkpoint_copy_bytes, placed_bytes, starting_bytes
 from gptworks.plan.laboratory import carried_gradients, future_stages, kept_beside, smear_stage, value_table
 from gptworks.plan.layout import BUCKET_BYTES, rank_config, shards_of
-from gptworks.plan.loss import loss_chunk_bytes
+from gptworks.plan.loss import loss_chunk_bytes, scoring_bytes
 from gptworks.plan.params import count_parameters
 from gptworks.plan.setting import Setting
 from gptworks.plan.shapes import ATTENTION, COPIES, RESIDUAL, Shapes, Stage
@@ -247,16 +247,22 @@ class _Step:
         n_tokens = 1 + len(self.future)  # predicted from each position
         features = n_tokens * shapes.products(width)
         head = vocabulary * width if self.trained.head else 0  # a frozen matrix gets no gradient
-        self.hold(LOSS, features)  # their gradient
+        self.hold(LOSS, features)  # their gradient; of scored targets, those features first
         copy = shapes.product_bytes * vocabulary * width if shapes.autocast else 0
-        chunk = loss_chunk_bytes(replace(shapes, batch_size=n_tokens * shapes.batch_size), vocabulary, head, taught)
+        several = replace(shapes, batch_size=n_tokens * shapes.batch_size)
+        if objective.scores_targets:  # its gradients come in the backward pass, when autocast has ended
+            self.mark("loss", scoring_bytes(several, vocabulary) + copy + features, LOSS)
+            self._drop_copies()
+        chunk = loss_chunk_bytes(several, vocabulary, head, taught)
         # the features that count stand as copies; a teacher, taken to be as wide, has features and a head too
         also = (objective.scores_targets or n_tokens > 1) * features + taught * (4 * features + copy)
         self.mark("loss", chunk + copy + also, LOSS)
         self.hold(LOSS, 4 * head)
-        for layer in filter(self._computes_again, self.layers):  # autocast has ended, and nothing else keeps these
-            self._hold_copies(layer, -1)
-        self.mark("loss, backward", features + 4 * head)  # each gradient scaled into a new tensor
+        if objective.scores_targets:  # the gradient of those that count is written into one of all
+            self.mark("loss, backward", features)
+        else:  # each gradient scaled into a new tensor
+            self._drop_copies()
+            self.mark("loss, backward", features + 4 * head)
         self.hold(LOSS, -features)
         self.hold(TEMPORARY, features)
         if not self.model.tie_embeddings:
@@ -265,6 +271,11 @@ class _Step:
         for stage in reversed(self.future):
             self._go_back(stage, f"{stage.name}, backward")
         self.hold(TEMPORARY, -features if self.future else 0)  # the sum of what came back remains
+
+    def _drop_copies(self) -> None:
+        """When autocast has ended, nothing else keeps the copies of blocks that are computed again."""
+        for layer in filter(self._computes_again, self.layers):
+            self._hold_copies(layer, -1)
 
     def _backward(self) -> None:
         self._go_back(replace(self.final_norm, merges=False), "final norm, backward")

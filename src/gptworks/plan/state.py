@@ -5,7 +5,7 @@ from math import prod
 
 from gptworks.plan.inference import weights_bytes
 from gptworks.plan.params import ParameterCount, Shape
-from gptworks.plan.trained import Trained
+from gptworks.plan.trained import Trained, everything
 
 MUON_TOGETHER = 2**22
 """Of `gptworks.train.optim.muon`, which importing would import torch."""
@@ -74,11 +74,8 @@ def optimizer_scratch_bytes(
         for shape in group.tensors.values()
         if len(shape) == 2 and not group.in_block and (trained.embedding or trained.head)
     }
-    shapes: Counter[tuple[int, ...]] = Counter()
-    for group in parameters.groups.values():
-        matrices = [shape for shape in group.tensors.values() if group.in_block and len(shape) == 2]
-        shapes.update({shape: group.repeats * n for shape, n in Counter(matrices).items()})
-    largest = max(map(prod, shapes)) if not trained.rank else trained.rank * max(map(max, shapes))
+    shapes = Counter(trained.matrices if not trained.rank else everything(parameters).matrices)
+    largest = max(map(prod, shapes), default=0) if not trained.rank else trained.rank * max(map(max, shapes))
     if optimizer == "adamw" and moments == "fp32":
         by_adamw.add(largest)
     decayed = -(-max(by_adamw, default=0) // n_shares) if cautious else 0
