@@ -1,7 +1,6 @@
 """One rule book: what a plan arranges, training accepts; what training refuses, a plan refuses too; and every piece of
 advice, applied as it is written, is accepted and fits as it says."""
 
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from drawn import drawn_recipe, teacher_in
 from gptworks.config import Recipe
 from gptworks.errors import UserError
 from gptworks.plan.advice import Change, changes_that_fit, recipe_with
@@ -20,71 +20,22 @@ from gptworks.plan.memory import training_peak
 from gptworks.recipe import apply_overrides, parse_recipe
 from gptworks.train.distributed.parallel import check_parallel
 
-SOURCES = {
-    "next_token": {"type": "python-stdlib"},
-    "instruction": {"type": "conversations", "path": "chats.jsonl"},
-    "preference": {"type": "preferences", "path": "pairs.jsonl"},
-    "odds_ratio": {"type": "preferences", "path": "pairs.jsonl"},
-    "distillation": {"type": "python-stdlib"},
-    "reward": {"type": "conversations", "path": "chats.jsonl"},
-}
 
-
-def tree_of(draw: random.Random, teacher: Path) -> dict[str, Any]:
-    """A recipe of any kind; not every one can be read."""
-    objective = draw.choice(list(SOURCES))
-    batch_size = draw.choice([1, 2, 4, 6, 8, 12, 16, 24, 64])
-    model = {
-        "vocab_size": 500, "context_length": draw.choice([64, 256, 3000]), "n_layers": draw.choice([1, 2, 4]),
-        "d_model": draw.choice([96, 192]), "n_heads": draw.choice([3, 4, 6]), "norm": "rmsnorm",
-        "mlp": draw.choice(["gelu", "swiglu"]), "tie_embeddings": draw.random() < 0.5,
-        "dropout_attention": draw.choice([0.0, 0.0, 0.1]),
-    }  # fmt: skip
-    if draw.random() < 0.2:
-        model |= {"n_experts": 4, "n_experts_per_token": 2}
-    if draw.random() < 0.3:
-        model |= {"n_kv_heads": draw.choice([d for d in (1, 2, 3) if model["n_heads"] % d == 0])}
-    tree: dict[str, Any] = {
-        "name": "drawn",
-        "model": model,
-        "tokenizer": {"type": "char"} | ({} if "python" in SOURCES[objective]["type"] else {"chat_template": "plain"}),
-        "data": {"sources": [SOURCES[objective]]},
-        "objective": {"type": objective},
-        "train": {
-            "max_steps": 10, "batch_size": batch_size,
-            "micro_batch_size": draw.choice([d for d in range(1, batch_size + 1) if batch_size % d == 0]),
-            "optimizer": draw.choice(["adamw", "adamw", "muon"]),
-            "optimizer_state": draw.choice(["fp32", "fp32", "int8"]),
-            "precision": draw.choice(["auto", "fp32", "bf16", "fp16"]),
-            "activation_checkpointing": draw.choice(["none", "selective", "block"]),
-            "ema_decay": draw.choice([0.0, 0.0, 0.99]),
-            "parallel": {
-                "strategy": draw.choice(["auto", "ddp", "fsdp"]), "tensor_parallel": draw.choice([1, 1, 1, 2, 3, 4]),
-                "reshard_after_forward": draw.random() < 0.7,
-            },
+def drawn_parallel(draw: random.Random) -> dict[str, Any]:
+    """The settings of the training section that an arrangement depends on."""
+    return {
+        "precision": draw.choice(["auto", "fp32", "bf16", "fp16"]),
+        "parallel": {
+            "strategy": draw.choice(["auto", "ddp", "fsdp"]), "tensor_parallel": draw.choice([1, 1, 1, 2, 3, 4]),
+            "reshard_after_forward": draw.random() < 0.7,
         },
     }  # fmt: skip
-    if objective == "distillation":
-        tree["objective"]["teacher"] = str(teacher)
-    if objective == "reward":
-        tree["objective"] |= {"reward": "reward.py:score", "group_size": draw.choice([2, 4]), "beta": 0.1}
-    kind = draw.choice(["whole", "whole", "adapter", "freeze"])
-    if kind == "adapter":
-        tree["adapter"] = {"rank": 4, "base": draw.choice(["full", "full", "int8", "int4"])}
-    if kind == "freeze":
-        tree["freeze"] = {"first_blocks": 1}
-    return tree
 
 
 def drawn(seed: int, teacher: Path) -> tuple[Recipe, int, Device]:
     """A recipe, a number of devices, and a device that holds between a fifth and twice what a step needs."""
     draw = random.Random(seed)
-    while True:
-        try:
-            recipe = parse_recipe(tree_of(draw, teacher))
-            break
-        except UserError:
-            continue  # the recipe itself is refused: no run has it
+    recipe = drawn_recipe(draw, teacher, (96, 192), (64, 256, 3000), (1, 2, 4, 6, 8, 12, 16, 24, 64), drawn_parallel)
     kind, has_bf16 = draw.choice([("cpu", False), ("cpu", True), ("cuda", True), ("cuda", False), ("mps", False)])
     device = Device("drawn", kind, 10**12, 1e12, 1e12, 1e11, "drawn", has_bf16)
     n_ranks = draw.choice([1, 1, 2, 3, 4, 6, 8, 12])
@@ -139,16 +90,7 @@ def check(seed: int, teacher: Path) -> tuple[bool, list[Change]]:
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("teacher")
-    tree = {
-        "name": "teacher",
-        "model": {"vocab_size": 500, "context_length": 4096, "n_layers": 2, "d_model": 192, "n_heads": 4},
-        "tokenizer": {"type": "char"},
-        "data": {"sources": [{"type": "python-stdlib"}]},
-        "train": {"max_steps": 1},
-    }
-    (folder / "recipe.yaml").write_text(json.dumps(tree), encoding="utf-8")
-    return folder
+    return teacher_in(tmp_path_factory.mktemp("teacher"))
 
 
 def hold(seeds: range, teacher: Path) -> None:

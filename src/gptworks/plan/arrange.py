@@ -10,7 +10,7 @@ from gptworks.errors import UserError
 from gptworks.plan.devices import Device
 from gptworks.plan.layout import ONE_DEVICE, Layout
 from gptworks.plan.memory import training_peak
-from gptworks.plan.objectives import other_models_bytes
+from gptworks.plan.objectives import other_models_bytes, teacher_config
 from gptworks.plan.setting import Setting
 from gptworks.plan.trained import trained
 
@@ -240,4 +240,5 @@ def rank_setting(recipe: Recipe, precision: str, on_cpu: bool, layout: Layout = 
         objective=objective,
         several_texts=bool(recipe.data.conversations) and objective.several_texts,
         other_models_bytes=other_models_bytes(recipe),
+        teacher_width=teacher.d_model if (teacher := teacher_config(recipe)) is not None else 0,
     )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from gptworks.config import computes_again
 from gptworks.plan.frozen import as_first, as_trained
 from gptworks.plan.host import building_bytes, checkpoint_copy_bytes, placed_bytes, starting_bytes
+from gptworks.plan.inference import kv_cache_bytes
 from gptworks.plan.laboratory import carried_gradients, future_stages, kept_beside, smear_stage, value_table
 from gptworks.plan.layout import BUCKET_BYTES, rank_config, shards_of
 from gptworks.plan.loss import loss_chunk_bytes, scoring_bytes
@@ -35,8 +36,10 @@ from gptworks.plan.trained import everything
 
 WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER = "weights", "weights_average", "gradients", "optimizer_state"
 LOSS, TEMPORARY, COMMUNICATION, TOKENS = "logits_and_loss", "temporary", "communication", "tokens"
+CACHE, ANSWERS_AT_ONCE = "keys_and_values_of_answers", 32
 CHECKPOINT, OTHER_MODELS, STARTING = "checkpoint_being_written", "other_models", "starting_weights"
-"""Parts beside the kinds of saved tensors in `gptworks.plan.stages`."""
+"""Parts beside the kinds of saved tensors in `gptworks.plan.stages`; ANSWERS_AT_ONCE is MOST_SLOTS of
+`gptworks.infer.room`, which importing would import torch."""
 
 UNPACKED_ON_CPU, UNPACKED_ELSEWHERE = 2**18, 2**22
 """CPU_AT_ONCE and AT_ONCE of `gptworks.quantize.formats`, which importing would import torch."""
@@ -60,6 +63,8 @@ def training_peak(setting: Setting) -> Peak:
     moments = [_Step(setting, length).run() for length in lengths]
     if setting.on_cpu and setting.saves:
         moments += _beginning(setting)
+    if setting.objective.rollouts and setting.saves:
+        moments.append(_Step(setting, setting.model.context_length).answering())
     return max(moments, key=lambda peak: peak.total_bytes)
 
 
@@ -146,6 +151,15 @@ class _Step:
             self.parameters, s.optimizer, s.optimizer_state, self.trained, s.on_cpu, s.decays_cautiously, n_shares
         )
         self.mark("optimizer", scratch)
+        return self.peak
+
+    def answering(self) -> Peak:
+        """Between steps, when an engine writes answers: at most as many at once as it has slots for, as long as the
+        context."""
+        self._start()
+        self.hold(GRADIENTS, -self.held[GRADIENTS])
+        self.hold(CACHE, ANSWERS_AT_ONCE * kv_cache_bytes(self.model, bytes_per_value=self.shapes.product_bytes))
+        self.mark("answers generated")
         return self.peak
 
     def _start(self) -> None:
@@ -254,8 +268,10 @@ class _Step:
             self.mark("loss", scoring_bytes(several, vocabulary) + copy + features, LOSS)
             self._drop_copies()
         chunk = loss_chunk_bytes(several, vocabulary, head, taught)
-        # the features that count stand as copies; a teacher, taken to be as wide, has features and a head too
-        also = (objective.scores_targets or n_tokens > 1) * features + taught * (4 * features + copy)
+        also = (objective.scores_targets or n_tokens > 1) * features  # the features that count are copies
+        if taught:  # the teacher has features and a head too
+            theirs = self.setting.teacher_width or width
+            also += 2 * features + 2 * shapes.products(theirs) + copy * theirs // width
         self.mark("loss", chunk + copy + also, LOSS)
         self.hold(LOSS, 4 * head)
         if objective.scores_targets:  # the gradient of those that count is written into one of all

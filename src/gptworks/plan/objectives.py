@@ -3,6 +3,8 @@
 from gptworks.config import ModelConfig, Recipe
 from gptworks.errors import UserError
 from gptworks.plan.params import count_parameters
+from gptworks.plan.shapes import Shapes
+from gptworks.plan.stages import rotary_tables_bytes
 from gptworks.plan.state import held_weights_bytes
 from gptworks.plan.trained import everything, trained
 from gptworks.recipe import load_recipe
@@ -23,10 +25,17 @@ def teacher_config(recipe: Recipe) -> ModelConfig | None:
 
 
 def other_models_bytes(recipe: Recipe) -> int:
-    """Of the weights that stand beside those in training: a teacher's, or those of the start."""
+    """Of the weights, and the tables of positions, that are in memory next to those in training: a teacher's, or those
+    of the start."""
     if (model := teacher_config(recipe)) is not None:
-        return 4 * count_parameters(model).total
+        return 4 * count_parameters(model).total + _tables_bytes(model)
     if not recipe.objective.keeps_start or (recipe.adapter is not None and not recipe.adapter.embeddings):
         return 0
     count = count_parameters(recipe.model)
-    return held_weights_bytes(count, trained(recipe.model, recipe.adapter, recipe.freeze) or everything(count))
+    part = trained(recipe.model, recipe.adapter, recipe.freeze) or everything(count)
+    return held_weights_bytes(count, part) + _tables_bytes(recipe.model)
+
+
+def _tables_bytes(model: ModelConfig) -> int:
+    """Of cosines and sines of every position."""
+    return rotary_tables_bytes(Shapes(model, batch_size=0, length=0, product_bytes=4, on_cpu=True))

@@ -42,7 +42,9 @@ class Setting:
     several_texts: bool = False
     """Whether rows hold texts one after the other, which a bias on the scores keeps apart."""
     other_models_bytes: int = 0
-    """Weights of other models that the objective reads: a teacher, or the start."""
+    """Weights and tables of other models that the objective reads: a teacher, or the start."""
+    teacher_width: int = 0
+    """Of the teacher's features; 0: as wide as the model's."""
 
     @staticmethod
     def of(

@@ -43,11 +43,14 @@ def passing_bytes(s: Shapes, layer: int) -> int:
     window = s.config.layer_window(layer)
     q, k = s.products(c.n_heads * c.d_head), s.products(c.n_kv_heads * c.d_head)
     attention = 2 * q + 2 * k
+    in_blocks = window is not None and s.length >= 2 * window
     if c.attention_softcap is not None or c.dropout_attention:
+        pairs = s.length * (2 * window if window is not None and in_blocks else s.length)
         wide = 3 * s.floats(c.n_heads * c.d_head) if s.autocast and c.dropout_attention else 0
-        attention = q + wide + 3 * 4 * s.batch_size * c.n_heads * s.length**2
-    elif window is not None and s.length >= 2 * window:
-        attention += 8 * k  # in blocks, each of which stands twice
+        causal = q + 4 * pairs if c.attention_softcap is None else 0  # torch's mask, and its scaled queries
+        attention = q + wide + causal + 3 * 4 * s.batch_size * c.n_heads * pairs
+    if in_blocks:
+        attention += 8 * k  # each block of keys and values is there twice
     mlp = (4 if c.gated else 3 if c.mlp == "relu2" else 2) * s.products(c.d_ff)
     if c.n_experts:  # what they are given and give, by expert and by token
         mlp = (3 * c.n_experts_per_token + 1) * width

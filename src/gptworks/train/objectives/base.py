@@ -100,8 +100,8 @@ class Objective:
         """
 
     @classmethod
-    def loss_without_data(cls, settings: ObjectiveSettings, train: TrainConfig) -> LossFunction:
-        """The loss of batches of inputs and targets alone, by which a step is traced and measured."""
+    def loss_without_data(cls, settings: ObjectiveSettings, train: TrainConfig, model: GPT) -> LossFunction:
+        """The loss of batches of inputs and targets only, to trace and measure a step of a new model."""
         return partial(next_token, routing=Routing.of(train), future_weights=train.future_weights)
 
     def begin(self, run: RunContext) -> None:

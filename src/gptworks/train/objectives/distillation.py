@@ -94,7 +94,7 @@ class Distillation(Objective):
             )
 
     @classmethod
-    def loss_without_data(cls, settings: ObjectiveSettings, train: TrainConfig) -> LossFunction:
+    def loss_without_data(cls, settings: ObjectiveSettings, train: TrainConfig, model: GPT) -> LossFunction:
         assert isinstance(settings, DistillationObjective)
         teacher = GPT(load_recipe(settings.teacher).model).requires_grad_(False).eval()
         return partial(distillation, settings, teacher, routing=Routing.of(train))

@@ -47,7 +47,7 @@ class OddsRatio(PairsObjective):
     figures = ("log_odds_ratio", "chosen_nats_per_token", "accuracy")
 
     @classmethod
-    def loss_without_data(cls, settings: ObjectiveSettings, train: TrainConfig) -> LossFunction:
+    def loss_without_data(cls, settings: ObjectiveSettings, train: TrainConfig, model: GPT) -> LossFunction:
         assert isinstance(settings, OddsRatioObjective)
         return partial(odds_ratio, settings, routing=Routing.of(train))
 

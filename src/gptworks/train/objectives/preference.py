@@ -86,7 +86,7 @@ class Preference(PairsObjective):
         self._reference: dict[str, Tensor] = {}  # [n pairs, 2] by split
 
     @classmethod
-    def loss_without_data(cls, settings: ObjectiveSettings, train: TrainConfig) -> LossFunction:
+    def loss_without_data(cls, settings: ObjectiveSettings, train: TrainConfig, model: GPT) -> LossFunction:
         assert isinstance(settings, PreferenceObjective)
         loss = partial(preference, settings, routing=Routing.of(train))
         return lambda model, batch: loss(model, (*batch, torch.zeros(len(batch[0]), device=model.device)))

@@ -11,6 +11,7 @@ Shapes: B answers, G of a group, T tokens of the longest prompt with its answer.
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gptworks.config import IGNORED, Recipe, RewardObjective
+from gptworks.config import IGNORED, Recipe, RewardObjective, TrainConfig
+from gptworks.config.objective import ObjectiveSettings
 from gptworks.data.conversations.packing import Examples
 from gptworks.data.permutation import Int64s, shuffled
 from gptworks.data.rows import Row
@@ -32,13 +34,13 @@ from gptworks.infer.request import Completion
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.model import GPT
 from gptworks.model.backend import eval_mode
-from gptworks.model.lora import LowRank
+from gptworks.model.lora import LORA_PARTS, LowRank
 from gptworks.model.loss import target_logprobs
 from gptworks.quantize.linear import weight_tensors
 from gptworks.tensors import Expected, read_tensors
 from gptworks.train.generating import generating
 from gptworks.train.objectives.base import Objective, RunContext
-from gptworks.train.objectives.next_token import Batch, Losses, padded, with_routing
+from gptworks.train.objectives.next_token import Batch, Losses, LossFunction, Routing, padded, with_routing
 from gptworks.train.objectives.reward_function import REWARD_FILE, Prompt, keep_reward_file, load_reward, reward_of
 from gptworks.train.objectives.rollouts import ROLLOUTS, RolloutStore
 
@@ -84,6 +86,46 @@ def policy_loss(
         gain = gain - objective.beta * kl
         figures["kl"] = (kl.where(counted, 0).sum(-1) / n_tokens).sum()
     return -(gain.where(counted, 0).sum(-1) / n_tokens).sum(), figures
+
+
+def scaled_logprobs(model: GPT, features: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """log π of each target at a sampling temperature, 0 where it is −100; float32 [B, T]."""
+    softcap = model.config.logit_softcap and model.config.logit_softcap / temperature  # cap first, then divide
+    return target_logprobs(features / temperature, model.head_weight, targets, softcap)
+
+
+def policy_gradient(settings: RewardObjective, model: GPT, batch: Batch, routing: Routing) -> Losses:
+    """`policy_loss` of answers, as `Reward._answered` makes them: inputs and targets [B, T]; rewards, advantages and
+    `sampling_gap` [B]; log-probabilities when they were sampled and, with `beta`, at the start [B, T]."""
+    inputs, targets, rewards, advantage, gap, old, *start = batch
+    router_logits: list[Tensor] = []
+    counted = targets != IGNORED
+    features = model.features(inputs, router_logits=router_logits)
+    logprobs = scaled_logprobs(model, features, targets, settings.temperature)
+    loss, figures = policy_loss(settings, logprobs, old, start[0] if start else None, advantage, counted)
+    figures |= {"reward": rewards.sum(), "answer_tokens": counted.sum(), "sampling_gap": gap.sum()}
+    return with_routing(loss, loss, router_logits, model, len(inputs), routing, figures)
+
+
+@dataclass(frozen=True)
+class _WithoutAnswers:
+    """`policy_gradient` of inputs and targets, with zeros for what answers would have."""
+
+    settings: RewardObjective
+    routing: Routing
+    start: list[Tensor]
+    """As large as the model at the start, which a run keeps in memory."""
+
+    def __call__(self, model: GPT, batch: Batch) -> Losses:
+        of_answers, of_tokens = (torch.zeros(batch[0].shape[:n], device=model.device) for n in (1, 2))
+        scores = (of_answers,) * 3 + (of_tokens,) * (2 if self.settings.beta else 1)
+        return policy_gradient(self.settings, model, (*batch, *scores), self.routing)
+
+
+def trains_adapters_only(model: GPT) -> bool:
+    """Whether the model without its adapter remains what it was at the start of the run."""
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return all(name.endswith(LORA_PARTS) for name in trained)
 
 
 def sampling_gap(logprobs: Tensor, prompt_tokens: Sequence[int], answers: Sequence[Completion]) -> Tensor:
@@ -207,8 +249,7 @@ class Reward(Objective):
 
     def _starting_model(self) -> GPT | None:
         """The model at the start of the run; None if that is the model without its adapter."""
-        adapter = self.recipe.adapter
-        if adapter is not None and not adapter.embeddings:
+        if trains_adapters_only(self._run.model):
             return None
         path = self.recipe.run_dir / REFERENCE_MODEL
         start = copy.deepcopy(self._run.model).requires_grad_(False).eval()
@@ -319,27 +360,22 @@ class Reward(Objective):
         inputs, targets = inputs.to(model.device), targets.to(model.device)
         with eval_mode(model), self._run.precision.autocast():
             features = model.features(inputs)
-            sampled = plain = self._of_features(model, features, targets, self._settings.temperature)
+            sampled = plain = scaled_logprobs(model, features, targets, self._settings.temperature)
             if also_plain and self._settings.temperature != 1:
-                plain = self._of_features(model, features, targets, 1.0)
+                plain = scaled_logprobs(model, features, targets, 1.0)
         return sampled.detach().float().cpu(), plain.detach().float().cpu()
-
-    @staticmethod
-    def _of_features(model: GPT, features: Tensor, targets: Tensor, temperature: float) -> Tensor:
-        softcap = model.config.logit_softcap and model.config.logit_softcap / temperature  # cap first, then divide
-        return target_logprobs(features / temperature, model.head_weight, targets, softcap)
 
     # ----------------------------------------------------------------------------------------------------- loss
 
+    @classmethod
+    def loss_without_data(cls, settings: ObjectiveSettings, train: TrainConfig, model: GPT) -> LossFunction:
+        assert isinstance(settings, RewardObjective)
+        keeps_start = settings.beta > 0 and not trains_adapters_only(model)
+        tensors = [*model.parameters(), *model.buffers()] if keeps_start else []
+        return _WithoutAnswers(settings, Routing.of(train), [torch.zeros_like(each) for each in tensors])
+
     def loss(self, model: GPT, batch: Batch) -> Losses:
-        inputs, targets, rewards, advantage, gap, old, *start = batch
-        router_logits: list[Tensor] = []
-        counted = targets != IGNORED
-        features = model.features(inputs, router_logits=router_logits)
-        logprobs = self._of_features(model, features, targets, self._settings.temperature)
-        loss, figures = policy_loss(self._settings, logprobs, old, start[0] if start else None, advantage, counted)
-        figures |= {"reward": rewards.sum(), "answer_tokens": counted.sum(), "sampling_gap": gap.sum()}
-        return with_routing(loss, loss, router_logits, model, self.count(batch), self._routing, figures)
+        return policy_gradient(self._settings, model, batch, self._routing)
 
     def evaluate(self, model: GPT, workers: Workers, precision: Precision) -> tuple[LossReport, dict[str, float]]:
         """The mean reward of one answer to each held-out prompt, sampled with the same seeds each time; the loss is its

@@ -48,7 +48,7 @@ class Rehearsal:
         parallel, device = Parallel(self.train), torch.device(self.device)
         with device:
             model = trainable_model(self.model, self.adapter, self.freeze)
-            loss = OBJECTIVES[self.objective.type].loss_without_data(self.objective, self.train)
+            loss = OBJECTIVES[self.objective.type].loss_without_data(self.objective, self.train, model)
         model.activation_checkpointing = self.train.activation_checkpointing
         parallel.parameters = dict(model.named_parameters())  # not `place`: fake tensors cannot be moved
         return TrainStep(model, self.train, loss, choose_precision(self.precision, device), parallel)
