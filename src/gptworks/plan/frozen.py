@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 
-from gptworks.plan.shapes import ADAPTER, COPIES, RESIDUAL, Shapes, Stage
+from gptworks.plan.shapes import ADAPTER, COPIES, Shapes, Stage
 from gptworks.plan.trained import Trained
 
 INPUT_SHARED_BY = {
@@ -50,9 +50,7 @@ def as_first(stage: Stage, trained: Trained, shapes: Shapes, layer: int) -> Stag
     is_norm_trained, saved = trained.moves("norm1", layer), dict(stage.saved)
     if stage.name == "norm1":
         if not is_norm_trained:
-            return replace(stage, saved={})
-        by_torch = shapes.on_cpu and shapes.config.norm == "rmsnorm"  # which keeps its result before the weight, too
-        saved[RESIDUAL] += by_torch * shapes.floats(shapes.config.d_model)
+            return replace(stage, saved={})  # else torch's own norm saves the normalized input in place of the input
     elif stage.name in ("query", "key", "value") and not is_norm_trained:
         saved.pop(COPIES, None)
         if trained.dropout and ADAPTER in saved:

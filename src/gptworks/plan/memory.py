@@ -197,7 +197,15 @@ class _Step:
         """Whether a block's input is none of the tensors that its stages save: what it makes of it is."""
         layer = self.uses[use]
         scaled = self.model.residual_scalars and not self.trained.moves("scalars", layer)
-        return self.model.layer_skips(layer) or scaled
+        return self.model.layer_skips(layer) or scaled or (use == self.layers[0] and self._is_first_normalized)
+
+    @property
+    def _is_first_normalized(self) -> bool:
+        """Whether the first block with a backward pass saves its normalized input only: nothing before it is trained,
+        and on a CPU torch's RMSNorm, which serves there, needs no more for its own weight."""
+        first = self.uses[self.layers[0]]
+        norm = self.shapes.on_cpu and self.model.norm == "rmsnorm" and self.trained.moves("norm1", first)
+        return not self.trained.embedding and norm
 
     def _kept_beside(self, use: int) -> int:
         """What stands beside the stream for a block that is computed again: also what an earlier block gave, where the
