@@ -10,16 +10,19 @@ import torch
 
 from allocated import allocated_by_a_step, counter_in
 from drawn import SOURCES, drawn_recipe, teacher_in
-from gptworks.config import Recipe
+from gptworks.config import Recipe, expert_rows
 from gptworks.device import choose_precision
 from gptworks.infer.room import MOST_SLOTS
 from gptworks.model import GPT
 from gptworks.model.backend import TorchBackend
 from gptworks.plan.arrange import rank_setting
+from gptworks.plan.host import ONEDNN_KEEPS, ONEDNN_KERNEL_BYTES, expert_kernels_bytes
 from gptworks.plan.memory import CACHE, training_peak
 from gptworks.plan.params import count_parameters
+from gptworks.plan.setting import Setting
 from gptworks.recipe import parse_recipe
 from gptworks.train.rehearsal.trace import Rehearsal, trace_step
+from tiny import plain_model
 
 
 def drawn(seed: int, teacher: Path, widths: tuple[int, ...]) -> tuple[str, Recipe]:
@@ -68,6 +71,19 @@ def test_drawn_recipes_hold_what_the_trace_of_their_step_says(teacher: Path) -> 
     hold(off_by(range(20), teacher))
 
 
+def test_kernels_of_experts_are_counted_for_every_number_of_rows() -> None:
+    for context in (16, 64, 100, 256):
+        model = plain_model(
+            vocab_size=50, context_length=context, d_model=32, n_layers=1, n_heads=2, n_experts=4, n_experts_per_token=2
+        )
+        setting = Setting(model, micro_batch_size=2, precision="bf16")
+        numbers = {expert_rows(n) for n in range(1, 2 * context + 1)}
+        n_kernels = expert_kernels_bytes(setting) / ONEDNN_KERNEL_BYTES
+        assert min(6 * len(numbers), ONEDNN_KEEPS) <= n_kernels <= 6 * (len(numbers) + 16)
+        assert expert_kernels_bytes(replace(setting, precision="fp32")) == 0
+        assert expert_kernels_bytes(replace(setting, on_cpu=False)) == 0
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_that_writes_answers_is_planned_with_the_cache_of_its_engine(teacher: Path, precision: str) -> None:
     """An adapter's step saves little: the keys and values of an evaluation's answers are more."""
@@ -103,7 +119,8 @@ KERNELS_BYTES = 30e6
 @pytest.mark.timeout(3600)
 def test_processes_allocate_what_is_planned_for_a_step_of_any_objective(teacher: Path, tmp_path: Path) -> None:
     """Models of 1 to 60 million parameters, within 10%. What kernels compile and keep for their shapes is part of the
-    base: the process has taken the same step before."""
+    base: the process has taken the same step before. Experts in bf16 have other shapes at each step: for those the plan
+    has a bound."""
     counter = counter_in(tmp_path)
     if counter is None:
         pytest.skip("allocations are counted on Linux with glibc and a C compiler")
@@ -115,11 +132,13 @@ def test_processes_allocate_what_is_planned_for_a_step_of_any_objective(teacher:
             continue
         planned, rehearsal = step_of(recipe)
         allocated = allocated_by_a_step(rehearsal, counter)
+        compiled = expert_kernels_bytes(rank_setting(recipe, recipe.train.precision, on_cpu=True))
         share = allocated.step / planned - 1
         print(f"{seed} {kind}, {size:.1f}M: {planned / 1e6:.1f} MB planned, {allocated.step / 1e6:.1f} MB allocated "
               f"({share:+.1%}); {allocated.kernels / 1e6:.1f} MB of kernels")  # fmt: skip
-        off |= {f"{seed} {kind}": share} if abs(share) > 0.1 else {}
-        kernels.append(allocated.kernels)
+        if not -0.1 <= share <= 0.1 + compiled / planned:
+            off[f"{seed} {kind}"] = share
+        kernels.append(allocated.kernels - compiled)
         kinds.add(recipe.objective.type)
     assert off == {}
     assert max(kernels) <= KERNELS_BYTES

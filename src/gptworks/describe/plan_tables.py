@@ -9,7 +9,7 @@ from gptworks.describe.sheet import parameters_json
 from gptworks.pages.tables import Table, or_unknown
 from gptworks.plan.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
 from gptworks.plan.fit import layout_words
-from gptworks.plan.host import PROCESS_BYTES
+from gptworks.plan.host import PROCESS_BYTES, expert_kernels_bytes
 from gptworks.plan.inference import BATCHES
 from gptworks.plan.run import Plan
 from gptworks.plan.setting import Setting
@@ -204,6 +204,8 @@ def _fit(plan: Plan) -> str:
     share = plan.peak.total_bytes / max(plan.device.memory_bytes, 1)
     verdict = f"{share:.0%} of what there is" if share <= 1 else f"DOES NOT FIT: {share:.3g} times what there is"
     process = f"; Python, torch and kernels take about {readable(PROCESS_BYTES, 'B')} besides"
+    if compiled := expert_kernels_bytes(plan.setting):
+        process += f", and kernels for each number of an expert's tokens at most {readable(compiled, 'B')}"
     return f"{readable(plan.peak.total_bytes, 'B')} at the peak, {verdict}{process if plan.device.on_cpu else ''}"
 
 

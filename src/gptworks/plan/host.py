@@ -107,3 +107,17 @@ def placed_bytes(setting: Setting) -> int:
     parameters = count_parameters(rank_config(setting.model, layout.tensor_parallel))
     held = held_weights_bytes(parameters, setting.trained or everything(parameters))
     return held // layout.data_parallel if layout.sharding != "none" else held
+
+
+ONEDNN_KERNEL_BYTES, ONEDNN_KEEPS = 555_000, 1024
+"""Of one product of bfloat16 matrices, as measured on AVX-512; and how many compiled kernels oneDNN keeps."""
+
+
+def expert_kernels_bytes(setting: Setting) -> int:
+    """At most, of the kernels that oneDNN compiles on a CPU for each number of rows that an expert has in bf16: two
+    products forward, and four backward. 0: none but those that every model has."""
+    if not (setting.on_cpu and setting.precision == "bf16" and setting.model.n_experts):
+        return 0
+    n_tokens = setting.micro_batch_size * setting.objective.rows_per_sample * setting.model.context_length
+    n_rows = min(n_tokens, 31 + 16 * max(0, n_tokens.bit_length() - 5))  # five binary digits, see `expert_rows`
+    return ONEDNN_KERNEL_BYTES * min(6 * n_rows, ONEDNN_KEEPS)
