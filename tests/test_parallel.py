@@ -213,6 +213,7 @@ LAYOUTS = {
     2: {
         "ddp": ["train.parallel.strategy=ddp"],
         "fsdp": ["train.parallel.strategy=fsdp"],
+        "zero2": ["train.parallel.strategy=fsdp", "train.parallel.reshard_after_forward=false"],
         "tensor": ["train.parallel.tensor_parallel=2"],
     },
     4: {"fsdp-tensor": ["train.parallel.strategy=fsdp", "train.parallel.tensor_parallel=2"]},

@@ -226,8 +226,8 @@ class ManyDevices(Parallel):
             with torch.autocast(self._mesh.device_type, dtype=torch.bfloat16, enabled=gathered):
                 yield
         finally:
-            if isinstance(self.model, FSDPModule):
-                self.model.reshard()  # without a backward pass the root would stay gathered, and stale after a step
+            for module in _sharded_modules(self.model):  # without a backward pass what is not resharded after the
+                module.reshard()  # forward pass would stay gathered: averaged weights, or those of a step before
 
     # --------------------------------------------------------------------------------------- gradients
 
