@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from gptworks.train.record.metrics import read_metrics
+from gptworks.training.record.metrics import read_metrics
 
 TEXT = "".join(f"line {i}: the quick brown fox jumps over the lazy dog, {i * i} times.\n" for i in range(20_000))
 STEPS, WARM_UP = 16, 4

@@ -67,9 +67,9 @@ def run_one(tree: dict[str, Any]) -> dict[str, float]:
     from rich.console import Console
 
     from gptworks.recipe import parse_recipe
-    from gptworks.train.loop import train
-    from gptworks.train.record.display import Display
-    from gptworks.train.record.metrics import read_metrics
+    from gptworks.training.loop import train
+    from gptworks.training.record.display import Display
+    from gptworks.training.record.metrics import read_metrics
 
     settings = parse_recipe(tree)
     shutil.rmtree(settings.run_dir, ignore_errors=True)  # of a run that was broken off

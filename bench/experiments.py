@@ -32,7 +32,7 @@ from gptworks.recipe import load_recipe, read_recipe
 from gptworks.runs.paired import measured_step_seconds
 from gptworks.runs.settings import fingerprint
 from gptworks.runs.trials import check_comparable
-from gptworks.train.signals import stop_signals
+from gptworks.training.signals import stop_signals
 from recorded import REPOSITORY, Result, add_result, all_threads, provenance, read_results, train_recorded
 
 REGIMES = ("shakespeare", "stdlib", "mixture")

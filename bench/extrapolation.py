@@ -16,7 +16,7 @@ from gptworks.data.batches import evaluation_windows
 from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
 from gptworks.device import choose_precision
-from gptworks.evaluate.loss import PositionLoss, evaluate_by_position
+from gptworks.evaluation.loss import PositionLoss, evaluate_by_position
 from gptworks.tokenizer import token_bytes
 
 SCALINGS = ("none", "linear", "dynamic", "yarn")

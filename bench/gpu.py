@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from gptworks.checkpoint import checkpoints
 from gptworks.config import Recipe
 from gptworks.device import choose_precision, device_name, product_rate
-from gptworks.plan.flops import forward_flops
+from gptworks.planning.flops import forward_flops
 from gptworks.recipe import parse_recipe
-from gptworks.train.loop import train
-from gptworks.train.record.metrics import Record, read_metrics
+from gptworks.training.loop import train
+from gptworks.training.record.metrics import Record, read_metrics
 
 CONTEXT = 1024
 

@@ -37,12 +37,12 @@ from gptworks.model import GPT
 from gptworks.model.backend import Backend, Chunk, TorchBackend
 from gptworks.native.choice import choose_backend
 from gptworks.native.placement import rooms_in_large_pages
-from gptworks.plan.flops import forward_flops
+from gptworks.planning.flops import forward_flops
 from gptworks.presets import preset
 from gptworks.quantize.convert import quantize_model
 from gptworks.quantize.linear import packed_matrices
 from gptworks.recipe import parse_recipe, save_recipe
-from gptworks.train.progress import Progress
+from gptworks.training.progress import Progress
 
 PROMPT, NEW, LONG_PROMPT, BATCHES = 64, 128, 512, (1, 8, 32)
 MOST_TOKENS = max(LONG_PROMPT, PROMPT * max(BATCHES))

@@ -26,10 +26,10 @@ from gptworks.config import BPETokenizer, CharTokenizer, NextTokenObjective, Rec
 from gptworks.data.prepare import prepare
 from gptworks.device import cpu_threads
 from gptworks.errors import RunError, UserError
-from gptworks.plan.flops import forward_flops
+from gptworks.planning.flops import forward_flops
 from gptworks.recipe import load_recipe, read_recipe, with_vocab_size
 from gptworks.runs.paired import measured_step_seconds
-from gptworks.train.signals import stop_signals
+from gptworks.training.signals import stop_signals
 from league_page import write_page
 from recorded import REPOSITORY, Result, add_result, all_threads, provenance, read_results, train_recorded
 

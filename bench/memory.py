@@ -11,12 +11,12 @@ import torch
 
 from gptworks.config import TrainConfig
 from gptworks.device import device_name
-from gptworks.plan.memory import training_peak
-from gptworks.plan.params import count_parameters
-from gptworks.plan.setting import Setting
+from gptworks.planning.memory import training_peak
+from gptworks.planning.params import count_parameters
+from gptworks.planning.setting import Setting
 from gptworks.presets import preset
-from gptworks.train.rehearsal.measure import measure_step
-from gptworks.train.rehearsal.trace import Rehearsal, trace_step
+from gptworks.training.rehearsal.measure import measure_step
+from gptworks.training.rehearsal.trace import Rehearsal, trace_step
 from gptworks.units import readable
 
 CASES = (

@@ -22,7 +22,7 @@ from gptworks.config import Recipe
 from gptworks.data.conversations.reading import Conversation, is_held_out, iter_conversations
 from gptworks.infer import SamplingSettings, load
 from gptworks.recipe import load_recipe
-from gptworks.train.record.metrics import read_metrics
+from gptworks.training.record.metrics import read_metrics
 
 PHASES = {"base": "miniature/pretrain", "tuned": "miniature/finetune", "preferred": "miniature/preference"}
 """In the order of training; each starts from the one before, and takes its model from it."""

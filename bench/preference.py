@@ -15,8 +15,8 @@ from typing import Any
 from gptworks.config import PreferencesSource
 from gptworks.data.conversations.preferences import iter_pairs
 from gptworks.recipe import parse_recipe
-from gptworks.train.loop import train
-from gptworks.train.record.metrics import read_metrics
+from gptworks.training.loop import train
+from gptworks.training.record.metrics import read_metrics
 
 HELD_OUT = 0.1
 

@@ -16,11 +16,11 @@ import torch
 from gptworks.config import TrainConfig
 from gptworks.device import device_name, peak_growth_bytes, reset_peak, return_freed_memory
 from gptworks.model.loss import linear_cross_entropy_reference
-from gptworks.plan.memory import training_peak
-from gptworks.plan.setting import Setting
+from gptworks.planning.memory import training_peak
+from gptworks.planning.setting import Setting
 from gptworks.presets import preset
-from gptworks.train.objectives import next_token as objectives
-from gptworks.train.rehearsal.trace import Rehearsal, take, trace_step
+from gptworks.training.objectives import next_token as objectives
+from gptworks.training.rehearsal.trace import Rehearsal, take, trace_step
 from gptworks.units import readable
 
 GPT2 = preset("gpt2")

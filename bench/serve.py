@@ -53,7 +53,7 @@ from gptworks.quantize.convert import quantize_model
 from gptworks.quantize.formats import Weights
 from gptworks.recipe import parse_recipe, save_recipe
 from gptworks.tokenizer import save_tokenizer, train_tokenizer
-from gptworks.train.progress import Progress
+from gptworks.training.progress import Progress
 
 PRESET, PROMPT_CHARACTERS, NEW_TOKENS = "gpt2", 220, 64
 CONCURRENCY = (1, 8, 32, 128)

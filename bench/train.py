@@ -38,12 +38,12 @@ from gptworks.data.opened import open_prepared
 from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
 from gptworks.device import choose_device, choose_precision, device_name, keep_freed_memory, product_rate
-from gptworks.plan.flops import forward_flops
+from gptworks.planning.flops import forward_flops
 from gptworks.recipe import parse_recipe
-from gptworks.train.loop import Run
-from gptworks.train.objectives.next_token import next_token
-from gptworks.train.record.display import Display
-from gptworks.train.record.metrics import MetricsLog
+from gptworks.training.loop import Run
+from gptworks.training.objectives.next_token import next_token
+from gptworks.training.record.display import Display
+from gptworks.training.record.metrics import MetricsLog
 from litgpt_loop import litgpt_seconds
 from textbook import Shape, textbook_step
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from pydantic import TypeAdapter
 
-from gptworks.train.rehearsal.measure import _step_seconds
-from gptworks.train.rehearsal.trace import Rehearsal
+from gptworks.training.rehearsal.measure import _step_seconds
+from gptworks.training.rehearsal.trace import Rehearsal
 
 _JSON = TypeAdapter(Rehearsal)
 

@@ -40,7 +40,7 @@ def make_runs(folder: Path) -> Path:
     import chats
     import serving
     from gptworks.recipe import parse_recipe
-    from gptworks.train.loop import train
+    from gptworks.training.loop import train
 
     runs, texts = folder / "runs", folder / "texts"
     texts.mkdir()

@@ -23,7 +23,7 @@ with everything, as where a run is stopped there."""
 
 def save(run_dir: Path, kind: str, step: int, best: int) -> None:
     from gptworks.checkpoint import save_checkpoint
-    from gptworks.train.saving import remove_old
+    from gptworks.training.saving import remove_old
 
     tensors = {"w": torch.full((64,), float(step))}
     own = None if kind == "weights" else {"w/own": tensors["w"] + 1}
@@ -35,7 +35,7 @@ def save(run_dir: Path, kind: str, step: int, best: int) -> None:
 def checkpoints(root: Path) -> None:
     """Saves of both kinds that delete earlier ones, and a rollback to the last but one."""
     from gptworks.files import make_folder
-    from gptworks.train.saving import remove_newer
+    from gptworks.training.saving import remove_newer
 
     make_folder(root / "run")
     for each in SAVES:
@@ -64,7 +64,7 @@ def prepare(root: Path, shard_tokens: int = 20_000) -> None:
 
 def train(root: Path) -> None:
     from gptworks.recipe import load_recipe
-    from gptworks.train.loop import train
+    from gptworks.training.loop import train
 
     recipe = load_recipe((root.parent / "recipe").read_text(encoding="utf-8"))
     train(recipe.model_copy(update={"run_dir": root / "run"}))

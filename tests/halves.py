@@ -8,9 +8,9 @@ import pytest
 
 from gptworks.checkpoint import checkpoints
 from gptworks.recipe import load_recipe, parse_recipe
-from gptworks.train.fork import fork
-from gptworks.train.loop import Run, train
-from gptworks.train.record.metrics import MEASURED, read_metrics
+from gptworks.training.fork import fork
+from gptworks.training.loop import Run, train
+from gptworks.training.record.metrics import MEASURED, read_metrics
 
 
 class BrokenOff(Exception):

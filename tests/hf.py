@@ -17,7 +17,7 @@ from gptworks.model.attention import Attention
 from gptworks.model.layers import MLP
 from gptworks.recipe import parse_recipe, save_recipe
 from gptworks.tokenizer import save_tokenizer
-from gptworks.train.progress import Progress
+from gptworks.training.progress import Progress
 
 VOCABULARY = 260
 """Rows of an embedding; the tokenizers here have fewer tokens, as published models do."""

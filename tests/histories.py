@@ -7,7 +7,7 @@ from typing import Any
 import tiny
 from gptworks.recipe import parse_recipe, save_recipe, with_vocab_size
 from gptworks.runs.history import History, read_history
-from gptworks.train.record.metrics import MetricsLog, Record
+from gptworks.training.record.metrics import MetricsLog, Record
 
 
 def training(step: int, loss: float, **more: Any) -> Record:

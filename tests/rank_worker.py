@@ -19,17 +19,17 @@ from torch.utils._pytree import tree_leaves
 from gptworks.config import ModelConfig
 from gptworks.device import choose_precision
 from gptworks.model import GPT
-from gptworks.plan.layout import Layout
+from gptworks.planning.layout import Layout
 from gptworks.recipe import load_recipe, parse_recipe
-from gptworks.train.distributed import sums
-from gptworks.train.distributed.parallel import ManyDevices, choose_parallel
-from gptworks.train.distributed.ranks import Ranks, _collectives_issued, join
-from gptworks.train.loop import train
-from gptworks.train.objectives.next_token import Batch, Losses, next_token
-from gptworks.train.optim import muon
-from gptworks.train.optim.optimizer import Optimizer
-from gptworks.train.optim.trainable import trainable_model
-from gptworks.train.step import TrainStep
+from gptworks.training.distributed import sums
+from gptworks.training.distributed.parallel import ManyDevices, choose_parallel
+from gptworks.training.distributed.ranks import Ranks, _collectives_issued, join
+from gptworks.training.loop import train
+from gptworks.training.objectives.next_token import Batch, Losses, next_token
+from gptworks.training.optim import muon
+from gptworks.training.optim.optimizer import Optimizer
+from gptworks.training.optim.trainable import trainable_model
+from gptworks.training.step import TrainStep
 
 CPU = torch.device("cpu")
 

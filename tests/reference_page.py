@@ -9,8 +9,8 @@ from pathlib import Path
 
 from gptworks.config import ModelConfig
 from gptworks.describe.published import published_figures
-from gptworks.plan.flops import forward_flops
-from gptworks.plan.params import count_parameters
+from gptworks.planning.flops import forward_flops
+from gptworks.planning.params import count_parameters
 from gptworks.presets import preset
 from gptworks.units import readable
 

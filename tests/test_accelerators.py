@@ -17,9 +17,9 @@ from gptworks import device as devices
 from gptworks.config import RopeScaling
 from gptworks.model import GPT, attention
 from gptworks.model.attention import texts_bias
-from gptworks.train.distributed.parallel import compile_blocks
-from gptworks.train.objectives.next_token import next_token
-from gptworks.train.record.stopwatch import Stopwatch
+from gptworks.training.distributed.parallel import compile_blocks
+from gptworks.training.objectives.next_token import next_token
+from gptworks.training.record.stopwatch import Stopwatch
 from tiny import plain_model
 
 # ------------------------------------------------------------------------------------------------- attention

@@ -17,17 +17,17 @@ import tiny
 from gptworks.checkpoint import Checkpoint, all_checkpoints, checkpoints, load_run
 from gptworks.config import TrainConfig
 from gptworks.errors import RunError
-from gptworks.evaluate.loss import LossReport
+from gptworks.evaluation.loss import LossReport
 from gptworks.model import GPT
 from gptworks.recipe import parse_recipe
-from gptworks.train import loop, saving
-from gptworks.train.loop import train
-from gptworks.train.objectives.base import Objective
-from gptworks.train.objectives.next_token import Batch, Losses, next_token
-from gptworks.train.optim.anomalies import MEMORY_STEPS, WARMUP_STEPS, GradientEstimate, anomaly
-from gptworks.train.optim.average import WeightAverage
-from gptworks.train.record.metrics import MEASURED, read_metrics
-from gptworks.train.state import TrainingState
+from gptworks.training import loop, saving
+from gptworks.training.loop import train
+from gptworks.training.objectives.base import Objective
+from gptworks.training.objectives.next_token import Batch, Losses, next_token
+from gptworks.training.optim.anomalies import MEMORY_STEPS, WARMUP_STEPS, GradientEstimate, anomaly
+from gptworks.training.optim.average import WeightAverage
+from gptworks.training.record.metrics import MEASURED, read_metrics
+from gptworks.training.state import TrainingState
 
 
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -283,7 +283,7 @@ def test_the_average_is_what_is_evaluated_and_published_and_training_goes_on_wit
     from gptworks.data.prepare import find_prepared
     from gptworks.data.shards import TokenShards
     from gptworks.device import choose_precision
-    from gptworks.evaluate.loss import evaluate_loss
+    from gptworks.evaluation.loss import evaluate_loss
 
     loaded = load_run(tmp_path / "averaged" / "run", "last")
     prepared = find_prepared(loaded.recipe)

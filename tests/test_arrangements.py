@@ -11,14 +11,14 @@ import pytest
 from drawn import drawn_recipe, teacher_in
 from gptworks.config import Recipe
 from gptworks.errors import UserError
-from gptworks.plan.advice import Change, changes_that_fit, recipe_with
-from gptworks.plan.arrange import Refusal, arrange, planned_precision, rank_setting
-from gptworks.plan.devices import DEVICES, Device, custom_device, find_device
-from gptworks.plan.fit import largest_micro_batch
-from gptworks.plan.layout import Layout
-from gptworks.plan.memory import training_peak
+from gptworks.planning.advice import Change, changes_that_fit, recipe_with
+from gptworks.planning.arrange import Refusal, arrange, planned_precision, rank_setting
+from gptworks.planning.devices import DEVICES, Device, custom_device, find_device
+from gptworks.planning.fit import largest_micro_batch
+from gptworks.planning.layout import Layout
+from gptworks.planning.memory import training_peak
 from gptworks.recipe import apply_overrides, parse_recipe
-from gptworks.train.distributed.parallel import check_parallel
+from gptworks.training.distributed.parallel import check_parallel
 
 
 def drawn_parallel(draw: random.Random) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from gptworks.runs import watch
 from gptworks.runs.bands import make_band
 from gptworks.runs.compare import compare
 from gptworks.runs.history import read_history
-from gptworks.train.changes import History, Origin, write_history
-from gptworks.train.record.metrics import Record
+from gptworks.training.changes import History, Origin, write_history
+from gptworks.training.record.metrics import Record
 from histories import training, validation, write_run
 
 pytestmark = pytest.mark.browser

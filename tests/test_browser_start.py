@@ -18,9 +18,9 @@ from browser import Studio, axe, open_studio, screenshot
 from gptworks.describe.plan_tables import tables
 from gptworks.interface.planning import plan
 from gptworks.recipe import load_recipe, parse_recipe
-from gptworks.train.changes import read_history
-from gptworks.train.loop import train
-from gptworks.train.run_folder import is_in_use
+from gptworks.training.changes import read_history
+from gptworks.training.loop import train
+from gptworks.training.run_folder import is_in_use
 from serving import until
 
 pytestmark = pytest.mark.browser

@@ -21,7 +21,7 @@ from gptworks.data.sources import base
 from gptworks.data.split import split_documents
 from gptworks.errors import UserError
 from gptworks.recipe import load_dataset_recipe, parse_recipe
-from gptworks.train.loop import train
+from gptworks.training.loop import train
 
 TEXTS = [f"Report {i}.\n" + f"{i * 7919 % 1000} bees — naïvely — fly by {i}.\n" * (1 + i % 5) for i in range(400)]
 Make = Callable[..., DatasetRecipe]

@@ -20,7 +20,7 @@ from gptworks.errors import UserError
 from gptworks.files import sealed_json
 from gptworks.model import GPT
 from gptworks.recipe import load_recipe, parse_recipe
-from gptworks.train.changes import (
+from gptworks.training.changes import (
     change_words,
     changed,
     check_changes,
@@ -29,10 +29,10 @@ from gptworks.train.changes import (
     read_history,
     record,
 )
-from gptworks.train.loop import train
-from gptworks.train.objectives.next_token import Batch, Losses, next_token
-from gptworks.train.progress import Progress
-from gptworks.train.record.metrics import read_metrics
+from gptworks.training.loop import train
+from gptworks.training.objectives.next_token import Batch, Losses, next_token
+from gptworks.training.progress import Progress
+from gptworks.training.record.metrics import read_metrics
 
 
 @pytest.fixture(scope="module")

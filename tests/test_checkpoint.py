@@ -19,7 +19,7 @@ from gptworks.checkpoint import (
 )
 from gptworks.errors import RunError, UserError
 from gptworks.model import GPT
-from gptworks.train.saving import CheckpointWriter, remove_old
+from gptworks.training.saving import CheckpointWriter, remove_old
 from tiny import plain_model
 
 CONFIG = plain_model(vocab_size=30, context_length=16, n_layers=2, d_model=16, n_heads=2, tie_embeddings=True)

@@ -20,7 +20,7 @@ import tiny
 from gptworks.cli import app
 from gptworks.errors import UserError
 from gptworks.recipe import parse_recipe
-from gptworks.train.loop import train
+from gptworks.training.loop import train
 
 
 @pytest.fixture(scope="module")

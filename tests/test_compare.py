@@ -28,7 +28,7 @@ from gptworks.runs.compare_page import to_html
 from gptworks.runs.history import History, read_history
 from gptworks.runs.settings import decisive, fingerprint, settings_fingerprint
 from gptworks.runs.statistics import binomial_quantile, known_spread, t_quantile, t_two_sided, welch
-from gptworks.train.progress import Progress
+from gptworks.training.progress import Progress
 from histories import curve, training, validation, write_run
 from test_html import Reader
 

@@ -28,7 +28,7 @@ from gptworks.config import (
     settings,
 )
 from gptworks.errors import UserError
-from gptworks.evaluate.task import AnyTask
+from gptworks.evaluation.task import AnyTask
 from gptworks.recipe import load_recipe, parse_model, parse_recipe, recipe_schema, save_recipe, with_vocab_size
 
 SAMPLE: dict[str, Any] = {

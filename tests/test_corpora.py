@@ -13,7 +13,7 @@ from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
 from gptworks.data.sources.choose import choose_source
 from gptworks.errors import UserError
-from gptworks.plan.params import count_parameters
+from gptworks.planning.params import count_parameters
 from gptworks.recipe import load_recipe
 from gptworks.recipes import shipped_paths
 

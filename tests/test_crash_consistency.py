@@ -22,7 +22,7 @@ import tiny
 from crashes import WORKER, Disk, Operation, Tree, available, every_state, read_tree, record, run, write_tree
 from gptworks.checkpoint import all_checkpoints, checkpoints, newest_verified
 from gptworks.errors import RunError
-from gptworks.train.saving import remove_old
+from gptworks.training.saving import remove_old
 
 pytestmark = [pytest.mark.skipif(not available(), reason="strace is not installed, or may not trace here")]
 
@@ -271,7 +271,7 @@ def test_an_export_onto_a_full_disk_names_bytes_and_disk_and_leaves_nothing(tmp_
 def test_runs_go_on_bit_for_bit_from_what_a_crash_has_left(tmp_path: Path) -> None:
     """A run killed while it saved, in each state of its folder that differs in what there is to resume from."""
     from gptworks.recipe import load_recipe
-    from gptworks.train.loop import train
+    from gptworks.training.loop import train
 
     settings: dict[str, Any] = {"max_steps": 6, "checkpoint_every": 2, "evaluate_every": 1, "optimizer": "adamw"}
     (tmp_path / "whole").mkdir()

@@ -17,7 +17,7 @@ from gptworks.infer.engine import load
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.recipe import parse_recipe
 from gptworks.tokenizer import load_tokenizer
-from gptworks.train.loop import train
+from gptworks.training.loop import train
 
 TRIALS = 120
 

@@ -13,8 +13,8 @@ from gptworks.errors import UserError
 from gptworks.interop.huggingface.choice import choose_family
 from gptworks.recipe import load_recipe, parse_model, parse_recipe
 from gptworks.tokenizer import train_tokenizer
-from gptworks.train.changes import changed, load_to_resume
-from gptworks.train.loop import train
+from gptworks.training.changes import changed, load_to_resume
+from gptworks.training.loop import train
 
 SIZES = {"context_length": 64, "n_layers": 2, "d_model": 96, "n_heads": 2}
 

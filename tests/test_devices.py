@@ -8,7 +8,7 @@ import torch
 from gptworks.device import measured_device, memory_bytes
 from gptworks.errors import UserError
 from gptworks.machine import available_memory_bytes
-from gptworks.plan.devices import ALIASES, DEVICES, custom_device, find_device, this_cpu
+from gptworks.planning.devices import ALIASES, DEVICES, custom_device, find_device, this_cpu
 
 
 @pytest.mark.parametrize(

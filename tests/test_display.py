@@ -10,10 +10,10 @@ from rich.console import Console
 
 import tiny
 from gptworks.recipe import parse_recipe
-from gptworks.train.loop import Run, train
-from gptworks.train.record import display as display_module
-from gptworks.train.record import reporter as reporter_module
-from gptworks.train.record.display import Display
+from gptworks.training.loop import Run, train
+from gptworks.training.record import display as display_module
+from gptworks.training.record import reporter as reporter_module
+from gptworks.training.record.display import Display
 from halves import BrokenOff
 
 

@@ -11,8 +11,8 @@ from gptworks.config import IGNORED
 from gptworks.errors import UserError
 from gptworks.model.loss import distillation_loss
 from gptworks.recipe import parse_recipe
-from gptworks.train.loop import check_train, train
-from gptworks.train.record.metrics import read_metrics
+from gptworks.training.loop import check_train, train
+from gptworks.training.record.metrics import read_metrics
 from halves import assert_resumes_exactly
 
 

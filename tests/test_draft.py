@@ -16,11 +16,11 @@ from gptworks.draft import texts as look
 from gptworks.draft.pretraining import TEXT_TOKENS_PER_PARAMETER, TOKENS_PER_PARAMETER, TRAINING_SHARE, Draft, Search
 from gptworks.draft.texts import Texts, look_at
 from gptworks.errors import UserError
-from gptworks.plan.params import count_parameters
-from gptworks.plan.run import Measured
+from gptworks.planning.params import count_parameters
+from gptworks.planning.run import Measured
 from gptworks.recipe import load_recipe, read_recipe
 from gptworks.recipes import shipped_paths
-from gptworks.train.rehearsal.trace import Rehearsal
+from gptworks.training.rehearsal.trace import Rehearsal
 
 WORDS = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in ("n", "l", "r", "st", "")]
 

@@ -17,9 +17,9 @@ from gptworks.draft import finetuning
 from gptworks.draft.finetuning import Tuning, base_run, draft_tuning
 from gptworks.errors import UserError
 from gptworks.interop.huggingface import export_huggingface, import_huggingface
-from gptworks.plan.run import Measured
+from gptworks.planning.run import Measured
 from gptworks.recipe import load_recipe, parse_recipe
-from gptworks.train.loop import train
+from gptworks.training.loop import train
 
 CONTEXT = 256
 

@@ -18,8 +18,8 @@ from gptworks.checkpoint import checkpoints
 from gptworks.cli import main
 from gptworks.data.prepare import prepare
 from gptworks.recipe import load_recipe, parse_recipe
-from gptworks.train.loop import train
-from gptworks.train.record.display import Display
+from gptworks.training.loop import train
+from gptworks.training.record.display import Display
 
 Command = Callable[..., tuple[int, str]]
 

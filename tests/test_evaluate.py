@@ -18,11 +18,11 @@ from gptworks.data.batches import evaluation_windows
 from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
-from gptworks.evaluate import loss as loss_module
-from gptworks.evaluate.loss import LossReport, compressor_bits_per_byte, evaluate_by_position, evaluate_loss, watched
+from gptworks.evaluation import loss as loss_module
+from gptworks.evaluation.loss import LossReport, compressor_bits_per_byte, evaluate_by_position, evaluate_loss, watched
 from gptworks.model import GPT
 from gptworks.recipe import parse_recipe
-from gptworks.train.loop import train
+from gptworks.training.loop import train
 
 CONTEXT, VOCABULARY = 12, 40
 

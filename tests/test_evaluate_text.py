@@ -21,11 +21,11 @@ from gptworks.cli import main
 from gptworks.config import CharTokenizer
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
-from gptworks.evaluate import memorization
-from gptworks.evaluate.calibration import measure_calibration
-from gptworks.evaluate.memorization import find_copied, measure_memorization
-from gptworks.evaluate.run import EvaluatedRun
-from gptworks.evaluate.text import PASSAGE_CHARACTERS, evaluate_text
+from gptworks.evaluation import memorization
+from gptworks.evaluation.calibration import measure_calibration
+from gptworks.evaluation.memorization import find_copied, measure_memorization
+from gptworks.evaluation.run import EvaluatedRun
+from gptworks.evaluation.text import PASSAGE_CHARACTERS, evaluate_text
 from gptworks.infer.engine import Engine
 from gptworks.model import GPT
 from gptworks.tokenizer import load_tokenizer, train_tokenizer

@@ -122,9 +122,9 @@ LISTED = {
     ("tensors.py", "TensorFile.read", "safe_open"): OURS,
     ("tensors.py", "open_tensors", "safe_open"): OURS,
     ("tensors.py", "stored_tensors", "safe_open"): OURS,
-    ("train/objectives/reward.py", "Reward._starting_model", "save_file"): OURS,
-    ("train/run_folder.py", "is_in_use", "os.open"): "a lock, opened without following a link and never read",
-    ("train/run_folder.py", "open_run_folder", "filelock.FileLock"): LOCK,
+    ("training/objectives/reward.py", "Reward._starting_model", "save_file"): OURS,
+    ("training/run_folder.py", "is_in_use", "os.open"): "a lock, opened without following a link and never read",
+    ("training/run_folder.py", "open_run_folder", "filelock.FileLock"): LOCK,
 }  # fmt: skip
 """By file, function and call: why it does not go through the door."""
 

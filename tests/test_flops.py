@@ -10,11 +10,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
 from gptworks.model import GPT
-from gptworks.plan.flops import forward_flops, visible_pairs
-from gptworks.plan.work import training_work
+from gptworks.planning.flops import forward_flops, visible_pairs
+from gptworks.planning.work import training_work
 from gptworks.presets import preset
 from gptworks.recipe import parse_recipe
-from gptworks.train.optim.trainable import trainable_model
+from gptworks.training.optim.trainable import trainable_model
 from test_params import random_config
 from test_stream import WHOLE
 from tiny import plain_model

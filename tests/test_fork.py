@@ -21,10 +21,10 @@ from gptworks.recipe import load_recipe, parse_recipe, save_recipe
 from gptworks.runs import history
 from gptworks.runs.compare import compare
 from gptworks.runs.report import to_html
-from gptworks.train.changes import check_changes, read_history
-from gptworks.train.fork import fork, origin_of
-from gptworks.train.loop import train
-from gptworks.train.progress import Progress
+from gptworks.training.changes import check_changes, read_history
+from gptworks.training.fork import fork, origin_of
+from gptworks.training.loop import train
+from gptworks.training.progress import Progress
 from halves import assert_same_end, without_timings
 
 

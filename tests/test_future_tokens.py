@@ -23,17 +23,17 @@ from gptworks.infer.speculate import HeadsDraft, PromptLookup
 from gptworks.interop.gguf import export_gguf
 from gptworks.interop.huggingface import export_huggingface
 from gptworks.model import GPT
-from gptworks.plan.arrange import refusal
-from gptworks.plan.flops import forward_flops
-from gptworks.plan.work import training_work
+from gptworks.planning.arrange import refusal
+from gptworks.planning.flops import forward_flops
+from gptworks.planning.work import training_work
 from gptworks.quantize.convert import quantize_model
 from gptworks.recipe import parse_recipe
-from gptworks.train.changes import check_changes
-from gptworks.train.distributed.parallel import Parallel
-from gptworks.train.loop import train
-from gptworks.train.objectives.next_token import Losses, next_token
-from gptworks.train.record.metrics import read_metrics
-from gptworks.train.step import TrainStep
+from gptworks.training.changes import check_changes
+from gptworks.training.distributed.parallel import Parallel
+from gptworks.training.loop import train
+from gptworks.training.objectives.next_token import Losses, next_token
+from gptworks.training.record.metrics import read_metrics
+from gptworks.training.step import TrainStep
 from test_equivalence import random_model
 from tiny import plain_model, plain_training
 

@@ -14,7 +14,7 @@ from gptworks.model import GPT, cpu
 from gptworks.model.loss import linear_cross_entropy
 from gptworks.native import gemm, passes
 from gptworks.native.library import training_library
-from gptworks.train.rehearsal.trace import LiveBytes
+from gptworks.training.rehearsal.trace import LiveBytes
 from tiny import plain_model
 
 pytestmark = pytest.mark.skipif(training_library() is None, reason="training's C++ cannot be built or used here")

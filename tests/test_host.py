@@ -16,17 +16,17 @@ from gptworks.config import Recipe
 from gptworks.device import choose_precision
 from gptworks.errors import UserError
 from gptworks.interface import planning, training
-from gptworks.plan.arrange import layout_of, rank_setting
-from gptworks.plan.assumed import preset_recipe
-from gptworks.plan.devices import find_device, with_node
-from gptworks.plan.host import HostMemory, checkpoint_copy_bytes, host_memory
-from gptworks.plan.layout import Layout
-from gptworks.plan.memory import training_peak
-from gptworks.plan.params import count_parameters
-from gptworks.plan.run import plan
+from gptworks.planning.arrange import layout_of, rank_setting
+from gptworks.planning.assumed import preset_recipe
+from gptworks.planning.devices import find_device, with_node
+from gptworks.planning.host import HostMemory, checkpoint_copy_bytes, host_memory
+from gptworks.planning.layout import Layout
+from gptworks.planning.memory import training_peak
+from gptworks.planning.params import count_parameters
+from gptworks.planning.run import plan
 from gptworks.presets import preset
 from gptworks.recipe import parse_recipe
-from gptworks.train.rehearsal import preflight
+from gptworks.training.rehearsal import preflight
 from test_parallel import ranks_of
 
 H100 = find_device("h100")
@@ -188,9 +188,9 @@ from pathlib import Path
 import torch
 from gptworks.device import peak_growth_bytes, reset_peak, return_freed_memory
 from gptworks.recipe import load_recipe
-from gptworks.train import loop
-from gptworks.train.distributed.ranks import join
-from gptworks.train.saving import CheckpointWriter
+from gptworks.training import loop
+from gptworks.training.distributed.ranks import join
+from gptworks.training.saving import CheckpointWriter
 
 torch.set_num_threads(1)
 return_freed_memory()

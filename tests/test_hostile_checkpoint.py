@@ -21,7 +21,7 @@ from gptworks.errors import UserError
 from gptworks.files import sealed_json, sha256_file
 from gptworks.quantize.run import quantize_run
 from gptworks.recipe import load_recipe, parse_recipe
-from gptworks.train.loop import train
+from gptworks.training.loop import train
 
 FIRST = "blocks.0.mlp.up.weight"
 

@@ -18,14 +18,14 @@ from gptworks.data.opened import open_prepared
 from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
-from gptworks.evaluate.results import Evaluation, read_evaluations, save_evaluations
+from gptworks.evaluation.results import Evaluation, read_evaluations, save_evaluations
 from gptworks.files import remove_tree, sealed_json
 from gptworks.interop.huggingface.exporting import export_huggingface
 from gptworks.interop.huggingface.importing import import_huggingface
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.runs.history import read_history
 from gptworks.runs.report import write_report
-from gptworks.train.loop import train
+from gptworks.training.loop import train
 
 LETTERS = "bcdefghij"
 BOMB = "a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(

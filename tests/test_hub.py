@@ -20,9 +20,9 @@ from gptworks.checkpoint import load_run
 from gptworks.cli import app
 from gptworks.draft import finetuning
 from gptworks.errors import RunError, UserError
-from gptworks.plan.run import Measured
+from gptworks.planning.run import Measured
 from gptworks.recipe import load_recipe
-from gptworks.train.loop import train
+from gptworks.training.loop import train
 
 SMALL = {"vocab_size": hf.VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
          "intermediate_size": 48, "max_position_embeddings": 96}  # fmt: skip

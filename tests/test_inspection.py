@@ -18,7 +18,7 @@ from gptworks.data.conversations.pair_inspection import inspect_pairs
 from gptworks.data.prepare import prepare
 from gptworks.errors import UserError
 from gptworks.recipe import parse_recipe, save_recipe
-from gptworks.train.loop import train
+from gptworks.training.loop import train
 
 Tree = dict[str, Any]
 

@@ -26,8 +26,8 @@ from gptworks.errors import UserError
 from gptworks.infer import TurnSession, load
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.tokenizer import load_tokenizer
-from gptworks.train.loop import train
-from gptworks.train.objectives.next_token import next_token
+from gptworks.training.loop import train
+from gptworks.training.objectives.next_token import next_token
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +243,7 @@ def test_killed_and_resumed_it_is_the_same_bit_for_bit(folder: Path) -> None:
     code = f"""
 import os, signal, sys
 from gptworks.recipe import load_recipe
-from gptworks.train import loop
+from gptworks.training import loop
 step = loop.Run.training_step
 def dying(run):
     step(run)

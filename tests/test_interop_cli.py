@@ -20,7 +20,7 @@ from gptworks.config import FileTokenizer
 from gptworks.errors import RunError, UserError
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.tokenizer import load_tokenizer, prompt_ids
-from gptworks.train.loop import train
+from gptworks.training.loop import train
 
 
 def gptworks(*arguments: str | Path) -> str:

@@ -17,8 +17,8 @@ from gptworks.checkpoint import load_run, save_checkpoint
 from gptworks.config import CharTokenizer, ModelConfig
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
-from gptworks.evaluate.run import EvaluatedRun
-from gptworks.evaluate.text import evaluate_text
+from gptworks.evaluation.run import EvaluatedRun
+from gptworks.evaluation.text import evaluate_text
 from gptworks.infer.engine import Engine
 from gptworks.interop.huggingface import import_huggingface
 from gptworks.interpret import ngrams

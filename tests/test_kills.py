@@ -14,7 +14,7 @@ import pytest
 import tiny
 from commands import Process
 from gptworks.checkpoint import all_checkpoints, checkpoints
-from gptworks.train.record.metrics import read_metrics
+from gptworks.training.record.metrics import read_metrics
 from test_parallel import launch, needs_proc, process_of
 from test_resume import assert_same_run, last_step, start
 

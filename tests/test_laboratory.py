@@ -10,7 +10,7 @@ import tiny
 from gptworks.checkpoint import load_run
 from gptworks.infer.engine import Engine
 from gptworks.tokenizer import load_tokenizer
-from gptworks.train.record.metrics import read_metrics
+from gptworks.training.record.metrics import read_metrics
 from halves import assert_resumes_exactly
 from test_stream import WHOLE
 

@@ -14,12 +14,12 @@ import tiny
 from gptworks.checkpoint import checkpoints
 from gptworks.errors import UserError
 from gptworks.model import GPT
-from gptworks.plan.arrange import refusal
+from gptworks.planning.arrange import refusal
 from gptworks.recipe import parse_recipe
-from gptworks.train.loop import train
-from gptworks.train.optim.average import WeightAverage
-from gptworks.train.optim.late_untying import EMBEDDING, HEAD, LateUntying
-from gptworks.train.optim.optimizer import Optimizer
+from gptworks.training.loop import train
+from gptworks.training.optim.average import WeightAverage
+from gptworks.training.optim.late_untying import EMBEDDING, HEAD, LateUntying
+from gptworks.training.optim.optimizer import Optimizer
 from tiny import plain_model, plain_training
 
 SHAPE: dict[str, Any] = {"vocab_size": 19, "context_length": 12, "n_layers": 1, "d_model": 16, "n_heads": 2}

@@ -11,10 +11,10 @@ from gptworks.config import ModelConfig
 from gptworks.errors import UserError
 from gptworks.interpret.record import record
 from gptworks.model import GPT
-from gptworks.plan.arrange import refusal
-from gptworks.plan.flops import forward_flops
-from gptworks.plan.inference import kv_cache_bytes
-from gptworks.plan.params import count_parameters
+from gptworks.planning.arrange import refusal
+from gptworks.planning.flops import forward_flops
+from gptworks.planning.inference import kv_cache_bytes
+from gptworks.planning.params import count_parameters
 from gptworks.quantize.convert import quantize_model
 from gptworks.recipe import parse_recipe
 from test_equivalence import random_model

@@ -15,7 +15,7 @@ import yaml
 import tiny
 from gptworks.errors import RunError, UserError
 from gptworks.recipe import load_recipe
-from gptworks.train.loop import train
+from gptworks.training.loop import train
 
 BENCH = Path(__file__).parents[1] / "bench"
 MODEL_FLOPS_PER_TOKEN = 3 * 2 * (2 * (4 * 32 * 32 + 2 * 32 * 128 + 2 * 32 * 32) + 32 * 43)

@@ -17,18 +17,18 @@ from gptworks.infer.engine import load
 from gptworks.model import GPT
 from gptworks.model.lora import LoRALinear, add_lora, is_adapter, merge_lora
 from gptworks.model.loss import linear_cross_entropy
-from gptworks.plan.memory import training_peak
-from gptworks.plan.run import plan
-from gptworks.plan.setting import Setting
-from gptworks.plan.trained import trained
+from gptworks.planning.memory import training_peak
+from gptworks.planning.run import plan
+from gptworks.planning.setting import Setting
+from gptworks.planning.trained import trained
 from gptworks.presets import preset
 from gptworks.quantize.convert import pack_for, unpack_all
 from gptworks.quantize.linear import packed_matrices
 from gptworks.recipe import load_recipe, parse_recipe, with_vocab_size
-from gptworks.train.distributed.parallel import check_parallel
-from gptworks.train.loop import check_train, train
-from gptworks.train.optim.trainable import trainable_model
-from gptworks.train.rehearsal.trace import Rehearsal, trace_step
+from gptworks.training.distributed.parallel import check_parallel
+from gptworks.training.loop import check_train, train
+from gptworks.training.optim.trainable import trainable_model
+from gptworks.training.rehearsal.trace import Rehearsal, trace_step
 from halves import assert_resumes_exactly
 
 SMALL: dict[str, Any] = {"vocab_size": 40, "context_length": 24, "n_layers": 2, "d_model": 32, "n_heads": 4}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gptworks import device, machine
-from gptworks.train.distributed import launch
+from gptworks.training.distributed import launch
 
 MIB = 2**20
 V2 = "30 24 0:26 {root} {folder} rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate"

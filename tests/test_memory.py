@@ -21,26 +21,26 @@ from gptworks.model import loss as model_loss
 from gptworks.model.lora import remove_lora
 from gptworks.native import attention as native_attention
 from gptworks.native import passes as native_passes
-from gptworks.plan import loss as plan_loss
-from gptworks.plan import memory, stages, state
-from gptworks.plan import trained as planned_part
-from gptworks.plan.arrange import rank_setting
-from gptworks.plan.inference import BATCHES, inference_memory
-from gptworks.plan.layout import Layout, rank_config
-from gptworks.plan.memory import GRADIENTS, OPTIMIZER, WEIGHTS, training_peak
-from gptworks.plan.params import count_parameters
-from gptworks.plan.setting import Setting
-from gptworks.plan.shapes import MLP, Shapes
-from gptworks.plan.state import optimizer_scratch_bytes, trained_state_bytes
-from gptworks.plan.trained import everything, trained
+from gptworks.planning import loss as plan_loss
+from gptworks.planning import memory, stages, state
+from gptworks.planning import trained as planned_part
+from gptworks.planning.arrange import rank_setting
+from gptworks.planning.inference import BATCHES, inference_memory
+from gptworks.planning.layout import Layout, rank_config
+from gptworks.planning.memory import GRADIENTS, OPTIMIZER, WEIGHTS, training_peak
+from gptworks.planning.params import count_parameters
+from gptworks.planning.setting import Setting
+from gptworks.planning.shapes import MLP, Shapes
+from gptworks.planning.state import optimizer_scratch_bytes, trained_state_bytes
+from gptworks.planning.trained import everything, trained
 from gptworks.presets import PRESETS, preset
 from gptworks.quantize import formats
 from gptworks.quantize.convert import quantize_model
 from gptworks.recipe import parse_recipe
-from gptworks.train.loop import train
-from gptworks.train.optim import adamw_int8, cautious, muon
-from gptworks.train.record.metrics import read_metrics
-from gptworks.train.rehearsal.trace import LiveBytes, Rehearsal, trace_step
+from gptworks.training.loop import train
+from gptworks.training.optim import adamw_int8, cautious, muon
+from gptworks.training.record.metrics import read_metrics
+from gptworks.training.rehearsal.trace import LiveBytes, Rehearsal, trace_step
 from tiny import plain_model, plain_training
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]

@@ -3,10 +3,10 @@
 import pytest
 
 from gptworks.config import LoRAConfig
-from gptworks.plan.memory import training_peak
-from gptworks.plan.setting import Setting
-from gptworks.plan.trained import trained
-from gptworks.train.rehearsal.trace import Rehearsal, trace_step
+from gptworks.planning.memory import training_peak
+from gptworks.planning.setting import Setting
+from gptworks.planning.trained import trained
+from gptworks.training.rehearsal.trace import Rehearsal, trace_step
 from test_memory import SMALL, VARIANTS
 from tiny import plain_model, plain_training
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from gptworks.config import FreezeConfig, LoRAConfig
-from gptworks.plan.memory import Setting, training_peak
-from gptworks.plan.trained import trained
-from gptworks.train.rehearsal.trace import Rehearsal, trace_step
+from gptworks.planning.memory import Setting, training_peak
+from gptworks.planning.trained import trained
+from gptworks.training.rehearsal.trace import Rehearsal, trace_step
 from test_memory import SMALL, combinations
 from tiny import plain_model, plain_training
 

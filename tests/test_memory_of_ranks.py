@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from gptworks.plan.arrange import rank_setting
-from gptworks.plan.layout import Layout
-from gptworks.plan.memory import training_peak
+from gptworks.planning.arrange import rank_setting
+from gptworks.planning.layout import Layout
+from gptworks.planning.memory import training_peak
 from gptworks.recipe import parse_recipe
 from test_parallel import ranks_of
 

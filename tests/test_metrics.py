@@ -18,10 +18,10 @@ from gptworks.device import choose_precision
 from gptworks.errors import RunError
 from gptworks.files import naming_disk_errors, replacing, write_whole
 from gptworks.recipe import parse_recipe, with_vocab_size
-from gptworks.train.progress import Progress
-from gptworks.train.record.card import write_model_card
-from gptworks.train.record.curves import draw_curves
-from gptworks.train.record.metrics import MetricsLog, Record, Skipped, last_step, read_metrics, write_samples
+from gptworks.training.progress import Progress
+from gptworks.training.record.card import write_model_card
+from gptworks.training.record.curves import draw_curves
+from gptworks.training.record.metrics import MetricsLog, Record, Skipped, last_step, read_metrics, write_samples
 
 
 def validation(step: int, loss: float) -> Record:

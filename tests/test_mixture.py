@@ -22,11 +22,11 @@ from gptworks.errors import UserError
 from gptworks.files import sealed_json, unsealed_json
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.tokenizer import save_tokenizer, train_tokenizer
-from gptworks.train.changes import check_changes
-from gptworks.train.fork import fork
-from gptworks.train.loop import train
-from gptworks.train.objectives.choose import choose_objective
-from gptworks.train.record.metrics import read_metrics
+from gptworks.training.changes import check_changes
+from gptworks.training.fork import fork
+from gptworks.training.loop import train
+from gptworks.training.objectives.choose import choose_objective
+from gptworks.training.record.metrics import read_metrics
 from gptworks.units import epochs_words
 from tiny import recipe_tree
 

@@ -13,9 +13,9 @@ from gptworks.config import ModelConfig, expert_rows
 from gptworks.model import GPT
 from gptworks.model.moe import MoE, balance_loss, busiest_load, expert_tokens, route, tokens_per_expert, z_loss
 from gptworks.recipe import parse_recipe
-from gptworks.train.loop import train
-from gptworks.train.objectives.next_token import Routing, next_token
-from gptworks.train.record.metrics import read_metrics
+from gptworks.training.loop import train
+from gptworks.training.objectives.next_token import Routing, next_token
+from gptworks.training.record.metrics import read_metrics
 from test_equivalence import Cached
 
 

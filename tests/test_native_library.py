@@ -37,8 +37,8 @@ from gptworks.native.choice import choose_backend
 from gptworks.native.levels import LEVELS, Level
 from gptworks.native.library import Unavailable, library
 from gptworks.recipe import parse_recipe
-from gptworks.train.loop import train
-from gptworks.train.record.display import Display
+from gptworks.training.loop import train
+from gptworks.training.record.display import Display
 from serving import until
 from test_native import CONTEXT, VARIANTS, check, check_packed, pack, text, variant
 from tiny import plain_model, recipe_tree

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from gptworks.native import optimizer as native
 from gptworks.native.library import Library, forget, training_library
-from gptworks.train.optim.muon import Muon, directions, orthogonalized
-from gptworks.train.optim.polynomials import polynomials
+from gptworks.training.optim.muon import Muon, directions, orthogonalized
+from gptworks.training.optim.polynomials import polynomials
 
 MOMENTUM, EPS = 0.95, 1e-7
 SEQUENCES = [("jordan", 5), ("polar_express", 5), ("polar_express", 9)]
@@ -110,7 +110,7 @@ def test_a_run_goes_on_with_either_and_learns_the_same(monkeypatch: pytest.Monke
     called: list[int] = []
     make = native.muon_updates
     monkeypatch.setattr(
-        "gptworks.train.optim.muon.muon_updates", lambda *arguments: called.append(1) or make(*arguments)
+        "gptworks.training.optim.muon.muon_updates", lambda *arguments: called.append(1) or make(*arguments)
     )
     monkeypatch.setattr("gptworks.native.optimizer.cpu_flags", lambda: {"amx_bf16"})  # which leaves all to torch
     before, matrices = fresh()

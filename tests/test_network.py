@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 import tiny
-from gptworks.plan.arrange import rank_setting
-from gptworks.plan.assumed import preset_recipe
-from gptworks.plan.devices import find_device, with_node
-from gptworks.plan.layout import Layout
-from gptworks.plan.network import Collective, collectives, ring_bandwidth, sent_bytes
-from gptworks.plan.run import Plan, plan
+from gptworks.planning.arrange import rank_setting
+from gptworks.planning.assumed import preset_recipe
+from gptworks.planning.devices import find_device, with_node
+from gptworks.planning.layout import Layout
+from gptworks.planning.network import Collective, collectives, ring_bandwidth, sent_bytes
+from gptworks.planning.run import Plan, plan
 from gptworks.recipe import parse_recipe
 from test_memory_of_ranks import GELU, LABORATORY, case
 from test_parallel import ranks_of

@@ -15,15 +15,15 @@ from gptworks.describe.plan_tables import plan_json, tables
 from gptworks.errors import UserError
 from gptworks.model import GPT
 from gptworks.model.loss import target_logprobs
-from gptworks.plan.run import plan as plan_run
+from gptworks.planning.run import plan as plan_run
 from gptworks.recipe import parse_recipe
-from gptworks.train.changes import check_changes
-from gptworks.train.loop import check_train, train
-from gptworks.train.objectives.base import Objective
-from gptworks.train.objectives.choose import OBJECTIVES
-from gptworks.train.objectives.next_token import Batch, Losses, LossFunction, Routing, counted, with_routing
-from gptworks.train.record.metrics import read_metrics
-from gptworks.train.rehearsal.trace import Rehearsal, trace_step
+from gptworks.training.changes import check_changes
+from gptworks.training.loop import check_train, train
+from gptworks.training.objectives.base import Objective
+from gptworks.training.objectives.choose import OBJECTIVES
+from gptworks.training.objectives.next_token import Batch, Losses, LossFunction, Routing, counted, with_routing
+from gptworks.training.record.metrics import read_metrics
+from gptworks.training.rehearsal.trace import Rehearsal, trace_step
 
 
 class EverySecond(ObjectiveSettings):

@@ -11,15 +11,15 @@ from torch import nn
 
 from gptworks.errors import UserError
 from gptworks.model import GPT
-from gptworks.plan.params import count_parameters
-from gptworks.plan.state import trained_state_bytes
-from gptworks.plan.trained import everything
+from gptworks.planning.params import count_parameters
+from gptworks.planning.state import trained_state_bytes
+from gptworks.planning.trained import everything
 from gptworks.tensors import read_tensors
-from gptworks.train.optim import adamw_int8, cautious
-from gptworks.train.optim.muon import TOGETHER, Muon, batches, divided, orthogonalized
-from gptworks.train.optim.optimizer import Optimizer, parameter_groups
-from gptworks.train.optim.polynomials import POLAR_EXPRESS, polynomials
-from gptworks.train.optim.soap import SOAP, begun
+from gptworks.training.optim import adamw_int8, cautious
+from gptworks.training.optim.muon import TOGETHER, Muon, batches, divided, orthogonalized
+from gptworks.training.optim.optimizer import Optimizer, parameter_groups
+from gptworks.training.optim.polynomials import POLAR_EXPRESS, polynomials
+from gptworks.training.optim.soap import SOAP, begun
 from tiny import plain_model, plain_training
 
 CONFIG = plain_model(
@@ -111,7 +111,7 @@ def test_a_cautious_decay_leaves_weights_alone_that_their_update_takes_away_from
     """Chen et al. (2025), algorithm 1, in float64, from the updates of the same steps without decay. A piece of memory
     holds less than a matrix."""
     monkeypatch.setattr(cautious, "CPU_AT_ONCE", 100)
-    monkeypatch.setattr("gptworks.train.optim.optimizer.LEAST", 200)
+    monkeypatch.setattr("gptworks.training.optim.optimizer.LEAST", 200)
     settings = {"optimizer": "adamw", "optimizer_state": "int8"} if optimizer == "int8" else {"optimizer": optimizer}
     rate, decay, n_decayed, n_whole = 0.05, 0.6, 0, 0
     plain, careful = (
@@ -217,7 +217,7 @@ def test_a_model_learns_with_moments_in_8_bits_as_with_torchs() -> None:
 
 def test_muon_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the library, whose updates tests/test_native_optimizer.py compares with these."""
-    monkeypatch.setattr("gptworks.train.optim.muon.muon_library", lambda tensors: None)
+    monkeypatch.setattr("gptworks.training.optim.muon.muon_library", lambda tensors: None)
     generator = torch.Generator().manual_seed(0)
     shapes = [(64, 64)] * 3 + [(96, 64), (64, 96)] * 2 + [(96, 64), (TOGETHER // 250 + 1, 250)]
     ours = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
@@ -277,7 +277,7 @@ def test_polar_express_is_the_papers_sequence_and_ends_at_the_polar_factor() -> 
 @pytest.mark.parametrize("settings", [{"muon_coefficients": "polar_express"}, {"muon_iterations": 7}])
 def test_the_settings_of_muons_iterations_reach_it(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """One step from no momentum changes each of the blocks' matrices by the rate times what the recipe asks for."""
-    monkeypatch.setattr("gptworks.train.optim.muon.muon_library", lambda tensors: None)
+    monkeypatch.setattr("gptworks.training.optim.muon.muon_library", lambda tensors: None)
     train = plain_training(max_steps=1, optimizer="muon", weight_decay=0, muon_learning_rate=0.5, **settings)
     model = model_with_gradients()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -296,7 +296,7 @@ def test_normuon_gives_each_row_its_own_rate(native: bool, monkeypatch: pytest.M
     """Li et al. (2025), algorithm 1, in float64, of the orthogonal updates that Muon makes of the same gradients; an
     update keeps its norm. Rows whose gradients are larger than others' get no larger steps."""
     if not native:
-        monkeypatch.setattr("gptworks.train.optim.muon.muon_library", lambda tensors: None)
+        monkeypatch.setattr("gptworks.training.optim.muon.muon_library", lambda tensors: None)
     generator = torch.Generator().manual_seed(0)
     shapes, rate, decay = [(24, 16), (24, 16), (16, 40)], 0.05, 0.3
     mine, plain = ([nn.Parameter(torch.zeros(shape)) for shape in shapes] for _ in range(2))
@@ -436,7 +436,7 @@ def test_moments_in_8_bits_that_do_not_fit_are_refused(
 def test_state_round_trips_and_the_next_step_is_identical(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gptworks.train.optim.optimizer.LEAST", 200)
+    monkeypatch.setattr("gptworks.training.optim.optimizer.LEAST", 200)
     train = plain_training(max_steps=1, **settings)
     first = model_with_gradients()
     optimizer = Optimizer(first, train)

@@ -21,7 +21,7 @@ from gptworks.errors import UserError
 from gptworks.model import GPT
 from gptworks.model.attention import attend, attend_reference, texts_bias
 from gptworks.recipe import parse_recipe
-from gptworks.train.objectives.next_token import next_token
+from gptworks.training.objectives.next_token import next_token
 from tiny import plain_model
 
 T = 128

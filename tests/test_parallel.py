@@ -26,12 +26,12 @@ from commands import Process
 from gptworks.checkpoint import checkpoints, choose_checkpoint, save_checkpoint
 from gptworks.errors import UserError
 from gptworks.recipe import load_recipe, parse_recipe
-from gptworks.train.distributed import agreed
-from gptworks.train.distributed.agreed import agreed_checkpoint
-from gptworks.train.distributed.parallel import check_parallel
-from gptworks.train.distributed.ranks import ALONE, Ranks
-from gptworks.train.loop import train
-from gptworks.train.record.metrics import read_metrics
+from gptworks.training.distributed import agreed
+from gptworks.training.distributed.agreed import agreed_checkpoint
+from gptworks.training.distributed.parallel import check_parallel
+from gptworks.training.distributed.ranks import ALONE, Ranks
+from gptworks.training.loop import train
+from gptworks.training.record.metrics import read_metrics
 from test_resume import assert_same_run
 
 WORKER = Path(__file__).with_name("rank_worker.py")

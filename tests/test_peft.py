@@ -22,7 +22,7 @@ from gptworks.model import GPT
 from gptworks.model.lora import add_lora, is_adapter
 from gptworks.quantize.convert import pack_for
 from gptworks.recipe import load_recipe, save_recipe
-from gptworks.train.optim.trainable import trainable_model
+from gptworks.training.optim.trainable import trainable_model
 from hf import VOCABULARY, make_run, random_model, tokens
 from tiny import plain_model
 

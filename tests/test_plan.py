@@ -22,22 +22,22 @@ from gptworks.config import Recipe
 from gptworks.describe import plan_tables
 from gptworks.device import choose_precision
 from gptworks.errors import UserError
-from gptworks.plan.advice import changes_that_fit
-from gptworks.plan.arrange import Refusal, arrange, rank_setting
-from gptworks.plan.assumed import preset_recipe
-from gptworks.plan.devices import Device, custom_device, find_device
-from gptworks.plan.fit import alternatives, divisors, largest_micro_batch
-from gptworks.plan.flops import forward_flops
-from gptworks.plan.layout import Layout, parallel_overrides
-from gptworks.plan.memory import training_peak
-from gptworks.plan.run import Plan, plan
-from gptworks.plan.setting import Setting
+from gptworks.planning.advice import changes_that_fit
+from gptworks.planning.arrange import Refusal, arrange, rank_setting
+from gptworks.planning.assumed import preset_recipe
+from gptworks.planning.devices import Device, custom_device, find_device
+from gptworks.planning.fit import alternatives, divisors, largest_micro_batch
+from gptworks.planning.flops import forward_flops
+from gptworks.planning.layout import Layout, parallel_overrides
+from gptworks.planning.memory import training_peak
+from gptworks.planning.run import Plan, plan
+from gptworks.planning.setting import Setting
 from gptworks.presets import preset
 from gptworks.recipe import parse_recipe
-from gptworks.train.loop import train
-from gptworks.train.record.display import Display
-from gptworks.train.record.outcome import RunOutcome, read_outcome
-from gptworks.train.rehearsal import preflight
+from gptworks.training.loop import train
+from gptworks.training.record.display import Display
+from gptworks.training.record.outcome import RunOutcome, read_outcome
+from gptworks.training.rehearsal import preflight
 
 H100 = find_device("h100")
 

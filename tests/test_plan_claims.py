@@ -15,13 +15,13 @@ from gptworks.device import choose_precision
 from gptworks.infer.room import MOST_SLOTS
 from gptworks.model import GPT
 from gptworks.model.backend import TorchBackend
-from gptworks.plan.arrange import rank_setting
-from gptworks.plan.host import ONEDNN_KEEPS, ONEDNN_KERNEL_BYTES, expert_kernels_bytes
-from gptworks.plan.memory import CACHE, training_peak
-from gptworks.plan.params import count_parameters
-from gptworks.plan.setting import Setting
+from gptworks.planning.arrange import rank_setting
+from gptworks.planning.host import ONEDNN_KEEPS, ONEDNN_KERNEL_BYTES, expert_kernels_bytes
+from gptworks.planning.memory import CACHE, training_peak
+from gptworks.planning.params import count_parameters
+from gptworks.planning.setting import Setting
 from gptworks.recipe import parse_recipe
-from gptworks.train.rehearsal.trace import Rehearsal, trace_step
+from gptworks.training.rehearsal.trace import Rehearsal, trace_step
 from tiny import plain_model
 
 

@@ -9,11 +9,11 @@ import pytest
 
 import tiny
 from gptworks.describe.plan_tables import plan_json, tables
-from gptworks.plan.devices import find_device
-from gptworks.plan.run import Plan, plan
+from gptworks.planning.devices import find_device
+from gptworks.planning.run import Plan, plan
 from gptworks.recipe import parse_recipe
-from gptworks.train.rehearsal import measure
-from gptworks.train.rehearsal.trace import Rehearsal
+from gptworks.training.rehearsal import measure
+from gptworks.training.rehearsal.trace import Rehearsal
 
 H100 = find_device("h100")
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}

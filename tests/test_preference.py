@@ -25,19 +25,19 @@ from gptworks.device import choose_precision
 from gptworks.errors import UserError
 from gptworks.model import GPT
 from gptworks.model.loss import target_logprobs
-from gptworks.plan.devices import this_cpu
-from gptworks.plan.run import Plan
+from gptworks.planning.devices import this_cpu
+from gptworks.planning.run import Plan
 from gptworks.recipe import parse_recipe
-from gptworks.train.distributed.parallel import Parallel
-from gptworks.train.loop import train
-from gptworks.train.objectives.choose import choose_objective
-from gptworks.train.objectives.next_token import Batch, Routing
-from gptworks.train.objectives.odds_ratio import odds_ratio, odds_ratio_loss
-from gptworks.train.objectives.pairs import answer_logprobs
-from gptworks.train.objectives.preference import Preference, preference_loss
-from gptworks.train.record.metrics import read_metrics
-from gptworks.train.record.outcome import RunOutcome, read_outcome
-from gptworks.train.rehearsal.estimate import estimate
+from gptworks.training.distributed.parallel import Parallel
+from gptworks.training.loop import train
+from gptworks.training.objectives.choose import choose_objective
+from gptworks.training.objectives.next_token import Batch, Routing
+from gptworks.training.objectives.odds_ratio import odds_ratio, odds_ratio_loss
+from gptworks.training.objectives.pairs import answer_logprobs
+from gptworks.training.objectives.preference import Preference, preference_loss
+from gptworks.training.record.metrics import read_metrics
+from gptworks.training.record.outcome import RunOutcome, read_outcome
+from gptworks.training.rehearsal.estimate import estimate
 from halves import assert_resumes_exactly
 
 SMALL: dict[str, Any] = {"vocab_size": 50, "context_length": 24, "n_layers": 2, "d_model": 32, "n_heads": 4}

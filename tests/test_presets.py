@@ -6,7 +6,7 @@ import pytest
 
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
-from gptworks.plan.params import count_parameters
+from gptworks.planning.params import count_parameters
 from gptworks.presets import PRESETS, expand_preset, preset
 
 # vocabulary, d_model, layers, heads, d_ff, context

@@ -22,8 +22,8 @@ from gptworks.data.opened import Prepared
 from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
 from gptworks.errors import RunError, UserError
-from gptworks.evaluate.divergence import measure_divergence
-from gptworks.evaluate.loss import evaluate_by_position, evaluate_loss
+from gptworks.evaluation.divergence import measure_divergence
+from gptworks.evaluation.loss import evaluate_by_position, evaluate_loss
 from gptworks.infer.engine import Engine
 from gptworks.interop.gguf import export_gguf
 from gptworks.interop.huggingface import export_huggingface
@@ -36,7 +36,7 @@ from gptworks.quantize.rounding import gptq, round_int4, round_int8
 from gptworks.quantize.run import _sign_of_life, quantize_run
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.tokenizer import load_tokenizer
-from gptworks.train.loop import train
+from gptworks.training.loop import train
 
 KINDS: tuple[Weights, ...] = ("bf16", "fp16", "int8", "int4")
 

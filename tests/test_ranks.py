@@ -12,9 +12,9 @@ import yaml
 
 import chats
 from gptworks.recipe import parse_recipe
-from gptworks.train.distributed import ranks
-from gptworks.train.distributed.ranks import _Watch
-from gptworks.train.loop import train
+from gptworks.training.distributed import ranks
+from gptworks.training.distributed.ranks import _Watch
+from gptworks.training.loop import train
 from test_parallel import ranks_of
 
 TIMEOUT = 600.0

@@ -13,11 +13,11 @@ import yaml
 
 from gptworks.cli import app
 from gptworks.config import Recipe
-from gptworks.plan.params import count_parameters
+from gptworks.planning.params import count_parameters
 from gptworks.presets import preset
 from gptworks.recipe import load_recipe, parse_recipe, save_recipe
 from gptworks.recipes import shipped_paths
-from gptworks.train.record.writers import WRITERS
+from gptworks.training.record.writers import WRITERS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

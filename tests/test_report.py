@@ -15,8 +15,8 @@ from gptworks.pages.chart import Chart, Series
 from gptworks.recipe import parse_recipe
 from gptworks.runs.history import read_history
 from gptworks.runs.report import to_html, watch_report
-from gptworks.train.loop import train
-from gptworks.train.record.curves import smoothed
+from gptworks.training.loop import train
+from gptworks.training.record.curves import smoothed
 from histories import training, validation, write_run
 from test_html import Reader
 

@@ -20,15 +20,15 @@ from gptworks.checkpoint import checkpoints
 from gptworks.config import TrainConfig
 from gptworks.errors import UserError
 from gptworks.model import GPT
-from gptworks.plan.flops import forward_flops
-from gptworks.plan.run import plan
+from gptworks.planning.flops import forward_flops
+from gptworks.planning.run import plan
 from gptworks.recipe import load_recipe, parse_recipe, with_vocab_size
 from gptworks.runs.data import data_of
-from gptworks.train import cut
-from gptworks.train.loop import train
-from gptworks.train.objectives.next_token import Batch, Losses, next_token
-from gptworks.train.record.metrics import MEASURED, read_metrics
-from gptworks.train.samples import samples_of_step
+from gptworks.training import cut
+from gptworks.training.loop import train
+from gptworks.training.objectives.next_token import Batch, Losses, next_token
+from gptworks.training.record.metrics import MEASURED, read_metrics
+from gptworks.training.samples import samples_of_step
 from halves import assert_resumes_exactly
 
 STEPS = 40

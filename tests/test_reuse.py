@@ -11,7 +11,7 @@ from gptworks.infer.client import completions
 from gptworks.infer.request import Request
 from gptworks.infer.speculate import DraftModel
 from gptworks.model import SlotCache
-from gptworks.plan.inference import inference_memory, kv_cache_bytes
+from gptworks.planning.inference import inference_memory, kv_cache_bytes
 from test_concurrency import engine, needs_native
 from test_engine import byte_tokenizer, random_model
 

@@ -16,9 +16,9 @@ from gptworks.infer.engine import load
 from gptworks.infer.logprobs import TokenLogprob
 from gptworks.infer.request import Completion
 from gptworks.recipe import parse_recipe
-from gptworks.train.loop import check_train, train
-from gptworks.train.objectives.reward import advantages, policy_loss, sampling_gap
-from gptworks.train.record.metrics import read_metrics
+from gptworks.training.loop import check_train, train
+from gptworks.training.objectives.reward import advantages, policy_loss, sampling_gap
+from gptworks.training.record.metrics import read_metrics
 from halves import assert_resumes_exactly
 
 
@@ -158,7 +158,7 @@ def test_the_first_step_on_new_answers_is_on_policy(
         ratios.append((logprobs - old).abs().max().item())
         return policy_loss(objective, logprobs, old, *rest)
 
-    monkeypatch.setattr("gptworks.train.objectives.reward.policy_loss", recorded)
+    monkeypatch.setattr("gptworks.training.objectives.reward.policy_loss", recorded)
     tree = tree_of(
         folder, f"on-policy-{precision}", objective={"steps_per_rollout": 2, "temperature": 0.7},
         train={"precision": precision, "max_steps": 4, "micro_batch_size": 16},

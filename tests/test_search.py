@@ -21,9 +21,9 @@ from gptworks.data.prepare import prepare
 from gptworks.data.search import SearchIndex
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
-from gptworks.evaluate.memorization import find_copied
-from gptworks.evaluate.results import Evaluation
-from gptworks.evaluate.run import EvaluatedRun
+from gptworks.evaluation.memorization import find_copied
+from gptworks.evaluation.results import Evaluation
+from gptworks.evaluation.run import EvaluatedRun
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.runs.data import data_of
 
@@ -285,7 +285,7 @@ def test_a_run_is_measured_with_its_index(trained_run: Path, monkeypatch: pytest
     without = figures(run.memorization())
     SearchIndex(run.prepared).build()
     try:
-        monkeypatch.delattr("gptworks.evaluate.memorization._Wanted")  # no pass over the tokens
+        monkeypatch.delattr("gptworks.evaluation.memorization._Wanted")  # no pass over the tokens
         assert figures(run.memorization()) == without
     finally:
         shutil.rmtree(run.prepared.folder / search.FOLDER)

@@ -18,9 +18,9 @@ from gptworks.runs.compare import compare
 from gptworks.runs.history import read_history
 from gptworks.runs.series import Series, View, decimate, drawn
 from gptworks.runs.watch import Watch
-from gptworks.train.record import metrics
-from gptworks.train.record.curves import moving_average
-from gptworks.train.record.metrics import MetricsReader, Record, Skipped, read_metrics
+from gptworks.training.record import metrics
+from gptworks.training.record.curves import moving_average
+from gptworks.training.record.metrics import MetricsReader, Record, Skipped, read_metrics
 from histories import curve, training, validation, write_run
 
 

@@ -13,7 +13,7 @@ from gptworks.data.permutation import ROUNDS, random_keys, shuffled
 from gptworks.data.shards import Stretch
 from gptworks.data.shares import BLOCK, Shares, Weights, counts
 from gptworks.errors import UserError
-from gptworks.train.distributed.parallel import ManyDevices
+from gptworks.training.distributed.parallel import ManyDevices
 from test_batches import Counting
 from tiny import plain_training
 

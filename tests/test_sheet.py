@@ -30,7 +30,7 @@ from gptworks.describe.sheet import describe
 from gptworks.errors import UserError
 from gptworks.model import GPT
 from gptworks.model.cache import SlotCache
-from gptworks.plan.run import Plan, plan
+from gptworks.planning.run import Plan, plan
 from gptworks.presets import PRESETS, preset
 from gptworks.recipe import parse_model, parse_recipe
 from gptworks.units import readable
@@ -439,7 +439,7 @@ def test_a_plan_needs_the_vocabulary() -> None:
 
 
 def test_nothing_here_imports_torch() -> None:
-    code = "import sys, gptworks.plan.run; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    code = "import sys, gptworks.planning.run; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

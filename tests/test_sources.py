@@ -46,7 +46,7 @@ from gptworks.data.sources.choose import (
 from gptworks.data.sources.text import stdlib_files
 from gptworks.draft.texts import look_at
 from gptworks.errors import RunError, UserError
-from gptworks.plan.tokens import data_size
+from gptworks.planning.tokens import data_size
 from gptworks.recipe import parse_recipe
 from web import website
 

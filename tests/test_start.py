@@ -13,8 +13,8 @@ from gptworks.checkpoint import load_run
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
 from gptworks.recipe import load_recipe, parse_recipe
-from gptworks.train.loop import train
-from gptworks.train.start import check_start
+from gptworks.training.loop import train
+from gptworks.training.start import check_start
 
 NO_STEP: dict[str, Any] = {"max_steps": 1, "warmup_steps": 0, "optimizer": "adamw", "learning_rate": 1e-12,
                            "weight_decay": 0.0, "precision": "fp32"}  # fmt: skip

@@ -15,12 +15,12 @@ from gptworks.interop.gguf.architectures import choose_architecture
 from gptworks.interop.huggingface.architectures import FAMILIES
 from gptworks.model import GPT
 from gptworks.native.backend import refusal
-from gptworks.plan.arrange import refusal as arrangement_refusal
-from gptworks.plan.inference import weights_bytes
-from gptworks.plan.params import count_parameters
+from gptworks.planning.arrange import refusal as arrangement_refusal
+from gptworks.planning.inference import weights_bytes
+from gptworks.planning.params import count_parameters
 from gptworks.quantize.convert import matrix_kinds, quantize_model, unpack_all
 from gptworks.recipe import parse_recipe
-from gptworks.train.optim.optimizer import parameter_groups
+from gptworks.training.optim.optimizer import parameter_groups
 from test_equivalence import CONTEXT, Cached, assert_same, random_model, random_tokens
 from tiny import plain_model, plain_training
 

@@ -26,8 +26,8 @@ from gptworks.serve.settings import ServerSettings
 from gptworks.studio import loaded
 from gptworks.studio.app import create_served, create_studio
 from gptworks.studio.state import uncached
-from gptworks.train.loop import train
-from gptworks.train.run_folder import is_in_use
+from gptworks.training.loop import train
+from gptworks.training.run_folder import is_in_use
 from histories import training
 from serving import KEY, Running, paused_after, running_app, until
 

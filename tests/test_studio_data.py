@@ -28,13 +28,13 @@ from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.runs.data import RunData
 from gptworks.studio import data as studio_data
 from gptworks.tokenizer import encode_text, load_tokenizer
-from gptworks.train.fork import fork
-from gptworks.train.loop import train
-from gptworks.train.objectives.choose import choose_objective
-from gptworks.train.objectives.next_token import Batch, Losses, next_token
-from gptworks.train.record.metrics import read_metrics
-from gptworks.train.samples import samples_of_step
-from gptworks.train.step import TrainStep
+from gptworks.training.fork import fork
+from gptworks.training.loop import train
+from gptworks.training.objectives.choose import choose_objective
+from gptworks.training.objectives.next_token import Batch, Losses, next_token
+from gptworks.training.record.metrics import read_metrics
+from gptworks.training.samples import samples_of_step
+from gptworks.training.step import TrainStep
 from serving import posted, running_studio
 
 Batches = dict[str, dict[int, list[Batch]]]

@@ -18,11 +18,11 @@ import tiny
 from gptworks.checkpoint import load_run
 from gptworks.describe.sheet import describe
 from gptworks.interpret import weights as room
-from gptworks.plan.run import plan
+from gptworks.planning.run import plan
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.serve.settings import ServerSettings
 from gptworks.studio.app import create_studio
-from gptworks.train.loop import train
+from gptworks.training.loop import train
 from serving import KEY, Running, posted, running_app, running_studio
 from tiny import plain_model
 

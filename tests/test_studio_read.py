@@ -18,15 +18,15 @@ import serving
 import tiny
 from gptworks.checkpoint import load_run
 from gptworks.data.shards import TokenShards
-from gptworks.evaluate.run import EvaluatedRun
-from gptworks.evaluate.text import evaluate_text
+from gptworks.evaluation.run import EvaluatedRun
+from gptworks.evaluation.text import evaluate_text
 from gptworks.infer.engine import Engine, load
 from gptworks.interpret import checkpoints
 from gptworks.interpret.attribution import attribute
 from gptworks.interpret.record import record
 from gptworks.interpret.text import TokenizedText
 from gptworks.recipe import parse_recipe
-from gptworks.train.loop import train
+from gptworks.training.loop import train
 from serving import Running, posted, running_studio, until
 
 TEXT = tiny.TEXT[:150]

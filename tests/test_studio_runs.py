@@ -15,7 +15,7 @@ from gptworks.runs.compare import compare
 from gptworks.runs.history import read_history
 from gptworks.serve.settings import MAX_WATCHING_EACH
 from gptworks.studio import runs as module
-from gptworks.train.changes import History, Origin, write_history
+from gptworks.training.changes import History, Origin, write_history
 from histories import curve, training, validation, write_run
 from serving import Running, running_studio, until
 

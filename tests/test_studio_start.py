@@ -26,8 +26,8 @@ from gptworks.studio.checking import edited, read_text
 from gptworks.studio.form import COMMON, GIVEN_BY_THE_START, form
 from gptworks.studio.going_on import GoingOn, going_on
 from gptworks.studio.library import RunFolder
-from gptworks.train.changes import read_history
-from gptworks.train.record.outcome import RunOutcome
+from gptworks.training.changes import read_history
+from gptworks.training.record.outcome import RunOutcome
 from histories import curve, write_run
 from serving import until
 

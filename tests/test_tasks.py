@@ -27,9 +27,9 @@ from gptworks.chat_template import BUILT_IN, ChatTemplate
 from gptworks.confined import Confined, expressions, jail
 from gptworks.confined.sandbox import Sandbox
 from gptworks.errors import UserError
-from gptworks.evaluate.bootstrap import interval, paired_difference
-from gptworks.evaluate.metrics import figure_of, means, pass_at_k, text_statistics
-from gptworks.evaluate.results import (
+from gptworks.evaluation.bootstrap import interval, paired_difference
+from gptworks.evaluation.metrics import figure_of, means, pass_at_k, text_statistics
+from gptworks.evaluation.results import (
     HEADING,
     Evaluation,
     Measured,
@@ -37,9 +37,9 @@ from gptworks.evaluate.results import (
     save_evaluations,
     write_card_section,
 )
-from gptworks.evaluate.scoring import encode_pair, score_pairs
-from gptworks.evaluate.task import Task, load_task
-from gptworks.evaluate.tasks import Asked, run_task
+from gptworks.evaluation.scoring import encode_pair, score_pairs
+from gptworks.evaluation.task import Task, load_task
+from gptworks.evaluation.tasks import Asked, run_task
 from gptworks.infer.engine import Engine
 from gptworks.runs.evaluations import compare_evaluations, evaluations_section
 from tiny import plain_model

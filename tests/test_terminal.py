@@ -20,7 +20,7 @@ import commands
 import gptworks
 from gptworks import terminal
 from gptworks.recipe import parse_recipe
-from gptworks.train.loop import train
+from gptworks.training.loop import train
 
 HOSTILE = "\x1b]52;c;aGk=\x07\x1b[2J\x1b[31m\x9b5m\x9d0;x\x9c\u202e\u2066\x7f\x08\x00x"
 """OSC 52 (the clipboard), CSI, the same by C1 characters, characters that turn directions."""

@@ -18,9 +18,9 @@ from gptworks.config import Recipe
 from gptworks.device import BusyCores, advice_on_threads, cpu_threads, free_threads
 from gptworks.native.library import Unavailable, library
 from gptworks.recipe import load_recipe, parse_recipe
-from gptworks.train.changes import load_to_resume
-from gptworks.train.loop import Run, train
-from gptworks.train.record.display import Display
+from gptworks.training.changes import load_to_resume
+from gptworks.training.loop import Run, train
+from gptworks.training.record.display import Display
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 import tiny
 from gptworks.device import choose_precision, product_rate
 from gptworks.model import GPT
-from gptworks.plan.flops import forward_flops
+from gptworks.planning.flops import forward_flops
 from gptworks.presets import preset
 from gptworks.recipe import parse_recipe
-from gptworks.train.distributed.parallel import Parallel
-from gptworks.train.loop import train
-from gptworks.train.objectives.next_token import next_token
-from gptworks.train.record import throughput
-from gptworks.train.record.layer_norms import LayerNorms
-from gptworks.train.record.metrics import read_metrics
-from gptworks.train.record.throughput import Throughput
-from gptworks.train.step import TrainStep
+from gptworks.training.distributed.parallel import Parallel
+from gptworks.training.loop import train
+from gptworks.training.objectives.next_token import next_token
+from gptworks.training.record import throughput
+from gptworks.training.record.layer_norms import LayerNorms
+from gptworks.training.record.metrics import read_metrics
+from gptworks.training.record.throughput import Throughput
+from gptworks.training.step import TrainStep
 
 CPU = torch.device("cpu")
 

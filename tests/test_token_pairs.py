@@ -8,8 +8,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from gptworks.model import GPT
-from gptworks.plan.inference import kv_cache_bytes
-from gptworks.plan.params import count_parameters
+from gptworks.planning.inference import kv_cache_bytes
+from gptworks.planning.params import count_parameters
 from test_equivalence import random_model
 from tiny import plain_model
 

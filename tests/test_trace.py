@@ -13,16 +13,16 @@ import tiny
 from gptworks.data.prepare import prepare
 from gptworks.device import choose_precision, peak_growth_bytes, reset_peak
 from gptworks.errors import UserError
-from gptworks.plan.memory import training_peak
-from gptworks.plan.setting import Setting
+from gptworks.planning.memory import training_peak
+from gptworks.planning.setting import Setting
 from gptworks.presets import preset
 from gptworks.recipe import parse_recipe, with_vocab_size
-from gptworks.train.loop import Run
-from gptworks.train.record.display import Display
-from gptworks.train.record.metrics import MetricsLog
-from gptworks.train.rehearsal import measure
-from gptworks.train.rehearsal.measure import measure_speed, measure_step
-from gptworks.train.rehearsal.trace import LiveBytes, Rehearsal, take, trace_step
+from gptworks.training.loop import Run
+from gptworks.training.record.display import Display
+from gptworks.training.record.metrics import MetricsLog
+from gptworks.training.rehearsal import measure
+from gptworks.training.rehearsal.measure import measure_speed, measure_step
+from gptworks.training.rehearsal.trace import LiveBytes, Rehearsal, take, trace_step
 
 CPU = torch.device("cpu")
 MODEL = preset("gpt2-tiny").model_copy(update={"dropout_residual": 0.1, "dropout_attention": 0.1})

@@ -18,13 +18,13 @@ from gptworks.checkpoint import checkpoints, load_run
 from gptworks.data.batches import evaluation_windows
 from gptworks.data.prepare import find_prepared
 from gptworks.data.shards import TokenShards
-from gptworks.evaluate.loss import evaluate_loss
+from gptworks.evaluation.loss import evaluate_loss
 from gptworks.model import GPT
 from gptworks.recipe import load_recipe, parse_recipe
-from gptworks.train import loop
-from gptworks.train.loop import Outcome, train
-from gptworks.train.objectives.next_token import Batch, Losses, next_token
-from gptworks.train.record.metrics import read_metrics
+from gptworks.training import loop
+from gptworks.training.loop import Outcome, train
+from gptworks.training.objectives.next_token import Batch, Losses, next_token
+from gptworks.training.record.metrics import read_metrics
 
 PLAIN = {"precision": "fp32", "optimizer": "adamw"}
 
@@ -89,7 +89,7 @@ def test_accumulation_weighs_micro_batches_by_their_tokens(tmp_path: Path) -> No
         kept = 1 + targets.sum(1, keepdim=True) % (targets.size(1) - 1)
         return targets.where(torch.arange(targets.size(1)) < kept, -100)
 
-    from gptworks.train.objectives import base as task
+    from gptworks.training.objectives import base as task
 
     count = task.count_targets
     losses = {}

@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-import gptworks.evaluate.loss as evaluation
+import gptworks.evaluation.loss as evaluation
 import tiny
 from gptworks.config import IGNORED
 from gptworks.config.train import EVALUATED_TOKENS
 from gptworks.model import GPT
 from gptworks.recipe import parse_recipe
-from gptworks.train.distributed.ranks import Ranks
-from gptworks.train.loop import train
-from gptworks.train.objectives.pairs import answer_logprobs
-from gptworks.train.record.metrics import MEASURED, read_metrics
-from gptworks.train.state import TrainingState
+from gptworks.training.distributed.ranks import Ranks
+from gptworks.training.loop import train
+from gptworks.training.objectives.pairs import answer_logprobs
+from gptworks.training.record.metrics import MEASURED, read_metrics
+from gptworks.training.state import TrainingState
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ from gptworks.model.lora import add_lora
 from gptworks.quantize.convert import base_kinds, pack_for, quantize_model
 from gptworks.quantize.linear import PackedMatrix, hold_packed
 from gptworks.recipe import parse_recipe
-from gptworks.train.progress import Progress
+from gptworks.training.progress import Progress
 from tiny import plain_model
 
 MODEL = plain_model(vocab_size=70, context_length=16, n_layers=2, d_model=32, n_heads=2, d_ff=96, mlp="swiglu")

@@ -20,7 +20,7 @@ from gptworks.cli import app
 from gptworks.cli.use import drafter_of
 from gptworks.config import LoRAConfig
 from gptworks.errors import UserError
-from gptworks.evaluate.results import read_evaluations
+from gptworks.evaluation.results import read_evaluations
 from gptworks.infer.engine import load
 from gptworks.infer.speculate import DraftModel
 from gptworks.interface.measuring import evaluate
@@ -28,14 +28,14 @@ from gptworks.model import GPT
 from gptworks.model.lora import add_lora, is_adapter
 from gptworks.native.backend import refusal
 from gptworks.native.library import Unavailable, library
-from gptworks.plan.inference import PRECISIONS, inference_memory
+from gptworks.planning.inference import PRECISIONS, inference_memory
 from gptworks.quantize import run as quantize_module
 from gptworks.quantize.convert import pack_for
 from gptworks.quantize.linear import QuantizedGPT
 from gptworks.quantize.run import quantize_run
 from gptworks.recipe import load_recipe, save_recipe
 from gptworks.tensors import TensorFile
-from gptworks.train.optim.trainable import trainable_model
+from gptworks.training.optim.trainable import trainable_model
 
 SMALL: dict[str, Any] = {
     "vocab_size": hf.VOCABULARY, "context_length": 16, "n_layers": 2, "d_model": 64, "n_heads": 2,

@@ -22,18 +22,18 @@ from gptworks.checkpoint import (
     save_checkpoint,
 )
 from gptworks.errors import UserError
-from gptworks.evaluate.loss import LossReport
-from gptworks.evaluate.run import EvaluatedRun
+from gptworks.evaluation.loss import LossReport
+from gptworks.evaluation.run import EvaluatedRun
 from gptworks.interop.huggingface.exporting import export_huggingface
-from gptworks.plan.run import plan
+from gptworks.planning.run import plan
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.runs.history import read_history
-from gptworks.train import saving
-from gptworks.train.distributed.parallel import Parallel
-from gptworks.train.loop import Run, train
-from gptworks.train.objectives.base import Objective
-from gptworks.train.objectives.distillation import TEACHER
-from gptworks.train.saving import remove_newer, remove_old
+from gptworks.training import saving
+from gptworks.training.distributed.parallel import Parallel
+from gptworks.training.loop import Run, train
+from gptworks.training.objectives.base import Objective
+from gptworks.training.objectives.distillation import TEACHER
+from gptworks.training.saving import remove_newer, remove_old
 
 SETTINGS: dict[str, Any] = {"optimizer": "adamw", "checkpoint_every": 4, "evaluate_every": 3, "max_steps": 14}
 LOSSES = {3: 9.0, 6: 8.0, 9: 7.0, 12: 7.5, 14: 7.2}

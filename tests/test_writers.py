@@ -13,9 +13,9 @@ import pytest
 import tiny
 from gptworks.errors import UserError
 from gptworks.recipe import parse_recipe
-from gptworks.train.loop import train
-from gptworks.train.record.metrics import MEASURED, Record, read_metrics
-from gptworks.train.record.writers import check_writers, open_log, scalars, texts
+from gptworks.training.loop import train
+from gptworks.training.record.metrics import MEASURED, Record, read_metrics
+from gptworks.training.record.writers import check_writers, open_log, scalars, texts
 
 FAKE_WANDB = '''
 import json, os
@@ -83,7 +83,7 @@ def test_a_record_becomes_scalars() -> None:
 def test_what_is_not_installed_is_refused_before_work(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gptworks.train.record.writers.find_spec", lambda _: None)
+    monkeypatch.setattr("gptworks.training.record.writers.find_spec", lambda _: None)
     recipe = parse_recipe(tiny.recipe_tree(tmp_path, loggers=[name]))
     with pytest.raises(UserError, match=rf"pip install 'gptworks\[{name}\]'"):
         train(recipe)

@@ -75,7 +75,7 @@ def gptworks(*arguments: str | Path, **options: Any) -> subprocess.CompletedProc
 def trained(folder: Path, steps: int = 200, **model: Any) -> Path:
     """A run that has learned something: byte-level BPE, and an architecture that can be exported."""
     from gptworks.recipe import parse_recipe
-    from gptworks.train.loop import train
+    from gptworks.training.loop import train
 
     tree = recipe_tree(
         folder, max_steps=steps, optimizer="adamw", learning_rate=0.01, evaluate_every=steps, checkpoint_every=steps,

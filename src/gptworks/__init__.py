@@ -5,8 +5,7 @@
     run = gptworks.train("demo")
     print(gptworks.load(run).generate("def ", max_tokens=100))
 
-Functions and building blocks are imported on first use, so that `import gptworks` costs nothing. `train`, `plan` and
-`evaluate` are sub-packages that can be called.
+Functions and classes are imported on first use, so that `import gptworks` costs nothing.
 """
 
 import importlib
@@ -42,10 +41,11 @@ _HOMES = {
     "SlotCache": "gptworks.model",
     "Engine": "gptworks.infer.engine",
     "load": "gptworks.infer.engine",
+    "evaluate": "gptworks.interface.measuring",
+    "plan": "gptworks.interface.planning",
     "read_run": "gptworks.interface.training",
+    "train": "gptworks.interface.training",
 }
-
-_CALLABLE_PACKAGES = ("evaluate", "plan", "train")
 
 __all__ = [
     "GPT",
@@ -66,8 +66,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _CALLABLE_PACKAGES:
-        return importlib.import_module(f"gptworks.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'gptworks' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -17,7 +17,7 @@ import torch
 from gptworks.errors import UserError
 from gptworks.machine import NATIVE_BF16, available_memory_bytes, cpu_flags, cpu_name, cpu_quota
 from gptworks.model import cpu
-from gptworks.plan.devices import LOOPBACK, Device
+from gptworks.planning.devices import LOOPBACK, Device
 from gptworks.units import counted
 
 

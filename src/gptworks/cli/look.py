@@ -29,7 +29,7 @@ def _targets(incomplete: str) -> list[str]:
 
 
 def _device_names(incomplete: str) -> list[str]:
-    from gptworks.plan.devices import DEVICES
+    from gptworks.planning.devices import DEVICES
 
     return [name for name in ("this", *DEVICES) if name.startswith(incomplete)]
 
@@ -46,7 +46,7 @@ def presets(as_json: AsJSON = False) -> None:
     """List the named architectures."""
     from rich.table import Table
 
-    from gptworks.plan.params import count_parameters
+    from gptworks.planning.params import count_parameters
     from gptworks.presets import PRESETS, preset
 
     rows = {name: (preset(name), count_parameters(preset(name)).total) for name in PRESETS}
@@ -72,7 +72,7 @@ def recipes(as_json: AsJSON = False) -> None:
     """
     from rich.table import Table
 
-    from gptworks.plan.params import count_parameters
+    from gptworks.planning.params import count_parameters
     from gptworks.recipe import load_recipe
     from gptworks.recipes import shipped_recipes
 
@@ -228,7 +228,7 @@ def _architecture(target: str, overrides: list[str]) -> tuple["ModelConfig", str
     """The model that a preset's name, a recipe file or a run folder describes."""
     from gptworks.interface.planning import is_preset
     from gptworks.recipe import apply_overrides, load_recipe, parse_model
-    from gptworks.train.rehearsal.estimate import with_what_is_prepared
+    from gptworks.training.rehearsal.estimate import with_what_is_prepared
 
     if is_preset(target):
         tree = apply_overrides({"model": {"preset": target}}, overrides)

@@ -60,9 +60,9 @@ def fork(
     """
     with working("linking the checkpoint"):
         from gptworks.recipe import load_recipe
-        from gptworks.train.changes import read_history
-        from gptworks.train.fork import fork as fork_run
-        from gptworks.train.fork import origin_of
+        from gptworks.training.changes import read_history
+        from gptworks.training.fork import fork as fork_run
+        from gptworks.training.fork import origin_of
 
         history = read_history(fork_run(*origin_of(run), folder, overrides or []))
     typer.echo("\n".join([f"{folder}:", *(f"  {line}" for line in history.lines())]))
@@ -83,8 +83,8 @@ def launch(
     How they share the work is set by train.parallel.
     """
     from gptworks.interface.training import settings_of, with_changes
-    from gptworks.train.distributed.launch import launch as start
-    from gptworks.train.loop import check_train
+    from gptworks.training.distributed.launch import launch as start
+    from gptworks.training.loop import check_train
 
     overrides, change = with_changes(overrides or [], change or [], resume)
     check_train(settings_of(recipe, overrides, resume, _first_rank_notice), resume, nproc, change)

@@ -12,7 +12,7 @@ from gptworks.config import ModelConfig
 from gptworks.errors import UserError
 from gptworks.machine import available_memory_bytes
 from gptworks.model.gpt import GPT
-from gptworks.plan.params import count_parameters, require_vocab_size
+from gptworks.planning.params import count_parameters, require_vocab_size
 from gptworks.units import counted, readable
 
 DEFAULT_LENGTH = 16

@@ -27,7 +27,7 @@ from gptworks.describe.diagram import (
     turned,
 )
 from gptworks.pages.drawing import LABEL, SMALL, Drawing, combined, text_width
-from gptworks.plan.params import count_parameters
+from gptworks.planning.params import count_parameters
 
 WIDTH = 960.0
 GAP = 12.0

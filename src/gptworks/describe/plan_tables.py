@@ -7,12 +7,12 @@ from rich.console import Group
 
 from gptworks.describe.sheet import parameters_json
 from gptworks.pages.tables import Table, or_unknown
-from gptworks.plan.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
-from gptworks.plan.fit import layout_words
-from gptworks.plan.host import PROCESS_BYTES, expert_kernels_bytes
-from gptworks.plan.inference import BATCHES
-from gptworks.plan.run import Plan
-from gptworks.plan.setting import Setting
+from gptworks.planning.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
+from gptworks.planning.fit import layout_words
+from gptworks.planning.host import PROCESS_BYTES, expert_kernels_bytes
+from gptworks.planning.inference import BATCHES
+from gptworks.planning.run import Plan
+from gptworks.planning.setting import Setting
 from gptworks.units import epochs_words, readable
 
 WORDS = {

@@ -6,9 +6,9 @@ from functools import cache
 from typing import Any
 
 from gptworks.config import ModelConfig
-from gptworks.plan.flops import TRAINING_PER_FORWARD, forward_flops
-from gptworks.plan.inference import kv_cache_bytes, weights_bytes
-from gptworks.plan.params import count_parameters, require_vocab_size
+from gptworks.planning.flops import TRAINING_PER_FORWARD, forward_flops
+from gptworks.planning.inference import kv_cache_bytes, weights_bytes
+from gptworks.planning.params import count_parameters, require_vocab_size
 from gptworks.presets import GPT3_SIZES, preset
 from gptworks.units import readable
 

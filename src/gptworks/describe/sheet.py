@@ -20,9 +20,9 @@ from gptworks.config import ModelConfig
 from gptworks.describe.diagram import POSITIONS, diagram, dims, n_banded, norm_name
 from gptworks.describe.published import Figure, published_figures
 from gptworks.pages.tables import Table
-from gptworks.plan.flops import ForwardFlops, forward_flops
-from gptworks.plan.inference import kv_cache_bytes
-from gptworks.plan.params import ParameterCount, ParameterGroup, Shape, count_parameters
+from gptworks.planning.flops import ForwardFlops, forward_flops
+from gptworks.planning.inference import kv_cache_bytes
+from gptworks.planning.params import ParameterCount, ParameterGroup, Shape, count_parameters
 from gptworks.units import readable
 
 WIDTH = 100

@@ -23,18 +23,18 @@ from gptworks.device import choose_device
 from gptworks.draft.writing import Row, written
 from gptworks.errors import UserError
 from gptworks.interop.hub import find_model
-from gptworks.plan.devices import Device
-from gptworks.plan.fit import divisors
-from gptworks.plan.run import Measured, Plan
-from gptworks.plan.run import plan as plan_recipe
+from gptworks.planning.devices import Device
+from gptworks.planning.fit import divisors
+from gptworks.planning.run import Measured, Plan
+from gptworks.planning.run import plan as plan_recipe
 from gptworks.recipe import load_recipe, parse_recipe, run_name, with_vocab_size
 from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import load_tokenizer
-from gptworks.train.objectives.choose import choose_objective
-from gptworks.train.rehearsal.measure import measure_speed
-from gptworks.train.rehearsal.preflight import this_device
-from gptworks.train.rehearsal.trace import Rehearsal
-from gptworks.train.start import check_start
+from gptworks.training.objectives.choose import choose_objective
+from gptworks.training.rehearsal.measure import measure_speed
+from gptworks.training.rehearsal.preflight import this_device
+from gptworks.training.rehearsal.trace import Rehearsal
+from gptworks.training.start import check_start
 from gptworks.units import readable
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")

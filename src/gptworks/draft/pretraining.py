@@ -13,14 +13,14 @@ from gptworks.device import choose_device
 from gptworks.draft.texts import Texts, listed
 from gptworks.draft.writing import Row, written
 from gptworks.errors import UserError
-from gptworks.plan.fit import divisors
-from gptworks.plan.run import Measured, Plan
-from gptworks.plan.run import plan as plan_recipe
+from gptworks.planning.fit import divisors
+from gptworks.planning.run import Measured, Plan
+from gptworks.planning.run import plan as plan_recipe
 from gptworks.recipe import parse_recipe, with_vocab_size
 from gptworks.tokenizer import encode_text, train_tokenizer, vocabulary_size
-from gptworks.train.rehearsal.measure import measure_speed
-from gptworks.train.rehearsal.preflight import this_device
-from gptworks.train.rehearsal.trace import Rehearsal
+from gptworks.training.rehearsal.measure import measure_speed
+from gptworks.training.rehearsal.preflight import this_device
+from gptworks.training.rehearsal.trace import Rehearsal
 from gptworks.units import readable
 
 SHAPES = (

@@ -14,8 +14,8 @@ from gptworks.config import Recipe
 from gptworks.data.opened import Prepared
 from gptworks.data.prepare import prepare as prepare_data
 from gptworks.errors import UserError, refuse_unused
-from gptworks.evaluate.results import Evaluation, save_evaluations, table
-from gptworks.evaluate.task import load_task
+from gptworks.evaluation.results import Evaluation, save_evaluations, table
+from gptworks.evaluation.task import load_task
 from gptworks.files import read_text
 from gptworks.pages.cell import cell
 from gptworks.pages.parts import paragraph
@@ -187,7 +187,7 @@ def evaluate(
         refuse_unused("does nothing: what is measured on the validation split is not saved", no_save=not save)
     if harness:
         from gptworks.interop.lm_eval import run_harness
-    from gptworks.evaluate.run import EvaluatedRun  # with torch: what is refused is refused before
+    from gptworks.evaluation.run import EvaluatedRun  # with torch: what is refused is refused before
 
     one = EvaluatedRun(
         run, checkpoint, overrides=overrides, device=device, precision=precision, weights=weights, report=report,

@@ -13,11 +13,19 @@ from gptworks.config import Recipe
 from gptworks.describe.plan_tables import printed, tables
 from gptworks.errors import UserError, nearest, refuse_unused
 from gptworks.interface.overrides import overrides_of
-from gptworks.plan.assumed import preset_recipe
-from gptworks.plan.devices import UTILIZATION, Device, check_figures, custom_device, find_device, this_cpu, with_node
-from gptworks.plan.layout import parallel_overrides
-from gptworks.plan.run import Plan
-from gptworks.plan.run import plan as plan_recipe
+from gptworks.planning.assumed import preset_recipe
+from gptworks.planning.devices import (
+    UTILIZATION,
+    Device,
+    check_figures,
+    custom_device,
+    find_device,
+    this_cpu,
+    with_node,
+)
+from gptworks.planning.layout import parallel_overrides
+from gptworks.planning.run import Plan
+from gptworks.planning.run import plan as plan_recipe
 from gptworks.presets import PRESETS
 from gptworks.recipe import RecipeLike, load_recipe
 from gptworks.recipes import shipped_paths
@@ -117,14 +125,14 @@ def plan(
             planned, steps_reason=reason, device=place, n_ranks=world_size, utilization=share, apply=apply
         )
     else:
-        from gptworks.train.rehearsal.estimate import estimate
+        from gptworks.training.rehearsal.estimate import estimate
 
         found, missing = estimate(loaded, lambda more: load_recipe(recipe, [*given, *more]), place, world_size, share)
     sheet = PlanSheet(**vars(found), details=details, missing=missing)
     if trace or measure:
         from gptworks.device import choose_device
-        from gptworks.train.rehearsal.measure import measure_step
-        from gptworks.train.rehearsal.trace import Rehearsal, trace_step
+        from gptworks.training.rehearsal.measure import measure_step
+        from gptworks.training.rehearsal.trace import Rehearsal, trace_step
 
         rehearsal = Rehearsal(
             sheet.recipe.model, sheet.one_step, place.kind, sheet.setting.precision, sheet.recipe.adapter,

@@ -16,17 +16,17 @@ from gptworks.pages.parts import number, paragraph, samples
 from gptworks.recipe import RecipeLike, load_recipe
 from gptworks.runs.history import History, read_history
 from gptworks.runs.report import key_figures_of
-from gptworks.train.changes import load_to_resume
-from gptworks.train.distributed.parallel import run_layout
-from gptworks.train.distributed.ranks import join
-from gptworks.train.loop import check_train
-from gptworks.train.loop import train as train_model
-from gptworks.train.record.curves import curves_picture
-from gptworks.train.record.display import Display, clock
-from gptworks.train.record.metrics import Record
-from gptworks.train.record.notebook import NotebookDisplay, in_notebook
-from gptworks.train.record.outcome import read_outcome
-from gptworks.train.rehearsal.preflight import check_memory
+from gptworks.training.changes import load_to_resume
+from gptworks.training.distributed.parallel import run_layout
+from gptworks.training.distributed.ranks import join
+from gptworks.training.loop import check_train
+from gptworks.training.loop import train as train_model
+from gptworks.training.record.curves import curves_picture
+from gptworks.training.record.display import Display, clock
+from gptworks.training.record.metrics import Record
+from gptworks.training.record.notebook import NotebookDisplay, in_notebook
+from gptworks.training.record.outcome import read_outcome
+from gptworks.training.rehearsal.preflight import check_memory
 
 
 class TrainedRun(History):

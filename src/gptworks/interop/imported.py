@@ -10,7 +10,7 @@ from gptworks.config import ModelConfig, Recipe, TrainConfig, train_defaults
 from gptworks.config.objective import NEXT_TOKEN
 from gptworks.files import write_sums, write_whole
 from gptworks.recipe import save_recipe
-from gptworks.train.progress import Progress
+from gptworks.training.progress import Progress
 
 
 def write_run(folder: Path, recipe: Recipe, tensors: dict[str, Tensor], card: str) -> None:

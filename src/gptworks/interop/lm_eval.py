@@ -17,9 +17,9 @@ import yaml
 
 from gptworks.chat_template import ChatTemplate
 from gptworks.errors import UserError, not_installed
-from gptworks.evaluate.metrics import means
-from gptworks.evaluate.results import Evaluation, Measured
-from gptworks.evaluate.scoring import SLOTS, complete_all, score_pairs
+from gptworks.evaluation.metrics import means
+from gptworks.evaluation.results import Evaluation, Measured
+from gptworks.evaluation.scoring import SLOTS, complete_all, score_pairs
 from gptworks.files import read_text
 from gptworks.infer.engine import Engine, load
 from gptworks.infer.sampling import SamplingSettings

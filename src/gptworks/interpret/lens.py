@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gptworks.evaluate.loss import LOGITS_AT_ONCE
+from gptworks.evaluation.loss import LOGITS_AT_ONCE
 from gptworks.interpret.record import Recording
 from gptworks.model import GPT
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from gptworks.data.permutation import Int64s
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
-from gptworks.evaluate.text import TextTokens, default_stride, text_nats
+from gptworks.evaluation.text import TextTokens, default_stride, text_nats
 from gptworks.interpret.hooks import Check, never, stoppable
 from gptworks.model import GPT
 from gptworks.tokenizer import StreamDecoder, document_frame

@@ -19,7 +19,7 @@ from gptworks.choices import Weights
 from gptworks.config import LoRAConfig, Recipe
 from gptworks.errors import UserError
 from gptworks.interpret.hooks import Check, never
-from gptworks.plan.params import ParameterCount, Shape, count_parameters
+from gptworks.planning.params import ParameterCount, Shape, count_parameters
 from gptworks.quantize.formats import GROUP, KINDS, dequantize, empty
 from gptworks.tensors import Expected, Stored, open_tensors, stored_tensors
 

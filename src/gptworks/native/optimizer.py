@@ -1,6 +1,6 @@
 """Muon's updates in C++ (optimizer.cpp), for matrices in float32 on a CPU.
 
-Its torch twin is `gptworks.train.optim.muon.Muon`; both round to bfloat16 at the same places and add up in float32.
+Its torch twin is `gptworks.training.optim.muon.Muon`; both round to bfloat16 at the same places and add up in float32.
 """
 
 from collections.abc import Iterable, Sequence

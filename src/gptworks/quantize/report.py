@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from gptworks.config import IGNORED
-from gptworks.evaluate.divergence import Divergence, measure_divergence
+from gptworks.evaluation.divergence import Divergence, measure_divergence
 from gptworks.infer.engine import Engine
 from gptworks.infer.text import Pace
 from gptworks.model import GPT

@@ -9,7 +9,7 @@ from typing import Any
 from gptworks.config import Recipe, settings
 from gptworks.runs.history import History
 from gptworks.runs.settings import text_of
-from gptworks.train.record.metrics import Record
+from gptworks.training.record.metrics import Record
 
 FINISHED = 0.98
 """Share of its minutes after which a run that ends by the clock counts as finished."""

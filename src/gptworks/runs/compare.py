@@ -16,7 +16,7 @@ from gptworks.runs.comparable import Place, by_clock, common_place, comparabilit
 from gptworks.runs.history import History
 from gptworks.runs.settings import decisive, differences, fingerprint, text_of
 from gptworks.runs.statistics import Difference, known_spread, welch
-from gptworks.train.record.display import clock
+from gptworks.training.record.display import clock
 from gptworks.units import counted
 
 

@@ -11,8 +11,8 @@ from gptworks.pages.parts import Cell, figure, key, number, paragraph, rounded, 
 from gptworks.runs.compare import HEADER, Comparison, losses
 from gptworks.runs.history import History
 from gptworks.runs.settings import text_of
-from gptworks.train.record.curves import dot_titles, points, smoothed
-from gptworks.train.record.display import clock
+from gptworks.training.record.curves import dot_titles, points, smoothed
+from gptworks.training.record.display import clock
 
 
 def to_html(comparison: Comparison) -> str:

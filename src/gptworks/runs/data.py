@@ -26,10 +26,10 @@ from gptworks.data.spelling import Speller
 from gptworks.errors import UserError
 from gptworks.recipe import load_dataset_recipe, load_recipe
 from gptworks.tokenizer import StreamDecoder, fingerprint, load_tokenizer, token_bytes
-from gptworks.train.cut import cut_windows
-from gptworks.train.objectives.base import Objective
-from gptworks.train.objectives.choose import choose_objective
-from gptworks.train.samples import StepSamples, samples_of_step, steps_done
+from gptworks.training.cut import cut_windows
+from gptworks.training.objectives.base import Objective
+from gptworks.training.objectives.choose import choose_objective
+from gptworks.training.samples import StepSamples, samples_of_step, steps_done
 
 MOST_CONTEXT = 1 << 20
 BEFORE = 16

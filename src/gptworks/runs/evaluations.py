@@ -9,9 +9,9 @@ from markupsafe import Markup
 from rich.console import Console, ConsoleOptions, RenderResult
 
 from gptworks.errors import UserError
-from gptworks.evaluate.bootstrap import Interval, paired_difference
-from gptworks.evaluate.metrics import figure_of
-from gptworks.evaluate.results import Evaluation, number, read_evaluations, table
+from gptworks.evaluation.bootstrap import Interval, paired_difference
+from gptworks.evaluation.metrics import figure_of
+from gptworks.evaluation.results import Evaluation, number, read_evaluations, table
 from gptworks.pages.chart import Chart, Series, colour
 from gptworks.pages.parts import figure, section
 from gptworks.pages.parts import table as html_table

@@ -11,12 +11,12 @@ from typing import Any
 
 from gptworks.config import Recipe
 from gptworks.errors import UserError
-from gptworks.plan.params import count_parameters
-from gptworks.plan.run import planned_steps
+from gptworks.planning.params import count_parameters
+from gptworks.planning.run import planned_steps
 from gptworks.recipe import load_recipe
-from gptworks.train.changes import Origin
-from gptworks.train.changes import read_history as read_changes
-from gptworks.train.record.metrics import Record, Skipped, read_metrics
+from gptworks.training.changes import Origin
+from gptworks.training.changes import read_history as read_changes
+from gptworks.training.record.metrics import Record, Skipped, read_metrics
 
 MOST_RECORDS = 20_000
 """Records of each kind that are kept; of more, evenly spread ones, the first, the last and the best."""

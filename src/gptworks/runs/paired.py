@@ -28,9 +28,9 @@ from gptworks.runs.settings import differences
 from gptworks.runs.step_time import CHUNKS, StepTime, step_seconds
 from gptworks.runs.trials import check_comparable, evaluations, train_to_end
 from gptworks.runs.tried import TRY_FILE, Design, Pair, Try, read_try, write_try
-from gptworks.train.rehearsal.measure import measure_speed
-from gptworks.train.rehearsal.trace import Rehearsal
-from gptworks.train.signals import stop_signals
+from gptworks.training.rehearsal.measure import measure_speed
+from gptworks.training.rehearsal.trace import Rehearsal
+from gptworks.training.signals import stop_signals
 
 Report = Callable[[str], None]
 

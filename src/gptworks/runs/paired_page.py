@@ -10,14 +10,14 @@ from gptworks.pages.chart import WIDE, Chart, Series
 from gptworks.pages.page import page, write_page
 from gptworks.pages.parts import Cell, figure, figures, key_figures, number, paragraph, rounded, section, table
 from gptworks.pages.parts import settings as settings_list
-from gptworks.plan.params import count_parameters
+from gptworks.planning.params import count_parameters
 from gptworks.recipe import load_recipe
 from gptworks.runs.history import read_history
 from gptworks.runs.settings import differences, text_of
 from gptworks.runs.step_time import SAME_SPEED
 from gptworks.runs.tried import LOSS_ERROR, PLACES, SPEED_ERROR, Try
-from gptworks.train.record.curves import points
-from gptworks.train.record.display import clock
+from gptworks.training.record.curves import points
+from gptworks.training.record.display import clock
 
 TRY_PAGE = "try.html"
 

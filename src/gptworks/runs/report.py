@@ -35,13 +35,13 @@ from gptworks.pages.parts import (
 )
 from gptworks.runs.evaluations import evaluations_section
 from gptworks.runs.history import History, read_history
-from gptworks.train.changes import read_history as read_changes
-from gptworks.train.record.curves import points, training_chart
-from gptworks.train.record.display import clock
-from gptworks.train.record.metrics import Record, last_step
-from gptworks.train.record.outcome import FILE as OUTCOME
-from gptworks.train.record.outcome import read_outcome
-from gptworks.train.run_folder import is_in_use
+from gptworks.training.changes import read_history as read_changes
+from gptworks.training.record.curves import points, training_chart
+from gptworks.training.record.display import clock
+from gptworks.training.record.metrics import Record, last_step
+from gptworks.training.record.outcome import FILE as OUTCOME
+from gptworks.training.record.outcome import read_outcome
+from gptworks.training.run_folder import is_in_use
 from gptworks.units import significant
 
 MOST_ROWS = 24

@@ -15,8 +15,8 @@ from gptworks.config import Recipe
 from gptworks.errors import UserError
 from gptworks.recipe import load_recipe
 from gptworks.runs.history import History
-from gptworks.train.record.curves import moving_average
-from gptworks.train.record.metrics import MetricsReader, Record, Skipped, read_record, skim_metrics
+from gptworks.training.record.curves import moving_average
+from gptworks.training.record.metrics import MetricsReader, Record, Skipped, read_record, skim_metrics
 
 Floats = NDArray[np.float64]
 Places = NDArray[np.intp]

@@ -21,8 +21,8 @@ from gptworks.files import check_links, check_regular
 from gptworks.recipe import load_recipe, save_recipe
 from gptworks.runs.settings import flat
 from gptworks.runs.trials import check_comparable, evaluations, last_line, train_trial
-from gptworks.train.record.metrics import read_metrics
-from gptworks.train.signals import stop_signals
+from gptworks.training.record.metrics import read_metrics
+from gptworks.training.signals import stop_signals
 
 if TYPE_CHECKING:
     import optuna

@@ -24,8 +24,8 @@ from gptworks.pages.parts import (
 from gptworks.pages.tables import Table
 from gptworks.runs.history import History, read_history
 from gptworks.runs.sweep import Sweep, TrialResult
-from gptworks.train.record.curves import points
-from gptworks.train.record.display import clock
+from gptworks.training.record.curves import points
+from gptworks.training.record.display import clock
 
 
 def sweep_table(sweep: Sweep) -> RenderableType:

@@ -21,7 +21,7 @@ from gptworks.config import Recipe, Role, settings
 from gptworks.errors import RunError, UserError
 from gptworks.files import open_regular, open_to_append
 from gptworks.recipe import save_recipe
-from gptworks.train.record.metrics import Record, read_metrics
+from gptworks.training.record.metrics import Record, read_metrics
 
 TRAIN = (sys.executable, "-m", "gptworks", "train")
 """What trains a trial; its recipe and --resume follow."""

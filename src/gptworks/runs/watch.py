@@ -10,7 +10,7 @@ from gptworks.recipe import load_recipe
 from gptworks.runs.bands import Band, find_band
 from gptworks.runs.history import origins_of
 from gptworks.runs.series import Series
-from gptworks.train.changes import Origin
+from gptworks.training.changes import Origin
 
 MOST_BYTES = 1 << 30
 """Held of all runs together. Beyond it, runs that nobody has asked for of late become coarser."""

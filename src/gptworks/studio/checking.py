@@ -24,10 +24,10 @@ from gptworks.describe.plan_tables import plan_json, tables
 from gptworks.errors import UserError
 from gptworks.files import read_text as read_file
 from gptworks.files.fetch import check_public
-from gptworks.plan.devices import find_device, this_cpu
+from gptworks.planning.devices import find_device, this_cpu
 from gptworks.recipe import apply_overrides, load_recipe, parse_recipe
 from gptworks.studio.form import GIVEN_BY_THE_START, form, text_of
-from gptworks.train.rehearsal.estimate import estimate
+from gptworks.training.rehearsal.estimate import estimate
 from gptworks.yaml_files import MAX_BYTES, compose_yaml, parse_yaml
 
 Tree = dict[str, Any]

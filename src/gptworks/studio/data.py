@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from gptworks.data.rows import Row
 from gptworks.data.spelling import MAX_PHRASE_BYTES, Speller
 from gptworks.errors import UserError
-from gptworks.evaluate.loss import BATCH_TOKENS
+from gptworks.evaluation.loss import BATCH_TOKENS
 from gptworks.interpret.hooks import Check, stoppable
 from gptworks.interpret.text import Costs, TokenizedText, check_ids
 from gptworks.model import GPT

@@ -13,8 +13,8 @@ from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.studio.checking import read_text
 from gptworks.studio.form import text_of
 from gptworks.studio.library import RunFolder
-from gptworks.train.changes import changed, check_changes, inexact, settings_at
-from gptworks.train.record.outcome import read_outcome
+from gptworks.training.changes import changed, check_changes, inexact, settings_at
+from gptworks.training.record.outcome import read_outcome
 
 Changes = list[dict[str, Any]]
 

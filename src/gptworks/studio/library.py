@@ -15,12 +15,12 @@ from gptworks.chat_template import TEMPLATE_FILE
 from gptworks.checkpoint import Checkpoint, all_checkpoints
 from gptworks.config import Recipe
 from gptworks.errors import UserError
-from gptworks.plan.params import count_parameters
+from gptworks.planning.params import count_parameters
 from gptworks.runs.report import has_ended
 from gptworks.serve.errors import APIError
 from gptworks.studio.recipes import Recipes
-from gptworks.train.record.outcome import read_outcome
-from gptworks.train.run_folder import CONSOLE, is_in_use
+from gptworks.training.record.outcome import read_outcome
+from gptworks.training.run_folder import CONSOLE, is_in_use
 
 MOST_DEPTH = 6
 MOST_FOLDERS = 20_000

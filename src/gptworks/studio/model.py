@@ -25,8 +25,8 @@ from gptworks.interpret.weights import (
     spectrum,
     stored_weights,
 )
-from gptworks.plan.params import Shape
-from gptworks.plan.parts import Figures, module_figures
+from gptworks.planning.params import Shape
+from gptworks.planning.parts import Figures, module_figures
 from gptworks.recipe import load_recipe
 from gptworks.serve import openai
 from gptworks.serve.app import body_of

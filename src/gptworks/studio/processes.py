@@ -13,7 +13,7 @@ from subprocess import DEVNULL, STDOUT, Popen
 from gptworks.errors import UserError
 from gptworks.files import open_regular, open_to_append
 from gptworks.files.fetch import REACH
-from gptworks.train.run_folder import CONSOLE, is_in_use
+from gptworks.training.run_folder import CONSOLE, is_in_use
 
 MOST_LINES = 12
 MOST_CHARACTERS = 400

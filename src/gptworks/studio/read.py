@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from pydantic import Field, model_validator
 
 from gptworks.data.shards import TokenShards
-from gptworks.evaluate.loss import LossReport
+from gptworks.evaluation.loss import LossReport
 from gptworks.interpret.attribution import attribute
 from gptworks.interpret.checkpoints import chosen_steps, learned_at, through_checkpoints
 from gptworks.interpret.hooks import Check

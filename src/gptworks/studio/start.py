@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from gptworks.confined import Abandoned, Confined, Exceeded, Limits, Refused, Task
 from gptworks.errors import RunError, UserError
 from gptworks.files import write_new
-from gptworks.plan.devices import DEVICES
+from gptworks.planning.devices import DEVICES
 from gptworks.recipes import shipped_paths, shipped_recipes
 from gptworks.serve import openai
 from gptworks.serve.app import body_of
@@ -28,7 +28,7 @@ from gptworks.studio.going_on import allowed_changes, going_on
 from gptworks.studio.library import Library, RunFolder
 from gptworks.studio.processes import Processes, console_lines
 from gptworks.studio.state import studio_of, uncached
-from gptworks.train.fork import fork
+from gptworks.training.fork import fork
 
 MOST_TEXT = 100_000
 """Characters of a recipe."""

@@ -11,7 +11,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from gptworks import __version__
-from gptworks.plan.params import count_parameters
+from gptworks.planning.params import count_parameters
 from gptworks.serve.service import Service
 from gptworks.studio.library import Library
 from gptworks.studio.loaded import Engines

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from gptworks import __version__
 from gptworks.config import Recipe
-from gptworks.evaluate.results import MAX_CARD_BYTES
+from gptworks.evaluation.results import MAX_CARD_BYTES
 from gptworks.files import read_text, write_new
 from gptworks.interop.huggingface.family import Family
 

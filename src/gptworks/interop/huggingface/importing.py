@@ -21,7 +21,7 @@ from gptworks.chat_template import ChatTemplate, FolderTemplates, read_templates
 from gptworks.checkpoint import Report
 from gptworks.config import DataConfig, FileTokenizer, ModelConfig, Recipe
 from gptworks.errors import UserError
-from gptworks.evaluate.run import PLACEHOLDER_SOURCES
+from gptworks.evaluation.run import PLACEHOLDER_SOURCES
 from gptworks.files import check_free, check_tree, new_folder
 from gptworks.interop.huggingface.architectures import FAMILIES, HARMLESS
 from gptworks.interop.huggingface.family import Family
@@ -34,7 +34,7 @@ from gptworks.interop.huggingface.verify import load_their_tokenizer, load_their
 from gptworks.interop.imported import further_training, write_run
 from gptworks.json_files import read_json
 from gptworks.pages.tables import in_a_cell
-from gptworks.plan.params import count_parameters
+from gptworks.planning.params import count_parameters
 from gptworks.recipe import parse_model, run_name
 from gptworks.special_tokens import special_tokens, stated_of
 from gptworks.tensors import stored_tensors

@@ -1,0 +1,1 @@
+"""Evaluation: how well a model predicts held-out text."""

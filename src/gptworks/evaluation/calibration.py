@@ -1,0 +1,98 @@
+"""Whether a model's probabilities mean what they say: of the tokens given 70%, about 70% should come."""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptworks.config import IGNORED
+from gptworks.errors import UserError
+from gptworks.evaluation.bootstrap import Floats
+from gptworks.evaluation.loss import LOGITS_AT_ONCE, NO_TOKEN, batches_of
+from gptworks.evaluation.results import Measured
+from gptworks.model import GPT
+from gptworks.model.backend import eval_mode
+
+
+@dataclass(frozen=True)
+class Bin:
+    """The tokens whose likeliest guess had a probability within (low, high]."""
+
+    low: float
+    high: float
+    n_tokens: int
+    confidence: float | None
+    """Mean probability of the guess; None where there are no tokens."""
+    accuracy: float | None
+    """Share of the guesses that were right."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A reliability table. Print its bins, or take the error that they add up to."""
+
+    statistics: Floats
+    """[N, 3·B], of each window: tokens, confidences and hits in each bin."""
+
+    @property
+    def bins(self) -> list[Bin]:
+        tokens, confidences, hits = np.split(self.statistics.sum(0), 3)
+        n = len(tokens)
+        return [
+            Bin(i / n, (i + 1) / n, int(count), confidence / count if count else None, hit / count if count else None)
+            for i, (count, confidence, hit) in enumerate(zip(tokens, confidences, hits, strict=True))
+        ]
+
+    def measured(self) -> dict[str, Measured]:
+        """The expected calibration error and the accuracy of the likeliest token, with intervals over windows."""
+        tokens, _, hits = np.split(self.statistics, 3, axis=1)
+        return {
+            "calibration error": Measured.of("calibration", self.statistics),
+            "next-token accuracy": Measured.of("mean", np.stack([hits.sum(1), tokens.sum(1)], axis=1)),
+        }
+
+
+def measure_calibration(
+    model: GPT,
+    windows: Iterable[tuple[Tensor, Tensor]],
+    n_bins: int = 15,
+    *,
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Calibration:
+    """Compare the probability of the likeliest next token with how often it comes (Guo et al., 2017), in equal bins.
+
+    Args:
+        windows: pairs (inputs, targets) as for `evaluate_loss`; targets of −100 are not counted.
+
+    Raises:
+        UserError: there is nothing to count.
+    """
+    rows = []
+    with eval_mode(model), torch.inference_mode():
+        for inputs, targets in batches_of(windows):
+            with autocast():
+                features = model.features(inputs.to(model.device))
+                confidence, guess = _likeliest(model, features.flatten(0, 1))
+            confidence, hit = confidence.cpu().view(targets.shape), (guess.cpu().view(targets.shape) == targets)
+            for one, right, counted in zip(confidence, hit, targets != IGNORED, strict=True):
+                rows.append(_binned(one[counted].double().numpy(), right[counted].numpy(), n_bins))
+    if not rows or not any(row.any() for row in rows):
+        raise UserError(NO_TOKEN)
+    return Calibration(np.stack(rows))
+
+
+def _likeliest(model: GPT, features: Tensor) -> tuple[Tensor, Tensor]:
+    """Probability and id of the likeliest token for each row of features [N, C], a few rows at a time."""
+    parts = torch.split(features, max(1, LOGITS_AT_ONCE // model.config.vocab_size))
+    best = [model.logits(part).float().softmax(-1).max(-1) for part in parts]
+    return torch.cat([one.values for one in best]), torch.cat([one.indices for one in best])
+
+
+def _binned(confidence: Floats, hit: np.ndarray, n_bins: int) -> Floats:
+    """Tokens, confidences and hits in each bin (low, high], [3·B]."""
+    place = np.clip(np.ceil(confidence * n_bins).astype(np.int64) - 1, 0, n_bins - 1)
+    weights = (np.ones_like(confidence), confidence, hit.astype(np.float64))
+    return np.concatenate([np.bincount(place, weight, n_bins) for weight in weights])

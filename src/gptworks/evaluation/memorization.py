@@ -1,0 +1,216 @@
+"""How much of a model's output occurs verbatim in its training text, compared with held-out text."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gptworks.config import IGNORED
+from gptworks.data.batches import Tokens, evaluation_windows
+from gptworks.data.permutation import Int64s
+from gptworks.data.search import SearchIndex
+from gptworks.errors import UserError
+from gptworks.evaluation.bootstrap import Floats
+from gptworks.evaluation.loss import each_nats
+from gptworks.evaluation.results import Measured
+from gptworks.evaluation.scoring import Progress, complete_all
+from gptworks.infer.engine import Engine
+from gptworks.infer.sampling import SamplingSettings
+from gptworks.model import GPT
+
+SIZES = (8, 16, 32, 64)
+"""Lengths of the n-grams, in tokens: powers of two."""
+
+_WINDOWS = 64
+"""Of each split, for the losses."""
+_PIECE_TOKENS = 1 << 22
+_FILTER_BITS = 22
+_MULTIPLIERS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
+Hashes = npt.NDArray[np.uint64]
+Copied = dict[int, list[npt.NDArray[np.bool_]]]
+"""By n, of each text, which of its n-grams were found."""
+
+
+@dataclass(frozen=True)
+class Memorization:
+    """The n-grams that generated and held-out texts share with the training text, and the losses of both splits."""
+
+    copied: dict[int, tuple[Floats, Floats]]
+    """By n: [copied n-grams, n-grams] of each text, [N, 2], for the generated and for the real continuation."""
+    training: Floats
+    """[nats, tokens] of windows of the training text, [W, 2]."""
+    held_out: Floats
+
+    @property
+    def n_texts(self) -> int:
+        return len(next(iter(self.copied.values()))[0])
+
+    def measured(self) -> dict[str, Measured]:
+        """The shares and the losses, with intervals over texts and windows."""
+        found = {}
+        for n, (written, real) in self.copied.items():
+            found[f"generated {n}-grams copied"] = Measured.of("mean", written)
+            found[f"held-out {n}-grams copied"] = Measured.of("mean", real)
+        found["training loss"] = Measured.of("mean", self.training)
+        found["held-out loss"] = Measured.of("mean", self.held_out)
+        return found
+
+
+def measure_memorization(
+    engine: Engine,
+    training: Tokens,
+    held_out: Tokens,
+    *,
+    n_texts: int = 64,
+    prompt_tokens: int = 16,
+    text_tokens: int = 128,
+    index: SearchIndex | None = None,
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    progress: Progress = lambda done, total: None,
+) -> Memorization:
+    """Continue held-out text at temperature 1, and look up the n-grams of the continuations in the training text.
+
+    The real continuations are looked up as well: texts of one kind share n-grams without any copying.
+
+    Args:
+        n_texts: texts to generate. prompt_tokens: before each. text_tokens: of each.
+        index: of the training text, where there is one.
+
+    Raises:
+        UserError: the held-out text is shorter than one prompt and its continuation.
+    """
+    text_tokens = min(text_tokens, engine.context - prompt_tokens)
+    length = prompt_tokens + text_tokens
+    if held_out.n_tokens < length or text_tokens < SIZES[0]:
+        raise UserError(
+            f"the held-out text has {held_out.n_tokens} tokens, and {prompt_tokens} + {text_tokens} are read at a time "
+            f"(at least {prompt_tokens} + {SIZES[0]}): use more text, or a longer context."
+        )
+    n_texts = min(n_texts, held_out.n_tokens // length)
+    places = [i * (held_out.n_tokens - length) // max(1, n_texts - 1) for i in range(n_texts)]
+    windows = [held_out.read(place, length) for place in places]
+    settings = [
+        SamplingSettings(temperature=1.0, max_tokens=text_tokens, ignore_eos=True, seed=i) for i in range(n_texts)
+    ]
+    made = complete_all(engine, [window[:prompt_tokens].tolist() for window in windows], settings, progress=progress)
+    written = [np.array(one[0].token_ids, dtype=np.int64) for one in made]
+    real = [window[prompt_tokens:] for window in windows]
+    sizes = tuple(n for n in SIZES if n <= text_tokens)
+    found = find_copied(training, [*written, *real], sizes, index)
+    copied = {}
+    for n in sizes:
+        counts = np.array([[hits.sum(), len(hits)] for hits in found[n]], dtype=np.float64)
+        copied[n] = (counts[:n_texts], counts[n_texts:])
+    losses = [_window_losses(engine.model, tokens, autocast) for tokens in (training, held_out)]
+    return Memorization(copied, *losses)
+
+
+def _window_losses(model: GPT, tokens: Tokens, autocast: Callable[[], AbstractContextManager[object]]) -> Floats:
+    """[nats, tokens] of evenly spaced windows, [W, 2]."""
+    windows = evaluation_windows(tokens, model.config.context_length, _WINDOWS)
+    parts = [np.stack([c.sum(1), (t != IGNORED).sum(1)], axis=1) for c, t in each_nats(model, windows, autocast)]
+    return np.concatenate(parts).astype(np.float64)
+
+
+def find_copied(
+    training: Tokens, texts: Sequence[Int64s], sizes: Sequence[int] = SIZES, index: SearchIndex | None = None
+) -> Copied:
+    """For each n and each text [T], which of its n-grams [T − n + 1] occur in the training tokens.
+
+    One pass over the training text: the hash of an n-gram is made of those of its halves, and n-grams of equal hash are
+    compared token by token, so the answer is exact.
+
+    Args:
+        sizes: powers of two, ascending.
+        index: of these tokens, which answers without that pass.
+    """
+    if index is not None and index.follows_tokens and (looked_up := _look_up(index, texts, sizes)) is not None:
+        return looked_up
+    wanted = {n: _Wanted(texts, n) for n in sizes}
+    longest = max(sizes)
+    for start in range(0, training.n_tokens, _PIECE_TOKENS):
+        piece = training.read(start, min(_PIECE_TOKENS + longest - 1, training.n_tokens - start))
+        for n, hashes in _hashes(piece, longest):
+            if n in wanted:
+                wanted[n].look(piece, hashes)
+    return {n: one.found_in(texts) for n, one in wanted.items()}
+
+
+def _look_up(index: SearchIndex, texts: Sequence[Int64s], sizes: Sequence[int]) -> Copied | None:
+    """The same from the index; None where it leaves an n-gram undecided."""
+    found: Copied = {}
+    known: dict[bytes, bool] = {}
+    for n in sizes:
+        found[n] = [np.zeros(max(0, len(text) - n + 1), dtype=np.bool_) for text in texts]
+        halves = found.get(n // 2)
+        for number, (text, copied) in enumerate(zip(texts, found[n], strict=True)):
+            for i in range(len(copied)):
+                if halves is not None and not (halves[number][i] and halves[number][i + n // 2]):
+                    continue  # a part of it stands nowhere
+                gram = text[i : i + n]
+                if (key := gram.tobytes()) not in known:
+                    held = index.holds(gram)
+                    if held is None:
+                        return None
+                    known[key] = held
+                copied[i] = known[key]
+    return found
+
+
+def _hashes(tokens: Int64s, longest: int) -> Iterator[tuple[int, Hashes]]:
+    """A hash of each n-gram [T − n + 1], for n = 1, 2, 4 … `longest`."""
+    hashes = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(_MULTIPLIERS[0])
+    n = 1
+    yield n, hashes
+    while n < longest and len(hashes) > n:
+        mixed = hashes ^ (hashes >> np.uint64(29))
+        hashes = mixed[:-n] * np.uint64(_MULTIPLIERS[n.bit_length() % len(_MULTIPLIERS)]) + mixed[n:]
+        n *= 2
+        yield n, hashes
+
+
+class _Wanted:
+    """The n-grams of the texts, and which of them were found."""
+
+    def __init__(self, texts: Sequence[Int64s], n: int) -> None:
+        self.n = n
+        self._found: set[bytes] = set()
+        self._missing: dict[int, set[bytes]] = {}
+        for text in texts:
+            for size, hashes in _hashes(text, n):
+                if size == n:
+                    for i, value in enumerate(hashes.tolist()):
+                        self._missing.setdefault(value, set()).add(text[i : i + n].tobytes())
+        self._set_filter()
+
+    def _set_filter(self) -> None:
+        """A table of the wanted hashes' highest bits, which excludes most n-grams."""
+        self._sorted: Hashes = np.array(sorted(self._missing), dtype=np.uint64)
+        self._filter = np.zeros(1 << _FILTER_BITS, dtype=bool)
+        self._filter[self._sorted >> np.uint64(64 - _FILTER_BITS)] = True
+
+    def look(self, tokens: Int64s, hashes: Hashes) -> None:
+        """Find the wanted n-grams in these tokens, whose n-grams have these hashes."""
+        places = np.flatnonzero(self._filter[hashes >> np.uint64(64 - _FILTER_BITS)])
+        places = places[np.isin(hashes[places], self._sorted)]
+        for place in places.tolist():
+            value = int(hashes[place])
+            if value in self._missing:
+                gram = tokens[place : place + self.n].tobytes()
+                if gram in self._missing[value]:
+                    self._missing[value].remove(gram)
+                    self._found.add(gram)
+                    if not self._missing[value]:
+                        del self._missing[value]
+        if len(places):
+            self._set_filter()
+
+    def found_in(self, texts: Sequence[Int64s]) -> list[npt.NDArray[np.bool_]]:
+        """For each text, which of its n-grams were found."""
+        n = self.n
+        return [
+            np.array([text[i : i + n].tobytes() in self._found for i in range(len(text) - n + 1)], dtype=bool)
+            for text in texts
+        ]

@@ -1,0 +1,101 @@
+"""Figures of texts against references. Each is kept as statistics of the items, whose sums give the figure.
+
+That is what intervals, and comparisons of runs item by item, need. BLEU and chrF are sacrebleu's, ROUGE rouge-score's.
+"""
+
+import importlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gptworks.errors import not_installed
+from gptworks.evaluation.bootstrap import Figure, Floats
+
+
+def means(values: Sequence[float]) -> Floats:
+    """Statistics [N, 2] of a figure that is the mean of its items'."""
+    return np.stack([np.asarray(values, dtype=np.float64), np.ones(len(values))], axis=1)
+
+
+def figure_of(kind: str) -> Figure:
+    """How sums of statistics make the figure.
+
+    Args:
+        kind: mean of [total, items]; perplexity of [nats, tokens]; bits, per byte, of [nats, bytes]; calibration of
+            [tokens, confidences, hits] in bins (calibration.py); bleu and chrf, of sacrebleu's statistics.
+
+    Raises:
+        UserError: bleu or chrf without sacrebleu.
+    """
+    if kind == "mean":
+        return _ratio
+    if kind == "perplexity":
+        return lambda sums: np.exp(_ratio(sums))
+    if kind == "bits":
+        return lambda sums: _ratio(sums) / math.log(2)
+    if kind == "calibration":
+        return calibration_error
+    metric = _sacrebleu(kind)
+    return lambda sums: np.array(
+        [metric._compute_score_from_stats(row).score for row in sums.round().astype(int).tolist()]
+    )
+
+
+def calibration_error(sums: Floats) -> Floats:
+    """Σ over bins of |hits − confidences|, over the tokens: sums [R, 3·B] → [R] (Guo et al., 2017, eq. 3)."""
+    tokens, confidences, hits = np.split(sums, 3, axis=1)
+    error: Floats = np.abs(hits - confidences).sum(1) / tokens.sum(1)
+    return error
+
+
+def _ratio(sums: Floats) -> Floats:
+    ratio: Floats = sums[:, 0] / sums[:, 1]
+    return ratio
+
+
+def text_statistics(metric: str, hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> tuple[str, Floats]:
+    """The kind of a metric's figure, and the statistics [N, S] of each text with its references, one or more.
+
+    Raises:
+        UserError: the library is not installed.
+    """
+    if metric in ("bleu", "chrf"):
+        most = max(map(len, references))
+        columns = [[refs[i] if i < len(refs) else None for refs in references] for i in range(most)]
+        statistics = _sacrebleu(metric)._extract_corpus_statistics(list(hypotheses), columns)
+        return metric, np.array(statistics, dtype=np.float64)
+    scorer = _rouge().RougeScorer([metric])
+    best = [
+        max(scorer.score(reference, text)[metric].fmeasure for reference in refs)
+        for text, refs in zip(hypotheses, references, strict=True)
+    ]
+    return "mean", means(best)
+
+
+def check_libraries(metrics: Sequence[str]) -> None:
+    """Raises a UserError if a library that one of them needs is not installed."""
+    for metric in metrics:
+        _sacrebleu(metric) if metric in ("bleu", "chrf") else _rouge()
+
+
+def _sacrebleu(metric: str) -> Any:
+    library = _library("sacrebleu.metrics", "sacrebleu")
+    return library.BLEU() if metric == "bleu" else library.CHRF()
+
+
+def _rouge() -> Any:
+    return _library("rouge_score.rouge_scorer", "rouge-score")
+
+
+def _library(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise not_installed(package, "evaluate", "this metric") from None
+
+
+def pass_at_k(n_samples: int, n_right: int, k: int) -> float:
+    """How likely one of k samples is right, without bias: 1 − C(n − c, k) / C(n, k) (Chen et al., 2021, eq. 1)."""
+    return 1 - math.comb(n_samples - n_right, k) / math.comb(n_samples, k)

@@ -1,0 +1,220 @@
+"""What an evaluation found: kept in the run folder as JSON, shown as a table and in the model card.
+
+RUN/evaluations/capitals-3-shot.json      figures with intervals, and each item's statistics
+RUN/model-card.md                         its section "Evaluations" is made anew from all of them
+"""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import numpy as np
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from gptworks.errors import UserError
+from gptworks.evaluation.bootstrap import Floats, interval
+from gptworks.evaluation.metrics import figure_of
+from gptworks.files import make_folder, read_regular, read_text, write_whole
+from gptworks.pages.tables import Table, in_a_cell
+from gptworks.units import significant
+
+FOLDER = "evaluations"
+HEADING = "## Evaluations"
+MAX_BYTES = 1 << 28
+"""Of an evaluation, which has some hundred bytes an item."""
+MAX_CARD_BYTES = 1 << 22
+
+
+_Number = Annotated[float, Strict()]
+_Count = Annotated[int, Strict(), Field(ge=0, lt=2**63)]
+_Text = Annotated[str, Field(max_length=10_000)]
+_WIDTHS = {
+    "mean": (range(2, 3), 1), "perplexity": (range(2, 3), 1), "bits": (range(2, 3), 1),
+    "calibration": (range(3, 3_000), 3), "bleu": (range(10, 11), 1), "chrf": (range(1, 1_000), 1),
+}  # fmt: skip
+"""By the kind of a figure, how many columns its statistics have, and of what they are a multiple."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A figure over all items, with its 95% interval and its statistics."""
+
+    kind: str
+    """How statistics make the figure; see `metrics.figure_of`."""
+    statistics: Floats
+    """float64 [N, S]; empty if another program measured the figure."""
+    value: float
+    low: float | None
+    high: float | None
+
+    @classmethod
+    def of(cls, kind: str, statistics: Floats) -> "Measured":
+        """The figure and its interval from the statistics [N, S] of its items."""
+        found = interval(statistics, figure_of(kind))
+        return cls(kind, statistics, found.value, found.low, found.high)
+
+
+class _StoredMeasured(BaseModel):
+    """A figure as a file has it, which anyone may have written."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: _Text
+    statistics: list[list[_Number]]
+    value: _Number
+    low: _Number | None
+    high: _Number | None
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        widths = {len(row) for row in self.statistics}
+        known, step = _WIDTHS.get(self.kind, (range(0), 1))
+        if not known or not all(width in known and width % step == 0 for width in widths) or len(widths) > 1:
+            raise ValueError(f"statistics of the kind {self.kind[:40]!r} have other columns, or there is no such kind")
+        return self
+
+
+class _Position(BaseModel):
+    last: _Count
+    loss: _Number
+
+
+class _Stored(BaseModel):
+    """An evaluation as a file has it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: _Text
+    kind: _Text
+    run: _Text
+    step: _Count
+    n_items: _Count
+    metrics: dict[_Text, _StoredMeasured]
+    shots: _Count | None = None
+    fingerprint: _Text = ""
+    settings: dict[str, Any] = {}
+    notes: tuple[_Text, ...]
+    details: dict[str, Any] = {}
+    items: tuple[dict[str, Any], ...]
+
+    @field_validator("details")
+    @classmethod
+    def _with_positions(cls, details: dict[str, Any]) -> dict[str, Any]:
+        TypeAdapter(list[_Position]).validate_python(details.get("positions", []))
+        return details
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The figures of a run on one task or one text."""
+
+    name: str
+    kind: str
+    """The task's type; text; harness."""
+    run: str
+    step: int
+    n_items: int
+    metrics: dict[str, Measured]
+    shots: int | None = None
+    fingerprint: str = ""
+    """Equal for equal questions."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    details: dict[str, Any] = field(default_factory=dict)
+    """Further results: the loss by position, the bins of a reliability table."""
+    items: tuple[dict[str, Any], ...] = ()
+    """What the model answered, item by item."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything; `read_evaluations` reads it back."""
+        metrics = {name: {**vars(one), "statistics": one.statistics.tolist()} for name, one in self.metrics.items()}
+        return {**vars(self), "metrics": metrics, "notes": list(self.notes), "items": list(self.items)}
+
+    def summary(self) -> dict[str, Any]:
+        """The same without items and their statistics, each figure by an identifier made of its name."""
+        tree = self.to_json()
+        del tree["items"]
+        tree["metrics"] = {
+            re.sub(r"\W+", "_", name.replace("@", "_at_")).strip("_"): {"name": name, **one}
+            for name, one in tree["metrics"].items()
+        }
+        for one in tree["metrics"].values():
+            del one["statistics"]
+        return tree
+
+
+def table(evaluations: Iterable[Evaluation]) -> Table:
+    """A row for each figure."""
+    rows = []
+    for one in evaluations:
+        shots = "" if one.shots is None else str(one.shots)
+        for name, measured in one.metrics.items():
+            low, high = measured.low, measured.high
+            bounds = "" if low is None or high is None else f"{number(low)} to {number(high)}"
+            rows.append((one.name, shots, f"{one.n_items:,}", name, number(measured.value), bounds, f"{one.step:,}"))
+    return Table(("evaluation", "shots", "items", "figure", "value", "95% interval", "step"), "lrrlrlr", rows)
+
+
+def number(value: float) -> str:
+    """Four digits after the point, two for what is 10 or more, five significant ones for what is 1,000 or more."""
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}" if abs(value) < 1000 else significant(value, 5)
+
+
+def save_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
+    """Write each into the run folder, over an earlier one of its name, and the card's section anew."""
+    folder = run_dir / FOLDER
+    make_folder(folder)
+    for one in evaluations:
+        text = json.dumps(one.to_json(), indent=1, ensure_ascii=False) + "\n"
+        write_whole(folder / f"{one.name}.json", text, inside=run_dir)
+    write_card_section(run_dir)
+
+
+def read_evaluations(run_dir: Path) -> dict[str, Evaluation]:
+    """The evaluations saved in a run folder, by name.
+
+    Raises:
+        UserError: a file there is no evaluation.
+    """
+    found = {}
+    for path in sorted((run_dir / FOLDER).glob("*.json")):
+        try:
+            stored = _Stored.model_validate(json.loads(read_regular(path, MAX_BYTES, inside=run_dir)))
+        except UserError:
+            raise
+        except ValidationError as error:
+            place = ".".join(map(str, error.errors()[0]["loc"])) or "the file"
+            raise UserError(f"{path} is not an evaluation ({place}: {error.errors()[0]['msg']}): delete it.") from None
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path} is not an evaluation ({type(error).__name__}): delete it.") from None
+        metrics = {
+            name: Measured(one.kind, np.array(one.statistics, dtype=np.float64), one.value, one.low, one.high)
+            for name, one in stored.metrics.items()
+        }
+        found[stored.name] = Evaluation(**vars(stored) | {"metrics": metrics})
+    return found
+
+
+def write_card_section(run_dir: Path) -> None:
+    """List the evaluations in a section at the end of the model card; without a card, make one."""
+    evaluations = read_evaluations(run_dir)
+    if not evaluations:
+        return
+    card = run_dir / "model-card.md"
+    text = read_text(card, MAX_CARD_BYTES, inside=run_dir) if card.exists() else f"# {run_dir.resolve().name}\n"
+    text = re.sub(rf"\n*^{HEADING}\n.*?(?=^## |\Z)", "\n\n", text, flags=re.MULTILINE | re.DOTALL).rstrip()
+    notes = [in_a_cell(f"* {one.name}: {note}") for one in evaluations.values() for note in one.notes]
+    below = "\n" + "\n".join(notes) + "\n" if notes else ""
+    write_whole(card, f"{text}\n\n{HEADING}\n\n{table(evaluations.values()).markdown()}\n{below}")

@@ -1,0 +1,229 @@
+"""A run that is being evaluated: loaded once, for one measurement or several."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gptworks.checkpoint import Report, choose_checkpoint
+from gptworks.choices import LoadedWeights
+from gptworks.config import PythonStdlibSource, Recipe
+from gptworks.confined.sandbox import Sandbox
+from gptworks.data.batches import OneDataset, evaluation_windows
+from gptworks.data.conversations.packing import held_out_rows
+from gptworks.data.opened import Prepared, find_of_run, held_out_text
+from gptworks.data.prepare import prepare
+from gptworks.data.search import SearchIndex
+from gptworks.data.shards import Stretch, TokenShards
+from gptworks.device import choose_device, choose_precision
+from gptworks.errors import UserError
+from gptworks.evaluation.calibration import measure_calibration
+from gptworks.evaluation.loss import compressor_bits_per_byte, evaluate_by_position, evaluate_loss, watched
+from gptworks.evaluation.memorization import measure_memorization
+from gptworks.evaluation.results import Evaluation, Measured
+from gptworks.evaluation.scoring import SLOTS, Progress
+from gptworks.evaluation.task import Task
+from gptworks.evaluation.tasks import run_task
+from gptworks.evaluation.text import evaluate_text, positions_table, text_fingerprint
+from gptworks.infer.engine import load
+from gptworks.recipe import load_recipe
+from gptworks.tokenizer import fingerprint, token_bytes
+
+PLACEHOLDER_SOURCES = (PythonStdlibSource(type="python-stdlib"),)
+"""The sources in the recipe of an imported run, whose real sources are unknown."""
+
+
+class EvaluatedRun:
+    """A loaded checkpoint. Each method measures one thing."""
+
+    def __init__(
+        self,
+        run_dir: str | PathLike[str],
+        checkpoint: str = "best",
+        *,
+        overrides: Sequence[str] = (),
+        device: str = "auto",
+        precision: str | None = None,
+        weights: LoadedWeights = "auto",
+        report: Report = lambda _: None,
+        prepare: Callable[[Recipe], Prepared] = prepare,
+        progress: Progress = lambda done, total: None,
+    ) -> None:
+        """
+        Args:
+            checkpoint: best, last, or a step.
+            overrides: settings that win over the run's, such as `model.context_length=1024`.
+            precision: of losses; None: the run's own. Tasks are computed as the engine computes.
+            weights: how the weights are kept that are measured; see `gptworks.load`.
+            report: called with each fallback, as text.
+            prepare: makes, or finds, the run's own text as shards.
+            progress: called with the items or tokens done, and all.
+
+        Raises:
+            UserError: no such run, checkpoint or device, damaged files, or a run that is quantized to other weights.
+        """
+        self.folder = Path(run_dir)
+        chosen = choose_checkpoint(self.folder, checkpoint, report)
+        self.step, self._trained_on = chosen.step, str(chosen.state().get("data_fingerprint", ""))
+        self.recipe = load_recipe(self.folder, overrides)
+        self.name = self.folder.resolve().name
+        self.precision = choose_precision(precision or self.recipe.train.precision, choose_device(device))
+        self.engine = load(self.folder, self.step, overrides=overrides, device=device, weights=weights, n_slots=SLOTS)
+        self.rounded_to = None if weights in ("auto", "fp32") or chosen.is_quantized else weights
+        """How the weights were rounded as they were loaded; None: they are the run's own."""
+        self.model, self.tokenizer = self.engine.model, self.engine.tokenizer
+        self._prepare, self._progress = prepare, progress
+        others = (key for key in overrides if not key.startswith("data.cache_dir="))
+        self._own_text = not any(key.startswith(("data.", "tokenizer.")) for key in others)
+
+    @cached_property
+    def prepared(self) -> Prepared:
+        """The run's own text: the shards that it was trained on where they are, or its recipe's text.
+
+        Raises:
+            UserError: the run was imported and has none; the text is not there; or its tokens are not the model's.
+        """
+        found, was_trained = None, self._own_text and bool(self._trained_on)
+        if was_trained:
+            found = find_of_run(self.recipe, self.folder, self._trained_on)
+        elif self._own_text and self.recipe.data.sources == PLACEHOLDER_SOURCES:
+            raise UserError(
+                f"{self.folder} was imported and has no held-out text: the `data` of its recipe is a placeholder. Give "
+                f"--text FILE, --task FILE, or a text such as data.sources.0.type=text data.sources.0.path=texts/."
+            )
+        try:
+            prepared = self._prepare(self.recipe) if found is None else found
+        except UserError as error:
+            if not was_trained:
+                raise
+            raise UserError(
+                f"{error} The run needs no text where its shards are: data.cache_dir=FOLDER names the folder that "
+                f"holds them. --text FILE evaluates another text."
+            ) from None
+        if prepared.manifest.vocab_size > self.model.config.vocab_size:
+            raise UserError(
+                f"{prepared.folder} has tokens of a vocabulary of {prepared.manifest.vocab_size} and the model one of "
+                f"{self.model.config.vocab_size}: this is not the run's text."
+            )
+        return prepared
+
+    def validation(
+        self, stride: int | None = None, by_position: bool = False, compressors: bool = False
+    ) -> dict[str, Any]:
+        """Loss, perplexity and bits per byte over the whole validation split, as JSON.
+
+        Args:
+            stride: tokens between windows; None: the context.
+            by_position: also the loss in each eighth of the context.
+            compressors: also the bits per byte of gzip and xz on the same text.
+
+        Raises:
+            UserError: a stride that is not within 1 and the context.
+        """
+        context, round_trips = self.model.config.context_length, self.prepared.manifest.round_trips
+        shards = TokenShards(self.prepared.folder, "validation")
+        text_bytes = shards.text_bytes if round_trips else None
+        answers_alone = self.prepared.manifest.holds_examples and not self.recipe.objective.learns_prompts
+        if answers_alone and (stride is not None or by_position):
+            raise UserError(
+                "--stride and --by-position are for text: this run's held-out conversations are rows of their own."
+            )
+        windows: Iterable[tuple[torch.Tensor, ...]] = (
+            held_out_rows(shards, self.recipe) if answers_alone else evaluation_windows(shards, context, stride=stride)
+        )
+        windows = watched(windows, shards.n_tokens, stride, self._progress)
+        report = evaluate_loss(self.model, windows, text_bytes=text_bytes, autocast=self.precision.autocast)
+        result: dict[str, Any] = {
+            "loss": report.loss, "perplexity": report.perplexity, "bits_per_byte": report.bits_per_byte,
+            "tokens": report.n_tokens, "text_bytes": text_bytes, "precision": self.precision.name,
+            "weights": self.engine.weights, "step": self.step,
+        }  # fmt: skip
+        if self.prepared.manifest.parts:
+            result["datasets"] = [self._of_dataset(shards, part, round_trips) for part in shards.stretches]
+        if by_position:
+            sizes = token_bytes(self.prepared.tokenizer) if round_trips else None
+            whole = watched(evaluation_windows(shards, context), shards.n_tokens, None, self._progress)
+            parts = evaluate_by_position(self.model, whole, token_bytes=sizes, autocast=self.precision.autocast)
+            result["positions"] = positions_table(parts)
+        if compressors:
+            result["compressors"] = compressor_bits_per_byte(b"".join(held_out_text(self.prepared)))
+        return result
+
+    def _of_dataset(self, shards: TokenShards, part: Stretch, round_trips: bool) -> dict[str, Any]:
+        """The loss over the held-out text of one dataset of a mixture, as JSON."""
+        if part.n_tokens < 2:
+            return {"name": part.name, "loss": None, "bits_per_byte": None, "tokens": 0}
+        windows = evaluation_windows(OneDataset(shards, part), self.model.config.context_length)
+        text_bytes = part.text_bytes if round_trips else None
+        report = evaluate_loss(self.model, windows, text_bytes=text_bytes, autocast=self.precision.autocast)
+        return {
+            "name": part.name, "loss": report.loss, "bits_per_byte": report.bits_per_byte, "tokens": report.n_tokens,
+        }  # fmt: skip
+
+    def text(self, path: Path, text: str, stride: int | None = None) -> Evaluation:
+        """Loss, perplexity and bits per byte of a text; see `evaluate_text`."""
+        found = evaluate_text(
+            self.model, self.tokenizer, text, stride=stride, autocast=self.precision.autocast, progress=self._progress
+        )
+        notes = () if found.report.text_bytes else ("the tokenizer does not keep the whole text: no bits per byte",)
+        details = {"tokens": found.report.n_tokens, "positions": positions_table(found.positions)}
+        return self._evaluation(
+            "text", found.measured(), len(found.passages), text_fingerprint(text), name=f"text-{path.stem}",
+            notes=notes, details=details, stride=stride,
+        )  # fmt: skip
+
+    def task(self, task: Task, *, chat: bool = False, run_programs: bool = False) -> Evaluation:
+        """Answers to the items of a task; see `run_task`.
+
+        Args:
+            run_programs: run what the model writes for a code task, on this machine (sandbox.py says how safe that is).
+        """
+        return run_task(
+            self.engine, task, run=self.name, step=self.step, sandbox=Sandbox() if run_programs else None, chat=chat,
+            progress=self._progress,
+        )  # fmt: skip
+
+    def calibration(self) -> Evaluation:
+        """Probabilities against frequencies, over the whole validation split; see `measure_calibration`."""
+        shards = TokenShards(self.prepared.folder, "validation")
+        windows = evaluation_windows(shards, self.model.config.context_length)
+        windows = watched(windows, shards.n_tokens, None, self._progress)
+        found = measure_calibration(self.model, windows, autocast=self.precision.autocast)
+        details = {"bins": [vars(one) for one in found.bins]}
+        text = self.prepared.manifest.fingerprint
+        return self._evaluation("calibration", found.measured(), len(found.statistics), text, details=details)
+
+    def memorization(self) -> Evaluation:
+        """Generated n-grams in the training text; see `measure_memorization`."""
+        folder = self.prepared.folder
+        index = SearchIndex(self.prepared)
+        found = measure_memorization(
+            self.engine, TokenShards(folder, "train"), TokenShards(folder, "validation"),
+            index=None if index.missing else index, autocast=self.precision.autocast, progress=self._progress,
+        )  # fmt: skip
+        return self._evaluation("memorization", found.measured(), found.n_texts, self.prepared.manifest.fingerprint)
+
+    def of_these_weights(self, found: Evaluation) -> Evaluation:
+        """A result that says by its name, its settings and a note if the weights measured are not the run's own."""
+        if self.rounded_to is None:
+            return found
+        note = f"weights rounded to {self.rounded_to} as they were loaded; the run's own are in fp32"
+        settings = {**found.settings, "weights": self.rounded_to}
+        return replace(found, name=f"{found.name}-{self.rounded_to}", settings=settings, notes=(*found.notes, note))
+
+    def _evaluation(
+        self, kind: str, metrics: dict[str, Measured], n_items: int, questions: str, *, name: str | None = None,
+        notes: tuple[str, ...] = (), details: dict[str, Any] | None = None, **settings: Any,
+    ) -> Evaluation:  # fmt: skip
+        settings = {
+            "tokenizer": fingerprint(self.tokenizer), "context_length": self.model.config.context_length,
+            "precision": self.precision.name, **settings,
+        }  # fmt: skip
+        return Evaluation(
+            name=name or kind, kind=kind, run=self.name, step=self.step, n_items=n_items, metrics=metrics,
+            fingerprint=questions, settings=settings, notes=notes, details=details or {},
+        )  # fmt: skip

@@ -1,0 +1,148 @@
+"""How well a model predicts any given text, in figures that do not depend on the tokenizer."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tokenizers import Tokenizer
+
+from gptworks.config import IGNORED
+from gptworks.data.batches import Tokens, evaluation_windows
+from gptworks.data.permutation import Int64s
+from gptworks.errors import UserError
+from gptworks.evaluation.bootstrap import Floats
+from gptworks.evaluation.loss import LossReport, PositionLoss, each_nats, evaluate_by_position, watched
+from gptworks.evaluation.results import Measured
+from gptworks.model import GPT
+from gptworks.tokenizer import document_frame, encodings, token_bytes
+
+PASSAGE_CHARACTERS = 1000
+"""Length of the passages into which a text is cut: the items that the intervals resample."""
+
+
+class TextTokens:
+    """A text as one document of tokens: after what begins a document, where the tokenizer has a token for that."""
+
+    split = "given"
+
+    def __init__(self, tokenizer: Tokenizer, text: str) -> None:
+        """Raises a UserError if the text is empty, or the tokenizer cannot read it."""
+        encoding = encodings(tokenizer, [text], offsets=True)[0]
+        if not encoding.ids:
+            raise UserError("the text is empty: give one with words in it.")
+        begin = document_frame(tokenizer)[0]
+        self.tokens: Int64s = np.array([*begin, *encoding.ids], dtype=np.int64)
+        self.starts: Int64s = np.array([0] * len(begin) + [start for start, _ in encoding.offsets], dtype=np.int64)
+        """Of each token, the character of the text at which it begins."""
+        self.n_tokens = len(self.tokens)
+        self.round_trips = tokenizer.decode(encoding.ids, skip_special_tokens=False) == text
+        sizes = token_bytes(tokenizer)
+        unseen = 0 if begin or sizes is None else sizes[encoding.ids[0]]  # of the first token, which is not predicted
+        self.unseen_bytes = unseen
+
+    def read(self, start: int, length: int) -> Int64s:
+        return self.tokens[start : start + length]
+
+
+@dataclass(frozen=True)
+class TextEvaluation:
+    """The loss of a text, whole and in parts."""
+
+    report: LossReport
+    """All predicted tokens. `text_bytes` is None if decoding does not restore the text."""
+    passages: Floats
+    """[P, 3]: nats, tokens and UTF-8 bytes of each passage."""
+    positions: list[PositionLoss]
+    """By position in the context; empty where the text is shorter than that."""
+
+    def measured(self) -> dict[str, Measured]:
+        """The figures with their intervals over passages."""
+        found = {
+            "loss": Measured.of("mean", self.passages[:, [0, 1]]),
+            "perplexity": Measured.of("perplexity", self.passages[:, [0, 1]]),
+        }
+        if self.report.text_bytes is not None:
+            found["bits per byte"] = Measured.of("bits", self.passages[:, [0, 2]])
+        return found
+
+
+def evaluate_text(
+    model: GPT,
+    tokenizer: Tokenizer,
+    text: str,
+    *,
+    stride: int | None = None,
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> TextEvaluation:
+    """Loss, perplexity and bits per byte of a text; each of its tokens is predicted once.
+
+    The first token is predicted from the token that begins a document; of a tokenizer without one it is not predicted,
+    and its bytes are not counted.
+
+    Args:
+        stride: tokens from a window to the next; below the context, each token sees at least context − stride others.
+            None: half the context.
+        progress: called with the tokens done, and all.
+
+    Raises:
+        UserError: an empty text, or a stride that is not within 1 and the context.
+    """
+    tokens, context = TextTokens(tokenizer, text), model.config.context_length
+    nats = text_nats(model, tokens, stride=stride, autocast=autocast, progress=progress)
+    n_bytes = len(text.encode("utf-8")) - tokens.unseen_bytes
+    report = LossReport(float(nats.sum()), len(nats), n_bytes if tokens.round_trips else None)
+    positions = []
+    if tokens.n_tokens > context:
+        sizes = token_bytes(tokenizer) if tokens.round_trips else None
+        whole = evaluation_windows(tokens, context)
+        positions = evaluate_by_position(model, whole, token_bytes=sizes, autocast=autocast)
+    return TextEvaluation(report, _passages(text, tokens, nats), positions)
+
+
+def text_nats(
+    model: GPT,
+    tokens: Tokens,
+    *,
+    stride: int | None = None,
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> npt.NDArray[np.float64]:
+    """The loss of tokens 1, 2, …, [T − 1], in nats. Arguments and errors: as `evaluate_text`."""
+    context = model.config.context_length
+    stride = default_stride(context) if stride is None else stride
+    windows = watched(evaluation_windows(tokens, context, stride=stride), tokens.n_tokens, stride, progress)
+    parts = [nats[targets != IGNORED] for nats, targets in each_nats(model, windows, autocast)]
+    return torch.cat(parts).numpy()
+
+
+def default_stride(context: int) -> int:
+    """Tokens from a window to the next where nothing else is asked for: half the context."""
+    return max(1, context // 2)
+
+
+def _passages(text: str, tokens: TextTokens, nats: npt.NDArray[np.float64]) -> Floats:
+    """Nats, tokens and bytes of each passage; a token belongs to the one in which it begins."""
+    cuts = range(0, len(text), PASSAGE_CHARACTERS)
+    of_token = tokens.starts[1:] // PASSAGE_CHARACTERS
+    n_bytes = np.array([len(text[cut : cut + PASSAGE_CHARACTERS].encode("utf-8")) for cut in cuts], dtype=np.float64)
+    n_bytes[0] -= tokens.unseen_bytes
+    sums = [np.bincount(of_token, weights, len(n_bytes)) for weights in (nats, np.ones(len(nats)))]
+    return np.stack([*sums, n_bytes], axis=1)
+
+
+def text_fingerprint(text: str) -> str:
+    """sha256 of a text: results of one text have the same passages, whatever the tokenizer."""
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def positions_table(positions: Sequence[PositionLoss]) -> list[dict[str, float | int | None]]:
+    """The loss by position, as JSON."""
+    return [
+        {"first": one.first, "last": one.last, "loss": one.report.loss, "bits_per_byte": one.report.bits_per_byte}
+        for one in positions
+    ]

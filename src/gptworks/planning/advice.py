@@ -1,0 +1,263 @@
+"""What to change so that a run fits. Each piece of advice is applied as its reader would apply it, arranged and planned
+again before it is given."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import gcd, inf
+
+from gptworks.config import Recipe
+from gptworks.errors import UserError
+from gptworks.planning.arrange import Refusal, arrange, device_setting, planned_precision
+from gptworks.planning.devices import Device
+from gptworks.planning.fit import Need, divisors, need
+from gptworks.planning.layout import Layout
+from gptworks.recipe import apply_overrides, parse_recipe
+
+Apply = Callable[[Sequence[str], int], Recipe]
+"""The recipe with some overrides, on so many devices."""
+
+MOST_DEVICES = 4096
+
+LORA_RANK = 8
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings and devices to change, and what is needed then."""
+
+    overrides: tuple[str, ...]
+    """`key.path=value` each, as a user writes them."""
+    n_ranks: int
+    n_ranks_before: int
+    ranks_per_node: int | None
+    """Fewer than before; None: as many."""
+    costs: str
+    """What is given up."""
+    need: Need
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of each device."""
+        return self.need.peak.total_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.need.fits
+
+    @property
+    def more_devices(self) -> bool:
+        return self.n_ranks > self.n_ranks_before
+
+    @property
+    def words(self) -> str:
+        """As arguments of `gptworks plan`."""
+        ranks = [f"--world-size {self.n_ranks}"] if self.n_ranks != self.n_ranks_before else []
+        node = [f"--gpus-per-node {self.ranks_per_node}"] if self.ranks_per_node is not None else []
+        return " ".join((*self.overrides, *ranks, *node))
+
+
+@dataclass(frozen=True)
+class _Remedy:
+    """One way to hold less."""
+
+    overrides: tuple[str, ...]
+    costs: str
+    beyond: tuple["_Remedy", ...] = ()
+    """Milder ones in whose place it stands."""
+
+
+def recipe_with(recipe: Recipe) -> Apply:
+    """How overrides are applied to a recipe that is read already."""
+    tree = recipe.model_dump(mode="json", exclude_unset=True)
+    return lambda overrides, n_ranks: parse_recipe(apply_overrides(tree, overrides))
+
+
+def changes_that_fit(recipe: Recipe, n_ranks: int, device: Device, apply: Apply | None = None) -> list[Change]:
+    """What to change so that the run fits, the cheapest first, more devices last; where nothing does, the furthest
+    change tried. Empty where every change is refused.
+
+    Where the hosts are what does not fit, the same run with fewer ranks a host comes first.
+
+    Args:
+        apply: how overrides become a recipe; None: over this one.
+    """
+    search = _Search(n_ranks, device, apply or recipe_with(recipe))
+    found: list[tuple[frozenset[_Remedy], Change]] = []
+    fewer: list[Change] = []
+    furthest: Change | None = None
+    for remedies in _on_the_same_devices(recipe, device):
+        chosen = frozenset(each for remedy in remedies for each in (remedy, *remedy.beyond))
+        if any(given < chosen and _micro(change) == inf for given, change in found):
+            continue  # less is enough already
+        change = search.tried(remedies, n_ranks)
+        if change is None:
+            continue
+        if not change.fits:
+            furthest = change
+            fewer = fewer or search.on_fewer_ranks_a_host(remedies, change)
+        elif not any(given < chosen and _micro(other) >= _micro(change) for given, other in found):
+            found.append((chosen, change))
+    changes = [*fewer, *(change for _, change in found)]
+    for each in _more_devices(recipe, n_ranks, device):
+        for ways, n in each:
+            change = search.tried(ways, n)
+            if change is not None and not changes:
+                [change, *_] = search.on_fewer_ranks_a_host(ways, change) or [change]
+            if change is not None and change.fits:
+                return [*changes, change]
+            furthest = change or furthest
+    return changes or ([furthest] if furthest is not None else [])
+
+
+class _Search:
+    """Tries changes as a user would make them."""
+
+    def __init__(self, n_ranks: int, device: Device, apply: Apply) -> None:
+        self.n_ranks, self.device, self.apply = n_ranks, device, apply
+
+    def tried(self, remedies: Sequence[_Remedy], n_ranks: int) -> Change | None:
+        """The change with the largest micro-batch that fits, or the smallest; None where it is refused."""
+        overrides = tuple(override for remedy in remedies for override in remedy.overrides)
+        costs = [remedy.costs for remedy in remedies]
+        found = self._changed(overrides, n_ranks, costs)
+        if found is None or found[0].need.fits_device:  # a host holds no micro-batch
+            return None if found is None else found[0]
+        last, recipe, layout = found
+        group = recipe.objective.micro_batch_multiple
+        micro = recipe.train.rank_micro_batch_size(layout.data_parallel)
+        sizes = divisors(recipe.train.common_batch_size // layout.data_parallel)
+        for size in [size for size in sizes if size < micro and size % group == 0]:
+            also = (*overrides, f"train.micro_batch_size={size}")
+            smaller = self._changed(also, n_ranks, ["more, smaller passes a step", *costs])
+            if smaller is not None:
+                last = smaller[0]
+                if last.need.fits_device:
+                    break
+        return last
+
+    def on_fewer_ranks_a_host(self, remedies: Sequence[_Remedy], change: Change) -> list[Change]:
+        """A change whose devices hold the run and whose hosts do not, with as many ranks a host as these hold: fewer
+        ranks, if there is one host, and as many ranks on more hosts. Empty if even one is too many."""
+        if change.fits or not change.need.fits_device:
+            return []
+        n_hosts = -(-change.n_ranks // self.device.per_node)
+        counts = [n for n in divisors(change.n_ranks) if n < min(change.n_ranks, self.device.per_node)]
+        on_one_host = (self.tried(remedies, n) for n in counts if n_hosts == 1)
+        cost = "; ".join(filter(None, (change.costs, "more hosts, and more is sent between them")))
+        on_more = (
+            self._changed(change.overrides, change.n_ranks, [cost], n)
+            for n in counts
+            if n % self.apply(change.overrides, change.n_ranks).train.parallel.tensor_parallel == 0
+        )
+        one = next((found for found in on_one_host if found is not None and found.fits), None)
+        more = next((found[0] for found in on_more if found is not None and found[0].fits), None)
+        slower = "; ".join(filter(None, (one.costs if one is not None else "", "fewer devices at work")))
+        return [*([replace(one, costs=slower)] if one is not None else []), *([more] if more is not None else [])]
+
+    def _changed(
+        self, overrides: tuple[str, ...], n_ranks: int, costs: Sequence[str], ranks_per_node: int | None = None
+    ) -> tuple[Change, Recipe, Layout] | None:
+        try:
+            recipe = self.apply(overrides, n_ranks)
+        except UserError:
+            return None
+        device = self.device if ranks_per_node is None else replace(self.device, per_node=ranks_per_node)
+        layout = arrange(recipe, n_ranks, device)
+        if isinstance(layout, Refusal):
+            return None
+        needed = need(device_setting(recipe, device, layout), device)
+        return Change(overrides, n_ranks, self.n_ranks, ranks_per_node, "; ".join(costs), needed), recipe, layout
+
+
+def _micro(change: Change) -> float:
+    """The micro-batch size that the change sets; infinite where it sets none."""
+    sizes = [each.partition("=")[2] for each in change.overrides if each.startswith("train.micro_batch_size=")]
+    return int(sizes[-1]) if sizes else inf
+
+
+def _on_the_same_devices(recipe: Recipe, device: Device) -> Iterator[tuple[_Remedy, ...]]:
+    """What to try without more devices, the cheapest first. No remedy at all is a smaller micro-batch alone.
+
+    The loss's chunks are not among them: logits never stand whole in memory.
+    """
+    train = recipe.train
+    yield ()
+    mild: list[_Remedy] = []
+    if planned_precision(train.precision, device) == "fp32" and (device.has_bf16 or device.kind == "cuda"):
+        half = "bf16" if device.has_bf16 else "fp16"
+        mild.append(_Remedy((f"train.precision={half}",), "products are rounded"))
+        yield (mild[0],)
+    if train.averages:
+        average = "ema_decay" if train.ema_decay else "average_last"
+        mild.append(_Remedy((f"train.{average}=0",), "no average of the weights"))
+        yield (mild[-1],)
+    further = {"none": ("selective", "block"), "selective": ("block",), "block": ()}[train.activation_checkpointing]
+    again = {"selective": "an eighth to a sixth more work", "block": "a quarter to a third more work"}
+    blocks = [_Remedy((f"train.activation_checkpointing={kind}",), again[kind]) for kind in further]
+    for block in blocks:
+        yield (block,)
+        if mild:
+            yield (*mild, block)
+    furthest = (*mild, *blocks[-1:])
+    int8 = _Remedy(("train.optimizer_state=int8",), "the optimizer's moments are rounded")
+    muon = _Remedy(("train.optimizer=muon",), "another optimizer, with half the state")
+    adamw_alone = _Remedy(("train.optimizer=adamw",), "another optimizer, with two moments alone")
+    others = {"adamw": (int8, muon), "soap": (adamw_alone, muon)}
+    for smaller in others.get(train.optimizer, ()) if train.optimizer_state == "fp32" else ():
+        if recipe.adapter is None:
+            yield (smaller,)
+            if furthest:
+                yield (*furthest, smaller)
+    lora: tuple[_Remedy, ...] = ()
+    if recipe.adapter is None and recipe.freeze is None:
+        source = "" if recipe.initialize_from else ", of a run that initialize_from names"
+        adamw = () if train.optimizer == "adamw" else ("train.optimizer=adamw",)
+        lora = (_Remedy((f"adapter.rank={LORA_RANK}", *adamw), f"trains an adapter alone{source}"),)
+        yield lora
+        if furthest:
+            yield (*furthest, *lora)
+    eager = ("train.compile=none",) if train.compile == "block" else ()
+    base8 = _Remedy(("adapter.base=int8", *eager), "the base's matrices are rounded to 8 bits")
+    base4 = _Remedy(("adapter.base=int4", *eager), "the base's matrices are rounded to 4 bits", (base8,))
+    held = "full" if lora else recipe.adapter.base if recipe.adapter is not None else "int4"
+    for way in (lora, (*furthest, *lora)) if furthest else (lora,):
+        for base in {"full": (base8, base4), "int8": (base4,), "int4": ()}[held]:
+            yield (*way, base)
+
+
+def _more_devices(recipe: Recipe, n_ranks: int, device: Device) -> Iterator[list[tuple[list[_Remedy], int]]]:
+    """Layouts on more devices, in kinds, each from the fewest devices to the most; none where the ranks of a machine
+    share its memory."""
+    train, tensor = recipe.train, recipe.train.parallel.tensor_parallel
+    if device.kind != "cuda":
+        return
+    strategy = ["train.parallel.strategy=fsdp"]
+    if not train.parallel.reshard_after_forward:
+        strategy.append("train.parallel.reshard_after_forward=true")
+    if train.optimizer != "adamw":
+        strategy.append("train.optimizer=adamw")
+    if train.optimizer_state == "int8":
+        strategy.append("train.optimizer_state=fp32")
+    if recipe.adapter is not None and recipe.adapter.base != "full":
+        strategy.append("adapter.base=full")
+    if planned_precision(train.precision, device) == "fp16":
+        strategy.append("train.precision=fp32")
+    shares = _Remedy(tuple(strategy), "weights and state in shares, over a network")
+    same = _Remedy(("train.activation_checkpointing=block",), "a quarter to a third more work")
+    now = arrange(recipe, n_ranks, device)
+    in_shares = isinstance(now, Layout) and now.sharding == "fsdp"
+    counts = [n * tensor for n in reversed(divisors(_whole_batch(recipe))) if n * tensor <= MOST_DEVICES]
+    counts = [n for n in counts if n > n_ranks or (n == n_ranks > 1 and not in_shares)]
+    yield [([shares], n) for n in counts]
+    yield [([shares, same], n) for n in counts]
+    for parts in (2, 4, 8):
+        if parts > tensor:
+            split = _Remedy((f"train.parallel.tensor_parallel={parts}",), "matrices in shares, over a fast network")
+            sets = [n * parts for n in reversed(divisors(_whole_batch(recipe))) if n * parts <= MOST_DEVICES]
+            yield [([shares, same, split], n) for n in sets if n > n_ranks]
+
+
+def _whole_batch(recipe: Recipe) -> int:
+    """What data-parallel ranks divide: sequences, or groups of answers."""
+    group = recipe.objective.micro_batch_multiple
+    return recipe.train.common_batch_size // gcd(recipe.train.common_batch_size, group)

@@ -1,0 +1,244 @@
+"""Where a run may run: how its model and batches lie on so many devices, or the rule that forbids it.
+
+`plan`, the advice that it gives, the check before training and `launch` all ask here: what one accepts, all accept.
+"""
+
+from dataclasses import dataclass, replace
+
+from gptworks.config import ModelConfig, Recipe
+from gptworks.errors import UserError
+from gptworks.planning.devices import Device
+from gptworks.planning.layout import ONE_DEVICE, Layout
+from gptworks.planning.memory import training_peak
+from gptworks.planning.objectives import other_models_bytes, teacher_config
+from gptworks.planning.setting import Setting
+from gptworks.planning.trained import trained
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a recipe cannot run on so many devices."""
+
+    rule: str
+    """What is asked for, and the rule that it breaks."""
+    fix: str
+    """What to change."""
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.fix}"
+
+
+def arrange(recipe: Recipe, n_ranks: int, device: Device) -> Layout | Refusal:
+    """How the recipe's model and batches lie on `n_ranks` such devices, as `train.parallel` says.
+
+    With `strategy: auto` the model is whole on each device if a step then fits, else in shares. Whether a step fits in
+    the layout returned is for `training_peak` of its `rank_setting` to say.
+
+    Raises:
+        UserError: the recipe of a teacher cannot be read.
+    """
+    if recipe.train.precision == "fp16" and device.kind != "cuda":
+        return Refusal(f"precision fp16 needs a CUDA device and this is {device.kind}", "use auto, bf16 or fp32.")
+    precision = planned_precision(recipe.train.precision, device)
+    if (refused := refusal(recipe, n_ranks, precision)) is not None:
+        return refused
+    settings, tensor = recipe.train.parallel, recipe.train.parallel.tensor_parallel
+    whole = Layout("none", n_ranks // tensor, tensor)
+    if settings.strategy == "ddp" or whole.data_parallel == 1:
+        return whole
+    sharding, gathers = "fsdp" if settings.reshard_after_forward else "zero2", "bf16" if precision == "bf16" else "fp32"
+    sharded = replace(whole, sharding=sharding, gathers=gathers)
+    if settings.strategy == "fsdp":
+        return sharded
+    if _not_in_shares(recipe, precision, "") is not None:
+        return whole
+    peak = training_peak(device_setting(recipe, device, whole))
+    return whole if peak.total_bytes <= device.memory_bytes else sharded
+
+
+def layout_of(recipe: Recipe, n_ranks: int, device: Device) -> Layout:
+    """`arrange`, where a refusal is an error.
+
+    Raises:
+        UserError: the refusal.
+    """
+    arranged = arrange(recipe, n_ranks, device)
+    if isinstance(arranged, Refusal):
+        raise UserError(str(arranged))
+    return arranged
+
+
+def refusal(recipe: Recipe, n_ranks: int, precision: str = "auto") -> Refusal | None:
+    """The first rule that the recipe breaks on `n_ranks` devices of any size; None: it can be arranged.
+
+    Args:
+        precision: fp32, bf16 or fp16; auto where it is not known yet, which breaks no rule.
+    """
+    model, train, tensor = recipe.model, recipe.train, recipe.train.parallel.tensor_parallel
+    if n_ranks % tensor:
+        return Refusal(
+            f"{n_ranks} ranks are not a multiple of train.parallel.tensor_parallel={tensor}",
+            f"start a multiple of {tensor} processes with torchrun or `gptworks launch`, or set tensor_parallel to a "
+            f"divisor of {n_ranks}.",
+        )
+    n_data = n_ranks // tensor
+    if (refused := _batch_refusal(recipe, n_data)) is not None:
+        return refused
+    if tensor > 1:
+        refused = _tensor_refusal(model, tensor) or _not_in_shares(recipe, precision, f"tensor_parallel={tensor}")
+        if refused is None and recipe.adapter is not None:
+            rule = f"train.parallel.tensor_parallel={tensor} with an adapter, whose A and B are not divided"
+            return Refusal(rule, "set tensor_parallel=1.")
+        return refused
+    if n_ranks > 1 and train.parallel.strategy == "fsdp":
+        return _not_in_shares(recipe, precision, "strategy=fsdp")
+    return None
+
+
+def _batch_refusal(recipe: Recipe, n_data: int) -> Refusal | None:
+    """Whether each data-parallel rank has the same number of whole micro-batches."""
+    train, objective = recipe.train, recipe.objective
+    tensor = train.parallel.tensor_parallel
+    micro = train.rank_micro_batch_size(n_data)
+    what = f"{n_data} ranks" if tensor == 1 else f"{n_data} groups of {tensor} ranks"
+    if train.batch_size % (n_data * micro):
+        return Refusal(
+            f"train.batch_size={train.batch_size} is not a multiple of {what} × micro_batch_size={micro}",
+            f"each has the same number of micro-batches. Change batch_size to a multiple of {n_data * micro}, or "
+            f"micro_batch_size.",
+        )
+    for until, size in train.smaller_batches:
+        if size % (n_data * micro):
+            return Refusal(
+                f"train.smaller_batches has {size} up to step {until}, which is not a multiple of {what} × "
+                f"micro_batch_size={micro}",
+                f"each has the same number of micro-batches. Change it to a multiple of {n_data * micro}, or "
+                f"micro_batch_size.",
+            )
+    if micro % objective.micro_batch_multiple:
+        least = n_data * objective.micro_batch_multiple
+        return Refusal(
+            f"train.batch_size={train.batch_size} gives each of {what} micro-batches of {micro} answers, and the "
+            f"objective.group_size={objective.micro_batch_multiple} answers to a prompt are judged together",
+            f"change batch_size to a multiple of {least}, or take fewer ranks.",
+        )
+    return None
+
+
+def _tensor_refusal(model: ModelConfig, tensor: int) -> Refusal | None:
+    for name in ("n_heads", "n_kv_heads", "d_ff"):
+        if getattr(model, name) % tensor:
+            return Refusal(
+                f"model.{name}={getattr(model, name)} is not a multiple of train.parallel.tensor_parallel={tensor}",
+                "each rank has the same share. Choose a tensor_parallel that divides n_heads, n_kv_heads and d_ff.",
+            )
+    if model.n_experts:
+        return Refusal(
+            f"train.parallel.tensor_parallel={tensor} does not divide experts (model.n_experts={model.n_experts})",
+            "use strategy=fsdp and tensor_parallel=1.",
+        )
+    if model.n_future_tokens > 1:
+        return Refusal(
+            f"train.parallel.tensor_parallel={tensor} does not divide the heads of model.n_future_tokens="
+            f"{model.n_future_tokens}",
+            "use strategy=fsdp and tensor_parallel=1.",
+        )
+    if model.laboratory:
+        return Refusal(
+            f"train.parallel.tensor_parallel={tensor} does not divide model.{model.laboratory[0]}",
+            "use strategy=fsdp and tensor_parallel=1.",
+        )
+    if model.qk_norm == "whole":
+        return Refusal(
+            f"train.parallel.tensor_parallel={tensor} divides the heads, and model.qk_norm=whole normalizes them "
+            f"together",
+            "use strategy=fsdp and tensor_parallel=1.",
+        )
+    if model.dropout_attention:
+        return Refusal(
+            f"train.parallel.tensor_parallel={tensor} would drop the same attention weights in each rank's heads "
+            f"(model.dropout_attention={model.dropout_attention:g})",
+            "set dropout_attention to 0.",
+        )
+    return None
+
+
+def _not_in_shares(recipe: Recipe, precision: str, setting: str) -> Refusal | None:
+    """Why the recipe's tensors cannot be divided among ranks."""
+    if recipe.model.repeats_layers:
+        return Refusal(
+            f"model.layer_repeats runs blocks several times and train.parallel.{setting} gathers each for one run",
+            "use strategy=ddp and tensor_parallel=1.",
+        )
+    if recipe.train.optimizer != "adamw":
+        return Refusal(
+            f"train.optimizer={recipe.train.optimizer} works on whole matrices and train.parallel.{setting} divides "
+            f"them",
+            "use strategy=ddp with tensor_parallel=1, or optimizer=adamw.",
+        )
+    if precision == "fp16":
+        return Refusal(
+            f"precision fp16 scales the loss by what each rank sees of the gradients, and train.parallel.{setting} "
+            f"divides them",
+            "use bf16 or fp32.",
+        )
+    for name, value, kept, fix in (
+        ("adapter.base", recipe.adapter.base if recipe.adapter else "full", "packed matrices", "full"),
+        ("train.optimizer_state", recipe.train.optimizer_state, "moments in blocks of 256", "fp32"),
+    ):
+        if value != fix:
+            return Refusal(
+                f"{name}={value} keeps {kept} whole on each device and train.parallel.{setting} divides them",
+                f"use strategy=ddp and tensor_parallel=1, or {name}={fix}.",
+            )
+    if recipe.train.untie_after_steps:
+        return Refusal(
+            f"train.untie_after_steps={recipe.train.untie_after_steps} gives the head no gradient at first, and "
+            f"train.parallel.{setting} divides gradients of all weights",
+            "use strategy=ddp and tensor_parallel=1.",
+        )
+    if recipe.objective.rollouts:
+        return Refusal(
+            f"objective.type={recipe.objective.type} samples with whole weights and train.parallel.{setting} divides "
+            f"them",
+            "use strategy=ddp and tensor_parallel=1.",
+        )
+    return None
+
+
+def planned_precision(name: str, device: Device) -> str:
+    """The precision called `name` on a device, as `gptworks.device.choose_precision` takes it."""
+    if name != "auto":
+        return name
+    return "bf16" if device.has_bf16 else "fp16" if device.kind == "cuda" else "fp32"
+
+
+def device_setting(recipe: Recipe, device: Device, layout: Layout) -> Setting:
+    """`rank_setting` in the precision that the recipe has on such a device."""
+    return rank_setting(recipe, planned_precision(recipe.train.precision, device), device.on_cpu, layout)
+
+
+def rank_setting(recipe: Recipe, precision: str, on_cpu: bool, layout: Layout = ONE_DEVICE) -> Setting:
+    """The step of one of the layout's devices, checkpoints included; the least that it may be where the vocabulary is
+    not known yet.
+
+    Raises:
+        UserError: a teacher's recipe cannot be read.
+    """
+    model, train, objective = recipe.model, recipe.train, recipe.objective
+    if not model.vocab_size:
+        model = model.model_copy(update={"vocab_size": 1})
+        recipe = recipe.model_copy(update={"model": model})
+    micro = train.rank_micro_batch_size(layout.data_parallel)
+    return replace(
+        Setting.of(model, train, precision, on_cpu, trained(model, recipe.adapter, recipe.freeze)),
+        micro_batch_size=micro,
+        accumulates=micro < train.batch_size // layout.data_parallel,
+        saves=True,
+        starts_from=recipe.initialize_from is not None,
+        layout=layout,
+        objective=objective,
+        several_texts=bool(recipe.data.conversations) and objective.several_texts,
+        other_models_bytes=other_models_bytes(recipe),
+        teacher_width=teacher.d_model if (teacher := teacher_config(recipe)) is not None else 0,
+    )

@@ -1,0 +1,71 @@
+"""The recipe that `plan` assumes for a preset."""
+
+from collections.abc import Sequence
+from math import ceil
+from typing import Any
+
+from gptworks.config import ENDS, Recipe
+from gptworks.planning.arrange import Refusal, arrange, device_setting
+from gptworks.planning.devices import Device
+from gptworks.planning.fit import divisors
+from gptworks.planning.memory import training_peak
+from gptworks.planning.params import count_parameters
+from gptworks.recipe import apply_overrides, parse_model, parse_recipe
+
+COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER = 20
+"""Hoffmann et al. (2022), table 3: about 20 tokens for each parameter at every size."""
+
+DEFAULT_BATCH_TOKENS = 2**19
+"""Tokens of a step where no recipe says: GPT-3's smaller sizes took 0.5M (Brown et al., 2020, table 2.1)."""
+
+ASSUMED_STEPS = f"{COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER} tokens a parameter, as no length is given"
+
+_UNSET_STEPS = 10**9
+"""Stands for the steps of a preset until its batch is known: more than any warmup, and as many as a recipe may have."""
+
+
+def preset_recipe(name: str, overrides: Sequence[str], device: Device, n_ranks: int = 1) -> tuple[Recipe, str | None]:
+    """How a preset is taken to be trained on `n_ranks` devices where `overrides` do not say.
+
+    AdamW, compute-optimal tokens, half a million of them a step (or a sequence for each rank, where that is more), in
+    the largest micro-batches that fit.
+
+    Returns:
+        The recipe, and why it has so many steps where no override gives its length.
+    """
+    tree: dict[str, Any] = apply_overrides({"model": {"preset": name}}, overrides)
+    model, given = parse_model(tree["model"], name), tree.pop("train", {})
+    anything = {"tokenizer": {"type": "char"}, "data": {"sources": [{"type": "python-stdlib"}]}}
+    train, has_end = given, True
+    if isinstance(given, dict):
+        tensor = given["parallel"].get("tensor_parallel", 1) if isinstance(given.get("parallel"), dict) else 1
+        n_data = max(1, n_ranks // tensor) if isinstance(tensor, int) and tensor > 0 else 1
+        batch_size = max(1, DEFAULT_BATCH_TOKENS // model.context_length // n_data) * n_data
+        has_end = not ENDS.isdisjoint(given)
+        length = {} if has_end else {"max_steps": _UNSET_STEPS}
+        train = {"optimizer": "adamw", "batch_size": batch_size, **length, **given}
+    recipe = parse_recipe({"name": name, **anything, **tree, "train": train}, name)
+    reason = None
+    if not has_end:
+        tokens = COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER * count_parameters(model).total
+        recipe = _with(recipe, max_steps=recipe.train.steps_with(ceil(tokens / model.context_length)))
+        reason = ASSUMED_STEPS
+    if "micro_batch_size" in recipe.train.model_fields_set:
+        return recipe, reason
+    return _with(recipe, micro_batch_size=_largest_that_fits(recipe, device, n_ranks)), reason
+
+
+def _largest_that_fits(recipe: Recipe, device: Device, n_ranks: int) -> int:
+    """The largest micro-batch of a rank that fits; 1 where none does, and all where the recipe cannot be arranged."""
+    layout = arrange(_with(recipe, micro_batch_size=1), n_ranks, device)
+    if isinstance(layout, Refusal):
+        return recipe.train.micro_batch_size
+    for size in divisors(recipe.train.common_batch_size // layout.data_parallel):
+        setting = device_setting(_with(recipe, micro_batch_size=size), device, layout)
+        if training_peak(setting).total_bytes <= device.memory_bytes:
+            return size
+    return 1
+
+
+def _with(recipe: Recipe, **train: int) -> Recipe:
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update=train)})

@@ -1,0 +1,210 @@
+"""What devices hold and how fast they multiply, from vendors' datasheets; and what this machine is, without torch.
+
+Rates are dense: without the structured sparsity that doubles printed ones, and accumulating in float32. Memory is the
+printed number of gigabytes, 10⁹ bytes each; a GPU has up to 7% more, which its driver's context takes.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gptworks.errors import UserError, nearest
+from gptworks.machine import NATIVE_BF16, available_memory_bytes, cpu_flags, cpu_name
+
+UTILIZATION = 0.4
+"""Share of a device's rate that training is assumed to reach by default. PaLM's 46% was among the highest
+published (Chowdhery et al., 2022); small models on one device reach less."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device. Rates are FLOP/s and bytes/s; None where the vendor prints none."""
+
+    name: str
+    kind: str
+    """cpu, cuda (AMD's too, as torch calls it) or mps."""
+    memory_bytes: int
+    half_flops: float | None
+    """bf16, or fp16 where there is no bf16."""
+    float_flops: float | None
+    """float32, without TF32."""
+    bandwidth: float | None
+    source: str
+    has_bf16: bool = True
+    intra_node: float = 32e9
+    """Bytes/s that a device sends to another of its node, while it receives as many."""
+    inter_node: float = 12.5e9
+    """Bytes/s that a device's network card sends to other nodes: a node's cards over its devices."""
+    per_node: int = 8
+    """Devices of a node."""
+    host_bytes: int | None = None
+    """Memory of a node's host; None: not known, and not judged."""
+    network_source: str = "assumed: PCIe 4.0 ×16, 100 Gb/s Ethernet for each device"
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.kind == "cpu"
+
+    def flops(self, precision: str) -> float | None:
+        """Rate of matrix products in fp32, bf16 or fp16."""
+        return self.float_flops if precision == "fp32" else self.half_flops
+
+
+@dataclass(frozen=True)
+class _Node:
+    """What devices are built into: GB/s in one direction within the node and of each device's network card, devices,
+    GB of host memory."""
+
+    intra: float
+    inter: float
+    per_node: int
+    host: int
+    source: str
+
+
+_DGX_V100 = _Node(150, 6.25, 8, 512, "DGX-1: NVLink 2, 4 × 100 Gb/s for 8 GPUs, 512 GB of host memory")
+_DGX_A100 = _Node(300, 25, 8, 1000, "DGX A100: NVLink 3, 200 Gb/s HDR each, 1 TB of host memory")
+_DGX_A100_80 = _Node(300, 25, 8, 2000, "DGX A100: NVLink 3, 200 Gb/s HDR each, 2 TB of host memory")
+_DGX_H100 = _Node(450, 50, 8, 2000, "DGX H100: NVLink 4, 400 Gb/s NDR each, 2 TB of host memory")
+_DGX_B200 = _Node(900, 50, 8, 2000, "DGX B200: NVLink 5, 400 Gb/s each, 2 TB of host memory")
+_MI300X = _Node(448, 50, 8, 2000, "MI300X platform: Infinity Fabric; 400 Gb/s each and 2 TB of host memory assumed")
+_FRONTIER = _Node(200, 25, 4, 512, "Frontier: Infinity Fabric, 4 × 200 Gb/s, 512 GB of host memory")
+_PCIE5 = _Node(64, 25, 8, 1000, "PCIe 5.0 ×16; 200 Gb/s each and 1 TB of host memory assumed")
+_SERVER = _Node(32, 3.125, 4, 192, "PCIe 4.0 ×16; 4 to a node with 100 Gb/s and 192 GB of host memory assumed")
+_OLD_SERVER = _Node(16, 3.125, 4, 192, "PCIe 3.0 ×16; 4 to a node with 100 Gb/s and 192 GB of host memory assumed")
+_DESKTOP = _Node(32, 0.625, 2, 64, "PCIe 4.0 ×16; 2 to a node with 10 Gb/s and 64 GB of host memory assumed")
+_NEW_DESKTOP = _Node(64, 0.625, 2, 64, "PCIe 5.0 ×16; 2 to a node with 10 Gb/s and 64 GB of host memory assumed")
+"""Vendors print NVLink's and PCIe's rates for both directions together; these are of one."""
+
+
+def _gpu(
+    name: str,
+    gigabytes: int,
+    half: float,
+    single: float,
+    bandwidth: float,
+    source: str,
+    node: _Node,
+    has_bf16: bool = True,
+) -> Device:
+    """A row of the table: GB, TFLOP/s, TFLOP/s, GB/s."""
+    return Device(
+        name, "cuda", gigabytes * 10**9, half * 1e12, single * 1e12, bandwidth * 1e9, source, has_bf16,
+        node.intra * 1e9, node.inter * 1e9, node.per_node, node.host * 10**9, node.source,
+    )  # fmt: skip
+
+
+def _apple(name: str, gigabytes: int, single: float, bandwidth: float) -> Device:
+    """Apple prints float32 rates alone; memory is that of the largest model, shared with the CPU."""
+    rate = single * 1e12
+    return Device(name, "mps", gigabytes * 10**9, rate, rate, bandwidth * 1e9, "Apple, press release", has_bf16=False)
+
+
+DEVICES: dict[str, Device] = {
+    "a100-40gb": _gpu("NVIDIA A100 40GB", 40, 312, 19.5, 1555, "NVIDIA A100 datasheet", _DGX_A100),
+    "a100-80gb": _gpu("NVIDIA A100 80GB SXM", 80, 312, 19.5, 2039, "NVIDIA A100 datasheet", _DGX_A100_80),
+    "h100-sxm": _gpu("NVIDIA H100 SXM", 80, 989, 67, 3350, "NVIDIA H100 datasheet", _DGX_H100),
+    "h100-pcie": _gpu("NVIDIA H100 PCIe", 80, 756, 51, 2000, "NVIDIA H100 datasheet", _PCIE5),
+    "h200": _gpu("NVIDIA H200 SXM", 141, 989, 67, 4800, "NVIDIA H200 datasheet", _DGX_H100),
+    "b200": _gpu("NVIDIA B200, HGX", 180, 2250, 75, 7700, "NVIDIA HGX B200 datasheet", _DGX_B200),
+    "l4": _gpu("NVIDIA L4", 24, 121, 30.3, 300, "NVIDIA L4 datasheet", _SERVER),
+    "l40s": _gpu("NVIDIA L40S", 48, 362, 91.6, 864, "NVIDIA L40S datasheet", _SERVER),
+    "a10": _gpu("NVIDIA A10", 24, 125, 31.2, 600, "NVIDIA A10 datasheet", _SERVER),
+    "t4": _gpu("NVIDIA T4", 16, 65, 8.1, 300, "NVIDIA T4 datasheet", _OLD_SERVER, has_bf16=False),
+    "v100-16gb": _gpu("NVIDIA V100 16GB SXM2", 16, 125, 15.7, 900, "NVIDIA V100 datasheet", _DGX_V100, has_bf16=False),
+    "v100-32gb": _gpu("NVIDIA V100 32GB SXM2", 32, 125, 15.7, 900, "NVIDIA V100 datasheet", _DGX_V100, has_bf16=False),
+    "rtx-3090": _gpu("NVIDIA GeForce RTX 3090", 24, 71, 35.6, 936, "NVIDIA GA102 whitepaper", _DESKTOP),
+    "rtx-4090": _gpu("NVIDIA GeForce RTX 4090", 24, 165.2, 82.6, 1008, "NVIDIA Ada whitepaper", _DESKTOP),
+    "rtx-5090": _gpu(
+        "NVIDIA GeForce RTX 5090", 32, 209.5, 104.8, 1792, "NVIDIA RTX Blackwell whitepaper", _NEW_DESKTOP
+    ),
+    "mi250x": _gpu("AMD Instinct MI250X", 128, 383, 47.9, 3277, "AMD MI250X data sheet", _FRONTIER),
+    "mi300x": _gpu("AMD Instinct MI300X", 192, 1307, 163.4, 5300, "AMD MI300X data sheet", _MI300X),
+    "m1": _apple("Apple M1", 16, 2.6, 68),
+    "m1-pro": _apple("Apple M1 Pro", 32, 5.2, 200),
+    "m1-max": _apple("Apple M1 Max", 64, 10.4, 400),
+    "m1-ultra": _apple("Apple M1 Ultra", 128, 21, 800),
+    "m2": _apple("Apple M2", 24, 3.6, 100),
+    "m2-ultra": _apple("Apple M2 Ultra", 192, 27.2, 800),
+}
+"""Every known device by the name that `--device` takes."""
+
+ALIASES = {"a100": "a100-80gb", "h100": "h100-sxm", "v100": "v100-16gb"}
+
+
+def find_device(name: str) -> Device:
+    """The device called `name`, spelled loosely: h100, H100-SXM, rtx 4090.
+
+    Raises:
+        UserError: no device has this name; the nearest one is suggested.
+    """
+    key = re.sub(r"[\s_]+", "-", name.strip().lower()).removeprefix("nvidia-")
+    key = ALIASES.get(key, key)
+    if key in DEVICES:
+        return DEVICES[key]
+    squeezed = {known.replace("-", ""): known for known in (*DEVICES, *ALIASES)}
+    if key.replace("-", "") in squeezed:
+        return find_device(squeezed[key.replace("-", "")])
+    near = nearest(key, (*DEVICES, *ALIASES, "this"))
+    raise UserError(
+        f"no device is called `{name}`"
+        + (f"; did you mean `{near}`?" if near else ".")
+        + f" Known: this, {', '.join(DEVICES)}; or give --memory-gib, --flops and --bandwidth."
+    )
+
+
+def with_node(
+    device: Device,
+    n_ranks: int,
+    intra_node_gb_s: float | None = None,
+    inter_node_gb_s: float | None = None,
+    gpus_per_node: int | None = None,
+    host_memory_gib: float | None = None,
+) -> Device:
+    """The device in a node of these figures where they are given. Ranks on a CPU share one machine where nothing else
+    is said, and so its memory."""
+    given = {
+        "intra_node": None if intra_node_gb_s is None else intra_node_gb_s * 1e9,
+        "inter_node": None if inter_node_gb_s is None else inter_node_gb_s * 1e9,
+        "per_node": gpus_per_node or (n_ranks if device.kind != "cuda" else None),
+        "host_bytes": None if host_memory_gib is None else round(host_memory_gib * 2**30),
+    }
+    if device.on_cpu:  # as `gptworks.training.rehearsal.preflight` divides it
+        given["memory_bytes"] = device.memory_bytes // min(gpus_per_node or n_ranks, n_ranks)
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if intra_node_gb_s or inter_node_gb_s or gpus_per_node or host_memory_gib:
+        every = None not in (intra_node_gb_s, inter_node_gb_s, gpus_per_node, host_memory_gib)
+        changes["network_source"] = "given" if every else f"some given; {device.network_source}"
+    return replace(device, **changes)
+
+
+def custom_device(memory_gib: float, flops: float | None, bandwidth: float | None) -> Device:
+    """A device described by its figures: FLOP/s in the precision trained in, bytes/s."""
+    return Device("custom", "cuda", round(memory_gib * 2**30), flops, flops, bandwidth, "given")
+
+
+def check_figures(**figures: float | None) -> None:
+    """Refuse figures of a device that are not above 0, and a utilization above 1."""
+    for name, figure in figures.items():
+        option = f"--{name.replace('_', '-')}"
+        if figure is not None and not figure > 0:
+            raise UserError(f"{option} {figure:g} is not above 0.")
+        if name == "utilization" and figure is not None and figure > 1:
+            raise UserError(f"{option} {figure:g} is above 1: it is a share of the device's rate, such as 0.4.")
+
+
+# --------------------------------------------------------------------------------------------- this machine
+
+
+LOOPBACK: dict[str, Any] = {
+    "intra_node": 1.5e9, "inter_node": 0.125e9, "network_source": "assumed: gloo over loopback, 1 Gb/s Ethernet",
+}  # fmt: skip
+"""Of ranks on CPUs."""
+
+
+def this_cpu() -> Device:
+    """This machine's processor with the memory that is free for a run; its rates are unknown until measured."""
+    return Device(
+        cpu_name() or "this machine", "cpu", available_memory_bytes(), None, None, None,
+        "this machine", has_bf16=bool(cpu_flags() & NATIVE_BF16), **LOOPBACK,
+    )  # fmt: skip

@@ -1,0 +1,111 @@
+"""How a model and its batches lie on devices, and how large the pieces are that ranks hold, gather and reduce."""
+
+from dataclasses import dataclass
+from math import prod
+
+from gptworks.choices import Sharding
+from gptworks.config import ModelConfig
+from gptworks.planning.params import ParameterCount
+from gptworks.planning.trained import Trained
+
+BUCKET_BYTES = 32 * 2**20
+"""Gradients that are whole on each rank are added up in buckets of about this size: fewer messages, little memory."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model and its batches lie on devices."""
+
+    sharding: str = "none"
+    """none: all on each device (DDP where there are several); fsdp: weights, gradients and optimizer state in equal
+    shares, each block gathered as it is used (Zhao et al., 2023); zero2: the same, but a block that was gathered in the
+    forward pass stays so until its backward pass."""
+    data_parallel: int = 1
+    """Ranks that see different sequences."""
+    tensor_parallel: int = 1
+    """Ranks that share each matrix: heads and inner width (Shoeybi et al., 2019)."""
+    gathers: str = "fp32"
+    """Where weights are in shares: the precision in which the matrices of a block are gathered, fp32 or bf16. The
+    shares, all that is outside the blocks, vectors and routers are float32 in any case."""
+
+    @property
+    def world_size(self) -> int:
+        return self.data_parallel * self.tensor_parallel
+
+    @property
+    def sums_in_backward(self) -> bool:
+        """Whether whole gradients are added up over ranks while the backward pass goes on; tensor-parallel ranks have
+        to agree on theirs first."""
+        return self.data_parallel > 1 and self.tensor_parallel == 1 and self.sharding == "none"
+
+
+ONE_DEVICE = Layout()
+
+
+def parallel_overrides(sharding: Sharding | None, tensor_parallel: int | None) -> list[str]:
+    """What `--sharding` and `--tensor-parallel` set of a recipe."""
+    strategies = {
+        "auto": ["train.parallel.strategy=auto"],
+        "none": ["train.parallel.strategy=ddp"],
+        "zero2": ["train.parallel.strategy=fsdp", "train.parallel.reshard_after_forward=false"],
+        "fsdp": ["train.parallel.strategy=fsdp", "train.parallel.reshard_after_forward=true"],
+    }
+    split = [] if tensor_parallel is None else [f"train.parallel.tensor_parallel={tensor_parallel}"]
+    return [*(strategies[sharding] if sharding is not None else []), *split]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Elements of the groups that are gathered and reduced at once, on one tensor-parallel rank."""
+
+    block: int
+    """Matrices of a block, an adapter's among them."""
+    outside: int
+    """All that is outside the blocks."""
+    whole: int
+    """Vectors and routers of all blocks, which are not in shares."""
+    trained_block: int
+    trained_outside: int
+    trained_whole: int
+    """Those of them that are trained; of frozen parts as many as are trained of the whole model."""
+    largest: int
+    """Of the largest tensor."""
+
+
+def shards_of(parameters: ParameterCount, model: ModelConfig, trained: Trained) -> Shards:
+    """The groups of `gptworks.training.distributed.parallel.ManyDevices.place`."""
+    groups = parameters.groups.values()
+    in_blocks = sum(group.total for group in groups if group.in_block)
+    whole = sum(
+        group.repeats * prod(shape)
+        for group in groups
+        for shape in group.tensors.values()
+        if group.in_block and (len(shape) < 2 or group.name == "router")
+    )
+    outside, block = parameters.total - in_blocks, (in_blocks - whole) // model.n_layers
+    added = trained.added // model.n_layers
+    trained_outside = outside if trained.embedding or trained.head else 0
+    of_blocks = max(0, trained.parameters - trained.added - trained_outside) / max(in_blocks, 1)
+    return Shards(
+        block=block + added,
+        outside=outside,
+        whole=whole,
+        trained_block=round(of_blocks * block) + added,
+        trained_outside=trained_outside,
+        trained_whole=round(of_blocks * whole),
+        largest=max(prod(shape) for group in groups for shape in group.tensors.values()),
+    )
+
+
+def rank_config(config: ModelConfig, tensor_parallel: int) -> ModelConfig:
+    """The model that one tensor-parallel rank holds: its share of heads and inner width, and all of the vocabulary."""
+    if tensor_parallel == 1:
+        return config
+    return config.model_copy(
+        update={
+            "n_heads": config.n_heads // tensor_parallel,
+            "n_kv_heads": max(1, config.n_kv_heads // tensor_parallel),
+            "d_ff": -(-config.d_ff // tensor_parallel),
+            "d_ff_shared": -(-config.d_ff_shared // tensor_parallel),
+        }
+    )

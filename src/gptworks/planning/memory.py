@@ -1,0 +1,464 @@
+"""Memory of a training step and of inference, by part, from the configuration alone.
+
+A step's peak is the most that stands at once on its timeline: model, optimizer and tokens throughout; what each block
+saves, piling up through the forward pass; the loss's buffers; then backwards, each operation's own needs while what was
+saved goes and gradients come; the optimizer last. `gptworks.planning.stages` says what each operation saves.
+
+Not in these figures: the process itself (Python and torch: about 400 MB on a CPU, the CUDA context on a GPU), what
+kernels take inside themselves, and what an allocator keeps between blocks of different sizes.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from gptworks.config import computes_again
+from gptworks.planning.frozen import as_first, as_trained
+from gptworks.planning.host import building_bytes, checkpoint_copy_bytes, placed_bytes, starting_bytes
+from gptworks.planning.inference import kv_cache_bytes
+from gptworks.planning.laboratory import carried_gradients, future_stages, kept_beside, smear_stage, value_table
+from gptworks.planning.layout import BUCKET_BYTES, rank_config, shards_of
+from gptworks.planning.loss import loss_chunk_bytes, scoring_bytes
+from gptworks.planning.params import count_parameters
+from gptworks.planning.setting import Setting
+from gptworks.planning.shapes import ATTENTION, COPIES, RESIDUAL, Shapes, Stage
+from gptworks.planning.stages import (
+    bias_bytes,
+    bigram_stage,
+    block_stages,
+    embedding_stage,
+    is_blocked,
+    norm_stage,
+    passing_bytes,
+    rotary_tables_bytes,
+)
+from gptworks.planning.state import held_weights_bytes, optimizer_scratch_bytes, trained_state_bytes
+from gptworks.planning.trained import everything
+
+WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER = "weights", "weights_average", "gradients", "optimizer_state"
+LOSS, TEMPORARY, COMMUNICATION, TOKENS = "logits_and_loss", "temporary", "communication", "tokens"
+CACHE, ANSWERS_AT_ONCE = "keys_and_values_of_answers", 32
+CHECKPOINT, OTHER_MODELS, STARTING = "checkpoint_being_written", "other_models", "starting_weights"
+"""Parts beside the kinds of saved tensors in `gptworks.planning.stages`; ANSWERS_AT_ONCE is MOST_SLOTS of
+`gptworks.infer.room`, which importing would import torch."""
+
+UNPACKED_ON_CPU, UNPACKED_ELSEWHERE = 2**18, 2**22
+"""CPU_AT_ONCE and AT_ONCE of `gptworks.quantize.formats`, which importing would import torch."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment at which most memory is held."""
+
+    moment: str
+    parts: dict[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+def training_peak(setting: Setting) -> Peak:
+    """The most that one device holds during a training step after the first; on a CPU, of a whole run, rank 0's."""
+    lengths = (setting.model.context_length, *setting.shorter_lengths)
+    moments = [_Step(setting, length).run() for length in lengths]
+    if setting.on_cpu and setting.saves:
+        moments += _beginning(setting)
+    if setting.objective.rollouts and setting.saves:
+        moments.append(_Step(setting, setting.model.context_length).answering())
+    return max(moments, key=lambda peak: peak.total_bytes)
+
+
+def _beginning(setting: Setting) -> list[Peak]:
+    """What a CPU holds before the first step: the model as it is made whole on each rank, and the weights that it
+    starts from; see `gptworks.planning.host`."""
+    moments = [Peak("building the model", {WEIGHTS: building_bytes(setting)})]
+    if setting.starts_from:
+        parts = {WEIGHTS: placed_bytes(setting), STARTING: starting_bytes(setting)}
+        moments.append(Peak("starting weights", parts))
+    return moments
+
+
+class _Step:
+    """The timeline of one micro-batch and the optimizer's step that follows: what is held, and the most at once."""
+
+    def __init__(self, setting: Setting, length: int) -> None:
+        self.setting, self.layout = setting, setting.layout
+        self.model = rank_config(setting.model, self.layout.tensor_parallel)
+        self.parameters = count_parameters(self.model)
+        self.trained = setting.trained or everything(self.parameters)
+        self.shards = shards_of(self.parameters, self.model, self.trained)
+        self.sharded = self.layout.sharding != "none" and self.layout.data_parallel > 1
+        n_rows = setting.micro_batch_size * setting.objective.rows_per_sample * (self.model.context_length // length)
+        self.shapes = Shapes(
+            config=self.model,
+            batch_size=n_rows,
+            length=length,
+            product_bytes=4 if setting.precision == "fp32" else 2,
+            on_cpu=setting.on_cpu,
+            several_texts=setting.several_texts,
+        )
+        self.uses = self.model.layer_uses  # the block that each step of the forward pass runs
+        self.layers = range(self.trained.n_still, len(self.uses))  # steps with a backward pass
+        self.element_bytes = 2 if self.layout.gathers == "bf16" else 4  # of a block's matrices, gathered
+        self.gathered_bytes = self.element_bytes * self.shards.block if self.sharded else 0
+        self.no_copies = self.sharded and self.element_bytes == self.shapes.product_bytes  # what is gathered is used
+        self.reducing_bytes = 0  # of the input of a reduction that may still be under way
+        self.bucket_bytes = 0  # of gradients that wait to be sent to the other ranks
+        self.block_gradients_bytes = 0  # of a block's matrices, whole, before they are reduced
+        self.packed = self.trained.base != "full"
+        no_copies = self.no_copies or self.packed
+        modules = self.trained.modules or (None,) * self.model.n_layers
+        self.kinds = [(self.model.layer_kind(layer), modules[layer]) for layer in range(self.model.n_layers)]
+        self.blocks = {
+            kind: [
+                as_trained(stage, self.trained, self.shapes, layer, no_copies)
+                for stage in block_stages(self.shapes, layer)
+            ]
+            for kind, layer in {kind: layer for layer, kind in enumerate(self.kinds)}.items()
+        }
+        self.final_norm = norm_stage(self.shapes, "final norm")
+        self.future = future_stages(self.shapes, setting.n_future)
+        self.held: Counter[str] = Counter()  # by part
+        self.total_bytes = 0
+        self.peak = Peak("start", {})
+        self.peak_bytes = 0
+
+    def hold(self, part: str, n_bytes: int) -> None:
+        """Take memory; a negative number gives it back."""
+        self.held[part] += n_bytes
+        self.total_bytes += n_bytes
+
+    def hold_saved(self, stage: Stage, sign: int = 1) -> None:
+        """Take what an operation saves, or give it back with `sign` -1."""
+        for part, n_bytes in stage.saved.items():
+            self.hold(part, sign * n_bytes)
+
+    def mark(self, moment: str, momentary: int = 0, part: str = TEMPORARY) -> None:
+        """Compare this moment, at which so many more bytes are held for an instant, with the peak so far."""
+        if self.total_bytes + momentary > self.peak_bytes:
+            self.peak_bytes = self.total_bytes + momentary
+            parts = self.held + Counter({part: momentary})
+            self.peak = Peak(moment, {name: n_bytes for name, n_bytes in parts.items() if n_bytes})
+
+    def run(self) -> Peak:
+        self._start()
+        self._forward()
+        self._loss()
+        self._backward()
+        s = self.setting
+        n_shares = self.layout.data_parallel if self.sharded else 1
+        scratch = optimizer_scratch_bytes(
+            self.parameters, s.optimizer, s.optimizer_state, self.trained, s.on_cpu, s.decays_cautiously, n_shares
+        )
+        self.mark("optimizer", scratch)
+        return self.peak
+
+    def answering(self) -> Peak:
+        """Between steps, when an engine writes answers: at most as many at once as it has slots for, as long as the
+        context."""
+        self._start()
+        self.hold(GRADIENTS, -self.held[GRADIENTS])
+        self.hold(CACHE, ANSWERS_AT_ONCE * kv_cache_bytes(self.model, bytes_per_value=self.shapes.product_bytes))
+        self.mark("answers generated")
+        return self.peak
+
+    def _start(self) -> None:
+        weights = self._shared(held_weights_bytes(self.parameters, self.trained), 4 * self.shards.whole)
+        s = self.setting
+        state = trained_state_bytes(self.parameters, s.optimizer, self.trained, s.optimizer_state)
+        state = self._shared(state, 8 * self.shards.trained_whole)
+        gradients = self._shared(4 * self.trained.parameters, 4 * self.shards.trained_whole)
+        average = gradients if self.setting.averages else 0
+        self.hold(WEIGHTS, weights)
+        self.hold(OTHER_MODELS, self.setting.other_models_bytes)
+        self.hold(OPTIMIZER, state)
+        self.hold(AVERAGE, average)
+        if self.setting.saves and self.setting.on_cpu:
+            self.hold(CHECKPOINT, checkpoint_copy_bytes(self.setting))  # rank 0's, whole
+        self.hold(TOKENS, (3 if self.setting.several_texts else 2) * 8 * self.shapes.n_tokens)
+        self.hold(ATTENTION, rotary_tables_bytes(replace(self.shapes, length=self.model.context_length)))
+        if self.setting.accumulates:
+            self.hold(GRADIENTS, gradients)
+
+    def _shared(self, n_bytes: int, whole_bytes: int) -> int:
+        """What this rank has of so many bytes, of which some are whole on each rank."""
+        return (n_bytes - whole_bytes) // self.layout.data_parallel + whole_bytes if self.sharded else n_bytes
+
+    def _block(self, use: int) -> list[Stage]:
+        stages = self.blocks[self.kinds[self.uses[use]]]
+        if use == self.layers[0] and not self.trained.embedding:
+            stages = [as_first(stage, self.trained, self.shapes, self.uses[use]) for stage in stages]
+        makes = self.trained.rank or self._computes_again(use)  # autocast keeps no copies of what is frozen
+        if not makes and use != self._first_kept(use):
+            return [replace(s, saved={**s.saved, COPIES: 0}) if s.matrices else s for s in stages]
+        return stages
+
+    def _reads_apart(self, use: int) -> bool:
+        """Whether a block's input is none of the tensors that its stages save: what it makes of it is."""
+        layer = self.uses[use]
+        scaled = self.model.residual_scalars and not self.trained.moves("scalars", layer)
+        return self.model.layer_skips(layer) or scaled or (use == self.layers[0] and self._is_first_normalized)
+
+    @property
+    def _is_first_normalized(self) -> bool:
+        """Whether the first block with a backward pass saves its normalized input only: nothing before it is trained,
+        and on a CPU torch's RMSNorm, which serves there, needs no more for its own weight."""
+        first = self.uses[self.layers[0]]
+        norm = self.shapes.on_cpu and self.model.norm == "rmsnorm" and self.trained.moves("norm1", first)
+        return not self.trained.embedding and norm
+
+    def _kept_beside(self, use: int) -> int:
+        """What stands beside the stream for a block that is computed again: also what an earlier block gave, where the
+        one after that saves none of it."""
+        after = self.model.n_layers - use
+        reads = self.model.layer_skips(use) and after != use
+        alone = reads and self._reads_apart(after) and not self._computes_again(after)
+        skipped = self.shapes.floats(self.model.d_model) if alone else 0
+        return kept_beside(self.shapes, self.uses[use]) + skipped
+
+    def _first_kept(self, use: int) -> int | None:
+        """The first run of a run's block that is not computed again, for which autocast's copies stay."""
+        layer = self.uses[use]
+        return next((u for u in self.layers if self.uses[u] == layer and not self._computes_again(u)), None)
+
+    def _computes_again(self, layer: int) -> bool:
+        return computes_again(self.setting.checkpointing, layer)
+
+    def _forward(self) -> None:
+        self.hold(ATTENTION, bias_bytes(self.shapes))
+        if self.sharded:  # embedding, head and last norm: gathered until the end of the backward pass
+            self.mark("embedding, gathered", 2 * 4 * self.shards.outside, COMMUNICATION)
+            self.hold(COMMUNICATION, 4 * self.shards.outside)
+        self.hold_saved(embedding_stage(self.shapes))
+        self.hold_saved(bigram_stage(self.shapes), int(self._trains_pairs))
+        self.hold_saved(smear_stage(self.shapes), int(self.trained.embedding))
+        kept = self.gathered_bytes if self.layout.sharding == "zero2" else 0
+        self.hold(COMMUNICATION, kept * self.trained.n_still)
+        for use in range(self.trained.n_still):
+            self.mark(f"layer {use + 1}, forward", passing_bytes(self.shapes, self.uses[use]))
+        for layer in self.layers:
+            self.hold(COMMUNICATION, kept)
+            if self._computes_again(layer):
+                self._hold_copies(layer)  # autocast keeps them until it ends
+                self.hold(RESIDUAL, self.shapes.floats(self.model.d_model))
+                self.hold(ATTENTION, self._kept_beside(layer))
+            else:
+                for stage in self._block(layer):
+                    self.hold_saved(stage)
+            arriving = 2 * self.gathered_bytes - kept  # gathered, and as it arrived
+            self.mark(f"layer {layer + 1}, forward", arriving, COMMUNICATION)
+            self._mark_unpacked(layer, f"layer {layer + 1}, forward")
+        if not self._keeps_bias:
+            self.hold(ATTENTION, -bias_bytes(self.shapes))
+        self.hold_saved(self.final_norm)
+
+    def _hold_copies(self, layer: int, sign: int = 1) -> None:
+        if self.trained.rank:  # autocast keeps none of what is frozen
+            return
+        if self._first_kept(layer) is not None or self._runs(layer)[0] != layer:  # another run's
+            return
+        copied = (stage.saved.get(COPIES, 0) for stage in self._block(layer) if stage.matrices)
+        self.hold(COPIES, sign * sum(copied))
+
+    def _loss(self) -> None:
+        """`gptworks.model.loss`: logits of a chunk of tokens at a time; gradients of features and head come with it."""
+        shapes, vocabulary, width = self.shapes, self.model.vocab_size, self.model.d_model
+        objective, taught = self.setting.objective, self.setting.objective.teacher_run is not None
+        for stage in self.future:
+            self.hold_saved(stage)
+        n_tokens = 1 + len(self.future)  # predicted from each position
+        features = n_tokens * shapes.products(width)
+        head = vocabulary * width if self.trained.head else 0  # a frozen matrix gets no gradient
+        self.hold(LOSS, features)  # their gradient; of scored targets, those features first
+        copy = shapes.product_bytes * vocabulary * width if shapes.autocast else 0
+        several = replace(shapes, batch_size=n_tokens * shapes.batch_size)
+        if objective.scores_targets:  # its gradients come in the backward pass, when autocast has ended
+            self.mark("loss", scoring_bytes(several, vocabulary) + copy + features, LOSS)
+            self._drop_copies()
+        chunk = loss_chunk_bytes(several, vocabulary, head, taught)
+        also = (objective.scores_targets or n_tokens > 1) * features  # the features that count are copies
+        if taught:  # the teacher has features and a head too
+            theirs = self.setting.teacher_width or width
+            also += 2 * features + 2 * shapes.products(theirs) + copy * theirs // width
+        self.mark("loss", chunk + copy + also, LOSS)
+        self.hold(LOSS, 4 * head)
+        if objective.scores_targets:  # the gradient of those that count is written into one of all
+            self.mark("loss, backward", features)
+        else:  # each gradient scaled into a new tensor
+            self._drop_copies()
+            self.mark("loss, backward", features + 4 * head)
+        self.hold(LOSS, -features)
+        self.hold(TEMPORARY, features)
+        if not self.model.tie_embeddings:
+            self.hold(LOSS, -4 * head)
+            self._gain(head)
+        for stage in reversed(self.future):
+            self._go_back(stage, f"{stage.name}, backward")
+        self.hold(TEMPORARY, -features if self.future else 0)  # the sum of what came back remains
+
+    def _drop_copies(self) -> None:
+        """When autocast has ended, nothing else keeps the copies of blocks that are computed again."""
+        for layer in filter(self._computes_again, self.layers):
+            self._hold_copies(layer, -1)
+
+    def _backward(self) -> None:
+        self._go_back(replace(self.final_norm, merges=False), "final norm, backward")
+        for layer in reversed(self.layers):
+            self._gather(layer)
+            apart, stream = self._reads_apart(layer), self.shapes.floats(self.model.d_model)
+            if self._computes_again(layer):
+                self.hold(RESIDUAL, 0 if apart else -stream)  # it is among what the stages save
+                for stage in self._block(layer):
+                    self.hold_saved(stage)
+            for stage in reversed(self._block(layer)):
+                self._go_back(stage, f"{stage.name} of layer {layer + 1}, backward", layer)
+            if self._computes_again(layer):
+                self.hold(RESIDUAL, -stream if apart else 0)
+                self.hold(ATTENTION, -self._kept_beside(layer))
+            if f"value_embeddings.{layer}.weight" in self.trained.outside:
+                table = value_table(self.shapes, layer)
+                self.mark("value embedding, backward", 4 * table)
+                self._gain(table)
+            if layer == self.layers[-1]:
+                self.hold(TEMPORARY, carried_gradients(self.shapes, self.trained.embedding))
+            if self.sharded:
+                self._reduce(self.shards.trained_block, self.gathered_bytes, f"layer {layer + 1}, gradients reduced")
+        if self._keeps_bias:
+            self.hold(ATTENTION, -bias_bytes(self.shapes))
+        if self.trained.embedding:
+            self._embedding_backward()
+        if self.sharded:
+            self._reduce(self.shards.trained_outside, 4 * self.shards.outside, "embedding, reduced")
+            self._end_reduction()
+        self._add_up_over_ranks()
+
+    def _embedding_backward(self) -> None:
+        self._go_back(embedding_stage(self.shapes), "embedding, backward")
+        table = self.model.vocab_size * self.model.d_model
+        if "position_embedding.weight" in self.trained.outside:
+            self._gain(self.model.context_length * self.model.d_model)
+        if self._trains_pairs:
+            self._go_back(bigram_stage(self.shapes), "bigram embedding, backward")
+            pairs = self.model.bigram_vocab_size * self.model.d_model
+            self.mark("bigram embedding, backward", 4 * pairs + self.shapes.floats(self.model.d_model))
+            self._gain(pairs, 1)
+        self._go_back(smear_stage(self.shapes), "smear, backward")
+        if "token_embedding.weight" not in self.trained.outside:
+            self.hold(TEMPORARY, -self.held[TEMPORARY])
+            return
+        self.mark("token embedding, backward", 4 * table)
+        self.hold(TEMPORARY, -self.held[TEMPORARY])
+        if self.model.tie_embeddings:  # the head's gradient has waited; the sum of the two is a third tensor
+            self.mark("token embedding, backward", 2 * 4 * table)
+            self.hold(LOSS, -self.held[LOSS])
+        self._gain(table)
+
+    @property
+    def _trains_pairs(self) -> bool:
+        """Whether there are embeddings of token pairs with gradients: beside an adapter they have none."""
+        return "bigram_embedding.table.weight" in self.trained.outside
+
+    def _gather(self, layer: int) -> None:
+        """FSDP2 before a block's backward pass: the block, and the one whose turn is next, as it arrives."""
+        if self.sharded and self.layout.sharding == "fsdp":
+            if layer == self.model.n_layers - 1:  # others arrived during the block before
+                self.hold(COMMUNICATION, self.gathered_bytes)
+            self.mark(f"layer {layer + 1}, gathered", self.gathered_bytes, COMMUNICATION)
+            self.hold(COMMUNICATION, self.gathered_bytes if layer > 0 else 0)
+
+    def _reduce(self, elements: int, gathered_bytes: int, moment: str) -> None:
+        """FSDP2 after a group's backward pass: its weights go, and its gradients become float32 shares."""
+        self.hold(COMMUNICATION, -gathered_bytes)
+        self._end_reduction()
+        whole, share = 4 * elements, 4 * elements // self.layout.data_parallel
+        self.mark(moment, whole, COMMUNICATION)
+        self.hold(GRADIENTS, -self.block_gradients_bytes)
+        self.block_gradients_bytes = 0
+        copy = whole if self.shapes.on_cpu else 0  # gloo adds up in a copy
+        self.mark(moment, whole + copy + share, COMMUNICATION)
+        self.hold(GRADIENTS, 0 if self.setting.accumulates else share)
+        self.hold(COMMUNICATION, whole)
+        self.reducing_bytes = whole
+
+    def _end_reduction(self) -> None:
+        self.hold(COMMUNICATION, -self.reducing_bytes)
+        self.reducing_bytes = 0
+
+    def _add_up_over_ranks(self) -> None:
+        """Gradients that are whole on each rank, in pieces."""
+        if self.layout.data_parallel > 1:
+            there = 4 * (self.shards.trained_whole if self.sharded else self.trained.parameters)
+            largest = 0 if self.sharded else 4 * self.shards.largest
+            if self.layout.sums_in_backward:
+                self.hold(COMMUNICATION, -self.held[COMMUNICATION])
+            self.mark("gradients added up over ranks", min(there, BUCKET_BYTES + largest), COMMUNICATION)
+
+    def _runs(self, use: int) -> list[int]:
+        """All runs, with a backward pass, of a run's block."""
+        return [u for u in self.layers if self.uses[u] == self.uses[use]]
+
+    def _go_back(self, stage: Stage, moment: str, use: int | None = None) -> None:
+        """A stage's backward pass; `Stage` says what happens when. Gradients of a block's runs are added up before they
+        are the weights' own."""
+        product = self.shapes.product_bytes
+        gradient = product * stage.matrices if self.packed or not self.trained.rank else 0  # or the matrix unpacked
+        momentary = gradient + max(stage.leaves + stage.scratch, self._unpacking_bytes(stage))
+        if stage.name.removeprefix("attention ") in self.trained.targets:  # what arrives is scaled, what leaves adds up
+            dropped = 3 * stage.leaves - stage.arrives if self.trained.dropout else 0  # unmasked, masked, and the other
+            momentary = max(momentary, stage.arrives, 2 * stage.leaves, dropped)
+        self.mark(moment, momentary)
+        self.hold_saved(stage, -1)
+        self.hold(TEMPORARY, stage.leaves - stage.arrives)
+        if stage.merges:
+            self.mark(moment, gradient + stage.leaves)
+            self.hold(TEMPORARY, -stage.leaves)
+        runs = [use] if use is None else self._runs(use)
+        waiting = product * stage.matrices * self._has_gradients(in_block=use is not None)
+        if use != runs[0]:
+            self.hold(TEMPORARY, waiting if use == runs[-1] else 0)
+            return
+        if self.shapes.autocast and not self.no_copies and not self.trained.rank:
+            self.mark(moment, (product + 4) * stage.matrices)
+        self.hold(TEMPORARY, 0 if use == runs[-1] else -waiting)
+        self._gain(stage.matrices, stage.vectors, in_block=use is not None)
+
+    def _has_gradients(self, in_block: bool) -> bool:
+        """Whether the matrices and vectors of a stage have gradients; of frozen ones a block's stage counts none."""
+        return not self.trained.rank if in_block else bool(self.trained.outside)
+
+    @property
+    def _keeps_bias(self) -> bool:
+        """Whether the backward pass needs the bias of rows of several texts."""
+        return self.setting.checkpointing != "none" or not is_blocked(self.shapes)
+
+    def _gain(self, matrices: int, vectors: int = 0, in_block: bool = False) -> None:
+        """New gradients are kept, or added to those of earlier micro-batches; sharded matrices whole, until reduced.
+
+        A vector or a router of a block is never in shares. The gradients of a block's adapters come with its matrices'.
+        """
+        added = self.trained.added * matrices // self.parameters.block_matrices if in_block else 0
+        if not self._has_gradients(in_block):
+            matrices = vectors = 0
+        matrices += added
+        if self.sharded:
+            before_bytes = self.element_bytes * matrices
+            self.block_gradients_bytes += before_bytes
+            self.hold(GRADIENTS, before_bytes)
+            matrices = 0
+        self.mark("gradients added up", 4 * (matrices + vectors) if self.setting.accumulates else 0)
+        if not self.setting.accumulates:
+            self.hold(GRADIENTS, 4 * (matrices + vectors))
+        self.bucket_bytes += 4 * (matrices + vectors)
+        if self.layout.sums_in_backward and self.bucket_bytes >= BUCKET_BYTES:  # the one before has come back
+            self.hold(COMMUNICATION, self.bucket_bytes - self.held[COMMUNICATION])
+            self.mark("gradients added up over ranks")
+            self.bucket_bytes = 0
+
+    def _mark_unpacked(self, use: int, moment: str) -> None:
+        product = self.shapes.product_bytes * self.packed
+        self.mark(moment, max(product * stage.matrices + self._unpacking_bytes(stage) for stage in self._block(use)))
+
+    def _unpacking_bytes(self, stage: Stage) -> int:
+        """What unpacks a stage's matrix, some rows at a time; none where it is not packed."""
+        at_once = UNPACKED_ON_CPU if self.shapes.on_cpu else UNPACKED_ELSEWHERE
+        return (6 if self.shapes.autocast else 5) * min(stage.matrices, at_once) if self.packed else 0

@@ -1,0 +1,175 @@
+"""What ranks send one another in a training step, how long that takes, and what of it computing hides.
+
+Collectives are rings, as NCCL's are for large tensors. Of n ranks each sends, and receives, of a tensor of S bytes
+
+    all_gather, reduce_scatter, broadcast    (n - 1) / n · S
+    all_reduce                               2 (n - 1) / n · S
+
+("bus bandwidth" in nccl-tests' PERFORMANCE.md; Patarasuk & Yuan, 2009). A ring over several nodes enters and leaves
+each node once, and NCCL lays one ring for each network card, so that the members of a group that share a node share
+that node's cards: with k members in each node a group takes
+
+    max(sent / intra, sent / (k · inter))
+
+where intra is the bytes/s of a device within its node and inter those of its network card,
+and sent / intra where all its members are in one node. Latency is not counted: with many ranks and small tensors a
+step takes longer than this.
+
+    ddp      gradients of the whole model, float32, once a step, while the last backward pass makes them
+    fsdp     each block and the root gathered in the forward pass, blocks again in the backward pass, gradients reduced
+             in float32; all in each micro-batch (Rajbhandari et al., 2020, section 7; Zhao et al., 2023)
+    tensor   4 all-reduces of the stream in each block and micro-batch, 2 more where it is computed again (Shoeybi et
+             al., 2019, section 3)
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil, prod
+
+from gptworks.config import computes_again
+from gptworks.planning.devices import Device
+from gptworks.planning.layout import BUCKET_BYTES, Layout, Shards, rank_config, shards_of
+from gptworks.planning.params import count_parameters
+from gptworks.planning.setting import Setting
+from gptworks.planning.trained import everything
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of message of a step."""
+
+    what: str
+    """What it carries, as an identifier."""
+    kind: str
+    """all_gather, reduce_scatter, all_reduce or broadcast."""
+    dimension: str
+    """Of the mesh, along which the ranks of a group lie: data or tensor."""
+    n_bytes: int
+    """Of the whole tensors, of a micro-batch or, where it happens once a step, of the step."""
+    when: str
+    """forward, backward (both hidden by computing where there is enough of it, in each micro-batch), last_backward
+    (likewise, in the last micro-batch) or exposed (nothing is computed meanwhile)."""
+    exposed_bytes: int = 0
+    """Of `n_bytes`, what comes before all computing or after it."""
+    in_each_micro_batch: bool = True
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """How long a step takes on each of many ranks, in seconds."""
+
+    compute: float
+    communication: float
+    exposed: float
+    """Of the communication, what computing does not hide."""
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.exposed
+
+
+def collectives(setting: Setting) -> list[Collective]:
+    """What a rank takes part in during a step; none for one rank."""
+    return list(_collectives(setting))
+
+
+def _collectives(s: Setting) -> Iterator[Collective]:
+    layout = s.layout
+    model = rank_config(s.model, layout.tensor_parallel)
+    parameters = count_parameters(model)
+    trained = s.trained or everything(parameters)
+    shards = shards_of(parameters, model, trained)
+    sharded = layout.sharding != "none" and layout.data_parallel > 1
+    if sharded:
+        yield from _of_shares(layout, shards, model.n_layers)
+    elif layout.data_parallel > 1:
+        tail = min(4 * trained.parameters, max(BUCKET_BYTES, 4 * shards.trained_outside))
+        when = "last_backward" if layout.sums_in_backward else "exposed"
+        yield Collective("gradients", "all_reduce", "data", 4 * trained.parameters, when, tail, False)
+        if s.optimizer in ("muon", "normuon") and layout.sums_in_backward:
+            updates = 2 * sum(map(prod, trained.matrices))
+            yield Collective("updates", "broadcast", "data", updates, "exposed", updates, False)
+    if layout.tensor_parallel > 1:
+        yield from _of_tensor_parallel(s, shards, sharded)
+
+
+def _of_shares(layout: Layout, shards: Shards, n_layers: int) -> Iterator[Collective]:
+    element = 2 if layout.gathers == "bf16" else 4
+    block, root = element * shards.block, 4 * shards.outside
+    yield Collective("weights", "all_gather", "data", n_layers * block + root, "forward", block + root)
+    if layout.sharding == "fsdp":
+        yield Collective("weights_again", "all_gather", "data", n_layers * block, "backward", block)
+    gradients, last = 4 * n_layers * shards.trained_block, 4 * shards.trained_outside
+    yield Collective("gradients", "reduce_scatter", "data", gradients + last, "backward", last or gradients // n_layers)
+    if shards.trained_whole:
+        whole = 4 * shards.trained_whole
+        yield Collective("whole_gradients", "all_reduce", "data", whole, "exposed", whole, False)
+
+
+def _of_tensor_parallel(s: Setting, shards: Shards, sharded: bool) -> Iterator[Collective]:
+    product = 4 if s.precision == "fp32" else 2
+    stream = s.micro_batch_size * s.objective.rows_per_sample * s.model.context_length * s.model.d_model * product
+    again = sum(computes_again(s.checkpointing, layer) for layer in range(s.model.n_layers))
+    n_bytes = (4 * s.model.n_layers + 2 * again) * stream
+    yield Collective("activations", "all_reduce", "tensor", n_bytes, "exposed", n_bytes)
+    alike = 4 * (shards.trained_outside // (s.layout.data_parallel if sharded else 1) + shards.trained_whole)
+    yield Collective("gradients_alike", "broadcast", "tensor", alike, "exposed", alike, False)
+
+
+def sent_bytes(collective: Collective, layout: Layout, micro_steps: int, n_bytes: int | None = None) -> float:
+    """What a rank sends in a step, and receives.
+
+    Args:
+        n_bytes: of the tensors; None: all of them.
+    """
+    n = layout.data_parallel if collective.dimension == "data" else layout.tensor_parallel
+    times = micro_steps if collective.in_each_micro_batch else 1
+    factor = (2 if collective.kind == "all_reduce" else 1) * (n - 1) / n
+    return factor * times * (collective.n_bytes if n_bytes is None else n_bytes)
+
+
+def ring_bandwidth(collective: Collective, layout: Layout, device: Device) -> float:
+    """Bytes/s that a rank sends where no other group of the same mesh dimension is slower.
+
+    Tensor-parallel ranks are neighbours; the members of a data-parallel group lie as far apart as there are of these.
+    """
+    tensor = layout.tensor_parallel
+    if collective.dimension == "tensor":
+        in_node, size = min(tensor, device.per_node), tensor
+    else:
+        in_node, size = max(1, device.per_node // tensor), layout.data_parallel
+    if size <= in_node:
+        return device.intra_node
+    across = in_node * device.inter_node
+    return min(device.intra_node, across) if in_node > 1 else across
+
+
+def step_time(
+    setting: Setting, device: Device, micro_steps: int, forward_seconds: float, backward_seconds: float
+) -> StepTime:
+    """The times of a step.
+
+    FSDP gathers a block while the one before is computed: in each pass the larger of the two counts, and what can be
+    gathered before no other (the root and the first block) or is reduced last. DDP adds up gradients while the last
+    micro-batch's backward pass makes the next. Tensor-parallel sums are waited for.
+
+    Args:
+        forward_seconds, backward_seconds: of computing all of a step's micro-batches.
+    """
+    layout = setting.layout
+    spent = dict.fromkeys(("forward", "backward", "last_backward", "exposed"), 0.0)
+    for one in collectives(setting):
+        rate = ring_bandwidth(one, layout, device)
+        alone = one.n_bytes if one.when == "exposed" else one.exposed_bytes
+        before_or_after = sent_bytes(one, layout, micro_steps, alone) / rate
+        spent["exposed"] += before_or_after
+        spent[one.when] += sent_bytes(one, layout, micro_steps) / rate - before_or_after
+    exposed = spent["exposed"] + max(0.0, spent["forward"] - forward_seconds)
+    exposed += max(0.0, spent["backward"] - backward_seconds)
+    exposed += max(0.0, spent["last_backward"] - backward_seconds / micro_steps)
+    return StepTime(forward_seconds + backward_seconds, sum(spent.values()), exposed)
+
+
+def machines(layout: Layout, device: Device) -> int:
+    """Nodes that so many ranks take."""
+    return ceil(layout.world_size / device.per_node)

@@ -1,0 +1,41 @@
+"""The other models that a run's objective reads: a teacher, or those of the start."""
+
+from gptworks.config import ModelConfig, Recipe
+from gptworks.errors import UserError
+from gptworks.planning.params import count_parameters
+from gptworks.planning.shapes import Shapes
+from gptworks.planning.stages import rotary_tables_bytes
+from gptworks.planning.state import held_weights_bytes
+from gptworks.planning.trained import everything, trained
+from gptworks.recipe import load_recipe
+
+
+def teacher_config(recipe: Recipe) -> ModelConfig | None:
+    """The model that the run learns from; None: it learns from data alone.
+
+    Raises:
+        UserError: there is no such run.
+    """
+    folder = recipe.objective.teacher_run
+    if folder is None:
+        return None
+    if not (folder / "recipe.yaml").exists():
+        raise UserError(f"objective.teacher={folder} is not a run folder: it has no recipe.yaml.")
+    return load_recipe(folder).model
+
+
+def other_models_bytes(recipe: Recipe) -> int:
+    """Of the weights, and the tables of positions, that are in memory next to those in training: a teacher's, or those
+    of the start."""
+    if (model := teacher_config(recipe)) is not None:
+        return 4 * count_parameters(model).total + _tables_bytes(model)
+    if not recipe.objective.keeps_start or (recipe.adapter is not None and not recipe.adapter.embeddings):
+        return 0
+    count = count_parameters(recipe.model)
+    part = trained(recipe.model, recipe.adapter, recipe.freeze) or everything(count)
+    return held_weights_bytes(count, part) + _tables_bytes(recipe.model)
+
+
+def _tables_bytes(model: ModelConfig) -> int:
+    """Of cosines and sines of every position."""
+    return rotary_tables_bytes(Shapes(model, batch_size=0, length=0, product_bytes=4, on_cpu=True))

@@ -1,0 +1,449 @@
+"""Estimate of a training run before it starts: parameters, FLOPs, memory, steps, time and bytes on disk."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil, lcm
+
+from gptworks.config import Recipe, TrainConfig
+from gptworks.errors import UserError
+from gptworks.planning.advice import Apply, Change, changes_that_fit
+from gptworks.planning.arrange import device_setting, layout_of
+from gptworks.planning.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
+from gptworks.planning.devices import UTILIZATION, Device, this_cpu
+from gptworks.planning.fit import Alternative, Need, alternatives, largest_micro_batch, need
+from gptworks.planning.host import HostMemory
+from gptworks.planning.inference import InferenceMemory, inference_memory
+from gptworks.planning.memory import Peak, training_peak
+from gptworks.planning.network import StepTime, collectives, machines, sent_bytes, step_time
+from gptworks.planning.params import ParameterCount, count_parameters
+from gptworks.planning.setting import Setting
+from gptworks.planning.state import held_weights_bytes, trained_state_bytes
+from gptworks.planning.trained import Trained, everything
+from gptworks.planning.work import Work, training_work
+
+SLOTS = 32
+"""Answers that are sampled at once: `gptworks.infer.room.MOST_SLOTS`, which importing would import torch."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Figures of a step that was run."""
+
+    peak_bytes: int | None
+    """Most memory in use: what tensors held on CUDA; on a CPU the growth of the process's resident memory, freed memory
+    given back at once. None: the speed alone was measured."""
+    kept_bytes: int | None
+    """The same with what the allocator keeps, as `gptworks train` lets it."""
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Estimate of a run before it starts."""
+
+    recipe: Recipe
+    parameters: ParameterCount
+    work: Work
+    steps: int | None
+    """Optimizer steps; None where nothing known bounds them."""
+    steps_reason: str
+    """Which setting gives the steps, or why they are unknown."""
+    n_train_tokens: int | None
+    tokens_estimated: bool
+    """Whether the number of training tokens is an estimate from the size of the files."""
+    samples_per_epoch: int | None
+    """Rows of examples or pairs of answers of an epoch, where they are known."""
+    dataset_tokens: dict[str, int]
+    """Training tokens of each dataset of a mixture, where they are known."""
+    setting: Setting
+    """The step on each device."""
+    device: Device
+    utilization: float
+    """Share of the device's rate that the step is taken to reach, recomputation included."""
+    apply: Apply | None = None
+    """How overrides become another recipe; None: over this one."""
+    tokens_per_sample: float | None = None
+    """Tokens read of a pair of answers on average, padding counted, where the rows are known; None: rows of the whole
+    context, or rows whose lengths are not known."""
+    traced_bytes: int | None = None
+    """Peak of the step run on fake tensors."""
+    measured: Measured | None = None
+
+    # ------------------------------------------------------------------------------------------ work
+
+    @property
+    def train(self) -> TrainConfig:
+        return self.recipe.train
+
+    @property
+    def trained(self) -> Trained:
+        """The part of the model that is trained."""
+        return self.setting.trained or everything(self.parameters)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Forward and backward of what is trained, at the training length, attention dense, and what the objective
+        computes besides."""
+        return self.work.per_token
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Both answers of a pair counted, at the full context where the rows' lengths are not known; of a step with all
+        of `batch_size`."""
+        return round(self.train.batch_size * self._tokens_per_sample)
+
+    @property
+    def _tokens_per_sample(self) -> float:
+        if self.tokens_per_sample is not None:
+            return self.tokens_per_sample
+        return self.setting.objective.rows_per_sample * self.setting.model.context_length
+
+    @property
+    def at_most(self) -> bool:
+        """Whether tokens, FLOPs and time are bounds: rows end with their texts, and how long these are is not known, or
+        depends on what the model will write."""
+        return self.setting.objective.varying_widths and self.tokens_per_sample is None
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens that the run reads, repeats included."""
+        return None if self.steps is None else round(self.train.samples_before(self.steps) * self._tokens_per_sample)
+
+    @property
+    def epochs_by_dataset(self) -> dict[str, float]:
+        """How often the run reads each dataset of a mixture; empty where that is unknown."""
+        if self.steps is None or not self.dataset_tokens:
+            return {}
+        from gptworks.data.shares import Shares, weights_over_run, windows_per_epoch
+
+        context, shares = self.recipe.model.context_length, Shares(weights_over_run(self.recipe), self.recipe.seed)
+        read = shares.before(self.train.samples_before(self.steps)).tolist()
+        sizes = self.dataset_tokens.items()
+        return {name: n / windows_per_epoch(size, context) for n, (name, size) in zip(read, sizes, strict=True)}
+
+    @property
+    def flops_per_step(self) -> float:
+        return self.flops_per_token * self.tokens_per_step
+
+    @property
+    def flops_before_first_step(self) -> float | None:
+        """Of what is computed once, over the training split; None where its size is unknown."""
+        if not self.work.before_first_step_per_token:
+            return 0.0
+        if self.samples_per_epoch is None:
+            return None
+        return self.work.before_first_step_per_token * self.samples_per_epoch * self._tokens_per_sample
+
+    @property
+    def total_flops(self) -> float | None:
+        before = self.flops_before_first_step
+        if self.full_steps is None or before is None:
+            return None
+        return before + self.full_steps * self.flops_per_step - self._flops_less(again=False)
+
+    def _flops_less(self, again: bool) -> float:
+        """By how many FLOPs steps of shorter rows are cheaper than the same tokens in rows of the whole context.
+
+        Args:
+            again: with what activation checkpointing computes again.
+        """
+        assert self.steps is not None
+        less, model = 0.0, self.recipe.model
+        for length, samples in self.train.samples_by_length(self.steps, model.context_length).items():
+            if length < model.context_length:
+                work = training_work(
+                    self.recipe.model_copy(update={"model": model.model_copy(update={"context_length": length})})
+                )
+                cheaper = self.work.per_token - work.per_token
+                cheaper += (self.work.again_per_token - work.again_per_token) if again else 0.0
+                less += samples * self._tokens_per_sample * cheaper
+        return less
+
+    @property
+    def full_steps(self) -> float | None:
+        """Of how many steps with all of `batch_size` the run has the samples; None where its length is unknown."""
+        return None if self.steps is None else self.train.samples_before(self.steps) / self.train.batch_size
+
+    @property
+    def flops_by_part(self) -> dict[str, tuple[float, float]]:
+        """FLOPs a token of each kind of work, forward and backward; together `flops_per_token`."""
+        return {part: (n, self.work.backward[part]) for part, n in self.work.forward.items()}
+
+    @property
+    def tokens_per_parameter(self) -> float | None:
+        return None if self.tokens is None else self.tokens / self.parameters.total
+
+    @property
+    def compute_optimal_tokens(self) -> int:
+        """About as many tokens as a model of this size deserves (Hoffmann et al., 2022)."""
+        return COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER * self.parameters.total
+
+    # ---------------------------------------------------------------------------------------- memory
+
+    @cached_property
+    def need(self) -> Need:
+        """What the run needs of its devices and of their hosts."""
+        return need(self.setting, self.device)
+
+    @property
+    def peak(self) -> Peak:
+        """The most that each device holds."""
+        return self.need.peak
+
+    @property
+    def step_bytes(self) -> int:
+        """The peak without a checkpoint being written: what a trace or a measurement of `one_step` should show."""
+        return training_peak(replace(self.setting, saves=False, averages=False, shorter_lengths=())).total_bytes
+
+    @property
+    def one_step(self) -> TrainConfig:
+        """The training section cut down to one micro-batch, or to two where a step has several."""
+        micro = self.setting.micro_batch_size * self.setting.objective.rows_per_sample
+        batch = micro * (2 if self.setting.accumulates else 1)
+        return self.train.model_copy(update={"batch_size": batch, "micro_batch_size": micro})
+
+    @property
+    def host(self) -> HostMemory | None:
+        """The memory of the fullest node's host; None on a CPU, where it is the device's."""
+        return self.need.host
+
+    @property
+    def fits(self) -> bool:
+        """Whether device and host hold the run."""
+        return self.need.fits
+
+    @cached_property
+    def largest_micro_batch_size(self) -> int:
+        """The most sequences at a time whose step the device holds; 0 where one is too many."""
+        sequences = self.train.common_batch_size // self.setting.layout.data_parallel
+        return largest_micro_batch(self.setting, self.device.memory_bytes, sequences)
+
+    @cached_property
+    def changes(self) -> list[Change]:
+        """What would make the run fit, where it does not."""
+        ranks = self.setting.layout.world_size
+        return [] if self.fits else changes_that_fit(self.recipe, ranks, self.device, self.apply)
+
+    @cached_property
+    def alternatives(self) -> list[Alternative]:
+        """The same step in each precision, with and without checkpointing, sharded and not."""
+        return alternatives(self.recipe, self.setting.layout.world_size, self.device)
+
+    @cached_property
+    def inference(self) -> list[InferenceMemory]:
+        return inference_memory(self.setting.model)
+
+    # ------------------------------------------------------------------------------------------ time
+
+    @property
+    def _rate(self) -> float | None:
+        """FLOP/s of all devices together at the utilization. Ranks on the CPU of one machine share it."""
+        rate, layout = self.device.flops(self.setting.precision), self.setting.layout
+        n = machines(layout, self.device) if self.device.on_cpu else layout.world_size
+        return None if rate is None else rate * self.utilization * n
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches of a step on each rank."""
+        return max(1, self.train.batch_size // (self.setting.layout.data_parallel * self.setting.micro_batch_size))
+
+    @cached_property
+    def step_time(self) -> StepTime | None:
+        """Computing and communication of a whole step on each of many ranks; None where the device's rate is unknown.
+        Sampling is not in it."""
+        if self._rate is None:
+            return None
+        tokens = self.tokens_per_step
+        forward = sum(self.work.forward.values()) * tokens / self._rate
+        backward = (sum(self.work.backward.values()) + self.work.again_per_token) * tokens / self._rate
+        return step_time(self.setting, self.device, self.micro_steps, forward, backward)
+
+    @cached_property
+    def sent_bytes(self) -> dict[str, float]:
+        """What each rank sends, and receives, in a step, by what it is; empty for one rank."""
+        found = collectives(self.setting)
+        return {one.what: sent_bytes(one, self.setting.layout, self.micro_steps) for one in found}
+
+    @property
+    def sampling_seconds_per_step(self) -> float | None:
+        """Of the answers that a step is trained on; None where the device's bandwidth is unknown. Each token of each
+        round of answers reads all the weights, in float32, once; the products are counted with the others."""
+        rollouts = self.recipe.objective.rollouts
+        if rollouts is None:
+            return 0.0
+        if self.device.bandwidth is None:
+            return None
+        rounds = ceil(self.train.batch_size / self.setting.layout.data_parallel / SLOTS)
+        reading = rounds * rollouts.max_tokens * self.weights_bytes / self.device.bandwidth
+        return reading / rollouts.steps
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Measured; or of all devices together at the utilization; None where the device's rate is unknown."""
+        if self.measured is not None:
+            return self.measured.tokens_per_second
+        sampling = self.sampling_seconds_per_step
+        if self.step_time is None or sampling is None:
+            return None
+        return self.tokens_per_step / (self.step_time.total + sampling)
+
+    @property
+    def seconds(self) -> float | None:
+        """Of all training steps, and of what is computed once before them; evaluation, samples and checkpoints are not
+        counted."""
+        before = self.flops_before_first_step
+        if self.tokens is None or self.tokens_per_second is None or before is None:
+            return None
+        at_first = before / self._rate if before and self._rate else 0.0
+        if self.measured is None and self._rate is not None:
+            at_first -= self._flops_less(again=True) / self._rate
+        return at_first + self.tokens / self.tokens_per_second
+
+    # ------------------------------------------------------------------------------------------ disk
+
+    @property
+    def weights_bytes(self) -> int:
+        """Weights as they are trained, a tied head once, an adapter beside them; the file adds a header of some kB."""
+        return held_weights_bytes(self.parameters, self.trained)
+
+    @property
+    def optimizer_state_bytes(self) -> int:
+        return trained_state_bytes(self.parameters, self.train.optimizer, self.trained, self.train.optimizer_state)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Weights, optimizer state and, where it is kept, the weights' average."""
+        average = 4 * self.trained.parameters if self.setting.averages else 0
+        return self.weights_bytes + average + self.optimizer_state_bytes
+
+    @property
+    def most_checkpoints(self) -> int | None:
+        """With optimizer state that are on disk at once: the newest, the best, one being written, and with `keep_every`
+        those at its multiples, which stay; None where it depends on a length that is unknown."""
+        train = self.train
+        moving = train.keep_checkpoints + 2
+        if not train.keep_every:
+            return moving
+        if self.steps is None:
+            return None
+        kept = self.steps // lcm(train.keep_every, train.checkpoint_every)
+        at_the_end = self.steps % train.keep_every == 0 and self.steps % train.checkpoint_every != 0
+        return moving + kept + at_the_end
+
+    @property
+    def most_weights_only(self) -> int:
+        """Checkpoints with weights only that are on disk beside those: where evaluations fall between saves, the best
+        so far and one that each of the newest knows of; the oldest of these knows the best that is counted there. With
+        `keep_every`, those of step 0."""
+        train = self.train
+        return bool(train.keep_every) + (train.keep_checkpoints if train.evaluate_every % train.checkpoint_every else 0)
+
+    @property
+    def checkpoints_bytes(self) -> int | None:
+        if self.most_checkpoints is None:
+            return None
+        return self.most_checkpoints * self.checkpoint_bytes + self.most_weights_only * self.weights_bytes
+
+    @property
+    def shard_bytes_per_token(self) -> int:
+        return 2 if self.setting.model.vocab_size <= 2**16 else 4
+
+    @property
+    def shards_bytes(self) -> int | None:
+        """Training tokens on disk."""
+        return None if self.n_train_tokens is None else self.n_train_tokens * self.shard_bytes_per_token
+
+
+def plan(
+    recipe: Recipe,
+    n_train_tokens: int | None = None,
+    *,
+    samples_per_epoch: int | None = None,
+    tokens_estimated: bool = False,
+    dataset_tokens: dict[str, int] | None = None,
+    steps_reason: str | None = None,
+    device: Device | None = None,
+    n_ranks: int = 1,
+    utilization: float = UTILIZATION,
+    apply: Apply | None = None,
+) -> Plan:
+    """Estimate what training `recipe` takes.
+
+    Args:
+        n_train_tokens: the size of its prepared training split, if known.
+        samples_per_epoch: rows or pairs of it, if known; None: windows of the text.
+        dataset_tokens: the training tokens of each dataset of a mixture, if known.
+        tokens_estimated: whether these are estimates from the size of the files.
+        steps_reason: why it has so many steps, where no setting says.
+        device: what it runs on; None: this machine's CPU.
+        n_ranks: how many devices; `train.parallel` says how model and batches lie on them.
+        utilization: share of the device's rate that the step reaches.
+        apply: how advice becomes another recipe; None: as overrides of this one.
+
+    Raises:
+        UserError: the vocabulary is not known yet, the training split is shorter than one window, or the recipe cannot
+            be arranged on so many devices.
+    """
+    device, model, train = device or this_cpu(), recipe.model, recipe.train
+    windows = samples_per_epoch is None and not recipe.data.records
+    steps, reason = planned_steps(
+        train,
+        model.context_length,
+        n_train_tokens if windows else None,
+        windows_per_epoch=samples_per_epoch,
+        estimated=tokens_estimated,
+    )
+    parameters, layout = count_parameters(model), layout_of(recipe, n_ranks, device)
+    return Plan(
+        recipe=recipe,
+        parameters=parameters,
+        work=training_work(recipe),
+        steps=steps,
+        steps_reason=steps_reason or reason,
+        n_train_tokens=n_train_tokens,
+        tokens_estimated=tokens_estimated,
+        samples_per_epoch=samples_per_epoch,
+        dataset_tokens=dataset_tokens or {},
+        setting=device_setting(recipe, device, layout),
+        device=device,
+        utilization=utilization,
+        apply=apply,
+    )
+
+
+def planned_steps(
+    train: TrainConfig,
+    context_length: int,
+    n_train_tokens: int | None,
+    windows_per_epoch: int | None = None,
+    estimated: bool = False,
+) -> tuple[int | None, str]:
+    """Optimizer steps and the setting that gives them: the first reached of max_steps and epochs, as far as known.
+
+    `estimated`: whether tokens or windows are an estimate, which the words then say.
+
+    An epoch visits each window of `gptworks.data.batches.Batches` once, or `windows_per_epoch` rows that are cut
+    otherwise; a run is a whole number of steps.
+    """
+    if windows_per_epoch is None and n_train_tokens is not None and n_train_tokens <= context_length:
+        raise UserError(
+            f"n_train_tokens={n_train_tokens} is shorter than one window (context_length={context_length}, and one): "
+            f"use more text or a shorter context_length"
+        )
+    bounds = [] if train.max_steps is None else [(train.max_steps, f"max_steps={train.max_steps}")]
+    unknown: list[str] = []
+    about = "about " if estimated else ""
+    windows, text = windows_per_epoch, f"{about}{windows_per_epoch:,} samples" if windows_per_epoch else ""
+    if windows is None and n_train_tokens is not None:
+        windows, text = max(1, (n_train_tokens - context_length) // context_length), f"{about}{n_train_tokens:,} tokens"
+    if train.epochs is not None and windows is not None:
+        n_steps = max(1, round(train.epochs * windows / train.batch_size))
+        bounds.append((n_steps, f"epochs={train.epochs:g} over {text}"))
+    elif train.epochs is not None:
+        unknown.append(f"epochs={train.epochs:g} needs the number of training tokens")
+    if train.max_minutes is not None:
+        unknown.append(f"max_minutes={train.max_minutes:g} depends on the machine's speed")
+    if not bounds:
+        return None, "; ".join(unknown)
+    steps, reason = min(bounds)
+    return steps, "; ".join((f"{'at most, by ' if unknown else ''}{reason}", *unknown))

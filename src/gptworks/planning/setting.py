@@ -1,0 +1,68 @@
+"""What a training step's memory depends on."""
+
+from dataclasses import dataclass
+
+from gptworks.config import ModelConfig, TrainConfig
+from gptworks.config.objective import NEXT_TOKEN, ObjectiveSettings
+from gptworks.planning.layout import ONE_DEVICE, Layout
+from gptworks.planning.trained import Trained
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A training step as memory sees it."""
+
+    model: ModelConfig
+    micro_batch_size: int
+    """Sequences on one device at a time."""
+    precision: str = "fp32"
+    """fp32, bf16 or fp16."""
+    on_cpu: bool = True
+    checkpointing: str = "none"
+    accumulates: bool = False
+    """Whether a step has several micro-batches, so that gradients stand during the forward pass."""
+    optimizer: str = "adamw"
+    optimizer_state: str = "fp32"
+    decays_cautiously: bool = False
+    shorter_lengths: tuple[int, ...] = ()
+    """Of rows into which the context's windows are cut in some steps."""
+    n_future: int = 0
+    """Tokens beyond the next that the loss has terms of."""
+    averages: bool = False
+    """Whether a moving average of the weights is kept."""
+    saves: bool = False
+    """Whether checkpoints are written while training goes on, from a copy in the host's memory; then the plan
+    is of the whole run, with how it begins."""
+    starts_from: bool = False
+    """Whether the run starts from the weights of another."""
+    layout: Layout = ONE_DEVICE
+    trained: Trained | None = None
+    """The part of the model that is trained; None: all."""
+    objective: ObjectiveSettings = NEXT_TOKEN
+    several_texts: bool = False
+    """Whether rows hold texts one after the other, which a bias on the scores keeps apart."""
+    other_models_bytes: int = 0
+    """Weights and tables of other models that the objective reads: a teacher, or the start."""
+    teacher_width: int = 0
+    """Of the teacher's features; 0: as wide as the model's."""
+
+    @staticmethod
+    def of(
+        model: ModelConfig, train: TrainConfig, precision: str, on_cpu: bool, trained: Trained | None = None
+    ) -> "Setting":
+        """The step that a recipe's training section asks for, on one device, with no checkpoint being written."""
+        return Setting(
+            model=model,
+            micro_batch_size=train.micro_batch_size,
+            precision=precision,
+            on_cpu=on_cpu,
+            checkpointing=train.activation_checkpointing,
+            accumulates=train.accumulation_steps > 1,
+            optimizer=train.optimizer,
+            optimizer_state=train.optimizer_state,
+            shorter_lengths=tuple(length for _, length in train.shorter_contexts),
+            decays_cautiously=train.cautious_weight_decay and train.weight_decay > 0,
+            n_future=len(train.future_weights),
+            averages=train.averages,
+            trained=trained,
+        )

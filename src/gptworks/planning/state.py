@@ -1,0 +1,96 @@
+"""Bytes of weights and of the optimizer's state, which stand throughout a run, and of what an update takes."""
+
+from collections import Counter
+from math import prod
+
+from gptworks.planning.inference import weights_bytes
+from gptworks.planning.params import ParameterCount, Shape
+from gptworks.planning.trained import Trained, everything
+
+MUON_TOGETHER = 2**22
+"""Of `gptworks.training.optim.muon`, which importing would import torch."""
+
+INT8_ON_CPU, INT8_ELSEWHERE = 2**18, 2**22
+"""CPU_AT_ONCE and AT_ONCE of `gptworks.training.optim.adamw_int8`, likewise."""
+
+CAUTIOUS_ON_CPU, CAUTIOUS_ELSEWHERE = 2**18, 2**22
+"""The same of `gptworks.training.optim.cautious`."""
+
+
+def held_weights_bytes(parameters: ParameterCount, trained: Trained) -> int:
+    """All weights and an adapter's beside them; in fp32 but for the base of an adapter that packs it."""
+    base = 4 * parameters.total if trained.base == "full" else weights_bytes(parameters, trained.base, outside=False)
+    return base + 4 * trained.added
+
+
+def trained_state_bytes(parameters: ParameterCount, optimizer: str, trained: Trained, moments: str = "fp32") -> int:
+    """The optimizer's state: AdamW's two moments, and what another keeps of the blocks' matrices instead; of an
+    adapter, and of what is not frozen."""
+    n_small, n_scales = trained.in_8_bits if moments == "int8" else (0, 0)
+    by_adamw = 8 * trained.added + round(8 * trained.share * parameters.total) - 6 * n_small + 4 * n_scales
+    if optimizer == "adamw":
+        return by_adamw
+    return by_adamw + sum(matrix_state_bytes(optimizer, shape) - 8 * prod(shape) for shape in trained.matrices)
+
+
+def matrix_state_bytes(optimizer: str, shape: Shape) -> int:
+    """The state of one of the blocks' matrices in fp32: AdamW's two moments; Muon's one; NorMuon's, and one for each
+    row; SOAP's two, and for rows and for columns a preconditioner and its eigenvectors."""
+    if len(shape) != 2:
+        return 8 * prod(shape)
+    rows, columns = shape
+    return (
+        4
+        * {
+            "adamw": 2 * rows * columns,
+            "muon": rows * columns,
+            "normuon": rows * columns + rows,
+            "soap": 2 * (rows * columns + rows**2 + columns**2),
+        }[optimizer]
+    )
+
+
+def optimizer_scratch_bytes(
+    parameters: ParameterCount,
+    optimizer: str,
+    moments: str,
+    trained: Trained,
+    on_cpu: bool,
+    cautious: bool = False,
+    n_shares: int = 1,
+) -> int:
+    """Fused AdamW needs none; with moments in 8 bits both stand in fp32, and a third tensor, for a piece of a matrix.
+    Muon and NorMuon make the updates of some matrices of one shape at a time, in bf16. SOAP multiplies a preconditioner
+    with its basis, sorts that and factors it. Cautious decay takes the signs of a piece of a matrix; where others than
+    AdamW in fp32 do so, what they needed is freed by then.
+
+    Args:
+        cautious: whether matrices are decayed so.
+        n_shares: ranks that each have a part of every tensor.
+    """
+    by_adamw = {
+        prod(shape)
+        for group in parameters.groups.values()
+        for shape in group.tensors.values()
+        if len(shape) == 2 and not group.in_block and (trained.embedding or trained.head)
+    }
+    shapes = Counter(trained.matrices if not trained.rank else everything(parameters).matrices)
+    largest = max(map(prod, shapes), default=0) if not trained.rank else trained.rank * max(map(max, shapes))
+    if optimizer == "adamw" and moments == "fp32":
+        by_adamw.add(largest)
+    decayed = -(-max(by_adamw, default=0) // n_shares) if cautious else 0
+    least = 4 * min(decayed, CAUTIOUS_ON_CPU if on_cpu else CAUTIOUS_ELSEWHERE)
+    if moments == "int8":
+        return max(least, 12 * min(largest, INT8_ON_CPU if on_cpu else INT8_ELSEWHERE))
+    if optimizer == "adamw":
+        return least
+    if optimizer == "soap":
+        widest = max(map(max, trained.matrices), default=0)
+        return max(least, 4 * 4 * widest**2 + 8 * widest)
+    most = least
+    for shape, n in shapes.items():
+        a, b = shape
+        together = min(n, max(1, MUON_TOGETHER // (a * b)))
+        making, orthogonalizing = 4 * a * b + 2 * together * a * b, 4 * together * (a * b + min(a, b) ** 2)
+        most = max(most, making, orthogonalizing)
+    return most

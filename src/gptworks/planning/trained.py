@@ -1,0 +1,129 @@
+"""How much of a model a run trains, where not all: what is frozen has no gradient and no optimizer state."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import prod
+
+from gptworks.config import ADAPTED_MODULES, FreezeConfig, LoRAConfig, ModelConfig
+from gptworks.planning.params import ParameterCount, Shape, count_parameters
+
+LEAST_IN_8_BITS, SCALED_TOGETHER = 4096, 256
+"""LEAST and BLOCK of `gptworks.training.optim.adamw_int8`, which importing would import torch."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The part of a model that is trained."""
+
+    parameters: int
+    """Those with a gradient, an adapter's included."""
+    added: int
+    """Parameters of an adapter, which stand beside the model's."""
+    share: float
+    """Of the model's own parameters, those that are trained."""
+    matrices: tuple[Shape, ...]
+    """Of the blocks' own matrices, those that are trained: what Muon or SOAP optimizes."""
+    head: bool
+    """Whether the head's matrix, or the embedding that it is tied to, is trained."""
+    embedding: bool
+    """Whether anything is that tokens are embedded with, so that the backward pass goes on to there."""
+    outside: frozenset[str] = frozenset()
+    """The trained tensors outside the blocks, by name."""
+    modules: tuple[frozenset[str], ...] | None = None
+    """The modules of each block with trained parameters of its own, by the last part of their names; None: all."""
+    rank: int = 0
+    """Of the adapter; 0: none."""
+    dropout: bool = False
+    """Whether each adapter keeps a copy of its input."""
+    targets: frozenset[str] = frozenset()
+    """The layers of a block that have adapters, by the last part of their names."""
+    base: str = "full"
+    """How the blocks' frozen matrices are held beneath an adapter: full, int8 or int4."""
+    in_8_bits: tuple[int, int] = (0, 0)
+    """What AdamW with moments in 8 bits keeps so: elements, and scales of both moments."""
+    n_still: int = 0
+    """Runs of blocks, from the first on, that nothing trained stands before or in: their backward pass is left out."""
+
+    def moves(self, module: str, layer: int) -> bool:
+        """Whether a block's module of this name has trained parameters of its own."""
+        return self.modules is None or module in self.modules[layer]
+
+
+def trains(parameter: str, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> bool:
+    """Whether a parameter of the model itself is trained, by its name."""
+    if adapter is not None:
+        return adapter.trains(parameter)
+    return freeze is None or not freeze.freezes(parameter)
+
+
+def everything(count: ParameterCount) -> Trained:
+    """A whole model."""
+    matrices = tuple(
+        shape
+        for group in count.groups.values()
+        for shape in group.tensors.values()
+        if group.in_block and len(shape) == 2
+        for _ in range(group.repeats)
+    )
+    return Trained(
+        parameters=count.total,
+        added=0,
+        share=1.0,
+        matrices=matrices,
+        head=True,
+        embedding=True,
+        outside=frozenset(name for group in count.groups.values() if not group.in_block for name in group.tensors),
+        in_8_bits=moments_in_8_bits(map(prod, matrices)),
+    )
+
+
+def moments_in_8_bits(sizes: Iterable[int]) -> tuple[int, int]:
+    """Of matrices of the blocks with so many elements, those of which AdamW keeps 8 bits, and their scales."""
+    large = [size for size in sizes if size >= LEAST_IN_8_BITS]
+    return sum(large), 2 * sum(-(-size // SCALED_TOGETHER) for size in large)
+
+
+def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> Trained | None:
+    """What is trained of a model; None where that is all of it."""
+    if adapter is None and freeze is None:
+        return None
+    count = count_parameters(model)
+    shapes = count.shapes
+    own = {name: prod(shape) for name, shape in shapes.items() if trains(name, adapter, freeze)}
+    matrices = tuple(shapes[name] for name in own if name.startswith("blocks.") and len(shapes[name]) == 2)
+    modules: list[set[str]] = [set() for _ in range(model.n_layers)]
+    for name in own:
+        if name.startswith("blocks."):
+            _, layer, *path = name.split(".")
+            modules[int(layer)].add(path[-2])
+    part = Trained(
+        parameters=sum(own.values()),
+        added=0,
+        share=sum(own.values()) / count.total,
+        matrices=matrices,
+        head=("token_embedding.weight" if model.tie_embeddings else "untied_head.weight") in own,
+        embedding=any(
+            name.startswith(("token_embedding.", "position_embedding.", "bigram_embedding.", "smear.")) for name in own
+        ),
+        outside=frozenset(name for name in own if not name.startswith("blocks.")),
+        modules=tuple(map(frozenset, modules)),
+        in_8_bits=moments_in_8_bits(map(prod, matrices)),
+    )
+    if adapter is None:
+        trained_in = {int(name.split(".")[1]) for name in own if name.startswith(("blocks.", "value_embeddings."))}
+        moving = [use for use, layer in enumerate(model.layer_uses) if layer in trained_in]
+        return replace(part, n_still=0 if part.embedding else min(moving, default=len(model.layer_uses)))
+    adapted = [
+        shape for name, shape in shapes.items() if len(shape) == 2 and adapter.adapts(name.removesuffix(".weight"))
+    ]
+    added = adapter.rank * sum(map(sum, adapted))
+    return replace(
+        part,
+        parameters=part.parameters + added,
+        added=added,
+        rank=adapter.rank,
+        dropout=adapter.dropout > 0,
+        targets=frozenset(part for parts in ADAPTED_MODULES.values() for part in parts if adapter.adapts(part)),
+        base=adapter.base,
+        in_8_bits=moments_in_8_bits(adapter.rank * width for shape in adapted for width in shape),
+    )

@@ -1,0 +1,1 @@
+"""Training: the loop, the step, and what is recorded."""

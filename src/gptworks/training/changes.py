@@ -1,0 +1,330 @@
+"""What a run that goes on may change, and the run folder's record of where it is from and what it has changed:
+`changes.json`.
+
+A change on which the loss curve depends must be asked for by name; any other is made and recorded. The record also
+keeps the settings of the command line, so that a resumed run has them though they are not given again.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import yaml
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import to_jsonable_python
+
+from gptworks.checkpoint import checkpoints
+from gptworks.config import ENDS, Recipe, Role, role_of, settings
+from gptworks.errors import UserError, nearest
+from gptworks.files import read_regular, sealed_json, unsealed_json, write_whole
+from gptworks.recipe import RecipeLike, is_folder, load_recipe
+from gptworks.training.optim.schedule import rate_factor
+
+CHANGES = "changes.json"
+_MOST_BYTES = 1 << 24
+
+Changes = dict[str, tuple[Any, Any]]
+"""Old and new value by the setting's path; None where there was or is none."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint at which a run was forked from another."""
+
+    run: str
+    """The name of the other's folder."""
+    step: int
+    weights_sha256: str
+    """Of the checkpoint's `model.safetensors`."""
+
+    def __str__(self) -> str:
+        return f"the run {self.run} at step {self.step:,} (sha256 of its weights: {self.weights_sha256[:12]}…)"
+
+
+@dataclass(frozen=True)
+class Change:
+    """What was changed at a step."""
+
+    step: int
+    """From which on."""
+    settings: dict[str, Annotated[list[Any], Field(min_length=2, max_length=2)]]
+    """Path → [old, new]."""
+    exact: bool | None = None
+    """Whether the steps before would be the same; None: an older version did not say it."""
+
+
+@dataclass
+class History:
+    """Where a run is from, what its command lines have set, and what its settings were changed to on the way."""
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    overrides: list[str] = field(default_factory=list)
+    """`key.path=value` in the order in which they were given, each key once."""
+    changes: list[Change] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
+    """Of a fork: where it began; then where that run began, if it is a fork itself."""
+
+    def exact(self, recipe: Recipe) -> bool:
+        """Whether the run's last settings would make the same steps from the first on."""
+        return all(
+            all(_role(recipe, path) != "recorded" for path in one.settings) if one.exact is None else one.exact
+            for one in self.changes
+        )
+
+    def origin_rows(self) -> dict[str, str]:
+        """Where the run was forked from, if it was, and where that one was."""
+        return {"and that one from" if n else "forked from": str(one) for n, one in enumerate(self.origins)}
+
+    def change_rows(self) -> dict[str, str]:
+        """What was changed at each step; twice at one where the run was stopped again before its next checkpoint."""
+        rows: dict[str, str] = {}
+        for change in self.changes:
+            step, words = f"from step {change.step:,}", change_words(change.settings)
+            rows[step] = f"{rows[step]}, then {words}" if step in rows else words
+        return rows
+
+    def lines(self) -> list[str]:
+        """The origin and the changes in words, a line for each step at which some were made."""
+        forked = [f"forked from {origin}" for origin in self.origins]
+        return forked + [f"from step {change.step:,}: {change_words(change.settings)}" for change in self.changes]
+
+
+def read_history(run_dir: Path) -> History:
+    """What the run folder has recorded; empty where nothing was changed.
+
+    Raises:
+        UserError: the record is damaged.
+    """
+    path = run_dir / CHANGES
+    try:
+        return TypeAdapter(History).validate_python(unsealed_json(read_regular(path, _MOST_BYTES, inside=run_dir)))
+    except FileNotFoundError:
+        return History()
+    except (ValueError, RecursionError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else None
+        problem = error if first is None else f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise UserError(
+            f"{path} is damaged ({problem}): restore it from a copy, or delete it and give again the settings that "
+            f"{run_dir / 'recipe.yaml'} has and your recipe file has not."
+        ) from None
+
+
+def settings_at(run_dir: Path, step: int) -> list[str]:
+    """Overrides that take a run's recipe back to the settings with which it went on from a step."""
+    later = [change.settings for change in read_history(run_dir).changes if change.step > step]
+    undone = [(path, old) for settings in reversed(later) for path, (old, _) in settings.items()]
+    return [f"{path}={_yaml(old)}" for path, old in undone if path.partition(".")[0] != "sweep"]  # of no run's steps
+
+
+def _yaml(value: Any) -> str:
+    """A setting's value as an override gives it."""
+    if isinstance(value, str):
+        return value
+    text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**9)
+    return text.removesuffix("\n...\n").strip()
+
+
+def load_to_resume(source: RecipeLike, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
+    """The recipe of a run that goes on: the file's, with the settings of the run's earlier command lines, then these.
+    What none of them says of model and training is as the run has it, whatever has become of the defaults.
+
+    Returns the recipe, and the earlier settings that are used again.
+
+    Raises:
+        UserError: as `gptworks.recipe.load_recipe`; or the run folder's record is damaged.
+    """
+    recipe = load_recipe(source, overrides)
+    if is_folder(source) or not (recipe.run_dir / "recipe.yaml").exists():
+        return recipe, []
+    given = {_key(override) for override in overrides}
+    kept = [override for override in read_history(recipe.run_dir).overrides if _key(override) not in given]
+    now = load_recipe(source, [*kept, *overrides], unsaid=_settled(load_recipe(recipe.run_dir)))
+    return now.model_copy(update={"run_dir": recipe.run_dir}), kept
+
+
+def _settled(run: Recipe) -> dict[str, dict[str, Any]]:
+    """A run's settings of model and training, less those that follow from others or from the tokenizer."""
+    tree = run.model_dump(mode="json", include={"model", "train"})
+    del tree["model"]["vocab_size"], tree["train"]["micro_batch_size"]
+    return tree
+
+
+def changed(before: Recipe, now: Recipe) -> Changes:
+    """The settings in which a run's recipe differs from what it was. Where the folder lies is none of them."""
+    old, new = ({s.path: to_jsonable_python(s.value) for s in settings(recipe)} for recipe in (before, now))
+    if now.model.vocab_size == 0:  # not known before the data is prepared
+        new["model.vocab_size"] = old["model.vocab_size"]
+    for one, other in ((old, new), (new, old)):  # a section that only one of them has is one setting
+        for path in [path for path, value in one.items() if value is None and path not in other]:
+            inside = {key.removeprefix(f"{path}."): other.pop(key) for key in [*other] if key.startswith(f"{path}.")}
+            other[path] = inside or None
+    paths = [path for path in {**old, **new} if old.get(path) != new.get(path) and path not in ("name", "run_dir")]
+    return {path: (old.get(path), new.get(path)) for path in paths}
+
+
+def check_changes(before: Recipe, now: Recipe, asked: Collection[str] = (), forked_at: int | None = None) -> Changes:
+    """What a run that goes on changes.
+
+    Args:
+        asked: paths of settings, or of sections of them, that the run may change though its loss curve depends on them.
+        forked_at: the step from which another run goes on; None: this one does, from its newest checkpoint.
+
+    Raises:
+        UserError: a setting that a run may not change, or that it may and was not asked to; or it ends before the step
+            that it has reached; or `asked` names no setting.
+    """
+    changes, folder = changed(before, now), now.run_dir
+    known = {setting.path for recipe in (before, now) for setting in settings(recipe)}
+    for name in asked:
+        if not _covers([name], known):
+            near = nearest(name, known) or nearest(name.rpartition(".")[2], {path.rpartition(".")[2] for path in known})
+            raise UserError(f"--change {name}: there is no such setting" + (f"; did you mean {near}?" if near else "."))
+    for path, (old, new) in changes.items():
+        recipe = now if path in {setting.path for setting in settings(now)} else before
+        why = now.objective.fixed_settings.get(path)
+        if why or _role(recipe, path) == "refused":
+            why = why or role_of(recipe, path).words
+            raise UserError(
+                f"{folder} was started with {path}={_text(old)}, and it is now {_text(new)}: {why}, so a run cannot "
+                f"change it. Resume with {path}={_text(old)}, or start anew with another run_dir=."
+            )
+    done = next((checkpoint.step for checkpoint in checkpoints(folder)), 0) if forked_at is None else forked_at
+    if now.train.max_steps is not None and now.train.max_steps < done:
+        has_done = f"{folder} has done {done:,} steps" if forked_at is None else f"the fork begins at step {done:,}"
+        raise UserError(
+            f"train.max_steps={now.train.max_steps} and {has_done}: give more than those to go on, or use its "
+            f"checkpoints as they are."
+        )
+    _check_anneal(before, now, done)
+    if unasked := [path for path in inexact(before, now, changes, done) if not _covers(asked, [path])]:
+        lines = "\n".join(f"  {change_words({path: changes[path]})}: {_why(before, path)}" for path in unasked)
+        asking = " ".join(f"--change {path}" for path in unasked)
+        keeping = " ".join(f"{path}={_text(changes[path][0])}" for path in unasked)
+        raise UserError(
+            f"{folder} has done {done:,} steps with other settings than it is to go on with:\n{lines}\n"
+            f"To change this from here on, add {asking}; changes.json and the model card will say so. "
+            f"To go on as before, resume with {keeping}."
+        )
+    return changes
+
+
+def _check_anneal(before: Recipe, now: Recipe, done: int) -> None:
+    """Refuse other weights for samples that are read already: which sample comes next follows from all before it.
+
+    Raises:
+        UserError: it says from which sample on the run could have others.
+    """
+    old, new = (None if r.data.anneal is None else (r.anneal_from, r.data.anneal.weights) for r in (before, now))
+    shared = [r.data.anneal for r in (before, now) if r.data.anneal is not None and r.data.anneal.share is not None]
+    if shared and before.train.batch_size != now.train.batch_size:
+        raise UserError(
+            f"train.batch_size={now.train.batch_size} and {now.run_dir} has {before.train.batch_size}, by which "
+            f"data.anneal.share={shared[0].share:g} is counted. Go on with data.anneal.share=null "
+            f"data.anneal.from_sample={before.anneal_from or now.anneal_from} to change it."
+        )
+    if old == new:
+        return
+    state = next((one.state() for one in checkpoints(now.run_dir) if one.step == done), {})
+    position = state.get("samples", done * before.train.batch_size) + state.get("samples_passed", 0)
+    first = min(place for place, _ in filter(None, (old, new)) if place is not None)
+    if position > first:
+        was = "no data.anneal" if old is None else f"data.anneal from sample {old[0]:,} on"
+        raise UserError(
+            f"{now.run_dir} was started with {was} and has read {position:,} samples; it is now to have had other "
+            f"weights from sample {first:,} on. Weights can change only from sample {position:,} on; to leave them as "
+            f"they are where the run gets longer, set data.anneal.share=null data.anneal.from_sample="
+            f"{old[0] if old else position}."
+        )
+
+
+def inexact(before: Recipe, now: Recipe, changes: Iterable[str], done: int) -> list[str]:
+    """Those of the changed settings with which the steps that are done would have been others."""
+    return [
+        path
+        for path in changes
+        if done
+        and _role(now, path) == "recorded"
+        and not (path in _LENGTH and _same_rates(before, now, done))
+        and not path.startswith("data.anneal")  # refused where it changes what is read already
+    ]
+
+
+_LENGTH = {f"train.{name}" for name in ENDS}
+
+
+def _same_rates(before: Recipe, now: Recipe, done: int) -> bool:
+    """Whether a run of another length has had the same learning rates: they have not yet begun to follow the length."""
+    trains, step = (before.train, now.train), done - 1
+    if any(train.future_weights_fall for train in trains):
+        return False
+    if all(train.schedule == "constant" or done <= train.warmup_steps for train in trains):
+        return True
+    ends = [train.max_steps for train in trains if train.epochs is None and train.max_minutes is None]
+    factors = {rate_factor(train, step, step / end) for train, end in zip(trains, ends, strict=False) if end}
+    return before.train.schedule == now.train.schedule and len(ends) == 2 and len(factors) == 1
+
+
+def _why(recipe: Recipe, path: str) -> str:
+    if path in _LENGTH:
+        if recipe.train.future_weights_fall:
+            return "with train.future_weights_fall, the weights of tokens beyond the next depend on the run's length"
+        return f"with train.schedule={recipe.train.schedule}, the learning rate depends on the run's length"
+    return Role.STEERING.words
+
+
+def _covers(asked: Iterable[str], paths: Collection[str]) -> bool:
+    """Whether one of the paths is asked for, or lies inside or around what is."""
+    pairs = ((f"{one}.", f"{path}.") for one in asked for path in paths)
+    return any(one.startswith(path) or path.startswith(one) for one, path in pairs)
+
+
+def record(
+    run_dir: Path, step: int, changes: Changes, overrides: Sequence[str], before: Recipe | None, exact: bool = True
+) -> History:
+    """Add to the run folder's record what holds from a step on; written before the new recipe.yaml.
+
+    `exact` says of the changes whether the steps before would have been the same with them. Changes that a crash kept
+    from `recipe.yaml` are taken out, and those of steps that are run again hold from here.
+    """
+    history = read_history(run_dir)
+    values = {} if before is None else {s.path: to_jsonable_python(s.value) for s in settings(before)}
+    entries = [
+        replace(change, step=min(change.step, step))
+        for n, change in enumerate(history.changes)
+        if n < len(history.changes) - 1 or all(values.get(k) == new for k, (_, new) in change.settings.items())
+    ]
+    if changes:
+        entries.append(Change(step, {path: list(pair) for path, pair in changes.items()}, exact))
+    given = {_key(override): override for override in (*history.overrides, *overrides) if _key(override) != "run_dir"}
+    now = replace(history, overrides=list(given.values()), changes=entries)
+    if now != history:
+        write_history(run_dir, now)
+    return now
+
+
+def write_history(run_dir: Path, history: History) -> None:
+    """Replace the run folder's record. What a run has none of is left out."""
+    write_whole(run_dir / CHANGES, sealed_json({key: value for key, value in asdict(history).items() if value}))
+
+
+def change_words(settings: Mapping[str, Sequence[Any]]) -> str:
+    """Changed settings in words."""
+    return ", ".join(f"{path} {_text(old)} → {_text(new)}" for path, (old, new) in settings.items())
+
+
+def _role(recipe: Recipe, path: str) -> str:
+    try:
+        return role_of(recipe, path).on_resume
+    except KeyError:  # of a section that is not there any more
+        return "recorded"
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].strip()
+
+
+def _text(value: Any) -> str:
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return text if text.isprintable() else repr(text)

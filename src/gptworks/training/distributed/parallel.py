@@ -1,0 +1,364 @@
+"""How a model and its batches lie on many devices, and what the devices do together.
+
+    ranks = data × tensor    a mesh of two dimensions, tensor the inner one
+
+    data      each rank has its own micro-batches of the step. ddp: a whole model each, gradients added up as the last
+              micro-batch's backward pass makes them (sums.py). fsdp: a share of every tensor each, blocks
+              gathered as they are used (FSDP2).
+    tensor    ranks have the same micro-batches and a share of each block's heads and inner width. Embeddings, norms and
+              the head are whole on each.
+
+Gradients are sums over ranks, because the loss is divided by the targets of the whole step beforehand. They are float32
+between ranks. A block's matrices are gathered in the precision of the products, which rounds them as autocast would;
+shares, embedding, head, vectors and routers are float32, and so is the residual stream.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+from gptworks.config import IGNORED, ModelConfig, Recipe, TrainConfig
+from gptworks.errors import UserError
+from gptworks.model import GPT
+from gptworks.planning.arrange import layout_of, refusal
+from gptworks.planning.layout import ONE_DEVICE, Layout
+from gptworks.quantize.linear import packed_matrices
+from gptworks.training.distributed.ranks import Ranks
+from gptworks.training.distributed.sums import GradientSums, Timed, local
+from gptworks.training.rehearsal.preflight import this_device
+
+Rows = tuple[Tensor, ...]
+
+
+class StopAsked(Exception):
+    """A signal has asked the run to stop, and an evaluation was cut short."""
+
+
+class Parallel:
+    """One device. `ManyDevices` overrides what several do together."""
+
+    layout = ONE_DEVICE
+    samples = True
+    """Whether this rank takes part in making samples."""
+    replicas: distributed.ProcessGroup | None = None
+    """The ranks that hold the same whole model, this one included; None where there is none but this."""
+
+    def __init__(self, train: TrainConfig, varying_widths: bool = False) -> None:
+        """
+        Args:
+            varying_widths: whether batches are as long as what they hold, so that blocks are compiled for any length.
+        """
+        self.compile, self.varying_widths = train.compile, varying_widths
+        self.stop_asked: Callable[[], str | None] = lambda: None
+        """The signal that has asked this process to stop; an evaluation ends at its next batch."""
+        self.micro_batch_size = train.micro_batch_size
+        self._data_rank, self._n_data = 0, 1
+        self.micro_steps = self.micro_steps_of(train.batch_size)
+        """The micro-batches of the step that are this rank's, by their number within the step."""
+
+    def micro_steps_of(self, batch_size: int) -> range:
+        """The micro-batches of a step of so many samples that are this rank's."""
+        return range(self._data_rank, batch_size // self.micro_batch_size, self._n_data)
+
+    def place(self, model: GPT, device: torch.device) -> GPT:
+        """The model on the device, or this rank's share of it."""
+        compile_blocks(model, self.compile, device, self.varying_widths)
+        self.parameters = dict(model.to(device).named_parameters())
+        return model
+
+    def all_reduce(self, value: Tensor) -> Tensor:
+        """The sum over the ranks that divide a step's batches, in place."""
+        return value
+
+    def all_reduce_numbers(self, numbers: list[float]) -> list[float]:
+        """The same for plain numbers, in float64."""
+        return numbers
+
+    def begin_all_reduce(self, timed: Timed) -> None:
+        """Before the last micro-batch's backward pass, in which gradients may be added up; it waits within `timed`."""
+
+    def finish_gradients(self) -> None:
+        """After the last micro-batch: make the gradients those of the whole step."""
+
+    def gradient_norm(self, prefix: str = "") -> float:
+        """The norm of all gradients, or of those of the parameters whose names begin so."""
+        named = self.parameters.items()
+        return nn.utils.get_total_norm([p.grad for n, p in named if p.grad is not None and n.startswith(prefix)]).item()
+
+    def clip_gradients(self, max_norm: float, norm: float) -> None:
+        """Scale gradients of this norm down to `max_norm`."""
+        nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, torch.tensor(norm))
+
+    def shard_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's shard of whole tensors, by `parameter` or `parameter/key`."""
+        return tensors
+
+    def gather_tensors(self, tensors: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
+        """Names and whole tensors, one by one. All ranks iterate over them to the end together."""
+        return tensors.items()
+
+    @contextmanager
+    def inference_mode(self) -> Iterator[None]:
+        """Inside, the model is used without training it."""
+        yield
+
+    def split_batches(self, batches: Iterator[Rows]) -> Iterator[Rows]:
+        """This rank's part of the batches of an evaluation.
+
+        Raises:
+            StopAsked: a rank was asked to stop; all ranks raise it before the same batch.
+        """
+        for batch in batches:
+            if self.stop_asked():
+                raise StopAsked
+            yield batch
+
+
+def run_layout(recipe: Recipe, ranks: Ranks, device: torch.device) -> Layout:
+    """How the recipe's model lies on these ranks, as `gptworks.planning.arrange` says.
+
+    Raises:
+        UserError: it cannot be trained on them; which setting stands in the way, and what to do.
+    """
+    return layout_of(recipe, ranks.size, this_device(device, ranks.local_size))
+
+
+def choose_parallel(recipe: Recipe, ranks: Ranks, device: torch.device, layout: Layout) -> Parallel:
+    """The `Parallel` of this layout. All ranks call it together."""
+    if ranks.size == 1:
+        return Parallel(recipe.train, recipe.objective.varying_widths)
+    mesh = init_device_mesh(
+        device.type, (layout.data_parallel, layout.tensor_parallel), mesh_dim_names=("data", "tensor")
+    )
+    return ManyDevices(recipe.train, ranks, mesh, layout, recipe.objective.varying_widths)
+
+
+def check_parallel(recipe: Recipe, n_ranks: int, precision: str = "auto") -> None:
+    """Refuse what so many ranks cannot do, before any work; the rules are those of `gptworks.planning.arrange`.
+
+    Raises:
+        UserError: as it says.
+    """
+    if (refused := refusal(recipe, n_ranks, precision)) is not None:
+        raise UserError(str(refused))
+
+
+class ManyDevices(Parallel):
+    """This rank's part of a model in training on several."""
+
+    def __init__(
+        self, train: TrainConfig, ranks: Ranks, mesh: DeviceMesh, layout: Layout, varying_widths: bool = False
+    ) -> None:
+        super().__init__(train, varying_widths)
+        self._ranks, self._mesh, self.layout, self._sharded = ranks, mesh, layout, layout.sharding != "none"
+        self._data, self._tensor = mesh["data"], mesh["tensor"]
+        self._data_rank, self._n_data = self._data.get_local_rank(), self._data.size()
+        self.micro_batch_size = train.rank_micro_batch_size(self._n_data)
+        self.micro_steps = self.micro_steps_of(train.batch_size)
+        if layout.sums_in_backward:
+            self.replicas = self._data.get_group()
+        self.samples = ranks.is_rank_zero or self._sharded or self._tensor.size() > 1
+        # DTensor warns about two-step gathers of matrices divided over both dimensions, which are intended here.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+    # ------------------------------------------------------------------------------------------- model
+
+    def place(self, model: GPT, device: torch.device) -> GPT:
+        """Shard the model, which every rank has made from the same seed, block after block.
+
+        The root group holds the parameters outside the blocks, because a tied embedding is the head too.
+        """
+        if self._tensor.size() > 1:
+            for block in model.blocks:
+                parallelize_module(block, self._tensor, tensor_plan(model.config), src_data_rank=None)
+            heads = ("n_heads", "n_kv_heads")  # what stands here, for which caches are made
+            here = {name: getattr(model.config, name) // self._tensor.size() for name in heads}
+            model.config = model.config.model_copy(update=here)
+            # A recomputation that stops early leaves its last sum over ranks unread, and in memory for ever.
+            model.features = set_checkpoint_early_stop(False)(model.features)  # type: ignore[method-assign]
+        compile_blocks(model, self.compile, device, self.varying_widths)  # before FSDP's hooks come around them
+        if self._sharded:
+            gathered = torch.bfloat16 if self.layout.gathers == "bf16" else None
+            policy = MixedPrecisionPolicy(gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
+            for block in model.blocks:
+                whole = {parameter for name, parameter in block.named_parameters() if is_whole(name, parameter)}
+                fully_shard(
+                    block, mesh=self._data, mp_policy=policy, ignored_params=whole,
+                    reshard_after_forward=self.layout.sharding == "fsdp",
+                )  # fmt: skip
+            policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+            fully_shard(model, mesh=self._data, mp_policy=policy, reshard_after_forward=False)
+            register_fsdp_forward_method(model, "features")  # after it the root stays gathered: the loss uses the head
+            for module in _sharded_modules(model):
+                module.set_gradient_divide_factor(1.0)  # sums, not means
+                module.set_force_sum_reduction_for_comms(True)
+                module.unshard()  # once outside inference mode, whose tensors could not be trained with
+                module.reshard()
+        model.to(device)
+        self.model, self.parameters = model, dict(model.named_parameters())
+        if self._data.size() > 1:
+            trained = [p for p in self.parameters.values() if p.requires_grad and "data" not in divided_over(p)]
+            self._sums = GradientSums(reversed(trained), self._data.get_group())
+        ranks = self._ranks
+        model.token_embedding.register_forward_pre_hook(lambda *_: ranks.count_work())  # every pass begins with it
+        return model
+
+    @contextmanager
+    def inference_mode(self) -> Iterator[None]:
+        gathered = self._sharded and self.layout.gathers == "bf16"  # such matrices multiply under autocast alone
+        try:
+            with torch.autocast(self._mesh.device_type, dtype=torch.bfloat16, enabled=gathered):
+                yield
+        finally:
+            for module in _sharded_modules(self.model):  # without a backward pass what is not resharded after the
+                module.reshard()  # forward pass would stay gathered: averaged weights, or those of a step before
+
+    # --------------------------------------------------------------------------------------- gradients
+
+    def all_reduce(self, value: Tensor) -> Tensor:
+        distributed.all_reduce(value, group=self._data.get_group())
+        return value
+
+    def all_reduce_numbers(self, numbers: list[float]) -> list[float]:
+        counts = self._tensor.get_local_rank() == 0  # the others have seen the same sequences
+        return self._ranks.all_reduce([number * counts for number in numbers])
+
+    def begin_all_reduce(self, timed: Timed) -> None:
+        if self.layout.sums_in_backward:
+            self._sums.begin(timed)
+
+    def finish_gradients(self) -> None:
+        self._ranks.count_point()
+        if self._tensor.size() > 1:
+            self._agree_over_tensor_ranks()
+        if self._data.size() > 1:
+            self._sums.finish()
+
+    def _agree_over_tensor_ranks(self) -> None:
+        """Gradients of what is whole on each tensor rank.
+
+        A head's norm has seen only this rank's heads: its parts are added up. The others are equal but for the order in
+        which some kernels add: all take the first rank's, so that copies never drift apart.
+        """
+        group = self._tensor.get_group()
+        for name, gradient in self._local_gradients().items():
+            if "tensor" in divided_over(self.parameters[name]):
+                continue
+            if name.endswith(("query_norm.weight", "key_norm.weight")):
+                distributed.all_reduce(gradient, group=group)
+            else:
+                distributed.broadcast(gradient, group=group, group_src=0)
+
+    def gradient_norm(self, prefix: str = "") -> float:
+        by_copies: dict[int, list[Tensor]] = {}
+        for name, gradient in self._local_gradients().items():
+            if not name.startswith(prefix):
+                continue
+            sizes = [self._mesh[dimension].size() for dimension in divided_over(self.parameters[name])]
+            copies = self._ranks.size // math.prod(sizes)
+            by_copies.setdefault(copies, []).append(gradient)
+        squares = [nn.utils.get_total_norm(there).item() ** 2 / copies for copies, there in by_copies.items()]
+        (square,) = self._ranks.all_reduce([sum(squares)])
+        return float(square**0.5)
+
+    def clip_gradients(self, max_norm: float, norm: float) -> None:
+        for gradient in self._local_gradients().values():
+            gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))
+
+    def _local_gradients(self) -> dict[str, Tensor]:
+        return {name: local(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+
+    # -------------------------------------------------------------------------------------- checkpoints
+
+    def shard_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self._shard(name, tensor) for name, tensor in tensors.items()}
+
+    def _shard(self, name: str, tensor: Tensor) -> Tensor:
+        parameter = self.parameters.get(name, self.parameters.get(name.rpartition("/")[0]))
+        if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
+            return tensor
+        return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+    def gather_tensors(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors.items():
+            self._ranks.count_point()
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    # --------------------------------------------------------------------------------------- evaluation
+
+    def split_batches(self, batches: Iterator[Rows]) -> Iterator[Rows]:
+        """Every n-th; a rank without one in the last round computes that round's first and counts nothing, because
+        gathering blocks needs all ranks."""
+        n, index = self._data.size(), self._data.get_local_rank()
+        while turn := list(islice(batches, n)):
+            if self._ranks.agree_to_stop(self.stop_asked()):
+                raise StopAsked
+            inputs, targets, *positions = turn[min(index, len(turn) - 1)]
+            yield inputs, targets if index < len(turn) else torch.full_like(targets, IGNORED), *positions
+
+
+def compile_blocks(model: GPT, setting: str, device: torch.device, varying_widths: bool = False) -> None:
+    """Have each block compiled when it first runs, if the setting says so; auto: on CUDA, but not over packed matrices,
+    which a compiled block might keep unpacked until the backward pass.
+
+    A graph for each width would soon pass torch's limit of 8, beyond which blocks run as they are written: where widths
+    vary, one graph serves all.
+    """
+    if setting == "block" or (setting == "auto" and device.type == "cuda" and not packed_matrices(model)):
+        for block in model.blocks:
+            block.compile(dynamic=varying_widths)
+
+
+def tensor_plan(model: ModelConfig) -> dict[str, ParallelStyle]:
+    """How a block is divided: heads and inner width by columns, what leads back to the residual stream by rows.
+
+    The input is taken up once for all the products that share it, so that its gradient is added up once.
+    """
+    gate: dict[str, ParallelStyle] = {"mlp.gate": ColwiseParallel()} if model.gated else {}
+    whole = Replicate()
+    return gate | {
+        "attention": PrepareModuleInput(
+            input_layouts=(whole, None, None, None), desired_input_layouts=(whole, None, None, None)
+        ),
+        "attention.query": ColwiseParallel(),
+        "attention.key": ColwiseParallel(),
+        "attention.value": ColwiseParallel(),
+        "attention.out": RowwiseParallel(),
+        "mlp": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,)),
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(),
+    }
+
+
+def is_whole(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter of a block stays whole and float32 on each data-parallel rank where the rest is in shares:
+    vectors and routers, which are small, and which no product rounds."""
+    return parameter.ndim < 2 or name == "mlp.router.weight"
+
+
+def divided_over(parameter: Tensor) -> list[str]:
+    """The mesh dimensions over which a tensor is in shares."""
+    if not isinstance(parameter, DTensor):
+        return []
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return [name for name, placement in zip(names, parameter.placements, strict=True) if not placement.is_replicate()]
+
+
+def _sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))

@@ -1,0 +1,96 @@
+"""Gradients added up over ranks, a bucket at a time, while the backward pass makes those of the next."""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
+
+from gptworks.planning.layout import BUCKET_BYTES
+
+Timed = Callable[[], AbstractContextManager[None]]
+
+
+class GradientSums:
+    """Adds up, over the ranks of a group, the gradients of parameters that are the same on each.
+
+    Buckets and their order follow from the parameters alone: whichever gradients a rank has, and whenever they come,
+    all ranks send alike. One bucket at most is under way, so its copy is all the memory that this takes.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], group: distributed.ProcessGroup) -> None:
+        """
+        Args:
+            parameters: about in the order in which a backward pass makes their gradients.
+        """
+        self._buckets: list[list[nn.Parameter]] = []  # of about BUCKET_BYTES
+        self._awaited: list[int] = []  # gradients of each that the last backward pass has yet to make
+        self._n_sent = 0
+        self._under_way: tuple[list[nn.Parameter], list[int], Tensor, distributed.Work] | None = None
+        self._group = group
+        self._timed: Timed = nullcontext
+        for parameter in parameters:
+            if not self._buckets or sum(each.nbytes for each in self._buckets[-1]) >= BUCKET_BYTES:
+                self._buckets.append([])
+            self._buckets[-1].append(parameter)
+            made = partial(self._made, len(self._buckets) - 1)
+            parameter.register_post_accumulate_grad_hook(made)  # type: ignore[no-untyped-call]
+
+    def begin(self, timed: Timed) -> None:
+        """Before the last backward pass of a step: send each bucket once its gradients, and all before it, are made.
+
+        Args:
+            timed: the context in which that pass waits for other ranks.
+        """
+        self._awaited, self._timed = [len(bucket) for bucket in self._buckets], timed
+
+    def finish(self) -> None:
+        """After the last backward pass: make gradients sums. One that no rank has stays None."""
+        self._awaited = []
+        while self._n_sent < len(self._buckets):
+            self._send()
+        self._receive()
+        self._n_sent = 0
+
+    def _made(self, number: int, _: Tensor) -> None:
+        if self._awaited:  # else a later micro-batch adds to it
+            self._awaited[number] -= 1
+            while self._n_sent < len(self._buckets) and not self._awaited[self._n_sent]:
+                with self._timed():
+                    self._send()
+
+    def _send(self) -> None:
+        self._receive()
+        bucket = self._buckets[self._n_sent]
+        self._n_sent += 1
+        missing = [i for i, parameter in enumerate(bucket) if parameter.grad is None]
+        there = torch.ones(len(bucket), device=bucket[0].device)
+        for i in missing:
+            bucket[i].grad, there[i] = torch.zeros_like(bucket[i]), 0
+        joined = torch.cat([*(gradient.flatten() for gradient in _gradients(bucket)), there])
+        work = distributed.all_reduce(joined, group=self._group, async_op=True)
+        self._under_way = bucket, missing, joined, work
+
+    def _receive(self) -> None:
+        if self._under_way is None:
+            return
+        bucket, missing, joined, work = self._under_way
+        self._under_way = None
+        work.wait()
+        gradients = _gradients(bucket)
+        *sums, there = torch.split(joined, [*(gradient.numel() for gradient in gradients), len(bucket)])
+        for gradient, part in zip(gradients, sums, strict=True):
+            gradient.copy_(part.view_as(gradient))
+        for i in missing:
+            bucket[i].grad = bucket[i].grad if there[i] else None
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part, in the tensor's own memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _gradients(bucket: list[nn.Parameter]) -> list[Tensor]:
+    return [local(parameter.grad) for parameter in bucket if parameter.grad is not None]

@@ -1,0 +1,183 @@
+"""A run that goes on from a checkpoint of another, in a folder of its own, with something changed.
+
+The new folder is what the other's was at that step, so that `--resume` goes on from it: with nothing changed, bit for
+bit as the other did.
+"""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from gptworks.checkpoint import Checkpoint, all_checkpoints, checkpoint_of_step, checkpoints, require_full_weights
+from gptworks.config import Recipe
+from gptworks.errors import UserError
+from gptworks.files import check_free, check_regular, check_sums, copy_file, copy_folder, link_or_copy, new_folder
+from gptworks.recipe import load_recipe, run_name, save_recipe
+from gptworks.tokenizer import MAX_TOKENIZER_BYTES
+from gptworks.training.changes import (
+    Changes,
+    History,
+    Origin,
+    check_changes,
+    inexact,
+    read_history,
+    record,
+    settings_at,
+    write_history,
+)
+from gptworks.training.objectives.choose import OBJECTIVES
+from gptworks.training.progress import Progress
+from gptworks.training.record.metrics import LOG, MOST_LOG_BYTES, MetricsLog
+
+_one_at_a_time = threading.Lock()  # two of one name would write to one place
+
+
+def fork(source: Path, step: int | None, into: Path, overrides: Sequence[str] = ()) -> Path:
+    """Make a run folder that goes on from a checkpoint of a run; `gptworks train INTO --resume` trains it.
+
+    It is there whole or not at all, and needs the source no more: the checkpoint's files are linked, since no run
+    ever writes to them again, and the rest is copied.
+
+    Args:
+        step: the step of the checkpoint; None: the last that training can go on from.
+        into: a folder that is not there, or is empty.
+        overrides: `key.path=value` settings that hold from that step on. Settings that the source changed after it are
+            as they were before.
+
+    Returns:
+        `into`.
+
+    Raises:
+        UserError: there is no such checkpoint, it is damaged or nothing can go on from it; a setting is wrong, or one
+            that a run cannot change; `into` is in use.
+        RunError: the disk is full, fails or refuses.
+    """
+    checkpoint = _checkpoint_of(source, step)
+    if into.name in ("", ".."):
+        raise UserError(f"{into} is no name of a new folder: give one, such as {source}-forked.")
+    if into.absolute().resolve().is_relative_to(source.resolve()):
+        raise UserError(f"{into} lies in {source}, and would be deleted with it: give another folder.")
+    keys = [override.partition("=")[0].strip() for override in overrides]
+    if "run_dir" in keys:
+        raise UserError(f"run_dir cannot be set: a fork's is the new folder, {into}.")
+    back = settings_at(source, checkpoint.step)
+    before, now = load_recipe(source, back), load_recipe(source, [*back, *overrides])
+    changes = check_changes(before, now, keys, checkpoint.step)
+    check_free(into)
+    checkpoint.verify()
+    require_full_weights(checkpoint)
+    progress = _progress_of(checkpoint, before, now, changes)
+    name = now.name if "name" in keys else run_name(into)
+    with _one_at_a_time:
+        check_free(into)
+        with new_folder(into) as aside:
+            try:
+                _take_files(source, checkpoint, progress, before, aside)
+            except FileNotFoundError as error:
+                raise UserError(
+                    f"{error.filename} is gone: the run deletes old checkpoints as it trains. Fork it again."
+                ) from None
+            _write_history(source, aside, checkpoint, [*back, *overrides])
+            exact = not inexact(before, now, changes, checkpoint.step)
+            history = record(aside, checkpoint.step, changes, [], before, exact)
+            save_recipe(now.model_copy(update={"name": name, "run_dir": into}), aside / "recipe.yaml", history.lines())
+    return into
+
+
+def origin_of(text: str) -> tuple[Path, int | None]:
+    """The run and the step of `RUN`, `RUN@STEP`, `RUN@best` or `RUN@last`; for `fork`.
+
+    Raises:
+        UserError: it is of another form, or no checkpoint is known as the best.
+    """
+    folder, at, which = text.rpartition("@")
+    if not at or Path(text).is_dir():
+        return Path(text), None
+    run = Path(folder)
+    if which == "last":
+        return run, None
+    if which == "best":
+        best = next((one.best_step for one in all_checkpoints(run)), None)
+        if best is None:
+            raise UserError(f"{run} has no checkpoint that names the best: give RUN@STEP.")
+        return run, best
+    if not (which.isascii() and which.isdigit() and len(which) < 19):
+        raise UserError(f"{text}: what follows @ is a step, best or last, such as {folder}@500.")
+    return run, int(which)
+
+
+def _checkpoint_of(source: Path, step: int | None) -> Checkpoint:
+    """The checkpoint to go on from, not yet verified."""
+    if not (source / "recipe.yaml").is_file():
+        raise UserError(f"{source} is not a run folder: it has no recipe.yaml. `gptworks train RECIPE` makes one.")
+    found = checkpoints(source)
+    for checkpoint in found:
+        if step in (None, checkpoint.step):
+            return checkpoint
+    weights = {one.step for one in all_checkpoints(source)}
+    if not (found or weights - {0}):
+        raise UserError(f"{source} has no checkpoint yet: let it train to its first one (train.checkpoint_every).")
+    at = "" if step is None else f" at step {step}"
+    why = "there are weights only" if step is None or step in weights else "there is no such checkpoint"
+    steps = ", ".join(str(one.step) for one in reversed(found)) or "no step"
+    raise UserError(
+        f"{source} cannot be forked{at}: {why}. Training can go on from {steps}; initialize_from={source} and another "
+        f"run_dir= start a new run from its best weights."
+    )
+
+
+def _progress_of(checkpoint: Checkpoint, before: Recipe, now: Recipe, changes: Changes) -> Progress:
+    """Where the run stood, if it can go on from there with the new settings."""
+    state, path = checkpoint.state(), checkpoint.folder / "state.json"
+    progress, train = Progress.from_json(state, before.train.batch_size, path), now.train
+    progress.require_training(before.run_dir)
+    if "samples" not in state and before.train.batch_size != train.batch_size:
+        raise UserError(
+            f"{path} counts batches, as earlier versions did: go on from it once with "
+            f"train.batch_size={before.train.batch_size}, and change that later."
+        )
+    if "train.max_minutes" in changes and train.max_minutes and progress.seconds > 60 * train.max_minutes:
+        raise UserError(
+            f"train.max_minutes={train.max_minutes:g} and the fork begins after {progress.seconds / 60:.1f} minutes of "
+            f"training: give more."
+        )
+    return progress
+
+
+def _take_files(source: Path, checkpoint: Checkpoint, progress: Progress, recipe: Recipe, aside: Path) -> None:
+    """Put there what the source has of the run up to the checkpoint."""
+    best = checkpoint_of_step(source, progress.best_step)
+    start = Checkpoint(source / "checkpoints" / "weights-000000")
+    for taken in [checkpoint, *(one for one in dict.fromkeys([best, start]) if one != checkpoint and one.is_whole)]:
+        to = aside / "checkpoints" / taken.folder.name
+        to.mkdir(parents=True)
+        for name in (*taken.files, "manifest.json"):
+            _link(taken.folder / name, to / name, source)
+    check_sums(source / "tokenizer", MAX_TOKENIZER_BYTES)
+    for name in ("tokenizer", LOG, *OBJECTIVES[recipe.objective.type].kept_files):
+        _copy(source, name, aside)
+    MetricsLog(aside / LOG, checkpoint.step, resume_rollbacks=progress.rollbacks).close()
+
+
+def _link(file: Path, to: Path, source: Path) -> None:
+    """Give a file a second name, or copy it where the disk has no such names."""
+    check_regular(file, inside=source)
+    link_or_copy(file.resolve(), to)
+
+
+def _copy(source: Path, name: str, aside: Path) -> None:
+    """Copy a file, or the files of a folder, if they are there."""
+    if name == "tokenizer" or (source / name).is_dir():
+        copy_folder(source / name, aside / name, inside=source)
+    elif (source / name).exists():
+        copy_file(source / name, aside / name, MOST_LOG_BYTES if name == LOG else None, inside=source)
+
+
+def _write_history(source: Path, aside: Path, checkpoint: Checkpoint, overrides: Sequence[str]) -> None:
+    """Write the source's record up to the checkpoint, with the checkpoint as the origin."""
+    history, step = read_history(source), checkpoint.step
+    origin = Origin(source.resolve().name, step, checkpoint.weights_sha256)
+    given = {each.partition("=")[0].strip(): each for each in (*history.overrides, *overrides)}
+    kept = [each for key, each in given.items() if key not in ("name", "run_dir")]
+    earlier = [change for change in history.changes if change.step <= step]
+    write_history(aside, History(kept, earlier, [origin, *history.origins]))

@@ -1,0 +1,90 @@
+"""How long a run is: its steps, epochs or minutes, whichever end it first."""
+
+import math
+
+from gptworks.config import Recipe
+from gptworks.errors import UserError
+from gptworks.training.objectives.base import Objective
+from gptworks.training.progress import Progress
+from gptworks.training.record.display import clock
+
+
+class Length:
+    """The length of a recipe's run, in steps of its objective's samples."""
+
+    def __init__(self, recipe: Recipe, objective: Objective) -> None:
+        self._recipe, self._train, self._objective = recipe, recipe.train, objective
+
+    def total_steps(self, progress: Progress) -> int | None:
+        """Optimizer steps of the whole run, where that is known; after a change of batch_size, from where it is."""
+        train, planned = self._train, self._objective.total_steps
+        if train.epochs is None or progress.samples == progress.step * train.batch_size:
+            return planned
+        left = train.epochs * self._objective.samples_per_epoch - progress.samples
+        by_epochs = progress.step + max(0, math.floor(left / train.batch_size + 0.5))
+        return min(by_epochs, train.max_steps or by_epochs)
+
+    def share_done(self, progress: Progress) -> float:
+        """How much of the run is done, from 0 to 1: by steps, or by the clock where that is further."""
+        total = self.total_steps(progress)
+        shares = [progress.step / total] if total else []
+        if self._train.max_minutes is not None:
+            shares.append(progress.seconds / (60 * self._train.max_minutes))
+        return min(1.0, max(shares))
+
+    def due(self, progress: Progress, every: int) -> bool:
+        """Whether something done every `every` steps, and at the end, is to be done now."""
+        return every > 0 and (progress.step % every == 0 or self.share_done(progress) >= 1)
+
+    def end_reason(self, progress: Progress, stop_asked: str | None) -> str | None:
+        """Why the run ends here; None while it goes on."""
+        patience = self._train.early_stopping_patience
+        if stop_asked:
+            return f"stopped by {stop_asked}"
+        if progress.evaluation_cut:
+            return None
+        if self.share_done(progress) >= 1:
+            return "finished"
+        if patience is not None and progress.evaluations_since_best >= patience:
+            return f"no better validation loss in {patience} evaluations"
+        return None
+
+    def words(self, progress: Progress) -> str:
+        """What ends the run."""
+        total, minutes = self.total_steps(progress), self._train.max_minutes
+        length = [f"{total:,} steps"] if total else []
+        return " or ".join(length + ([f"{minutes:g} minutes"] if minutes is not None else []))
+
+    def reached(self, progress: Progress) -> str:
+        """The step reached, and how far that is by what ends the run: steps or the clock."""
+        total, minutes = self.total_steps(progress), self._train.max_minutes
+        if minutes is not None and (not total or progress.seconds / (60 * minutes) >= self.share_done(progress)):
+            return f"step {progress.step:,}  {clock(progress.seconds)} of {clock(60 * minutes)}"
+        return f"step {progress.step:,}/{total:,}"
+
+    def check_resume(self, progress: Progress, before: Recipe | None) -> None:
+        """Refuse a length that was changed to less than what is done.
+
+        Args:
+            before: the recipe as it was.
+
+        Raises:
+            UserError: it says which setting, and what is done.
+        """
+        train, total = self._train, self.total_steps(progress)
+        if total is not None and total < progress.step:
+            name = "max_steps" if train.max_steps == total else "epochs"
+            done = f"{progress.step:,} steps"
+        elif (
+            train.max_minutes is not None
+            and before is not None
+            and train.max_minutes != before.train.max_minutes
+            and progress.seconds > 60 * train.max_minutes
+        ):
+            name, done = "max_minutes", f"{progress.seconds / 60:.1f} minutes"
+        else:
+            return
+        raise UserError(
+            f"train.{name}={getattr(train, name):g} and {self._recipe.run_dir} has done {done}: give more to go on, or "
+            f"use its checkpoints as they are."
+        )

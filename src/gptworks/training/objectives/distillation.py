@@ -1,0 +1,135 @@
+"""Distillation (Hinton et al., 2015): a student learns a teacher's distribution over the next token, and the text."""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gptworks.checkpoint import Checkpoint, Report, checkpoint_of_step, choose_checkpoint, load_run
+from gptworks.config import DistillationObjective, Recipe, TrainConfig
+from gptworks.config.objective import ObjectiveSettings
+from gptworks.errors import UserError
+from gptworks.files import read_regular, sealed_json, unsealed_json, write_whole
+from gptworks.model import GPT
+from gptworks.model.loss import distillation_loss
+from gptworks.planning.objectives import teacher_config
+from gptworks.recipe import load_recipe
+from gptworks.tokenizer import fingerprint, load_tokenizer
+from gptworks.training.distributed.agreed import agreed_checkpoint
+from gptworks.training.objectives.base import Objective, RunContext
+from gptworks.training.objectives.next_token import Batch, Losses, LossFunction, Routing, counted, with_routing
+
+TEACHER = "teacher.json"
+"""In the run folder: the checkpoint of the teacher that the run learns from."""
+
+
+def distillation(
+    objective: DistillationObjective,
+    teacher: GPT,
+    model: GPT,
+    batch: Batch,
+    routing: Routing,
+) -> Losses:
+    """ce_weight · cross-entropy + kl_weight · temperature² · KL(teacher ‖ model), sums over the batch's targets."""
+    inputs, targets, *positions = batch
+    router_logits: list[Tensor] = []
+    with torch.no_grad():
+        teacher_features = teacher.features(inputs, None, None, *positions)
+    features = model.features(inputs, None, router_logits, *positions)
+    total, nats, kl = distillation_loss(
+        features, model.head_weight, teacher_features, teacher.head_weight, targets,
+        objective.temperature, objective.ce_weight, objective.kl_weight,
+        model.config.logit_softcap, teacher.config.logit_softcap,
+    )  # fmt: skip
+    n_targets, figures = counted(batch), {"teacher_kl": kl}
+    return with_routing(total, nats, router_logits, model, n_targets, routing, figures)
+
+
+_MOST_NOTE_BYTES = 1 << 16
+
+
+def _teacher_of_the_start(folder: Path, kept: Path, report: Report) -> Checkpoint:
+    """The checkpoint of the teacher that the run began with; the best one if an older version kept no note of it.
+
+    Raises:
+        UserError: it is gone or has changed, or the note is damaged.
+    """
+    try:
+        note = unsealed_json(read_regular(kept, _MOST_NOTE_BYTES, inside=kept.parent))
+        checkpoint = checkpoint_of_step(folder, note["step"])
+    except FileNotFoundError:
+        return choose_checkpoint(folder, report=report)
+    except UserError:
+        raise
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{kept} is damaged ({error}): restore it from a copy, or start anew.") from None
+    if checkpoint.manifest_sha256 != note["manifest_sha256"]:
+        raise UserError(
+            f"objective.teacher={folder}: step {checkpoint.step}, which this run has learned from, is not there or has "
+            f"changed. Restore {checkpoint.folder} from a copy, or start anew with another run_dir=."
+        )
+    return checkpoint
+
+
+class Distillation(Objective):
+    """Text or conversations, read by teacher and student alike."""
+
+    kept_files = (TEACHER,)
+
+    @staticmethod
+    def check(recipe: Recipe) -> None:
+        theirs = teacher_config(recipe)
+        assert theirs is not None
+        folder = recipe.objective.teacher_run
+        if theirs.context_length < recipe.model.context_length:
+            raise UserError(
+                f"model.context_length={recipe.model.context_length} and objective.teacher={folder} reads "
+                f"{theirs.context_length}: set model.context_length to that or less."
+            )
+        if recipe.model.vocab_size not in (0, theirs.vocab_size):
+            raise UserError(
+                f"model.vocab_size={recipe.model.vocab_size} and objective.teacher={folder} has {theirs.vocab_size}: "
+                f"both give the same tokens their probabilities. Take over its tokenizer and vocab_size."
+            )
+
+    @classmethod
+    def loss_without_data(cls, settings: ObjectiveSettings, train: TrainConfig, model: GPT) -> LossFunction:
+        assert isinstance(settings, DistillationObjective)
+        teacher = GPT(load_recipe(settings.teacher).model).requires_grad_(False).eval()
+        return partial(distillation, settings, teacher, routing=Routing.of(train))
+
+    def begin(self, run: RunContext) -> None:
+        assert isinstance(self.recipe.objective, DistillationObjective)
+        self._settings = self.recipe.objective
+        folder, kept = self._settings.teacher, self.recipe.run_dir / TEACHER
+        if fingerprint(load_tokenizer(folder / "tokenizer")) != fingerprint(run.engine.tokenizer):
+            raise UserError(
+                f"the tokenizer is not that of objective.teacher={folder}, so its probabilities are of other tokens. "
+                f"Set tokenizer.type=file and tokenizer.path={folder / 'tokenizer'}."
+            )
+        teacher = agreed_checkpoint(
+            run.ranks,
+            folder,
+            lambda: (
+                choose_checkpoint(folder, report=run.report)
+                if run.is_new
+                else _teacher_of_the_start(folder, kept, run.report)
+            ),
+        )
+        assert teacher is not None
+        with run.ranks.busy():
+            loaded = load_run(folder, str(teacher.step), device=run.model.device)
+        theirs, ours = loaded.model.config.vocab_size, run.model.config.vocab_size
+        if theirs != ours:
+            raise UserError(
+                f"objective.teacher={folder} has a vocabulary of {theirs} and this model {ours}: set "
+                f"model.vocab_size={theirs}."
+            )
+        self._teacher = loaded.model.requires_grad_(False)
+        if run.ranks.is_rank_zero:
+            write_whole(kept, sealed_json({"step": teacher.step, "manifest_sha256": teacher.manifest_sha256}))
+        run.report(f"the teacher is {folder}, step {teacher.step:,}")
+
+    def loss(self, model: GPT, batch: Batch) -> Losses:
+        return distillation(self._settings, self._teacher, model, batch, self._routing)

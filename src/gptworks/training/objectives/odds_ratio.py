@@ -1,0 +1,56 @@
+"""Preference tuning in one phase and without a reference: ORPO (Hong et al., 2024)."""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gptworks.config import OddsRatioObjective, TrainConfig
+from gptworks.config.objective import ObjectiveSettings
+from gptworks.model import GPT
+from gptworks.training.objectives.next_token import Batch, Losses, LossFunction, Routing, with_routing
+from gptworks.training.objectives.pairs import PairsObjective, answer_lengths, answer_logprobs
+
+
+def odds_ratio_loss(weight: float, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The sum of the pairs' losses (eq. 6), and sums that are reported.
+
+    Args:
+        weight: λ.
+        logprobs: log P(answer), the mean over the answer's tokens (eq. 3), [2P]: of the chosen ones, then the others.
+    """
+    below_1 = logprobs.clamp(max=-torch.finfo(logprobs.dtype).eps)  # the odds of a certain answer are infinite
+    log_odds = below_1 - torch.log(-torch.expm1(below_1))  # eq. 4
+    log_ratio = log_odds[: len(log_odds) // 2] - log_odds[len(log_odds) // 2 :]
+    nats = -logprobs[: len(log_ratio)]
+    figures = {
+        "log_odds_ratio": log_ratio.sum(),
+        "chosen_nats_per_token": nats.sum(),
+        "accuracy": (log_ratio > 0).float().sum(),
+    }
+    return (nats - weight * F.logsigmoid(log_ratio)).sum(), figures
+
+
+def odds_ratio(settings: OddsRatioObjective, model: GPT, batch: Batch, routing: Routing) -> Losses:
+    """`odds_ratio_loss` of inputs and targets [2P, T]; see `PairsObjective.batch`."""
+    inputs, targets = batch
+    router_logits: list[Tensor] = []
+    logprobs = answer_logprobs(model, inputs, targets, router_logits) / answer_lengths(targets)
+    loss, figures = odds_ratio_loss(settings.weight, logprobs)
+    return with_routing(loss, loss, router_logits, model, len(inputs) // 2, routing, figures)
+
+
+class OddsRatio(PairsObjective):
+    """Pairs of answers alone."""
+
+    figures = ("log_odds_ratio", "chosen_nats_per_token", "accuracy")
+
+    @classmethod
+    def loss_without_data(cls, settings: ObjectiveSettings, train: TrainConfig, model: GPT) -> LossFunction:
+        assert isinstance(settings, OddsRatioObjective)
+        return partial(odds_ratio, settings, routing=Routing.of(train))
+
+    def loss(self, model: GPT, batch: Batch) -> Losses:
+        assert isinstance(self.recipe.objective, OddsRatioObjective)
+        return odds_ratio(self.recipe.objective, model, batch, self._routing)

@@ -1,0 +1,171 @@
+"""Preference tuning without a reward model: DPO (Rafailov et al., 2023), cDPO and IPO.
+
+The model's log-probability of an answer is compared with the reference: that of the model at the start of the run,
+computed once, before the first step, and kept in the run folder.
+
+Shapes: P pairs, T tokens of the longest conversation among them.
+"""
+
+import hashlib
+import json
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from gptworks.config import PreferenceObjective, TrainConfig
+from gptworks.config.objective import ObjectiveSettings
+from gptworks.device import Precision
+from gptworks.errors import UserError
+from gptworks.evaluation.loss import Workers
+from gptworks.files import read_regular, sealed_json, unsealed_json, write_whole
+from gptworks.model import GPT
+from gptworks.model.backend import eval_mode
+from gptworks.quantize.linear import weight_tensors
+from gptworks.training.objectives.base import RunContext
+from gptworks.training.objectives.next_token import Batch, Losses, LossFunction, Routing, with_routing
+from gptworks.training.objectives.pairs import PairsObjective, answer_lengths, answer_logprobs, counts
+
+REFERENCE = "reference.safetensors"
+
+
+def preference_loss(
+    objective: PreferenceObjective, logratios: Tensor, n_tokens: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The sum of the pairs' losses, and sums that are reported.
+
+    Args:
+        logratios: log π(answer) − log π_ref(answer), [2P]: of the chosen answers, then of the rejected ones.
+        n_tokens: learned tokens of each answer, [2P].
+    """
+    chosen, rejected = logratios.chunk(2)
+    if objective.loss == "ipo":  # Azar et al., 2023, eq. 17, a token each: as its authors computed their results
+        chosen_tokens, rejected_tokens = n_tokens.chunk(2)
+        gap = chosen / chosen_tokens - rejected / rejected_tokens
+        losses = (gap - 1 / (2 * objective.beta)).square()
+    else:  # Rafailov et al., 2023, eq. 7; with smoothing, Mitchell, 2023, eq. 3
+        margin, smoothing = objective.beta * (chosen - rejected), objective.label_smoothing
+        losses = -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+    figures = {
+        "reward_margin": objective.beta * (chosen - rejected).sum(),
+        "reward_chosen": objective.beta * chosen.sum(),
+        "accuracy": (chosen > rejected).float().sum(),
+    }
+    return losses.sum(), figures
+
+
+def preference(objective: PreferenceObjective, model: GPT, batch: Batch, routing: Routing) -> Losses:
+    """`preference_loss` of inputs and targets [2P, T] with their reference [2P]; see `Preference.batch`."""
+    inputs, targets, reference = batch
+    router_logits: list[Tensor] = []
+    logprobs = answer_logprobs(model, inputs, targets, router_logits)
+    loss, figures = preference_loss(objective, logprobs - reference, answer_lengths(targets))
+    n_pairs = len(inputs) // 2
+    return with_routing(loss, loss, router_logits, model, n_pairs, routing, figures)
+
+
+_MOST_NOTE_BYTES = 1 << 16
+_LOGPROB_BYTES = 8
+"""Of a pair: two answers in fp32."""
+
+
+class Preference(PairsObjective):
+    """Pairs of answers beside the reference of each."""
+
+    kept_files = (REFERENCE, "reference.json")
+    figures = ("reward_margin", "reward_chosen", "accuracy")
+
+    def _open(self) -> None:
+        assert isinstance(self.recipe.objective, PreferenceObjective)
+        self._settings = self.recipe.objective
+        super()._open()
+        self._reference: dict[str, Tensor] = {}  # [n pairs, 2] by split
+
+    @classmethod
+    def loss_without_data(cls, settings: ObjectiveSettings, train: TrainConfig, model: GPT) -> LossFunction:
+        assert isinstance(settings, PreferenceObjective)
+        loss = partial(preference, settings, routing=Routing.of(train))
+        return lambda model, batch: loss(model, (*batch, torch.zeros(len(batch[0]), device=model.device)))
+
+    # ----------------------------------------------------------------------------------------------- reference
+
+    def begin(self, run: RunContext) -> None:
+        path = self.recipe.run_dir / REFERENCE
+        if not run.is_new:
+            self._reference = self._read_reference(path)
+            return
+        n_pairs = sum(map(len, self._pairs.values()))
+        run.report(f"computing what the model gives {n_pairs:,} pairs of answers at the start")
+        self._reference = {split: self._logprobs(run.model, run.precision, split, run.workers) for split in self._pairs}
+        if run.ranks.is_rank_zero:
+            data = save(self._reference)
+            described = {
+                "data": self.data_fingerprint,
+                "weights": weights_fingerprint(run.model),
+                "tensors": hashlib.sha256(data).hexdigest(),
+            }
+            write_whole(path, data)
+            write_whole(path.with_suffix(".json"), sealed_json(described))
+
+    def _read_reference(self, path: Path) -> dict[str, Tensor]:
+        """The log-probabilities at the start, from the run folder.
+
+        Raises:
+            UserError: it is missing, damaged or of other data.
+        """
+        n_pairs = sum(map(len, self._pairs.values()))
+        try:
+            described, data = (
+                unsealed_json(read_regular(path.with_suffix(".json"), _MOST_NOTE_BYTES, inside=path.parent)),
+                read_regular(path, _LOGPROB_BYTES * n_pairs + _MOST_NOTE_BYTES, inside=path.parent),
+            )
+            whole = hashlib.sha256(data).hexdigest() == described["tensors"]
+            reference = load(data) if whole else {}
+        except (OSError, ValueError, KeyError, SafetensorError, json.JSONDecodeError):
+            reference = {}
+        if not reference:
+            raise UserError(
+                f"{path} is missing or damaged: it holds what the model gave the answers before the run began, which "
+                f"cannot be computed now. Restore it from a copy, or start anew with another run_dir=."
+            )
+        if described["data"] != self.data_fingerprint:
+            raise UserError(f"{path} is of other pairs than these: restore the data, or give another run_dir=.")
+        return reference
+
+    def _logprobs(self, model: GPT, precision: Precision, split: str, workers: Workers) -> Tensor:
+        """log π of both answers of every pair, float32 [n, 2] on the CPU; each process computes some pairs.
+
+        Gradients stay enabled, though unused, so that the kernels are those of training, and round alike.
+        """
+        given = torch.zeros(len(self._pairs[split]), 2, device=model.device)
+        chunks = self._chunks(list(range(len(given))))
+        batches = ((*self._rows(split, pairs), torch.tensor(pairs)) for pairs in chunks)
+        with eval_mode(model):
+            for inputs, targets, chosen in workers.split_batches(batches):
+                with precision.autocast():
+                    logprobs = answer_logprobs(model, inputs.to(model.device), targets.to(model.device))
+                if counts(targets):
+                    given[chosen.to(model.device)] = logprobs.detach().view(2, -1).T.float()
+        return workers.all_reduce(given).cpu()  # all but one process have zeros
+
+    def _batch_of(self, split: str, pairs: list[int]) -> Batch:
+        """Rows, and the reference of each, [2P]."""
+        return (*self._rows(split, pairs), self._reference[split][pairs].T.flatten())
+
+    def loss(self, model: GPT, batch: Batch) -> Losses:
+        return preference(self._settings, model, batch, self._routing)
+
+
+def weights_fingerprint(model: GPT) -> str:
+    """sha256 of a model's weights, in the order of their names. Of sharded ones, this process's shard."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(weight_tensors(model).items()):
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        digest.update(name.encode("utf-8"))
+        copied = local.detach().float().cpu().clone()  # a storage that numpy has seen cannot be freed by FSDP any more
+        digest.update(copied.numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,408 @@
+"""GRPO (Shao et al., 2024): raises the probability of answers that a function rewards above others of their group.
+
+    prompt ─► a group of answers, by our engine ─► rewards ─► advantages ─► clipped policy gradient
+
+A step's answers are a function of (seed, batch number, weights). Answers that several steps use are kept in the run
+folder, so that a run resumed between them goes on with the same.
+
+Shapes: B answers, G of a group, T tokens of the longest prompt with its answer.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from gptworks.config import IGNORED, Recipe, RewardObjective, TrainConfig
+from gptworks.config.objective import ObjectiveSettings
+from gptworks.data.conversations.packing import Examples
+from gptworks.data.permutation import Int64s, shuffled
+from gptworks.data.rows import Row
+from gptworks.device import Precision
+from gptworks.errors import RunError, UserError
+from gptworks.evaluation.loss import LossReport, Workers
+from gptworks.files import replacing_by_name
+from gptworks.infer.client import completions
+from gptworks.infer.engine import Engine
+from gptworks.infer.request import Completion
+from gptworks.infer.sampling import SamplingSettings
+from gptworks.model import GPT
+from gptworks.model.backend import eval_mode
+from gptworks.model.lora import LORA_PARTS, LowRank
+from gptworks.model.loss import target_logprobs
+from gptworks.quantize.linear import weight_tensors
+from gptworks.tensors import Expected, read_tensors
+from gptworks.training.generating import generating
+from gptworks.training.objectives.base import Objective, RunContext
+from gptworks.training.objectives.next_token import Batch, Losses, LossFunction, Routing, padded, with_routing
+from gptworks.training.objectives.reward_function import REWARD_FILE, Prompt, keep_reward_file, load_reward, reward_of
+from gptworks.training.objectives.rollouts import ROLLOUTS, RolloutStore
+
+REFERENCE_MODEL = "reference-model.safetensors"
+
+EVALUATED_AT_ONCE = 64
+"""Held-out prompts that are answered together: between two such lots a run checks for a signal to stop."""
+
+_LEAST_DEVIATION = 1e-6
+
+
+def advantages(rewards: Tensor, group_size: int, scale: bool = True) -> Tensor:
+    """How far each reward is above its group's mean, [B], in standard deviations of the group (Shao et al., 2024,
+    section 4.1.2), or unscaled. 0 where all of a group are equal."""
+    groups = rewards.view(-1, group_size)
+    above = groups - groups.mean(-1, keepdim=True)
+    return (above / (groups.std(-1, keepdim=True) + _LEAST_DEVIATION) if scale else above).flatten()
+
+
+def policy_loss(
+    objective: RewardObjective,
+    logprobs: Tensor,
+    old: Tensor,
+    reference: Tensor | None,
+    advantage: Tensor,
+    counted: Tensor,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The sum over answers of what is minimized (Shao et al., 2024, eq. 3 and 4), and sums that are reported.
+
+    Args:
+        logprobs, old, reference: of each token, under the policy, the one that sampled, and the start, [B, T].
+        advantage: [B].
+        counted: true where a token is the answer's, [B, T].
+    """
+    n_tokens = counted.sum(-1).clamp(min=1)
+    ratio = (logprobs - old).exp()
+    clipped = ratio.clamp(1 - objective.clip, 1 + objective.clip)
+    gain = torch.minimum(ratio * advantage[:, None], clipped * advantage[:, None])
+    figures = {"clipped_share": (((ratio != clipped) & counted).sum(-1) / n_tokens).sum()}
+    if reference is not None:
+        apart = reference - logprobs
+        kl = apart.exp() - apart - 1  # unbiased and never negative (Schulman, 2020)
+        gain = gain - objective.beta * kl
+        figures["kl"] = (kl.where(counted, 0).sum(-1) / n_tokens).sum()
+    return -(gain.where(counted, 0).sum(-1) / n_tokens).sum(), figures
+
+
+def scaled_logprobs(model: GPT, features: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """log π of each target at a sampling temperature, 0 where it is −100; float32 [B, T]."""
+    softcap = model.config.logit_softcap and model.config.logit_softcap / temperature  # cap first, then divide
+    return target_logprobs(features / temperature, model.head_weight, targets, softcap)
+
+
+def policy_gradient(settings: RewardObjective, model: GPT, batch: Batch, routing: Routing) -> Losses:
+    """`policy_loss` of answers, as `Reward._answered` makes them: inputs and targets [B, T]; rewards, advantages and
+    `sampling_gap` [B]; log-probabilities when they were sampled and, with `beta`, at the start [B, T]."""
+    inputs, targets, rewards, advantage, gap, old, *start = batch
+    router_logits: list[Tensor] = []
+    counted = targets != IGNORED
+    features = model.features(inputs, router_logits=router_logits)
+    logprobs = scaled_logprobs(model, features, targets, settings.temperature)
+    loss, figures = policy_loss(settings, logprobs, old, start[0] if start else None, advantage, counted)
+    figures |= {"reward": rewards.sum(), "answer_tokens": counted.sum(), "sampling_gap": gap.sum()}
+    return with_routing(loss, loss, router_logits, model, len(inputs), routing, figures)
+
+
+@dataclass(frozen=True)
+class _WithoutAnswers:
+    """`policy_gradient` of inputs and targets, with zeros for what answers would have."""
+
+    settings: RewardObjective
+    routing: Routing
+    start: list[Tensor]
+    """As large as the model at the start, which a run keeps in memory."""
+
+    def __call__(self, model: GPT, batch: Batch) -> Losses:
+        of_answers, of_tokens = (torch.zeros(batch[0].shape[:n], device=model.device) for n in (1, 2))
+        scores = (of_answers,) * 3 + (of_tokens,) * (2 if self.settings.beta else 1)
+        return policy_gradient(self.settings, model, (*batch, *scores), self.routing)
+
+
+def trains_adapters_only(model: GPT) -> bool:
+    """Whether the model without its adapter remains what it was at the start of the run."""
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return all(name.endswith(LORA_PARTS) for name in trained)
+
+
+def sampling_gap(logprobs: Tensor, prompt_tokens: Sequence[int], answers: Sequence[Completion]) -> Tensor:
+    """How far the engine's log-probabilities lie from the training step's: of each answer, the mean |difference| over
+    the tokens it generated, in nats; float32 [B].
+
+    The policy gradient takes answers for samples of the policy that is trained. This is how far they are from that: the
+    engine adds in another order, or rounds otherwise.
+
+    Args:
+        logprobs: of each target at temperature 1, as training computes them, [B, T].
+        prompt_tokens: the length of each answer's prompt.
+        answers: as the engine gave them, with log-probabilities.
+    """
+    gaps = torch.zeros(len(answers))
+    for row, (n_prompt, answer) in enumerate(zip(prompt_tokens, answers, strict=True)):
+        if answer.logprobs:
+            theirs = torch.tensor([token.logprob for token in answer.logprobs])
+            gaps[row] = (logprobs[row, n_prompt - 1 : n_prompt - 1 + len(theirs)] - theirs).abs().mean()
+    return gaps
+
+
+class Reward(Objective):
+    """Prompts, and answers that the model makes itself; a step's batch_size counts answers."""
+
+    generates = True
+    kept_files = (REFERENCE_MODEL, REWARD_FILE, ROLLOUTS)
+
+    def _open(self) -> None:
+        assert isinstance(self.recipe.objective, RewardObjective)
+        self._settings = self.recipe.objective
+        self._examples = {"train": Examples(self.train_shards, self.context_length, False),
+                          "validation": Examples(self.validation_shards, self.context_length, False)}  # fmt: skip
+        train, shared = self.recipe.train, self._settings.steps_per_rollout
+        self._prompts_per_step = train.batch_size // self._settings.group_size
+        n_behind = (train.keep_checkpoints + 2) * -(-train.checkpoint_every // shared)  # a run may go back so far
+        self._store = RolloutStore(self.recipe.run_dir, n_behind)
+        self._round: tuple[int, dict[int, Batch]] | None = None  # its number, and answers by micro-step
+        self._start: GPT | None = None
+
+    @staticmethod
+    def check(recipe: Recipe) -> None:
+        assert isinstance(recipe.objective, RewardObjective)
+        name = recipe.objective.reward
+        try:
+            reward_of(load_reward(name), name, "", Prompt([], "", ""))
+        except RunError as error:
+            raise UserError(f"{error} It must take any text, the empty one too.") from None
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Answers to all prompts, each taken in as many steps as a rollout has."""
+        n_prompts = len(self._examples["train"].n_tokens)
+        return n_prompts * self._settings.group_size * self._settings.steps_per_rollout
+
+    @property
+    def n_validation(self) -> int:
+        return len(self._prompts["validation"])
+
+    @property
+    def n_items(self) -> int:
+        return len(self._examples["train"].rows)
+
+    def item(self, position: int) -> tuple[int, int]:
+        raise UserError(
+            "a step of objective.type=reward trains on answers that the model wrote in it, and they are not kept. "
+            "The windows show the conversations that its prompts are from."
+        )
+
+    def rows(self, number: int, epoch: int = 0) -> list[Row]:
+        """The conversation that a prompt is from, with its own answer."""
+        return [self._examples["train"].shown(number)]
+
+    # --------------------------------------------------------------------------------------------------- begin
+
+    def begin(self, run: RunContext) -> None:
+        if any(hasattr(parameter, "to_local") for parameter in run.model.parameters()):
+            raise UserError(
+                "objective.type=reward on sharded weights: each device answers prompts of its own. Use "
+                "train.parallel.strategy=ddp and tensor_parallel=1."
+            )
+        self._run, self._function = run, load_reward(self._settings.reward)
+        self._end = self._end_token(run.engine)
+        self._prompts = {split: self._fitting_prompts(split) for split in self._examples}
+        self._numbers = {split: list(prompts) for split, prompts in self._prompts.items()}
+        keep_reward_file(self._settings.reward, self.recipe.run_dir, run.is_new, run.ranks.is_rank_zero)
+        if self._settings.beta:
+            self._start = self._starting_model()
+
+    def _end_token(self, engine: Engine) -> int:
+        """The first token that the chat template writes after an answer."""
+        ends = () if engine.chat_template is None else engine.chat_template.end_token_ids()
+        if not ends:
+            raise UserError(
+                "the chat template writes no end token after an answer, so the model could not learn to end one: set "
+                "tokenizer.chat_template to one that does."
+            )
+        return ends[0]
+
+    def _fitting_prompts(self, split: str) -> dict[int, Prompt]:
+        """The prompts that leave room for an answer of full length, by number."""
+        examples, tokenizer, prompts = self._examples[split], self._run.engine.tokenizer, {}
+        n_prompts = len(examples.n_tokens)
+        for i in range(n_prompts):
+            ids, learned = examples.tokens(i)
+            answered = np.flatnonzero(learned)
+            gaps = np.flatnonzero(np.diff(answered) > 1)
+            start = int(answered[gaps[-1] + 1 if len(gaps) else 0]) if len(answered) else len(ids)
+            if 0 < start <= self.context_length - self._settings.max_tokens:
+                prompt, answer = ids[:start].tolist(), ids[start:][learned[start:]].tolist()
+                prompts[i] = Prompt(prompt, tokenizer.decode(prompt), tokenizer.decode(answer))
+        if 2 * len(prompts) < n_prompts:
+            raise UserError(
+                f"{n_prompts - len(prompts):,} of {n_prompts:,} {split} prompts leave no room for "
+                f"objective.max_tokens={self._settings.max_tokens} in a context of {self.context_length}: lower "
+                f"it, or give shorter prompts."
+            )
+        if len(prompts) < n_prompts:
+            self._run.report(f"{n_prompts - len(prompts):,} {split} prompts are too long for the context and left out")
+        return prompts
+
+    def _starting_model(self) -> GPT | None:
+        """The model at the start of the run; None if that is the model without its adapter."""
+        if trains_adapters_only(self._run.model):
+            return None
+        path = self.recipe.run_dir / REFERENCE_MODEL
+        start = copy.deepcopy(self._run.model).requires_grad_(False).eval()
+        if self._run.is_new:
+            if self._run.ranks.is_rank_zero:
+                with replacing_by_name(path) as aside:
+                    save_file({name: p.detach().cpu() for name, p in weight_tensors(start).items()}, aside)
+            return start
+        wanted = {name: Expected.like(tensor) for name, tensor in weight_tensors(start).items()}
+        fix = (
+            "It holds the weights that the run began with: restore it from a copy, or start anew with another run_dir=."
+        )
+        start.load_state_dict(read_tensors(path, wanted, inside=path.parent, owner="the reference model", fix=fix))
+        return start
+
+    # ------------------------------------------------------------------------------------------------- rollouts
+
+    def batch(self, position: int, micro_step: int, size: int) -> Batch:
+        """Which prompts a micro-batch answers, int64 [size / G]."""
+        number = self._round_of(position)
+        n_here = size // self._settings.group_size
+        first = number * self._prompts_per_step + micro_step * n_here
+        numbers = self._numbers["train"]
+        chosen = shuffled(np.arange(first, first + n_here), len(numbers), self.recipe.seed)
+        return (torch.tensor([numbers[i] for i in chosen.tolist()]),)
+
+    def _round_of(self, position: int) -> int:
+        """The number of the round of answers that the step at a position uses; all steps have one size."""
+        return position // self.recipe.train.batch_size // self._settings.steps_per_rollout
+
+    def count(self, batch: Batch) -> int:
+        return batch[0].size(0)
+
+    def generate(self, position: int, micro_steps: Sequence[int], batches: list[Batch]) -> tuple[list[Batch], int, int]:
+        shared, number = self._settings.steps_per_rollout, self._round_of(position)
+        if self._round is None or self._round[0] != number:
+            prompts = {i: chosen.tolist() for i, (chosen,) in zip(micro_steps, batches, strict=True)}
+            is_first = position // self.recipe.train.batch_size % shared == 0
+            made = None if is_first else self._store.read(number, prompts)
+            if made is None:
+                made = {i: self._answered(number, i, chosen) for i, chosen in prompts.items()}
+                if shared > 1:
+                    self._store.write(number, made, prompts)
+            self._round = (number, made)
+        device = self._run.model.device
+        there = [tuple(x.to(device) for x in self._round[1][i]) for i in micro_steps]
+        return there, sum(map(self.count, there)), sum(batch[0].numel() for batch in there)
+
+    def _answered(self, number: int, micro_step: int, chosen: list[int]) -> Batch:
+        """Inputs and targets, int64 [B, T]; rewards, advantages and `sampling_gap`, [B]; log-probabilities under the
+        policy that answered, and under the start if that is asked for, [B, T].
+
+        The policy's are computed as a training step computes them, not taken from the engine: the first step on these
+        answers has ratios of 1 exactly, whatever the engine's kernels round."""
+        settings, model = self._settings, self._run.model
+        prompts = [self._prompts["train"][i] for i in chosen]
+        seeds = np.random.SeedSequence((self.recipe.seed, number, micro_step)).generate_state(len(chosen), np.uint32)
+        answers = self._answers(prompts, seeds.tolist(), settings.group_size)
+        pairs = [(prompt, answer) for prompt, group in zip(prompts, answers, strict=True) for answer in group]
+        rewards = torch.tensor([self._reward(prompt, answer) for prompt, answer in pairs], dtype=torch.float64)
+        advantage = advantages(rewards, settings.group_size, settings.scale_by_deviation)
+        inputs, targets = padded([self._row(*pair) for pair in pairs], self.context_length)
+        old, plain = self._logprobs(model, inputs, targets, also_plain=True)
+        gap = sampling_gap(plain, [len(prompt.ids) for prompt, _ in pairs], [answer for _, answer in pairs])
+        batch = (inputs, targets, rewards.float(), advantage.float(), gap, old)
+        if not settings.beta:
+            return batch
+        if self._start is not None:
+            return (*batch, self._logprobs(self._start, inputs, targets)[0])
+        with without_adapter(model):
+            return (*batch, self._logprobs(model, inputs, targets)[0])
+
+    def _reward(self, prompt: Prompt, answer: Completion) -> float:
+        self._run.ranks.count_work()  # the function is the user's, and may take long
+        return reward_of(self._function, self._settings.reward, answer.text, prompt)
+
+    def _answers(self, prompts: list[Prompt], seeds: list[int], n_samples: int) -> list[list[Completion]]:
+        """Generated answers to each prompt. An answer ends with the one end token that the model is to learn."""
+        engine, requests = self._run.engine, []
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            sampling = SamplingSettings(
+                temperature=self._settings.temperature,
+                max_tokens=self._settings.max_tokens,
+                seed=seed,
+                ignore_eos=True,
+                stop_token_ids=(self._end,),
+                logprobs=0,
+            )
+            requests.append(engine.submit(prompt.ids, sampling, n_samples=n_samples))
+        with generating(self._run.precision):
+            while engine.step():
+                pass
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+        return [completions(request.take(), n_samples, len(request.prompt_ids)) for request in requests]
+
+    def _row(self, prompt: Prompt, answer: Completion) -> tuple[Int64s, npt.NDArray[np.bool_]]:
+        """The tokens of a prompt with its answer, and which are the answer's."""
+        ids = np.array([*prompt.ids, *answer.token_ids, *([self._end] if answer.finish_reason == "stop" else [])])
+        return ids, np.arange(len(ids)) >= len(prompt.ids)
+
+    def _logprobs(self, model: GPT, inputs: Tensor, targets: Tensor, also_plain: bool = False) -> tuple[Tensor, Tensor]:
+        """Of each target at the sampling temperature, and at temperature 1 if asked for; float32 [B, T] on the CPU.
+
+        Without dropout. Gradients stay enabled, though unused, so that the kernels are those of training.
+        """
+        inputs, targets = inputs.to(model.device), targets.to(model.device)
+        with eval_mode(model), self._run.precision.autocast():
+            features = model.features(inputs)
+            sampled = plain = scaled_logprobs(model, features, targets, self._settings.temperature)
+            if also_plain and self._settings.temperature != 1:
+                plain = scaled_logprobs(model, features, targets, 1.0)
+        return sampled.detach().float().cpu(), plain.detach().float().cpu()
+
+    # ----------------------------------------------------------------------------------------------------- loss
+
+    @classmethod
+    def loss_without_data(cls, settings: ObjectiveSettings, train: TrainConfig, model: GPT) -> LossFunction:
+        assert isinstance(settings, RewardObjective)
+        keeps_start = settings.beta > 0 and not trains_adapters_only(model)
+        tensors = [*model.parameters(), *model.buffers()] if keeps_start else []
+        return _WithoutAnswers(settings, Routing.of(train), [torch.zeros_like(each) for each in tensors])
+
+    def loss(self, model: GPT, batch: Batch) -> Losses:
+        return policy_gradient(self._settings, model, batch, self._routing)
+
+    def evaluate(self, model: GPT, workers: Workers, precision: Precision) -> tuple[LossReport, dict[str, float]]:
+        """The mean reward of one answer to each held-out prompt, sampled with the same seeds each time; the loss is its
+        negative. Each process answers some of them."""
+        prompts, numbers = self._prompts["validation"], self._numbers["validation"]
+        n_chosen = self.n_evaluated or len(numbers)
+        chosen = torch.tensor([numbers[place * len(numbers) // n_chosen] for place in range(n_chosen)])
+        lots = (chosen[first : first + EVALUATED_AT_ONCE] for first in range(0, n_chosen, EVALUATED_AT_ONCE))
+        total = 0.0
+        for _, lot in workers.split_batches((lot, lot) for lot in lots):
+            own = lot[lot != IGNORED].tolist()
+            asked = [prompts[i] for i in own]
+            answers = self._answers(asked, [self.recipe.seed + i for i in own], 1)
+            total += sum(self._reward(prompt, answer) for prompt, (answer,) in zip(asked, answers, strict=True))
+        (total,) = workers.all_reduce_numbers([total])
+        return LossReport(-total, n_chosen, unit="negative reward"), {"reward": total / n_chosen}
+
+
+@contextmanager
+def without_adapter(model: GPT) -> Iterator[None]:
+    """Inside, the model is what it was before its adapter."""
+    adapters = [module for module in model.modules() if isinstance(module, LowRank)]
+    factors = [module.factor for module in adapters]
+    for module in adapters:
+        module.factor = 0.0
+    try:
+        yield
+    finally:
+        for module, factor in zip(adapters, factors, strict=True):
+            module.factor = factor

@@ -1,0 +1,50 @@
+"""Generated answers that several steps use, kept in the run folder, so that a resumed run goes on with the same."""
+
+import contextlib
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+
+from gptworks.errors import UserError
+from gptworks.files import replacing
+from gptworks.tensors import read_tensors
+from gptworks.training.objectives.next_token import Batch
+
+ROLLOUTS = "rollouts"
+
+
+class RolloutStore:
+    """`rollouts/` in a run folder: a file for each micro-step of each round."""
+
+    def __init__(self, run_dir: Path, n_kept: int) -> None:
+        """
+        Args:
+            n_kept: rounds that are kept.
+        """
+        self._folder, self._n_kept = run_dir / ROLLOUTS, n_kept
+
+    def _path(self, number: int, micro_step: int) -> Path:
+        return self._folder / f"round-{number:06d}-{micro_step}.safetensors"
+
+    def write(self, number: int, made: dict[int, Batch], prompts: dict[int, list[int]]) -> None:
+        """Write a round's batches with the numbers of their prompts, by micro-step, and delete rounds that are old."""
+        self._folder.mkdir(exist_ok=True)
+        for micro_step, batch in made.items():
+            named = {str(i): x.contiguous() for i, x in enumerate(batch)}
+            with replacing(self._path(number, micro_step), inside=self._folder.parent) as file:
+                file.write(save(named | {"prompts": torch.tensor(prompts[micro_step])}))
+            oldest = self._path(max(0, number - self._n_kept), micro_step)
+            for old in self._folder.glob(f"round-*-{micro_step}.safetensors"):
+                if old.name < oldest.name:
+                    old.unlink()
+
+    def read(self, number: int, prompts: dict[int, list[int]]) -> dict[int, Batch] | None:
+        """A round's batches by micro-step; None if one is missing, damaged or answers other prompts."""
+        made = {}
+        for micro_step, chosen in prompts.items():
+            with contextlib.suppress(UserError, KeyError):
+                tensors = read_tensors(self._path(number, micro_step), None, inside=self._folder.parent)
+                if tensors.pop("prompts").tolist() == chosen:
+                    made[micro_step] = tuple(tensors[str(i)] for i in range(len(tensors)))
+        return made if len(made) == len(prompts) else None

@@ -1,0 +1,144 @@
+"""AdamW whose moments are kept in 8 bits, with a scale for each block of 256 elements (Dettmers et al., 2022).
+
+    first moment    int8    sign(code) · (code / 127)² · largest magnitude of the block
+    second moment   uint8   (code / 255)⁴ · largest of the block
+
+Roots give small values as many codes as large ones: the least that is not zero is 6e-5 and 2e-10 of the largest. The
+second moment is rounded to no less than its least code, because a step divides by its root. A step computes in float32,
+a piece of a matrix at a time.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gptworks.training.optim.cautious import decay_where_agreed
+
+BLOCK = 256
+"""Elements of a flattened tensor that share a scale."""
+
+LEAST = 4096
+"""Elements of the smallest tensor whose moments are worth it."""
+
+CPU_AT_ONCE, AT_ONCE = 2**18, 2**22
+"""Elements that are updated at once, on a CPU and elsewhere."""
+
+SLOTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamWInt8(torch.optim.Optimizer):
+    """`torch.optim.AdamW` with moments in 8 bits."""
+
+    def __init__(
+        self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float, cautious: bool = False
+    ) -> None:
+        """
+        Args:
+            cautious: decay as in `gptworks.training.optim.cautious`.
+        """
+        super().__init__(groups, {"betas": betas, "eps": eps})
+        self._cautious = cautious
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update the parameters from their gradients."""
+        assert closure is None, "no closure is used here"
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            for slot, dtype in zip(SLOTS, (torch.int8, torch.uint8), strict=True):
+                state[slot] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+                state[f"{slot}_scale"] = parameter.new_zeros(n_blocks(parameter.numel()), dtype=torch.float32)
+        state["step"] += 1
+        n_steps = state["step"].item()
+        rate, root = group["lr"] / (1 - beta1**n_steps), (1 - beta2**n_steps) ** 0.5
+        assert parameter.grad is not None
+        weights, gradients = parameter.view(-1), parameter.grad.reshape(-1)
+        for piece, blocks in _pieces(parameter):
+            gradient = gradients[piece].float()
+            parts = [(state[slot].view(-1)[piece], state[f"{slot}_scale"][blocks]) for slot in SLOTS]
+            first = unpack_signed(*parts[0]).lerp_(gradient, 1 - beta1)
+            second = unpack_unsigned(*parts[1]).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            decay = group["lr"] * group["weight_decay"]
+            if self._cautious:
+                decay_where_agreed(weights[piece], first.clone(), decay)
+            else:
+                weights[piece].mul_(1 - decay)
+            weights[piece].addcdiv_(first, second.sqrt().div_(root).add_(group["eps"]), value=-rate)
+            pack_unsigned(second, *parts[1])
+            pack_signed(first, *parts[0])
+            del first, second  # before the next piece's stand
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave; torch's would cast the codes to the parameters' dtype."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, state in state_dict["state"].items():
+            device = parameters[index].device
+            self.state[parameters[index]] = {
+                slot: value.clone() if slot == "step" else value.to(device, copy=True) for slot, value in state.items()
+            }
+
+
+def n_blocks(n_elements: int) -> int:
+    """Blocks of a tensor, the last of which may be short."""
+    return -(-n_elements // BLOCK)
+
+
+def _pieces(parameter: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Elements that are updated at once, and the blocks in which they lie."""
+    at_once = CPU_AT_ONCE if parameter.device.type == "cpu" else AT_ONCE
+    for start in range(0, parameter.numel(), at_once):
+        end = min(start + at_once, parameter.numel())
+        yield slice(start, end), slice(start // BLOCK, n_blocks(end))
+
+
+def unpack_signed(codes: Tensor, scale: Tensor) -> Tensor:
+    """The first moment [n] that codes, int8 [n], and their blocks' scales stand for."""
+    values = codes.float().div_(127)
+    return _scaled(values.mul_(values.abs()), scale)
+
+
+def unpack_unsigned(codes: Tensor, scale: Tensor) -> Tensor:
+    """The second moment [n] that codes, uint8 [n], and their blocks' scales stand for."""
+    return _scaled(codes.float().div_(255).square_().square_(), scale)
+
+
+def pack_signed(values: Tensor, codes: Tensor, scale: Tensor) -> None:
+    """Write a first moment [n] as codes and scales."""
+    codes.copy_(_ratios(values.abs(), scale).sqrt_().mul_(127).round_().copysign_(values))
+
+
+def pack_unsigned(values: Tensor, codes: Tensor, scale: Tensor) -> None:
+    """Write a second moment [n] as codes and scales. Uses its memory."""
+    codes.copy_(_ratios(values, scale).sqrt_().sqrt_().mul_(255).round_().clamp_(min=1))
+
+
+def _ratios(values: Tensor, scale: Tensor) -> Tensor:
+    """Values that are not negative, over the largest of their block, which becomes its scale; in place."""
+    whole, rest = _blocks(values)
+    scale[: len(whole)] = whole.amax(1)
+    if len(rest):
+        scale[-1] = rest.amax()
+    return _scaled(values, scale.reciprocal().nan_to_num_(posinf=0.0))
+
+
+def _scaled(values: Tensor, scale: Tensor) -> Tensor:
+    """Values [n] times their block's scale, in place."""
+    whole, rest = _blocks(values)
+    whole.mul_(scale[: len(whole), None])
+    rest.mul_(scale[len(whole) :])
+    return values
+
+
+def _blocks(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of the whole blocks of [n], and of a last, short one, which may be empty."""
+    n_whole = values.numel() // BLOCK * BLOCK
+    return values[:n_whole].view(-1, BLOCK), values[n_whole:]

@@ -1,0 +1,44 @@
+"""A head that is the token embedding at first, and later goes on from a copy of it (modded-nanogpt, pull request 178).
+
+The head's matrix is there from the start, so that any checkpoint is of one model: until the head goes on alone it is
+saved as the embedding is, without optimizer state.
+"""
+
+import torch
+
+from gptworks.model import GPT
+from gptworks.training.optim.average import WeightAverage
+from gptworks.training.optim.optimizer import Optimizer
+
+EMBEDDING, HEAD = "token_embedding.weight", "untied_head.weight"
+
+
+class LateUntying:
+    """Follows from the number of the step alone, so that a resumed run does the same."""
+
+    def __init__(self, model: GPT, optimizer: Optimizer, untie_after_steps: int) -> None:
+        """
+        Args:
+            untie_after_steps: steps with one matrix; 0: the head has its own from the start.
+        """
+        self._model, self._optimizer, self._steps = model, optimizer, untie_after_steps
+
+    def begin(self, step: int, average: WeightAverage) -> None:
+        """Before optimizer step number `step`, from 0."""
+        if not self._steps:
+            return
+        if step == self._steps:
+            self._copy(average)
+            self._optimizer.copy_state(EMBEDDING, HEAD)
+        self._model.head_is_embedding = step < self._steps
+
+    def before_saving(self, average: WeightAverage) -> None:
+        """Have the head's matrix be what the model computes with."""
+        if self._model.head_is_embedding:
+            self._copy(average)
+
+    @torch.no_grad()
+    def _copy(self, average: WeightAverage) -> None:
+        for tensors in (average.parameters, average.tensors):
+            if HEAD in tensors:
+                tensors[HEAD].copy_(tensors[EMBEDDING])

@@ -1,0 +1,165 @@
+"""Optimizers: AdamW, its moments of the blocks' matrices in fp32 or in 8 bits, or Muon, NorMuon or SOAP for those
+beside AdamW for the rest. Decay falls on matrices alone."""
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from gptworks.config import RateFactors, TrainConfig
+from gptworks.model import GPT
+from gptworks.tensors import Expected
+from gptworks.training.optim.adamw_int8 import LEAST, SLOTS, AdamWInt8, n_blocks
+from gptworks.training.optim.cautious import CautiousAdamW
+from gptworks.training.optim.muon import Muon
+from gptworks.training.optim.polynomials import polynomials
+from gptworks.training.optim.soap import SIDES, SOAP
+
+Group = dict[str, Any]
+"""Parameters that share a peak learning rate and a weight decay, as torch's optimizers take them."""
+
+
+def parameter_groups(parameters: dict[str, nn.Parameter], train: TrainConfig) -> dict[str, list[Group]]:
+    """Blocks' matrices, embeddings, head, vectors (norms and biases), by the optimizer that updates them."""
+    members: dict[tuple[str, object], list[str]] = {(kind, None): [] for kind in RateFactors.model_fields}
+    for name, parameter in parameters.items():
+        kind = "head" if name.startswith("untied_head.") else "embeddings"
+        kind = "vectors" if parameter.ndim < 2 else "matrices" if name.startswith("blocks.") else kind
+        if train.optimizer_state == "int8" and kind == "matrices" and parameter.numel() >= LEAST:
+            kind = "in 8 bits"
+        mesh = getattr(parameter, "device_mesh", None)  # fused updates take tensors that are divided alike
+        members.setdefault((kind, mesh), []).append(name)
+    groups: dict[str, list[Group]] = {}
+    for (kind, _), names in members.items():
+        if not names:
+            continue
+        by_muon = train.orthogonalizes and kind == "matrices"
+        rate = train.muon_learning_rate if by_muon else train.learning_rate
+        rate *= getattr(train.rate_factors, "matrices" if kind == "in 8 bits" else kind)
+        updater = train.optimizer if kind == "matrices" else "adamw_int8" if kind == "in 8 bits" else "adamw"
+        groups.setdefault(updater, []).append(
+            {
+                "names": names,
+                "params": [parameters[name] for name in names],
+                "lr": rate,
+                "peak_lr": rate,
+                "weight_decay": 0.0 if kind == "vectors" else train.weight_decay,
+            }
+        )
+    return dict(sorted(groups.items()))  # adamw first
+
+
+class Optimizer:
+    """One or two of torch's optimizers, driven as one. State is kept by parameter name."""
+
+    def __init__(self, model: GPT, train: TrainConfig, replicas: distributed.ProcessGroup | None = None) -> None:
+        """
+        Args:
+            replicas: the ranks that hold the same whole model and divide what need not be computed by each.
+        """
+        self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._optimizers: list[tuple[torch.optim.Optimizer, list[str]]] = []  # with the names of its parameters
+        for kind, groups in parameter_groups(self.parameters, train).items():
+            optimizer: torch.optim.Optimizer
+            if kind == "adamw":
+                fused = all(parameter.device.type in ("cpu", "cuda", "mps") for parameter in self.parameters.values())
+                adamw = CautiousAdamW if train.cautious_weight_decay else torch.optim.AdamW
+                optimizer = adamw(groups, betas=train.betas, eps=train.eps, fused=fused)
+            elif kind == "adamw_int8":
+                optimizer = AdamWInt8(groups, train.betas, train.eps, train.cautious_weight_decay)
+            elif kind == "soap":
+                optimizer = SOAP(groups, train.betas, train.eps, train.soap_frequency, train.cautious_weight_decay)
+            else:
+                optimizer = Muon(
+                    groups,
+                    momentum=train.muon_momentum,
+                    orthogonalizing=polynomials(train.muon_coefficients, train.muon_iterations),
+                    cautious=train.cautious_weight_decay,
+                    row_beta=train.normuon_beta if kind == "normuon" else None,
+                    replicas=replicas,
+                )
+            self._optimizers.append((optimizer, [name for group in groups for name in group["names"]]))
+
+    def set_rate(self, factor: float) -> None:
+        """Set every group's learning rate to `factor` times its peak."""
+        for optimizer, _ in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = factor * group["peak_lr"]
+
+    def step(self, scaler: torch.amp.GradScaler) -> None:
+        """Update the parameters from their gradients."""
+        for optimizer, _ in self._optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+
+    def unscale(self, scaler: torch.amp.GradScaler) -> None:
+        """Divide the gradients by the scaler's factor."""
+        if scaler.is_enabled():
+            for optimizer, _ in self._optimizers:
+                scaler.unscale_(optimizer)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The whole state as `parameter/key` → tensor."""
+        return {
+            f"{name}/{key}": value
+            for optimizer, names in self._optimizers
+            for name in names
+            for key, value in optimizer.state[self.parameters[name]].items()
+        }
+
+    def expected_tensors(self, stored: Collection[str], own: Collection[str] = ()) -> dict[str, Expected]:
+        """The state that a checkpoint may hold: all of a parameter's tensors, or none before its first step.
+
+        Args:
+            stored: names of the stored tensors, `parameter/key`. own: tensors kept beside the state, `parameter/own`,
+                of their parameter's shape.
+        """
+        begun = {name.rpartition("/")[0] for name in stored if name not in own}
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
+        expected = {key: Expected(shapes[key.rpartition("/")[0]]) for key in own}
+        for optimizer, names in self._optimizers:
+            for name in names:
+                if name not in begun:
+                    continue
+                if isinstance(optimizer, Muon):
+                    expected[f"{name}/momentum_buffer"] = Expected(shapes[name])
+                    if optimizer.normalizes_rows:
+                        expected[f"{name}/row_second_moment"] = Expected(shapes[name][:1], least=0)
+                    continue
+                expected[f"{name}/step"] = Expected((), least=0)
+                int8 = isinstance(optimizer, AdamWInt8)
+                for slot, dtype, least in zip(SLOTS, (torch.int8, torch.uint8), (-math.inf, 0), strict=True):
+                    expected[f"{name}/{slot}"] = Expected(shapes[name], dtype if int8 else torch.float32, least)
+                    if isinstance(optimizer, SOAP):
+                        for side, size in zip(SIDES, shapes[name], strict=True):
+                            expected |= dict.fromkeys(
+                                (f"{name}/{side}", f"{name}/{side}_basis"), Expected((size, size))
+                            )
+                    if int8:
+                        scales = (n_blocks(self.parameters[name].numel()),)
+                        expected[f"{name}/{slot}_scale"] = Expected(scales, least=0)
+        return expected
+
+    def copy_state(self, source: str, target: str) -> None:
+        """Give a parameter the state of another of its shape, by their names."""
+        for optimizer, names in self._optimizers:
+            if source in names and target in names:
+                state = optimizer.state[self.parameters[source]]
+                optimizer.state[self.parameters[target]] = {key: value.clone() for key, value in state.items()}
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Restore what `state_tensors` gave."""
+        by_name: dict[str, dict[str, Tensor]] = {}
+        for key, value in tensors.items():
+            name, _, slot = key.rpartition("/")
+            by_name.setdefault(name, {})[slot] = value
+        for optimizer, names in self._optimizers:
+            state = {index: by_name[name] for index, name in enumerate(names) if name in by_name}
+            optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

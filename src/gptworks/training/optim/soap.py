@@ -1,0 +1,105 @@
+"""SOAP (Vyas et al., 2024, "SOAP: Improving and Stabilizing Shampoo using Adam", arXiv 2409.11321, algorithms 3 and 4):
+Adam in the basis of the eigenvectors of Shampoo's two preconditioners, for a matrix with gradient G [rows, columns]:
+
+    left, right               averages of G Gᵀ and Gᵀ G, which forget with β2
+    left_basis, right_basis   their eigenvectors in columns, refreshed every few steps
+    exp_avg                   average of G, as Adam's, which forgets with β1
+    exp_avg_sq                average of (left_basisᵀ G right_basis)², by element, which forgets with β2
+
+As in the authors' code the first gradient only makes the preconditioners, and a matrix stays as it is in that step.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gptworks.model.cpu import product
+from gptworks.training.optim.cautious import decay_where_agreed
+
+SIDES = ("left", "right")
+
+
+class SOAP(torch.optim.Optimizer):
+    """SOAP for matrices, in their own dtype; with decoupled weight decay."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        betas: tuple[float, float],
+        eps: float,
+        frequency: int,
+        cautious: bool = False,
+    ) -> None:
+        """
+        Args:
+            frequency: steps from one refresh of the bases to the next.
+            cautious: decay as in `gptworks.training.optim.cautious`.
+        """
+        super().__init__(groups, {"betas": betas, "eps": eps})
+        self._frequency, self._cautious = frequency, cautious
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update the parameters from their gradients."""
+        assert closure is None, "no closure is used here"
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and not self.state[parameter]:
+                    self.state[parameter] = begun(parameter.grad, group["betas"][1])
+                elif parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        left, right = (state[f"{side}_basis"] for side in SIDES)
+        state["step"] += 1
+        n_steps = int(state["step"].item())
+
+        turned = product(left.mT, gradient)
+        turned = product(turned, right)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(turned, turned, value=1 - beta2)
+        del turned
+        update = product(left.mT, state["exp_avg"].lerp_(gradient, 1 - beta1))
+        update = product(update, right)
+        root = (1 - beta2**n_steps) ** 0.5
+        update.div_(state["exp_avg_sq"].sqrt().div_(root).add_(group["eps"])).div_(1 - beta1**n_steps)
+        update = product(left, update)
+        update = product(update, right.mT)
+        decay = group["lr"] * group["weight_decay"]
+        if self._cautious:
+            decay_where_agreed(parameter, update.clone(), decay)
+        else:
+            parameter.mul_(1 - decay)
+        parameter.add_(update, alpha=-group["lr"])
+        del update
+
+        state["left"].lerp_(product(gradient, gradient.mT), 1 - beta2)
+        state["right"].lerp_(product(gradient.mT, gradient), 1 - beta2)
+        if n_steps % self._frequency == 0:
+            for axis, side in enumerate(SIDES):
+                refresh(state[side], state[f"{side}_basis"], state["exp_avg_sq"], axis)
+
+
+def begun(gradient: Tensor, beta: float) -> dict[str, Tensor]:
+    """The state after a matrix's first gradient [rows, columns]."""
+    state = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(gradient), "exp_avg_sq": torch.zeros_like(gradient)}
+    grams = product(gradient, gradient.mT), product(gradient.mT, gradient)
+    for side, gram in zip(SIDES, grams, strict=True):
+        state[side] = gram.mul_(1 - beta)
+        state[f"{side}_basis"] = torch.linalg.eigh(gram).eigenvectors.flip(1).contiguous()  # the largest first
+    return state
+
+
+def refresh(average: Tensor, basis: Tensor, squares: Tensor, axis: int) -> None:
+    """One step of power iteration towards the eigenvectors of `average` [n, n], then QR: algorithm 4.
+
+    Args:
+        basis: those so far in columns [n, n]; changed.
+        squares: the second moments in that basis, whose rows (axis 0) or columns belong to its vectors. They follow the
+            vectors, which are put in order of their eigenvalues; changed.
+    """
+    turned = product(average, basis)
+    order = (basis * turned).sum(dim=0).argsort(descending=True, stable=True)
+    squares.copy_(squares.index_select(axis, order))
+    basis.copy_(torch.linalg.qr(turned.index_select(1, order)).Q)

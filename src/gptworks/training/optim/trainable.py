@@ -1,0 +1,60 @@
+"""Which part of a model is trained: an adapter beside it, all but what is frozen, or all of it."""
+
+import fnmatch
+
+import torch
+
+from gptworks.config import FreezeConfig, LoRAConfig, ModelConfig, Recipe
+from gptworks.errors import UserError, nearest
+from gptworks.model import GPT
+from gptworks.model.lora import add_lora
+from gptworks.planning.params import count_parameters
+from gptworks.quantize.convert import base_kinds
+from gptworks.quantize.linear import hold_packed, weight_tensors
+
+
+def trainable_model(config: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> GPT:
+    """A new model of which only what is to be trained has gradients. With packed matrices beneath an adapter, what is
+    frozen is zero until the base is loaded: such a model never stands in full."""
+    if adapter is None or adapter.base == "full":
+        return trained_part(GPT(config), adapter, freeze)
+    here = torch.get_default_device()
+    with torch.device("meta"):
+        model = GPT(config)
+        model = hold_packed(model, base_kinds(model, adapter.base))
+    zeros = {name: torch.zeros_like(tensor, device=here) for name, tensor in weight_tensors(model).items()}
+    model.load_state_dict(zeros, assign=True)
+    model.reset_tables(here)
+    return trained_part(model, adapter, freeze)
+
+
+def trained_part(model: GPT, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> GPT:
+    """Put an adapter beside the model, or freeze what is not to be trained. Changes the model."""
+    if adapter is not None:
+        return add_lora(model, adapter)
+    if freeze is not None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not freeze.freezes(name))
+    return model
+
+
+def check_trained(recipe: Recipe) -> None:
+    """Refuse a pattern that names nothing, and a recipe that leaves nothing to train.
+
+    Raises:
+        UserError: one of these.
+    """
+    model = recipe.model.model_copy(update={"vocab_size": recipe.model.vocab_size or 1})
+    names = list(count_parameters(model).shapes)
+    if recipe.freeze is not None:
+        for pattern in recipe.freeze.patterns:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                near = nearest(pattern, names)
+                raise UserError(
+                    f"freeze.patterns has `{pattern}`, which names no parameter of this model"
+                    + (f"; did you mean `{near}`?" if near else f": they are called like `{names[-1]}`.")
+                )
+        if all(map(recipe.freeze.freezes, names)):
+            raise UserError("freeze leaves nothing to train: freeze less.")
+    if recipe.adapter is not None and not any(recipe.adapter.adapts(name.removesuffix(".weight")) for name in names):
+        raise UserError(f"adapter.targets={', '.join(recipe.adapter.targets)} names no layer of this model.")

@@ -1,0 +1,49 @@
+"""Prefetched batches: a thread makes the next step's while the model is busy with this one's."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from gptworks.training.cut import cut_windows
+from gptworks.training.distributed.parallel import Parallel
+from gptworks.training.objectives.base import Objective
+from gptworks.training.objectives.next_token import Batch
+
+
+class Prefetcher:
+    """This rank's micro-batches of each step. A batch is a function of its position and its step's number, so
+    prefetching changes nothing."""
+
+    def __init__(self, objective: Objective, parallel: Parallel, device: torch.device) -> None:
+        self._objective, self._train = objective, objective.recipe.train
+        self._parallel, self._device = parallel, device
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        self._next: tuple[tuple[int, int], Future[list[Batch]]] | None = None
+
+    def step(self, position: int, step: int) -> tuple[list[Batch], int, int]:
+        """The micro-batches of a step, from 0, that begins at a position (in samples), on the device; their number of
+        targets and of tokens. Starts to make the next step's."""
+        is_prefetched = self._next is not None and self._next[0] == (position, step)
+        made = self._next[1].result() if self._next and is_prefetched else self._make(position, step)
+        following = position + self._train.batch_size_at(step), step + 1
+        self._next = (following, self._pool.submit(self._make, *following))
+        batches = [tuple(x.to(self._device, non_blocking=True) for x in batch) for batch in made]
+        return batches, sum(map(self._objective.count, made)), sum(batch[0].numel() for batch in made)
+
+    def _make(self, position: int, step: int) -> list[Batch]:
+        micro_steps = self._parallel.micro_steps_of(self._train.batch_size_at(step))
+        size, whole = self._parallel.micro_batch_size, self._objective.context_length
+        if (length := self._train.length_at(step, whole)) < whole:
+            made = [self._cut(position + i * size, size, length) for i in micro_steps]
+        else:
+            made = [self._objective.batch(position, i, size) for i in micro_steps]
+        if self._device.type != "cuda":
+            return made
+        return [tuple(x.pin_memory() for x in batch) for batch in made]
+
+    def _cut(self, first: int, size: int, length: int) -> Batch:
+        rows: list[Batch] = []
+        for sample, number, n in cut_windows(first, size, self._objective.context_length // length):
+            part = slice(number * length, (number + 1) * length)
+            rows.append(tuple(x[:, part] for x in self._objective.batch(sample, 0, n)))
+        return tuple(map(torch.cat, zip(*rows, strict=True)))

@@ -1,0 +1,98 @@
+"""Where a run stands."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+from gptworks.errors import UserError
+from gptworks.training.optim.anomalies import GradientEstimate
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def _number(value: float) -> float:
+    if math.isnan(value):
+        raise ValueError("it must be a number")
+    return value
+
+
+@dataclass
+class Progress:
+    """Saved with every checkpoint; beside the weights and the optimizer it is all that a resumed run needs."""
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
+
+    step: Count = 0
+    """Optimizer steps done, skipped ones included."""
+    samples: Count = 0
+    """Samples trained on: the rows, pairs or answers that `batch_size` counts."""
+    tokens: Count = 0
+    """Tokens that the model has read in training, padding included."""
+    seconds: Seconds = 0.0
+    """Of training, over all sessions."""
+    skipped: Count = 0
+    skipped_in_a_row: Count = 0
+    rollbacks: Count = 0
+    samples_passed: Count = 0
+    """Samples that rollbacks have gone past without training on them."""
+    gradient: GradientEstimate = field(default_factory=GradientEstimate)
+    best_loss: Annotated[float, AfterValidator(_number)] = math.inf
+    best_step: Count = 0
+    evaluations_since_best: Count = 0
+    evaluation_cut: bool = False
+    """Whether a signal ended the evaluation of this step before it was done."""
+    data_fingerprint: str = ""
+    validation_text_sha256: str = ""
+    """Of the held-out text itself: what tells whether runs of other tokenizers were evaluated on the same."""
+    scaler: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def position(self) -> int:
+        """Where the data goes on, in samples from the start of the run."""
+        return self.samples + self.samples_passed
+
+    def require_training(self, run_dir: Path) -> None:
+        """Refuse what no training has made: an import.
+
+        Raises:
+            UserError: it is one; it names the run.
+        """
+        if not self.data_fingerprint:
+            raise UserError(
+                f"{run_dir} was imported and has no training to go on with: start one from it with "
+                f"initialize_from={run_dir} and another run_dir=."
+            )
+
+    @classmethod
+    def from_json(cls, state: dict[str, Any], batch_size: int, path: Path | None = None) -> Self:
+        """What `dataclasses.asdict` gave, after a checkpoint's JSON.
+
+        Args:
+            batch_size: that of the run so far, by which checkpoints are read that count batches instead of samples.
+            path: the file that it was read from, for the message.
+
+        Raises:
+            UserError: a key is missing or unknown, or a value has another type, is negative or not a number.
+        """
+        if "samples" not in state:
+            counts = {"samples": state.get("step", 0), "samples_passed": state.get("batches_passed", 0)}
+            counted = {name: batches * batch_size for name, batches in counts.items()}
+            state = {key: value for key, value in state.items() if key != "batches_passed"} | counted
+        try:
+            progress = TypeAdapter(cls).validate_json(json.dumps(state))
+            said = int(path.parent.name.rpartition("-")[2]) if path else progress.step
+            problem = "" if progress.step == said else f"`step`={progress.step} in the checkpoint of step {said}"
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            problem = f"`{'.'.join(map(str, first['loc']))}`={first['input']!r:.80}: {first['msg']}"
+        if problem:
+            raise UserError(
+                f"{path or 'state.json'} is damaged: {problem}. Restore it from a copy, or delete the checkpoint: "
+                f"--resume then goes on from the one before it."
+            )
+        return progress

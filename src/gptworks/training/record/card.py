@@ -1,0 +1,190 @@
+"""`model-card.md`: what a run's model is, what it was trained on, how long, and how good it is."""
+
+import contextlib
+import math
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gptworks import __version__
+from gptworks.config import Recipe
+from gptworks.device import Precision, device_name
+from gptworks.errors import UserError
+from gptworks.evaluation.results import write_card_section
+from gptworks.files import write_whole
+from gptworks.pages.tables import in_a_cell
+from gptworks.planning.fit import layout_words
+from gptworks.planning.layout import ONE_DEVICE, Layout
+from gptworks.planning.params import count_parameters
+from gptworks.training.changes import read_history
+from gptworks.training.progress import Progress
+from gptworks.training.record.display import clock
+from gptworks.training.record.metrics import Record, read_metrics
+from gptworks.training.record.outcome import FILE, RunOutcome
+from gptworks.units import epochs_words, readable, significant
+
+
+@dataclass(frozen=True)
+class MemoryPeaks:
+    """The most memory that a run held, as planned and as it was."""
+
+    predicted_bytes: int
+    """Of tensors, in a step, and of the copy from which a checkpoint is written."""
+    measured_bytes: int | None
+    """The same as it was: on CUDA over the whole run, on a CPU in one step of the run. None: it was not counted."""
+    grown_bytes: int | None = None
+    """By how much the resident memory of this process grew since it began with the run, on a CPU. None: not known, as
+    in a process that had freed as much before."""
+
+
+def write_model_card(
+    recipe: Recipe,
+    progress: Progress,
+    reason: str | None,
+    samples_per_epoch: int,
+    precision: Precision,
+    memory: MemoryPeaks | None = None,
+    layout: Layout = ONE_DEVICE,
+    epochs: Mapping[str, float] | None = None,
+) -> None:
+    """Write the card and `outcome.json` into the run folder, the results from the run's own metrics.
+
+    Args:
+        reason: why the run has ended; None while it trains, when there is no outcome to write.
+        epochs: how often each dataset of a mixture was read.
+    """
+    validation = [record for record in read_metrics(recipe.run_dir / "metrics.jsonl") if record["kind"] == "validation"]
+    training = _training(recipe, progress, reason, samples_per_epoch, precision) | _layout(layout) | _memory(memory)
+    training = _mixture(recipe, epochs or {}) | training
+    sections = {
+        "Results": _results(recipe, validation),
+        "Architecture": _architecture(recipe),
+        "Training": training,
+    }
+    history, repeats = read_history(recipe.run_dir), "`recipe.yaml` beside this file repeats the run."
+    if history.origins:
+        sections["Origin"] = history.origin_rows()
+    if history.changes:
+        sections["Changed on the way"] = history.change_rows()
+    if not history.exact(recipe):
+        repeats = "`recipe.yaml` beside this file has its last settings: it does not repeat the run, see the changes."
+    parts = [f"# {recipe.name}", "A language model trained with gptworks. Every figure here was counted or measured."]
+    for heading, rows in sections.items():
+        table = "\n".join(f"| {in_a_cell(key)} | {in_a_cell(value)} |" for key, value in rows.items())
+        parts.append(f"## {heading}\n\n| | |\n|---|---|\n{table}")
+    parts.append(f"Use it with `gptworks generate` and this folder. {repeats}")
+    write_whole(recipe.run_dir / "model-card.md", "\n\n".join(parts) + "\n")
+    if reason is not None:
+        outcome = RunOutcome(
+            reason=reason, step=progress.step, tokens=progress.tokens, seconds=progress.seconds,
+            skipped_steps=progress.skipped, best_step=progress.best_step,
+            best_validation_loss=progress.best_loss if math.isfinite(progress.best_loss) else None,
+            predicted_memory_bytes=None if memory is None else memory.predicted_bytes,
+            measured_memory_bytes=None if memory is None else memory.measured_bytes,
+            grown_memory_bytes=None if memory is None else memory.grown_bytes,
+            training=training,
+        )  # fmt: skip
+        write_whole(recipe.run_dir / FILE, outcome.model_dump_json(indent=2) + "\n")
+    with contextlib.suppress(UserError):  # a damaged evaluation is no reason to fail
+        write_card_section(recipe.run_dir)
+
+
+def _layout(layout: Layout) -> dict[str, str]:
+    return {"ranks": f"{layout.world_size}: {layout_words(layout)}"} if layout.world_size > 1 else {}
+
+
+def _results(recipe: Recipe, validation: list[Record]) -> dict[str, str]:
+    rows = {"parameters": f"{count_parameters(recipe.model).total:,}"}
+    if not validation:
+        return rows
+    for name, record in (("best", min(validation, key=_loss)), ("last", validation[-1])):
+        figures = f"{record['loss']:.4f} {record.get('unit', 'nats per token')}"
+        figures += "" if record["perplexity"] is None else f", perplexity {significant(record['perplexity'])}"
+        if record["bits_per_byte"] is not None:
+            figures += f", {record['bits_per_byte']:.4f} bits per byte"
+        n_read, n_there = record.get("sequences"), record.get("sequences_held_out")
+        part = f" over {n_read:,} of {n_there:,} windows" if n_read and n_there and n_read < n_there else ""
+        rows[f"{name} validation loss"] = f"{figures}, at step {record['step']:,}{part}"
+    return rows
+
+
+def _loss(record: Record) -> float:
+    return record["loss"] if math.isfinite(record["loss"]) else math.inf
+
+
+def _architecture(recipe: Recipe) -> dict[str, str]:
+    model = recipe.model
+    n_windowed = sum(window is not None for window in model.layer_windows)
+    shared = f" ({model.n_kv_heads} key/value heads)" if model.n_kv_heads != model.n_heads else ""
+    return {
+        "layers × width × heads": f"{model.n_layers} × {model.d_model} × {model.n_heads}{shared}",
+        "context": f"{model.context_length:,} tokens"
+        + (f"; {n_windowed} layers see {model.window:,}" if n_windowed else ""),
+        "vocabulary": f"{model.vocab_size:,} ({recipe.tokenizer.type})",
+        "position, norm, MLP": f"{model.position}, {model.norm}, {model.mlp} of {model.d_ff:,}",
+        "head": "tied to the embedding" if model.tie_embeddings else "its own matrix",
+    }
+
+
+def _training(
+    recipe: Recipe, progress: Progress, reason: str | None, samples_per_epoch: int, precision: Precision
+) -> dict[str, str]:
+    train = recipe.train
+    speed = progress.tokens / progress.seconds if progress.seconds else 0.0
+    cut = f" in {train.accumulation_steps} micro-batches" if train.accumulation_steps > 1 else ""
+    between = "; a better one between these: weights only" if train.evaluate_every % train.checkpoint_every else ""
+    cautious = "cautious " if train.cautious_weight_decay else ""
+    matrices = f" ({train.muon_learning_rate:g} for matrices)" if train.orthogonalizes else ""
+    lengths = "".join(f"{length:,} up to step {until:,}, " for until, length in train.shorter_contexts)
+    smaller = "".join(f"{size} up to step {until:,}, " for until, size in train.smaller_batches)
+    factors = [f"{name} × {factor:g}" for name, factor in train.rate_factors if factor != 1]
+    return {
+        **({} if recipe.initialize_from is None else {"started from": f"the run {recipe.initialize_from.name}"}),
+        "in training" if reason is None else "ended": f"{reason or 'so far'}, step {progress.step:,}",
+        **({"sources": ", ".join(map(_source, recipe.data.sources))} if recipe.data.sources else {}),
+        "tokens": f"{progress.tokens:,}, {progress.samples / samples_per_epoch:.2f} epochs of the training text",
+        "time": f"{clock(progress.seconds)} of training, {speed:,.0f} tokens/s",
+        "batch": f"{smaller}{train.batch_size} × {lengths}{recipe.model.context_length:,} tokens{cut}",
+        "optimizer": f"{train.optimizer}, peak rate {train.learning_rate:g}{matrices}, "
+        f"{cautious}decay {train.weight_decay:g}",
+        **({"rates": ", ".join(factors)} if factors else {}),
+        "schedule": f"{train.schedule}, {train.warmup_steps:,} steps of warmup",
+        "checkpoints": f"every {train.checkpoint_every:,} steps and at the end" + between,
+        "precision": precision.name,
+        "steps skipped as non-finite or spikes": f"{progress.skipped:,}",
+        "seed": str(recipe.seed),
+        "device": device_name(torch.device(precision.device_type)),
+        "gptworks, torch, Python": f"{__version__}, {torch.__version__}, {platform.python_version()}",
+    }
+
+
+def _mixture(recipe: Recipe, epochs: Mapping[str, float]) -> dict[str, str]:
+    """The datasets with their weights, and how often each was read."""
+    if not recipe.data.mixture:
+        return {}
+    anneal, first = recipe.data.anneal, recipe.anneal_from
+    weights = ", ".join(f"{member.name} {member.weight:g}" for member in recipe.data.mixture)
+    if anneal is not None and first is not None:
+        later = ", ".join(f"{name} {weight:g}" for name, weight in anneal.weights.items())
+        weights += f"; from sample {first:,} on {later}"
+    return {"datasets by weight": weights, "epochs of each dataset": epochs_words(epochs)}
+
+
+def _memory(memory: MemoryPeaks | None) -> dict[str, str]:
+    if memory is None:
+        return {}
+    words = f"{readable(memory.predicted_bytes, 'B')} of tensors planned"
+    if memory.measured_bytes is not None:
+        words += f", {readable(memory.measured_bytes, 'B')} measured"
+    if memory.grown_bytes is not None:
+        words += f"; the process grew by {readable(memory.grown_bytes, 'B')}, with code, files and freed memory"
+    return {"memory at the peak": words}
+
+
+def _source(source: object) -> str:
+    kind, names = getattr(source, "type", ""), (getattr(source, name, None) for name in ("url", "path", "dataset"))
+    place = next((name for name in names if name), "")
+    return f"{kind} {Path(place).name if '://' not in place else place}".strip()

@@ -1,0 +1,38 @@
+"""How large each block's output and gradients are, at the steps that are reported: where a deep model goes wrong."""
+
+from typing import Any
+
+import torch
+
+from gptworks.model import GPT
+from gptworks.training.distributed.parallel import Parallel
+
+
+class LayerNorms:
+    """Watches a model in training."""
+
+    def __init__(self, model: GPT, parallel: Parallel, every: int) -> None:
+        self._model, self._parallel, self._every = model, parallel, every
+
+    def begin(self, step: int) -> None:
+        """Before a step's forward passes: watch them if the step is one to be reported."""
+        self._model.watched = [] if (step + 1) % self._every == 0 else None
+
+    def finish(self) -> dict[str, Any]:
+        """After the backward passes, for metrics.jsonl: root mean squares of the blocks' last outputs in this rank's
+        first micro-batch, and the norms of the whole step's gradients; nothing where the step was not watched."""
+        outputs, self._model.watched = self._model.watched, None
+        if not outputs:
+            return {}
+        n_layers, uses = len(self._model.blocks), self._model.config.layer_uses
+        last = dict(zip(uses, torch.stack(outputs[: len(uses)]).tolist(), strict=True))
+        return {
+            "activation_rms_by_layer": _rounded([last[layer] for layer in range(n_layers)]),
+            "gradient_norm_by_layer": _rounded(
+                [self._parallel.gradient_norm(f"blocks.{layer}.") for layer in range(n_layers)]
+            ),
+        }
+
+
+def _rounded(values: list[float]) -> list[float]:
+    return [float(f"{value:.5g}") for value in values]

@@ -1,0 +1,51 @@
+"""How a run looks in a notebook: one output below the cell, which is replaced as the run goes on."""
+
+import io
+from collections import deque
+from typing import Any
+
+from gptworks.pages.parts import printable
+from gptworks.terminal import Console
+from gptworks.training.record.display import Display
+
+MOST_LINES = 30
+"""Of messages that the output shows: the newest. All figures are in the run folder."""
+MOST_CHARACTERS = 100
+"""Of a sample, which is one line here: the run shows the whole of it."""
+
+
+def in_notebook() -> bool:
+    """Whether a kernel shows what this process prints."""
+    return Console().is_jupyter
+
+
+class NotebookDisplay(Display):
+    """Shows the newest messages, and below them the line of progress, in one output."""
+
+    every_seconds = 1.0
+
+    def __init__(self) -> None:
+        super().__init__(Console(file=io.StringIO(), force_jupyter=False))
+        self._messages: deque[str] = deque(maxlen=MOST_LINES)
+        self._output: Any = None
+
+    def message(self, text: str) -> None:
+        self._messages += text.splitlines()
+        self.line("")
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        line = f"step {step:>6,}  {prompt}▸{text}".replace("\n", "⏎")
+        self.message(line if len(line) <= MOST_CHARACTERS else f"{line[:MOST_CHARACTERS]}…")
+
+    def line(self, text: str) -> None:
+        from IPython.display import display
+
+        shown = {"text/plain": printable("\n".join([*self._messages, text]).rstrip())}
+        if self._output is None:
+            self._output = display(shown, raw=True, display_id=True)
+        else:
+            self._output.update(shown, raw=True)
+
+    def preparing(self, stage: str, done_bytes: int, total_bytes: int | None) -> None:
+        """Show how far the text is prepared."""
+        self.line(f"{stage}: {done_bytes / total_bytes:.0%}" if total_bytes else stage)

@@ -1,0 +1,229 @@
+"""What a run says of itself, as it goes: to the terminal, to metrics.jsonl and what is drawn of that, to its card."""
+
+import math
+import shlex
+import time
+
+import torch
+
+from gptworks.config import Recipe
+from gptworks.device import BusyCores, Precision, advice_on_threads, device_name, memory_figures
+from gptworks.evaluation.loss import LossReport
+from gptworks.model.moe import busiest_load
+from gptworks.planning.params import count_parameters
+from gptworks.training.length import Length
+from gptworks.training.objectives.base import Objective
+from gptworks.training.progress import Progress
+from gptworks.training.record.card import MemoryPeaks, write_model_card
+from gptworks.training.record.curves import draw_curves
+from gptworks.training.record.display import Display, clock
+from gptworks.training.record.metrics import MetricsLog, NoLog, Record, write_samples
+from gptworks.training.record.throughput import Throughput
+from gptworks.training.record.writers import open_log
+from gptworks.training.step import StepLosses, TrainStep
+from gptworks.units import epochs_words, significant
+
+DESCRIBED_EVERY_SECONDS = 60.0
+"""How often an evaluation writes curves.svg and the card anew; the first and the end of a run always do."""
+
+PACE_KNOWN_SECONDS = 10.0
+"""Into a session, when the line on its expected end is shown; a run that is nearly done by then has none."""
+
+
+class Reporter:
+    """Reports a run. Every rank has one; those but the first are silent."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        objective: Objective,
+        step: TrainStep,
+        length: Length,
+        display: Display,
+        precision: Precision,
+    ) -> None:
+        self.recipe, self.objective, self.length = recipe, objective, length
+        self.display, self.precision = display, precision
+        self.log: MetricsLog | NoLog = NoLog()
+        self._device, self._ranks, self._stopwatch = step.model.device, step.ranks, step.stopwatch
+        self._layout = step.parallel.layout
+        self._throughput = Throughput(recipe.model, self._device, precision, self._ranks.size)
+        self._cores, self._advised = BusyCores(), False
+        self._described = -math.inf  # when the curves and the card were written, on the monotonic clock
+        self._started: tuple[float, float] | None = None  # the session's first second, and how much of the run was done
+        self._end_announced = False
+
+    def opening(self, model: torch.nn.Module, progress: Progress) -> None:
+        """What is trained, where, on how much text and for how long."""
+        total = count_parameters(self.recipe.model).total
+        trained = sum(math.prod(p.shape) for p in model.parameters() if p.requires_grad)
+        part = "" if trained == total else f", {trained:,} of them trained" if self.recipe.adapter is None else (
+            f" and an adapter of {trained:,}, which alone is trained ({trained / total:.2%})"
+        )  # fmt: skip
+        self.display.message(
+            f"{self.recipe.run_dir}: {total:,} parameters{part}\n"
+            f"{self.precision.name} on {device_name(self._device)}; {self.objective.train_shards.n_tokens:,} training "
+            f"tokens, and the run ends after {self.length.words(progress)}{self._epochs(progress)}"
+        )
+        if self.recipe.data.mixture:
+            self.display.message(self._mixture(progress))
+        self._started = time.monotonic(), self.length.share_done(progress)
+
+    def _epochs(self, progress: Progress) -> str:
+        """How often the run reads its text, where its steps are known."""
+        steps, objective = self.length.total_steps(progress), self.recipe.objective
+        if steps is None:
+            return ""
+        left = self._samples_left(progress, steps)
+        tokens = progress.tokens + left * objective.rows_per_sample * self.recipe.model.context_length
+        epochs = significant((progress.samples + left) / self.objective.samples_per_epoch, 3)
+        return f", {'at most ' if objective.varying_widths else ''}{tokens:,} tokens or {epochs} epochs"
+
+    def _samples_left(self, progress: Progress, steps: int) -> int:
+        before = self.recipe.train.samples_before
+        return before(steps) - before(progress.step)
+
+    def _mixture(self, progress: Progress) -> str:
+        """How often the run reads each dataset, and where their weights change."""
+        total, first = self.length.total_steps(progress), self.recipe.anneal_from
+        left = 0 if total is None else self._samples_left(progress, total)
+        epochs = self.objective.epochs(progress.position + left)
+        words = "" if total is None else f"epochs of each dataset: {epochs_words(epochs)}"
+        then = [] if first is None else [f"the weights change at sample {first:,}"]
+        return "; ".join(filter(None, [words, *then])) or f"datasets: {', '.join(epochs)}"
+
+    def begin(self, progress: Progress) -> None:
+        """Open the log where the run stands, after a start, a resume or a rollback."""
+        self.log.close()
+        self._throughput.start(progress.tokens, progress.seconds)
+        if self._ranks.is_rank_zero:
+            self.log = open_log(self.recipe, progress.step, progress.rollbacks)
+
+    def _count_short(self, progress: Progress) -> None:
+        """Tell the throughput of a step that is done where its rows were shorter than the context."""
+        train, whole, step = self.recipe.train, self.recipe.model.context_length, progress.step - 1
+        if (length := train.length_at(step, whole)) < whole:
+            self._throughput.count_short(train.batch_size_at(step) * whole, length)
+
+    def step(self, progress: Progress, losses: StepLosses, norm: float, rate_factor: float, by_layer: Record) -> None:
+        """A step that was taken; in the log, every `train.log_every` steps."""
+        train, done = self.recipe.train, self.length.share_done(progress)
+        self._count_short(progress)
+        if progress.step % train.log_every == 0 or done >= 1:
+            pace = self._throughput.pace(progress.tokens, progress.seconds)
+            self._advise_on_threads()
+            load = None if losses.expert_tokens is None else round(busiest_load(losses.expert_tokens), 3)
+            self.log.write(
+                {
+                    "kind": "train",
+                    "step": progress.step,
+                    "tokens": progress.tokens,
+                    "loss": losses.loss,
+                    "grad_norm": norm,
+                    "learning_rate": rate_factor * train.learning_rate,
+                    "seconds": round(progress.seconds, 3),
+                    **losses.figures,
+                    **pace.record,
+                    **memory_figures(self._device),
+                    "seconds_by_part": self._stopwatch.take(),
+                    **by_layer,
+                    **({} if load is None else {"busiest_expert_load": load}),
+                }
+            )
+            note = "" if load is None else f"  busiest expert {load:.2f}×"
+            self.display.speed(pace.tokens_per_second, pace.utilization, note)
+        self.display.step(self.length.reached(progress), done, losses.loss, self._seconds_left(progress, done))
+
+    def _seconds_left(self, progress: Progress, done: float) -> float:
+        """Until the end, at the pace of this session with its evaluations and samples; said once it is known."""
+        began, done_before = self._started or (0.0, 0.0)
+        if self._started is None or done <= done_before:
+            return progress.seconds / done * (1 - done) if done else 0.0
+        taken = time.monotonic() - began
+        left = taken / (done - done_before) * (1 - done)
+        if not self._end_announced and taken >= PACE_KNOWN_SECONDS:
+            self._end_announced = True
+            if left >= PACE_KNOWN_SECONDS:
+                at = time.strftime("%H:%M", time.localtime(time.time() + left))
+                self.display.message(f"at this pace the run ends in {clock(left)}, at about {at}")
+        return left
+
+    def _advise_on_threads(self) -> None:
+        if self._ranks.size == 1 and not self._advised and (by_others := self._cores.by_others()) is not None:
+            if advice := advice_on_threads(by_others, self._device):
+                self.display.message(advice)
+            self._advised = advice is not None
+
+    def skipped(self, progress: Progress, reason: str, loss: float, norm: float) -> None:
+        """A step whose gradients were not applied."""
+        self.log.write({"kind": "skipped", "step": progress.step, "loss": loss, "grad_norm": norm})
+        self.display.message(f"step {progress.step:,} skipped: {reason} ({progress.skipped} so far)")
+
+    def rolled_back(self, progress: Progress, from_step: int) -> None:
+        """The run went back to where it stands now."""
+        self.begin(progress)
+        self.log.write({"kind": "rollback", "step": progress.step, "from_step": from_step})
+        self.display.message(f"back to step {progress.step:,}, and on past the batches of the skipped steps")
+
+    def validation(self, progress: Progress, report: LossReport, figures: dict[str, float], better: bool) -> None:
+        """An evaluation; after it the curves are drawn anew, where that is long ago."""
+        n_there = self.objective.n_validation
+        n_read = self.objective.n_evaluated or n_there
+        likelihood = report.unit == "nats per token"
+        self.log.write(
+            {
+                "kind": "validation",
+                "step": progress.step,
+                "tokens": progress.tokens,
+                "loss": report.loss,
+                "perplexity": report.perplexity if likelihood else None,
+                **({} if likelihood else {"unit": report.unit}),
+                "bits_per_byte": report.bits_per_byte,
+                "sequences": n_read,
+                "sequences_held_out": n_there,
+                **figures,
+            }
+        )
+        bits = f"  perplexity {significant(report.perplexity)}" if likelihood else ""
+        bits += "".join(f"  {name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())
+        bits += f"  {report.bits_per_byte:.4f} bits per byte" if report.bits_per_byte is not None else ""
+        bits += f"  of {n_read:,} of {n_there:,} held-out sequences" if n_read < n_there else ""
+        self.display.validation(progress.step, report.loss, bits + ("  (best)" if better else ""))
+        if self._ranks.is_rank_zero and time.monotonic() - self._described >= DESCRIBED_EVERY_SECONDS:
+            self._describe(progress)
+
+    def _describe(self, progress: Progress, reason: str | None = None, memory: MemoryPeaks | None = None) -> None:
+        """Draw the curves and write the card, as of now."""
+        folder, samples = self.recipe.run_dir, self.objective.samples_per_epoch
+        self._described = time.monotonic()
+        draw_curves(folder / "metrics.jsonl", folder / "curves.svg", self.recipe.name)
+        epochs = self.objective.epochs(progress.position)
+        write_model_card(self.recipe, progress, reason, samples, self.precision, memory, self._layout, epochs)
+
+    def sample(self, progress: Progress, prompt: str, text: str) -> None:
+        """A text that the model has written."""
+        self.log.write({"kind": "sample", "step": progress.step, "prompt": prompt, "text": text})
+        self.display.sample(progress.step, prompt, text)
+
+    def sampled(self) -> None:
+        """All texts of a step are there."""
+        if self._ranks.is_rank_zero:
+            write_samples(self.recipe.run_dir / "metrics.jsonl", self.recipe.run_dir / "samples.md")
+
+    def end(self, progress: Progress, reason: str, memory: MemoryPeaks, talks: bool) -> None:
+        """The run's end: the curves, the card, a line, and what one can do next. On the first rank.
+
+        Args:
+            talks: whether the model has a chat template.
+        """
+        self.log.close()
+        self._describe(progress, reason, memory)
+        left = " Go on with --resume." if self.length.share_done(progress) < 1 else ""
+        self.display.message(
+            f"{reason} at step {progress.step:,} after {clock(progress.seconds)}, {progress.tokens:,} tokens. "
+            f"Saved in {self.recipe.run_dir}.{left}"
+        )
+        folder = shlex.quote(str(self.recipe.run_dir))
+        first = f"chat {folder}" if talks else f"generate {folder} PROMPT"
+        commands = (f"gptworks {command}" for command in (first, f"evaluate {folder}", f"report {folder}"))
+        self.display.message("Next: " + "\n      ".join(commands))

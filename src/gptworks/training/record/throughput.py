@@ -1,0 +1,78 @@
+"""How fast a run goes: tokens and model FLOPs a second, and their share of what this device's matrix products reach."""
+
+from dataclasses import dataclass
+
+import torch
+
+from gptworks.config import ModelConfig
+from gptworks.device import Precision, product_rate
+from gptworks.planning.flops import forward_flops
+
+MEASURE_AFTER_SECONDS = 10.0
+"""Of training in this process: a run too short for it is not held up by measuring the device."""
+
+MOST_MEASURED = 4
+"""Times. The device is measured again where training is faster than it: other programs kept it busy before."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Since the last report."""
+
+    tokens_per_second: float
+    flops_per_second: float
+    """Of the model's matrix products, forward and backward, attention in full; recomputation is not counted."""
+    utilization: float | None
+    """Of the rate of large products in the same precision, as measured on this device, times the devices. None before
+    it is measured, and where what was measured is too little to be true."""
+
+    @property
+    def record(self) -> dict[str, float]:
+        """For metrics.jsonl."""
+        known = {} if self.utilization is None else {"utilization": round(self.utilization, 4)}
+        return {
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "flops_per_second": round(self.flops_per_second),
+            **known,
+        }
+
+
+class Throughput:
+    """Turns the tokens and seconds that a run has counted into rates. Seconds are those of training steps alone."""
+
+    def __init__(self, model: ModelConfig, device: torch.device, precision: Precision, n_devices: int) -> None:
+        self._model = model
+        self._flops_per_token = forward_flops(model).training_per_token_dense
+        self._saved_flops = 0.0
+        self._device, self._precision, self._n_devices = device, precision, n_devices
+        self._rate: float | None = None
+        self._n_measured = 0
+        self.start(0, 0.0)
+
+    def count_short(self, tokens: int, length: int) -> None:
+        """Take note of tokens of a step whose rows are shorter than the context, and take fewer operations each."""
+        self._saved_flops += tokens * (
+            self._flops_per_token - forward_flops(self._model, length).training_per_token_dense
+        )
+
+    def start(self, tokens: int, seconds: float) -> None:
+        """Count from here."""
+        self._tokens, self._seconds = tokens, seconds
+        self._begun_seconds = seconds
+
+    def pace(self, tokens: int, seconds: float) -> Pace:
+        """Rates since the last call, from what the run has counted in all."""
+        taken = seconds - self._seconds
+        speed = (tokens - self._tokens) / taken if taken > 0 else 0.0
+        self._tokens, self._seconds = tokens, seconds
+        flops = speed * self._flops_per_token
+        if self._saved_flops and taken > 0:
+            flops -= self._saved_flops / taken
+        self._saved_flops = 0.0
+        due = self._rate is None and seconds - self._begun_seconds >= MEASURE_AFTER_SECONDS
+        if due or (self._rate is not None and flops > self._rate and self._n_measured < MOST_MEASURED):
+            self._n_measured += 1
+            rate = self._n_devices * product_rate(self._device, self._precision.dtype)
+            self._rate = max(self._rate or 0.0, rate)
+        share = None if self._rate is None else flops / self._rate
+        return Pace(speed, flops, share if share is not None and share <= 1 else None)

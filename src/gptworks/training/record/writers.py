@@ -1,0 +1,128 @@
+"""Other programs that show a run, fed from the records of metrics.jsonl and from nothing else."""
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from gptworks.config import Recipe
+from gptworks.errors import UserError, not_installed
+from gptworks.files import read_text, remove_tree, write_whole
+from gptworks.training.record.metrics import MetricsLog, Record, Writer
+
+
+def check_writers(names: Sequence[str]) -> None:
+    """Refuse a writer that is not installed, before any work is done.
+
+    Raises:
+        UserError: as it says.
+    """
+    for name in names:
+        if find_spec(name) is None:
+            raise not_installed(name, name, f"train.loggers={name}")
+
+
+def open_log(recipe: Recipe, resume_step: int, resume_rollbacks: int = 0) -> MetricsLog:
+    """The log of a run with the recipe's writers, which are given the records that stay; see `MetricsLog`."""
+    writers = [WRITERS[name](recipe) for name in recipe.train.loggers]
+    return MetricsLog(recipe.run_dir / "metrics.jsonl", resume_step, writers, resume_rollbacks=resume_rollbacks)
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """The numbers of a record by name, such as train/loss."""
+    return dict(_scalars(str(record["kind"]), {k: v for k, v in record.items() if k != "step"}))
+
+
+def _scalars(path: str, values: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _scalars(f"{path}/{key}", value)
+        elif isinstance(value, list):  # by layer
+            yield from _scalars(f"{path}/{key}", {str(i): each for i, each in enumerate(value, 1)})
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{path}/{key}", value
+
+
+def texts(record: Record) -> dict[str, str]:
+    """The text of a sample by its prompt."""
+    return {f"sample/{record['prompt']!r}": record["prompt"] + record["text"]} if record["kind"] == "sample" else {}
+
+
+class TensorBoard:
+    """Event files in the run folder's `tensorboard/`. They are written anew when a run goes on, so none is double."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = recipe.run_dir / "tensorboard"
+        for old in folder.glob("events.out.tfevents.*"):
+            old.unlink()
+        self._events: Any = SummaryWriter(str(folder))
+
+    def write(self, record: Record) -> None:
+        """Hand on a record."""
+        for name, value in scalars(record).items():
+            self._events.add_scalar(name, value, record["step"])
+        for name, text in texts(record).items():
+            self._events.add_text(name, f"```\n{text}\n```", record["step"])
+
+    def close(self) -> None:
+        """Write what is still to be written."""
+        self._events.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases, the same one for a run folder however often it goes on.
+
+    Offline (`WANDB_MODE=offline`), its files in the run folder's `wandb/` are written anew when a run goes on. A server
+    takes no step twice: it keeps the first of those that are made again, which differ after a rollback or where the
+    schedule was changed.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        import wandb
+
+        folder = recipe.run_dir / "wandb"
+        folder.mkdir(parents=True, exist_ok=True)
+        name = folder / "gptworks-run-id"
+        if not name.exists():
+            write_whole(name, uuid.uuid4().hex[:12], inside=recipe.run_dir)
+        self._id = read_text(name, 64, inside=recipe.run_dir).strip()
+        for old in folder.glob(f"offline-run-*-{self._id}"):
+            remove_tree(old)
+        with _clear_errors():
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "gptworks"),
+                id=self._id,
+                name=recipe.run_dir.name,
+                dir=str(recipe.run_dir),
+                config=recipe.model_dump(mode="json"),
+                resume="allow",
+                settings={"quiet": True},
+            )
+        self._first_step: int = self._run.step  # 0 for a new run; else the one after those that the server has
+
+    def write(self, record: Record) -> None:
+        """Hand on a record; those of one step become one point."""
+        if record["step"] >= self._first_step:
+            self._run.log({**scalars(record), **texts(record)}, step=record["step"])
+
+    def close(self) -> None:
+        """Wait until everything is sent."""
+        self._run.finish()
+
+
+@contextlib.contextmanager
+def _clear_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # wandb has many kinds, most about an account
+        raise UserError(
+            f"Weights & Biases cannot be used: {' '.join(str(error).split())}. Run `wandb login`, set "
+            f"WANDB_MODE=offline, or leave wandb out of train.loggers."
+        ) from error
+
+
+WRITERS: dict[str, type[Writer]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}

@@ -1,0 +1,98 @@
+"""The plan of a recipe, with what is known of its data."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from gptworks.config import Recipe
+from gptworks.data.opened import Prepared
+from gptworks.data.prepare import find_prepared
+from gptworks.data.shards import TokenShards
+from gptworks.errors import UserError
+from gptworks.planning.devices import UTILIZATION, Device
+from gptworks.planning.run import Plan, plan
+from gptworks.planning.tokens import DataSize, data_size, of_datasets
+from gptworks.planning.work import training_work
+from gptworks.recipe import with_vocab_size
+
+if TYPE_CHECKING:
+    from gptworks.training.objectives.base import Objective
+
+
+def estimate(
+    recipe: Recipe,
+    read: Callable[[Sequence[str]], Recipe],
+    device: Device,
+    n_ranks: int = 1,
+    utilization: float = UTILIZATION,
+) -> tuple[Plan, str | None]:
+    """The plan, and which source of the data is missing: what depends on its tokens is unknown then.
+
+    Args:
+        read: reads the recipe again, with overrides: advice is tried as a user would.
+
+    Raises:
+        UserError: as `gptworks.planning.run.plan`; or the vocabulary is not known yet and the data is missing.
+    """
+    planned, data, objective = _with_data(recipe)
+
+    def apply(overrides: Sequence[str], n_ranks: int) -> Recipe:
+        changed = read(overrides)
+        model = changed.model.model_copy(update={"vocab_size": planned.model.vocab_size})
+        return changed.model_copy(update={"model": model})
+
+    found = plan(
+        planned, data.train_tokens, samples_per_epoch=data.samples_per_epoch, tokens_estimated=data.estimated,
+        dataset_tokens=data.datasets,
+        device=device, n_ranks=n_ranks, utilization=utilization, apply=apply,
+    )  # fmt: skip
+    if objective is not None and found.recipe.objective.rows_per_sample == 2 and found.steps is not None:
+        found = _with_lengths(found, objective)
+    return found, data.missing
+
+
+MOST_SAMPLES = 1_000_000
+"""Samples of which lengths are looked up; of more, these stand for all."""
+
+
+def _with_lengths(found: Plan, objective: "Objective") -> Plan:
+    """The plan with the lengths that pairs really have: attention works over those too."""
+    from gptworks.training.objectives.pairs import PairsObjective
+
+    assert found.steps is not None and isinstance(objective, PairsObjective)
+    n_samples = min(found.train.samples_before(found.steps), MOST_SAMPLES)
+    per_sample = objective.tokens_read(n_samples, found.setting.micro_batch_size) / n_samples
+    model = found.recipe.model
+    width = max(1, round(per_sample / found.recipe.objective.rows_per_sample))
+    shorter = found.recipe.model_copy(update={"model": model.model_copy(update={"context_length": width})})
+    return replace(found, tokens_per_sample=per_sample, work=training_work(shorter))
+
+
+def with_what_is_prepared(recipe: Recipe) -> tuple[Recipe, Prepared | None]:
+    """The recipe with the vocabulary of its prepared data, and that data; None if it is not prepared."""
+    prepared = find_prepared(recipe)
+    if prepared is None:
+        return recipe, None
+    return with_vocab_size(recipe, prepared.manifest.vocab_size), prepared
+
+
+def _with_data(recipe: Recipe) -> tuple[Recipe, DataSize, "Objective | None"]:
+    """The recipe with its vocabulary where that is known, and the size of its data: exact where it is prepared; and
+    what reads records that are."""
+    recipe, prepared = with_what_is_prepared(recipe)
+    if prepared is None:
+        size = data_size(recipe)
+        if size.missing is not None and not recipe.model.vocab_size:
+            raise UserError(size.missing)
+        return (recipe if size.vocab_size is None else with_vocab_size(recipe, size.vocab_size)), size, None
+    if recipe.data.mixture:
+        stretches = TokenShards(prepared.folder, "train", verify=False).stretches
+        sizes = {one.name: part.n_tokens for one, part in zip(recipe.data.mixture, stretches, strict=True)}
+        return recipe, of_datasets(recipe, sizes, estimated=False), None
+    samples, objective = None, None
+    if recipe.data.records:
+        from gptworks.training.objectives.choose import choose_objective
+
+        objective = choose_objective(recipe, prepared.folder)
+        samples = objective.samples_per_epoch
+    return recipe, DataSize(prepared.manifest.splits["train"].tokens, samples, estimated=False), objective

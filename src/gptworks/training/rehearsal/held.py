@@ -1,0 +1,60 @@
+"""The memory that the tensors of a step of a run hold, counted while it is taken: what the plan's figure is beside.
+
+The growth of a process is another figure: beside tensors it has what its allocator keeps of freed memory, the code that
+torch loads, and the files that are read.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from gptworks.training.rehearsal.trace import LiveBytes
+
+
+class StepBytes(LiveBytes):  # type: ignore[no-untyped-call]
+    """Counts, besides what operations make, the storages that they find: weights, moments, tokens. These are taken to
+    stand throughout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found_bytes = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._seen:
+                self._seen.add(storage)
+                self.found_bytes += storage.nbytes()
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+class StepMemory:
+    """Counts in one step of a run. It costs some hundredths of a second, and changes nothing that is computed."""
+
+    def __init__(self, counts: bool) -> None:
+        """
+        Args:
+            counts: whether to count at all.
+        """
+        self._counts, self._n_whole = counts, 0
+        self.peak_bytes: int | None = None
+        """The most that stood at once in that step; None: it has not been taken."""
+
+    @contextmanager
+    def counted(self, is_whole: bool) -> Iterator[None]:
+        """Around each step: counts in the second that is whole, in which the optimizer has its state.
+
+        Args:
+            is_whole: whether the step is as large as the plan takes them to be.
+        """
+        self._n_whole += is_whole
+        if not (self._counts and is_whole and self._n_whole == 2):
+            yield
+            return
+        with StepBytes() as held:
+            yield
+        self.peak_bytes = held.found_bytes + held.peak_bytes

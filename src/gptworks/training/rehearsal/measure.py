@@ -1,0 +1,124 @@
+"""The memory and the speed of a training step, measured: real steps of a new model, for memory in a process of its own.
+
+python -m gptworks.training.rehearsal.measure keep|return < rehearsal.json
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from statistics import median
+
+import torch
+from pydantic import TypeAdapter
+
+from gptworks.config import ModelConfig
+from gptworks.device import keep_freed_memory, peak_growth_bytes, reset_peak, return_freed_memory, synchronize
+from gptworks.errors import RunError
+from gptworks.planning.run import Measured
+from gptworks.training.objectives.next_token import Batch
+from gptworks.training.rehearsal.trace import Rehearsal, take
+
+SPEED_SECONDS, SPEED_STEPS = 2.0, 9
+"""How long steps are taken, and how many at most, where the speed alone is measured."""
+
+
+def measure_step(rehearsal: Rehearsal) -> Measured:
+    """Measure in new processes, so that nothing else's memory is counted.
+
+    On a CPU there are two: one gives freed memory back at once, so that what it has resident is what is in use; the
+    other keeps it as `gptworks train` does, and has the speed.
+
+    Raises:
+        RunError: a process failed; where memory did not suffice, the system may have ended it.
+    """
+    as_trained = _in_new_process(rehearsal, "keep")
+    if rehearsal.device != "cpu":
+        return as_trained
+    return replace(as_trained, peak_bytes=_in_new_process(rehearsal, "return").peak_bytes)
+
+
+def measure_speed(rehearsal: Rehearsal) -> Measured:
+    """Measure in this process, and the speed alone: the median of the steps that `SPEED_SECONDS` allow, one at least.
+
+    Raises:
+        RunError: a step failed.
+    """
+    keep_freed_memory()
+    seconds: list[float] = []
+    try:
+        for taken in _step_seconds(rehearsal):
+            seconds.append(taken)
+            if sum(seconds) + taken > SPEED_SECONDS or len(seconds) == SPEED_STEPS:
+                break
+    except RuntimeError as error:
+        raise RunError(f"the measured step failed: {error}. It may be that memory did not suffice.") from error
+    return Measured(None, None, rehearsal.train.batch_size * rehearsal.model.context_length / median(seconds))
+
+
+_JSON = TypeAdapter(Rehearsal)
+
+
+def _in_new_process(rehearsal: Rehearsal, freed_memory: str) -> Measured:
+    command = [sys.executable, "-m", "gptworks.training.rehearsal.measure", freed_memory]
+    result = subprocess.run(command, input=_JSON.dump_json(rehearsal), capture_output=True, check=False)
+    if result.returncode:
+        errors = result.stderr.decode(errors="replace").strip().splitlines()
+        why = (errors or [f"ended by signal {-result.returncode}"])[-1]
+        raise RunError(f"the measured step failed: {why}. It may be that memory did not suffice.")
+    return Measured(**json.loads(result.stdout))
+
+
+def _measure(rehearsal: Rehearsal) -> Measured:
+    model, device = rehearsal.model, torch.device(rehearsal.device)
+    plain = Rehearsal(_small(model), rehearsal.train, rehearsal.device, rehearsal.precision)
+    next(_step_seconds(plain))  # what torch loads at its first step belongs to no step
+    before = reset_peak(device)
+    seconds = next(_step_seconds(rehearsal))
+    peak = peak_growth_bytes(device, before) or 0
+    kept = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak
+    return Measured(peak, kept, rehearsal.train.batch_size * model.context_length / seconds)
+
+
+WARM_FIELDS = (
+    "norm", "norm_bias", "norm_placement", "mlp", "mlp_bias", "position", "qk_norm", "attention_bias",
+    "attention_softcap", "logit_softcap", "tie_embeddings", "n_future_tokens", "n_experts", "n_experts_per_token",
+    "dropout_embedding", "dropout_attention", "dropout_residual", "dropout_mlp",
+)  # fmt: skip
+"""Of a model, those settings that choose kernels and whose rules do not depend on its sizes."""
+
+
+def _small(model: ModelConfig) -> ModelConfig:
+    """A model of one narrow layer that loads what this one loads. It is made by `ModelConfig`, whose rules it keeps,
+    from a fixed list of settings: all others (an init or gates that need more layers or channels) have their defaults.
+    """
+    kept = {name: getattr(model, name) for name in WARM_FIELDS}
+    shared = {"d_ff_shared": 64} if model.d_ff_shared else {}
+    return ModelConfig(vocab_size=64, context_length=64, n_layers=1, d_model=64, n_heads=2, d_ff=64, **kept, **shared)
+
+
+def _step_seconds(rehearsal: Rehearsal) -> Iterator[float]:
+    """Of each step after the first, which makes the optimizer's state."""
+    model, train, device = rehearsal.model, rehearsal.train, torch.device(rehearsal.device)
+    step = rehearsal.new_step()
+    tokens = torch.randint(model.vocab_size, (train.batch_size, model.context_length), device=device)
+    batch: Batch = (tokens, tokens)
+    if rehearsal.several_texts:
+        batch = (*batch, torch.arange(model.context_length, device=device).expand_as(tokens))
+    take(step, train, batch)
+    synchronize(device)
+    while True:
+        started = time.perf_counter()
+        take(step, train, batch)
+        synchronize(device)
+        yield time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "keep":
+        keep_freed_memory()
+    else:
+        return_freed_memory()
+    json.dump(asdict(_measure(_JSON.validate_json(sys.stdin.read()))), sys.stdout)

@@ -1,0 +1,156 @@
+"""The memory of a training step, counted from the step itself, with nothing allocated.
+
+The step runs on torch's fake tensors, which have shapes, dtypes and storages but no contents, and every storage is
+counted from its birth to its death. Not seen is what kernels take inside themselves, what the allocator keeps, and
+Python.
+"""
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gptworks.config import FreezeConfig, LoRAConfig, ModelConfig, ObjectiveConfig, TrainConfig
+from gptworks.config.objective import NEXT_TOKEN
+from gptworks.device import choose_precision
+from gptworks.errors import UserError
+from gptworks.training.distributed.parallel import Parallel
+from gptworks.training.objectives.choose import OBJECTIVES
+from gptworks.training.objectives.next_token import Batch, count_targets
+from gptworks.training.optim.trainable import trainable_model
+from gptworks.training.step import TrainStep
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The training step of a new model on one device, to be traced or measured."""
+
+    model: ModelConfig
+    train: TrainConfig
+    """A step reads `batch_size` rows; of pairs, both answers are rows."""
+    device: str = "cpu"
+    precision: str = "fp32"
+    adapter: LoRAConfig | None = None
+    freeze: FreezeConfig | None = None
+    objective: ObjectiveConfig = NEXT_TOKEN
+    several_texts: bool = False
+    """Whether rows hold texts one after the other."""
+
+    def new_step(self) -> TrainStep:
+        """The step, its blocks not compiled."""
+        parallel, device = Parallel(self.train), torch.device(self.device)
+        with device:
+            model = trainable_model(self.model, self.adapter, self.freeze)
+            loss = OBJECTIVES[self.objective.type].loss_without_data(self.objective, self.train, model)
+        model.activation_checkpointing = self.train.activation_checkpointing
+        parallel.parameters = dict(model.named_parameters())  # not `place`: fake tensors cannot be moved
+        return TrainStep(model, self.train, loss, choose_precision(self.precision, device), parallel)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Bytes that stood at once, at most, in each part of a training step, model and optimizer included."""
+
+    forward_backward_bytes: int
+    optimizer_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.forward_backward_bytes, self.optimizer_bytes)
+
+
+def trace_step(rehearsal: Rehearsal) -> Trace:
+    """The peak of a step after the first, in which the optimizer has its state. Experts are taken as evenly used.
+
+    Raises:
+        UserError: this torch cannot follow the step on that device: cuda needs a GPU, though nothing runs there.
+    """
+    train, place = rehearsal.train, torch.device(rehearsal.device)
+    if place.type not in ("cpu", "cuda"):
+        raise UserError(f"--trace follows steps on cpu and cuda, not on {place.type}: leave --trace out.")
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise UserError("--trace for cuda needs a machine with a CUDA GPU: leave --trace out, or trace for the CPU.")
+    live = LiveBytes()
+    with FakeTensorMode(), live:
+        step = rehearsal.new_step()
+        tokens = torch.zeros(train.batch_size, rehearsal.model.context_length, dtype=torch.int64, device=place)
+        for parameter in step.optimizer.parameters.values():  # as good as a first step for making the optimizer's state
+            parameter.grad = torch.zeros_like(parameter)
+        step.apply(step.gradient_norm())
+        live.peak_bytes = 0
+        batch = (tokens, tokens, tokens) if rehearsal.several_texts else (tokens, tokens)
+        accumulate(step, train, batch)
+        forward_backward_bytes, live.peak_bytes = live.peak_bytes, 0
+        step.gradient_norm()
+        step.apply(math.inf)  # is clipped
+        return Trace(forward_backward_bytes, live.peak_bytes)
+
+
+def accumulate(step: TrainStep, train: TrainConfig, batch: Batch) -> None:
+    """The gradients of a batch of `train.batch_size` rows, cut into micro-batches as the recipe says."""
+    micro_batches = zip(*(torch.split(tensor, train.micro_batch_size) for tensor in batch), strict=True)
+    step.accumulate(micro_batches, count_targets(batch))
+
+
+def take(step: TrainStep, train: TrainConfig, batch: Batch) -> None:
+    """A whole step of a batch of `train.batch_size` rows."""
+    accumulate(step, train, batch)
+    step.apply(step.gradient_norm())
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of the storages that operations make, while they live, and the most there were at once.
+
+    `torch.distributed._tools.mem_tracker.MemTracker` counts the same, which a test holds, in six times the time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now_bytes = self.peak_bytes = 0
+        self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function in _ANSWERS and any(isinstance(argument, torch._subclasses.FakeTensor) for argument in args):
+            return _ANSWERS[function](*args, **(kwargs or {}))
+        out = _run(function, args, kwargs or {})
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._seen:
+            return
+        self._seen.add(storage)
+        self.now_bytes += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+        weakref.finalize(storage, self._release, storage.nbytes())
+
+    def _release(self, n_bytes: int) -> None:
+        self.now_bytes -= n_bytes
+
+
+def _run(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An operation; where it takes what a fake mask is true for, it takes all."""
+    masks = function in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default)
+    if masks and isinstance(args[0], torch._subclasses.FakeTensor):
+        x, indices, *rest = args
+        if [index.dtype for index in indices] == [torch.bool]:
+            args = (x, [torch.arange(len(x), device=x.device)], *rest)
+    return function(*args, **kwargs)
+
+
+_ANSWERS: dict[Any, Any] = {
+    torch.ops.aten._local_scalar_dense.default: lambda tensor: 1,
+    torch.ops.aten.bincount.default: lambda tensor, weights=None, minlength=0: tensor.new_zeros(minlength),
+}
+"""What is said where a step asks a fake tensor for its numbers: `.item()`, and the tokens of each expert."""

@@ -1,0 +1,88 @@
+"""The run folder: opened by one process at a time, and never overwritten silently."""
+
+import contextlib
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import filelock
+
+from gptworks.config import Recipe
+from gptworks.errors import RunError, UserError
+from gptworks.files import check_links, check_sums, make_folder
+from gptworks.recipe import load_recipe
+from gptworks.tokenizer import MAX_TOKENIZER_BYTES
+from gptworks.training.changes import check_changes
+from gptworks.training.distributed.agreed import SHARED
+
+CONSOLE = "console.log"
+"""What a run that the studio started has printed. It may stand in a folder in which a run begins."""
+
+
+@contextlib.contextmanager
+def open_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ()) -> Iterator[None]:
+    """Lock the run folder for this process, creating it for a new run.
+
+    Raises:
+        UserError: another process is using it; or it holds a run and `resume` is false; or it holds something else;
+            or the run in it was started with settings that a run cannot change or that `change` does not name, or its
+            tokenizer's files have changed.
+    """
+    folder = recipe.run_dir
+    check_run_folder(recipe, resume, change)
+    try:
+        make_folder(folder)
+        lock = filelock.FileLock(folder / ".lock", timeout=0.3)  # `is_in_use` holds it for an instant
+        lock.acquire()
+    except filelock.Timeout:
+        raise UserError(
+            f"run folder {folder} is in use by another process: wait for it, or give another run_dir=."
+        ) from None
+    except OSError as error:
+        raise RunError(f"run folder {folder} cannot be written: {error.strerror}.") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def is_in_use(folder: Path) -> bool:
+    """Whether a process trains in a run folder. Writes nothing there and follows no link; false where that is unknown,
+    as on Windows."""
+    try:
+        import fcntl
+
+        descriptor = os.open(folder / ".lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (ImportError, OSError):
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)  # and with it the lock
+    return False
+
+
+def check_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ()) -> None:
+    """Refuse a run folder that this recipe must not write to, before any work is done.
+
+    Raises:
+        UserError: see `open_run_folder`; or a link in the folder leads out of it.
+    """
+    folder = recipe.run_dir
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"run_dir={folder} is a file: give another run_dir=.")
+    check_links(folder)
+    if (folder / "recipe.yaml").exists():
+        if not resume:
+            raise UserError(
+                f"{folder} already holds a run, and a run is never overwritten: add --resume to go on with it, "
+                f"give another run_dir=, or delete the folder."
+            )
+        check_changes(load_recipe(folder), recipe, change)
+        check_sums(folder / "tokenizer", MAX_TOKENIZER_BYTES)
+    elif folder.is_dir() and any(path.name not in (".lock", SHARED, CONSOLE) for path in folder.iterdir()):
+        raise UserError(f"run_dir={folder} exists and holds other files, not a run: give another run_dir=.")
