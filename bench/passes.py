@@ -13,8 +13,9 @@ from torch import Tensor
 
 from gptworks.device import device_name, keep_freed_memory
 from gptworks.model import cpu
-from gptworks.model.attention import attend, causal_mask, rotate
 from gptworks.model.loss import linear_cross_entropy
+from gptworks.model.rotary import rotate
+from gptworks.model.scores import attend, causal_mask
 from gptworks.training.optim.muon import Muon
 
 SHAPES = ((16, 6, 256, 64), (4, 12, 512, 64), (4, 12, 1024, 64), (8, 8, 1024, 64), (1, 16, 4096, 128))

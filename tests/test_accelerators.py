@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from gptworks import device as devices
 from gptworks.config import RopeScaling
-from gptworks.model import GPT, attention
-from gptworks.model.attention import texts_bias
+from gptworks.model import GPT, scores
+from gptworks.model.scores import texts_bias
 from gptworks.training.distributed.parallel import compile_blocks
 from gptworks.training.objectives.next_token import next_token
 from gptworks.training.record.stopwatch import Stopwatch
@@ -32,19 +32,19 @@ def test_cuda_is_never_given_a_mask_with_grouped_keys(
 ) -> None:
     """torch has no fused kernel for the two together there, and would make every score at once."""
     seen: list[tuple[bool, bool]] = []
-    fused, takes_groups = F.scaled_dot_product_attention, attention.takes_groups
+    fused, takes_groups = F.scaled_dot_product_attention, scores.takes_groups
 
     def recorded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
         seen.append((mask is not None, options["enable_gqa"]))
         return fused(q, k, v, mask, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
-    monkeypatch.setattr(attention, "takes_groups", lambda _, masked: takes_groups(torch.device("cuda"), masked))
+    monkeypatch.setattr(scores, "takes_groups", lambda _, masked: takes_groups(torch.device("cuda"), masked))
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 6, 12, 8), torch.randn(2, 2, 12, 8), torch.randn(2, 2, 12, 8)
     one_text = texts_bias(torch.arange(12).expand(2, 12), window, torch.float32)
-    out = attention.attend(q, k, v, window=window, bias=one_text if texts else None)
-    assert (out - attention.attend_reference(q, k, v, window=window)).abs().max() < 1e-5
+    out = scores.attend(q, k, v, window=window, bias=one_text if texts else None)
+    assert (out - scores.attend_reference(q, k, v, window=window)).abs().max() < 1e-5
     masked = texts or window is not None
     assert seen == [(masked, not masked)], "without a mask, flash attention takes the groups as they are"
 

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from gptworks.model import cpu
-from gptworks.model.attention import Rotary, attend, attend_banded, attend_reference, causal_mask, rotate
+from gptworks.model.rotary import Rotary, rotate
+from gptworks.model.scores import attend, attend_banded, attend_reference, causal_mask
 from tiny import plain_model
 
 HEADS, WIDTH = 4, 6

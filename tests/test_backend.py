@@ -119,7 +119,7 @@ def test_a_copied_beginning_goes_on_in_another_slot(settings: dict[str, Any]) ->
 
 def test_one_product_over_all_slots_is_the_loop_over_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """The accelerator's way, taken on a CPU."""
-    from gptworks.model import attention
+    from gptworks.model import scores
 
     for settings in MODELS[:-1]:
         model, results = tiny(**settings), []
@@ -131,8 +131,8 @@ def test_one_product_over_all_slots_is_the_loop_over_them(monkeypatch: pytest.Mo
                 feed(backend, slot, text(slot, 17 + 3 * slot), 0)
             with monkeypatch.context() as patch:
                 if at_once:
-                    patch.setattr(attention, "attend", None)  # is not called
-                    patch.setattr(attention, "_one_product", lambda *_: True)
+                    patch.setattr(scores, "attend", None)  # is not called
+                    patch.setattr(scores, "_one_product", lambda *_: True)
                 order = [Chunk(slot, 17 + 3 * slot, [slot + 5]) for slot in (2, 0, 3)]
                 results.append(torch.cat(backend.compute(order)))
         torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)

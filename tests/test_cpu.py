@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptworks.model import cpu
-from gptworks.model.attention import attend, attend_reference
+from gptworks.model.scores import attend, attend_reference
 
 
 def gradients(out: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:

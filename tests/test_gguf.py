@@ -28,7 +28,7 @@ from gptworks.errors import RunError, UserError
 from gptworks.interop.gguf import export_gguf
 from gptworks.interop.gguf.architectures import ARCHITECTURES, choose_architecture, interleaved
 from gptworks.interop.gguf.vocabulary import PATTERNS, read_vocabulary
-from gptworks.model.attention import Rotary, rotate
+from gptworks.model.rotary import Rotary, rotate
 from gptworks.presets import PRESETS, preset
 from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import prompt_ids, tokenizer_from_json, train_tokenizer, vocabulary_size

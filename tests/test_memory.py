@@ -16,8 +16,9 @@ import tiny
 from gptworks.checkpoint import choose_checkpoint, load_run, save_checkpoint
 from gptworks.config import LoRAConfig, ModelConfig
 from gptworks.interop.huggingface import import_huggingface
-from gptworks.model import GPT, SlotCache, attention, cpu, lora
+from gptworks.model import GPT, SlotCache, cpu, lora, scores
 from gptworks.model import loss as model_loss
+from gptworks.model.cost import MLP, Shapes
 from gptworks.model.lora import remove_lora
 from gptworks.native import attention as native_attention
 from gptworks.native import passes as native_passes
@@ -30,7 +31,6 @@ from gptworks.planning.layout import Layout, rank_config
 from gptworks.planning.memory import GRADIENTS, OPTIMIZER, WEIGHTS, training_peak
 from gptworks.planning.params import count_parameters
 from gptworks.planning.setting import Setting
-from gptworks.planning.shapes import MLP, Shapes
 from gptworks.planning.state import optimizer_scratch_bytes, trained_state_bytes
 from gptworks.planning.trained import everything, trained
 from gptworks.presets import PRESETS, preset
@@ -330,7 +330,7 @@ class EfficientKernel:
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float | None, enable_gqa: bool, **_: Any
     ) -> Tensor:
         assert not enable_gqa
-        bias = attention.as_bias(mask, q.dtype) if mask.dtype == torch.bool else mask
+        bias = scores.as_bias(mask, q.dtype) if mask.dtype == torch.bool else mask
         bias = bias.expand(q.size(0), q.size(1), q.size(2), k.size(2))
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention
         return kernel(q, k, v, bias, True, 0.0, False, scale=scale)[0]  # type: ignore[no-any-return]
@@ -351,9 +351,9 @@ def test_grouped_queries_under_a_mask_on_cuda(
 ) -> None:
     """What autograd saves of attention on tensors without numbers, and the most that its backward pass adds: keys and
     values are repeated in any precision."""
-    takes_groups = attention.takes_groups
-    monkeypatch.setattr(attention, "takes_groups", lambda _, masked: takes_groups(torch.device("cuda"), masked))
-    monkeypatch.setattr(attention, "F", EfficientKernel)
+    takes_groups = scores.takes_groups
+    monkeypatch.setattr(scores, "takes_groups", lambda _, masked: takes_groups(torch.device("cuda"), masked))
+    monkeypatch.setattr(scores, "F", EfficientKernel)
     kept: dict[int, int] = {}
 
     def keep(x: Tensor) -> Tensor:
@@ -365,7 +365,7 @@ def test_grouped_queries_under_a_mask_on_cuda(
         q, k, v = (leaf.requires_grad_() * 1 for leaf in leaves)
         bias = torch.zeros(2, length, length, device="meta", dtype=dtype) if several_texts else None
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            out = attention.attend(q, k, v, window=window, bias=bias)
+            out = scores.attend(q, k, v, window=window, bias=bias)
         saved = sum(kept.values()) - (0 if bias is None else bias.nbytes)  # which all layers share
         gradient = torch.empty_like(out)
         before_bytes = live.peak_bytes = live.now_bytes

@@ -178,7 +178,7 @@ found['has'], found['logits'] = library().has_amx, logits.double().tolist()
 
 def test_attention_uses_it_and_gives_the_same_bits_with_any_number_of_threads(run: Runs) -> None:
     lines = """
-from gptworks.model.attention import attend
+from gptworks.model.scores import attend
 generator = torch.Generator().manual_seed(0)
 q, k, v = (torch.randn(2, 3, 150, 64, generator=generator).bfloat16().requires_grad_() for _ in range(3))
 results = []

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from gptworks.model import cpu
-from gptworks.model.attention import as_bias, attend, attend_reference, causal_mask, texts_bias
+from gptworks.model.scores import as_bias, attend, attend_reference, causal_mask, texts_bias
 from gptworks.native import attention as native
 from gptworks.native.library import training_library
 

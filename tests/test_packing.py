@@ -19,7 +19,7 @@ from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from gptworks.model import GPT
-from gptworks.model.attention import attend, attend_reference, texts_bias
+from gptworks.model.scores import attend, attend_reference, texts_bias
 from gptworks.recipe import parse_recipe
 from gptworks.training.objectives.next_token import next_token
 from tiny import plain_model

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gptworks.config import IGNORED
 from gptworks.model import cpu
-from gptworks.model.attention import rotate
+from gptworks.model.rotary import rotate
 from gptworks.native import passes
 from gptworks.native.library import training_library
 

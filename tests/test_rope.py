@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from gptworks.config import ModelConfig, RopeScaling
-from gptworks.model import GPT, attention
-from gptworks.model.attention import frequencies
+from gptworks.model import GPT
+from gptworks.model import rotary as rotary_module
+from gptworks.model.rotary import frequencies
 from test_equivalence import Cached
 from tiny import plain_model
 
@@ -111,7 +112,7 @@ def test_yarn_keeps_the_fast_and_interpolates_the_slow() -> None:
 @pytest.mark.parametrize("fraction", [0.25, 0.5])
 @torch.no_grad()
 def test_a_fraction_turns_the_first_part_of_a_head_alone(fraction: float) -> None:
-    from gptworks.model.attention import Rotary, rotate
+    from gptworks.model.rotary import Rotary, rotate
 
     settings = config(rope_fraction=fraction)
     x = torch.randn(1, 1, 5, 16)
@@ -137,16 +138,16 @@ def test_a_thread_that_reads_another_length_changes_no_tables(monkeypatch: pytes
     lengths = 2 * ORIGINAL, 3 * ORIGINAL
     expected = [random_model(config(SCALINGS["dynamic"])).rotary(0, 8, length, torch.float32) for length in lengths]
     found: list[Any] = []
-    compute = attention.frequencies
+    compute = rotary_module.frequencies
 
     def interrupted(*arguments: Any) -> Any:
-        monkeypatch.setattr(attention, "frequencies", compute)
+        monkeypatch.setattr(rotary_module, "frequencies", compute)
         other = threading.Thread(target=lambda: found.append(rotary(0, 8, lengths[1], torch.float32)))
         other.start()
         other.join()
         return compute(*arguments)
 
-    monkeypatch.setattr(attention, "frequencies", interrupted)
+    monkeypatch.setattr(rotary_module, "frequencies", interrupted)
     one = rotary(0, 8, lengths[0], torch.float32)
     again = [rotary(0, 8, length, torch.float32) for length in lengths[::-1]]
     for tables, length in ((one, 0), (found[0], 1), (again[0], 1), (again[1], 0)):
@@ -163,9 +164,9 @@ def test_dynamic_tables_of_places_in_any_order_are_those_of_the_whole() -> None:
 
 def test_tables_of_a_long_context_are_computed_in_parts_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     for scaling in (None, SCALINGS["yarn"], SCALINGS["llama3"], SCALINGS["longrope"]):
-        whole = attention.Rotary(config(scaling))
-        monkeypatch.setattr(attention, "_POSITIONS_AT_ONCE", 37)  # the last part is shorter
-        parts = attention.Rotary(config(scaling))
+        whole = rotary_module.Rotary(config(scaling))
+        monkeypatch.setattr(rotary_module, "_POSITIONS_AT_ONCE", 37)  # the last part is shorter
+        parts = rotary_module.Rotary(config(scaling))
         monkeypatch.undo()
         assert torch.equal(parts.cos, whole.cos) and torch.equal(parts.sin, whole.sin)
 
@@ -176,7 +177,7 @@ def test_a_context_of_four_million_takes_little_more_memory_than_its_tables() ->
     program = (
         "import resource\n"
         "from gptworks.config import ModelConfig\n"
-        "from gptworks.model.attention import Rotary\n"
+        "from gptworks.model.rotary import Rotary\n"
         "peak = lambda: 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "size = dict(vocab_size=31, n_layers=1, d_model=64, n_heads=1, position='rope')\n"
         "Rotary(ModelConfig(context_length=2**17, **size)); before = peak()\n"

@@ -17,7 +17,7 @@ from gptworks.infer.scheduler import PREFILL_TOKENS, n_common_tokens
 from gptworks.infer.text import Sample
 from gptworks.model import GPT
 from gptworks.model.backend import Backend, Chunk
-from gptworks.model.future import future_features
+from gptworks.model.lab.future import future_features
 from gptworks.native.choice import choose_backend
 
 

@@ -20,9 +20,10 @@ from gptworks.errors import UserError
 from gptworks.interpret.hooks import Check, after, before, never, stoppable
 from gptworks.interpret.text import check_ids
 from gptworks.model import GPT
-from gptworks.model.attention import Attention, attention_weights, causal_mask
+from gptworks.model.attention import Attention
 from gptworks.model.backend import eval_mode
 from gptworks.model.gpt import Block
+from gptworks.model.scores import attention_weights, causal_mask
 
 MOST_NUMBERS = 2**25
 """Numbers that one recording may hold."""

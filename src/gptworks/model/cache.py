@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gptworks.config import ModelConfig
-from gptworks.model.embeddings import NO_TOKEN
+from gptworks.model.lab.embeddings import NO_TOKEN
 
 
 class Vectors:

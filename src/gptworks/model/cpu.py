@@ -73,7 +73,7 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """`gptworks.model.attention.attend` as batched matrix products around a softmax, a block of queries at a time.
+    """`gptworks.model.scores.attend` as batched matrix products around a softmax, a block of queries at a time.
 
     A block of queries needs only the keys up to its last one, so nearly half of the scores are never computed. torch's
     fused CPU kernel takes 1.7 to 2.5 times as long in bf16, forward and backward, at lengths of 1,024 to 256

@@ -7,7 +7,7 @@
 
     With `norm_placement: after`, the norms stand behind attention and MLP, before what they give is added (OLMo 2);
     with `both`, there and before them (Gemma 2).
-    Settings of the laboratory change the stream as it enters a block (stream.py).
+    Settings of the laboratory change the stream as it enters a block (lab/stream.py).
     With experts, each block's MLP is several and a router (moe.py). With a parallel residual, the MLP reads x as
     attention does.
 
@@ -23,11 +23,12 @@ from torch.utils.checkpoint import checkpoint
 
 from gptworks.config import ModelConfig, computes_again
 from gptworks.model import cpu
-from gptworks.model.attention import Attention, Rotary, texts_bias
+from gptworks.model.attention import Attention
 from gptworks.model.cache import SlotLayer, SlotRows
-from gptworks.model.embeddings import build_bigrams, build_smear, previous_tokens
-from gptworks.model.future import build_future_heads
-from gptworks.model.induction import begin_with_induction
+from gptworks.model.lab.embeddings import build_bigrams, build_smear, previous_tokens
+from gptworks.model.lab.future import build_future_heads
+from gptworks.model.lab.induction import begin_with_induction
+from gptworks.model.lab.stream import Beside, Carried, build_scalars, build_skip, build_tables, build_values
 from gptworks.model.layers import (
     MLP,
     Dropout,
@@ -41,7 +42,8 @@ from gptworks.model.layers import (
     product_dtype,
 )
 from gptworks.model.moe import MoE
-from gptworks.model.stream import Beside, Carried, build_scalars, build_skip, build_tables, build_values
+from gptworks.model.rotary import Rotary
+from gptworks.model.scores import texts_bias
 
 BlockOutput = tuple[Tensor, Tensor | None, Tensor | None]
 """The stream [B, T, C]; the router's logits [B, T, E] where there are experts; the first layer's values [B, T, G·D]

@@ -33,7 +33,7 @@ def attention(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """`gptworks.model.attention.attend`, with nothing of T × S elements kept for the backward pass.
+    """`gptworks.model.scores.attend`, with nothing of T × S elements kept for the backward pass.
 
     The same inputs give the same bits on any number of threads. A query that sees no key gets zeros.
 

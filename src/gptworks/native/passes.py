@@ -155,7 +155,7 @@ def rotates(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`gptworks.model.attention.rotate`: the pairs (i, i + R/2) of the rows' first R elements turned by their position.
+    """`gptworks.model.rotary.rotate`: the pairs (i, i + R/2) of the rows' first R elements turned by their position.
 
     Args:
         x: [..., T, D]. cos, sin: [T, R/2], or [B, 1, T, R/2] for x [B, H, T, D]; all of one dtype.

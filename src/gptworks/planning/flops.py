@@ -76,7 +76,7 @@ def visible_pairs(length: int, window: int | None) -> int:
 
 
 def formed_pairs(length: int, window: int | None) -> int:
-    """(query, key) pairs that plain products form, masked ones included; see `gptworks.model.attention.attend`."""
+    """(query, key) pairs that plain products form, masked ones included; see `gptworks.model.scores.attend`."""
     if window is None or length < 2 * window:
         return length**2
     return -(-length // window) * window * 2 * window

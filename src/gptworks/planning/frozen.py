@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 
-from gptworks.planning.shapes import ADAPTER, COPIES, Shapes, Stage
+from gptworks.model.cost import ADAPTER, COPIES, Shapes, Stage
 from gptworks.planning.trained import Trained
 
 INPUT_SHARED_BY = {

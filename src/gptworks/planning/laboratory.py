@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from gptworks.planning.shapes import ATTENTION, RESIDUAL, Shapes, Stage
+from gptworks.model.cost import ATTENTION, RESIDUAL, Shapes, Stage
 
 
 def entry_stages(s: Shapes, layer: int) -> Iterator[Stage]:
-    """What is done to the stream as it enters a block (`gptworks.model.stream`).
+    """What is done to the stream as it enters a block (`gptworks.model.lab.stream`).
 
     The gradient of a scalar is the sum of a product of the stream's size.
     """
@@ -59,7 +59,7 @@ def kept_beside(s: Shapes, layer: int) -> int:
 
 
 def value_stages(s: Shapes, layer: int) -> Iterator[Stage]:
-    """What a layer makes of its values (`gptworks.model.stream.Values`)."""
+    """What a layer makes of its values (`gptworks.model.lab.stream.Values`)."""
     c, kind = s.config, s.config.layer_value_embedding(layer)
     width = c.n_kv_heads * c.d_head
     k = s.products(width)
@@ -87,8 +87,8 @@ def gate_stage(s: Shapes, n_gates: int) -> Stage:
 
 
 def future_stages(s: Shapes, n: int) -> list[Stage]:
-    """The heads of `n` tokens beyond the next (`gptworks.model.future`). What arrives are views of the gradient of all
-    that the loss read; what leaves is added to the gradient of the features."""
+    """The heads of `n` tokens beyond the next (`gptworks.model.lab.future`). What arrives are views of the gradient
+    of all that the loss read; what leaves is added to the gradient of the features."""
     c, width = s.config, s.products(s.config.d_model)
     matrix = c.d_model**2
     return [

@@ -1,6 +1,6 @@
 """What the loss takes beside features and their gradient, from the configuration alone."""
 
-from gptworks.planning.shapes import Shapes
+from gptworks.model.cost import Shapes
 from gptworks.planning.stages import is_native
 
 CPU_CHUNK_TOKENS, CPU_CHUNK_LOGITS, CPU_CACHE_BYTES, CHUNK_TOKENS = 2048, 2 * 2**20, 8 * 2**20, 8192

@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from gptworks.config import computes_again
+from gptworks.model.cost import ATTENTION, COPIES, RESIDUAL, Shapes, Stage
 from gptworks.planning.frozen import as_first, as_trained
 from gptworks.planning.host import building_bytes, checkpoint_copy_bytes, placed_bytes, starting_bytes
 from gptworks.planning.inference import kv_cache_bytes
@@ -20,7 +21,6 @@ from gptworks.planning.layout import BUCKET_BYTES, rank_config, shards_of
 from gptworks.planning.loss import loss_chunk_bytes, scoring_bytes
 from gptworks.planning.params import count_parameters
 from gptworks.planning.setting import Setting
-from gptworks.planning.shapes import ATTENTION, COPIES, RESIDUAL, Shapes, Stage
 from gptworks.planning.stages import (
     bias_bytes,
     bigram_stage,

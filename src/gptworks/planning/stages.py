@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from gptworks.config import expert_rows
+from gptworks.model.cost import ATTENTION, DROPOUT, MLP, RESIDUAL, WEIGHTS_KEPT, Shapes, Stage
 from gptworks.native.library import trains_in_cpp
 from gptworks.planning.laboratory import entry_stages, gate_stage, handed_on_stages, value_stages
-from gptworks.planning.shapes import ATTENTION, DROPOUT, MLP, RESIDUAL, WEIGHTS_KEPT, Shapes, Stage
 
 BLOCK_QUERIES, LONGEST_BLOCKED = 128, 2048
 """`gptworks.model.cpu`'s BLOCK and LONGEST, which importing would import torch."""
@@ -250,11 +250,11 @@ def output_is_shared(s: Shapes, window: int | None) -> bool:
 
 
 def attention_core(s: Shapes, window: int | None) -> Stage:
-    """softmax(q·kᵀ)·v, in one of the ways of `gptworks.model.attention.attend`."""
+    """softmax(q·kᵀ)·v, in one of the ways of `gptworks.model.scores.attend`."""
     c = s.config
     q, k = s.products(c.n_heads * c.d_head), s.products(c.n_kv_heads * c.d_head)
     leaves = q + 2 * k
-    repeated = not s.on_cpu and is_grouped(s) and is_masked(s, window)  # `gptworks.model.attention.takes_groups`
+    repeated = not s.on_cpu and is_grouped(s) and is_masked(s, window)  # `gptworks.model.scores.takes_groups`
     heads = s.batch_size * c.n_heads
     if is_native(s):
         return Stage("attention", {ATTENTION: 2 * q + 2 * k + 4 * heads * s.length}, arrives=q, leaves=leaves)

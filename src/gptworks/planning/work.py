@@ -180,7 +180,7 @@ class _Walk:
         return moving or out or (self._norm(f"{prefix}{behind2}", inner) if behind2 else inner)
 
     def _values(self, prefix: str, layer: int, normed: bool, own: bool) -> bool:
-        """Whether a layer's values have a gradient, given whether its own have; see `gptworks.model.stream.Values`."""
+        """Whether a layer's values have a gradient, given whether its own have: `gptworks.model.lab.stream.Values`."""
         m, kind, moving = self.model, self.model.layer_value_embedding(layer), own
         if m.value_residual:
             if not layer:

@@ -9,7 +9,7 @@ from torch import Tensor
 from gptworks.checkpoint import Report, all_checkpoints, checkpoints, choose_checkpoint, load_run, require_full_weights
 from gptworks.config import ModelConfig, Recipe
 from gptworks.errors import UserError
-from gptworks.model.future import FUTURE_HEADS
+from gptworks.model.lab.future import FUTURE_HEADS
 from gptworks.recipe import check_same_model, load_recipe
 from gptworks.tokenizer import add_tokens, fingerprint, load_tokenizer, vocabulary_size
 from gptworks.training.distributed.agreed import agreed_checkpoint

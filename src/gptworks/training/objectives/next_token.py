@@ -12,7 +12,7 @@ from torch import Tensor
 from gptworks.config import IGNORED, TrainConfig
 from gptworks.data.permutation import Int64s
 from gptworks.model import GPT
-from gptworks.model.future import future_features
+from gptworks.model.lab.future import future_features
 from gptworks.model.loss import linear_cross_entropies, linear_cross_entropy
 from gptworks.model.moe import balance_loss, expert_tokens, z_loss
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from gptworks.config import ModelConfig
-from gptworks.model.attention import Attention, frequencies
+from gptworks.model.attention import Attention
+from gptworks.model.rotary import frequencies
 
 STD = 0.1
 """Of the embeddings, where they enter the first block."""

@@ -1,0 +1,1 @@
+"""Settings from speedruns and recent papers (`gptworks.config.LABORATORY`): what they add to the model."""

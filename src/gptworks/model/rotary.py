@@ -1,0 +1,120 @@
+"""The rotary embedding (Su et al., 2021): its tables, scaled for longer contexts, and how heads are turned by them."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from gptworks.config import ModelConfig
+from gptworks.model.layers import Tables
+from gptworks.native import passes
+
+_POSITIONS_AT_ONCE = 2**16
+
+
+class Rotary(Tables):
+    """Cosines and sines of the rotary embedding (Su et al., 2021), pairing element i with i + R/2 of R rotated ones.
+
+    Its tables, of the original context, are not changed by reading them. Those of a longer text under scaling by length
+    are computed at each call, for the positions asked for: threads that read texts of different lengths share nothing.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.cos: Tensor
+        self.sin: Tensor
+        self.register_buffer("cos", torch.empty(0), persistent=False)
+        self.register_buffer("sin", torch.empty(0), persistent=False)
+        self.reset()
+
+    def reset(self, device: torch.device | None = None) -> None:
+        """Compute the tables of the original context, or of the whole where no length changes them."""
+        cos, sin = self._whole_tables()
+        there = torch.get_default_device() if device is None else device
+        self.cos, self.sin = cos.to(there), sin.to(there)
+
+    @torch.inference_mode(False)
+    def _whole_tables(self) -> tuple[Tensor, Tensor]:
+        """`_tables` of all positions, computed in parts: whole, the float64 steps take many times their size."""
+        n_positions, original = self.config.context_length, self.config.original_context_length
+        cos, sin = (
+            torch.empty(n_positions, self.config.d_rotary // 2, device="cpu", dtype=torch.float32) for _ in "cs"
+        )
+        for start in range(0, n_positions, _POSITIONS_AT_ONCE):
+            part = slice(start, min(start + _POSITIONS_AT_ONCE, n_positions))
+            position = torch.arange(part.start, part.stop, device="cpu", dtype=torch.float64)
+            cos[part], sin[part] = self._tables(position, original)
+        return cos, sin
+
+    @torch.inference_mode(False)  # training reads them too
+    def _tables(self, position: Tensor, text_length: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines at positions [...], float64, of a text of `text_length` tokens: [..., R/2], float32.
+
+        All on the CPU: not every accelerator has float64.
+        """
+        frequency, factor = frequencies(self.config, text_length, position.device)
+        angle = position[..., None] * frequency
+        return (factor * angle.cos()).float(), (factor * angle.sin()).float()
+
+    def forward(self, start: int, length: int, text_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """`at` for positions start to start + length: [length, R/2] each."""
+        return self.at(slice(start, start + length), text_length, dtype)
+
+    def at(self, positions: slice | Tensor, text_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Tables for positions [...], each [..., R/2], of a text that has room for `text_length`.
+
+        The room matters to scaling by length only. Every key that is already cached must have been turned for it.
+        """
+        scaling = self.config.rope_scaling
+        if scaling is None or not scaling.by_length or text_length <= self.config.original_context_length:
+            return self.cos[positions].to(dtype), self.sin[positions].to(dtype)
+        if isinstance(positions, slice):
+            positions = torch.arange(self.config.context_length, device="cpu")[positions]
+        cos, sin = self._tables(positions.cpu().double(), text_length)
+        return cos.to(self.cos.device, dtype), sin.to(self.cos.device, dtype)
+
+
+def frequencies(config: ModelConfig, length: int, device: torch.device | None = None) -> tuple[Tensor, float]:
+    """Radians a token for each of the R/2 pairs, float64, in a text of `length` tokens; and a factor for the tables."""
+    exponent = torch.arange(0, config.d_rotary, 2, device=device, dtype=torch.float64) / config.d_rotary
+    plain, scaling, original = config.rope_theta**-exponent, config.rope_scaling, config.original_context_length
+    if scaling is None:
+        return plain, 1.0
+    if scaling.type == "linear":
+        return plain / scaling.factor, 1.0
+    if scaling.type == "dynamic":
+        growth = max(1.0, scaling.factor * length / original - (scaling.factor - 1))
+        return plain * growth ** -(exponent * config.d_rotary / (config.d_rotary - 2)), 1.0
+    if scaling.short_factors is not None and scaling.long_factors is not None:
+        factors = torch.tensor(
+            scaling.long_factors if length > original else scaling.short_factors, device=device, dtype=torch.float64
+        )
+        return plain / factors, scaling.attention_factor or math.sqrt(1 + math.log(scaling.factor) / math.log(original))
+    if scaling.type == "llama3":
+        turns = plain * original / (2 * math.pi)  # over the original context
+        kept = ((turns - scaling.beta_slow) / (scaling.beta_fast - scaling.beta_slow)).clamp(0, 1)
+        return plain * kept + plain / scaling.factor * (1 - kept), 1.0
+
+    def pair_that_turns(times: float) -> float:
+        """The pair (fractional) that makes so many turns over the original context."""
+        return config.d_rotary * math.log(original / (times * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    first = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair_that_turns(scaling.beta_slow)), config.d_rotary - 1)
+    ramp = (
+        torch.arange(config.d_rotary // 2, device=device, dtype=torch.float64).sub(first).div(max(last - first, 1e-3))
+    )
+    interpolated = ramp.clamp(0, 1)
+    factor = scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1
+    return plain * (1 - interpolated) + plain / scaling.factor * interpolated, factor
+
+
+def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair (i, i + R/2) of the first R elements of x [..., T, D] by the angle of its position."""
+    cos, sin = table
+    if passes.rotates(x, cos, sin):
+        return passes.rotate(x, cos, sin)
+    turned, rest = x[..., : 2 * cos.size(-1)], x[..., 2 * cos.size(-1) :]
+    a, b = turned.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)

@@ -1,0 +1,258 @@
+"""Causal attention's arithmetic: what each query takes of the keys, by whichever kernel serves.
+
+Shapes: B batch, T queries, S keys, H query heads, G key/value heads, D head width.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gptworks.model import cpu
+from gptworks.model.cache import SlotLayer
+from gptworks.model.layers import cap
+from gptworks.native import attention as native
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | None = None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Scaled dot-product attention in which the T queries are the last T of the S key positions.
+
+    Args:
+        q: [B, H, T, D]. k, v: [B, G, S, D] with S ≥ T; each key/value head serves H / G query heads.
+        window: a query sees this many keys, its own included; None: all up to its own.
+        dropout: probability of dropping an attention weight.
+        scale: factor of q·k; None: 1/√D.
+        bias: what is added to the scores, [B, T, S] in q's dtype, for rows of several texts (`texts_bias`). It holds
+            the window too; None: one text a row.
+        softcap: scores pass through softcap · tanh(score / softcap) before what is added to them.
+
+    Returns:
+        [B, H, T, D], in q's dtype.
+    """
+    n_queries, n_keys = q.size(2), k.size(2)
+    if cpu.trains(q) and native.takes(q, k, v):
+        return native.attention(q, k, v, bias, window, dropout, q.size(-1) ** -0.5 if scale is None else scale, softcap)
+    if cpu.trains(q) and n_keys <= cpu.LONGEST:
+        if bias is None:
+            bias = as_bias(causal_mask(n_queries, n_keys, window, q.device), q.dtype)
+        return cpu.attention(q, k, v, bias, window, dropout, scale, softcap)
+    if bias is not None:
+        return fused(q, k, v, bias[:, None], dropout=dropout, scale=scale, softcap=softcap)
+    banded = window is not None and window < n_keys
+    if window is not None and n_queries == n_keys >= 2 * window:
+        return attend_banded(q, k, v, window=window, dropout=dropout, scale=scale, softcap=softcap)
+    if n_queries == 1 and not banded:
+        mask, is_causal = None, False
+    elif n_queries == n_keys and not banded:
+        mask, is_causal = None, True
+    else:
+        mask, is_causal = causal_mask(n_queries, n_keys, window, q.device), False
+    return fused(q, k, v, mask, dropout=dropout, is_causal=is_causal, scale=scale, softcap=softcap)
+
+
+def fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """torch's attention, arranged so that a fused kernel serves: without one, all T × S scores of every head stand in
+    memory. mask: boolean or added to the scores, [B, 1, T, S] or what broadcasts to it."""
+    if softcap is not None:
+        mask = causal_mask(q.size(2), k.size(2), None, q.device) if is_causal else mask
+        return attend_capped(q, k, v, mask, softcap, dropout=dropout, scale=scale)
+    n_per_group = q.size(1) // k.size(1)
+    if n_per_group > 1 and not takes_groups(q.device, mask is not None):
+        k, v = k.repeat_interleave(n_per_group, dim=1), v.repeat_interleave(n_per_group, dim=1)  # B H S D
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, dropout_p=dropout, is_causal=is_causal, scale=scale, enable_gqa=q.size(1) != k.size(1)
+    )
+
+
+def attend_capped(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    softcap: float,
+    *,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """`fused` for scores that are capped, which no fused kernel of torch does: all T × S scores stand in memory."""
+    v = _for_each_head(v, q.size(1))  # B H S D
+    weights = attention_weights(q, k, mask, scale=scale, softcap=softcap).to(q.dtype)
+    return F.dropout(weights, dropout) @ v
+
+
+def attention_weights(
+    q: Tensor, k: Tensor, mask: Tensor | None, *, scale: float | None = None, softcap: float | None = None
+) -> Tensor:
+    """How much each query takes of each key, [B, H, T, S], float32 at least. mask: see `fused`."""
+    scale = q.size(-1) ** -0.5 if scale is None else scale
+    products = q @ _for_each_head(k, q.size(1)).transpose(-2, -1)  # B H T S
+    scores = products * scale if softcap is None else softcap * torch.tanh(products * (scale / softcap))
+    if mask is not None:
+        scores = scores + (as_bias(mask, q.dtype) if mask.dtype == torch.bool else mask)
+    return scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _for_each_head(x: Tensor, n_heads: int) -> Tensor:
+    """x [B, G, S, D] → [B, H, S, D]."""
+    return x if x.size(1) == n_heads else x.repeat_interleave(n_heads // x.size(1), dim=1)
+
+
+def takes_groups(device: torch.device, masked: bool) -> bool:
+    """Whether a fused kernel there takes grouped keys. On CUDA none does under a mask: flash attention refuses masks,
+    the memory-efficient kernel groups."""
+    return not (masked and device.type == "cuda")
+
+
+def attend_banded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """`attend` for a window much shorter than the text (S = T), in T × 2·window scores instead of T × T.
+
+    The text is cut into blocks of `window` tokens; a block's queries see keys of it and of the block before it alone,
+    under one mask for all. The blocks stand in the batch, so that any device's fused kernel serves.
+    """
+    batch, length = q.size(0), q.size(2)
+    n_blocks = -(-length // window)
+
+    def blocks(x: Tensor) -> Tensor:
+        return F.pad(x, (0, 0, 0, n_blocks * window - length)).reshape(*x.shape[:2], n_blocks, window, -1)
+
+    q, k, v = blocks(q), blocks(k), blocks(v)  # B H n W D
+    k, v = (torch.cat((F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1], x), dim=3) for x in (k, v))  # B G n 2W D
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # B·n H W D, B·n G 2W D
+    mask = causal_mask(window, 2 * window, window, q.device).repeat(n_blocks, 1, 1)  # n W 2W
+    mask[0, :, :window] = False  # the first block has none before it
+    mask = mask.repeat(batch, 1, 1).unsqueeze(1)  # B·n 1 W 2W
+    y = fused(q, k, v, mask, dropout=dropout, scale=scale, softcap=softcap)
+    y = y.view(batch, n_blocks, *y.shape[1:]).transpose(1, 2)  # B H n W D
+    return y.flatten(2, 3)[:, :, :length]
+
+
+def attend_slots(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: SlotLayer,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """`attend` for a flat batch of tokens of several texts, each of which sees the tokens of its own slot.
+
+    q: [1, H, N, D]; k, v: [1, G, N, D], which are stored. Returns [1, H, N, D].
+    """
+    parts, keys, values = cache.rows.parts, cache.keys, cache.values
+    if _one_product(q, len(parts)):
+        return _attend_slots_at_once(q, k, v, cache, window=window, scale=scale, softcap=softcap)
+    out, first = [], 0
+    for slot, start, n_new in parts:
+        row, end = slice(first, first + n_new), start + n_new
+        keys[slot, :, start:end], values[slot, :, start:end] = k[0, :, row], v[0, :, row]
+        seen_keys, seen_values = keys[slot : slot + 1, :, :end], values[slot : slot + 1, :, :end]
+        out.append(attend(q[:, :, row], seen_keys, seen_values, window=window, scale=scale, softcap=softcap))
+        first += n_new
+    return out[0] if len(out) == 1 else torch.cat(out, dim=2)
+
+
+def _one_product(q: Tensor, n_texts: int) -> bool:
+    return q.device.type != "cpu" and n_texts > 1 and q.size(2) == n_texts
+
+
+def _attend_slots_at_once(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: SlotLayer,
+    *,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+) -> Tensor:
+    """One token of each text, in one product: on an accelerator, many small ones would wait for their launch."""
+    slots, last = cache.rows.slots, cache.rows.positions  # N
+    cache.keys[slots, :, last], cache.values[slots, :, last] = k[0].transpose(0, 1), v[0].transpose(0, 1)
+    longest = max(start for _, start, _ in cache.rows.parts) + 1
+    key = torch.arange(longest, device=q.device)
+    visible = key <= last[:, None]  # N S
+    if window is not None:
+        visible &= key > last[:, None] - window
+    keys, values = cache.keys[slots, :, :longest], cache.values[slots, :, :longest]  # N G S D
+    queries, mask = q[0].transpose(0, 1).unsqueeze(2), visible[:, None, None]  # N H 1 D, N 1 1 S
+    y = fused(queries, keys, values, mask, scale=scale, softcap=softcap)  # N H 1 D
+    return y.squeeze(2).transpose(0, 1).unsqueeze(0)
+
+
+def causal_mask(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Boolean [T, S], true where the query may look. The queries are the last T of the S positions."""
+    query = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]
+    key = torch.arange(n_keys, device=device)[None, :]
+    visible = key <= query
+    return visible if window is None else visible & (key > query - window)
+
+
+def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where the mask is true and −∞ elsewhere: added to scores, it leaves the true ones."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
+
+
+def texts_bias(positions: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """The bias [B, T, T] by which queries look, in rows of several texts, to their own text, up to themselves.
+
+    positions: int64 [B, T], each token's place in its own text; a text begins at each 0.
+    """
+    length = positions.size(1)
+    text = (positions == 0).cumsum(1)
+    mask = (text[:, :, None] == text[:, None, :]) & causal_mask(length, length, window, positions.device)
+    return as_bias(mask, dtype)
+
+
+def attend_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """`attend` written as the definition, one query at a time. For tests."""
+    (_, heads, n_queries, width), n_keys = q.shape, k.size(2)
+    out = torch.empty_like(q)
+    for head in range(heads):
+        group = head * k.size(1) // heads
+        for i in range(n_queries):
+            last = n_keys - n_queries + i
+            first = 0 if window is None else max(0, last - window + 1)
+            keys, values = k[:, group, first : last + 1], v[:, group, first : last + 1]  # B s D
+            scores = torch.einsum("bd,bsd->bs", q[:, head, i], keys) * (width**-0.5 if scale is None else scale)
+            out[:, head, i] = torch.einsum("bs,bsd->bd", cap(scores, softcap).softmax(-1), values)
+    return out
