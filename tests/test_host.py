@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+import gptworks
 import gptworks.device
 import tiny
 from gptworks.config import Recipe
 from gptworks.device import choose_precision
 from gptworks.errors import UserError
-from gptworks.interface import planning, training
 from gptworks.planning.arrange import layout_of, rank_setting
 from gptworks.planning.assumed import preset_recipe
 from gptworks.planning.devices import find_device, with_node
@@ -92,13 +92,13 @@ def test_what_hosts_do_not_hold_is_advised_to_have_fewer_ranks_a_host(
     name: str, ranks: int, node: dict[str, Any], advised: list[str]
 ) -> None:
     """What is advised fits as it says, planned again with its own words."""
-    found = planning.plan(name, device="h100", world_size=ranks, **node)
+    found = gptworks.plan(name, device="h100", world_size=ranks, **node)
     assert not found.fits and found.need.fits_device
     for words, change in zip(advised, found.changes, strict=False):
         assert words in change.words and change.fits and change.costs
     for change in found.changes:
         there = node | ({} if change.ranks_per_node is None else {"gpus_per_node": change.ranks_per_node})
-        again = planning.plan(name, *change.overrides, device="h100", world_size=change.n_ranks, **there)
+        again = gptworks.plan(name, *change.overrides, device="h100", world_size=change.n_ranks, **there)
         assert again.fits and again.peak.total_bytes == change.peak_bytes and again.host == change.need.host
 
 
@@ -133,7 +133,7 @@ def test_training_refuses_what_the_host_does_not_hold_before_any_work(
     host_has(monkeypatch, 5 * 10**8)
     tree = tiny.recipe_tree(tmp_path, device="cuda", precision="fp32")
     with pytest.raises(UserError, match=r"does not fit: memory of the host: about 1 GB a node .*--force"):
-        training.train(tree)
+        gptworks.train(tree)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"]
 
 

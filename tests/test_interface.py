@@ -17,16 +17,17 @@ from typer.testing import CliRunner
 
 import gptworks
 import tiny
+from gptworks import api
+from gptworks.api import overrides_of
 from gptworks.chat_template import BUILT_IN, ChatTemplate
 from gptworks.cli import app
 from gptworks.errors import UserError
 from gptworks.infer.chat import TurnSession
 from gptworks.infer.engine import Engine
-from gptworks.interface import training
-from gptworks.interface.overrides import overrides_of
-from gptworks.interface.training import TrainedRun
 from gptworks.pages.parts import MOST_CHARACTERS
 from gptworks.recipe import load_recipe
+from gptworks.runs.trained import TrainedRun
+from gptworks.training.record import notebook
 from gptworks.training.record.display import Display
 from gptworks.training.record.notebook import MOST_LINES, NotebookDisplay
 from histories import training as step_record
@@ -58,7 +59,7 @@ def engine(run: TrainedRun) -> Engine:
 @pytest.mark.parametrize(
     "order",
     [
-        "import gptworks; assert not heavy()",
+        "import gptworks; gptworks.train, gptworks.plan, gptworks.evaluate; assert not heavy()",
         "import gptworks.training.optim.schedule, gptworks.planning.run, gptworks.evaluation.metrics",
         "from gptworks import train, plan, evaluate; from gptworks.planning.run import Plan",
     ],
@@ -70,18 +71,19 @@ def heavy(): return {{"torch", "numpy", "pydantic"}} & set(sys.modules)
 {order}
 import gptworks, gptworks.planning.run
 from gptworks.planning.run import Plan
-assert isinstance(gptworks.plan("gpt2-tiny"), Plan)
 assert all(map(inspect.isfunction, (gptworks.train, gptworks.plan, gptworks.evaluate)))
+assert isinstance(gptworks.plan("gpt2-tiny"), Plan)
+assert "torch" not in sys.modules
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 
 
 def test_help_shows_the_functions_arguments_and_every_name_that_is_offered_exists() -> None:
-    for package, function in (("train", training.train), ("plan", None), ("evaluate", None)):
+    for package, function in (("train", api.train), ("plan", api.plan), ("evaluate", api.evaluate)):
         called = getattr(gptworks, package)
         assert next(iter(inspect.signature(called).parameters)) in ("recipe", "run")
-        assert function is None or inspect.unwrap(called) is function
+        assert called is function
     assert all(hasattr(gptworks, name) for name in gptworks.__all__)
     with pytest.raises(AttributeError, match="no attribute 'trane'"):
         _ = gptworks.trane
@@ -111,7 +113,7 @@ def test_a_recipe_is_the_same_as_a_file_as_dictionaries_and_as_an_object(folder:
     [
         ({"max_stepz": 2}, "train.max_stepz=2.*unknown key `train.max_stepz`; did you mean"),
         ({"max_steps": -1}, "train.max_steps=-1.*greater than 0"),
-        ({"change": ["train.max_steps=9"]}, "for a run that goes on"),
+        ({"change": ["train.max_steps=9"]}, "for a resumed run"),
     ],
 )
 def test_a_mistake_is_a_user_error_before_any_work(folder: Path, settings: dict[str, Any], words: str) -> None:
@@ -277,7 +279,7 @@ def test_a_notebook_has_one_output_that_stays_short(output: Output) -> None:
 def test_training_in_a_notebook_shows_the_run_there(
     output: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(training, "in_notebook", lambda: True)
+    monkeypatch.setattr(notebook, "in_notebook", lambda: True)
     gptworks.train(tiny.recipe_tree(tmp_path), max_steps=3, evaluate_sequences=2)
     assert len(output.outputs) == 1
     assert output.outputs[0][0].startswith("tokenizer") and "finished at step 3" in output.outputs[0][-1]

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import hf
 import tiny
+from gptworks.api import evaluate
 from gptworks.checkpoint import load_run, save_checkpoint
 from gptworks.choices import LoadedWeights, Weights
 from gptworks.cli import app
@@ -23,7 +24,6 @@ from gptworks.errors import UserError
 from gptworks.evaluation.results import read_evaluations
 from gptworks.infer.engine import load
 from gptworks.infer.speculate import DraftModel
-from gptworks.interface.measuring import evaluate
 from gptworks.model import GPT
 from gptworks.model.lora import add_lora, is_adapter
 from gptworks.native.backend import refusal

@@ -21,12 +21,10 @@ if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & set(os.environ):
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from gptworks.api import evaluate, plan, read_run, train
     from gptworks.config import ModelConfig, Recipe
     from gptworks.data.prepare import prepare
     from gptworks.infer.engine import Engine, load
-    from gptworks.interface.measuring import evaluate
-    from gptworks.interface.planning import plan
-    from gptworks.interface.training import read_run, train
     from gptworks.model import GPT, SlotCache
     from gptworks.presets import preset
     from gptworks.recipe import load_recipe
@@ -41,10 +39,10 @@ _HOMES = {
     "SlotCache": "gptworks.model",
     "Engine": "gptworks.infer.engine",
     "load": "gptworks.infer.engine",
-    "evaluate": "gptworks.interface.measuring",
-    "plan": "gptworks.interface.planning",
-    "read_run": "gptworks.interface.training",
-    "train": "gptworks.interface.training",
+    "evaluate": "gptworks.api",
+    "plan": "gptworks.api",
+    "read_run": "gptworks.api",
+    "train": "gptworks.api",
 }
 
 __all__ = [

@@ -78,7 +78,7 @@ def evaluate(
     model card, with --weights int8 under a name of its own: text-book-int8. KEY=VALUE settings win over the
     run's: model.context_length=1024 model.rope_scaling.type=yarn.
     """
-    from gptworks.interface.measuring import evaluate as measure
+    from gptworks.api import evaluate as measure
 
     with working(f"evaluating {run}") as show:
         found = measure(

@@ -194,8 +194,8 @@ def plan(
     """
     if as_json:
         refuse_unused("does nothing with --json, which has every figure", details=details)
+    from gptworks.api import plan as plan_recipe
     from gptworks.describe.plan_tables import plan_json, printed
-    from gptworks.interface.planning import plan as plan_recipe
 
     sheet = plan_recipe(
         target, *overrides or [], device=device, memory_gib=memory_gib, flops=flops, bandwidth=bandwidth,
@@ -226,7 +226,7 @@ def schema() -> None:
 
 def _architecture(target: str, overrides: list[str]) -> tuple["ModelConfig", str]:
     """The model that a preset's name, a recipe file or a run folder describes."""
-    from gptworks.interface.planning import is_preset
+    from gptworks.api import is_preset
     from gptworks.recipe import apply_overrides, load_recipe, parse_model
     from gptworks.training.rehearsal.estimate import with_what_is_prepared
 

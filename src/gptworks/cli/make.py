@@ -38,7 +38,7 @@ def train(
     Started by torchrun or `gptworks launch`, several processes train it together.
     """
     with working("starting"):
-        from gptworks.interface.training import train as train_recipe
+        from gptworks.api import train as train_recipe
 
     train_recipe(
         recipe, *overrides or [], resume=resume, change=change or [], force=force, report=_first_rank_notice,
@@ -82,7 +82,7 @@ def launch(
 
     How they share the work is set by train.parallel.
     """
-    from gptworks.interface.training import settings_of, with_changes
+    from gptworks.api import settings_of, with_changes
     from gptworks.training.distributed.launch import launch as start
     from gptworks.training.loop import check_train
 

@@ -1,0 +1,395 @@
+"""What a program or a notebook calls, and the commands too: `gptworks.train`, `gptworks.plan`, `gptworks.evaluate`.
+
+Each function imports what it needs when it is called, so that naming one costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gptworks.errors import UserError, nearest, refuse_unused
+
+if TYPE_CHECKING:
+    from gptworks.choices import LoadedWeights, PrecisionName, Sharding
+    from gptworks.config import Recipe
+    from gptworks.data.opened import Prepared
+    from gptworks.describe.plan_sheet import PlanSheet
+    from gptworks.evaluation.measurements import Measurements
+    from gptworks.planning.devices import Device
+    from gptworks.recipe import RecipeLike
+    from gptworks.runs.trained import TrainedRun
+
+Files = str | PathLike[str] | Sequence[str | PathLike[str]]
+
+
+def train(
+    recipe: RecipeLike,
+    *overrides: str,
+    resume: bool = False,
+    change: Collection[str] = (),
+    force: bool = False,
+    report: Callable[[str], None] | None = None,
+    prepare: Callable[[Recipe], object] | None = None,
+    **settings: Any,
+) -> TrainedRun:
+    """Train a recipe's model until its end: `gptworks.train("demo", max_steps=20)`.
+
+    Args:
+        recipe: a file, a shipped recipe's name or a run folder; or a recipe as nested dictionaries, or a `Recipe`.
+        overrides: settings that win over it, as on the command line: `"train.max_steps=20"`.
+        resume: continue from the newest checkpoint of the run folder.
+        change: settings by path that a resumed run may change, though its loss curve depends on them.
+        force: start even if the plan says that the run does not fit in memory.
+        report: called with the settings of an earlier session that are kept; None: the display shows them.
+        prepare: makes the recipe's tokenizer and shards; None: quietly, or as the notebook shows it.
+        settings: more settings: of the section `train` by name (`max_steps=20`), others by section
+            (`model={"n_layers": 2}`, `run_dir="runs/small"`).
+
+    Raises:
+        UserError: the recipe, its data or the run folder cannot be used, or the run does not fit in memory.
+        RunError: loss or gradients stayed non-finite, or a checkpoint could not be written.
+    """
+    from gptworks.data.prepare import prepare as prepare_data
+    from gptworks.device import choose_device, choose_precision
+    from gptworks.training.distributed.parallel import run_layout
+    from gptworks.training.distributed.ranks import join
+    from gptworks.training.loop import check_train
+    from gptworks.training.loop import train as train_model
+    from gptworks.training.record.display import Display
+    from gptworks.training.record.notebook import NotebookDisplay, in_notebook
+    from gptworks.training.rehearsal.preflight import check_memory
+
+    given, change = with_changes([*overrides, *overrides_of(settings)], change, resume)
+    display = NotebookDisplay() if in_notebook() else None
+    loaded = settings_of(recipe, given, resume, report or (display or Display()).message)
+    device = choose_device(loaded.train.device)
+    precision = choose_precision(loaded.train.precision, device)  # refused before preparing
+    with join(loaded.train.parallel.timeout_seconds, device) as ranks:
+
+        def check_and_prepare() -> None:
+            check_train(loaded, resume, ranks.size, change)
+            check_memory(loaded, device, precision, force, run_layout(loaded, ranks, device), ranks.local_size)
+            if prepare is not None:
+                prepare(loaded)
+            elif display is not None:
+                prepare_data(loaded, report=display.preparing)
+
+        ranks.from_rank_zero(check_and_prepare)
+        train_model(
+            loaded, resume=resume, change=change, force=force, ranks=ranks, overrides=given,
+            display=display if ranks.is_rank_zero else None,
+        )  # fmt: skip
+    return read_run(loaded.run_dir)
+
+
+def read_run(folder: str | PathLike[str]) -> TrainedRun:
+    """The run in a folder; it may still be training.
+
+    Raises:
+        UserError: the folder holds no run.
+    """
+    from gptworks.runs.history import read_history
+    from gptworks.runs.trained import TrainedRun
+
+    return TrainedRun(**vars(read_history(Path(folder))))
+
+
+def plan(
+    recipe: RecipeLike,
+    *overrides: str,
+    device: str | None = None,
+    memory_gib: float | None = None,
+    flops: float | None = None,
+    bandwidth: float | None = None,
+    world_size: int = 1,
+    sharding: Sharding | None = None,
+    tensor_parallel: int | None = None,
+    utilization: float | None = None,
+    intra_node_gb_s: float | None = None,
+    inter_node_gb_s: float | None = None,
+    gpus_per_node: int | None = None,
+    host_memory_gib: float | None = None,
+    trace: bool = False,
+    measure: bool = False,
+    details: bool = False,
+    working: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    **settings: Any,
+) -> PlanSheet:
+    """Estimate a run's FLOPs, memory, time and disk: `gptworks.plan("demo", batch_size=64)`.
+
+    Args:
+        recipe: a preset's name, or what `gptworks.train` takes.
+        overrides: settings that win over it, as on the command line; as for `gptworks.train`.
+        device: a name such as h100; this: measured; None: this machine's CPU.
+        memory_gib, flops, bandwidth: of a device that has no name here; the last two in FLOP/s and bytes/s.
+        world_size: how many devices.
+        sharding, tensor_parallel: set train.parallel.
+        utilization: share of the device's FLOP/s that training reaches while it computes; None: 0.4.
+        intra_node_gb_s, inter_node_gb_s: GB/s that a device sends within its node, and its network card to others.
+        gpus_per_node: devices, and so ranks, of a node.
+        host_memory_gib: memory of a node's host. None: those of the device's usual node, as the plan says.
+        trace: count a step's memory on fake tensors too.
+        measure: take two real steps on this machine too.
+        details: show every figure.
+        working: a context in which a step is traced or measured, such as a progress bar's.
+        settings: more settings, as for `gptworks.train`.
+
+    Raises:
+        UserError: a wrong setting or device, or the vocabulary is not known yet and the data is missing.
+    """
+    from gptworks.describe.plan_sheet import PlanSheet
+    from gptworks.planning.assumed import preset_recipe
+    from gptworks.planning.devices import UTILIZATION, check_figures, with_node
+    from gptworks.planning.layout import parallel_overrides
+    from gptworks.planning.run import plan as plan_recipe
+    from gptworks.recipe import load_recipe
+
+    if measure:
+        refuse_unused("does nothing with --measure, which times a step", utilization=utilization)
+    if (trace or measure) and world_size > 1:
+        raise UserError("--trace and --measure follow one device's step: leave --world-size out.")
+    check_figures(
+        memory_gib=memory_gib, flops=flops, bandwidth=bandwidth, utilization=utilization,
+        intra_node_gb_s=intra_node_gb_s, inter_node_gb_s=inter_node_gb_s, gpus_per_node=gpus_per_node,
+        host_memory_gib=host_memory_gib,
+    )  # fmt: skip
+    given = [*parallel_overrides(sharding, tensor_parallel), *overrides, *overrides_of(settings)]
+    preset = recipe if is_preset(recipe) else None
+    loaded = None if preset else load_recipe(recipe, given)
+    place = with_node(
+        _device(device, memory_gib, flops, bandwidth, loaded), world_size, intra_node_gb_s, inter_node_gb_s,
+        gpus_per_node, host_memory_gib,
+    )  # fmt: skip
+    share, missing = utilization or UTILIZATION, None
+    if loaded is None:
+        planned, reason = preset_recipe(str(preset), given, place, world_size)
+
+        def apply(more: Sequence[str], n_ranks: int) -> Recipe:
+            return preset_recipe(str(preset), [*given, *more], place, n_ranks)[0]
+
+        found = plan_recipe(
+            planned, steps_reason=reason, device=place, n_ranks=world_size, utilization=share, apply=apply
+        )
+    else:
+        from gptworks.training.rehearsal.estimate import estimate
+
+        found, missing = estimate(loaded, lambda more: load_recipe(recipe, [*given, *more]), place, world_size, share)
+    sheet = PlanSheet(**vars(found), details=details, missing=missing)
+    if trace or measure:
+        from gptworks.device import choose_device
+        from gptworks.training.rehearsal.measure import measure_step
+        from gptworks.training.rehearsal.trace import Rehearsal, trace_step
+
+        rehearsal = Rehearsal(
+            sheet.recipe.model, sheet.one_step, place.kind, sheet.setting.precision, sheet.recipe.adapter,
+            sheet.recipe.freeze, sheet.recipe.objective, sheet.setting.several_texts,
+        )  # fmt: skip
+        if trace:
+            with working("tracing a step"):
+                sheet = replace(sheet, traced_bytes=trace_step(rehearsal).peak_bytes)
+        if measure:
+            here = replace(rehearsal, device=choose_device(place.kind).type)
+            with working("measuring two steps"):
+                sheet = replace(sheet, measured=measure_step(here))
+    return sheet
+
+
+def is_preset(target: RecipeLike) -> bool:
+    """Whether a target is a preset's name, perhaps misspelled, and not a recipe or a run."""
+    from gptworks.presets import PRESETS
+    from gptworks.recipes import shipped_paths
+
+    if not isinstance(target, str):
+        return False
+    if target in PRESETS or Path(target).exists() or target.endswith((".yaml", ".yml")):
+        return target in PRESETS
+    return nearest(target, [*PRESETS, *shipped_paths()]) not in shipped_paths()
+
+
+def _device(
+    name: str | None, memory_gib: float | None, flops: float | None, bandwidth: float | None, recipe: Recipe | None
+) -> Device:
+    """The device that the options describe; by default this machine's CPU, unmeasured."""
+    from gptworks.planning.devices import custom_device, find_device, this_cpu
+
+    if memory_gib is not None:
+        if name is not None:
+            raise UserError(f"--device {name} and --memory-gib {memory_gib:g} both describe the device: give one.")
+        return custom_device(memory_gib, flops, bandwidth)
+    if flops is not None or bandwidth is not None:
+        raise UserError("--flops or --bandwidth without --memory-gib: give the device's memory too, or its name.")
+    if name is None:
+        return this_cpu()
+    if name != "this":
+        return find_device(name)
+    from gptworks.device import choose_device, measured_device
+
+    return measured_device(choose_device(recipe.train.device if recipe is not None else "auto"))
+
+
+def evaluate(
+    run: str | PathLike[str],
+    *overrides: str,
+    checkpoint: str = "best",
+    text: Files = (),
+    task: Files = (),
+    shots: Sequence[int] = (),
+    limit: int | None = None,
+    chat: bool = False,
+    run_generated_code: bool = False,
+    harness: Sequence[str] = (),
+    calibration: bool = False,
+    memorization: bool = False,
+    stride: int | None = None,
+    by_position: bool = False,
+    compressors: bool = False,
+    precision: PrecisionName | None = None,
+    weights: LoadedWeights = "auto",
+    device: str = "auto",
+    save: bool = True,
+    report: Callable[[str], None] = print,
+    prepare: Callable[[Recipe], Prepared] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Measurements:
+    """Measure a run: `gptworks.evaluate("runs/demo", text="book.txt")`; by default on its whole validation split.
+
+    Args:
+        run: a run folder, or what `gptworks.train` returned.
+        overrides: settings that win over the run's, such as `"model.context_length=1024"`.
+        checkpoint: best, last, or a step.
+        text: files; measures how well the model predicts them.
+        task: files of tasks whose items the model answers.
+        shots: with a task: solved items shown before each.
+        limit: with a task or the harness: ask only this many items.
+        chat: with a task: ask by the run's chat template.
+        run_generated_code: let tasks run programs that the model wrote; see gptworks/confined/sandbox.py.
+        harness: tasks of lm-evaluation-harness.
+        calibration: whether tokens of probability p are right in a share p of cases.
+        memorization: how much of what the model writes is copied from the training text.
+        stride: tokens between windows; None: the context.
+        by_position: also in each eighth of the context.
+        compressors: also gzip and xz on the same text.
+        precision: of matrix products; None: the run's own.
+        weights: the format in which weights are loaded; see `gptworks.load`. Figures of weights that are rounded while
+            loading are saved under a name of their own, such as text-book-int8.
+        save: write the figures of texts, tasks and the like to the run folder and its card.
+        report: called with each fallback, as text.
+        prepare: builds, or finds, the shards of the run's own text; None: quietly.
+        progress: called with the number of items or tokens done, and their total.
+
+    Raises:
+        UserError: no such run, checkpoint, text or task; or an option that would do nothing.
+    """
+    from gptworks.evaluation.task import load_task
+
+    paths, tasks_given = _listed(text), _listed(task)
+    others = bool(paths or tasks_given or harness or calibration or memorization)
+    if others:
+        only = "is for the validation split: it does nothing with --text, --task or another measurement"
+        refuse_unused(only, by_position=by_position, compressors=compressors)
+        if not paths:
+            refuse_unused("is for text: give --text FILE, or", stride=stride)
+        if not (paths or calibration or memorization):
+            refuse_unused("does nothing with tasks, which are computed as texts are generated", precision=precision)
+    tasks = [load_task(path, shots=n, limit=limit) for path in tasks_given for n in shots or (None,)]
+    texts = {path: _read_text(path) for path in paths}
+    if tasks and all(each.settings.type != "code" for each in tasks):
+        refuse_unused("is for tasks of the type code", run_generated_code=run_generated_code)
+    if not tasks:
+        refuse_unused("is for tasks: give --task FILE, or", shots=shots or None, run_generated_code=run_generated_code)
+        if not harness:
+            refuse_unused("is for tasks: give --task FILE or --harness TASK, or", chat=chat, limit=limit)
+    if not others:
+        refuse_unused("does nothing: what is measured on the validation split is not saved", no_save=not save)
+    if harness:
+        from gptworks.interop.lm_eval import run_harness
+    from gptworks.data.prepare import prepare as prepare_data
+    from gptworks.evaluation.measurements import Measurements
+    from gptworks.evaluation.results import save_evaluations
+    from gptworks.evaluation.run import EvaluatedRun  # imports torch: wrong options were refused before
+
+    one = EvaluatedRun(
+        run, checkpoint, overrides=overrides, device=device, precision=precision, weights=weights, report=report,
+        prepare=prepare or prepare_data, progress=progress,
+    )  # fmt: skip
+    if not others:
+        validation = one.validation(stride, by_position, compressors)
+        why = "this tokenizer does not keep the whole text"
+        if one.prepared.manifest.holds_examples:
+            why = "the text is conversations, of which not every byte is predicted"
+        return Measurements(validation, without_bits=why, rounded_to=one.rounded_to)
+    found = [one.text(path, contents, stride) for path, contents in texts.items()]
+    found += [one.task(each, chat=chat, run_programs=run_generated_code) for each in tasks]
+    if harness:
+        found += run_harness(one.engine, harness, run=one.name, step=one.step, limit=limit, chat=chat)
+    found += [one.calibration()] if calibration else []
+    found += [one.memorization()] if memorization else []
+    found = [one.of_these_weights(each) for each in found]
+    if save:
+        save_evaluations(Path(run), found)
+    return Measurements(None, tuple(found))
+
+
+def _listed(files: Files) -> list[Path]:
+    return [Path(files)] if isinstance(files, str | PathLike) else [Path(one) for one in files]
+
+
+_MOST_TEXT_BYTES = 1 << 32
+
+
+def _read_text(path: Path) -> str:
+    from gptworks.files import read_text
+
+    try:
+        return read_text(path, _MOST_TEXT_BYTES)
+    except OSError as error:
+        raise UserError(f"{path}: {(error.strerror or str(error)).lower()}. Give a text file.") from None
+
+
+def overrides_of(settings: Mapping[str, Any]) -> list[str]:
+    """`max_steps=20` as `train.max_steps=20`, `model={"n_layers": 2}` as `model.n_layers=2`.
+
+    A name that is no key of a recipe is a setting of its section `train`.
+    """
+    from gptworks.config import Recipe
+
+    return [
+        override
+        for name, value in settings.items()
+        for override in _written(name if name in Recipe.model_fields else f"train.{name}", value)
+    ]
+
+
+def _written(path: str, value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _written(f"{path}.{name}", inner)
+    else:
+        yield f"{path}={value if isinstance(value, str | Path) else json.dumps(value, default=str)}"
+
+
+def with_changes(overrides: list[str], change: Collection[str], resume: bool) -> tuple[list[str], list[str]]:
+    """The overrides, with those that `change` gives as `KEY=VALUE`; and the keys that it names."""
+    if change and not resume:
+        [first, *_] = change
+        raise UserError(f"--change {first} is for a resumed run: add --resume, or give KEY=VALUE without it.")
+    return [*overrides, *(one for one in change if "=" in one)], [one.partition("=")[0] for one in change]
+
+
+def settings_of(recipe: RecipeLike, overrides: list[str], resume: bool, report: Callable[[str], None]) -> Recipe:
+    """The recipe; of a resumed run, with the settings of its earlier command lines, which are reported."""
+    from gptworks.recipe import load_recipe
+    from gptworks.training.changes import load_to_resume
+
+    if not resume:
+        return load_recipe(recipe, overrides)
+    loaded, kept = load_to_resume(recipe, overrides)
+    if kept:
+        report(f"settings of the earlier command line are kept: {' '.join(kept)}")
+    return loaded

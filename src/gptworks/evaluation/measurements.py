@@ -1,0 +1,101 @@
+"""The figures that an evaluation found, as text, as JSON and as tables in a notebook."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rich.console import Console
+
+from gptworks.evaluation.results import Evaluation, table
+from gptworks.pages.cell import cell
+from gptworks.pages.parts import paragraph
+from gptworks.pages.parts import table as html_table
+from gptworks.pages.tables import Table
+from gptworks.units import significant
+
+Row = tuple[str, str]
+
+
+@dataclass(frozen=True, repr=False)
+class Measurements:
+    """What was measured: the validation split, or texts, tasks and the like."""
+
+    validation: dict[str, Any] | None
+    """Loss, perplexity and bits per byte of the validation split, where nothing else was asked for."""
+    evaluations: tuple[Evaluation, ...] = ()
+    without_bits: str = ""
+    """Why the validation split has no bits per byte."""
+    rounded_to: str | None = None
+    """How the weights were rounded as they were loaded; None: those of the validation split are the run's own."""
+
+    def to_json(self) -> Any:
+        """Stable keys; of several evaluations a list."""
+        return self.validation if self.validation is not None else [one.summary() for one in self.evaluations]
+
+    @property
+    def table(self) -> Table | None:
+        """A row for each figure of the evaluations."""
+        return table(self.evaluations) if self.evaluations else None
+
+    @cached_property
+    def lines(self) -> list[str]:
+        """The figures of the validation split, and the parts of others, as lines of text."""
+        return [f"{name:<15}  {value}" for name, value in self._rows()]
+
+    @property
+    def notes(self) -> list[str]:
+        """What is to be known of the evaluations."""
+        return [f"{one.name}: {note}." for one in self.evaluations for note in one.notes]
+
+    def __repr__(self) -> str:
+        console = Console(width=100, color_system=None, force_jupyter=False)
+        with console.capture() as shown:
+            if self.table is not None:
+                console.print(self.table.rich())
+        lines = [line.rstrip() for line in shown.get().splitlines()]
+        return "\n".join([*lines, *self.lines, *self.notes]).strip("\n")
+
+    def _repr_html_(self) -> str:
+        own, rows = self.table, list(self._rows())
+        return cell(
+            *([] if own is None else [html_table(own.header, own.align, own.rows)]),
+            *([html_table(("", ""), "ll", rows)] if rows else []),
+            *(paragraph(note, "note") for note in self.notes),
+        )
+
+    def _rows(self) -> Iterator[Row]:
+        if (found := self.validation) is not None:
+            yield (
+                "validation loss",
+                f"{found['loss']:.4f} nats per token, {found['tokens']:,} tokens, step {found['step']:,}",
+            )
+            if self.rounded_to is not None:
+                yield "weights", f"rounded to {self.rounded_to} as they were loaded; the run's own are in fp32"
+            yield "perplexity", significant(found["perplexity"])
+            bits, n_bytes = found["bits_per_byte"], found["text_bytes"]
+            undefined = f"undefined: {self.without_bits}"
+            yield "bits per byte", undefined if bits is None else f"{bits:.4f} over {n_bytes:,} bytes"
+            for part in found.get("datasets", []):
+                if part["loss"] is not None:
+                    bits = part["bits_per_byte"]
+                    note = "" if bits is None else f"  {bits:.4f} bits per byte"
+                    yield f"of {part['name']}", f"{part['loss']:.4f} nats per token{note}"
+            yield from _positions(found.get("positions", []))
+            for name, value in found.get("compressors", {}).items():
+                yield name.replace("_", " -"), f"{value:.4f}"
+        for one in self.evaluations:
+            yield from _positions(one.details.get("positions", []))
+            for part in one.details.get("bins", []):
+                if part["n_tokens"]:
+                    yield (
+                        f"given {part['low']:.2f} to {part['high']:.2f}",
+                        f"{part['n_tokens']:>11,} tokens, mean {part['confidence']:.3f}, right {part['accuracy']:.3f}",
+                    )
+
+
+def _positions(positions: list[dict[str, Any]]) -> Iterator[Row]:
+    for part in positions:
+        bits = part["bits_per_byte"]
+        note = "" if bits is None else f"  {bits:.4f} bits per byte"
+        yield f"tokens {part['first']:>6,} to {part['last']:>6,}", f"{part['loss']:.4f} nats per token{note}"

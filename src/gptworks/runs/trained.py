@@ -1,0 +1,54 @@
+"""A run that shows itself: as text, and with its curves and samples in a notebook."""
+
+from gptworks.pages.cell import Figure, cell
+from gptworks.pages.parts import number, paragraph, samples
+from gptworks.runs.history import History
+from gptworks.runs.report import key_figures_of
+from gptworks.training.record.curves import curves_picture
+from gptworks.training.record.display import clock
+from gptworks.training.record.metrics import Record
+from gptworks.training.record.outcome import read_outcome
+
+
+class TrainedRun(History):
+    """A run as its folder shows it: figures, curves and samples, which a notebook shows.
+
+    It stands for its folder: `gptworks.load(run)`, `gptworks.evaluate(run)`, `gptworks.train(run, resume=True)`.
+    """
+
+    def __fspath__(self) -> str:
+        return str(self.folder)
+
+    @property
+    def samples(self) -> list[Record]:
+        """What the model wrote on its way: `step`, `prompt` and `text` of each."""
+        return self.kind("sample")
+
+    @property
+    def ended(self) -> str:
+        """How training last ended and where it stands; or why that is not known."""
+        outcome = read_outcome(self.folder)
+        if isinstance(outcome, str):
+            return outcome
+        return f"{outcome.reason} at step {outcome.step:,} after {clock(outcome.seconds)}, {outcome.tokens:,} tokens"
+
+    def curves(self) -> Figure:
+        """Loss and learning rate over the tokens."""
+        return Figure(curves_picture(self.train, self.validation, self.name), f"Curves of {self.name}")
+
+    def __repr__(self) -> str:
+        best = self.best
+        loss = "" if best is None else (
+            f"\nbest validation loss {best['loss']:.4f} {self.loss_unit} at step {best['step']:,}"
+        )  # fmt: skip
+        return f"{self.folder}: {self.parameters:,} parameters\n{self.ended}{loss}"
+
+    def _repr_html_(self) -> str:
+        last = max((record["step"] for record in self.samples), default=0)
+        texts = [(number(r["step"]), r["prompt"], r["text"]) for r in self.samples if r["step"] == last]
+        return cell(
+            paragraph(f"{self.folder}: {self.ended}"),
+            key_figures_of(self),
+            self.curves().markup(),
+            *([samples(texts)] if texts else []),
+        )
