@@ -226,7 +226,7 @@ template <class T> INLINE void put(const float *from, float factor, T *to, int64
     if (i == width) return;
     T rest[LANES];
     store(rest, load(from + i) * factor);
-    std::copy(rest, rest + width - i, to + i);
+    std::copy_n(rest, width - i, to + i);
 }
 
 // ------------------------------------------------------------------------------------------------------- weights

@@ -223,15 +223,15 @@ struct Rows {
         int8_t *const lows = (int8_t *)low(row), *const highs = lows + stride;
         int64_t total = 0;
         for (int64_t i = 0; i < stride; i += GROUPED) {
-            int32_t of_group = 0;
+            uint32_t of_group = 0;  // of a row that is not finite it overflows, and the scale makes that NaN
             for (int64_t at = i; at < i + GROUPED; at++) {
                 const int32_t whole = bits_of(from[at] * factor + magic) - 0x4b400000;
                 lows[at] = (int8_t)whole;
                 highs[at] = (int8_t)((whole - (int8_t)whole) >> 8);
                 of_group += whole;
             }
-            if (made == INT4) out.offsets[(row * stride + i) / GROUPED] = -8 * of_group;
-            total += of_group;
+            if (made == INT4) out.offsets[(row * stride + i) / GROUPED] = (int32_t)(-8 * of_group);
+            total += (int32_t)of_group;
         }
         out.total[row] = total;
     }
