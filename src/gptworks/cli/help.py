@@ -11,6 +11,11 @@ _VALUE = re.compile(r"<(?:list\[)?([^\]> ]+)(?: range)?\]?>")
 _NAMES = {"int": "N", "float": "X", "str": "TEXT", "path": "FILE"}
 
 
+def shown_name(name: str) -> str:
+    """The name of an argument or option with its value as N, X, TEXT or FILE."""
+    return _VALUE.sub(lambda match: _NAMES.get(match[1], match[1]), name)
+
+
 class Command(TyperCommand):
     """A command. Its arguments are shown by their names alone."""
 
@@ -31,7 +36,7 @@ class Command(TyperCommand):
                 name, text = record
                 if parameter.param_type_name == "argument":
                     name = name.partition(" <")[0]
-                records[parameter.param_type_name].append((_VALUE.sub(lambda m: _NAMES.get(m[1], m[1]), name), text))
+                records[parameter.param_type_name].append((shown_name(name), text))
         for kind, rows in records.items():
             if rows:
                 with formatter.section(f"{kind.capitalize()}s"):
