@@ -15,7 +15,7 @@ from gptworks.cli import app
 from gptworks.cli.help import shown_name
 from gptworks.config import Recipe
 from gptworks.config.base import Role, Section
-from gptworks.evaluate.task import AnyTask
+from gptworks.evaluation.task import AnyTask
 
 FOLDER = Path(__file__).parent / "reference"
 
@@ -39,6 +39,8 @@ KINDS = {
     "cleaning": "Rules|Quality|Repetition|Filter|Decontaminate|Mask|Code|Headers|Duplicates|Unicode|Encoding|Tables",
 }
 GENERATED = "<!-- Written by docs/generate_reference.py; edit the descriptions in the source instead. -->"
+MOST = 10**9
+"""Larger bounds only catch slips of the keyboard and are left out."""
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 ON_RESUME = {"refused": "no", "recorded": "recorded", "allowed": "yes"}
 
@@ -68,7 +70,7 @@ def index_page() -> Iterator[str]:
 
 def settings_page(name: str, sections: dict[str, Any]) -> Iterator[str]:
     """The settings of a part of a recipe."""
-    title, place, listed = PAGES[name]
+    title, _, listed = PAGES[name]
     yield f"# {title}\n"
     yield (
         "*On resume* says whether `gptworks train --resume` accepts another value: yes; no; or *recorded*, which means "
@@ -78,7 +80,7 @@ def settings_page(name: str, sections: dict[str, Any]) -> Iterator[str]:
     kinds = [one for one in sections if name in KINDS and re.search(rf"({KINDS[name]})\w*$", one) and one not in listed]
     kinds = [one for one in kinds if "type" in sections[one]["properties"]]
     for section in [*listed, *kinds]:
-        yield from section_lines(sections[section], place, class_named(section), section not in listed)
+        yield from section_lines(sections[section], class_named(section), section not in listed)
 
 
 def tasks_page() -> Iterator[str]:
@@ -87,14 +89,14 @@ def tasks_page() -> Iterator[str]:
     yield "A task is a YAML file with the settings of its `type`; [Evaluating](../topics/evaluating.md) shows one.\n"
     for kind in get_args(AnyTask):
         schema = kind.model_json_schema()
-        yield from section_lines(schema, "", kind, True)
-    yield from section_lines(schema["$defs"]["Sampled"], "", class_named("Sampled"), False)
+        yield from section_lines(schema, kind, True)
+    yield from section_lines(schema["$defs"]["Sampled"], class_named("Sampled"), False)
 
 
-def section_lines(schema: dict[str, Any], place: str, kind: type[Section], by_type: bool) -> Iterator[str]:
+def section_lines(schema: dict[str, Any], kind: type[Section], by_type: bool) -> Iterator[str]:
     """A heading, what the section is, and a table of its settings."""
     fields: dict[str, Any] = dict(schema["properties"])
-    heading = f"`type: {fields.pop('type')['const']}`" if by_type else f"{kind.__name__}"
+    heading = f"`type: {fields.pop('type')['const']}`" if by_type else kind.__name__
     yield f"## {heading}\n"
     if (kind.__doc__ or "").strip() and kind.__doc__ != Section.__doc__:
         yield f"{text_of(' '.join((kind.__doc__ or '').split()))}\n"
@@ -143,7 +145,7 @@ def value_of(schema: dict[str, Any]) -> str:
     if options := schema.get("anyOf") or schema.get("oneOf"):
         if "discriminator" in schema:
             return "a section with a `type`: " + ", ".join(f"`{one}`" for one in schema["discriminator"]["mapping"])
-        return " or ".join(value_of(one) for one in options)
+        return " or ".join(value_of(one) for one in options if one.get("type") != "null")
     kind = schema.get("type")
     if kind == "array":
         if "prefixItems" in schema:
@@ -155,11 +157,8 @@ def value_of(schema: dict[str, Any]) -> str:
         return "path" if schema.get("format") == "path" else "text"
     if kind == "null":
         return "none"
-    bounds = [
-        f"{sign} {schema[name]:,}"
-        for name, sign in BOUNDS.items()
-        if abs(schema.get(name, Bounded.most_number)) < 10**9
-    ]
+    stated = {name: schema[name] for name in BOUNDS if abs(schema.get(name, MOST)) < MOST}
+    bounds = [f"{BOUNDS[name]} {bound:,}" for name, bound in stated.items()]
     return " ".join(["yes or no" if kind == "boolean" else str(kind), ", ".join(bounds)]).strip()
 
 

@@ -14,7 +14,7 @@ from gptworks.config.sources import ConversationsSource, PreferencesSource, Reco
 class ValidationSplit(Section):
     """What is held out. Deterministic: it depends on the text alone."""
 
-    fraction: Measured[float] = Field(0.05, gt=0, lt=1)
+    fraction: Measured[float] = Field(0.05, gt=0, lt=1, description="Share of the text that is held out.")
     by: Measured[Literal["auto", "document", "tail"]] = Field(
         "auto",
         description="document: whole documents, chosen by a hash of their text. tail: the end of each document. "

@@ -86,8 +86,8 @@ class ModelConfig(Section):
     window_rope_theta: Fixed[float | None] = Field(
         None, gt=1, description="Base of windowed layers, without scaling (OLMo 3). None: they turn as the others do."
     )
-    norm: Fixed[Literal["layernorm", "rmsnorm"]] = "rmsnorm"
-    norm_eps: Fixed[float] = Field(1e-5, gt=0)
+    norm: Fixed[Literal["layernorm", "rmsnorm"]] = Field("rmsnorm", description="Kind of norm.")
+    norm_eps: Fixed[float] = Field(1e-5, gt=0, description="Added to the mean square or the variance.")
     norm_bias: Fixed[bool] = Field(
         default_factory=derived("norm", lambda norm: norm == "layernorm"),
         description="Shift term of LayerNorm. Default: true for layernorm; rmsnorm has none.",
@@ -98,7 +98,7 @@ class ModelConfig(Section):
         "(Gemma 2).",
     )
     attention_bias: Fixed[bool | Literal["qkv", "out"]] = Field(
-        False, description="Biases on the query, key, value and output projections; qkv or out: on those alone."
+        False, description="Biases on the query, key, value and output projections; qkv or out: only on those."
     )
     attention_scale: Fixed[float | None] = Field(None, gt=0, description="Factor of q·k. None: 1 / sqrt(d_head).")
     mlp_bias: Fixed[bool] = Field(False, description="Biases on the MLP's linear layers.")
@@ -174,14 +174,14 @@ class ModelConfig(Section):
     )
     gate_channels: Fixed[PositiveInt | None] = Field(
         None,
-        description="Gates read so many channels, the first ones (nanochat: 32, modded-nanogpt: 12). None: all.",
+        description="Number of channels that gates read, from the first (nanochat: 32, modded-nanogpt: 12). None: all.",
     )
 
     layer_repeats: Fixed[Times | Annotated[tuple[Times, ...], Field(max_length=MOST_LAYERS)]] = Field(
         1,
-        description="How often blocks are run with the same weights. A number: the whole stack, so many times one "
+        description="How often blocks are run with the same weights. A number: the whole stack, this many times one "
         "after the other (Dehghani et al., 2018; with n_layers=1, Lan et al., 2019). A number for each block: that "
-        "block so many times in a row (Liu et al., 2024).",
+        "block this many times in a row (Liu et al., 2024).",
     )
 
     n_future_tokens: Fixed[int] = Field(
@@ -201,18 +201,23 @@ class ModelConfig(Section):
         0, ge=0, le=10_000_000, description="Inner width of one more expert that sees every token. 0: none."
     )
 
-    dropout_embedding: Fixed[Fraction] = 0.0
-    dropout_attention: Fixed[Fraction] = 0.0
-    dropout_residual: Fixed[Fraction] = 0.0
-    dropout_mlp: Fixed[Fraction] = Field(0.0, description="Of the MLP's inner channels, before the down projection.")
+    dropout_embedding: Fixed[Fraction] = Field(0.0, description="Dropout rate of the embeddings.")
+    dropout_attention: Fixed[Fraction] = Field(0.0, description="Dropout rate of the attention weights.")
+    dropout_residual: Fixed[Fraction] = Field(
+        0.0, description="Dropout rate of what attention and MLP add to the residual stream."
+    )
+    dropout_mlp: Fixed[Fraction] = Field(
+        0.0, description="Dropout rate of the MLP's inner channels, before the down projection."
+    )
 
     init: Fixed[Literal["normal", "gpt2", "xavier", "induction"]] = Field(
         "normal",
         description="normal: N(0, init_std). gpt2: the same, residual projections scaled by 1/sqrt(2L). "
         "xavier: uniform (Glorot & Bengio, 2010), each matrix by its own fan. induction: normal, but for a head in "
-        "each of the first two layers, which copy what followed the same token before (Olsson et al., 2022).",
+        "each of the first two layers, which copy what followed the same token before (Olsson et al., 2022). It needs "
+        "rotary positions in those layers and norm_placement=before; the model trains, runs and exports as any other.",
     )
-    init_std: Fixed[float] = Field(0.02, gt=0)
+    init_std: Fixed[float] = Field(0.02, gt=0, description="Standard deviation of init=normal and gpt2.")
     zero_init_projections: Fixed[bool] = Field(
         default_factory=derived("init", lambda init: init in ("normal", "induction")),
         description="Residual projections start at zero: blocks begin as identity. Default: true with init=normal, and "

@@ -49,9 +49,7 @@ class ObjectiveSettings(Section):
     fixed_settings: ClassVar[dict[str, str]] = {}
     """Settings outside this section that a resumed run may not change: path → why."""
 
-    allow: Free[tuple[DataFault, ...]] = Field(
-        (), description="Faults found in the examples, which are to be trained on nevertheless."
-    )
+    allow: Free[tuple[DataFault, ...]] = Field((), description="Faults of the data to train on all the same, by name.")
 
     @property
     def loss_unit(self) -> str:
@@ -106,7 +104,7 @@ class InstructionObjective(ObjectiveSettings):
     type: Measured[Literal["instruction"]]
     packing: Fixed[bool] = Field(
         True,
-        description="Several examples a row; none sees another, and positions begin anew with each. "
+        description="Several examples a row; none sees another, and positions restart with each. "
         "false: one example a row, padded to the context.",
     )
 
@@ -134,7 +132,7 @@ class PreferenceObjective(_PairsObjective):
         description="dpo: Rafailov et al., 2023; with label_smoothing, cDPO. ipo: Azar et al., 2023, with the "
         "answers' log-probabilities a token.",
     )
-    beta: Measured[float] = Field(0.1, gt=0, description="How much going away from the start costs (ipo: τ).")
+    beta: Measured[float] = Field(0.1, gt=0, description="Larger values keep the model nearer to its start (ipo: τ).")
     label_smoothing: Measured[float] = Field(
         0.0, ge=0, lt=0.5, description="dpo: the share of pairs that are taken to be labelled the wrong way round."
     )
@@ -155,7 +153,7 @@ class OddsRatioObjective(_PairsObjective):
     al., 2024). The step's batch_size counts pairs. Needs sources of type preferences."""
 
     type: Measured[Literal["odds_ratio"]]
-    weight: Measured[float] = Field(0.1, gt=0, description="Of the odds ratio beside the chosen answer's loss (λ).")
+    weight: Measured[float] = Field(0.1, gt=0, description="Weight of the odds ratio, added to the answer's loss (λ).")
 
     @property
     def loss_unit(self) -> str:
@@ -163,7 +161,7 @@ class OddsRatioObjective(_PairsObjective):
 
 
 class DistillationObjective(ObjectiveSettings):
-    """Learn a teacher's whole distribution beside the text itself (Hinton et al., 2015):
+    """Learn a teacher's whole distribution as well as the text itself (Hinton et al., 2015):
     ce_weight · cross-entropy + kl_weight · temperature² · KL(teacher ‖ student), both softened by the temperature."""
 
     several_texts = True
@@ -172,9 +170,9 @@ class DistillationObjective(ObjectiveSettings):
     teacher: Start[Annotated[ShortPath, Place.PATH]] = Field(
         description="A run folder, trained or imported, with the same tokenizer."
     )
-    temperature: Fixed[float] = Field(2.0, gt=0)
-    kl_weight: Fixed[float] = Field(0.5, gt=0)
-    ce_weight: Fixed[float] = Field(0.5, ge=0)
+    temperature: Fixed[float] = Field(2.0, gt=0, description="Softens both distributions.")
+    kl_weight: Fixed[float] = Field(0.5, gt=0, description="Weight of the KL divergence from the teacher.")
+    ce_weight: Fixed[float] = Field(0.5, ge=0, description="Weight of the cross-entropy on the text.")
 
     @property
     def teacher_run(self) -> Path:
@@ -199,7 +197,7 @@ class RewardObjective(ObjectiveSettings):
     )
     group_size: Fixed[int] = Field(8, ge=2, le=1 << 16, description="Answers to each prompt.")
     max_tokens: Measured[PositiveInt] = Field(128, le=1 << 22, description="Of an answer.")
-    temperature: Measured[float] = Field(1.0, gt=0)
+    temperature: Measured[float] = Field(1.0, gt=0, description="At which answers are sampled.")
     clip: Fixed[float] = Field(
         0.2, gt=0, lt=1, description="How far an answer's tokens may become likelier at once (ε)."
     )
@@ -208,7 +206,7 @@ class RewardObjective(ObjectiveSettings):
     )
     steps_per_rollout: Fixed[PositiveInt] = Field(1, description="Optimizer steps that use the same answers (μ).")
     scale_by_deviation: Fixed[bool] = Field(
-        True, description="Divide by the group's standard deviation. false: subtract the mean alone (Liu et al., 2025)."
+        True, description="Divide by the group's standard deviation. false: only subtract the mean (Liu et al., 2025)."
     )
 
     @property

@@ -43,10 +43,13 @@ class Recipe(Section):
         "run",
         max_length=MOST_NAME_CHARACTERS,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="Default: the file's name.",
+        description="The run's name. Default: the file's name.",
     )
-    run_dir: Free[Annotated[ShortPath, Place.PATH]] = Field(default_factory=lambda data: Path("runs") / data["name"])
-    seed: Repeat[int] = Field(1337, ge=0, lt=2**32)
+    run_dir: Free[Annotated[ShortPath, Place.PATH]] = Field(
+        default_factory=lambda data: Path("runs") / data["name"],
+        description="The run folder, which holds everything that training writes. Default: runs/NAME.",
+    )
+    seed: Repeat[int] = Field(1337, ge=0, lt=2**32, description="Of the weights, the order of samples and dropout.")
     initialize_from: Start[Annotated[ShortPath | None, Place.PATH]] = Field(
         None, description="A run folder whose best weights this run starts from. None: random ones, as model.init says."
     )
@@ -57,7 +60,7 @@ class Recipe(Section):
     adapter: Fixed[LoRAConfig | None] = Field(
         None, description="Train a small addition to the weights instead of them."
     )
-    freeze: Fixed[FreezeConfig | None] = Field(None, description="Train the rest alone.")
+    freeze: Fixed[FreezeConfig | None] = Field(None, description="Parameters that training leaves as they are.")
     train: TrainConfig = Field(
         default_factory=dict,
         validate_default=True,

@@ -40,7 +40,7 @@ class FileSource(Section):
         None,
         description="An https address, downloaded once into the cache; needs sha256. Or several, each with its sha256.",
     )
-    sha256: Measured[Sum | tuple[Sum, ...] | None] = None
+    sha256: Measured[Sum | tuple[Sum, ...] | None] = Field(None, description="Of each url, in hexadecimal digits.")
 
     def _check_place(self) -> None:
         if not self.path and not self.url:

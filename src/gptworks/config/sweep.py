@@ -13,7 +13,7 @@ class SweepRange(Section):
     """What a setting may be in a sweep: a number from low to high, or one of some choices."""
 
     low: Free[int | float | None] = Field(
-        None, description="Whole numbers alone are tried where low, high and step are whole."
+        None, description="Only whole numbers are tried if low, high and step are whole."
     )
     high: Free[int | float | None] = None
     log: Free[bool] = Field(False, description="Orders of magnitude are equally likely.")
@@ -65,7 +65,7 @@ class SweepConfig(Section):
     ranges: Free[dict[str, SweepRange]] = Field(
         min_length=1, description="By the setting's path, such as train.learning_rate."
     )
-    n_trials: Free[PositiveInt] = Field(20, le=1_000_000, description="In all, however often the sweep goes on.")
+    n_trials: Free[PositiveInt] = Field(20, le=1_000_000, description="Number of trials, interrupted sweeps included.")
     startup_trials: Free[PositiveInt] = Field(
         5,
         le=1_000_000,
@@ -75,4 +75,4 @@ class SweepConfig(Section):
         "median",
         description="median: stop a trial whose best loss is above the median of the earlier ones at its step.",
     )
-    seed: Free[int] = Field(0, ge=0, lt=2**32, description="Of the sampler.")
+    seed: Free[int] = Field(0, ge=0, lt=2**32, description="Seed of the sampler.")

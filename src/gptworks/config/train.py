@@ -28,7 +28,7 @@ def computes_again(activation_checkpointing: str, layer: int) -> bool:
 
 
 class ParallelConfig(Section):
-    """How many processes share a run. How many there are, the launcher says."""
+    """How processes share a run. The launcher sets their number."""
 
     strategy: Free[Literal["auto", "ddp", "fsdp"]] = Field(
         "auto",
@@ -44,7 +44,7 @@ class ParallelConfig(Section):
         True, description="fsdp: free a block's gathered weights after its forward pass and gather them again."
     )
     timeout_seconds: Free[PositiveTime] = Field(
-        600, description="A rank that is silent, or makes all others wait, for so long ends the run."
+        600, description="A rank that is silent, or makes all others wait, for this long ends the run."
     )
 
 
@@ -69,9 +69,16 @@ class TrainConfig(Section):
     saves, they follow from the rest of the recipe (`gptworks.config.defaults`); else the defaults are these.
     """
 
-    max_steps: Steering[PositiveInt | None] = None
-    epochs: Steering[float | None] = Field(None, gt=0, le=10**9)
-    max_minutes: Steering[PositiveTime | None] = None
+    max_steps: Steering[PositiveInt | None] = Field(None, description="Optimizer steps.")
+    epochs: Steering[float | None] = Field(
+        None,
+        gt=0,
+        le=10**9,
+        description="Passes over the training text. Default if no length is set: 4; from trained weights 2.",
+    )
+    max_minutes: Steering[PositiveTime | None] = Field(
+        None, description="Minutes of training. Such a run follows the clock and is not repeatable."
+    )
 
     batch_size: Steering[PositiveInt] = Field(32, le=10_000_000, description="Sequences in one optimizer step.")
     smaller_batches: Fixed[tuple[tuple[PositiveInt, PositiveInt], ...]] = Field(
@@ -90,14 +97,15 @@ class TrainConfig(Section):
     micro_batch_size: Free[PositiveInt] = Field(
         default_factory=_least_batch,
         le=10_000_000,
-        description="Sequences in one forward and backward pass; divides batch_size. Gradients are accumulated. Where "
-        "several devices train, each takes so many, or its whole part of the batch where that is less.",
+        description="Sequences in one forward and backward pass; divides batch_size. Gradients are accumulated. With "
+        "several devices, each takes this many, or its whole part of the batch if that is less.",
     )
     parallel: ParallelConfig = ParallelConfig()
     activation_checkpointing: Free[Literal["none", "selective", "block"]] = Field(
         "none",
-        description="block: keep each block's input alone and compute the block again in the backward pass. "
-        "selective: so with every second block.",
+        description="block: keep only each block's input and compute the block again in the backward pass. "
+        "selective: the same for every second block."
+        " Gradients are the same bit for bit; block computes a quarter to a third more, selective half of that.",
     )
     compile: Free[Literal["auto", "none", "block"]] = Field(
         "auto", description="block: compile each block with torch.compile; auto: on CUDA, where it pays."
@@ -132,9 +140,9 @@ class TrainConfig(Section):
     learning_rate: Steering[float] = Field(
         0.02,
         gt=0,
-        description="Peak rate of AdamW. Default beside Muon: 0.02, and 0.02 × √(512 / d_model) from d_model 512 on; "
-        "alone: 0.5 / d_model, at most 0.003; from trained weights: 0.0768 / d_model, ten times that for an adapter, a "
-        "fifth where answers are judged, at most 0.001.",
+        description="Peak rate of AdamW. Default with Muon: 0.02, and 0.02 × √(512 / d_model) from d_model 512 on; "
+        "only AdamW: 0.5 / d_model, at most 0.003; from trained weights: 0.0768 / d_model, ten times for an adapter, "
+        "a fifth where answers are judged, at most 0.001.",
     )
     muon_learning_rate: Steering[float] = Field(0.02, gt=0, description="Peak rate of Muon's matrices.")
     rate_factors: RateFactors = RateFactors()
@@ -156,7 +164,7 @@ class TrainConfig(Section):
     weight_decay: Steering[float] = Field(
         0.01,
         ge=0,
-        description="Decoupled, on matrices only. Default beside Muon: 0.01; AdamW alone: 0.1; trained weights: 0.",
+        description="Decoupled, on matrices only. Default with Muon: 0.01; only AdamW: 0.1; trained weights: 0.",
     )
     cautious_weight_decay: Steering[bool] = Field(
         False, description="Decay only the weights that the update takes towards zero (Chen et al., 2025)."

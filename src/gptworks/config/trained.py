@@ -12,7 +12,7 @@ ADAPTED_MODULES = {"attention": ("query", "key", "value", "out"), "mlp": ("gate"
 
 
 class LoRAConfig(Section):
-    """Low-rank adaptation (Hu et al., 2021): W + alpha/rank · B·A, of which A and B alone are trained."""
+    """Low-rank adaptation (Hu et al., 2021): W + alpha/rank · B·A, of which only A and B are trained."""
 
     type: Fixed[Literal["lora"]] = "lora"
     base: Fixed[Literal["full", "int8", "int4"]] = Field(
@@ -56,7 +56,7 @@ class FreezeConfig(Section):
     embeddings: Fixed[bool] = Field(
         False, description="Embeddings of tokens, positions, token pairs and values; with them a tied head."
     )
-    first_blocks: Fixed[int] = Field(0, ge=0, le=1_000_000_000, description="So many blocks, from the first on.")
+    first_blocks: Fixed[int] = Field(0, ge=0, le=1_000_000_000, description="Number of blocks, from the first.")
     patterns: Fixed[tuple[str, ...]] = Field(
         (), description="Names of parameters, such as `blocks.*.mlp.*` or `norm.weight`."
     )
