@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo pipeline bands test test-random test-browser test-notebooks notebooks test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-kills test-tries test-crashes test-schema test-overload test-engine test-planted test-guide test-processors test-sanitizers test-margins wheel lint bench first-hour experiments league clean
+.PHONY: help demo pipeline bands test test-random test-browser test-notebooks notebooks test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-kills test-tries test-crashes test-schema test-overload test-engine test-planted test-guide test-processors test-sanitizers test-margins wheel lint format reference docs bench first-hour experiments league clean
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
@@ -29,7 +29,9 @@ help:
 	@echo "make test-notebooks  the notebooks of docs/, by a kernel, in an empty folder (about 2 minutes on 2 cores); make notebooks keeps the outputs"
 	@echo "make test-browser  the studio's page in a browser (needs chromium and npm; about 5 minutes on 2 cores)"
 	@echo "make wheel   a wheel in dist/ with the C++ built for this kind of processor, tried without a compiler (about 2 minutes on 2 cores)"
-	@echo "make lint    ruff, mypy and the import contract"
+	@echo "make lint    formatters and linters of Python, C++ and JavaScript, mypy and the import contract; make format formats"
+	@echo "make reference  writes docs/reference/ from the settings and the commands"
+	@echo "make docs    the documents as a site in site/; a broken link is an error (about a minute)"
 	@echo "make bands   train the short recipes with three seeds each, for gptworks compare (about half an hour on 2 cores)"
 	@echo "make first-hour  init, train and tune on four folders of texts, beside the old defaults, nanoGPT's recipe and xz (over two hours)"
 	@echo "make experiments  changes beside the defaults, by regime and seed, for docs/experiments.md (goes on where it was; many hours)"
@@ -142,6 +144,13 @@ lint: .venv/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+reference: .venv/.installed-dev
+	$(BIN)/python docs/generate_reference.py
+
+docs: .venv/.installed-dev
+	$(PIP) -e ".[docs]"
+	$(BIN)/mkdocs build --strict --quiet
+
 bench: .venv/.installed-dev
 	$(PIP) -e ".[bench,serve,data,clean]"
 	$(BIN)/python bench/cleaning.py
@@ -178,7 +187,7 @@ bands: .venv/.installed
 	done
 
 clean:
-	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "gptworks needs Python 3.11 or later")'

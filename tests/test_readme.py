@@ -24,6 +24,18 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 GUIDE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
 
 
+def packages_of(extra: str) -> set[str]:
+    """The packages that an extra installs, those of extras that it names included."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    found = set[str]()
+    for one in project["optional-dependencies"][extra]:
+        if own := re.fullmatch(r"gptworks\[([\w,-]+)\]", one):
+            found.update(*(packages_of(name) for name in own[1].split(",")))
+        else:
+            found.add(re.split(r"[\[><=;~! ]", one)[0])
+    return found
+
+
 @pytest.fixture(scope="module")
 def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recipe]:
     """The shipped recipes, each read in a folder where the run that it starts from is."""
@@ -97,9 +109,9 @@ def test_what_the_benchmarks_import_is_installed_by_make_bench() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = re.search(r"^bench:.*\n\t.*-e \"\.\[([\w,-]+)\]\"", makefile, re.MULTILINE)
     assert extras
-    wanted = [*project["dependencies"], *(r for name in [*extras[1].split(","), "dev"]
-                                         for r in project["optional-dependencies"][name])]  # fmt: skip
-    installed = {re.split(r"[\[><=;~! ]", requirement)[0].replace("-", "_").lower() for requirement in wanted}
+    packages = {package for name in [*extras[1].split(","), "dev"] for package in packages_of(name)}
+    packages |= {re.split(r"[\[><=;~! ]", one)[0] for one in project["dependencies"]}
+    installed = {package.replace("-", "_").lower() for package in packages}
     optional = {"llama_cpp", "litgpt", "litdata", "datatrove"}  # peers that a script leaves out where they are missing
     own = {path.stem for path in (ROOT / "bench").glob("*.py")} | {"gptworks"} | optional
     for path in sorted((ROOT / "bench").glob("*.py")):
@@ -119,10 +131,7 @@ def test_what_is_installed_by_default_is_listed() -> None:
 
 def test_each_extra_that_an_error_names_exists_and_holds_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = {
-        name: {re.split(r"[\[><=;~! ]", one)[0] for one in packages}
-        for name, packages in project["optional-dependencies"].items()
-    }
+    extras = {name: packages_of(name) for name in project["optional-dependencies"]}
     sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py")}
     assert [path.name for path, text in sources.items() if "pip install" in text] == ["errors.py"]
     calls = [

@@ -31,7 +31,7 @@ def test_the_static_files_are_small() -> None:
 def test_the_extra_is_the_servers() -> None:
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    assert extras["studio"] == extras["serve"] and not set(extras["studio"]) & set(project["dependencies"])
+    assert extras["studio"] == ["gptworks[serve]"] and not set(extras["serve"]) & set(project["dependencies"])
 
 
 def test_own_files_are_short_and_make_no_markup_from_texts() -> None:
