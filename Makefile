@@ -138,11 +138,22 @@ wheel: .venv/.installed-dev
 	GPTWORKS_BUILD_NATIVE=1 $(BIN)/python -m build --wheel
 	$(BIN)/python -m pytest -m wheel -rs tests/test_wheel.py
 
+CXX_FILES := $(wildcard src/gptworks/*/*.cpp src/gptworks/*/*.h tests/*.cpp)
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+	$(BIN)/clang-tidy --quiet $(filter src/%.cpp,$(CXX_FILES)) -- -std=c++17 -O1
+	$(BIN)/deno fmt --check --quiet
+	$(BIN)/deno lint --quiet
+
+format: .venv/.installed-dev
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
+	$(BIN)/deno fmt
 
 reference: .venv/.installed-dev
 	$(BIN)/python docs/generate_reference.py
