@@ -21,7 +21,6 @@ from gptworks.files import (
     open_to_append,
     read_regular,
     read_text,
-    write_new,
     write_whole,
 )
 
@@ -91,7 +90,7 @@ def test_no_folder_on_the_way_leads_outside(place: SimpleNamespace) -> None:
     for touching in (
         lambda: read_regular(path, 1000, inside=place.run),
         lambda: write_whole(path, "overwritten", inside=place.run),
-        lambda: write_new(place.run / "checkpoints" / "new", "planted", inside=place.run),
+        lambda: write_whole(place.run / "checkpoints" / "new", "planted", inside=place.run, new=True),
         lambda: open_to_append(path, inside=place.run),
         lambda: open_new(place.run / "checkpoints" / "new", inside=place.run),
         lambda: copy_folder(place.run / "checkpoints", place.run / "copy", inside=place.run),

@@ -344,10 +344,10 @@ _MOST_TEXT_BYTES = 1 << 32
 
 
 def _read_text(path: Path) -> str:
-    from gptworks.files import read_text
+    from gptworks.files import read_given
 
     try:
-        return read_text(path, _MOST_TEXT_BYTES)
+        return read_given(path, _MOST_TEXT_BYTES)
     except OSError as error:
         raise UserError(f"{path}: {(error.strerror or str(error)).lower()}. Give a text file.") from None
 

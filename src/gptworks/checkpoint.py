@@ -42,8 +42,9 @@ from gptworks.files import (
     sync,
     unsealed_json,
     why_not_written,
-    write_new,
+    write_whole,
 )
+from gptworks.json_files import mapping_of
 from gptworks.model import GPT
 from gptworks.model.lora import add_lora, has_adapter, merge_lora
 from gptworks.quantize.convert import packed_kinds, unpack_all
@@ -201,14 +202,11 @@ class Checkpoint:
         """
         path = self.folder / "state.json"
         try:
-            state = json.loads(read_regular(path, MAX_JSON_BYTES, inside=self.run_dir))
+            return mapping_of(read_regular(path, MAX_JSON_BYTES, inside=self.run_dir))
         except UserError:
             raise
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise UserError(f"{path} is damaged: {error}. Restore it from a copy.") from None
-        if not isinstance(state, dict):
-            raise UserError(f"{path} is damaged: it holds no JSON object. Restore it from a copy.")
-        return state
 
     @property
     def best_step(self) -> int | None:
@@ -240,12 +238,14 @@ def save_checkpoint(
             for name, tensors in parts.items():
                 whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
                 save_file(whole, aside / f"{name}.safetensors", {"format": "pt"})
-            write_new(aside / "state.json", json.dumps(state, indent=2))
+            write_whole(aside / "state.json", json.dumps(state, indent=2), new=True)
             files = {
                 path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
                 for path in sorted(aside.iterdir())
             }
-            write_new(aside / "manifest.json", sealed_json({"format": FORMAT, "step": step, "files": files}))
+            write_whole(
+                aside / "manifest.json", sealed_json({"format": FORMAT, "step": step, "files": files}), new=True
+            )
             if final.exists():  # a damaged one that a resumed run has come past again
                 remove_checkpoint(Checkpoint(final))
     except (OSError, SafetensorError, RunError) as error:

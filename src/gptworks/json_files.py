@@ -1,12 +1,13 @@
 """JSON settings that anyone may have written: a mapping, bounded, and without a key that is given twice."""
 
+import codecs
 import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from gptworks.errors import UserError
-from gptworks.files import read_text
+from gptworks.files import read_regular
 
 MAX_JSON_BYTES = 1 << 26
 """Of a file of settings. The largest published ones list each of a tokenizer's 6,000 added tokens in 1.2 MB."""
@@ -22,18 +23,27 @@ def read_json(path: Path, fix: str = "") -> dict[str, Any]:
         UserError: the file does not exist, or does not hold a readable mapping.
     """
     try:
-        text = read_text(path, MAX_JSON_BYTES, inside=path.parent)
-        if text.startswith("\ufeff"):
-            raise UserError(f"{path} begins with a byte order mark, which JSON does not allow: save it without one.")
-        values = json.loads(text, object_pairs_hook=_without_repeats)
+        return mapping_of(read_regular(path, MAX_JSON_BYTES, inside=path.parent))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path}: no such file. {fix}") from None
-    except UserError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not readable JSON: {error}.") from None
+    except ValueError as error:
+        raise error if isinstance(error, UserError) else UserError(f"{path} is not readable JSON: {error}.") from None
+
+
+def mapping_of(data: bytes) -> dict[str, Any]:
+    """The mapping in a JSON text.
+
+    Raises:
+        ValueError: it is not UTF-8, not JSON, nested too deep, has a key twice, or holds no mapping.
+    """
+    if data.startswith(codecs.BOM_UTF8):
+        raise ValueError("it begins with a byte order mark, which JSON does not allow; save it without one")
+    try:
+        values = json.loads(data.decode("utf-8"), object_pairs_hook=_without_repeats)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
     if not isinstance(values, dict):
-        raise UserError(f"{path} holds {type(values).__name__}, not a mapping.")
+        raise ValueError(f"it holds {type(values).__name__}, not a mapping (no JSON object)")
     return values
 
 

@@ -31,10 +31,10 @@ from gptworks.config.base import MOST_NAME_CHARACTERS
 from gptworks.config.explain import explain, leaves, sections_at
 from gptworks.config.objective import OBJECTIVE_SETTINGS
 from gptworks.errors import UserError, nearest
-from gptworks.files import write_whole
+from gptworks.files import read_given, read_text, write_whole
 from gptworks.presets import expand_preset
 from gptworks.recipes import shipped_paths
-from gptworks.yaml_files import parse_yaml, read_yaml
+from gptworks.yaml_files import MAX_BYTES, parse_yaml
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -135,11 +135,11 @@ def _beneath(said: Any, settings: Mapping[str, Any]) -> Any:
     return rest | said | {key: _beneath(said[key], value) for key, value in sections.items()}
 
 
-def read_recipe(path: str | PathLike[str]) -> tuple[Path, dict[str, Any]]:
-    """The file of a recipe, which may be a run folder's or a shipped one's, and what is written in it.
+def recipe_text(path: str | PathLike[str]) -> tuple[Path, str]:
+    """The file of a recipe, which may be a run folder's or a shipped one's, or a pipe, and its text.
 
     Raises:
-        UserError: a missing file, broken YAML, or no mapping of names.
+        UserError: there is none, or it cannot be read.
     """
     path = Path(path)
     if path.as_posix() in shipped_paths() and not path.exists():
@@ -147,11 +147,22 @@ def read_recipe(path: str | PathLike[str]) -> tuple[Path, dict[str, Any]]:
     folder = path if path.is_dir() else None
     path = path if folder is None else folder / "recipe.yaml"
     try:
-        tree = read_yaml(path, inside=folder)
+        text = read_given(path, MAX_BYTES) if folder is None else read_text(path, MAX_BYTES, inside=folder)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(_no_such_recipe(path)) from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from None
+    return path, text
+
+
+def read_recipe(path: str | PathLike[str]) -> tuple[Path, dict[str, Any]]:
+    """The file of a recipe, as `recipe_text` finds it, and what is written in it.
+
+    Raises:
+        UserError: a missing file, broken YAML, or no mapping of names.
+    """
+    path, text = recipe_text(path)
+    tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise UserError(
             f"{path} holds {type(tree).__name__}, not a mapping with the sections model, tokenizer, data, train."

@@ -40,12 +40,10 @@ def init(
     if texts is None:
         if like is None:
             raise UserError("give a folder of texts, or --like with a recipe to copy: `gptworks recipes` lists some.")
-        from gptworks.files import read_text
-        from gptworks.recipe import read_recipe
-        from gptworks.yaml_files import MAX_BYTES
+        from gptworks.recipe import recipe_text
 
         refuse_unused("does nothing without TEXTS", minutes=minutes, json=as_json)
-        write_new(out, read_text(read_recipe(like)[0], MAX_BYTES))
+        write_new(out, recipe_text(like)[1])
         notice(f"wrote {out}, a copy of {like}")
         return
     from gptworks.describe.plan_tables import plan_json

@@ -102,12 +102,12 @@ def generate(
     as_json: AsJSON = False,
 ) -> None:
     """Continue a prompt, streaming, or every prompt of a file."""
-    from gptworks.files import read_text
+    from gptworks.files import read_given
     from gptworks.infer.sampling import SamplingSettings
 
     if _SETTING.fullmatch(prompt):
         prompt, overrides = "", [prompt, *(overrides or [])]
-    schema = None if json_schema is None else read_text(json_schema, 1 << 24)
+    schema = None if json_schema is None else read_given(json_schema, 1 << 24)
     settings = SamplingSettings(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
         frequency_penalty=frequency_penalty, presence_penalty=presence_penalty, seed=seed, max_tokens=max_tokens,

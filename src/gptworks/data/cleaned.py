@@ -31,7 +31,7 @@ from gptworks.data.report import Report, adding_up
 from gptworks.data.sources.base import Piece, Source, Unit, document
 from gptworks.data.sources.choose import choose_source, total_bytes
 from gptworks.errors import UserError
-from gptworks.files import new_folder, open_new, open_regular, read_regular, sealed_json, unsealed_json, write_new
+from gptworks.files import new_folder, open_new, open_regular, read_regular, sealed_json, unsealed_json, write_whole
 
 CLEANED = "cleaned"
 _KEPT, _COUNTS = "kept", "counts.json"
@@ -230,7 +230,7 @@ def _count(counts: dict[int, FilterCounts], source: CleanedDocuments, sizes: np.
 
 def _write_counts(file: Path, counts: Iterable[FilterCounts]) -> None:
     tree = {"filters": [one.model_dump(mode="json") for one in counts]}
-    write_new(file, sealed_json(tree))
+    write_whole(file, sealed_json(tree), new=True)
 
 
 def _read_counts(file: Path) -> tuple[FilterCounts, ...]:

@@ -32,7 +32,7 @@ from gptworks.files import (
     remove_tree,
     sealed_json,
     unsealed_json,
-    write_new,
+    write_whole,
 )
 from gptworks.tokenizer import document_frame, unpack_tokenizer
 
@@ -160,7 +160,7 @@ class _JobWriter:
                 encoder, round_trips = self._write_documents(writers, held_out, job)
                 splits = {split: writer.finish() for split, writer in writers.items()}
             done = Done(source=job.source, splits=splits, round_trips=round_trips)
-            write_new(aside / _JOB_FILE, sealed_json(done.model_dump(mode="json")))
+            write_whole(aside / _JOB_FILE, sealed_json(done.model_dump(mode="json")), new=True)
         return encoder
 
     def _write_documents(self, writers: dict[Split, ShardWriter], held_out: BinaryIO, job: Job) -> tuple[Encoder, bool]:

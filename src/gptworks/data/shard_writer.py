@@ -21,7 +21,7 @@ from gptworks.data.shards import (
     SplitFiles,
     little_endian,
 )
-from gptworks.files import open_new, sealed_json, sync, write_new
+from gptworks.files import open_new, sealed_json, sync, write_whole
 
 
 class ShardWriter:
@@ -95,7 +95,7 @@ class ShardWriter:
             examples = np.asarray(self._examples, dtype="<u8").tobytes()
             files |= {"learned": b"".join(self._learned), "examples": examples}
         for ending, content in files.items():
-            write_new(self._folder / f"{self._name}.{ending}", content)
+            write_whole(self._folder / f"{self._name}.{ending}", content, new=True)
         sums = {ending: hashlib.sha256(content).hexdigest() for ending, content in files.items()}
         self._shards.append(
             ShardFile(
@@ -125,4 +125,4 @@ def split_writers(folder: Path, dtype: Dtype, shard_tokens: int) -> Iterator[dic
 
 def write_manifest(manifest: Manifest, folder: Path) -> None:
     """Write manifest.json, durably. It is the last file of a folder."""
-    write_new(folder / MANIFEST_FILE, sealed_json(manifest.model_dump(mode="json")))
+    write_whole(folder / MANIFEST_FILE, sealed_json(manifest.model_dump(mode="json")), new=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gptworks.errors import RunError, UserError
-from gptworks.files import write_new as write_file
+from gptworks.files import write_whole
 
 Row = tuple[str, Any, str]
 """A setting: its key, its value, and the reason for it, or nothing."""
@@ -55,7 +55,7 @@ def write_new(path: Path, text: str) -> None:
         RunError: the disk is full, fails or refuses; nothing is left of the file then.
     """
     try:
-        write_file(path, text)
+        write_whole(path, text, new=True)
     except (UserError, RunError):
         check_new(path)
         raise

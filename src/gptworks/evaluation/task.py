@@ -25,8 +25,9 @@ from gptworks.config import PositiveInt, PositiveTime, Section, ShortPath
 from gptworks.confined import expressions
 from gptworks.data.sources.records import read_jsonl
 from gptworks.errors import UserError, nearest
+from gptworks.files import read_given
 from gptworks.recipe import parse_section
-from gptworks.yaml_files import read_yaml
+from gptworks.yaml_files import MAX_BYTES, parse_yaml
 
 Item = dict[str, Any]
 Count = Annotated[int, Field(ge=0, le=10**9)]
@@ -300,7 +301,7 @@ def load_task(path: Path, *, shots: int | None = None, limit: int | None = None)
         UserError: a missing or unreadable file, an unknown key, a wrong type, an item that lacks a field.
     """
     try:
-        tree = read_yaml(path)
+        tree = parse_yaml(read_given(path, MAX_BYTES), str(path))
     except FileNotFoundError:
         raise UserError(f"{path}: no such task file.") from None
     if not isinstance(tree, dict):

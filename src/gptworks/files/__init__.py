@@ -8,7 +8,9 @@ from gptworks.files.read import (
     check_regular,
     check_tree,
     open_folder,
+    open_given,
     open_regular,
+    read_given,
     read_regular,
     read_text,
 )
@@ -28,7 +30,6 @@ from gptworks.files.write import (
     replacing,
     replacing_by_name,
     sync,
-    write_new,
     write_whole,
 )
 
@@ -48,9 +49,11 @@ __all__ = [
     "naming_disk_errors",
     "new_folder",
     "open_folder",
+    "open_given",
     "open_new",
     "open_regular",
     "open_to_append",
+    "read_given",
     "read_regular",
     "read_text",
     "remove_leftovers",
@@ -62,7 +65,6 @@ __all__ = [
     "sync",
     "unsealed_json",
     "why_not_written",
-    "write_new",
     "write_sums",
     "write_whole",
 ]

@@ -26,6 +26,7 @@ from filelock import FileLock
 
 from gptworks.errors import RunError, UserError
 from gptworks.files.disk import naming_disk_errors
+from gptworks.files.read import O_NOFOLLOW
 from gptworks.files.sums import sha256_file
 from gptworks.files.write import sync
 
@@ -225,7 +226,7 @@ def _save(response: http.client.HTTPResponse, partial: Path, have: int) -> None:
     """Append what comes to a file of `have` bytes, or replace it where that is 0."""
     began = window = time.monotonic()
     n_bytes, n_before = have, have
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | (os.O_APPEND if have else os.O_TRUNC)
+    flags = os.O_WRONLY | os.O_CREAT | O_NOFOLLOW | (os.O_APPEND if have else os.O_TRUNC)
     with _writing():
         file = os.fdopen(os.open(partial, flags, 0o600), "ab" if have else "wb")
     with file:

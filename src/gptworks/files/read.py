@@ -9,15 +9,23 @@ Face's cache, from `snapshots/REVISION/` to `blobs/`.
 import contextlib
 import errno
 import os
+import select
 import stat
+import tempfile
 from io import BufferedReader
 from pathlib import Path
+from typing import BinaryIO
 
 from gptworks.errors import UserError
 
-_FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY
+O_DIRECTORY, O_NOFOLLOW, O_NONBLOCK = (getattr(os, name, 0) for name in ("O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK"))
+"""Flags; 0 on Windows, which lacks them."""
+_FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | O_DIRECTORY
 """Flags of a folder on the way, which need not be listed."""
 _MOST_LINKS = 40
+PIPE_SECONDS = 1.0
+"""How long a pipe that nobody writes to is waited for. A shell has both of its ends open before it starts a command."""
+_CHUNK_BYTES = 1 << 16
 
 
 def open_regular(path: Path, *, inside: Path | None = None, max_bytes: int | None = None) -> BufferedReader:
@@ -56,10 +64,7 @@ def read_regular(path: Path, max_bytes: int, *, inside: Path | None = None) -> b
         UserError, OSError: as `open_regular`.
     """
     with open_regular(path, inside=inside, max_bytes=max_bytes) as file:
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:  # it grows
-        raise UserError(f"{path} has more than {max_bytes} bytes, which is what such a file may have.")
-    return data
+        return _bounded(file, path, max_bytes)
 
 
 def read_text(path: Path, max_bytes: int, *, inside: Path | None = None) -> str:
@@ -68,8 +73,71 @@ def read_text(path: Path, max_bytes: int, *, inside: Path | None = None) -> str:
     Raises:
         UserError, OSError: as `open_regular`; UserError also where it is not UTF-8.
     """
+    return _decoded(read_regular(path, max_bytes, inside=inside), path)
+
+
+def open_given(path: Path, max_bytes: int) -> BinaryIO:
+    """Open a file that an option of a command names, to read it, more than once if need be: a regular file, or a pipe,
+    such as a shell's `<(command)` or /dev/stdin, which is read to its end into a copy without a name.
+
+    Raises:
+        UserError: it is a folder, socket or device, has more than `max_bytes`, or is a pipe that nobody writes to.
+        OSError: it cannot be opened; FileNotFoundError where there is none.
+    """
+    if not stat.S_ISFIFO(path.stat().st_mode):
+        return open_regular(path, max_bytes=max_bytes)
+    descriptor = os.open(path, os.O_RDONLY | O_NONBLOCK)
     try:
-        return read_regular(path, max_bytes, inside=inside).decode("utf-8")
+        return _copied(descriptor, path, max_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def read_given(path: Path, max_bytes: int) -> str:
+    """The UTF-8 text of a file that an option of a command names, or of a pipe; see `open_given`.
+
+    Raises:
+        UserError, OSError: as `open_given`; UserError also where it is not UTF-8.
+    """
+    with open_given(path, max_bytes) as file:
+        return _decoded(_bounded(file, path, max_bytes), path)
+
+
+def _copied(pipe: int, path: Path, max_bytes: int) -> BinaryIO:
+    is_ready = bool(select.select([pipe], [], [], PIPE_SECONDS)[0])
+    try:
+        data = os.read(pipe, _CHUNK_BYTES)
+    except BlockingIOError:  # its writer is slow
+        os.set_blocking(pipe, True)
+        data = os.read(pipe, _CHUNK_BYTES)
+    else:
+        if not data and not is_ready:
+            raise UserError(f"{path} is a pipe that nobody writes to: start its writer first, or give a regular file.")
+    os.set_blocking(pipe, True)
+    n_bytes, copy = 0, tempfile.TemporaryFile()  # noqa: SIM115 the caller closes it
+    try:
+        while data:
+            n_bytes += copy.write(data)
+            if n_bytes > max_bytes:
+                raise UserError(f"{path} gives more than {max_bytes} bytes, which is what such a file may have.")
+            data = os.read(pipe, _CHUNK_BYTES)
+        copy.seek(0)
+    except BaseException:
+        copy.close()
+        raise
+    return copy
+
+
+def _bounded(file: BinaryIO, path: Path, max_bytes: int) -> bytes:
+    data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:  # it grows
+        raise UserError(f"{path} has more than {max_bytes} bytes, which is what such a file may have.")
+    return data
+
+
+def _decoded(data: bytes, path: Path) -> str:
+    try:
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is no UTF-8 text: byte {error.start} cannot be read. Save it as UTF-8.") from None
 
@@ -132,7 +200,7 @@ def open_folder(path: Path, *, inside: Path | None = None) -> int:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
         return descriptor
     try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        return os.open(path, os.O_RDONLY | O_DIRECTORY)
     except PermissionError:  # names can be made in a folder that cannot be listed, where the system has O_PATH
         return os.open(path, _FOLDER)
 
@@ -157,7 +225,7 @@ def _open_anywhere(path: Path) -> int:
     found = path.stat()  # opening a device may do something
     if not stat.S_ISREG(found.st_mode):
         check_kind(path, found)
-    return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    return os.open(path, os.O_RDONLY | O_NONBLOCK)
 
 
 def _open_inside(path: Path, inside: Path) -> int:
@@ -197,8 +265,8 @@ def _walk(root: Path, names: Path, path: Path) -> tuple[int, Path | None]:
             else:
                 if not stat.S_ISDIR(found.st_mode):
                     check_kind(path, found)
-                flags = os.O_RDONLY | os.O_NONBLOCK
-            below = os.open(name, flags | os.O_NOFOLLOW, dir_fd=held)
+                flags = os.O_RDONLY | O_NONBLOCK
+            below = os.open(name, flags | O_NOFOLLOW, dir_fd=held)
             os.close(held)
             held = below
         result, held = held, -1

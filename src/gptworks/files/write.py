@@ -7,7 +7,6 @@ file stays locked as long as its writer lives; what a killed writer left is remo
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import re
@@ -21,7 +20,15 @@ from typing import BinaryIO
 
 from gptworks.errors import RunError, UserError
 from gptworks.files.disk import DISK_FAILS, naming_disk_errors
-from gptworks.files.read import check_inside, check_kind, open_folder, open_regular
+from gptworks.files.read import (
+    O_DIRECTORY,
+    O_NOFOLLOW,
+    O_NONBLOCK,
+    check_inside,
+    check_kind,
+    open_folder,
+    open_regular,
+)
 
 _ADVICE = "Nothing of it is left behind; make room or permission there and try again."
 _PREFIX, _TOKEN_BYTES = ".writing-", 6
@@ -32,7 +39,7 @@ _COPIED_BYTES = 1 << 20
 def sync(path: Path) -> None:
     """Have the disk hold a file, or the names in a folder, where the system lets a folder be opened."""
     with contextlib.suppress(PermissionError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | O_NOFOLLOW | O_NONBLOCK)
         try:
             os.fsync(descriptor)
         finally:
@@ -116,14 +123,19 @@ def replacing_by_name(path: Path, *, private: bool = False) -> Iterator[Path]:
                 _sync(folder)
 
 
-def write_whole(path: Path, data: str | bytes, *, inside: Path | None = None, private: bool = False) -> None:
+def write_whole(
+    path: Path, data: str | bytes, *, inside: Path | None = None, private: bool = False, new: bool = False
+) -> None:
     """Replace a small file, of UTF-8 where it is text, at once; see `replacing`.
 
+    Args:
+        new: the file must not exist yet; see `making`.
+
     Raises:
-        UserError, RunError: as `replacing`.
+        UserError, RunError: as `replacing`, or `making`.
     """
     encoded = data.encode("utf-8") if isinstance(data, str) else data
-    with replacing(path, inside=inside, private=private) as file:
+    with (making if new else replacing)(path, inside=inside, private=private) as file:
         file.write(encoded)
 
 
@@ -191,7 +203,7 @@ def open_to_append(path: Path, *, inside: Path | None = None) -> BufferedRandom:
     with _held(path.parent, inside) as folder, _named(path):
         with contextlib.suppress(FileNotFoundError):
             check_kind(path, os.stat(path.name, dir_fd=folder, follow_symlinks=inside is None))
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | (os.O_NOFOLLOW if inside is not None else 0)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | O_NONBLOCK | (O_NOFOLLOW if inside is not None else 0)
         descriptor = os.open(path.name, flags, 0o666, dir_fd=folder)
         try:
             found = os.fstat(descriptor)
@@ -232,17 +244,6 @@ def making(path: Path, *, inside: Path | None = None, private: bool = False) -> 
             raise
         with _named(path):
             _sync(folder)
-
-
-def write_new(path: Path, data: str | bytes, *, inside: Path | None = None, private: bool = False) -> None:
-    """Write a small file, of UTF-8 where it is text, that does not exist yet; see `making`.
-
-    Raises:
-        UserError, RunError: as `making`.
-    """
-    encoded = data.encode("utf-8") if isinstance(data, str) else data
-    with making(path, inside=inside, private=private) as file:
-        file.write(encoded)
 
 
 def copy_file(file: Path, to: Path, max_bytes: int | None = None, *, inside: Path | None = None) -> None:
@@ -311,7 +312,7 @@ def check_free(out: Path) -> None:
 
 # --------------------------------------------------------------------------------------------- names in a held folder
 
-_NO_SURPRISE = os.O_NOFOLLOW | os.O_NONBLOCK
+_NO_SURPRISE = O_NOFOLLOW | O_NONBLOCK
 """Flags: follow no link, wait for no FIFO."""
 _MOST_NAME_BYTES = 200
 """Of a file's name in that of its temporary file; file systems take 255."""
@@ -388,7 +389,7 @@ def _new_private_folder(path: Path, folder: int) -> Iterator[tuple[str, int, int
         while True:
             name = _stem(path.name) + secrets.token_hex(_TOKEN_BYTES)
             os.mkdir(name, dir_fd=folder)
-            descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | _NO_SURPRISE, dir_fd=folder)
+            descriptor = os.open(name, os.O_RDONLY | O_DIRECTORY | _NO_SURPRISE, dir_fd=folder)
             if _lock(descriptor):
                 break
             os.close(descriptor)
@@ -403,7 +404,9 @@ def _new_private_folder(path: Path, folder: int) -> Iterator[tuple[str, int, int
 
 def _lock(descriptor: int) -> bool:
     """Lock what was just made, which the system undoes when its process ends; false where it was removed meanwhile."""
-    with contextlib.suppress(OSError):  # a file system without locks: what is left there stays
+    with contextlib.suppress(OSError, ImportError):  # a file system without locks: what is left there stays
+        import fcntl
+
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     return os.fstat(descriptor).st_nlink > 0
 
@@ -412,8 +415,10 @@ def _remove_leftovers(name: str, folder: int) -> None:
     """Remove temporary files and folders of this name that no process holds, if they are this user's own."""
     pattern = re.compile(re.escape(_stem(name)) + rf"[0-9a-f]{{{2 * _TOKEN_BYTES}}}")
     try:
+        import fcntl
+
         found = [each for each in os.listdir(folder) if pattern.fullmatch(each)]
-    except OSError:  # it cannot be listed
+    except (OSError, ImportError):  # it cannot be listed, or nothing can be locked
         return
     for each in found:
         with contextlib.suppress(OSError):

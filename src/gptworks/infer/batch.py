@@ -7,18 +7,15 @@ Output, one line for each prompt, as they finish: `id`; `completions`, each with
 of tokens; `prompt_tokens`. Or `id` and `error`, for a prompt that cannot be continued.
 """
 
-import contextlib
 import itertools
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from gptworks.errors import UserError
-from gptworks.files import open_regular, open_to_append
+from gptworks.files import open_given, open_regular, open_to_append
 from gptworks.infer.client import completions, run_many
 from gptworks.infer.engine import Engine
 from gptworks.infer.request import Overflow, Prompt, Request
@@ -26,6 +23,8 @@ from gptworks.infer.sampling import SamplingSettings
 
 _IN_FLIGHT = 64
 """Requests that the engine is given at once: enough that none of its slots is ever idle."""
+_MOST_BYTES = 1 << 38
+"""Of a file of prompts."""
 
 _BEGINNING = b'{"id": '
 
@@ -76,7 +75,7 @@ def generate_file(
         UserError: an input line is not as described, two have one id, or the output holds something else.
     """
     source, target, settings = Path(source), Path(target), settings or SamplingSettings()
-    with _kept(source) as lines:
+    with open_given(source, _MOST_BYTES) as lines:
         return _generate(engine, lines, source, target, settings, n_samples, overflow, encode, report)
 
 
@@ -132,18 +131,6 @@ def _outcome(request: Request | Exception) -> dict[str, Any]:
         ],
         "prompt_tokens": len(request.prompt_ids),
     }
-
-
-@contextlib.contextmanager
-def _kept(source: Path) -> Iterator[BinaryIO]:
-    """The bytes of a file that are read twice: of a pipe, which gives them once, a copy."""
-    with source.open("rb") as file:
-        if file.seekable():
-            yield file
-            return
-        with tempfile.TemporaryFile() as copy:
-            shutil.copyfileobj(file, copy)
-            yield copy
 
 
 def _tasks(lines: BinaryIO, source: Path, settings: SamplingSettings) -> Iterator[_Task]:

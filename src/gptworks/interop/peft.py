@@ -23,7 +23,7 @@ from torch import Tensor
 from gptworks.checkpoint import LoadedRun, Report, load_run
 from gptworks.config import ADAPTED_MODULES, LoRAConfig, ModelConfig
 from gptworks.errors import UserError
-from gptworks.files import check_free, check_tree, copy_folder, new_folder, write_new
+from gptworks.files import check_free, check_tree, copy_folder, new_folder, write_whole
 from gptworks.interop.huggingface.choice import choose_family
 from gptworks.interop.huggingface.exporting import export_huggingface
 from gptworks.interop.huggingface.family import Family
@@ -219,7 +219,7 @@ def _write(folder: Path, pairs: dict[str, Pair], adapter: LoRAConfig, base: str,
         "alpha_pattern": {module: adapter.scale * rank for module, rank in ranks.items()},
         "inference_mode": True,
     }
-    write_new(folder / CONFIG_FILE, json.dumps(settings, indent=2) + "\n")
+    write_whole(folder / CONFIG_FILE, json.dumps(settings, indent=2) + "\n", new=True)
 
 
 def _verify(folder: Path, base: Path, loaded: LoadedRun, tokenizer: Tokenizer) -> float:

@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError
 
 from gptworks.config import PositiveInt, Recipe, Section
 from gptworks.errors import UserError
-from gptworks.files import read_regular, write_whole
+from gptworks.files import read_given, write_whole
 from gptworks.runs.history import History
 from gptworks.runs.settings import decisive, differences, settings_fingerprint
 from gptworks.runs.statistics import binomial_quantile, t_quantile
@@ -180,7 +180,7 @@ def read_band(path: Path) -> Band:
         UserError: there is none, or it is no band.
     """
     try:
-        return Band.model_validate_json(read_regular(path, _MOST_BYTES))
+        return Band.model_validate_json(read_given(path, _MOST_BYTES))
     except FileNotFoundError:
         making = f"gptworks compare --make-band {shlex.quote(str(path))} RUN RUN RUN"
         raise UserError(f"{path}: no such band. `{making}` makes one.") from None

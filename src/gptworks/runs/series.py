@@ -186,9 +186,6 @@ class Series:
         stat = _stat(self._reader.path)
         if self.at_end and stat == self._stat:
             return False
-        if stat is not None and not self._reader.path.is_file():
-            self._stat, self._reader.at_end = stat, True
-            return False
         restarted = not self._reader.continues()
         if restarted:  # resumed perhaps, with other settings
             self.begin()

@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from gptworks.confined import Abandoned, Confined, Exceeded, Limits, Refused, Task
 from gptworks.errors import RunError, UserError
-from gptworks.files import write_new
+from gptworks.files import write_whole
 from gptworks.planning.devices import DEVICES
 from gptworks.recipes import shipped_paths, shipped_recipes
 from gptworks.serve import openai
@@ -361,7 +361,7 @@ def _start_new(processes: Processes, name: str, folder: Path, text: str) -> None
     file = folder.with_name(f"{name}.yaml")
     try:
         folder.mkdir()
-        write_new(file, text)
+        write_whole(file, text, new=True)
     except (FileExistsError, UserError) as error:
         taken = error.filename if isinstance(error, OSError) else file
         raise APIError(409, f"{taken} exists, and nothing is overwritten: choose another name.") from None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from gptworks import __version__
 from gptworks.config import Recipe
 from gptworks.evaluation.results import MAX_CARD_BYTES
-from gptworks.files import read_text, write_new
+from gptworks.files import read_text, write_whole
 from gptworks.interop.huggingface.family import Family
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def write_card(folder: Path, export: "Export", recipe: Recipe, family: Family) -
         theirs = read_text(run_card, MAX_CARD_BYTES, inside=recipe.run_dir)
         tables = re.findall(r"^## .*\n\n(?:\|.*\n)+", theirs, re.MULTILINE)
         text += "".join(f"\n{table}" for table in tables)
-    write_new(folder / "README.md", text)
+    write_whole(folder / "README.md", text, new=True)
 
 
 def _comparison(export: "Export") -> str:

@@ -22,7 +22,7 @@ from gptworks.checkpoint import Report, load_run
 from gptworks.choices import ExportPrecision
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
-from gptworks.files import check_free, new_folder, write_new
+from gptworks.files import check_free, new_folder, write_whole
 from gptworks.interop.huggingface.adapt import adapt_weights
 from gptworks.interop.huggingface.card import write_card
 from gptworks.interop.huggingface.choice import choose_family
@@ -158,7 +158,7 @@ def _left_out(config: ModelConfig, adapted: ModelConfig) -> Iterator[str]:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    write_new(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    write_whole(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", new=True)
 
 
 def _write_settings(
@@ -198,7 +198,7 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig) ->
         exported.post_processor = processors.TemplateProcessing(
             single=[*starts, "$A"], pair=[*starts, "$A", "$B"], special_tokens=[*zip(starts, prefix, strict=False)]
         )
-    write_new(folder / "tokenizer.json", exported.to_str(pretty=True))
+    write_whole(folder / "tokenizer.json", exported.to_str(pretty=True), new=True)
     names = special_token_names(tokenizer)
     settings = our_config(names) | {"model_max_length": config.context_length}
     _write_json(folder / "tokenizer_config.json", settings)
@@ -211,7 +211,7 @@ def _write_templates(folder: Path, template: ChatTemplate | None, others: Mappin
         save_chat_template(template, folder)
     for name, source in others.items():
         (folder / TEMPLATE_FOLDER).mkdir(exist_ok=True)
-        write_new(folder / TEMPLATE_FOLDER / f"{name}.jinja", source)
+        write_whole(folder / TEMPLATE_FOLDER / f"{name}.jinja", source, new=True)
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int) -> None:

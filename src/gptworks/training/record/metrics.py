@@ -125,6 +125,8 @@ def read_metrics(path: Path, skipped: Skipped | None = None) -> Iterator[Record]
     record, a value of a type that no figure has is left out. Memory: one line of at most 4 MiB.
     """
     reader = MetricsReader(path, skipped)
+    if path.exists():
+        open_log_file(path).close()  # names what is no file
     while not reader.at_end:
         for _, record in reader.read():
             yield record
@@ -155,8 +157,8 @@ class MetricsReader:
         self._inode: int | None = None
 
     def read(self) -> list[tuple[int, Record]]:
-        """The records of the next 256 KiB, each with the byte at which its line begins."""
-        if not self.path.exists():
+        """The records of the next 256 KiB, each with the byte at which its line begins; none where there is no file."""
+        if not self.path.is_file():
             self.at_end = True
             return []
         with open_log_file(self.path) as file:
@@ -194,7 +196,7 @@ class MetricsReader:
 
     def continues(self) -> bool:
         """Whether the file still begins with what was read. Where it does not, a new reader has to read it."""
-        if not self.path.exists():
+        if not self.path.is_file():
             return self._offset == 0
         with open_log_file(self.path) as file:
             file.seek(self._offset - len(self._known))
