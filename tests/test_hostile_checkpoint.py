@@ -19,8 +19,8 @@ import tiny
 from gptworks.checkpoint import Checkpoint, checkpoints, load_run
 from gptworks.errors import UserError
 from gptworks.files import sealed_json, sha256_file
-from gptworks.quantize.run import quantize_run
 from gptworks.recipe import load_recipe, parse_recipe
+from gptworks.runs.quantized import quantize_run
 from gptworks.training.loop import train
 
 FIRST = "blocks.0.mlp.up.weight"

@@ -11,7 +11,7 @@ from gptworks.infer import Engine
 from gptworks.infer.chat import chat_session
 from gptworks.infer.request import WorkClock
 from gptworks.infer.text import Pace
-from gptworks.quantize import report
+from gptworks.runs import quantization_report as report
 from gptworks.serve.settings import ServerSettings
 from gptworks.studio.app import create_served
 from serving import KEY, running_app, tiny_engine

@@ -28,13 +28,13 @@ from gptworks.infer.engine import Engine
 from gptworks.interop.gguf import export_gguf
 from gptworks.interop.huggingface import export_huggingface
 from gptworks.model import GPT
-from gptworks.quantize import run as quantize_module
 from gptworks.quantize.convert import head_name, matrix_kinds, pack, quantize_model
 from gptworks.quantize.formats import Weights, dequantize, pack_int4, unpack_int4
 from gptworks.quantize.linear import QuantizedGPT, QuantizedLinear, packed_matrices
 from gptworks.quantize.rounding import gptq, round_int4, round_int8
-from gptworks.quantize.run import _sign_of_life, quantize_run
 from gptworks.recipe import load_recipe, parse_recipe
+from gptworks.runs import quantized as quantize_module
+from gptworks.runs.quantized import _sign_of_life, quantize_run
 from gptworks.tokenizer import load_tokenizer
 from gptworks.training.loop import train
 
@@ -471,7 +471,7 @@ def command(*arguments: str | Path) -> int:
 def test_a_long_comparison_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     clock = iter([0.0, 30.0, 33.0, 60.0, 120.0])
-    monkeypatch.setattr("gptworks.quantize.run.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("gptworks.runs.quantized.time.monotonic", lambda: next(clock))
     sign = _sign_of_life(said.append)
     for done in (1000, 1100, 2000, 4000):
         sign(done, 4000)

@@ -29,11 +29,11 @@ from gptworks.model.lora import add_lora, is_adapter
 from gptworks.native.backend import refusal
 from gptworks.native.library import Unavailable, library
 from gptworks.planning.inference import PRECISIONS, inference_memory
-from gptworks.quantize import run as quantize_module
 from gptworks.quantize.convert import pack_for
 from gptworks.quantize.linear import QuantizedGPT
-from gptworks.quantize.run import quantize_run
 from gptworks.recipe import load_recipe, save_recipe
+from gptworks.runs import quantized as quantize_module
+from gptworks.runs.quantized import quantize_run
 from gptworks.tensors import TensorFile
 from gptworks.training.optim.trainable import trainable_model
 

@@ -5,6 +5,7 @@ commands, warnings, tracebacks, libraries. Only `Console` writes past it, and fi
 Where the output is no terminal, texts stay as they are.
 """
 
+import io
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -84,3 +85,11 @@ class Console(rich.Console):
                 yield segment
             else:
                 yield Segment(clean(segment.text), segment.style)
+
+
+def lines_of(value: rich.RenderableType) -> list[str]:
+    """What rich prints of a value 100 columns wide, without styles."""
+    console = Console(file=io.StringIO(), width=100, color_system=None, force_jupyter=False)
+    with console.capture() as shown:
+        console.print(value)
+    return [line.rstrip() for line in shown.get().splitlines()]

@@ -149,7 +149,7 @@ def quantize(
     Prints what that costs on held-out text.
     """
     from gptworks.device import choose_device
-    from gptworks.quantize.run import quantize_run
+    from gptworks.runs.quantized import quantize_run
 
     with working(f"quantizing {run}"):
         made = quantize_run(

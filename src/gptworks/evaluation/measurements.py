@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from rich.console import Console
-
 from gptworks.evaluation.results import Evaluation, table
 from gptworks.pages.cell import cell
 from gptworks.pages.parts import paragraph
 from gptworks.pages.parts import table as html_table
 from gptworks.pages.tables import Table
+from gptworks.terminal import lines_of
 from gptworks.units import significant
 
 Row = tuple[str, str]
@@ -49,11 +48,7 @@ class Measurements:
         return [f"{one.name}: {note}." for one in self.evaluations for note in one.notes]
 
     def __repr__(self) -> str:
-        console = Console(width=100, color_system=None, force_jupyter=False)
-        with console.capture() as shown:
-            if self.table is not None:
-                console.print(self.table.rich())
-        lines = [line.rstrip() for line in shown.get().splitlines()]
+        lines = [] if self.table is None else lines_of(self.table.rich())
         return "\n".join([*lines, *self.lines, *self.notes]).strip("\n")
 
     def _repr_html_(self) -> str:

@@ -6,5 +6,4 @@ rounding  which of the representable values each weight becomes: the nearest, or
 linear    the modules that hold packed matrices, and the GPT made of them
 convert   a model → its quantized form
 load      a checkpoint's weights → packed ones, as they are read
-run       a run folder → a quantized one, with a report (report)
 """

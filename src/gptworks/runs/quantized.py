@@ -22,8 +22,8 @@ from gptworks.evaluation.run import PLACEHOLDER_SOURCES
 from gptworks.files import check_free, copy_folder, new_folder, read_text, write_sums, write_whole
 from gptworks.quantize.convert import matrix_kinds, quantize_model
 from gptworks.quantize.linear import QuantizedGPT
-from gptworks.quantize.report import QuantizationReport, make_report
 from gptworks.recipe import save_recipe
+from gptworks.runs.quantization_report import QuantizationReport, make_report
 from gptworks.tokenizer import load_tokenizer
 
 CALIBRATION_TOKENS = 32_768
