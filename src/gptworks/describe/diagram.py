@@ -1,18 +1,19 @@
-"""A model's data flow drawn in text: each operation, the shape of its weights, and the shape of what leaves it.
+"""A model's data flow: each operation, the shape of its weights, and the shape of its output; and its drawing in text.
 
-The words for its parts are here too; the page's figure (figure.py) uses the same. Shapes: B sequences of T tokens;
-weights are [out × in].
+Pages draw the same flow (page.py), and parts.py takes its words from here. Shapes: B sequences of T tokens; weights are
+[out × in].
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from gptworks.config import ModelConfig
 
 Row = tuple[str, str, str]
-"""An operation, the shape of its weights, the shape of what leaves it."""
+"""An operation, the shape of its weights, the shape of its output."""
 
 Line = tuple[str, str]
-"""A line of the drawing and the shape that stands beside it."""
+"""A line of the drawing and the shape to its right."""
 
 MIN_WIDTH = 80
 """Columns that the longest rows need."""
@@ -103,50 +104,14 @@ def on_the_way(factor: float, dropout: float) -> list[str]:
     return [f"× {factor:g}"] * (factor != 1) + [f"dropout {dropout:g}"] * (dropout > 0)
 
 
-def added_to_tokens(c: ModelConfig) -> list[tuple[str, str]]:
-    """What is added to the tokens' embeddings, and the shapes of the weights."""
-    smear = [("+ gate · the token before", f"{c.d_gate:,} + 1")] if c.smear else []
-    bigrams = dims((c.bigram_vocab_size, c.d_model))
-    pairs = [("+ embedding of token pairs", bigrams)] if c.bigram_vocab_size else []
-    words = POSITIONS[c.position][1]
-    return smear + pairs + ([(words, dims((c.context_length, c.d_model)))] if words else [])
-
-
 def future_weights(c: ModelConfig) -> str:
     """The shapes of the heads of tokens beyond the next."""
     n, square = c.n_future_tokens - 1, dims((c.d_model, c.d_model))
     return square if n == 1 else f"{n:,} of {square}"
 
 
-def on_entry(c: ModelConfig) -> list[tuple[str, str]]:
-    """What happens to the stream as it enters a block, and the shape of the weights."""
-    skips = c.n_layers // 2
-    half = [(f"stream + w · its mirror, in {skips:,} of {c.n_layers:,}", "1")] if c.unet_skips else []
-    return half + ([("λ · stream + μ · embedding", "2")] if c.residual_scalars else [])
-
-
-def of_values(c: ModelConfig) -> list[tuple[str, str]]:
-    """What happens to values, and the shapes of the weights."""
-    width, gate = c.n_kv_heads * c.d_head, dims((c.n_kv_heads, c.d_gate))
-    rows = [("a · values + b · the first layer's", "2")] if c.value_residual else []
-    for kind, words, shape in (
-        ("table", "token's vector", (c.vocab_size, width)),
-        ("projected", "projection", (width, c.d_model)),
-    ):
-        n = sum(c.layer_value_embedding(layer) == kind for layer in range(c.n_layers))
-        if n:
-            where = "" if n == c.n_layers else f", {n:,} of {c.n_layers:,}"
-            rows.append((f"values + gate · {words}{where}", f"{gate}, {dims(shape)}"))
-    return rows
-
-
-def head_gates(c: ModelConfig) -> list[tuple[str, str]]:
-    """What each head's result is multiplied by, and the shape of its weights."""
-    return [("gate of each head", dims((c.n_heads, c.d_gate)))] if c.attention_gate else []
-
-
 def n_banded(c: ModelConfig) -> int:
-    """Layers that see a window alone."""
+    """Number of layers that see only a window."""
     return sum(window is not None for window in c.layer_windows)
 
 
@@ -160,49 +125,62 @@ def stack(c: ModelConfig) -> str:
     return f"{blocks}, {len(c.layer_uses):,} runs"
 
 
-def sight(c: ModelConfig) -> str:
-    """What a token sees."""
-    return "causal" if not n_banded(c) else f"causal; {n_banded(c)} of {c.n_layers} see {c.window:,}"
+# The flow -------------------------------------------------------------------------------------------------------
 
 
-# The drawing ----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Flow:
+    """The operations from token ids to logits."""
+
+    embedding: list[Row]
+    entry: list[Row]
+    """Applied to the residual stream as it enters a block."""
+    attention: list[Row]
+    """A branch of a block, whose output is added to the stream."""
+    mlp: list[Row]
+    output: list[Row]
 
 
-def diagram(config: ModelConfig, width: int = MIN_WIDTH) -> list[str]:
-    """The lines of the drawing, `width` columns wide."""
-    frame_width = max(width, MIN_WIDTH) - _SHAPE_WIDTH
-    lines = _lines(config, frame_width)
-    return [f"{line:<{frame_width}}{shape:>{_SHAPE_WIDTH}}".rstrip() for line, shape in lines]
-
-
-def _lines(c: ModelConfig, width: int) -> Iterator[Line]:
+def flow(c: ModelConfig) -> Flow:
+    """The operations of the model and of one of its blocks."""
     stream, logits_shape = f"B × T × {c.d_model:,}", f"B × T × {c.vocab_size:,}"
     norm: Row = (norm_name(c), norm_weights(c), stream)
-    embedding: list[Row] = [("token embedding", dims((c.vocab_size, c.d_model)), stream)]
-    embedding += [(words, "", stream) for words in on_the_way(c.embedding_scale, 0)]
-    embedding += [(words, weights, stream) for words, weights in added_to_tokens(c)]
-    embedding += [(words, "", stream) for words in on_the_way(1, c.dropout_embedding)]
-    head = f"head{' (tied)' if c.tie_embeddings else ''}"
-    residual: list[Row] = [(words, "", stream) for words in on_the_way(c.residual_scale, c.dropout_residual)]
-    divided: list[Row] = [(words, "", logits_shape)] if (words := logits(c)) else []
-    if c.n_future_tokens > 1:
-        divided.append(("heads of later tokens, for training", future_weights(c), stream))
-    yield "   token ids", "B × T"
-    yield "      │", ""
-    yield from _box(embedding, width)
-    yield "      │", ""
-    yield f"╔═════▼{f' {stack(c)} '.ljust(width - 8, '═')}╗", ""
-    for words, weights in on_entry(c):
-        yield f"║     ● {words}{weights:>{width - 11 - len(words)}}  ║", stream
-    inside = _experts(c) if c.n_experts else _matrices(c, c.d_ff, "B × T")
     before, after = [norm] * (c.norm_placement != "after"), [norm] * (c.norms_behind is not None)
-    attention, mlp = [*before, *_attention(c), *after, *residual], [*before, *inside, *after, *residual]
-    yield from _parallel(attention, mlp, width) if c.parallel_residual else _serial(attention, mlp, width)
-    yield f"╚═════╪{'═' * (width - 8)}╝", ""
-    yield "      │", ""
-    yield from _box([norm, (head, dims((c.vocab_size, c.d_model)), logits_shape), *divided], width)
-    yield "      ▼", ""
-    yield "   logits of the next token", logits_shape
+    residual: list[Row] = [(words, "", stream) for words in on_the_way(c.residual_scale, c.dropout_residual)]
+    inside = _experts(c) if c.n_experts else _matrices(c, c.d_ff, "B × T")
+    head = f"head{' (tied)' if c.tie_embeddings else ''}"
+    output: list[Row] = [norm, (head, dims((c.vocab_size, c.d_model)), logits_shape)]
+    if words := logits(c):
+        output.append((words, "", logits_shape))
+    if c.n_future_tokens > 1:
+        output.append(("heads of later tokens, for training", future_weights(c), stream))
+    return Flow(
+        embedding=[(words, weights, stream) for words, weights in _embedding(c)],
+        entry=[(words, weights, stream) for words, weights in _entry(c)],
+        attention=[*before, *_attention(c), *after, *residual],
+        mlp=[*before, *inside, *after, *residual],
+        output=output,
+    )
+
+
+def _embedding(c: ModelConfig) -> Iterator[tuple[str, str]]:
+    """The operations that make the residual stream from token ids, with the shapes of their weights."""
+    yield "token embedding", dims((c.vocab_size, c.d_model))
+    yield from ((words, "") for words in on_the_way(c.embedding_scale, 0))
+    if c.smear:
+        yield "+ gate · the token before", f"{c.d_gate:,} + 1"
+    if c.bigram_vocab_size:
+        yield "+ embedding of token pairs", dims((c.bigram_vocab_size, c.d_model))
+    if words := POSITIONS[c.position][1]:
+        yield words, dims((c.context_length, c.d_model))
+    yield from ((words, "") for words in on_the_way(1, c.dropout_embedding))
+
+
+def _entry(c: ModelConfig) -> Iterator[tuple[str, str]]:
+    if c.unet_skips:
+        yield f"stream + w · its mirror, in {c.n_layers // 2:,} of {c.n_layers:,}", "1"
+    if c.residual_scalars:
+        yield "λ · stream + μ · embedding", "2"
 
 
 def _attention(c: ModelConfig) -> Iterator[Row]:
@@ -213,21 +191,38 @@ def _attention(c: ModelConfig) -> Iterator[Row]:
     else:
         yield "query", matrix(query_width, c.d_model, c.qkv_bias), per_query
         yield "key, value", f"2 of {matrix(key_width, c.d_model, c.qkv_bias)}", per_key
-    yield from ((words, weights, "") for words, weights in of_values(c))
+    yield from ((words, weights, "") for words, weights in _values(c))
     if c.qk_norm:
         yield "RMSNorm of queries and keys", head_norms(c), ""
     if c.position == "rope":
         yield "rotate queries and keys", ", ".join(filter(None, (turned(c), base(c)))), ""
     if c.rope_scaling is not None:
         yield "  scaled", scaled(c), ""
-    yield scores(c), sight(c), f"B × {c.n_heads:,} × T × T"
+    sight = f"causal; {n_banded(c)} of {c.n_layers} see {c.window:,}" if n_banded(c) else "causal"
+    yield scores(c), sight, f"B × {c.n_heads:,} × T × T"
     yield "weighted sum of values", f"dropout {c.dropout_attention:g}" if c.dropout_attention else "", per_query
-    yield from ((words, weights, per_query) for words, weights in head_gates(c))
+    if c.attention_gate:
+        yield "gate of each head", dims((c.n_heads, c.d_gate)), per_query
     yield "output projection", matrix(c.d_model, query_width, c.out_bias), f"B × T × {c.d_model:,}"
 
 
+def _values(c: ModelConfig) -> Iterator[tuple[str, str]]:
+    """What is added to values, and the shapes of the weights."""
+    if c.value_residual:
+        yield "a · values + b · the first layer's", "2"
+    width, gate = c.n_kv_heads * c.d_head, dims((c.n_kv_heads, c.d_gate))
+    for kind, words, shape in (
+        ("table", "token's vector", (c.vocab_size, width)),
+        ("projected", "projection", (width, c.d_model)),
+    ):
+        n = sum(c.layer_value_embedding(layer) == kind for layer in range(c.n_layers))
+        if n:
+            where = "" if n == c.n_layers else f", {n:,} of {c.n_layers:,}"
+            yield f"values + gate · {words}{where}", f"{gate}, {dims(shape)}"
+
+
 def _matrices(c: ModelConfig, d_ff: int, tokens: str, indent: str = "") -> Iterator[Row]:
-    """An MLP of inner width `d_ff` over what `tokens` says."""
+    """An MLP of inner width `d_ff`; `tokens`: the leading dimensions of its input's shape."""
     inner = f"{tokens} × {d_ff:,}"
     up = matrix(d_ff, c.d_model, c.mlp_bias)
     yield (f"{indent}gate, up", f"2 of {up}", inner) if c.gated else (f"{indent}up", up, inner)
@@ -246,6 +241,33 @@ def _experts(c: ModelConfig) -> Iterator[Row]:
         yield from _matrices(c, c.d_ff_shared, "B × T", indent="  ")
 
 
+# The drawing ----------------------------------------------------------------------------------------------------
+
+
+def diagram(config: ModelConfig, width: int = MIN_WIDTH) -> list[str]:
+    """The lines of the drawing, `width` columns wide."""
+    frame_width = max(width, MIN_WIDTH) - _SHAPE_WIDTH
+    lines = _lines(config, frame_width)
+    return [f"{line:<{frame_width}}{shape:>{_SHAPE_WIDTH}}".rstrip() for line, shape in lines]
+
+
+def _lines(c: ModelConfig, width: int) -> Iterator[Line]:
+    drawn = flow(c)
+    yield "   token ids", "B × T"
+    yield "      │", ""
+    yield from _box(drawn.embedding, width)
+    yield "      │", ""
+    yield f"╔═════▼{f' {stack(c)} '.ljust(width - 8, '═')}╗", ""
+    for words, weights, stream in drawn.entry:
+        yield f"║     ● {words}{weights:>{width - 11 - len(words)}}  ║", stream
+    yield from (_parallel if c.parallel_residual else _serial)(drawn.attention, drawn.mlp, width)
+    yield f"╚═════╪{'═' * (width - 8)}╝", ""
+    yield "      │", ""
+    yield from _box(drawn.output, width)
+    yield "      ▼", ""
+    yield "   logits of the next token", f"B × T × {c.vocab_size:,}"
+
+
 def _box(rows: list[Row], width: int) -> Iterator[Line]:
     """A box that the residual stream runs into and out of."""
     yield f"╭─────▼{'─' * (width - 8)}╮", ""
@@ -262,7 +284,7 @@ def _serial(attention: list[Row], mlp: list[Row], width: int) -> Iterator[Line]:
 
 
 def _parallel(attention: list[Row], mlp: list[Row], width: int) -> Iterator[Line]:
-    """The same where both read what enters the block: the second box's line runs beside the first box."""
+    """The same where both read the block's input: the second box's line passes to the right of the first box."""
     yield f"║     ├────┬{'─' * (width - 15)}╮ ║", ""
     yield from _branch(attention, width - 16, "│ ║")
     yield f"║     │    ╭{'─' * (width - 15)}╯ ║", ""
@@ -270,7 +292,7 @@ def _parallel(attention: list[Row], mlp: list[Row], width: int) -> Iterator[Line
 
 
 def _branch(rows: list[Row], width: int, beside: str) -> Iterator[Line]:
-    """A box of `width` columns inside the block; `beside` stands on its right."""
+    """A box of `width` columns inside the block, with `beside` on its right."""
     yield f"║     │ ╭──▼{'─' * (width - 1)}╮ {beside}", ""
     for text, shape in _fitted(rows, width):
         yield f"║     │ │ {text} │ {beside}", shape

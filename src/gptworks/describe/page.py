@@ -2,8 +2,11 @@
 
 from markupsafe import Markup
 
-from gptworks.describe.figure import Share, architecture_svg, shares_svg
+from gptworks.config import ModelConfig
+from gptworks.describe.diagram import flow, stack
 from gptworks.describe.sheet import Sheet, label, summary, tensors_text, traits
+from gptworks.pages.chart import WIDE
+from gptworks.pages.drawing import SMALL, Drawing, text_width
 from gptworks.pages.page import page
 from gptworks.pages.parts import (
     Cell,
@@ -12,6 +15,7 @@ from gptworks.pages.parts import (
     columns,
     exact,
     figure,
+    flow_boxes,
     key_figures,
     large,
     number,
@@ -43,10 +47,9 @@ NAMES = {"embedding": "embedding", "attention": "attention", "mlp": "MLP", "norm
 
 def to_html(sheet: Sheet) -> str:
     """The page. Numbers stand in <data> elements with their exact values."""
-    words = f"{summary(sheet)}. {traits(sheet.config)}."
     parts = (
         _key_figures(sheet),
-        section("", figure(architecture_svg(sheet.config, sheet.name, words))),
+        section("Architecture", architecture(sheet.config)),
         section("Parameters and operations by part", figure(_shares(sheet))),
         section("Parameters", _parameters(sheet)),
         columns(section("Memory", _memory(sheet)), section("Operations for a token", _operations(sheet))),
@@ -54,6 +57,11 @@ def to_html(sheet: Sheet) -> str:
         section("Settings", settings(sheet.config.model_dump(mode="json"))),
     )
     return page(sheet.name, (unbroken(summary(sheet)), unbroken(traits(sheet.config))), parts, _conventions(sheet))
+
+
+def architecture(c: ModelConfig) -> Markup:
+    """The data flow of the model and of one block, as `diagram` draws it on a terminal."""
+    return flow_boxes(flow(c), stack(c), f"B × T × {c.vocab_size:,}", c.parallel_residual)
 
 
 def _key_figures(sheet: Sheet) -> Markup:
@@ -124,8 +132,12 @@ def _operations(sheet: Sheet) -> Markup:
     return table(("", "FLOP", "share", ""), "lrrt", rows, foot)
 
 
+Share = tuple[str, str, float]
+"""A part's kind (its colour), its name, and its amount."""
+
+
 def _shares(sheet: Sheet) -> Markup:
-    """Bars of the parameters, of those that take part for one token, and of the operations."""
+    """A bar of the parameters, one of those that take part for one token, and one of the operations."""
     count, flops = sheet.parameters, sheet.flops
     stored = dict.fromkeys(NAMES, 0)
     for group in count.groups.values():
@@ -142,11 +154,20 @@ def _shares(sheet: Sheet) -> Markup:
         (KINDS.get(part, "mlp"), SHORT.get(part, sheet.words_of(part)), n) for part, n in sheet.flops_by_part.items()
     ]
     rows.append(("Operations for a token", f"{readable(flops.per_token_dense, 'FLOP')} forward", parts))
-    words = "; ".join(
-        f"{title}: " + ", ".join(f"{part} {n / sum(a for _, _, a in row):.1%}" for _, part, n in row)
-        for title, _, row in rows
-    )
-    return shares_svg(rows, words)
+    drawing, described = Drawing(), []
+    for i, (title, total, row) in enumerate(rows):
+        y, x, whole = 84.0 * i, 0.0, sum(amount for _, _, amount in row)
+        drawing.text(0, y + 14, title, 300, bold=True)
+        drawing.text(WIDE, y + 14, total, 500, anchor="end")
+        for kind, part, amount in row:
+            width, text = WIDE * amount / whole, f"{part} {amount / whole:.1%}"
+            drawing.add("rect", class_=f"share {kind}", x=x, y=y + 24, width=max(width - 2, 0.5), height=34, rx=2)
+            fitting = (words for words in (text, text.rpartition(" ")[2]) if text_width(words, SMALL) <= width - 14)
+            drawing.text(x + 7, y + 45, next(fitting, ""), width - 12)
+            x += width
+        described.append(f"{title}: " + ", ".join(f"{part} {amount / whole:.1%}" for _, part, amount in row))
+    title = "Shares of parameters and operations"
+    return drawing.svg(WIDE, 84.0 * len(rows) - 24, title, "; ".join(described), "shares")
 
 
 def _published(sheet: Sheet) -> Markup:

@@ -4,7 +4,6 @@ Lengths are in the drawing's own units, y grows downwards. Colours come from the
 those of ElementTree, which escapes every text and attribute.
 """
 
-from collections.abc import Iterable
 from typing import Literal
 from xml.etree import ElementTree
 
@@ -64,9 +63,6 @@ class Drawing:
         self.elements[-1].append(_element("rect", x=x, y=y, width=width, height=height))
         self.group(inside, clip_path=f"url(#{name}-clip)")
 
-    def box(self, x: float, y: float, width: float, height: float, kind: str, radius: float = 6) -> None:
-        self.add("rect", class_=kind, x=x, y=y, width=width, height=height, rx=radius)
-
     def text(
         self,
         x: float,
@@ -76,34 +72,19 @@ class Drawing:
         *,
         bold: bool = False,
         anchor: Literal["start", "middle", "end"] = "start",
-        upright: bool = False,
     ) -> None:
-        """One line on the baseline y, set smaller where it would be wider than `room`. `upright`: read from below."""
+        """One line on the baseline y, set smaller where it would be wider than `room`."""
         size = LABEL if bold else SMALL
         size *= min(1.0, room / max(text_width(text, size, bold), 1e-9))
         kind = "name" if bold else "shape"
         self.add("text", text, class_=kind, x=x, y=y, font_size=size, text_anchor=anchor)
-        if upright:
-            self.elements[-1].set("transform", f"rotate(-90 {x:.6g} {y:.6g})")
 
-    def line(self, *points: Point, kind: str = "flow", arrow: bool = False) -> None:
-        """Straight pieces through the points; an arrow ends in a head."""
-        (x, y), (before_x, before_y) = points[-1], points[-2]
-        dx, dy = _sign(x - before_x), _sign(y - before_y)
-        if arrow:
-            points = (*points[:-1], (x - 5 * dx, y - 5 * dy))
-        self.add("path", class_=kind, d="M" + " L".join(f"{px:.6g} {py:.6g}" for px, py in points))
-        if arrow:
-            corners = [(x, y), (x - 8 * dx + 4 * dy, y - 8 * dy + 4 * dx), (x - 8 * dx - 4 * dy, y - 8 * dy - 4 * dx)]
-            self.add("polygon", class_="arrow", points=" ".join(f"{px:.6g},{py:.6g}" for px, py in corners))
-
-    def plus(self, x: float, y: float) -> None:
-        """An addition: a circle with a plus."""
-        self.add("circle", class_="plus", cx=x, cy=y, r=10)
-        self.add("path", class_="sign", d=f"M{x - 5:.6g} {y:.6g} h10 M{x:.6g} {y - 5:.6g} v10")
+    def line(self, *points: Point, kind: str) -> None:
+        """Straight pieces through the points."""
+        self.add("path", class_=kind, d="M" + " L".join(f"{x:.6g} {y:.6g}" for x, y in points))
 
     def svg(self, width: float, height: float, title: str, description: str, name: str) -> Markup:
-        """The whole, scaled to the page's width. `name` distinguishes the title's id from others'."""
+        """The drawing as an SVG element as wide as the page. `name` distinguishes the title's id from others'."""
         root = _element(
             "svg", xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {width:.6g} {height:.6g}", role="img",
             aria_labelledby=f"{name}-title {name}-description",
@@ -125,15 +106,3 @@ def _element(tag: str, content: str | None = None, **attributes: str | float) ->
     if content is not None:
         element.text = content if len(content) <= _MOST_CHARACTERS else f"{content[:_MOST_CHARACTERS]}…"
     return element
-
-
-def combined(drawings: Iterable[Drawing]) -> Drawing:
-    """One drawing, the first painted undermost."""
-    whole = Drawing()
-    for drawing in drawings:
-        whole.elements += drawing.elements
-    return whole
-
-
-def _sign(value: float) -> int:
-    return (value > 0) - (value < 0)

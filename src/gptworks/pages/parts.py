@@ -83,9 +83,9 @@ def columns(*sections: Markup) -> Markup:
     return _made("columns", sections)
 
 
-def figure(drawing: Markup, kind: str = "") -> Markup:
+def figure(drawing: Markup) -> Markup:
     """A drawing as a figure."""
-    return _made("figure", drawing, kind)
+    return _made("figure", drawing)
 
 
 def image(svg: str, words: str) -> Markup:
@@ -170,6 +170,18 @@ def byte_table(sizes: Iterable[tuple[str, int]]) -> Markup:
 def samples(texts: Iterable[tuple[Markup, str, str]]) -> Markup:
     """Texts that a model wrote: the step, the prompt, the continuation."""
     return _made("samples", list(texts))
+
+
+def flow_boxes(boxes: Any, stack: str, logits: str, parallel: bool) -> Markup:
+    """A model's operations from token ids to logits, in boxes along its residual stream.
+
+    Args:
+        boxes: a `gptworks.describe.diagram.Flow`.
+        stack: the title of the blocks.
+        logits: the shape of the logits.
+        parallel: whether both branches of a block read the block's input.
+    """
+    return _made("flow", boxes, stack, logits, parallel)
 
 
 def settings(tree: dict[str, Any]) -> Markup:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from gptworks.describe.figure import architecture_svg
+from gptworks.describe.page import architecture
 from gptworks.describe.sheet import describe, summary, traits
 from gptworks.errors import UserError
 from gptworks.pages.chart import Chart, Format, Series, colour, compact
@@ -106,7 +106,6 @@ def to_html(run: History, refresh_seconds: int | None = None) -> str:
         refresh_seconds: how often a browser loads it again; None: never.
     """
     sheet = describe(run.recipe.model, run.recipe.name)
-    drawn = architecture_svg(run.recipe.model, run.recipe.name, f"{summary(sheet)}. {traits(run.recipe.model)}.")
     parts = [
         key_figures_of(run),
         *_left_out_lines(run),
@@ -126,7 +125,7 @@ def to_html(run: History, refresh_seconds: int | None = None) -> str:
             "Architecture",
             paragraph(unbroken(summary(sheet))),
             paragraph(unbroken(traits(run.recipe.model))),
-            figure(drawn, "architecture"),
+            architecture(run.recipe.model),
         ),
         section("Settings", settings(run.recipe.model_dump(mode="json", exclude={"name", "run_dir", "sweep"}))),
     ]
