@@ -114,7 +114,6 @@ LISTED = {
     ("runs/sweep.py", "run_sweep", "filelock.FileLock"): LOCK,
     ("runs/trials.py", "_alone", "filelock.FileLock"): LOCK,
     ("serve/generate.py", "begin", ".open"): NO_FILE,
-    ("studio/page.py", "_file", ".read_bytes"): PACKAGE,
     ("studio/processes.py", "_holds", ".read_text"): SYSTEM,
     ("studio/processes.py", "_trains", ".read_bytes"): SYSTEM,
     ("tensors.py", "TensorFile.read", "safe_open"): OURS,

@@ -1,7 +1,7 @@
 """The routes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -36,7 +36,7 @@ def create_app(
     settings: ServerSettings | None = None,
     *,
     routers: Iterable[APIRouter] = (),
-    home: Callable[[Request], Response] | None = None,
+    home: Callable[[Request], Awaitable[Response]] | None = None,
 ) -> FastAPI:
     """The server's ASGI app; `app.state.service` is its state.
 
@@ -176,9 +176,9 @@ async def detokenize(request: Request) -> Response:
 @router.get("/", response_model=documents.About)
 async def about(request: Request) -> Response:
     """The server's name and the addresses of its API; a page for browsers where there is one."""
-    home: Callable[[Request], Response] | None = request.app.state.home
+    home: Callable[[Request], Awaitable[Response]] | None = request.app.state.home
     if home is not None and "text/html" in request.headers.get("accept", ""):
-        return home(request)
+        return await home(request)
     base = str(request.base_url)
     return JSONResponse(
         {
