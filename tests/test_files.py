@@ -109,6 +109,7 @@ LISTED = {
     ("native/library.py", "build", "tempfile.TemporaryDirectory"): CACHE,
     ("native/placement.py", "large_block", "mmap.mmap"): "memory, of no file",
     ("recipes/__init__.py", "shipped_recipes", ".read_text"): PACKAGE,
+    ("describe/published.py", "_published", ".read_text"): PACKAGE,
     ("runs/bands.py", "shipped_bands", ".read_text"): PACKAGE,
     ("runs/paired.py", "run_try", "filelock.FileLock"): LOCK,
     ("runs/sweep.py", "run_sweep", "filelock.FileLock"): LOCK,
