@@ -276,10 +276,10 @@ class _Step:
             self.mark("loss", scoring_bytes(several, vocabulary) + copy + features, LOSS)
             self._drop_copies()
         chunk = loss_chunk_bytes(several, vocabulary, head, taught)
-        also = (objective.scores_targets or n_tokens > 1) * features  # the features that count are copies
+        also = features  # themselves, or copies of those that count
         if taught:  # the teacher has features and a head too
             theirs = self.setting.teacher_width or width
-            also += 2 * features + 2 * shapes.products(theirs) + copy * theirs // width
+            also += features + 2 * shapes.products(theirs) + copy * theirs // width
         self.mark("loss", chunk + copy + also, LOSS)
         self.hold(LOSS, 4 * head)
         if objective.scores_targets:  # the gradient of those that count is written into one of all
