@@ -259,7 +259,7 @@ def test_a_chat_at_a_terminal_recalls_what_was_typed(folder: Path, tmp_path: Pat
             options = {"stdin": terminal, "stdout": terminal, "stderr": terminal, "env": environment}
             chat = commands.start("-m", "gptworks", "chat", folder / "run", "--max-tokens", "4", **options)
         shown = b""
-        for until, then in ((b"> ", typed), (b"tokens/s", b"\x1b[A\n"), (b"tokens/s", b"\x04")):
+        for until, then in ((b"> ", typed), (b" token", b"\x1b[A\n"), (b" token", b"\x04")):
             n_before = shown.count(until)
             while shown.count(until) == n_before or (until != b"> " and not shown.endswith(b"> ")):
                 assert select.select([ours], [], [], 60)[0], shown

@@ -281,7 +281,7 @@ def test_hostile_records_take_little_and_change_no_other_figure(tmp_path: Path) 
         training(3, 3.0),
         training(1, 1.0, **{f"key{i}": 1.0 for i in range(3000)}),
         training(2, 2.0, **{"k" * 5000: 1.0, "list": [1.0] * 5000, "offset": 7, "flag": True}),
-        training(2, 2.5) | {"tokens": 2**62, "seconds": "inf"},
+        training(2, 2.5) | {"tokens": 2**62, "seconds": 2.0**62},
         training(4, 0.5) | {"loss": "nan", "parts": {"p" * 5000: 1.0}},
     ]
     log.write_text("".join(json.dumps(record) + "\n" for record in odd), encoding="utf-8")

@@ -39,7 +39,6 @@ MAX_CARD_BYTES = 1 << 22
 
 _Number = Annotated[float, Strict()]
 _Count = Annotated[int, Strict(), Field(ge=0, lt=2**63)]
-_Text = Annotated[str, Field(max_length=10_000)]
 _WIDTHS = {
     "mean": (range(2, 3), 1), "perplexity": (range(2, 3), 1), "bits": (range(2, 3), 1),
     "calibration": (range(3, 3_000), 3), "bleu": (range(10, 11), 1), "chrf": (range(1, 1_000), 1),
@@ -71,7 +70,7 @@ class _StoredMeasured(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    kind: _Text
+    kind: str
     statistics: list[list[_Number]]
     value: _Number
     low: _Number | None
@@ -96,16 +95,16 @@ class _Stored(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: _Text
-    kind: _Text
-    run: _Text
+    name: str
+    kind: str
+    run: str
     step: _Count
     n_items: _Count
-    metrics: dict[_Text, _StoredMeasured]
+    metrics: dict[str, _StoredMeasured]
     shots: _Count | None = None
-    fingerprint: _Text = ""
+    fingerprint: str = ""
     settings: dict[str, Any] = {}
-    notes: tuple[_Text, ...]
+    notes: tuple[str, ...]
     details: dict[str, Any] = {}
     items: tuple[dict[str, Any], ...]
 
