@@ -47,14 +47,13 @@ def test_help_imports_nothing_that_takes_long() -> None:
     assert result.stdout.endswith("set()\n")
 
 
-@pytest.mark.parametrize("command", ["presets", "schema", "describe llm-200m", "plan {recipe}"])
-def test_looking_needs_no_torch(command: str, folder: Path) -> None:
+@pytest.mark.parametrize("command", ["presets", "schema"])
+def test_looking_needs_no_torch(command: str) -> None:
     code = (
         "import sys, gptworks.cli as cli\nsys.argv = ['gptworks', *sys.argv[1:]]\n"
         "try: cli.main()\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
     )
-    arguments = command.format(recipe=folder / "tiny.yaml").split()
-    result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, "-c", code, command], capture_output=True, text=True, check=True)
     assert result.stdout.endswith("False\n"), result.stdout[-300:]
 
 
