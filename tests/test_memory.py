@@ -16,14 +16,12 @@ import tiny
 from gptworks.checkpoint import choose_checkpoint, load_run, save_checkpoint
 from gptworks.config import LoRAConfig, ModelConfig
 from gptworks.interop.huggingface import import_huggingface
-from gptworks.model import GPT, SlotCache, cpu, lora, scores
-from gptworks.model import loss as model_loss
-from gptworks.model.cost import MLP, Shapes
+from gptworks.model import GPT, SlotCache, cost, lora, scores
+from gptworks.model.cost import MLP_INNER, Shapes
 from gptworks.model.lora import remove_lora
 from gptworks.native import attention as native_attention
 from gptworks.native import passes as native_passes
-from gptworks.planning import loss as plan_loss
-from gptworks.planning import memory, stages, state
+from gptworks.planning import memory, state
 from gptworks.planning import trained as planned_part
 from gptworks.planning.arrange import rank_setting
 from gptworks.planning.inference import BATCHES, inference_memory
@@ -172,7 +170,7 @@ def test_variants(variant: str, precision: str, checkpointing: str, device: str)
 def test_variants_without_the_native_library(
     monkeypatch: pytest.MonkeyPatch, variant: str, precision: str, checkpointing: str
 ) -> None:
-    monkeypatch.setattr(stages, "trains_in_cpp", lambda: False)
+    monkeypatch.setattr(cost, "trains_in_cpp", lambda: False)
     for module in (native_attention, native_passes):
         monkeypatch.setattr(module, "training_library", lambda: None)
     model = plain_model(**SMALL | VARIANTS[variant])
@@ -311,13 +309,6 @@ def test_the_constants_are_the_models() -> None:
     assert (state.CAUTIOUS_ON_CPU, state.CAUTIOUS_ELSEWHERE) == (cautious.CPU_AT_ONCE, cautious.AT_ONCE)
     assert (planned_part.LEAST_IN_8_BITS, planned_part.SCALED_TOGETHER) == (adamw_int8.LEAST, adamw_int8.BLOCK)
     assert (memory.UNPACKED_ON_CPU, memory.UNPACKED_ELSEWHERE) == (formats.CPU_AT_ONCE, formats.AT_ONCE)
-    assert (stages.BLOCK_QUERIES, stages.LONGEST_BLOCKED) == (cpu.BLOCK, cpu.LONGEST)
-    for vocab_size in (65, 4096, 50_257):
-        for place in ("cpu", "meta"):
-            shapes = Shapes(preset("gpt2"), 1, 1024, 4, place == "cpu")
-            for name in ("chunk_tokens", "softmax_tokens", "head_rows"):
-                in_the_plan, in_the_model = getattr(plan_loss, name), getattr(model_loss, name)
-                assert in_the_plan(shapes, vocab_size) == in_the_model(torch.device(place), vocab_size)
 
 
 class EfficientKernel:
@@ -375,7 +366,7 @@ def test_grouped_queries_under_a_mask_on_cuda(
         window_pattern=("full",) if window is None else ("window",),
     )  # fmt: skip
     shapes = Shapes(model, 2, length, dtype.itemsize, on_cpu=False, several_texts=several_texts)
-    stage = stages.attention_core(shapes, window)
+    stage = scores.scores_cost(shapes, window)
     assert sum(stage.saved.values()) == pytest.approx(saved, rel=1e-3)
     assert stage.leaves + stage.scratch == pytest.approx(live.peak_bytes - before_bytes, rel=0.02)
 
@@ -404,7 +395,7 @@ def test_tensor_parallel_ranks_hold_shares_of_the_matrices() -> None:
     for name in ("norms", "token_embedding"):
         assert groups[name].total == whole[name].total
     split, alone = (training_peak(replace(SETTING, layout=Layout("none", 1, n))) for n in (4, 1))
-    assert split.parts[MLP] == alone.parts[MLP] // 4
+    assert split.parts[MLP_INNER] == alone.parts[MLP_INNER] // 4
     assert split.parts[memory.LOSS] == alone.parts[memory.LOSS]
     assert split.total_bytes < alone.total_bytes
 

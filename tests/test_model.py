@@ -10,7 +10,10 @@ import transformers
 from torch import Tensor
 
 from gptworks.model import GPT
-from gptworks.model.gpt import Block, residual_projections
+from gptworks.model.attention import AttentionInputs
+from gptworks.model.block import Block
+from gptworks.model.gpt import residual_projections
+from gptworks.model.lab.stream import LabInputs
 from gptworks.model.layers import MLP
 from tiny import plain_model
 
@@ -340,7 +343,7 @@ def test_residual_dropout_acts_on_what_each_branch_adds(silent: str) -> None:
     (block.attention.out if silent == "attention" else block.mlp.down).weight.zero_()
     x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(0))
     branch = block.mlp(block.norm2(x)) if silent == "attention" else block.attention(block.norm1(x), None, None)
-    added = block(x, None, None)[0] - x
+    added = block(x, AttentionInputs(), LabInputs())[0] - x
     kept = added.abs() > 1e-7
     torch.testing.assert_close(added[kept], 2 * branch[kept], rtol=1e-3, atol=1e-6)  # (x + a) − x rounds
     assert 0.4 < kept.float().mean() < 0.6
@@ -378,7 +381,7 @@ def test_a_parallel_residual_reads_the_blocks_input_twice() -> None:
     block, x = build(parallel_residual=True).eval().blocks[0], torch.randn(2, 16, 32)
     assert isinstance(block, Block)
     expected = x + block.attention(block.norm1(x), None, None) + block.mlp(block.norm2(x))
-    torch.testing.assert_close(block(x, None, None)[0], expected)
+    torch.testing.assert_close(block(x, AttentionInputs(), LabInputs())[0], expected)
 
 
 @pytest.mark.parametrize("n_experts", [0, 4])

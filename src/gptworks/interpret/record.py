@@ -22,7 +22,7 @@ from gptworks.interpret.text import check_ids
 from gptworks.model import GPT
 from gptworks.model.attention import Attention
 from gptworks.model.backend import eval_mode
-from gptworks.model.gpt import Block
+from gptworks.model.block import Block
 from gptworks.model.scores import attention_weights, causal_mask
 
 MOST_NUMBERS = 2**25
@@ -91,8 +91,8 @@ def record(model: GPT, ids: Int64s, rows: Sequence[int], check: Check = never) -
         kept[name].append((value[0] if isinstance(value, tuple) else value)[0, at])
 
     def weigh(attention: Attention, inputs: tuple[Any, ...]) -> None:
-        x, rotary = inputs[:2]
-        q, k, _ = attention.heads(x, rotary)
+        x, read, *_ = inputs
+        q, k, _ = attention.heads(x, read.rotary)
         mask = causal_mask(length, length, attention.window, x.device)[at]
         found = attention_weights(q[:, :, at], k, mask, scale=attention.scale, softcap=attention.softcap)
         kept["weights"].append(found[0])
@@ -126,7 +126,8 @@ def attention_map(model: GPT, ids: Int64s, layer: int, check: Check = never) -> 
         raise UserError(f"the map of {length} tokens takes {needed:,} numbers and at most {MOST_NUMBERS:,} are made.")
 
     def weigh(attention: Attention, inputs: tuple[Any, ...]) -> None:
-        q, k, _ = attention.heads(*inputs[:2])
+        x, read, *_ = inputs
+        q, k, _ = attention.heads(x, read.rotary)
         mask = causal_mask(length, length, attention.window, q.device)
         found.append(attention_weights(q, k, mask, scale=attention.scale, softcap=attention.softcap)[0])
 

@@ -3,14 +3,29 @@
 Shapes: B batch, T queries, H query heads, G key/value heads, D head width, C model width.
 """
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 from torch import Tensor, nn
 
 from gptworks.config import ModelConfig
 from gptworks.model.cache import SlotLayer
-from gptworks.model.lab.stream import build_gating
+from gptworks.model.cost import ATTENTION, RESIDUAL, Shapes, Stage
+from gptworks.model.lab.stream import Gating, Values, build_gating
 from gptworks.model.layers import Linear, build_head_norm
 from gptworks.model.rotary import rotate
-from gptworks.model.scores import attend, attend_slots
+from gptworks.model.scores import attend, attend_slots, output_is_shared, saves_output, scores_cost
+
+
+class AttentionInputs(NamedTuple):
+    """What attention reads next to the stream."""
+
+    rotary: tuple[Tensor, Tensor] | None = None
+    """Cosines and sines of the T positions; None: the layer is not rotated."""
+    cache: SlotLayer | None = None
+    """Where the tokens' keys and values are kept; None: the texts are complete."""
+    bias: Tensor | None = None
+    """What keeps several texts of a row apart, see `attend`."""
 
 
 class Attention(nn.Module):
@@ -29,26 +44,18 @@ class Attention(nn.Module):
         self.key_norm = build_head_norm(config, config.n_kv_heads)
         self.gating = build_gating(config)
 
-    def forward(
-        self,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
-        cache: SlotLayer | None,
-        bias: Tensor | None = None,
-        values: Tensor | None = None,
-    ) -> Tensor:
-        """x [B, T, C] → [B, T, C]. `rotary` holds the tables of these T positions; `bias` as for `attend`.
-
-        values: [B, T, G·D] instead of what the layer's own projection gives.
-        """
+    def forward(self, x: Tensor, inputs: AttentionInputs, values: Tensor | None = None) -> Tensor:
+        """x [B, T, C] → [B, T, C]. values: [B, T, G·D] instead of what the layer's own projection gives."""
         gate = None if self.gating is None else self.gating(x)  # B T H
-        q, k, v = self.heads(x, rotary, values)
-        if cache is not None:
-            y = attend_slots(q, k, v, cache, window=self.window, scale=self.scale, softcap=self.softcap)  # 1 H N D
+        q, k, v = self.heads(x, inputs.rotary, values)
+        if inputs.cache is not None:
+            y = attend_slots(
+                q, k, v, inputs.cache, window=self.window, scale=self.scale, softcap=self.softcap
+            )  # 1 H N D
         else:
             y = attend(  # B H T D
                 q, k, v, window=self.window, dropout=self.dropout if self.training else 0.0, scale=self.scale,
-                bias=bias, softcap=self.softcap,
+                bias=inputs.bias, softcap=self.softcap,
             )  # fmt: skip
         if gate is not None:
             y = y * gate.transpose(1, 2).unsqueeze(-1)
@@ -65,3 +72,63 @@ class Attention(nn.Module):
         )
         q, k = self.query_norm(q), self.key_norm(k)
         return (q, k, v) if rotary is None else (rotate(q, rotary), rotate(k, rotary), v)
+
+    @staticmethod
+    def cost(s: Shapes, layer: int, arrives: int) -> Iterator[Stage]:
+        """Its operations, where the gradient of what it gives has `arrives` bytes."""
+        c, window = s.config, s.config.layer_window(layer)
+        q_width, k_width = c.n_heads * c.d_head, c.n_kv_heads * c.d_head
+        q, k, normalized = s.products(q_width), s.products(k_width), s.products(c.d_model)
+        projections = [("query", q_width, q), ("key", k_width, k), ("value", k_width, k)]
+        if changed := list(Values.cost(s, layer)):  # values come first
+            projections = [projections[2], *projections[:2]]
+        for name, width, output in projections:
+            first, last = (
+                name == projections[0][0],
+                name == projections[-1][0],
+            )  # backward runs from the last to the first
+            yield Stage(
+                name,
+                ({RESIDUAL: normalized} if first else {}) | s.copies(c.d_model * width),
+                arrives=output,
+                leaves=normalized,
+                merges=not last,
+                matrices=c.d_model * width,
+                vectors=width if c.qkv_bias else 0,
+                readers=("query", "key", "value", "gating", "projection") if name == "query" else (),
+                reads_entry=True,
+            )
+            if first:
+                yield from changed
+                yield from [Gating.cost(s, c.n_heads)] * c.attention_gate
+        if c.qk_norm:
+            statistics = 4 * s.n_tokens * (2 if c.qk_norm == "whole" else c.n_heads + c.n_kv_heads)
+            saved = q + k if s.on_cpu else s.floats(q_width + k_width)
+            wide = s.floats(q_width)
+            yield Stage(
+                "QK-norm",
+                {ATTENTION: saved + statistics},
+                arrives=q + k,
+                leaves=q + k,
+                scratch=(3 if s.on_cpu else 2) * wide - 2 * q - k if s.autocast else 0,
+                vectors=q_width + k_width if c.qk_norm == "whole" else 2 * c.d_head,
+                module="query_norm",
+            )
+        if c.position == "rope":
+            yield Stage("rotation", arrives=q + k, leaves=q + k, scratch=q)
+        yield scores_cost(s, window)
+        if c.attention_gate:
+            kept = 0 if saves_output(s, window) else q
+            yield Stage("gated heads", {ATTENTION: kept}, arrives=q, leaves=q, scratch=q)
+        shared = output_is_shared(s, window) and not c.attention_gate
+        yield Stage(
+            "attention out",
+            {ATTENTION: 0 if shared else q} | s.copies(c.d_model * q_width),
+            arrives=arrives,
+            leaves=q,
+            matrices=c.d_model * q_width,
+            vectors=c.d_model if c.out_bias else 0,
+            module="out",
+            readers=("out",),
+            n_in=q_width,
+        )

@@ -1,12 +1,26 @@
-"""An operation of the model as memory sees it, and what the sizes of its tensors depend on."""
+"""What an operation of the model costs in memory, and what the sizes of its tensors depend on.
+
+Each module has its `cost` next to its `forward`: one `Stage` an operation, in the order of the forward pass. Sizes
+follow what autograd saves: an operation's inputs or its results, whichever its derivative is written in; a view costs
+nothing, a tensor that two operations save counts once, at the one whose backward pass is later. The model keeps
+other tensors on a CPU (`gptworks.model.cpu`) than on an accelerator, where attention is a fused kernel.
+
+Under autocast the residual stream stays float32, products and what lies between them are of two bytes, and each matrix
+has a two-byte copy that lives until its gradient is made.
+
+Letters: N tokens of a micro-batch, C width, Q query heads × their width, K key/value heads × theirs, F MLP width.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from gptworks.config import ModelConfig
+from gptworks.native.library import trains_in_cpp
 
 RESIDUAL, ATTENTION, WEIGHTS_KEPT = "residual_stream_and_norms", "attention", "attention_weights"
-MLP, COPIES, DROPOUT, ADAPTER = "mlp", "weight_copies", "dropout_masks", "adapter_inputs"
+MLP_INNER, COPIES, DROPOUT, ADAPTER = "mlp", "weight_copies", "dropout_masks", "adapter_inputs"
 """Kinds of saved tensors."""
 
 
@@ -32,6 +46,16 @@ class Stage:
     """Of what is saved, what the gradients of its own parameters alone need."""
     own_scratch: int = 0
     """The same of the scratch memory."""
+    module: str = ""
+    """The module that has these parameters, by the last part of its name; empty: it has the operation's name."""
+    readers: tuple[str, ...] = ()
+    """The modules that read the input that it saves. Where none of them is trained, it saves no input."""
+    reads_entry: bool = False
+    """Whether it reads what enters the block, normalized or to be normalized."""
+    n_in: int = 0
+    """Inputs of its matrices; 0: the model's width."""
+    share: float = 1.0
+    """Of the tokens, those that it multiplies."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +79,15 @@ class Shapes:
     @property
     def autocast(self) -> bool:
         return self.product_bytes != 4
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu" if self.on_cpu else "meta")
+
+    @property
+    def native(self) -> bool:
+        """Whether C++ computes a training step."""
+        return self.on_cpu and trains_in_cpp()
 
     def products(self, width: int) -> int:
         """Bytes of [N, width] in the products' precision."""

@@ -2,14 +2,7 @@
 
     tokens ─► embedding (+ position) ─► dropout ─► L × block ─► norm ─► head ─► logits
 
-    block:  x ─┬─► norm ─► attention ─► dropout ─┬─► + ─┬─► norm ─► MLP ─► dropout ─► + ─►
-               └────────────────────────────────►┘      └───────────────────────────►┘
-
-    With `norm_placement: after`, the norms stand behind attention and MLP, before what they give is added (OLMo 2);
-    with `both`, there and before them (Gemma 2).
-    Settings of the laboratory change the stream as it enters a block (lab/stream.py).
-    With experts, each block's MLP is several and a router (moe.py). With a parallel residual, the MLP reads x as
-    attention does.
+    block.py draws a block; lab/ holds what settings of the laboratory add.
 
 Shapes: B batch, T time, C width, V vocabulary.
 """
@@ -23,147 +16,27 @@ from torch.utils.checkpoint import checkpoint
 
 from gptworks.config import ModelConfig, computes_again
 from gptworks.model import cpu
-from gptworks.model.attention import Attention
-from gptworks.model.cache import SlotLayer, SlotRows
+from gptworks.model.attention import Attention, AttentionInputs
+from gptworks.model.block import Block
+from gptworks.model.cache import SlotRows
+from gptworks.model.cost import DROPOUT, Shapes, Stage
 from gptworks.model.lab.embeddings import build_bigrams, build_smear, previous_tokens
 from gptworks.model.lab.future import build_future_heads
 from gptworks.model.lab.induction import begin_with_induction
-from gptworks.model.lab.stream import Beside, Carried, build_scalars, build_skip, build_tables, build_values
+from gptworks.model.lab.stream import Carried, build_tables
 from gptworks.model.layers import (
     MLP,
     Dropout,
     Linear,
     Tables,
-    add,
     build_norm,
     build_positions,
     build_scale,
     cap,
     product_dtype,
 )
-from gptworks.model.moe import MoE
 from gptworks.model.rotary import Rotary
 from gptworks.model.scores import texts_bias
-
-BlockOutput = tuple[Tensor, Tensor | None, Tensor | None]
-"""The stream [B, T, C]; the router's logits [B, T, E] where there are experts; the first layer's values [B, T, G·D]
-where others read them."""
-
-
-class Block(nn.Module):
-    """Attention, then MLP, each behind a norm and added to the residual stream (pre-norm; Xiong et al., 2020)."""
-
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        self.norm1 = build_norm(config)
-        self.attention = Attention(config, config.layer_window(layer))
-        self.norm2 = build_norm(config)
-        self.mlp = MoE(config) if config.n_experts else MLP(config, config.d_ff)
-        self.routed, self.parallel = config.n_experts > 0, config.parallel_residual
-        self.dropout, self.scale = Dropout(config.dropout_residual), config.residual_scale
-        self.scalars, self.skip, self.values = (
-            build_scalars(config),
-            build_skip(config, layer),
-            build_values(config, layer),
-        )
-
-    def forward(
-        self,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
-        cache: SlotLayer | None,
-        bias: Tensor | None = None,
-        beside: Beside | None = None,
-    ) -> BlockOutput:
-        """x [B, T, C] → see `BlockOutput`."""
-        beside = beside or Beside()
-        x = x if self.skip is None else self.skip(x, beside.skipped)
-        x = x if self.scalars is None else self.scalars(x, beside.embedding)
-        return self.branches(x, rotary, cache, bias, beside)
-
-    def branches(
-        self,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
-        cache: SlotLayer | None,
-        bias: Tensor | None,
-        beside: Beside,
-    ) -> BlockOutput:
-        """Attention and MLP, from and to the stream."""
-        x, inner = self.norm1.after(x)
-        given, own = self.attend(inner, rotary, cache, bias, beside)
-        branch = self.dropout(given)
-        if self.parallel:
-            x, inner = self.norm2.after(x)
-            attended = add(x, branch, self.scale)
-        else:
-            attended, inner = self.norm2.after(x, branch, self.scale)
-        y, router_logits = self.feed_forward(inner)
-        return add(attended, self.dropout(y), self.scale), router_logits, own
-
-    def attend(
-        self,
-        inner: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
-        cache: SlotLayer | None,
-        bias: Tensor | None,
-        beside: Beside,
-    ) -> tuple[Tensor, Tensor | None]:
-        """What attention makes of [B, T, C]; and its values where later blocks read them."""
-        if self.values is None:
-            return self.attention(inner, rotary, cache, bias), None
-        own = self.attention.value(inner)
-        y = self.attention(inner, rotary, cache, bias, self.values(inner, own, beside))
-        return y, own if self.values.hands_on else None
-
-    def feed_forward(self, inner: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the MLP, or the experts, make of [B, T, C]; and the router's logits where there are experts."""
-        return self.mlp(inner) if self.routed else (self.mlp(inner), None)
-
-
-class PostNormBlock(Block):
-    """Attention, then MLP, each followed by a norm, and added to the residual stream."""
-
-    def branches(
-        self,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
-        cache: SlotLayer | None,
-        bias: Tensor | None,
-        beside: Beside,
-    ) -> BlockOutput:
-        """As `Block.branches`."""
-        given, own = self.attend(x.to(product_dtype(x)), rotary, cache, bias, beside)
-        attended = add(x, self.dropout(self.norm1(given)), self.scale)
-        inner = attended.to(product_dtype(x))
-        y, router_logits = self.feed_forward(inner)
-        return add(attended, self.dropout(self.norm2(y)), self.scale), router_logits, own
-
-
-class SandwichBlock(Block):
-    """Attention, then MLP, each between two norms, and added to the residual stream."""
-
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__(config, layer)
-        self.norm1_after, self.norm2_after = build_norm(config), build_norm(config)
-
-    def branches(
-        self,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
-        cache: SlotLayer | None,
-        bias: Tensor | None,
-        beside: Beside,
-    ) -> BlockOutput:
-        """As `Block.branches`."""
-        given, own = self.attend(self.norm1(x), rotary, cache, bias, beside)
-        attended = add(x, self.dropout(self.norm1_after(given)), self.scale)
-        y, router_logits = self.feed_forward(self.norm2(attended))
-        return torch.add(attended, self.dropout(self.norm2_after(y)), alpha=self.scale), router_logits, own
-
-
-BLOCKS: dict[str, type[Block]] = {"before": Block, "after": PostNormBlock, "both": SandwichBlock}
-"""By where the norms stand."""
 
 
 class GPT(nn.Module):
@@ -189,8 +62,7 @@ class GPT(nn.Module):
         self.window_rotary = Rotary(windows) if (windows := config.rotating_windows) else None
         """Of windowed layers; None: they turn as the others do."""
         self.dropout = Dropout(config.dropout_embedding)
-        block = BLOCKS[config.norm_placement]
-        self.blocks = nn.ModuleList(block(config, layer) for layer in range(config.n_layers))
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.value_embeddings = build_tables(config)
         self.norm = build_norm(config)
         self.untied_head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size, bias=False)
@@ -269,10 +141,13 @@ class GPT(nn.Module):
             block, window = self.blocks[i], self.config.layer_window(i)
             again = keeps_graph and computes_again(self.activation_checkpointing, use)
             rotary = everywhere if window is None else in_windows
-            turned = rotary if self.config.layer_rotates(i) else None
-            place = cache.layers[use] if cache is not None else None
-            inputs = (x, turned, place, biases.get(window), carried.beside(i))
-            x, routed, own = checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs)
+            inputs = AttentionInputs(
+                rotary if self.config.layer_rotates(i) else None,
+                cache.layers[use] if cache is not None else None,
+                biases.get(window),
+            )
+            given = (x, inputs, carried.inputs(i))
+            x, routed, own = checkpoint(block, *given, use_reentrant=False) if again else block(*given)
             carried.after(i, x, own)
             if self.watched is not None:
                 self.watched.append(torch.linalg.vector_norm(x.detach(), dtype=torch.float32) / math.sqrt(x.numel()))
@@ -292,6 +167,15 @@ class GPT(nn.Module):
             before = F.pad(x[:, :-1], (0, 0, 1, 0)) if looked_up is None else looked_up
             x = self.smear(x, before, previous)
         return x
+
+    @staticmethod
+    def embedding_cost(s: Shapes) -> Stage:
+        """`embed`: the lookup saves only the tokens; the timeline counts the table's gradient."""
+        width = s.config.d_model
+        kept = (s.floats(width) if s.on_cpu else s.n_tokens * width) if s.config.dropout_embedding else 0
+        return Stage(
+            "embedding dropout", {DROPOUT: kept}, arrives=s.floats(width), leaves=s.floats(width) if kept else 0
+        )
 
     def logits(self, features: Tensor) -> Tensor:
         """[..., C] → [..., V]."""

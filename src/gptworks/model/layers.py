@@ -5,7 +5,9 @@ matrix products that follow are done, so that its result is cast once and not on
 """
 
 import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from gptworks.config import ModelConfig
 from gptworks.model import cpu
+from gptworks.model.cost import DROPOUT, MLP_INNER, RESIDUAL, Shapes, Stage
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -46,16 +49,50 @@ class Norm(nn.Module):
     bias: nn.Parameter | None
     eps: float
 
-    def after(self, x: Tensor, branch: Tensor | None = None, alpha: float = 1.0) -> tuple[Tensor, Tensor]:
-        """x + alpha · branch, or x where there is no branch; and its norm.
-
-        A block that reads on from the first has its gradients added in the norm's own backward pass.
-        """
+    def of_sum(self, x: Tensor, branch: Tensor | None = None, alpha: float = 1.0) -> tuple[Tensor, Tensor]:
+        """x + alpha · branch, or x where there is no branch; and its norm. One kernel computes both in a CPU's training
+        step; the gradient of the sum is added in the norm's own backward pass."""
         if cpu.trains(x) or (branch is not None and cpu.trains(branch)):
             layer, dtype = isinstance(self, LayerNorm), product_dtype(x)
             return cpu.norm(x, self.weight, self.bias, self.eps, dtype, layer=layer, branch=branch, alpha=alpha)
         stream = x if branch is None else torch.add(x, branch, alpha=alpha)
         return stream, self(stream)
+
+    @staticmethod
+    def cost(s: Shapes, name: str, saves_input: bool = True, reads_entry: bool = False) -> Stage:
+        """The residual stream is saved here, as the input of the norm; the result is saved by the product that follows.
+
+        The gradient arrives in the products' precision, is made float32, and joins the stream's.
+        """
+        c = s.config
+        statistics = s.floats(1) * (2 if c.norm == "layernorm" else 1)
+        return Stage(
+            name,
+            {RESIDUAL: statistics + (s.floats(c.d_model) if saves_input else 0)},
+            arrives=s.products(c.d_model),
+            leaves=s.floats(c.d_model),
+            merges=True,
+            scratch=s.floats(c.d_model) - s.products(c.d_model),
+            vectors=c.d_model * (2 if c.norm_bias else 1),
+            reads_entry=reads_entry,
+        )
+
+    @staticmethod
+    def cost_behind(s: Shapes, arrives: int) -> Stage:
+        """A norm of what attention or MLP gives, which it saves."""
+        c = s.config
+        statistics = s.floats(1) * (2 if c.norm == "layernorm" else 1)
+        given = s.products(c.d_model)
+        saved = given if s.on_cpu else s.floats(c.d_model)
+        return Stage(
+            "norm of the result",
+            {RESIDUAL: statistics + saved},
+            arrives=arrives,
+            leaves=given,
+            scratch=s.floats(c.d_model) if s.autocast else 0,
+            vectors=c.d_model * (2 if c.norm_bias else 1),
+            module="norm1_after",
+        )
 
 
 class LayerNorm(Norm):
@@ -193,3 +230,38 @@ class MLP(nn.Module):
             inner = cpu.gated(gate, inner, self.kind) if trains else ACTIVATIONS[self.kind](gate) * inner
         out: Tensor = self.down(self.dropout(inner))
         return out
+
+    @staticmethod
+    def cost(s: Shapes, d_ff: int, arrives: int, n_tokens: float, expert: bool = False) -> Iterator[Stage]:
+        """Its operations over `n_tokens` tokens, where the gradient of what it gives has `arrives` bytes. An expert's
+        input and gradient are slices of tensors counted elsewhere."""
+        c, p = s.config, s.product_bytes
+        inner, outer = round(n_tokens * d_ff * p), round(n_tokens * c.d_model * p)
+        matrix, biases = c.d_model * d_ff, c.mlp_bias
+        source = {} if expert else {RESIDUAL: outer}
+        copy = s.copies(matrix)
+        share = c.n_experts_per_token / c.n_experts if c.n_experts else 1.0
+        into = Stage("up", copy, inner, outer, matrices=matrix, vectors=biases * d_ff, readers=("up",), share=share)
+        if c.gated:
+            yield replace(into, name="gate", saved=source | copy, merges=True, readers=("gate", "up"))
+            if not s.on_cpu:
+                yield Stage("activation", {MLP_INNER: inner}, inner, inner)
+            yield into
+            yield Stage("gate × up", {MLP_INNER: 2 * inner}, inner, 2 * inner)
+        else:
+            yield replace(into, saved=source | copy)
+            wide = round(n_tokens * d_ff * 4) if c.mlp == "relu2" and not s.on_cpu else 0  # autocast squares in float32
+            yield Stage("activation", {MLP_INNER: inner + (wide if s.autocast else 0)}, inner, inner, scratch=2 * wide)
+        if c.dropout_mlp:
+            yield Stage("MLP dropout", {DROPOUT: inner if s.on_cpu else inner // p}, inner, inner)
+        yield Stage(
+            "down",
+            {MLP_INNER: inner} | copy,
+            arrives=0 if expert else arrives,
+            leaves=inner,
+            matrices=matrix,
+            vectors=biases * c.d_model,
+            readers=("down",),
+            n_in=d_ff,
+            share=share,
+        )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gptworks.config import IGNORED
 from gptworks.model import cpu
+from gptworks.model.cost import Shapes
 from gptworks.model.layers import cap, without_autocast
 from gptworks.native import passes
 
@@ -337,3 +338,32 @@ def _sum(parts: Iterator[Tensor]) -> Tensor:
 def _wide(x: Tensor) -> Tensor:
     """In float32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def scoring_bytes(shapes: Shapes, vocab_size: int) -> int:
+    """What `token_nats` holds at its worst: a chunk's logits, and where torch makes them some rows'
+    in float32 and their logarithms."""
+    logits = min(chunk_tokens(shapes.device, vocab_size), shapes.n_tokens) * vocab_size
+    rows = 0 if shapes.native else 4 * (1 + shapes.autocast)
+    return shapes.product_bytes * logits + rows * min(softmax_tokens(shapes.device, vocab_size) * vocab_size, logits)
+
+
+def loss_chunk_bytes(shapes: Shapes, vocab_size: int, head: int, taught: bool) -> int:
+    """What the loss holds at its worst beside features and their gradient: a chunk's logits, some rows' probabilities
+    (and those logits in float32) where torch makes them, and the gradient of the head's matrix of so many elements, 0
+    where it is frozen, in float32, and some rows of it as the product gives them.
+
+    A loss that is taught by another model has the teacher's logits besides, and its rows' logits and probabilities,
+    softened or not.
+    """
+    chunk, product = chunk_tokens(shapes.device, vocab_size), shapes.product_bytes
+    first, second = (max(0, min(chunk, n)) * vocab_size for n in (shapes.n_tokens, shapes.n_tokens - chunk))
+    copied = shapes.autocast and shapes.on_cpu
+    row_bytes = 4 * (6 + 2 * shapes.autocast if taught else 0 if shapes.native else 1 + copied)
+    row_bytes += product if shapes.config.logit_softcap is not None else 0  # what tanh gave
+    softmax = row_bytes * min(softmax_tokens(shapes.device, vocab_size) * vocab_size, first) + taught * product * first
+    rows = product * head * head_rows(shapes.device, vocab_size) // vocab_size
+    return max(
+        product * first + max(softmax, 4 * head + rows),
+        product * second + 4 * head + max(softmax, rows) if second else 0,
+    )

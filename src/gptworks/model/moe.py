@@ -6,6 +6,9 @@ Dropless: an expert takes every token sent to it, however many, so that a token'
 Shapes: N tokens, E experts, K experts a token, C width.
 """
 
+import math
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from torch._subclasses import FakeTensor
 
 from gptworks.config import ModelConfig, expert_rows
 from gptworks.model import cpu
+from gptworks.model.cost import MLP_INNER, RESIDUAL, Shapes, Stage
 from gptworks.model.layers import MLP, without_autocast
 
 
@@ -43,6 +47,47 @@ class MoE(nn.Module):
         if self.shared is not None:
             out = out + self.shared(tokens)
         return out.view_as(x), logits.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def cost(s: Shapes, arrives: int) -> Iterator[Stage]:
+        """Router, tokens gathered by expert, the experts with an even share each, their results weighed and added."""
+        c = s.config
+        width = s.products(c.d_model)
+        share = s.n_tokens * c.n_experts_per_token / c.n_experts
+        if s.on_cpu:
+            share = expert_rows(math.ceil(share))
+        gathered = round(width * c.n_experts * share / s.n_tokens)
+        routing = s.n_tokens * (8 * c.n_experts + 40 * c.n_experts_per_token)
+        wide = s.floats(c.d_model) if s.autocast else 0
+        yield Stage(
+            "router",
+            {RESIDUAL: width, MLP_INNER: routing + wide},
+            arrives=routing // 2,
+            leaves=width,
+            merges=True,
+            scratch=s.floats(c.d_model),
+            vectors=c.d_model * c.n_experts,
+            for_own={RESIDUAL: width, MLP_INNER: wide},
+        )
+        scratch = max(width, gathered - width)
+        yield Stage(
+            "gather",
+            {MLP_INNER: gathered},
+            gathered,
+            leaves=width,
+            merges=c.d_ff_shared > 0,
+            scratch=scratch,
+            readers=("gate", "up"),
+        )
+        for e in range(c.n_experts):
+            stages = list(MLP.cost(s, c.d_ff, 0, share, expert=True))
+            if e == 0:  # the last that the backward pass comes to: the gradient of all results goes
+                stages[-1] = replace(stages[-1], arrives=gathered)
+            yield from stages
+        yield Stage("reorder", arrives=gathered, leaves=gathered, scratch=gathered)
+        yield Stage("weighted sum", {MLP_INNER: gathered}, arrives=arrives, leaves=gathered, scratch=gathered)
+        if c.d_ff_shared:
+            yield from MLP.cost(s, c.d_ff_shared, 0, s.n_tokens, expert=True)
 
     def reference(self, x: Tensor) -> Tensor:
         """`forward`'s first result by the definition, one token at a time. For tests."""

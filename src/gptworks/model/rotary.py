@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gptworks.config import ModelConfig
+from gptworks.model.cost import Shapes
 from gptworks.model.layers import Tables
 from gptworks.native import passes
 
@@ -118,3 +119,11 @@ def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     turned, rest = x[..., : 2 * cos.size(-1)], x[..., 2 * cos.size(-1) :]
     a, b = turned.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+
+def rotary_tables_bytes(s: Shapes) -> int:
+    """Cosines and sines of every position, and what autocast makes of those in use, or rows of several texts."""
+    elements = s.config.d_rotary if s.config.position == "rope" else 0  # half for each of the two
+    elements *= 1 if s.config.window_rope_theta is None else 2
+    looked_up = s.n_tokens if s.several_texts else s.length if s.autocast else 0
+    return elements * (4 * s.config.context_length + s.product_bytes * looked_up)

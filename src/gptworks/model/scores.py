@@ -4,6 +4,7 @@ Shapes: B batch, T queries, S keys, H query heads, G key/value heads, D head wid
 """
 
 import math
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from gptworks.model import cpu
 from gptworks.model.cache import SlotLayer
+from gptworks.model.cost import ATTENTION, DROPOUT, WEIGHTS_KEPT, Shapes, Stage
 from gptworks.model.layers import cap
-from gptworks.native import attention as native
 
 
 def attend(
@@ -41,8 +42,10 @@ def attend(
         [B, H, T, D], in q's dtype.
     """
     n_queries, n_keys = q.size(2), k.size(2)
-    if cpu.trains(q) and native.takes(q, k, v):
-        return native.attention(q, k, v, bias, window, dropout, q.size(-1) ** -0.5 if scale is None else scale, softcap)
+    if cpu.trains(q) and (native := _native()).takes(q, k, v):
+        scale = q.size(-1) ** -0.5 if scale is None else scale
+        out: Tensor = native.attention(q, k, v, bias, window, dropout, scale, softcap)
+        return out
     if cpu.trains(q) and n_keys <= cpu.LONGEST:
         if bias is None:
             bias = as_bias(causal_mask(n_queries, n_keys, window, q.device), q.dtype)
@@ -59,6 +62,13 @@ def attend(
     else:
         mask, is_causal = causal_mask(n_queries, n_keys, window, q.device), False
     return fused(q, k, v, mask, dropout=dropout, is_causal=is_causal, scale=scale, softcap=softcap)
+
+
+def _native() -> ModuleType:
+    """`gptworks.native.attention`, imported by the first training step: it loads torch's compiler, which takes long."""
+    from gptworks.native import attention
+
+    return attention
 
 
 def fused(
@@ -256,3 +266,116 @@ def attend_reference(
             scores = torch.einsum("bd,bsd->bs", q[:, head, i], keys) * (width**-0.5 if scale is None else scale)
             out[:, head, i] = torch.einsum("bs,bsd->bd", cap(scores, softcap).softmax(-1), values)
     return out
+
+
+def bias_bytes(s: Shapes) -> int:
+    """What keeps several texts of a row apart: a bias on the scores for each kind of window, shared by the layers."""
+    return len(set(s.config.layer_windows)) * s.products(s.length) if s.several_texts else 0
+
+
+def is_blocked(s: Shapes) -> bool:
+    """Whether a layer trains on `gptworks.model.cpu.attention`, which keeps the weights of blocks of queries."""
+    return s.on_cpu and not s.native and s.length <= cpu.LONGEST
+
+
+def is_masked(s: Shapes, window: int | None) -> bool:
+    """Whether attention takes a mask, where its kernel does not know by itself what a query may see."""
+    return s.several_texts or (window is not None and window < s.length)
+
+
+def is_grouped(s: Shapes) -> bool:
+    """Whether a key/value head serves several query heads."""
+    return s.config.n_kv_heads != s.config.n_heads
+
+
+def is_plain(s: Shapes, window: int | None) -> bool:
+    """Whether torch does attention as plain products with all weights, in float32, where no fused kernel serves.
+
+    So it does with grouped queries in float32 on an accelerator, unless a mask has their keys repeated, and with
+    dropout on a CPU.
+    """
+    if s.on_cpu:
+        return s.config.dropout_attention > 0
+    return is_grouped(s) and not s.autocast and not is_masked(s, window)
+
+
+def saves_output(s: Shapes, window: int | None) -> bool:
+    """Whether attention saves its result."""
+    return s.native or not (is_blocked(s) or is_plain(s, window) or s.config.attention_softcap is not None)
+
+
+def output_is_shared(s: Shapes, window: int | None) -> bool:
+    """Whether attention's result, which it saves, has the layout that the output projection needs.
+
+    The native kernel lays it out so; a fused one as the queries are, which rotation changes, and on an accelerator
+    QK-norm. torch's float32 kernel for GPUs lays it out right in any case.
+    """
+    if s.native:
+        return True
+    if is_blocked(s) or is_plain(s, window):
+        return False
+    as_projected = s.config.position != "rope" and (s.on_cpu or not s.config.qk_norm)
+    return as_projected or (not s.on_cpu and not s.autocast)
+
+
+def scores_cost(s: Shapes, window: int | None) -> Stage:
+    """What `attend` costs, whichever way it takes."""
+    c = s.config
+    q, k = s.products(c.n_heads * c.d_head), s.products(c.n_kv_heads * c.d_head)
+    leaves = q + 2 * k
+    repeated = not s.on_cpu and is_grouped(s) and is_masked(s, window)  # see `takes_groups`
+    heads = s.batch_size * c.n_heads
+    if s.native:
+        return Stage("attention", {ATTENTION: 2 * q + 2 * k + 4 * heads * s.length}, arrives=q, leaves=leaves)
+    if is_blocked(s):  # keys and values are repeated for each query head
+        slices = cpu._blocks(s.length, s.length, window)
+        blocks = [heads * (rows.stop - rows.start) * (keys.stop - keys.start) for rows, keys in slices]
+        kept = sum(blocks) if c.dropout_attention else 0
+        last, before = blocks[-1] * s.product_bytes, (blocks[-2] if len(blocks) > 1 else 0) * s.product_bytes
+        loop = 2 * before + 3 * last if kept else max(before + 2 * last, 2 * last + q)
+        capped = c.attention_softcap is not None  # what tanh gave is kept too
+        loop = max(loop, 3 * last) if capped else loop
+        return Stage(
+            "attention",
+            {ATTENTION: 3 * q, WEIGHTS_KEPT: (1 + capped) * sum(blocks) * s.product_bytes, DROPOUT: kept},
+            arrives=q,
+            leaves=leaves,
+            scratch=q + 2 * (q - k) + loop,
+        )
+    if s.several_texts:
+        window = None  # the bias holds it
+    if repeated:
+        k = q
+    padded, keys_seen, scratch = 1.0, s.length, 0
+    if window is not None and s.length >= 2 * window:  # banded: each block of keys and values is there twice
+        padded, keys_seen = -(-s.length // window) * window / s.length, 2 * window
+        q, k = round(q * padded), round(2 * k * padded)
+        scratch = q + 3 * k
+    if repeated:
+        scratch = q + 2 * k - leaves  # gradients of the repeated keys and values, before they are added up
+    pairs = round(s.length * padded) * keys_seen
+    if c.attention_softcap is not None:  # plain products: what tanh gave, and the weights in float32 and as they enter
+        one = heads * pairs * s.product_bytes
+        weights = 4 * heads * pairs + (one if s.autocast else 0)
+        dropped = one + (heads * pairs * 4 if s.on_cpu else heads * pairs) if c.dropout_attention else 0
+        return Stage(
+            "attention",
+            {ATTENTION: 3 * q, WEIGHTS_KEPT: one + weights, DROPOUT: dropped},
+            arrives=q,
+            leaves=leaves,
+            scratch=4 * heads * pairs + one,
+        )
+    if is_plain(s, window):
+        weights = 4 * heads * pairs
+        dropped = heads * pairs * 4 + weights if c.dropout_attention else 0  # the factors, and the weights under them
+        return Stage(
+            "attention",
+            {ATTENTION: 3 * round(s.floats(c.n_heads * c.d_head) * padded), WEIGHTS_KEPT: weights, DROPOUT: dropped},
+            arrives=q,
+            leaves=leaves,
+            scratch=(1 if dropped else 2) * weights - leaves,  # before those exist
+        )
+    masked = window is not None and window < s.length
+    mask = (s.batch_size if keys_seen < s.length else 1) * pairs * s.product_bytes if masked else 0
+    saved = 2 * q + 2 * k + 4 * heads * s.length + mask
+    return Stage("attention", {ATTENTION: saved}, arrives=q, leaves=leaves, scratch=scratch)

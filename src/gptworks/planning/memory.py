@@ -2,7 +2,7 @@
 
 A step's peak is the most that stands at once on its timeline: model, optimizer and tokens throughout; what each block
 saves, piling up through the forward pass; the loss's buffers; then backwards, each operation's own needs while what was
-saved goes and gradients come; the optimizer last. `gptworks.planning.stages` says what each operation saves.
+saved goes and gradients come; the optimizer last. `gptworks.model.cost` says how the modules state what they save.
 
 Not in these figures: the process itself (Python and torch: about 400 MB on a CPU, the CUDA context on a GPU), what
 kernels take inside themselves, and what an allocator keeps between blocks of different sizes.
@@ -12,25 +12,22 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from gptworks.config import computes_again
+from gptworks.model.block import Block
 from gptworks.model.cost import ATTENTION, COPIES, RESIDUAL, Shapes, Stage
+from gptworks.model.gpt import GPT
+from gptworks.model.lab.embeddings import BigramEmbedding, Smear
+from gptworks.model.lab.future import future_cost
+from gptworks.model.lab.stream import Carried, value_table
+from gptworks.model.layers import Norm
+from gptworks.model.loss import loss_chunk_bytes, scoring_bytes
+from gptworks.model.rotary import rotary_tables_bytes
+from gptworks.model.scores import bias_bytes, is_blocked
 from gptworks.planning.frozen import as_first, as_trained
 from gptworks.planning.host import building_bytes, checkpoint_copy_bytes, placed_bytes, starting_bytes
 from gptworks.planning.inference import kv_cache_bytes
-from gptworks.planning.laboratory import carried_gradients, future_stages, kept_beside, smear_stage, value_table
 from gptworks.planning.layout import BUCKET_BYTES, rank_config, shards_of
-from gptworks.planning.loss import loss_chunk_bytes, scoring_bytes
 from gptworks.planning.params import count_parameters
 from gptworks.planning.setting import Setting
-from gptworks.planning.stages import (
-    bias_bytes,
-    bigram_stage,
-    block_stages,
-    embedding_stage,
-    is_blocked,
-    norm_stage,
-    passing_bytes,
-    rotary_tables_bytes,
-)
 from gptworks.planning.state import held_weights_bytes, optimizer_scratch_bytes, trained_state_bytes
 from gptworks.planning.trained import everything
 
@@ -38,7 +35,7 @@ WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER = "weights", "weights_average", "gradient
 LOSS, TEMPORARY, COMMUNICATION, TOKENS = "logits_and_loss", "temporary", "communication", "tokens"
 CACHE, ANSWERS_AT_ONCE = "keys_and_values_of_answers", 32
 CHECKPOINT, OTHER_MODELS, STARTING = "checkpoint_being_written", "other_models", "starting_weights"
-"""Parts beside the kinds of saved tensors in `gptworks.planning.stages`; ANSWERS_AT_ONCE is MOST_SLOTS of
+"""Parts beside the kinds of saved tensors in `gptworks.model.cost`; ANSWERS_AT_ONCE is MOST_SLOTS of
 `gptworks.infer.room`, which importing would import torch."""
 
 UNPACKED_ON_CPU, UNPACKED_ELSEWHERE = 2**18, 2**22
@@ -112,12 +109,12 @@ class _Step:
         self.blocks = {
             kind: [
                 as_trained(stage, self.trained, self.shapes, layer, no_copies)
-                for stage in block_stages(self.shapes, layer)
+                for stage in Block.cost(self.shapes, layer)
             ]
             for kind, layer in {kind: layer for layer, kind in enumerate(self.kinds)}.items()
         }
-        self.final_norm = norm_stage(self.shapes, "final norm")
-        self.future = future_stages(self.shapes, setting.n_future)
+        self.final_norm = Norm.cost(self.shapes, "final norm")
+        self.future = future_cost(self.shapes, setting.n_future)
         self.held: Counter[str] = Counter()  # by part
         self.total_bytes = 0
         self.peak = Peak("start", {})
@@ -214,7 +211,7 @@ class _Step:
         reads = self.model.layer_skips(use) and after != use
         alone = reads and self._reads_apart(after) and not self._computes_again(after)
         skipped = self.shapes.floats(self.model.d_model) if alone else 0
-        return kept_beside(self.shapes, self.uses[use]) + skipped
+        return Carried.kept_bytes(self.shapes, self.uses[use]) + skipped
 
     def _first_kept(self, use: int) -> int | None:
         """The first run of a run's block that is not computed again, for which autocast's copies stay."""
@@ -229,13 +226,13 @@ class _Step:
         if self.sharded:  # embedding, head and last norm: gathered until the end of the backward pass
             self.mark("embedding, gathered", 2 * 4 * self.shards.outside, COMMUNICATION)
             self.hold(COMMUNICATION, 4 * self.shards.outside)
-        self.hold_saved(embedding_stage(self.shapes))
-        self.hold_saved(bigram_stage(self.shapes), int(self._trains_pairs))
-        self.hold_saved(smear_stage(self.shapes), int(self.trained.embedding))
+        self.hold_saved(GPT.embedding_cost(self.shapes))
+        self.hold_saved(BigramEmbedding.cost(self.shapes), int(self._trains_pairs))
+        self.hold_saved(Smear.cost(self.shapes), int(self.trained.embedding))
         kept = self.gathered_bytes if self.layout.sharding == "zero2" else 0
         self.hold(COMMUNICATION, kept * self.trained.n_still)
         for use in range(self.trained.n_still):
-            self.mark(f"layer {use + 1}, forward", passing_bytes(self.shapes, self.uses[use]))
+            self.mark(f"layer {use + 1}, forward", Block.passing_bytes(self.shapes, self.uses[use]))
         for layer in self.layers:
             self.hold(COMMUNICATION, kept)
             if self._computes_again(layer):
@@ -316,11 +313,11 @@ class _Step:
                 self.hold(RESIDUAL, -stream if apart else 0)
                 self.hold(ATTENTION, -self._kept_beside(layer))
             if f"value_embeddings.{layer}.weight" in self.trained.outside:
-                table = value_table(self.shapes, layer)
+                table = value_table(self.model, layer)
                 self.mark("value embedding, backward", 4 * table)
                 self._gain(table)
             if layer == self.layers[-1]:
-                self.hold(TEMPORARY, carried_gradients(self.shapes, self.trained.embedding))
+                self.hold(TEMPORARY, Carried.gradients_bytes(self.shapes, self.trained.embedding))
             if self.sharded:
                 self._reduce(self.shards.trained_block, self.gathered_bytes, f"layer {layer + 1}, gradients reduced")
         if self._keeps_bias:
@@ -333,16 +330,16 @@ class _Step:
         self._add_up_over_ranks()
 
     def _embedding_backward(self) -> None:
-        self._go_back(embedding_stage(self.shapes), "embedding, backward")
+        self._go_back(GPT.embedding_cost(self.shapes), "embedding, backward")
         table = self.model.vocab_size * self.model.d_model
         if "position_embedding.weight" in self.trained.outside:
             self._gain(self.model.context_length * self.model.d_model)
         if self._trains_pairs:
-            self._go_back(bigram_stage(self.shapes), "bigram embedding, backward")
+            self._go_back(BigramEmbedding.cost(self.shapes), "bigram embedding, backward")
             pairs = self.model.bigram_vocab_size * self.model.d_model
             self.mark("bigram embedding, backward", 4 * pairs + self.shapes.floats(self.model.d_model))
             self._gain(pairs, 1)
-        self._go_back(smear_stage(self.shapes), "smear, backward")
+        self._go_back(Smear.cost(self.shapes), "smear, backward")
         if "token_embedding.weight" not in self.trained.outside:
             self.hold(TEMPORARY, -self.held[TEMPORARY])
             return
@@ -403,7 +400,7 @@ class _Step:
         product = self.shapes.product_bytes
         gradient = product * stage.matrices if self.packed or not self.trained.rank else 0  # or the matrix unpacked
         momentary = gradient + max(stage.leaves + stage.scratch, self._unpacking_bytes(stage))
-        if stage.name.removeprefix("attention ") in self.trained.targets:  # what arrives is scaled, what leaves adds up
+        if (stage.module or stage.name) in self.trained.targets:  # what arrives is scaled, what leaves adds up
             dropped = 3 * stage.leaves - stage.arrives if self.trained.dropout else 0  # unmasked, masked, and the other
             momentary = max(momentary, stage.arrives, 2 * stage.leaves, dropped)
         self.mark(moment, momentary)

@@ -3,8 +3,8 @@
 from gptworks.config import ModelConfig, Recipe
 from gptworks.errors import UserError
 from gptworks.model.cost import Shapes
+from gptworks.model.rotary import rotary_tables_bytes
 from gptworks.planning.params import count_parameters
-from gptworks.planning.stages import rotary_tables_bytes
 from gptworks.planning.state import held_weights_bytes
 from gptworks.planning.trained import everything, trained
 from gptworks.recipe import load_recipe

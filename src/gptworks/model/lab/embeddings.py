@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptworks.config import ModelConfig
+from gptworks.model.cost import RESIDUAL, Shapes, Stage
 
 NO_TOKEN = -1
 """Stands before the first token of a text."""
@@ -31,6 +32,13 @@ class BigramEmbedding(nn.Module):
         vectors: Tensor = self.table(bigram_rows(tokens, previous, self.n_rows))
         return vectors * self.scale
 
+    @staticmethod
+    def cost(s: Shapes) -> Stage:
+        """The lookup saves the rows, and its result for the scale's gradient."""
+        width = s.config.d_model
+        saved = s.floats(width) + 8 * s.n_tokens if s.config.bigram_vocab_size else 0
+        return Stage("bigram embedding", {RESIDUAL: saved}, scratch=2 * s.floats(width) if saved else 0)
+
 
 class Smear(nn.Module):
     """Adds λ · sigmoid(w · embedding) times the embedding of the token before (modded-nanogpt's smear gate)."""
@@ -43,6 +51,15 @@ class Smear(nn.Module):
         """Embeddings [B, T, C] of tokens and of those before them, whose ids are `previous` [B, T] → [B, T, C]."""
         gate = self.scale * (x[..., : len(self.weight)] @ self.weight).sigmoid()  # B T
         return x + gate.masked_fill(previous == NO_TOKEN, 0).unsqueeze(-1) * before
+
+    @staticmethod
+    def cost(s: Shapes) -> Stage:
+        """It saves the embeddings of the tokens before, and the channels that the gate reads."""
+        c = s.config
+        if not c.smear:
+            return Stage("smear")
+        stream, read = s.floats(c.d_model), s.products(c.d_gate) if s.autocast else s.floats(c.d_model)
+        return Stage("smear", {RESIDUAL: stream + read}, stream, stream, scratch=2 * stream, vectors=c.d_gate + 1)
 
 
 def build_smear(config: ModelConfig) -> Smear | None:

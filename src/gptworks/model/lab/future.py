@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptworks.config import ModelConfig
+from gptworks.model.cost import RESIDUAL, Shapes, Stage
 from gptworks.model.layers import Linear
 
 FUTURE_HEADS = "future_heads."
@@ -27,3 +28,21 @@ def build_future_heads(config: ModelConfig) -> nn.ModuleList:
 def future_features(heads: Iterable[nn.Module], features: Tensor) -> list[Tensor]:
     """The trunk's features [..., C] → those of each token beyond the next, nearest first, [..., C] each."""
     return [features + F.silu(head(features)) for head in heads]
+
+
+def future_cost(s: Shapes, n: int) -> list[Stage]:
+    """The heads of `n` tokens beyond the next. What arrives are views of the gradient
+    of all that the loss read; what leaves is added to the gradient of the features."""
+    c, width = s.config, s.products(s.config.d_model)
+    matrix = c.d_model**2
+    return [
+        Stage(
+            f"head of token {i + 2}",
+            {RESIDUAL: width + (0 if i else width)} | s.copies(matrix),
+            leaves=width,
+            merges=i < n - 1,
+            scratch=width,
+            matrices=matrix,
+        )
+        for i in range(n)
+    ]

@@ -1,11 +1,12 @@
-"""What blocks read beside the residual stream, and what they make of it: settings of `gptworks.config.LABORATORY`.
+"""What the laboratory's settings add to a block: what enters it, and what attention's values become.
 
-Each part is a small module of a block, or None where its setting is off. Scalars are vectors, so that they are trained
-by AdamW without decay; gates start at zero.
+`LabParts` is the one hook of `gptworks.model.block.Block`. Each part is a small module, or None where its setting is
+off. Scalars are vectors, so that AdamW trains them without decay; gates start at zero.
 
 Shapes: B batch, T time, C width, H query heads, G key/value heads, D head width, V vocabulary.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -13,37 +14,37 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptworks.config import ModelConfig
+from gptworks.model.cost import ATTENTION, RESIDUAL, Shapes, Stage
 from gptworks.model.layers import Linear
 
 
-class Beside(NamedTuple):
-    """What a block reads beside the stream that enters it; None: it needs none."""
+class LabInputs(NamedTuple):
+    """What the parts of a block read next to the stream; None: they need none."""
 
     embedding: Tensor | None = None
     """What entered the first block, [B, T, C]."""
     skipped: Tensor | None = None
-    """What its mirror in the first half gave, [B, T, C]."""
+    """The output of its mirror in the first half, [B, T, C]."""
     first_values: Tensor | None = None
     """The first layer's own values, [B, T, G·D]."""
     token_values: Tensor | None = None
-    """The tokens' vectors of this layer's table, [B, T, G·D]."""
+    """The tokens' vectors in this layer's table, [B, T, G·D]."""
 
 
 class Carried:
-    """What is carried along from block to block, and no longer than a block still reads it."""
+    """What is carried from block to block, only as long as a later block reads it."""
 
     def __init__(self, config: ModelConfig, tokens: Tensor, embedding: Tensor, tables: nn.ModuleDict | None) -> None:
         self.config, self.tokens, self.tables = config, tokens, tables
-        reads_embedding = config.residual_scalars or "projected" in config.value_embeddings
-        self.embedding = embedding if reads_embedding else None
+        self.embedding = embedding if _reads_embedding(config) else None
         self.first_values: Tensor | None = None
         self.skipped: list[Tensor] = []
 
-    def beside(self, layer: int) -> Beside:
+    def inputs(self, layer: int) -> LabInputs:
         """What one block reads. Called for each in turn."""
         config = self.config
         projects, table = (config.layer_value_embedding(layer) == kind for kind in ("projected", "table"))
-        return Beside(
+        return LabInputs(
             self.embedding if config.residual_scalars or projects else None,
             self.skipped.pop() if config.layer_skips(layer) else None,
             self.first_values,
@@ -56,6 +57,60 @@ class Carried:
             self.first_values = first_values
         if self.config.layer_is_skipped_to(layer):
             self.skipped.append(x)
+
+    @staticmethod
+    def kept_bytes(s: Shapes, layer: int) -> int:
+        """Bytes kept next to the stream for a block that is computed again: its tokens' vectors of a table, and of the
+        first block its values."""
+        c, width = s.config, s.config.n_kv_heads * s.config.d_head
+        hands_on = c.value_residual and layer == 0
+        return (s.floats(width) if value_table(c, layer) else 0) + (s.products(width) if hands_on else 0)
+
+    @staticmethod
+    def gradients_bytes(s: Shapes, trains_embedding: bool) -> int:
+        """Bytes of the gradients of what all blocks read: they wait from the last block on."""
+        c = s.config
+        embedding = s.floats(c.d_model) if _reads_embedding(c) and trains_embedding else 0
+        return embedding + (s.products(c.n_kv_heads * c.d_head) if c.value_residual else 0)
+
+
+def _reads_embedding(config: ModelConfig) -> bool:
+    return config.residual_scalars or "projected" in config.value_embeddings
+
+
+class LabParts(nn.Module):
+    """The part of a block that the laboratory's settings add."""
+
+    def add_parts(self, config: ModelConfig, layer: int) -> None:
+        self.scalars = ResidualScalars() if config.residual_scalars else None
+        self.skip = Skip() if config.layer_skips(layer) else None
+        changed = config.value_residual or config.layer_value_embedding(layer) != "none"
+        self.values = Values(config, layer) if changed else None
+
+    def enter(self, x: Tensor, lab: LabInputs) -> Tensor:
+        """The stream [B, T, C] as the block reads it."""
+        if self.skip is not None:
+            x = self.skip(x, lab.skipped)
+        return x if self.scalars is None else self.scalars(x, lab.embedding)
+
+    @staticmethod
+    def entry_cost(s: Shapes, layer: int) -> Iterator[Stage]:
+        """`enter`. The gradient of a scalar is the sum of a product of the stream's size."""
+        stream = s.floats(s.config.d_model)
+        if s.config.layer_skips(layer):  # the gradient of what is added waits for the layer that gave it
+            yield Stage("skip", arrives=stream, leaves=2 * stream, scratch=stream, vectors=1, own_scratch=stream)
+        if s.config.residual_scalars:
+            kept = {RESIDUAL: stream}
+            yield Stage("scalars", kept, stream, stream, scratch=stream, vectors=2, for_own=kept, own_scratch=stream)
+
+    @staticmethod
+    def exit_cost(s: Shapes, layer: int) -> list[Stage]:
+        """Where the gradient of what a later layer added has waited. The output is saved as the next block's input,
+        unless that enters attention rounded."""
+        stream = s.floats(s.config.d_model)
+        only_here = s.autocast and s.config.norm_placement == "after" and not s.config.residual_scalars
+        there = s.config.layer_is_skipped_to(layer)
+        return [Stage("handed on", {RESIDUAL: stream if only_here else 0}, arrives=stream)] if there else []
 
 
 class Scalars(nn.Module):
@@ -79,7 +134,7 @@ class ResidualScalars(Scalars):
 
 
 class Skip(Scalars):
-    """stream + w · what the mirrored block gave (modded-nanogpt's U-Net)."""
+    """stream + w · output of the mirrored block (modded-nanogpt's U-Net)."""
 
     def __init__(self) -> None:
         super().__init__(1.0)
@@ -90,8 +145,7 @@ class Skip(Scalars):
 
 
 class Gating(nn.Module):
-    """sigmoid of a product with the input's first channels. Its matrix is small, and kept as it is where others are
-    quantized."""
+    """sigmoid of a product with the input's first channels. Its matrix is small, and not quantized."""
 
     def __init__(self, n_channels: int, n_gates: int) -> None:
         super().__init__()
@@ -101,10 +155,17 @@ class Gating(nn.Module):
         """x [B, T, C] → [B, T, n_gates]."""
         return F.linear(x[..., : self.weight.size(1)], self.weight).sigmoid()
 
+    @staticmethod
+    def cost(s: Shapes, n_gates: int) -> Stage:
+        """A part of the channels has a gradient as wide as all."""
+        given, width, matrix = s.products(n_gates), s.products(s.config.d_model), n_gates * s.config.d_gate
+        saved = {ATTENTION: 2 * given} | s.copies(matrix)
+        return Stage("gate of heads", saved, given, width, merges=True, matrices=matrix, module="gating")
+
 
 class Values(nn.Module):
     """What a layer makes of its values: mixed with the first layer's (Zhou et al., 2024, `Value Residual Learning`),
-    and with what is known of the token itself added, gated for each head (nanochat's `ve_gate`, twice a sigmoid)."""
+    plus an embedding of the token itself, gated for each head (nanochat's `ve_gate`, twice a sigmoid)."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -115,39 +176,41 @@ class Values(nn.Module):
         self.hands_on = config.value_residual and not layer
         """Whether later layers read this one's own values."""
 
-    def forward(self, inner: Tensor, own: Tensor, beside: Beside) -> Tensor:
+    def forward(self, inner: Tensor, own: Tensor, lab: LabInputs) -> Tensor:
         """What attention reads, inner [B, T, C], and the layer's own values [B, T, G·D] → its values [B, T, G·D]."""
         values = own
         if self.scalars is not None:
-            assert beside.first_values is not None
-            values = self.scalars.weight[0] * own + self.scalars.weight[1] * beside.first_values
+            assert lab.first_values is not None
+            values = self.scalars.weight[0] * own + self.scalars.weight[1] * lab.first_values
         if self.gating is None:
             return values
-        added = beside.token_values
-        if self.projection is not None:
-            added = self.projection(beside.embedding)
+        added = lab.token_values if self.projection is None else self.projection(lab.embedding)
         assert added is not None
         gate = 2 * self.gating(inner)  # B T G
         by_head = added.to(own.dtype).view(*gate.shape, -1)  # B T G D
         mixed: Tensor = values + (gate.unsqueeze(-1) * by_head).flatten(-2)
         return mixed
 
-
-def build_scalars(config: ModelConfig) -> ResidualScalars | None:
-    """A block's scalars of the stream and of the embedding."""
-    return ResidualScalars() if config.residual_scalars else None
-
-
-def build_skip(config: ModelConfig, layer: int) -> Skip | None:
-    """What a block of the second half adds."""
-    return Skip() if config.layer_skips(layer) else None
-
-
-def build_values(config: ModelConfig, layer: int) -> Values | None:
-    """What changes a layer's values."""
-    if config.value_residual or config.layer_value_embedding(layer) != "none":
-        return Values(config, layer)
-    return None
+    @staticmethod
+    def cost(s: Shapes, layer: int) -> Iterator[Stage]:
+        """Its operations; none where the layer has no such module."""
+        c, kind = s.config, s.config.layer_value_embedding(layer)
+        width = c.n_kv_heads * c.d_head
+        k = s.products(width)
+        if c.value_residual and layer:
+            kept = {ATTENTION: k}
+            yield Stage(
+                "value residual", kept, k, k, scratch=k, vectors=2, for_own=kept, own_scratch=k, module="scalars"
+            )
+        if kind == "projected":
+            matrix, stream = width * c.d_model, s.floats(c.d_model)
+            kept = {RESIDUAL: s.products(c.d_model) if s.autocast else 0}
+            yield Stage("projection", kept | s.copies(matrix), k, stream, merges=True, matrices=matrix, for_own=kept)
+        if kind != "none":
+            yield Gating.cost(s, c.n_kv_heads)
+            wide = s.floats(width) if s.autocast and kind == "table" else 0
+            leaves = 2 * k if kind == "projected" else k
+            yield Stage("gated values", {ATTENTION: k}, arrives=k, leaves=leaves, scratch=2 * k + wide)
 
 
 def build_gating(config: ModelConfig) -> Gating | None:
@@ -155,8 +218,14 @@ def build_gating(config: ModelConfig) -> Gating | None:
     return Gating(config.d_gate, config.n_heads) if config.attention_gate else None
 
 
+def value_table(config: ModelConfig, layer: int) -> int:
+    """Elements of the layer's table of value embeddings [V, G·D]; 0: it has none."""
+    is_there = config.layer_value_embedding(layer) == "table"
+    return config.vocab_size * config.n_kv_heads * config.d_head if is_there else 0
+
+
 def build_tables(config: ModelConfig) -> nn.ModuleDict | None:
     """Tables of value embeddings [V, G·D], by the number of their layer."""
-    layers = [layer for layer in range(config.n_layers) if config.layer_value_embedding(layer) == "table"]
+    layers = [layer for layer in range(config.n_layers) if value_table(config, layer)]
     width = config.n_kv_heads * config.d_head
     return nn.ModuleDict({str(i): nn.Embedding(config.vocab_size, width) for i in layers}) if layers else None

@@ -1,0 +1,146 @@
+"""One layer of the model.
+
+    x ─┬─► [norm] ─► attention ─► [norm] ─► dropout ─┬─► + ─┬─► [norm] ─► MLP ─► [norm] ─► dropout ─► + ─►
+       └────────────────────────────────────────────►┘      └──────────────────────────────────────►┘
+
+Norms are before attention and MLP (pre-norm; Xiong et al., 2020), behind them (OLMo 2), or both (Gemma 2). With
+experts, the MLP is several and a router (moe.py). With a parallel residual, the MLP reads x as attention does.
+
+Shapes: B batch, T time, C width, E experts, G key/value heads, D head width.
+"""
+
+from torch import Tensor
+
+from gptworks.config import ModelConfig
+from gptworks.model.attention import Attention, AttentionInputs
+from gptworks.model.cost import DROPOUT, Shapes, Stage
+from gptworks.model.lab.stream import LabInputs, LabParts
+from gptworks.model.layers import MLP, Dropout, Norm, add, build_norm, product_dtype
+from gptworks.model.moe import MoE
+
+BlockOutput = tuple[Tensor, Tensor | None, Tensor | None]
+"""The stream [B, T, C]; the router's logits [B, T, E] where there are experts; the first layer's values [B, T, G·D]
+where later blocks read them."""
+
+
+class Block(LabParts):
+    """Attention, then MLP, each with norms before or behind it and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.norm1 = build_norm(config)
+        self.attention = Attention(config, config.layer_window(layer))
+        self.norm2 = build_norm(config)
+        self.mlp = MoE(config) if config.n_experts else MLP(config, config.d_ff)
+        self.dropout, self.scale, self.parallel = (
+            Dropout(config.dropout_residual),
+            config.residual_scale,
+            config.parallel_residual,
+        )
+        self.add_parts(config, layer)
+        self.placement = config.norm_placement
+        if self.placement == "both":
+            self.norm1_after, self.norm2_after = build_norm(config), build_norm(config)
+
+    def forward(self, x: Tensor, inputs: AttentionInputs, lab: LabInputs) -> BlockOutput:
+        """x [B, T, C] → see `BlockOutput`."""
+        norm1, norm2, behind1, behind2 = self.norms()
+        x, inner = normalized(norm1, self.enter(x, lab))  # B T C each
+        y, own = self.attend(inner, inputs, lab)
+        y = self.dropout(y if behind1 is None else behind1(y))
+        if self.parallel:
+            x, inner = normalized(norm2, x)
+            x = add(x, y, self.scale)
+        else:
+            x, inner = normalized(norm2, x, y, self.scale)
+        y, router_logits = self.mlp(inner) if isinstance(self.mlp, MoE) else (self.mlp(inner), None)
+        y = self.dropout(y if behind2 is None else behind2(y))
+        return add(x, y, self.scale), router_logits, own
+
+    def norms(self) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
+        """Before attention and before the MLP, then behind each; None: there is none."""
+        if self.placement == "after":
+            return None, None, self.norm1, self.norm2
+        if self.placement == "both":
+            return self.norm1, self.norm2, self.norm1_after, self.norm2_after
+        return self.norm1, self.norm2, None, None
+
+    def attend(self, inner: Tensor, inputs: AttentionInputs, lab: LabInputs) -> tuple[Tensor, Tensor | None]:
+        """Attention's result for [B, T, C]; and its own values where later blocks read them."""
+        if self.values is None:
+            return self.attention(inner, inputs), None
+        own = self.attention.value(inner)
+        y = self.attention(inner, inputs, self.values(inner, own, lab))
+        return y, own if self.values.hands_on else None
+
+    @staticmethod
+    def cost(s: Shapes, layer: int) -> list[Stage]:
+        """Its operations, first one first."""
+        c, arrives = s.config, result_gradient(s)
+        before1, before2 = Norm.cost(s, "norm1", reads_entry=True), Norm.cost(s, "norm2", not c.parallel_residual)
+        if c.norm_placement == "after":
+            before1 = before2 = _entry(s)
+        behind = [Norm.cost_behind(s, _branch(s).leaves)] if c.norms_behind else []
+        mlp = MoE.cost(s, arrives) if c.n_experts else MLP.cost(s, c.d_ff, arrives, s.n_tokens)
+        return [
+            *LabParts.entry_cost(s, layer),
+            *(before1, *Attention.cost(s, layer, arrives), *behind, _branch(s)),
+            *(before2, *mlp, *behind, _branch(s)),
+            *LabParts.exit_cost(s, layer),
+        ]
+
+    @staticmethod
+    def passing_bytes(s: Shapes, layer: int) -> int:
+        """Peak memory of a frozen block that keeps no activations: attention is the fused kernel then, or torch's
+        products of all queries and keys."""
+        c, stream, width = s.config, s.floats(s.config.d_model), s.products(s.config.d_model)
+        window = s.config.layer_window(layer)
+        q, k = s.products(c.n_heads * c.d_head), s.products(c.n_kv_heads * c.d_head)
+        attention = 2 * q + 2 * k
+        in_blocks = window is not None and s.length >= 2 * window
+        if c.attention_softcap is not None or c.dropout_attention:
+            pairs = s.length * (2 * window if window is not None and in_blocks else s.length)
+            wide = 3 * s.floats(c.n_heads * c.d_head) if s.autocast and c.dropout_attention else 0
+            causal = q + 4 * pairs if c.attention_softcap is None else 0  # torch's mask, and its scaled queries
+            attention = q + wide + causal + 3 * 4 * s.batch_size * c.n_heads * pairs
+        if in_blocks:
+            attention += 8 * k  # each block of keys and values is there twice
+        mlp = (4 if c.gated else 3 if c.mlp == "relu2" else 2) * s.products(c.d_ff)
+        if c.n_experts:  # what they are given and give, by expert and by token
+            mlp = (3 * c.n_experts_per_token + 1) * width
+        kept = c.unet_skips * (c.n_layers // 2) + 2 * c.residual_scalars + ("projected" in c.value_embeddings)
+        return (2 + kept) * stream + 2 * width + max(attention, mlp)
+
+
+def normalized(norm: Norm | None, x: Tensor, branch: Tensor | None = None, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """x + scale · branch, or x where there is no branch; and what attention or MLP read of it: its norm, or itself."""
+    if norm is not None:
+        return norm.of_sum(x, branch, scale)
+    x = x if branch is None else add(x, branch, scale)
+    return x, x.to(product_dtype(x))
+
+
+def _entry(s: Shapes) -> Stage:
+    """Where the stream itself enters attention or MLP, rounded under autocast; the product that follows saves it."""
+    arrives, stream = s.products(s.config.d_model), s.floats(s.config.d_model)
+    if not s.autocast:  # what arrives is added to the stream's gradient as it is
+        return Stage("entry", arrives=arrives)
+    return Stage("entry", arrives=arrives, leaves=stream, merges=True, scratch=stream - arrives)
+
+
+def _branch(s: Shapes) -> Stage:
+    """Where a branch's result joins the stream; backward, where its gradient leaves it, rounded and masked: nothing
+    leaves where it is the stream's own gradient."""
+    width, dropout = s.config.d_model, s.config.dropout_residual > 0
+    scaled = s.config.residual_scale != 1
+    return Stage(
+        "branch",
+        {DROPOUT: s.mask(width) if dropout else 0},
+        leaves=s.products(width) if dropout or scaled or s.autocast else 0,
+        scratch=s.products(width) if dropout and s.autocast else 0,
+    )
+
+
+def result_gradient(s: Shapes) -> int:
+    """Bytes of the gradient of what attention or the MLP gives."""
+    return s.products(s.config.d_model) if s.config.norms_behind else _branch(s).leaves
