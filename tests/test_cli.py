@@ -47,13 +47,13 @@ def test_help_imports_nothing_that_takes_long() -> None:
     assert result.stdout.endswith("set()\n")
 
 
-@pytest.mark.parametrize("command", ["presets", "schema"])
+@pytest.mark.parametrize("command", ["presets", "schema", "describe llm-200m"])
 def test_looking_needs_no_torch(command: str) -> None:
     code = (
         "import sys, gptworks.cli as cli\nsys.argv = ['gptworks', *sys.argv[1:]]\n"
         "try: cli.main()\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
     )
-    result = subprocess.run([sys.executable, "-c", code, command], capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, "-c", code, *command.split()], capture_output=True, text=True, check=True)
     assert result.stdout.endswith("False\n"), result.stdout[-300:]
 
 

@@ -176,9 +176,9 @@ def test_heads_attend_separately() -> None:
     x = torch.randn(1, 16, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         attention.out.weight.copy_(torch.eye(32))
-        before = attention(x, None, None)
+        before = attention(x, AttentionInputs())
         attention.query.weight[8:16] += 1.0  # head 1 of 4
-        moved = (attention(x, None, None) - before).abs().amax((0, 1)) > 0
+        moved = (attention(x, AttentionInputs()) - before).abs().amax((0, 1)) > 0
     assert moved.tolist() == [False] * 8 + [True] * 8 + [False] * 16
 
 
@@ -187,7 +187,7 @@ def test_attention_mixes_positions_and_not_heads() -> None:
     attention = build().blocks[0].attention
     x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        torch.testing.assert_close(attention(x, None, None)[:, 0], attention.out(attention.value(x[:, 0])))
+        torch.testing.assert_close(attention(x, AttentionInputs())[:, 0], attention.out(attention.value(x[:, 0])))
 
 
 def test_too_many_tokens_are_refused_with_both_numbers() -> None:
@@ -342,7 +342,7 @@ def test_residual_dropout_acts_on_what_each_branch_adds(silent: str) -> None:
     assert isinstance(block, Block)
     (block.attention.out if silent == "attention" else block.mlp.down).weight.zero_()
     x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(0))
-    branch = block.mlp(block.norm2(x)) if silent == "attention" else block.attention(block.norm1(x), None, None)
+    branch = block.mlp(block.norm2(x)) if silent == "attention" else block.attention(block.norm1(x), AttentionInputs())
     added = block(x, AttentionInputs(), LabInputs())[0] - x
     kept = added.abs() > 1e-7
     torch.testing.assert_close(added[kept], 2 * branch[kept], rtol=1e-3, atol=1e-6)  # (x + a) − x rounds
@@ -380,7 +380,7 @@ def test_autocast_keeps_the_residual_stream_in_float32() -> None:
 def test_a_parallel_residual_reads_the_blocks_input_twice() -> None:
     block, x = build(parallel_residual=True).eval().blocks[0], torch.randn(2, 16, 32)
     assert isinstance(block, Block)
-    expected = x + block.attention(block.norm1(x), None, None) + block.mlp(block.norm2(x))
+    expected = x + block.attention(block.norm1(x), AttentionInputs()) + block.mlp(block.norm2(x))
     torch.testing.assert_close(block(x, AttentionInputs(), LabInputs())[0], expected)
 
 

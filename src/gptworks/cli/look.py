@@ -228,10 +228,11 @@ def _architecture(target: str, overrides: list[str]) -> tuple["ModelConfig", str
     """The model that a preset's name, a recipe file or a run folder describes."""
     from gptworks.api import is_preset
     from gptworks.recipe import apply_overrides, load_recipe, parse_model
-    from gptworks.training.rehearsal.estimate import with_what_is_prepared
 
     if is_preset(target):
         tree = apply_overrides({"model": {"preset": target}}, overrides)
         return parse_model(tree["model"], target), target
+    from gptworks.training.rehearsal.estimate import with_what_is_prepared  # which imports torch
+
     recipe, _ = with_what_is_prepared(load_recipe(target, overrides))
     return recipe.model, recipe.name

@@ -12,7 +12,7 @@ from typing import Any
 from gptworks.config import Recipe
 from gptworks.errors import UserError
 from gptworks.planning.params import count_parameters
-from gptworks.planning.run import planned_steps
+from gptworks.planning.steps import planned_steps
 from gptworks.recipe import load_recipe
 from gptworks.training.changes import Origin
 from gptworks.training.changes import read_history as read_changes

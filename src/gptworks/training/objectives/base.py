@@ -24,7 +24,7 @@ from gptworks.device import Precision
 from gptworks.evaluation.loss import LossReport, Workers, evaluate_loss
 from gptworks.infer.engine import Engine
 from gptworks.model import GPT
-from gptworks.planning.run import planned_steps
+from gptworks.planning.steps import planned_steps
 from gptworks.training.distributed.ranks import Ranks
 from gptworks.training.objectives.next_token import Batch, Losses, LossFunction, Routing, count_targets, next_token
 
