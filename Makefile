@@ -160,7 +160,7 @@ reference: .venv/.installed-dev
 
 docs: .venv/.installed-dev
 	$(PIP) -e ".[docs]"
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/zensical build --strict --clean
 
 bench: .venv/.installed-dev
 	$(PIP) -e ".[bench,serve,data,clean]"

@@ -52,9 +52,9 @@ def test_each_recipe_of_a_corpus_is_tried_here() -> None:
 
 
 @pytest.mark.parametrize("name", CORPORA)
-def test_the_guide_and_the_recipe_say_the_same(name: str) -> None:
+def test_the_page_and_the_recipe_say_the_same(name: str) -> None:
     recipe, text = load_recipe(f"corpora/{name}"), shipped_paths()[f"corpora/{name}"].read_text(encoding="utf-8")
-    guide = (Path(__file__).parents[1] / "docs" / "guide.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[1] / "docs" / "topics" / "data.md").read_text(encoding="utf-8")
     row = re.search(rf"^\| `corpora/{name}` \| (.*) \| (.*) \| ([\d,]+) \|$", guide, re.MULTILINE)
     assert row
     dataset, size, parameters = row.groups()

@@ -1,4 +1,4 @@
-"""The README's and the guide's commands run, in order, in an empty folder, as a newcomer runs them (`make test-guide`).
+"""The commands of the README, the guide and the topics run, in order, in an empty folder (`make test-guide`).
 
 A YAML or Python block that names its file in its first line is written there; `# B.yaml: A.yaml with these sections`
 is A.yaml with its sections replaced. Bash blocks and other Python blocks are run. A block after
@@ -25,6 +25,14 @@ from gptworks.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
 FLAGS = re.MULTILINE | re.DOTALL
+PAGES = [
+    "README.md",
+    "docs/guide.md",
+    *(f"docs/topics/{topic}.md" for topic in ("models", "planning", "data", "training", "export", "tuning")),
+    *(f"docs/topics/{topic}.md" for topic in ("generating", "serving", "studio", "evaluating")),
+    "docs/python.md",
+]
+"""In the order in which they run: later pages use the runs of earlier ones."""
 BLOCK = re.compile(r"(?:^<!-- not run: (?P<reason>[^\n]+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", FLAGS)
 NAMED = re.compile(r"# (?P<name>[\w-]+\.(?:yaml|py))(?:: (?P<base>[\w-]+\.yaml) with these sections)?\n")
 
@@ -54,8 +62,8 @@ class Block:
 
 
 def blocks() -> Iterator[Block]:
-    """Those of the README, then those of the guide."""
-    for name in ("README.md", "docs/guide.md"):
+    """The blocks of all pages, in order."""
+    for name in PAGES:
         page = (ROOT / name).read_text(encoding="utf-8")
         for match in BLOCK.finditer(page):
             line = page.count("\n", 0, match.start()) + 1
@@ -141,6 +149,16 @@ def await_server(server: subprocess.Popen[bytes], port: int) -> None:
         except OSError:
             time.sleep(0.5)
     raise AssertionError("the server did not start within two minutes")
+
+
+def test_every_topic_is_run() -> None:
+    assert {name for name in PAGES if "topics" in name} == {
+        f"docs/topics/{path.name}" for path in (ROOT / "docs" / "topics").glob("*.md")
+    }
+
+
+def test_the_guide_is_short() -> None:
+    assert (ROOT / "docs" / "guide.md").read_text(encoding="utf-8").count("\n") <= 350
 
 
 def test_blocks_that_are_not_run_say_why() -> None:

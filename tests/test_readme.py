@@ -22,6 +22,10 @@ from gptworks.training.record.writers import WRITERS
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 GUIDE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "topics").glob("*.md"))]
+TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
+PATH = GUIDE + "".join(text for page, text in TEXTS.items() if page.parent.name == "topics" or page.stem == "python")
+"""The guide and the pages that it leads to."""
 
 
 def packages_of(extra: str) -> set[str]:
@@ -54,7 +58,7 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recipe]:
 def test_every_command_shown_exists() -> None:
     commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
     commands |= {group.name for group in app.registered_groups if group.name}
-    shown = set(re.findall(r"gptworks (\w+)", " ".join(re.findall(r"`[^`]*`|```.*?```", README + GUIDE, re.DOTALL))))
+    shown = set(re.findall(r"gptworks (\w+)", " ".join(re.findall(r"`[^`]*`|```.*?```", README + PATH, re.DOTALL))))
     assert shown - {"import", "is"} <= commands
     assert commands <= set(re.findall(r"gptworks (\w+)", README)), "a command is missing in the README"
 
@@ -77,9 +81,9 @@ def test_the_tree_shown_is_the_tree() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for name, text in (("README.md", README), ("docs/guide.md", GUIDE)):
-        for target in re.findall(r"\]\(([^)#:]+)\)", text):
-            assert ((ROOT / name).parent / target).exists(), f"{name}: {target}"
+    for page, text in TEXTS.items():
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+            assert (page.parent / target).exists(), f"{page}: {target}"
 
 
 @pytest.mark.parametrize("name", shipped_paths())
@@ -152,9 +156,9 @@ def test_each_extra_that_an_error_names_exists_and_holds_the_package() -> None:
 
 
 def test_pictures_are_there_and_small_and_carry_no_script() -> None:
-    for folder, text in ((ROOT, README), (ROOT / "docs", GUIDE)):
+    for page, text in TEXTS.items():
         for name in re.findall(r"!\[[^]]*\]\(([^)]+)\)|<img src=\"([^\"]+)\"", text):
-            picture = folder / "".join(name)
+            picture = page.parent / "".join(name)
             assert 1_000 < picture.stat().st_size < 300_000, picture
             assert picture.suffix != ".svg" or "<script" not in picture.read_text(encoding="utf-8")
 
@@ -194,7 +198,7 @@ def test_nothing_is_loaded_from_a_pickle() -> None:
 def test_the_python_shown_in_the_guide_runs() -> None:
     blocks = [
         block
-        for block in re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+        for block in re.findall(r"```python\n(.*?)```", PATH, re.DOTALL)
         if not re.search("runs/demo|demo.yaml|127.0.0.1", block)
     ]
     assert blocks
