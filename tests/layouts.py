@@ -6,14 +6,14 @@ post-processor, which file says what, the kind of its chat template, and its lis
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as t
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import hf
 from gptworks.interop.huggingface.architectures import FAMILIES
@@ -370,6 +370,39 @@ def _all() -> dict[str, Layout]:
 
 
 LAYOUTS = cache(_all)()
+
+
+def _forgetful() -> dict[str, Layout]:
+    """Folders as a forgetful publisher leaves them: files that differ, keys that are missing, null or unknown."""
+    llama, qwen = LAYOUTS["llama-3.1-instruct"], LAYOUTS["qwen2.5-instruct"]
+    begun, chat = llama.settings, qwen.settings
+    without = {key: value for key, value in begun.items() if key not in ("bos_token", "eos_token")}
+    listed = {str(llama.tokenizer.token_to_id(name)): {"content": name, "special": True, "lstrip": False,
+              "rstrip": False, "normalized": False, "single_word": False}
+              for name in ("<|begin_of_text|>", "<|eot_id|>")}  # fmt: skip
+    spaced = Tokenizer.from_str(llama.tokenizer.to_str())
+    spaced.add_tokens([AddedToken("<tool>", lstrip=True, rstrip=True), AddedToken("kilo", normalized=True),
+                       AddedToken("single", single_word=True)])  # fmt: skip
+    named = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
+    tools = "{% if tools %}{{ tools | tojson }}{% endif %}{% for d in documents or [] %}{{ d.text }}{% endfor %}"
+    guarded = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
+    dated = "{% if strftime_now is defined %}{% set year = strftime_now('%Y') %}{% endif %}"
+    return {
+        "added-tokens-decoder": replace(llama, settings=begun | {"added_tokens_decoder": listed}),
+        "template-in-both": replace(llama, files={"chat_template.jinja": "{{ '' }}" + HEADERS}),
+        "eos-in-config-differs": replace(llama, config_end="<|end_of_text|>"),
+        "add-bos-null": replace(llama, settings=begun | {"add_bos_token": None, "add_eos_token": None}),
+        "class-unknown": replace(llama, settings=begun | {"tokenizer_class": "OurOwnTokenizerFast"}),
+        "spaces-around-tokens": replace(llama, tokenizer=spaced),
+        "names-in-the-map-only": replace(llama, settings=without, tokens_map=named),
+        "eos-list-in-config-only": replace(llama, generation=None),
+        "pad-is-eos": replace(llama, settings=begun | {"pad_token": "<|eot_id|>"}),
+        "unk-missing": replace(qwen, settings={key: value for key, value in chat.items() if key != "unk_token"}),
+        "template-of-tools": replace(llama, settings=begun | {"chat_template": tools + guarded + dated + HEADERS}),
+    }
+
+
+FORGETFUL = _forgetful()
 
 _SMALL: dict[str, Any] = {"vocab_size": ROWS, "num_hidden_layers": 1, "max_position_embeddings": 192,
                           "tie_word_embeddings": False}  # fmt: skip

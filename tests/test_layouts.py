@@ -19,10 +19,11 @@ from gptworks.interop.huggingface import export_huggingface, import_huggingface
 from gptworks.interop.huggingface.verify import quiet
 from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import document_frame, load_tokenizer, prompt_ids
-from layouts import LAYOUTS, PROMPT, Layout
+from layouts import FORGETFUL, LAYOUTS, PROMPT, Layout
 
 TEXTS = (
-    "The quick brown fox", " leading and trailing  ", "x\n\n\ty = 12345\r\n", "Zoe\u0308 東京 🗼", "we'll  DON'T  'tis",
+    "The quick brown fox", "a <tool> b", "2 kilos of singles: kilo single", " leading and trailing  ",
+    "x\n\n\ty = 12345\r\n", "Zoe\u0308 東京 🗼", "we'll  DON'T  'tis",
 )  # fmt: skip
 CHATS = (
     [{"role": "user", "content": " Hi  there\n"}],
@@ -51,10 +52,10 @@ def rendered(tokenizer: Any, chat: list[dict[str, str]]) -> str | None:
     return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, *FORGETFUL])
 @torch.no_grad()
 def test_a_released_layout_goes_in_and_out_as_it_is(name: str, tmp_path: Path) -> None:
-    layout, folder, run = LAYOUTS[name], tmp_path / "theirs", tmp_path / "run"
+    layout, folder, run = (LAYOUTS | FORGETFUL)[name], tmp_path / "theirs", tmp_path / "run"
     model = layouts.write(folder, layout)
     original = their_tokenizer(folder, layout)
     generation = t.AutoModelForCausalLM.from_pretrained(folder).generation_config
