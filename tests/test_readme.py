@@ -80,6 +80,16 @@ def test_the_tree_shown_is_the_tree() -> None:
     assert shown == there
 
 
+def test_the_tree_shown_is_in_the_order_of_imports() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    [layers] = [one["layers"] for one in project["tool"]["importlinter"]["contracts"] if one["type"] == "layers"]
+    level = {name.strip(): -number for number, layer in enumerate(layers) for name in layer.split("|")}
+    tree = re.search(r"```text\nsrc/gptworks/\n(.*?)```", README, re.DOTALL)
+    assert tree
+    shown = [f"gptworks.{line.split()[0].rstrip('/').removesuffix('.py')}" for line in tree[1].splitlines()]
+    assert [level[name] for name in shown] == sorted(level[name] for name in shown)
+
+
 def test_links_lead_somewhere() -> None:
     for page, text in TEXTS.items():
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
