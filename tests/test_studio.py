@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from gptworks.studio.state import uncached
 from gptworks.training.loop import train
 from gptworks.training.run_folder import is_in_use
 from histories import training
-from serving import KEY, Running, paused_after, running_app, until
+from serving import KEY, Running, paused_after, request, running_app, until
 
 PROMPT = "line 7: the quick"
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -322,6 +323,20 @@ def test_a_run_with_a_fifo_does_not_hold_up_the_others(name: str, runs: Path, tm
         *_, error = events(http, model="hostile", prompt="line")
         assert error["type"] == "error" and "is a FIFO" in error["message"]
         made(http, model="good", prompt="line", settings={"max_tokens": 1})
+
+
+def test_a_page_that_stops_sending_is_gone_before_its_next_word(runs: Path) -> None:
+    app = create_studio([runs / "demo"], SETTINGS, device="cpu", backend="torch")
+    with running_app(app) as server, paused_after(2):
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=120) as one:
+            asked = {"model": "demo", "prompt": "line", "settings": {"max_tokens": 20, "ignore_eos": True}}
+            one.sendall(request(asked, "/studio/generate"))
+            received = b""
+            while b'"token"' not in received:
+                received += one.recv(65536)
+            one.shutdown(socket.SHUT_WR)
+            until(lambda: server.service.in_flight == 0)
 
 
 def test_a_damaged_checkpoint_is_an_error_in_words_and_others_go_on(http: httpx.Client) -> None:

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ValidationError
@@ -42,7 +42,7 @@ def create_app(
 
     Args:
         engines: the models by name; the first is the default where a request may leave the name out.
-        routers: further routes.
+        routers: further routes, which the pages of a browser ask.
         home: answers browsers at `/`.
     """
     service = Service(engines, settings or ServerSettings())
@@ -57,14 +57,19 @@ def create_app(
         title="gptworks", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
     )
     app.state.service, app.state.home = service, home
-    for one in (router, *routers):
-        app.include_router(one)
+    app.include_router(router)
+    for one in routers:
+        app.include_router(one, dependencies=[Depends(_for_a_page)])
     errors.install(app)
     documents.install(app)
     app.add_middleware(Guard, service=service)
     if origins := list(service.settings.cors_origins):
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     return app
+
+
+async def _for_a_page(request: Request) -> None:
+    request.state.caller.is_page = True
 
 
 def service_of(request: Request) -> Service:

@@ -17,6 +17,8 @@ class Caller:
     works: bool = False
     """Whether the request counts as work: its body is complete, and it is not a stream that only watches."""
     watches: bool = False
+    is_page: bool = False
+    """Whether a page asks. A browser that closes reads no more, and what its page asks for may be silent for long."""
     n_numbers: int = 0
     """Numbers of log-probabilities that its answer may have."""
     n_tokens: int = 0

@@ -76,9 +76,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._idle or self.cycle.more_body or self.transport.is_closing():
             return False  # the transport closes
         caller = self.cycle.scope.get("state", {}).get("caller")
-        # A browser that closes reads no more, and what its page asks for may be silent for long.
-        is_page = self.scope["path"].startswith("/studio/")
-        if is_page or (caller is not None and caller.watches):
+        if caller is not None and (caller.is_page or caller.watches):
             return False
         self._half_closed = True
         if self.scope["http_version"] == "1.1" and not self.cycle.response_started:
