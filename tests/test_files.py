@@ -22,8 +22,15 @@ FUNCTIONS = {
     "pq.ParquetFile",
     "np.memmap", "np.fromfile", "np.load", "np.save", "np.savez", "np.loadtxt", "np.savetxt", "torch.load",
     "torch.save", "safe_open", "save_file", "load_file", "gzip.open", "bz2.open", "lzma.open", "gzip.GzipFile",
-    "sqlite3.connect", "filelock.FileLock", "FileLock",
+    "sqlite3.connect", "filelock.FileLock", "FileLock", "SummaryWriter",
 }  # fmt: skip
+AMBIGUOUS = {"open", "fdopen", "input", "link", "symlink", "truncate", "copy", "move", "load", "save", "connect"}
+MORE = {
+    "from_pretrained", "snapshot_download", "exec_module", "urlretrieve", "OSFile", "memory_map", "genfromtxt",
+    "BZ2File", "LZMAFile", "mknod",
+}  # fmt: skip
+UNMISTAKABLE = ({each.rpartition(".")[2] for each in FUNCTIONS} - AMBIGUOUS) | MORE
+"""Names that open a file under whatever name their module is imported."""
 DOOR = "files/"
 
 
@@ -51,13 +58,14 @@ def _opens(called: ast.expr) -> str | None:
         return whole
     if isinstance(called, ast.Attribute) and called.attr in METHODS:
         return f".{called.attr}"
-    return None
+    return last if (last := whole.rpartition(".")[2]) in UNMISTAKABLE else None
 
 
 OURS = "its name is that of a file that was just checked by, or made in a folder of, `gptworks.files`"
+TREE = "`check_tree` has looked at the folder; transformers and PEFT read only safetensors, and run no code of it"
 PACKAGE = "a file of the installed package"
 SYSTEM = "a file that the kernel makes, below /proc or /dev"
-LOCK = "filelock opens its lock file without following a link, and writes nothing there"
+LOCK = "in the user's own cache of kernels; where a wheel is built, filelock may be missing"
 STREAM = "it reads a stream that `gptworks.files` has opened"
 NO_FILE = "it opens no file: a stream of requests"
 CACHE = "the user's own cache of compiled kernels, in a folder whose owner and mode are checked"
@@ -68,17 +76,7 @@ LISTED = {
     ("cli/studio.py", "_invitations", "TemporaryDirectory"): "a folder of mode 0700, for a file of this process",
     ("confined/child.py", "_statm", ".read_text"): SYSTEM,
     ("confined/child.py", "serve", "os.fdopen"): "the pipe to the process that has started it",
-    ("data/cleaned.py", "CleanedDocuments.sizes", "np.fromfile"): OURS,
-    ("data/cleaned.py", "CleanedDocuments.verdicts", "np.fromfile"): OURS,
-    ("data/cleaned.py", "_compare", "np.memmap"): OURS,
-    ("data/mixture.py", "mixed", "FileLock"): LOCK,
-    ("data/prepare.py", "_lock", "FileLock"): LOCK,
-    ("data/search.py", "SearchIndex.build", "FileLock"): LOCK,
     ("data/search.py", "_opened", "mmap.mmap"): STREAM,
-    ("data/shards.py", "TokenShards.__init__", "np.memmap"): OURS,
-    ("data/shards.py", "TokenShards._check_ids", "np.memmap"): OURS,
-    ("data/shards.py", "TokenShards.document_starts", "np.fromfile"): OURS,
-    ("data/shards.py", "TokenShards.examples", "np.fromfile"): OURS,
     ("data/sources/archives.py", "_tar_members", "tarfile.open"): STREAM,
     ("data/sources/archives.py", "_zip", "zipfile.ZipFile"): OURS,
     ("data/sources/records.py", "_parquet_file", "pq.ParquetFile"): "a file that the user named, which is regular",
@@ -97,8 +95,16 @@ LISTED = {
     ("interop/huggingface/exporting.py", "_save", "save_file"): OURS,
     ("interop/huggingface/importing.py", "read_tensors", "safe_open"): OURS,
     ("interop/peft.py", "_write", "save_file"): OURS,
+    ("interop/peft.py", "_in_peft", "from_pretrained"): TREE,
+    ("interop/peft.py", "_verify", "from_pretrained"): OURS,
+    ("interop/hub.py", "_fetch", "snapshot_download"): "the hub's own client, into its own cache",
+    ("interop/huggingface/verify.py", "load_their_tokenizer", "from_pretrained"): TREE,
+    ("interop/huggingface/verify.py", "load_theirs", "from_pretrained"): TREE,
+    ("interop/huggingface/verify.py", "verify_folder", "from_pretrained"): OURS,
+    ("tokenizer.py", "_load_gpt2", "from_pretrained"): "a fixed name on the hub, by the hub's own client",
+    ("training/objectives/reward_function.py", "load_reward", "exec_module"): "a program that the user's recipe names",
+    ("training/record/writers.py", "TensorBoard.__init__", "SummaryWriter"): OURS,
     ("machine.py", "_lines", ".read_text"): SYSTEM,
-    ("native/choice.py", "seconds_of_both", ".read_bytes"): CACHE,
     ("native/library.py", "_alone", "filelock.FileLock"): LOCK,
     ("native/library.py", "_folders", "tempfile.mkdtemp"): CACHE,
     ("native/library.py", "_from_package", ".read_bytes"): PACKAGE,
@@ -111,9 +117,6 @@ LISTED = {
     ("recipes/__init__.py", "shipped_recipes", ".read_text"): PACKAGE,
     ("describe/published.py", "_published", ".read_text"): PACKAGE,
     ("runs/bands.py", "shipped_bands", ".read_text"): PACKAGE,
-    ("runs/paired.py", "run_try", "filelock.FileLock"): LOCK,
-    ("runs/sweep.py", "run_sweep", "filelock.FileLock"): LOCK,
-    ("runs/trials.py", "_alone", "filelock.FileLock"): LOCK,
     ("serve/generate.py", "begin", ".open"): NO_FILE,
     ("studio/processes.py", "_holds", ".read_text"): SYSTEM,
     ("studio/processes.py", "_trains", ".read_bytes"): SYSTEM,
@@ -122,7 +125,6 @@ LISTED = {
     ("tensors.py", "stored_tensors", "safe_open"): OURS,
     ("training/objectives/reward.py", "Reward._starting_model", "save_file"): OURS,
     ("training/run_folder.py", "is_in_use", "os.open"): "a lock, opened without following a link and never read",
-    ("training/run_folder.py", "open_run_folder", "filelock.FileLock"): LOCK,
 }  # fmt: skip
 """By file, function and call: why it does not go through the door."""
 
@@ -142,4 +144,6 @@ def f(path):
         def g(self): return [Path(x).read_bytes() for x in "ab"]
 """
     seen = set(_calls(ast.parse(source), ""))
+    aliased = "from shutil import copyfile as c, copytree\nimport numpy\ncopytree(a, b)\nnumpy.memmap(a)\nnumpy.load"
+    assert set(_calls(ast.parse(aliased), "")) == {("", "copytree"), ("", "memmap")}
     assert seen == {("f", "open"), ("f", ".open"), ("f", "shutil.copytree"), ("f", "os.open"), ("f.A.g", ".read_bytes")}

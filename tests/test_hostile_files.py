@@ -22,6 +22,7 @@ from gptworks.evaluation.results import Evaluation, read_evaluations, save_evalu
 from gptworks.files import remove_tree, sealed_json
 from gptworks.interop.huggingface.exporting import export_huggingface
 from gptworks.interop.huggingface.importing import import_huggingface
+from gptworks.interop.huggingface.verify import load_theirs
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.runs.history import read_history
 from gptworks.runs.report import write_report
@@ -294,6 +295,8 @@ def test_what_only_transformers_would_read_is_looked_at_before(
     _plant(tmp_path / "hf" / name, kind, tmp_path / "run")
     with pytest.raises(UserError, match=f"{name} (is a FIFO|leads out of)"):
         import_huggingface(tmp_path / "hf", tmp_path / "imported")
+    with pytest.raises(UserError, match=f"{name} (is a FIFO|leads out of)"):
+        load_theirs(tmp_path / "hf")  # as an export of an adapter does, of a base that the user names
 
 
 def test_a_folder_of_texts_with_a_link_to_elsewhere_is_refused(tmp_path: Path) -> None:

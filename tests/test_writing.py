@@ -9,12 +9,22 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import filelock
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from gptworks.cli import app
 from gptworks.errors import RunError, UserError
-from gptworks.files import new_folder, replacing, replacing_by_name, write_whole
+from gptworks.files import (
+    file_lock,
+    map_array,
+    new_folder,
+    read_array,
+    replacing,
+    replacing_by_name,
+    write_whole,
+)
 
 
 @pytest.fixture
@@ -184,3 +194,38 @@ def test_a_recipe_that_a_full_disk_refuses_leaves_nothing_and_can_be_written_aga
     assert CliRunner().invoke(app, command).exit_code == 0
     assert out.stat().st_size > 100
     assert "exists, and it is not overwritten" in str(CliRunner().invoke(app, command).exception)
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "folder", "another name"])
+def test_a_lock_is_a_file_that_holds_nothing_of_others(kind: str, tmp_path: Path) -> None:
+    """Releases of filelock empty the file that they lock, and some wait for a FIFO."""
+    lock, precious = tmp_path / ".lock", tmp_path / "precious"
+    precious.write_text("precious")
+    if kind == "link":
+        lock.symlink_to(precious)
+    elif kind == "fifo":
+        os.mkfifo(lock)
+    elif kind == "folder":
+        lock.mkdir()
+    else:
+        lock.hardlink_to(precious)
+    with pytest.raises(UserError, match=r"\.lock (is a link|is a FIFO|is a folder|has another name)"):
+        file_lock(lock)
+    assert precious.read_text() == "precious"
+
+
+def test_a_lock_that_is_there_is_locked_again(tmp_path: Path) -> None:
+    for _ in range(2):
+        with file_lock(tmp_path / ".lock", timeout=0), pytest.raises(filelock.Timeout):
+            file_lock(tmp_path / ".lock", timeout=0).acquire()
+
+
+def test_numbers_are_read_from_inside_only(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    np.arange(5, dtype="<u8").tofile(tmp_path / "secret")
+    np.arange(3, dtype="<u8").tofile(tmp_path / "run" / "numbers")
+    (tmp_path / "run" / "link").symlink_to(tmp_path / "secret")
+    for read in (read_array, map_array):
+        assert read(tmp_path / "run" / "numbers", "<u8", inside=tmp_path / "run").tolist() == [0, 1, 2]
+        with pytest.raises(UserError, match="leads out of"):
+            read(tmp_path / "run" / "link", "<u8", inside=tmp_path / "run")

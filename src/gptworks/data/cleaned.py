@@ -31,7 +31,17 @@ from gptworks.data.report import Report, adding_up
 from gptworks.data.sources.base import Piece, Source, Unit, document
 from gptworks.data.sources.choose import choose_source, total_bytes
 from gptworks.errors import UserError
-from gptworks.files import new_folder, open_new, open_regular, read_regular, sealed_json, unsealed_json, write_whole
+from gptworks.files import (
+    map_array,
+    new_folder,
+    open_new,
+    open_regular,
+    read_array,
+    read_regular,
+    sealed_json,
+    unsealed_json,
+    write_whole,
+)
 
 CLEANED = "cleaned"
 _KEPT, _COUNTS = "kept", "counts.json"
@@ -51,11 +61,11 @@ class CleanedDocuments(Source):
 
     def sizes(self) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
         """Of each document in bytes, also of those that are not kept."""
-        return np.fromfile(self._folder / "sizes", dtype="<u8")
+        return read_array(self._folder / "sizes", "<u8")
 
     def verdicts(self) -> Verdicts:
         """Of each document: 0 where it is kept."""
-        return np.zeros(len(self.sizes()), np.uint8) if self._kept is None else np.fromfile(self._kept, dtype=np.uint8)
+        return np.zeros(len(self.sizes()), np.uint8) if self._kept is None else read_array(self._kept, np.uint8)
 
     def texts(self, wanted: Iterable[bool]) -> Iterator[bytes]:
         """The wanted documents."""
@@ -199,10 +209,9 @@ def _compare(work: Path, jobs: list[Job], duplicates: Duplicates) -> None:
                 with open_regular(_folder(work, job.number) / "signatures") as signatures:
                     shutil.copyfileobj(signatures, stream)
         n_documents = joined.stat().st_size // (8 * duplicates.columns)
-        shape = (n_documents, duplicates.columns)
         verdicts = np.zeros(0, dtype=np.uint8)
         if n_documents:
-            verdicts = duplicates.verdicts(np.memmap(joined, dtype="<u8", mode="r", shape=shape))
+            verdicts = duplicates.verdicts(map_array(joined, "<u8").reshape(n_documents, duplicates.columns))
         joined.unlink()
         counts = {number: FilterCounts(type=name) for number, name in REASONS.items() if name in duplicates.types}
         at = 0

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
 from pydantic import ValidationError
 
 from gptworks.config import (
@@ -44,6 +43,7 @@ from gptworks.files import (
     check_free,
     check_regular,
     copy_folder,
+    file_lock,
     link_or_copy,
     make_folder,
     naming_disk_errors,
@@ -161,7 +161,7 @@ def mixed(members: Sequence[Member], cache_dir: Path) -> Prepared:
     advice = "Free space, or set data.cache_dir to another disk, and run it again."
     with naming_disk_errors(f"{cache_dir}: the mixture could not be made", folder, advice):
         make_folder(cache_dir)
-        with FileLock(cache_dir / f".{folder.name}.lock"):
+        with file_lock(cache_dir / f".{folder.name}.lock"):
             if folder.exists():
                 return open_prepared(folder)
             _write(members, manifest, folder)

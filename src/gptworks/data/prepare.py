@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, Timeout
 
 from gptworks.chat_template import find_chat_template
 from gptworks.config import AnyRecipe
@@ -31,7 +31,7 @@ from gptworks.data.shards import TOKENIZER_FOLDER
 from gptworks.data.sources.choose import check_sources
 from gptworks.data.write import missing_jobs, work_on, write_dataset
 from gptworks.errors import UserError
-from gptworks.files import make_folder, naming_disk_errors, remove_leftovers
+from gptworks.files import file_lock, make_folder, naming_disk_errors, remove_leftovers
 
 
 def prepare(recipe: AnyRecipe, *, report: Report = lambda stage, done_bytes, total_bytes: None) -> Prepared:
@@ -225,8 +225,8 @@ def _working(folder: Path) -> Iterator[Path]:
         _remove_unless_useful(folder)
 
 
-def _lock(folder_name: str, cache_dir: Path) -> FileLock:
-    return FileLock(cache_dir / f".{folder_name}.lock")
+def _lock(folder_name: str, cache_dir: Path) -> BaseFileLock:
+    return file_lock(cache_dir / f".{folder_name}.lock")
 
 
 @contextlib.contextmanager

@@ -23,13 +23,20 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from filelock import FileLock
 
 from gptworks.data.opened import Prepared
 from gptworks.data.shards import Ids, ShardFile, Split, TokenShards, redo
 from gptworks.data.spelling import BORDER, Spelling
 from gptworks.errors import UserError, not_installed
-from gptworks.files import make_folder, naming_disk_errors, open_regular, replacing, sealed_json, unsealed_json
+from gptworks.files import (
+    file_lock,
+    make_folder,
+    naming_disk_errors,
+    open_regular,
+    replacing,
+    sealed_json,
+    unsealed_json,
+)
 from gptworks.machine import usable_cpus
 
 FOLDER = "search"
@@ -177,7 +184,7 @@ class SearchIndex:
         needed = 5 * self._shards.text_bytes
         with naming_disk_errors(f"{self.folder}: the index could not be written", self.folder, advice, needed):
             make_folder(self.folder)
-            with FileLock(self.folder / ".lock"):
+            with file_lock(self.folder / ".lock"):
                 todo = [block for block in self._blocks if _opened(block) is None]
                 done = self.n_tokens - sum(block.n_tokens for block in todo)
                 report(done, self.n_tokens)

@@ -25,7 +25,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from gptworks.config import Section
 from gptworks.errors import UserError
-from gptworks.files import open_regular, read_regular, sha256_file, unsealed_json
+from gptworks.files import map_array, open_regular, read_array, read_regular, sha256_file, unsealed_json
 
 FORMAT_VERSION = 4
 _READ_FORMATS = (3, FORMAT_VERSION)
@@ -250,9 +250,9 @@ class TokenShards:
                 self._check_size(_beside(shard, ending), sizes[ending])
         if verify:
             self.verify()
-        self._maps = [np.memmap(self.folder / shard.file, dtype, mode="r") for shard in self._files.shards]
+        self._maps = [map_array(self.folder / shard.file, dtype, inside=self.folder) for shard in self._files.shards]
         self._learned = [
-            np.memmap(self.folder / _beside(shard, "learned"), np.uint8, mode="r")
+            map_array(self.folder / _beside(shard, "learned"), np.uint8, inside=self.folder)
             for shard in self._files.shards
             if "learned" in shard.more_sha256
         ]
@@ -315,7 +315,8 @@ class TokenShards:
 
     def examples(self) -> npt.NDArray[np.uint64]:
         """The columns of `EXAMPLE`, [n_documents, columns]."""
-        parts = [np.fromfile(self.folder / _beside(shard, "examples"), dtype="<u8") for shard in self._files.shards]
+        names = [_beside(shard, "examples") for shard in self._files.shards]
+        parts = [read_array(self.folder / name, "<u8", inside=self.folder) for name in names]
         return np.concatenate([*parts, np.empty(0, dtype="<u8")]).reshape(-1, len(EXAMPLE)).astype(np.uint64)
 
     def document_starts(self) -> npt.NDArray[np.int64]:
@@ -325,7 +326,8 @@ class TokenShards:
             UserError: they are not.
         """
         parts = [
-            np.fromfile(self.folder / shard.offsets_file, dtype="<u8").astype(np.int64) + int(self._bounds[index])
+            read_array(self.folder / shard.offsets_file, "<u8", inside=self.folder).astype(np.int64)
+            + int(self._bounds[index])
             for index, shard in enumerate(self._files.shards)
         ]
         starts: npt.NDArray[np.int64] = np.concatenate([*parts, np.empty(0, dtype=np.int64)])
@@ -361,7 +363,7 @@ class TokenShards:
         """Refuse ids outside the vocabulary: the sums prove only that the file is as its author wrote it."""
         if not shard.tokens:
             return
-        ids = np.memmap(self.folder / shard.file, little_endian(self.manifest.dtype), mode="r")
+        ids = map_array(self.folder / shard.file, little_endian(self.manifest.dtype), inside=self.folder)
         highest = max(int(ids[at : at + _CHECKED_IDS].max()) for at in range(0, len(ids), _CHECKED_IDS))
         if highest >= self.manifest.vocab_size:
             raise UserError(

@@ -2,14 +2,17 @@
 `sums` checks them, and `disk` says why a disk refused."""
 
 from gptworks.files.disk import naming_disk_errors, why_not_written
+from gptworks.files.lock import file_lock
 from gptworks.files.read import (
     check_inside,
     check_links,
     check_regular,
     check_tree,
+    map_array,
     open_folder,
     open_given,
     open_regular,
+    read_array,
     read_given,
     read_regular,
     read_text,
@@ -43,9 +46,11 @@ __all__ = [
     "check_tree",
     "copy_file",
     "copy_folder",
+    "file_lock",
     "link_or_copy",
     "make_folder",
     "making",
+    "map_array",
     "naming_disk_errors",
     "new_folder",
     "open_folder",
@@ -53,6 +58,7 @@ __all__ = [
     "open_new",
     "open_regular",
     "open_to_append",
+    "read_array",
     "read_given",
     "read_regular",
     "read_text",

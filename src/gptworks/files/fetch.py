@@ -22,10 +22,9 @@ from typing import Literal, cast, get_args
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from filelock import FileLock
-
 from gptworks.errors import RunError, UserError
 from gptworks.files.disk import naming_disk_errors
+from gptworks.files.lock import file_lock
 from gptworks.files.read import O_NOFOLLOW
 from gptworks.files.sums import sha256_file
 from gptworks.files.write import sync
@@ -140,7 +139,7 @@ def fetched(url: str, sha256: str, folder: Path) -> Path:
     with naming_disk_errors(f"{file} could not be written", file, advice):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         partial = file.with_name(f".{file.name}.partial")
-        with FileLock(file.with_name(f".{file.name}.lock"), mode=0o600):
+        with file_lock(file.with_name(f".{file.name}.lock"), mode=0o600):
             if _is_there(file):  # another process was faster
                 return file
             _fetch(url, partial)

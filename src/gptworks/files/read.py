@@ -14,9 +14,12 @@ import stat
 import tempfile
 from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from gptworks.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 O_DIRECTORY, O_NOFOLLOW, O_NONBLOCK = (getattr(os, name, 0) for name in ("O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK"))
 """Flags; 0 on Windows, which lacks them."""
@@ -142,6 +145,23 @@ def _decoded(data: bytes, path: Path) -> str:
         raise UserError(f"{path} is no UTF-8 text: byte {error.start} cannot be read. Save it as UTF-8.") from None
 
 
+def read_array(path: Path, dtype: "npt.DTypeLike", *, inside: Path | None = None) -> "npt.NDArray[Any]":
+    """The numbers of a regular file that holds nothing else; errors: see `open_regular`."""
+    import numpy as np
+
+    with open_regular(path, inside=inside) as file:
+        return np.fromfile(file, dtype)
+
+
+def map_array(path: Path, dtype: "npt.DTypeLike", *, inside: Path | None = None) -> "npt.NDArray[Any]":
+    """The numbers of a regular file that holds nothing else and is not empty, as its pages, which are read when they
+    are used; errors: see `open_regular`."""
+    import numpy as np
+
+    with open_regular(path, inside=inside) as file:
+        return np.memmap(file, dtype, mode="r")
+
+
 def check_inside(path: Path, inside: Path) -> None:
     """Refuse a file or folder, before a library opens it by name, that a link takes out of the folder `inside`; what
     is not there passes.
@@ -203,6 +223,16 @@ def open_folder(path: Path, *, inside: Path | None = None) -> int:
         return os.open(path, os.O_RDONLY | O_DIRECTORY)
     except PermissionError:  # names can be made in a folder that cannot be listed, where the system has O_PATH
         return os.open(path, _FOLDER)
+
+
+def check_names(path: Path, found: os.stat_result) -> None:
+    """Refuse a file that has other names, before it is changed.
+
+    Raises:
+        UserError: as said.
+    """
+    if found.st_nlink > 1:
+        raise UserError(f"{path} has another name elsewhere (a hard link), which would change too: copy it.")
 
 
 def check_kind(path: Path, found: os.stat_result, max_bytes: int | None = None) -> None:

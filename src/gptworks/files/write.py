@@ -26,6 +26,7 @@ from gptworks.files.read import (
     O_NONBLOCK,
     check_inside,
     check_kind,
+    check_names,
     open_folder,
     open_regular,
 )
@@ -64,8 +65,7 @@ def link_or_copy(file: Path, to: Path) -> None:
     except OSError as error:
         if error.errno in DISK_FAILS:
             raise
-        shutil.copyfile(file, to)
-        sync(to)
+        copy_file(file, to)
 
 
 @contextlib.contextmanager
@@ -208,8 +208,8 @@ def open_to_append(path: Path, *, inside: Path | None = None) -> BufferedRandom:
         try:
             found = os.fstat(descriptor)
             check_kind(path, found)
-            if inside is not None and found.st_nlink > 1:
-                raise UserError(f"{path} has another name elsewhere (a hard link), which would change too: copy it.")
+            if inside is not None:
+                check_names(path, found)
         except BaseException:
             os.close(descriptor)
             raise

@@ -224,10 +224,8 @@ def _write(folder: Path, pairs: dict[str, Pair], adapter: LoRAConfig, base: str,
 
 def _verify(folder: Path, base: Path, loaded: LoadedRun, tokenizer: Tokenizer) -> float:
     """The largest difference of a logit between our model and base and adapter in PEFT."""
-    peft, transformers = require("peft"), require("transformers")
     with quiet():
-        model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, local_files_only=True)
-        theirs = peft.PeftModel.from_pretrained(model, folder, local_files_only=True).eval()
+        theirs = require("peft").PeftModel.from_pretrained(load_theirs(base), folder, local_files_only=True).eval()
         return verify_logits(merge_lora(loaded.model), theirs, tokenizer, loaded.recipe.train.sample_prompts)
 
 

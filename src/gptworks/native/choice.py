@@ -17,7 +17,7 @@ import torch
 from gptworks.choices import BackendName
 from gptworks.config import ModelConfig
 from gptworks.errors import RunError, UserError
-from gptworks.files import write_whole
+from gptworks.files import read_regular, write_whole
 from gptworks.model import GPT
 from gptworks.model.backend import Backend, Chunk, TorchBackend
 from gptworks.native import backend as native
@@ -111,7 +111,7 @@ def seconds_of_both(kind: torch.dtype) -> tuple[float, float]:
     file = kernels.folder / "choice.json"
     known: dict[str, list[float]] = {}
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        read = json.loads(file.read_bytes())
+        read = json.loads(read_regular(file, 1 << 20))
         known = read if isinstance(read, dict) else {}
     found = known.get(key)
     if isinstance(found, list) and len(found) == 2 and all(isinstance(x, float) and x > 0 for x in found):

@@ -20,7 +20,7 @@ from gptworks.config import Recipe
 from gptworks.data.prepare import prepare
 from gptworks.device import choose_device, choose_precision
 from gptworks.errors import UserError
-from gptworks.files import check_links
+from gptworks.files import check_links, file_lock
 from gptworks.recipe import load_recipe, save_recipe, with_vocab_size
 from gptworks.runs.history import History, read_history
 from gptworks.runs.sequential import FEWEST_PAIRS, MOST_PAIRS
@@ -182,7 +182,7 @@ def run_try(
     check_links(folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        lock = filelock.FileLock(folder / ".lock", timeout=0)
+        lock = file_lock(folder / ".lock", timeout=0)
         lock.acquire()
     except filelock.Timeout:
         raise UserError(f"{folder} is in use by another try: wait for it, or give another --folder.") from None

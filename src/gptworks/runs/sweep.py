@@ -17,7 +17,7 @@ import filelock
 
 from gptworks.config import Recipe, SweepConfig, SweepRange
 from gptworks.errors import RunError, UserError, not_installed
-from gptworks.files import check_links, check_regular
+from gptworks.files import check_links, check_regular, file_lock
 from gptworks.recipe import load_recipe, save_recipe
 from gptworks.runs.settings import flat
 from gptworks.runs.trials import check_comparable, evaluations, last_line, train_trial
@@ -167,7 +167,7 @@ def run_sweep(
     check_links(folder / "trials")
     (folder / "trials").mkdir(parents=True, exist_ok=True)
     try:
-        lock = filelock.FileLock(folder / ".lock", timeout=0)
+        lock = file_lock(folder / ".lock", timeout=0)
         lock.acquire()
     except filelock.Timeout:
         raise UserError(f"{folder} is in use by another sweep: wait for it, or give another run_dir=.") from None

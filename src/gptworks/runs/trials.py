@@ -19,7 +19,7 @@ import filelock
 
 from gptworks.config import Recipe, Role, settings
 from gptworks.errors import RunError, UserError
-from gptworks.files import open_regular, open_to_append
+from gptworks.files import file_lock, open_regular, open_to_append
 from gptworks.recipe import save_recipe
 from gptworks.training.record.metrics import Record, read_metrics
 
@@ -138,7 +138,7 @@ def _alone(place: Path, stop_asked: Callable[[], Any], report: Callable[[str], N
     reported = False
     while not stop_asked():
         try:
-            with filelock.FileLock(place / ".lock", timeout=0.5):
+            with file_lock(place / ".lock", timeout=0.5):
                 return True
         except filelock.Timeout:
             if not reported:

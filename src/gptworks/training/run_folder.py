@@ -9,7 +9,7 @@ import filelock
 
 from gptworks.config import Recipe
 from gptworks.errors import RunError, UserError
-from gptworks.files import check_links, check_sums, make_folder
+from gptworks.files import check_links, check_sums, file_lock, make_folder
 from gptworks.recipe import load_recipe
 from gptworks.tokenizer import MAX_TOKENIZER_BYTES
 from gptworks.training.changes import check_changes
@@ -32,7 +32,7 @@ def open_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ()) 
     check_run_folder(recipe, resume, change)
     try:
         make_folder(folder)
-        lock = filelock.FileLock(folder / ".lock", timeout=0.3)  # `is_in_use` holds it for an instant
+        lock = file_lock(folder / ".lock", timeout=0.3)  # `is_in_use` holds it for an instant
         lock.acquire()
     except filelock.Timeout:
         raise UserError(

@@ -19,6 +19,7 @@ from gptworks.chat_template import ChatTemplate
 from gptworks.checkpoint import Report, load_run
 from gptworks.config import ModelConfig
 from gptworks.errors import RunError, UserError, not_installed
+from gptworks.files import check_tree
 from gptworks.interop.huggingface.original import Original, sha256
 from gptworks.model import GPT, SlotCache
 from gptworks.tokenizer import load_tokenizer, prompt_ids
@@ -158,7 +159,12 @@ def verify_logits(
 
 
 def load_theirs(folder: Path) -> Any:
-    """The model in a Hugging Face folder as transformers loads it, in fp32; from safetensors, without its code."""
+    """The model in a Hugging Face folder as transformers loads it, in fp32; from safetensors, without its code.
+
+    Raises:
+        UserError: a link leads out of the folder, or something in it is no regular file.
+    """
+    check_tree(folder)
     return require("transformers").AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False
     )
