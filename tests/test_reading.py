@@ -14,6 +14,7 @@ from gptworks.errors import UserError
 from gptworks.files import (
     check_inside,
     check_regular,
+    check_tree,
     copy_file,
     copy_folder,
     open_new,
@@ -274,6 +275,26 @@ def test_appending_follows_no_link_in_a_received_folder(place: SimpleNamespace) 
         with open_to_append(path, inside=place.run) as file:
             file.write(line)
     assert path.read_bytes() == b"a\nb\n"
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800.json", "below\0/file.json"])
+def test_a_name_that_no_file_can_have_is_named(name: str, place: SimpleNamespace) -> None:
+    """As a list of files in JSON may hold."""
+    for inside in (None, place.run):
+        with pytest.raises(UserError, match="which no file has"):
+            read_regular(place.run / name, 100, inside=inside)
+    with pytest.raises(UserError, match="which no file has"):
+        check_inside(place.run / name, place.run)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "socket", "/dev/zero", "/etc"])
+def test_a_tree_is_looked_at_whole(kind: str, place: SimpleNamespace) -> None:
+    (place.run / "inner").symlink_to("below")
+    (place.run / "below" / ".hidden").symlink_to("/dev/zero")
+    check_tree(place.run)
+    plant(kind, place.run / "below" / "file")
+    with pytest.raises(UserError, match=r"below/file (is a FIFO, socket or device|leads out of)"):
+        check_tree(place.run)
 
 
 def test_names_with_line_ends_and_escapes_are_read_and_written_as_they_are(place: SimpleNamespace) -> None:

@@ -196,11 +196,14 @@ def check_tree(folder: Path) -> None:
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in (*folders, *names):
             path = Path(parent, name)
-            if path.is_symlink() and path.is_dir():
-                check_inside(path, folder)
-            elif name in names and not name.startswith("."):
-                with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):
+                found = path.lstat()
+                if stat.S_ISLNK(found.st_mode) and path.is_dir():
+                    check_inside(path, folder)
+                elif stat.S_ISLNK(found.st_mode) and not name.startswith("."):
                     check_regular(path, inside=folder)
+                elif not stat.S_ISDIR(found.st_mode) and not name.startswith("."):
+                    check_kind(path, found)
 
 
 def open_folder(path: Path, *, inside: Path | None = None) -> int:
@@ -252,14 +255,26 @@ def check_kind(path: Path, found: os.stat_result, max_bytes: int | None = None) 
 
 def _open_anywhere(path: Path) -> int:
     """A descriptor of a file that the user named: links are followed."""
+    _check_name(path)
     found = path.stat()  # opening a device may do something
     if not stat.S_ISREG(found.st_mode):
         check_kind(path, found)
     return os.open(path, os.O_RDONLY | O_NONBLOCK)
 
 
+def _check_name(path: Path) -> None:
+    """Refuse a name that no file can have, as a JSON text may hold: of it the system's calls make other errors."""
+    try:
+        if b"\0" not in os.fsencode(path):
+            return
+    except UnicodeEncodeError:
+        pass
+    raise UserError(f"{str(path)!a} has a NUL or half a surrogate pair in its name, which no file has: correct it.")
+
+
 def _open_inside(path: Path, inside: Path) -> int:
     """A descriptor of what `path` names, each name on the way from `inside` opened by itself."""
+    _check_name(path)
     root, names = Path(os.path.realpath(inside)), Path(os.path.normpath(path.relative_to(inside)))
     try:
         for _ in range(_MOST_LINKS):
