@@ -78,7 +78,7 @@ LISTED = {
     ("confined/child.py", "serve", "os.fdopen"): "the pipe to the process that has started it",
     ("data/search.py", "_opened", "mmap.mmap"): STREAM,
     ("data/sources/archives.py", "_tar_members", "tarfile.open"): STREAM,
-    ("data/sources/archives.py", "_zip", "zipfile.ZipFile"): OURS,
+    ("data/sources/archives.py", "_zip", "zipfile.ZipFile"): STREAM,
     ("data/sources/records.py", "_parquet_file", "pq.ParquetFile"): "a file that the user named, which is regular",
     ("data/sources/opening.py", "", "gzip.GzipFile"): STREAM,
     ("device.py", "BusyCores._counts", ".read_text"): SYSTEM,

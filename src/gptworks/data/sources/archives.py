@@ -1,6 +1,7 @@
 """ZIP and tar archives, whose members are documents or files of records. Nothing is written to the disk: members are
 read as streams, in the order of the archive."""
 
+import contextlib
 import errno
 import fnmatch
 import io
@@ -147,11 +148,10 @@ def _check_path(file: Path, name: str) -> None:
 # ------------------------------------------------------------------------------------------------------------- zip
 
 
-def _check_directory(file: Path) -> None:
+def _check_directory(stream: BinaryIO, file: Path) -> None:
     """Refuse a list of members that would fill the memory, which holds it whole."""
-    with open_regular(file) as stream:
-        stream.seek(max(0, file.stat().st_size - (1 << 16) - 98))
-        tail = stream.read()
+    stream.seek(max(0, stream.seek(0, io.SEEK_END) - (1 << 16) - 98))
+    tail = stream.read((1 << 16) + 98)
     end, end_of_large = tail.rfind(b"PK\5\6"), tail.rfind(b"PK\6\6")
     size = int.from_bytes(tail[end + 12 : end + 16], "little") if end >= 0 else 0
     if size == 0xFFFFFFFF and end_of_large >= 0:
@@ -163,12 +163,16 @@ def _check_directory(file: Path) -> None:
         )
 
 
-def _zip(file: Path) -> zipfile.ZipFile:
-    _check_directory(file)
-    try:
-        return zipfile.ZipFile(file)
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError) as error:
-        raise UserError(f"{file} is not a ZIP archive that can be read: {error}. Get it again.") from None
+@contextlib.contextmanager
+def _zip(file: Path) -> Iterator[zipfile.ZipFile]:
+    with open_regular(file) as stream:
+        _check_directory(stream, file)
+        try:
+            archive = zipfile.ZipFile(stream)
+        except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError) as error:
+            raise UserError(f"{file} is not a ZIP archive that can be read: {error}. Get it again.") from None
+        with archive:
+            yield archive
 
 
 def _zip_members(file: Path, start: int, end: int | None) -> Iterator[_Opened]:
