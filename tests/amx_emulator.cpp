@@ -1,9 +1,10 @@
-// AMX for a processor that lacks it, so that the kernels' tiles are tested anywhere: loaded before a program (LD_PRELOAD), it
-// computes each AMX instruction when the processor refuses it (SIGILL), says yes where the system is asked for tiles, and
-// adds AMX to the flags in /proc/cpuinfo. After Intel's manual, volume 2, but for one thing: it keeps subnormal numbers.
+// AMX for a processor that lacks it, so that the kernels' tiles are tested anywhere: loaded before a program
+// (LD_PRELOAD), it computes each AMX instruction when the processor refuses it (SIGILL), says yes where the system is
+// asked for tiles, and adds AMX to the flags in /proc/cpuinfo. After Intel's manual, volume 2, but for one thing: it
+// keeps subnormal numbers.
 //
-// What a program gets to see of it: amx_emulator_products(), how many products of tiles it computed. AMX_EMULATOR_REFUSES=1:
-// the system grants no tiles; AMX_EMULATOR_WRONG=1: their sums are wrong.
+// What a program gets to see of it: amx_emulator_products(), how many products of tiles it computed.
+// AMX_EMULATOR_REFUSES=1: the system grants no tiles; AMX_EMULATOR_WRONG=1: their sums are wrong.
 //
 //     g++ -O3 -march=native -shared -fPIC tests/amx_emulator.cpp -o amx.so -ldl
 
@@ -31,7 +32,7 @@ struct Tile {
     uint8_t row[16][64];
 };
 
-struct State {  // of a thread
+struct State { // of a thread
     bool configured;
     uint8_t shapes[64];
     Tile tile[8];
@@ -63,7 +64,7 @@ float wide(const uint8_t *at) {
     return x;
 }
 
-void clear_behind(int t, int rows) {  // and beyond a row's bytes, as the processor does
+void clear_behind(int t, int rows) { // and beyond a row's bytes, as the processor does
     for (int r = 0; r < 16; r++) {
         const int kept = r < rows ? state.row_bytes(t) : 0;
         memset(state.tile[t].row[r] + kept, 0, 64 - kept);
@@ -88,7 +89,7 @@ void multiply_bf16(int c, int a, int b) {
     clear_behind(c, state.rows(c));
 }
 
-void multiply_bytes(int c, int a, int b) {  // both signed
+void multiply_bytes(int c, int a, int b) { // both signed
     const int words = state.row_bytes(a) / 4, columns = state.row_bytes(c) / 4;
     for (int m = 0; m < state.rows(c); m++) {
         uint32_t into[16];
@@ -107,8 +108,9 @@ bool emulate(greg_t *registers) {
     static const int NAMES[16] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI,
                                   REG_R8,  REG_R9,  REG_R10, REG_R11, REG_R12, REG_R13, REG_R14, REG_R15};
     const uint8_t *at = (const uint8_t *)registers[REG_RIP], *const start = at;
-    if (at[0] != 0xc4 || (at[1] & 0x1f) != 2 || (at[2] & 0x84)) return false;  // VEX, map 0F38, W0, 128 bits
-    const int prefix = at[2] & 3, third = ~(at[2] >> 3) & 15, index_high = at[1] & 0x40 ? 0 : 8, base_high = at[1] & 0x20 ? 0 : 8;
+    if (at[0] != 0xc4 || (at[1] & 0x1f) != 2 || (at[2] & 0x84)) return false; // VEX, map 0F38, W0, 128 bits
+    const int prefix = at[2] & 3, third = ~(at[2] >> 3) & 15, index_high = at[1] & 0x40 ? 0 : 8,
+              base_high = at[1] & 0x20 ? 0 : 8;
     const int code = at[3], modrm = at[4], mode = modrm >> 6, t = modrm >> 3 & 7;
     at += 5;
     char *address = nullptr;
@@ -120,7 +122,7 @@ bool emulate(greg_t *registers) {
             base = sib & 7;
             if (index != 4) stride = (int64_t)registers[NAMES[index]] << (sib >> 6);
         }
-        if (base == 5 && mode == 0) {  // no base, or the place after the instruction; compilers do not use either here
+        if (base == 5 && mode == 0) { // no base, or the place after the instruction; compilers do not use either here
             if ((modrm & 7) == 4) refuse("an address without a base");
             int32_t offset;
             memcpy(&offset, at, 4);
@@ -136,7 +138,7 @@ bool emulate(greg_t *registers) {
     }
     const bool sums = code == 0x5c || code == 0x5e;
     if (code != 0x49 && !state.configured) refuse("tiles are used before ldtilecfg");
-    if (code == 0x49 && mode != 3 && prefix == 0) {  // ldtilecfg
+    if (code == 0x49 && mode != 3 && prefix == 0) { // ldtilecfg
         address += stride;
         memcpy(state.shapes, address, 64);
         state.configured = state.shapes[0] == 1;
@@ -144,20 +146,21 @@ bool emulate(greg_t *registers) {
         for (int i = 0; i < 8; i++)
             if (state.row_bytes(i) > 64 || state.rows(i) > 16) refuse("a tile is too large");
         memset(state.tile, 0, sizeof state.tile);
-    } else if (code == 0x49 && modrm == 0xc0 && prefix == 0) {  // tilerelease
+    } else if (code == 0x49 && modrm == 0xc0 && prefix == 0) { // tilerelease
         state.configured = false;
-    } else if (code == 0x49 && mode == 3 && prefix == 3) {  // tilezero
+    } else if (code == 0x49 && mode == 3 && prefix == 3) { // tilezero
         if (!state.configured) refuse("tiles are used before ldtilecfg");
         memset(&state.tile[t], 0, sizeof state.tile[t]);
-    } else if (code == 0x4b && mode != 3 && prefix == 3) {  // tileloadd
+    } else if (code == 0x4b && mode != 3 && prefix == 3) { // tileloadd
         for (int r = 0; r < state.rows(t); r++) memcpy(state.tile[t].row[r], address + r * stride, state.row_bytes(t));
         clear_behind(t, state.rows(t));
-    } else if (code == 0x4b && mode != 3 && prefix == 2) {  // tilestored
+    } else if (code == 0x4b && mode != 3 && prefix == 2) { // tilestored
         for (int r = 0; r < state.rows(t); r++) memcpy(address + r * stride, state.tile[t].row[r], state.row_bytes(t));
     } else if (sums && mode == 3) {
         const int a = modrm & 7, b = third;
         if (b > 7 || t == a || t == b || a == b) refuse("a product of tiles that are not three");
-        if (state.row_bytes(a) / 4 != state.rows(b) || state.rows(t) != state.rows(a) || state.row_bytes(t) != state.row_bytes(b))
+        if (state.row_bytes(a) / 4 != state.rows(b) || state.rows(t) != state.rows(a) ||
+            state.row_bytes(t) != state.row_bytes(b))
             refuse("a product of tiles that do not fit");
         n_products.fetch_add(1, std::memory_order_relaxed);
         if (code == 0x5c && prefix == 2)
@@ -182,7 +185,8 @@ void on_illegal(int number, siginfo_t *info, void *context) {
         return;
     }
     if (next_handler.sa_flags & SA_SIGINFO) return next_handler.sa_sigaction(number, info, context);
-    if (next_handler.sa_handler != SIG_DFL && next_handler.sa_handler != SIG_IGN) return next_handler.sa_handler(number);
+    if (next_handler.sa_handler != SIG_DFL && next_handler.sa_handler != SIG_IGN)
+        return next_handler.sa_handler(number);
     refuse("an instruction that is none of AMX");
 }
 
@@ -217,7 +221,7 @@ int opened(const char *path, int flags, mode_t mode) {
     return (int)syscall(SYS_openat, AT_FDCWD, path, flags, mode);
 }
 
-}  // namespace
+} // namespace
 
 extern "C" int64_t amx_emulator_products() { return n_products; }
 

@@ -10,14 +10,14 @@
 
 namespace {
 
-struct Header {  // of a case; positions are bytes in its image
+struct Header { // of a case; positions are bytes in its image
     int64_t image_bytes, n_relocations, model, tensors, expected, n_logits;
-    double near, near_rounded;  // largest difference; where activations are rounded to multiply them
-    int64_t kind;               // of the weights
+    double near, near_rounded; // largest difference; where activations are rounded to multiply them
+    int64_t kind;              // of the weights
     char name[64];
 };
 
-template <class T> void read(std::FILE *file, T *to, int64_t n) {
+template<class T> void read(std::FILE *file, T *to, int64_t n) {
     if (std::fread(to, sizeof(T), n, file) != (size_t)n) {
         std::fprintf(stderr, "the file ends too early\n");
         std::exit(2);
@@ -27,19 +27,20 @@ template <class T> void read(std::FILE *file, T *to, int64_t n) {
 bool agrees(std::FILE *file) {
     Header h;
     read(file, &h, 1);
-    std::vector<Lanes> image(h.image_bytes / 64 + 1024);  // aligned; prefetching goes on behind the end
+    std::vector<Lanes> image(h.image_bytes / 64 + 1024); // aligned; prefetching goes on behind the end
     char *base = (char *)image.data();
     std::vector<int64_t> relocations(h.n_relocations);
     read(file, base, h.image_bytes);
     read(file, relocations.data(), h.n_relocations);
-    for (const int64_t at : relocations) {  // a pointer is kept as a position
+    for (const int64_t at : relocations) { // a pointer is kept as a position
         int64_t position;
         std::memcpy(&position, base + at, sizeof position);
         char *pointer = base + position;
         std::memcpy(base + at, &pointer, sizeof pointer);
     }
     const Tensor *const tensors = (const Tensor *)(base + h.tensors);
-    if (gptworks_step((const Model *)(base + h.model), tensors, tensors + 1, tensors + 2, tensors + 3, tensors + 4, nullptr, 2)) {
+    if (gptworks_step((const Model *)(base + h.model), tensors, tensors + 1, tensors + 2, tensors + 3, tensors + 4,
+                      nullptr, 2)) {
         std::printf("%s: %s\n", h.name, gptworks_error());
         return false;
     }
@@ -59,7 +60,7 @@ bool agrees(std::FILE *file) {
     return false;
 }
 
-}  // namespace
+} // namespace
 
 int main(int n_arguments, char **arguments) {
     if (n_arguments == 1) {
@@ -71,6 +72,7 @@ int main(int n_arguments, char **arguments) {
     int64_t n_cases, n_wrong = 0;
     read(file, &n_cases, 1);
     for (int64_t i = 0; i < n_cases; i++) n_wrong += !agrees(file);
-    std::printf("%lld cases, %lld wrong, built with %d\n", (long long)n_cases, (long long)n_wrong, gptworks_built_with());
+    std::printf("%lld cases, %lld wrong, built with %d\n", (long long)n_cases, (long long)n_wrong,
+                gptworks_built_with());
     return n_wrong > 0;
 }

@@ -1,10 +1,12 @@
-// Matrix tiles of 16 rows of 64 bytes: Intel's AMX, on Linux. What the processor has is asked for when the library runs, so
-// that one library serves processors with and without.
+// Matrix tiles of 16 rows of 64 bytes: Intel's AMX, on Linux. What the processor has is asked for when the library
+// runs, so that one library serves processors with and without.
 //
-//     c[16][16] += a[16][words] · b[words][16]     a word: two numbers in bf16, or four of 8 bits, of what is summed over
+//     c[16][16] += a[16][words] · b[words][16]     a word: two numbers in bf16, or four of 8 bits, of what is summed
+//     over
 //
-// Intel's manual (volume 2, TDPBF16PS and TDPBSSD): bf16 is summed in float32, even and odd places apart within a product of
-// two tiles, and what lies below the smallest normal number counts as 0; bytes are summed exactly, in 32 bits.
+// Intel's manual (volume 2, TDPBF16PS and TDPBSSD): bf16 is summed in float32, even and odd places apart within a
+// product of two tiles, and what lies below the smallest normal number counts as 0; bytes are summed exactly, in 32
+// bits.
 
 #pragma once
 
@@ -21,15 +23,15 @@
 
 namespace [[gnu::visibility("hidden")]] amx {
 
-constexpr int64_t SIDE = 16;           // rows of a tile, and words of a row
-constexpr int64_t ROW = 64;            // bytes of a row
-constexpr int64_t TILE = SIDE * ROW;   // bytes
+constexpr int64_t SIDE = 16;         // rows of a tile, and words of a row
+constexpr int64_t ROW = 64;          // bytes of a row
+constexpr int64_t TILE = SIDE * ROW; // bytes
 
-inline bool granted = false;  // by the system, and found to compute rightly
+inline bool granted = false; // by the system, and found to compute rightly
 
 // Asks the system to keep the tiles of this process, all its threads included.
 inline bool ask() {
-    constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // of arch_prctl
+    constexpr long REQUEST = 0x1023, TILE_DATA = 18; // of arch_prctl
     return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
 }
 
@@ -50,25 +52,25 @@ struct Registers {
     Registers(const Registers &) = delete;
 };
 
-template <int C> INLINE void zero() { asm volatile("tilezero %%tmm%c0" : : "i"(C)); }
-template <int C> INLINE void load(const void *from, int64_t stride) {
+template<int C> INLINE void zero() { asm volatile("tilezero %%tmm%c0" : : "i"(C)); }
+template<int C> INLINE void load(const void *from, int64_t stride) {
     asm volatile("tileloadd (%1,%2,1), %%tmm%c0" : : "i"(C), "r"(from), "r"(stride) : "memory");
 }
-template <int C> INLINE void store(void *to, int64_t stride) {
+template<int C> INLINE void store(void *to, int64_t stride) {
     asm volatile("tilestored %%tmm%c0, (%1,%2,1)" : : "i"(C), "r"(to), "r"(stride) : "memory");
 }
-template <bool INTEGERS, int C, int A, int B> INLINE void multiply() {
+template<bool INTEGERS, int C, int A, int B> INLINE void multiply() {
     if constexpr (INTEGERS)
         asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
     else
         asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
 }
 
-// One or two rows and columns of tiles, multiplied over some steps and stored: tile (i, j) is a's i-th times b's j-th. The next step's
-// begin 64 bytes on in a, and b_step bytes on in b.
-template <bool INTEGERS, int ROWS, int COLUMNS>
-INLINE void product(const char *const *a, int64_t a_stride, const char *const *b, int64_t b_stride, int64_t b_step, int64_t steps,
-                    char *const *c, int64_t c_stride, bool add, Ahead *ahead) {
+// One or two rows and columns of tiles, multiplied over some steps and stored: tile (i, j) is a's i-th times b's j-th.
+// The next step's begin 64 bytes on in a, and b_step bytes on in b.
+template<bool INTEGERS, int ROWS, int COLUMNS>
+INLINE void product(const char *const *a, int64_t a_stride, const char *const *b, int64_t b_stride, int64_t b_step,
+                    int64_t steps, char *const *c, int64_t c_stride, bool add, Ahead *ahead) {
     static_assert(ROWS <= 2 && COLUMNS <= 2);
     repeat<ROWS * COLUMNS>([&](auto t) EACH { add ? load<t>(c[t], c_stride) : zero<t>(); });
     for (int64_t step = 0; step < steps; step++) {
@@ -82,7 +84,7 @@ INLINE void product(const char *const *a, int64_t a_stride, const char *const *b
     repeat<ROWS * COLUMNS>([&](auto t) EACH { store<t>(c[t], c_stride); });
 }
 
-template <bool INTEGERS, class... Rest> INLINE void product(int64_t rows, int64_t columns, const Rest &...rest) {
+template<bool INTEGERS, class... Rest> INLINE void product(int64_t rows, int64_t columns, const Rest &...rest) {
     if (rows == 1)
         columns == 1 ? product<INTEGERS, 1, 1>(rest...) : product<INTEGERS, 1, 2>(rest...);
     else
@@ -93,9 +95,11 @@ template <bool INTEGERS, class... Rest> INLINE void product(int64_t rows, int64_
 inline bool computes_rightly() {
     struct alignas(64) Four {
         int32_t c[2][2][SIDE][SIDE];
-        char a[2 * SIDE][2 * ROW], b[2][2][SIDE][ROW];  // b: [column][step][word]
+        char a[2 * SIDE][2 * ROW], b[2][2][SIDE][ROW]; // b: [column][step][word]
     };
-    const auto number = [](int64_t row, int64_t place) { return (int32_t)((row * 37 + place * 11 + row * place) % 15 - 7); };
+    const auto number = [](int64_t row, int64_t place) {
+        return (int32_t)((row * 37 + place * 11 + row * place) % 15 - 7);
+    };
     const Registers registers;
     for (const bool integers : {false, true}) {
         Four x;
@@ -111,7 +115,8 @@ inline bool computes_rightly() {
         for (int64_t row = 0; row < 2 * SIDE; row++)
             for (int64_t i = 0; i < places; i++) {
                 put(x.a[row] + i / each * 4, i % each, number(row, i));
-                put(x.b[row / SIDE][i / each / SIDE][i / each % SIDE] + row % SIDE * 4, i % each, number(row + 5, 3 * i));
+                put(x.b[row / SIDE][i / each / SIDE][i / each % SIDE] + row % SIDE * 4, i % each,
+                    number(row + 5, 3 * i));
             }
         const char *const a[] = {x.a[0], x.a[SIDE]}, *const b[] = {(char *)x.b[0], (char *)x.b[1]};
         char *const c[] = {(char *)x.c[0][0], (char *)x.c[0][1], (char *)x.c[1][0], (char *)x.c[1][1]};
@@ -132,5 +137,5 @@ inline bool computes_rightly() {
     return true;
 }
 
-}  // namespace amx
+} // namespace amx
 #endif

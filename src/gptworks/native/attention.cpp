@@ -20,11 +20,11 @@ namespace {
 
 // ------------------------------------------------------------------------------------------------- what is computed
 
-struct View {  // [batch, heads, length, width]; elements of a row are contiguous
+struct View { // [batch, heads, length, width]; elements of a row are contiguous
     char *data = nullptr;
-    int64_t batch = 0, head = 0, row = 0;  // strides, in bytes
+    int64_t batch = 0, head = 0, row = 0; // strides, in bytes
 
-    template <class T> T *at(int64_t b, int64_t h, int64_t r) const {
+    template<class T> T *at(int64_t b, int64_t h, int64_t r) const {
         return (T *)(data + b * batch + h * head + r * row);
     }
 };
@@ -32,18 +32,18 @@ struct View {  // [batch, heads, length, width]; elements of a row are contiguou
 struct Attention {
     int64_t batch, heads, groups, n_queries, n_keys, width, window;
     bool is_bf16;
-    float scale, softcap, dropout;  // softcap 0: none
+    float scale, softcap, dropout; // softcap 0: none
     const uint64_t *seed;
     View q, k, v, out;
-    View bias;    // [batch, 1, n_queries, n_keys]; data null: none
-    float *sums;  // [batch, heads, n_queries], log2 Σ 2^score; +inf: the query sees no key
-    View d_out, d_q, d_k, d_v;  // of the backward pass
+    View bias;                 // [batch, 1, n_queries, n_keys]; data null: none
+    float *sums;               // [batch, heads, n_queries], log2 Σ 2^score; +inf: the query sees no key
+    View d_out, d_q, d_k, d_v; // of the backward pass
 };
 
 // ------------------------------------------------------------------------------------------------------ products
 
 constexpr int64_t PANEL = 64, TALL = 4, STRIP = 16;
-constexpr int AT_ONCE = MANY_REGISTERS ? 4 : 1;  // vectors of a panel's row whose accumulators stay in registers
+constexpr int AT_ONCE = MANY_REGISTERS ? 4 : 1; // vectors of a panel's row whose accumulators stay in registers
 
 int64_t rounded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -81,20 +81,20 @@ void product_on_tiles(int64_t rows, int64_t columns, int64_t k, const uint32_t *
                 char *sums[4];
                 for (int64_t i = 0; i < tall * wide; i++)
                     sums[i] = (char *)(c + (m + i / wide * SIDE) * c_stride + n + i % wide * SIDE);
-                amx::product<false>(tall, wide, left, 4 * stride, right, LINE, SIDE * LINE, k / SIDE, sums, 4 * c_stride, add, nullptr);
+                amx::product<false>(tall, wide, left, 4 * stride, right, LINE, SIDE * LINE, k / SIDE, sums,
+                                    4 * c_stride, add, nullptr);
             }
         }
 }
 #endif
 
-template <class P, int N>
+template<class P, int N>
 INLINE void tile(const typename P::Unit *a, int64_t stride, const typename P::Unit *b, int64_t k, float *c,
                  int64_t c_stride, bool add) {
     Lanes total[TALL][N] = {};
     if (add)
-        repeat<TALL>([&](auto r) EACH {
-            repeat<N>([&](auto j) EACH { total[r][j] = load(c + r * c_stride + j * LANES); });
-        });
+        repeat<TALL>([&](auto r)
+                         EACH { repeat<N>([&](auto j) EACH { total[r][j] = load(c + r * c_stride + j * LANES); }); });
     for (int64_t i = 0; i < k; i++) {
         decltype(P::load_units(b)) right[N];
         repeat<N>([&](auto j) EACH { right[j] = P::load_units(b + i * PANEL + j * LANES); });
@@ -103,14 +103,13 @@ INLINE void tile(const typename P::Unit *a, int64_t stride, const typename P::Un
             repeat<N>([&](auto j) EACH { total[r][j] = P::multiply(total[r][j], left, right[j]); });
         });
     }
-    repeat<TALL>([&](auto r) EACH {
-        repeat<N>([&](auto j) EACH { store(c + r * c_stride + j * LANES, total[r][j]); });
-    });
+    repeat<TALL>([&](auto r)
+                     EACH { repeat<N>([&](auto j) EACH { store(c + r * c_stride + j * LANES, total[r][j]); }); });
 }
 
-// c[m][n] = Σ a[m][i] · b[i][n] over k units, added to what is there if `add`. `rows` is a multiple of 4, `columns` of 16.
-// Panels of b begin `panel` units after one another.
-template <class P>
+// c[m][n] = Σ a[m][i] · b[i][n] over k units, added to what is there if `add`. `rows` is a multiple of 4, `columns`
+// of 16. Panels of b begin `panel` units after one another.
+template<class P>
 void product(int64_t rows, int64_t columns, int64_t k, const typename P::Unit *a, int64_t stride,
              const typename P::Unit *b, int64_t panel, float *c, int64_t c_stride, bool add) {
 #ifdef AMX
@@ -131,10 +130,17 @@ void product(int64_t rows, int64_t columns, int64_t k, const typename P::Unit *a
                     tile<P, width>(a + m * stride, stride, b + at, k, c + m * c_stride + n, c_stride, add);
                 };
                 switch (count) {
-                case 1: run(std::integral_constant<int, 1>{}); break;
-                case 2: run(std::integral_constant<int, std::min(2, AT_ONCE)>{}); break;
-                case 3: run(std::integral_constant<int, std::min(3, AT_ONCE)>{}); break;
-                default: run(std::integral_constant<int, AT_ONCE>{});
+                case 1:
+                    run(std::integral_constant<int, 1>{});
+                    break;
+                case 2:
+                    run(std::integral_constant<int, std::min(2, AT_ONCE)>{});
+                    break;
+                case 3:
+                    run(std::integral_constant<int, std::min(3, AT_ONCE)>{});
+                    break;
+                default:
+                    run(std::integral_constant<int, AT_ONCE>{});
                 }
             }
         }
@@ -143,11 +149,11 @@ void product(int64_t rows, int64_t columns, int64_t k, const typename P::Unit *a
 // ------------------------------------------------------------------------------------------------------- layouts
 
 // A matrix [rows, width] of one head as the products want it, padded with zeros.
-template <class P, class T> struct Source {
+template<class P, class T> struct Source {
     typedef typename P::Unit Unit;
     static constexpr int64_t EACH_UNIT = P::EACH_UNIT;
     const View &view;
-    int64_t batch, head, rows, width, padded;  // padded: the width, to a multiple of 16
+    int64_t batch, head, rows, width, padded; // padded: the width, to a multiple of 16
 
     // Row r in units along the width.
     INLINE void line(int64_t r, Unit *out) const {
@@ -220,7 +226,7 @@ template <class P, class T> struct Source {
 };
 
 // Writes a row of float32, times a factor, to a row of the result.
-template <class T> INLINE void put(const float *from, float factor, T *to, int64_t width) {
+template<class T> INLINE void put(const float *from, float factor, T *to, int64_t width) {
     int64_t i = 0;
     for (; i + LANES <= width; i += LANES) store(to + i, load(from + i) * factor);
     if (i == width) return;
@@ -241,7 +247,7 @@ INLINE Lanes power_of_two(Lanes x) {
     x = larger(x, all(-126.0f));
     const Lanes shifted = x + 0x1.8p23f, whole = shifted - 0x1.8p23f, r = x - whole;
 #endif
-    Lanes y = r * 1.5403530e-4f + 1.3333558e-3f;  // (ln 2)^n / n!
+    Lanes y = r * 1.5403530e-4f + 1.3333558e-3f; // (ln 2)^n / n!
     y = y * r + 9.6181291e-3f;
     y = y * r + 5.5504109e-2f;
     y = y * r + 2.4022651e-1f;
@@ -254,17 +260,19 @@ INLINE Lanes power_of_two(Lanes x) {
 #endif
 }
 
-INLINE Lanes hyperbolic_tangent(Lanes x) { return 1.0f - 2.0f / (1.0f + power_of_two(smaller(x, all(40.0f)) * 2.8853901f)); }
+INLINE Lanes hyperbolic_tangent(Lanes x) {
+    return 1.0f - 2.0f / (1.0f + power_of_two(smaller(x, all(40.0f)) * 2.8853901f));
+}
 
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
 // Which keys each query sees, and what its scores become before the softmax.
-template <class T> struct Rules {
+template<class T> struct Rules {
     const Attention &a;
-    int64_t batch, n;                // n: queries, to a multiple of 16
-    std::vector<int64_t> from, to;   // of each query; equal where it sees none
-    std::vector<int64_t> low, high;  // of each strip of 16
-    float factor, cap;               // a score is q·k · factor, or cap · tanh(q·k · factor), in powers of two
+    int64_t batch, n;               // n: queries, to a multiple of 16
+    std::vector<int64_t> from, to;  // of each query; equal where it sees none
+    std::vector<int64_t> low, high; // of each strip of 16
+    float factor, cap;              // a score is q·k · factor, or cap · tanh(q·k · factor), in powers of two
 
     Rules(const Attention &a, int64_t batch)
         : a(a), batch(batch), n(rounded(a.n_queries, STRIP)), from(n), to(n), low(n / STRIP), high(n / STRIP),
@@ -292,7 +300,7 @@ template <class T> struct Rules {
     bool plain() const { return !a.bias.data && !a.softcap && !a.dropout; }
 
     // Scores of query q and the keys from s on; tangent: what tanh gave.
-    template <bool PLAIN> INLINE Lanes score(Lanes product, int64_t q, int64_t s, Lanes *tangent = nullptr) const {
+    template<bool PLAIN> INLINE Lanes score(Lanes product, int64_t q, int64_t s, Lanes *tangent = nullptr) const {
         Lanes score = product * factor;
         if (!PLAIN && a.softcap) {
             const Lanes t = hyperbolic_tangent(score);
@@ -321,8 +329,8 @@ template <class T> struct Rules {
         return load(numbers);
     }
 
-    // For query q of a head and n keys from s on: 0 where dropout drops a weight, else what the weight is multiplied by.
-    // A function of the seed and the position alone, so that the backward pass finds the same.
+    // For query q of a head and n keys from s on: 0 where dropout drops a weight, else what the weight is multiplied
+    // by. A function of the seed and the position alone, so that the backward pass finds the same.
     void kept(int64_t head, int64_t q, int64_t s, int64_t n, float *out) const {
         uint64_t z = *a.seed + 0x9e3779b97f4a7c15 * (uint64_t)((batch * a.heads + head) * a.n_queries + q + 1);
         z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
@@ -351,14 +359,15 @@ struct Room {
         }
         at = (char *)buffer.data();
     }
-    template <class T> T *take(int64_t n) { return (T *)std::exchange(at, at + rounded(n * sizeof(T), 64)); }
+    template<class T> T *take(int64_t n) { return (T *)std::exchange(at, at + rounded(n * sizeof(T), 64)); }
 };
 
 // The n weights of a row as units along the keys, or where the rows' weights are taken two by two, along the rows.
-template <class P> INLINE void put_weights(typename P::Unit *row, int64_t s, Lanes first, Lanes second) {
+template<class P> INLINE void put_weights(typename P::Unit *row, int64_t s, Lanes first, Lanes second) {
 #ifdef BF16_PRODUCTS
     if constexpr (P::EACH_UNIT == 2)
-        return (void)_mm512_storeu_si512((uint16_t *)row + s, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+        return (void)_mm512_storeu_si512((uint16_t *)row + s,
+                                         (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
 #endif
     store((float *)row + s, first);
     store((float *)row + s + LANES, second);
@@ -366,14 +375,14 @@ template <class P> INLINE void put_weights(typename P::Unit *row, int64_t s, Lan
 
 // ------------------------------------------------------------------------------------------------------- forward
 
-constexpr int64_t KEYS = 256;  // whose scores stand at once
+constexpr int64_t KEYS = 256; // whose scores stand at once
 
-template <class P, class T> struct Forward {
+template<class P, class T> struct Forward {
     typedef typename P::Unit Unit;
     static constexpr int64_t EACH_UNIT = P::EACH_UNIT;
     const Attention &a;
 
-    template <bool PLAIN> void run(int64_t batch, int64_t group) const {
+    template<bool PLAIN> void run(int64_t batch, int64_t group) const {
         const Rules<T> rules(a, batch);
         const int64_t width = rounded(a.width, LANES), keys = rounded(a.n_keys, PANEL), panels = rounded(width, PANEL);
         const int64_t units = width / EACH_UNIT, value_panel = keys / EACH_UNIT * PANEL;
@@ -398,9 +407,9 @@ template <class P, class T> struct Forward {
                     product<P>(STRIP, n, units, q, units, k + s * units, units * PANEL, scores, KEYS, false);
                     for (int64_t r = 0; r < STRIP; r++) {
                         if (!PLAIN && a.dropout) rules.kept(head, first + r, s, n, kept);
-                        const float before = std::exchange(
-                            top[r], softmax<PLAIN>(rules, first + r, s, n, scores + r * KEYS, kept,
-                                                   weights + r * KEYS / EACH_UNIT, top[r], total[r]));
+                        const float before =
+                            std::exchange(top[r], softmax<PLAIN>(rules, first + r, s, n, scores + r * KEYS, kept,
+                                                                 weights + r * KEYS / EACH_UNIT, top[r], total[r]));
                         if (s == begin || before == top[r]) continue;
                         for (int64_t i = 0; i < width; i += LANES)
                             store(out + r * width + i, load(out + r * width + i) * shrinking(before, top[r]));
@@ -421,7 +430,7 @@ template <class P, class T> struct Forward {
     static Lanes shrinking(float before, float now) { return power_of_two(all(before) - now); }
 
     // Weights of a row, not yet divided by their sum, which is added to; the row's greatest score so far.
-    template <bool PLAIN>
+    template<bool PLAIN>
     INLINE float softmax(const Rules<T> &rules, int64_t q, int64_t s, int64_t n, float *scores, const float *kept,
                          Unit *weights, float before, float &total) const {
         Lanes most = all(before);
@@ -451,30 +460,31 @@ template <class P, class T> struct Forward {
 
 // ------------------------------------------------------------------------------------------------------ backward
 
-constexpr int64_t QUERIES = 64;  // at once, where they see all of the keys
+constexpr int64_t QUERIES = 64; // at once, where they see all of the keys
 
-template <class P, class T> struct Backward {
+template<class P, class T> struct Backward {
     typedef typename P::Unit Unit;
     static constexpr int64_t EACH_UNIT = P::EACH_UNIT;
     const Attention &a;
 
-    struct Block {  // what stands at once: QUERIES × PANEL
+    struct Block { // what stands at once: QUERIES × PANEL
         float *scores, *d_weights, *kept;
-        Unit *weights, *d_scores, *d_scores_in_rows;  // two in pairs of queries, one in pairs of keys
+        Unit *weights, *d_scores, *d_scores_in_rows; // two in pairs of queries, one in pairs of keys
     };
 
-    template <bool PLAIN> void run(int64_t batch, int64_t group) const {
+    template<bool PLAIN> void run(int64_t batch, int64_t group) const {
         const Rules<T> rules(a, batch);
         const int64_t width = rounded(a.width, LANES), panels = rounded(width, PANEL), units = width / EACH_UNIT;
         const int64_t keys = rounded(a.n_keys, PANEL), n = rounded(a.n_queries, EACH_UNIT * LANES);
-        const int64_t n_units = n / EACH_UNIT + LANES;  // not a power of two, so that rows do not share cache sets
+        const int64_t n_units = n / EACH_UNIT + LANES; // not a power of two, so that rows do not share cache sets
         Room room(4 * (keys * (2 * units + panels + 2 * width) + n * (2 * units + width + 2) + 2 * n_units * width +
-                       (LANES + 4) * width + 6 * QUERIES * PANEL) + 2048);
+                       (LANES + 4) * width + 6 * QUERIES * PANEL) +
+                  2048);
         Unit *k = room.take<Unit>(keys * units), *v = room.take<Unit>(keys * units);
         Unit *k_along = room.take<Unit>(keys * panels / EACH_UNIT), *lines = room.take<Unit>((LANES + 4) * width);
         Unit *q = room.take<Unit>(n * units), *d_out = room.take<Unit>(n * units);
         Unit *q_turned = room.take<Unit>(n_units * width), *d_out_turned = room.take<Unit>(n_units * width);
-        float *d_k = room.take<float>(keys * width), *d_v = room.take<float>(keys * width);  // panels [width][64]
+        float *d_k = room.take<float>(keys * width), *d_v = room.take<float>(keys * width); // panels [width][64]
         float *d_q = room.take<float>(n * width), *sums = room.take<float>(n), *delta = room.take<float>(n);
         const int64_t size = QUERIES * PANEL;
         Block block;
@@ -501,20 +511,23 @@ template <class P, class T> struct Backward {
                     rows = STRIP;
                     const int64_t columns = columns_seen(rules, first, s);
                     if (!columns) continue;
-                    while (rows < QUERIES && first + rows < a.n_queries && columns_seen(rules, first + rows, s) == columns)
+                    while (rows < QUERIES && first + rows < a.n_queries &&
+                           columns_seen(rules, first + rows, s) == columns)
                         rows += STRIP;
-                    product<P>(rows, columns, units, q + first * units, units, k + s * units, 0, block.scores, PANEL, false);
-                    product<P>(rows, columns, units, d_out + first * units, units, v + s * units, 0, block.d_weights, PANEL,
+                    product<P>(rows, columns, units, q + first * units, units, k + s * units, 0, block.scores, PANEL,
                                false);
+                    product<P>(rows, columns, units, d_out + first * units, units, v + s * units, 0, block.d_weights,
+                               PANEL, false);
                     for (int64_t r = 0; r < rows; r += EACH_UNIT)
                         differentiate<PLAIN>(rules, head, first, r, s, columns, sums, delta, block);
                     float *d_values = d_v + s * width, *d_keys = d_k + s * width;
-                    product<P>(width, columns, rows / EACH_UNIT, d_out_turned + first / EACH_UNIT, n_units, block.weights, 0,
-                               d_values, PANEL, true);
-                    product<P>(width, columns, rows / EACH_UNIT, q_turned + first / EACH_UNIT, n_units, block.d_scores, 0,
-                               d_keys, PANEL, true);
+                    product<P>(width, columns, rows / EACH_UNIT, d_out_turned + first / EACH_UNIT, n_units,
+                               block.weights, 0, d_values, PANEL, true);
+                    product<P>(width, columns, rows / EACH_UNIT, q_turned + first / EACH_UNIT, n_units, block.d_scores,
+                               0, d_keys, PANEL, true);
                     product<P>(rows, width, columns / EACH_UNIT, block.d_scores_in_rows, PANEL / EACH_UNIT,
-                               k_along + s / EACH_UNIT * PANEL, keys / EACH_UNIT * PANEL, d_q + first * width, width, true);
+                               k_along + s / EACH_UNIT * PANEL, keys / EACH_UNIT * PANEL, d_q + first * width, width,
+                               true);
                 }
             for (int64_t r = 0; r < a.n_queries; r++)
                 put(d_q + r * width, a.scale, a.d_q.at<T>(batch, head, r), a.width);
@@ -546,12 +559,11 @@ template <class P, class T> struct Backward {
     }
 
     // Weights and gradients of the scores of a unit of queries, from row r of the block on.
-    template <bool PLAIN>
+    template<bool PLAIN>
     INLINE void differentiate(const Rules<T> &rules, int64_t head, int64_t first, int64_t r, int64_t s, int64_t columns,
                               const float *sums, const float *delta, const Block &block) const {
         if (!PLAIN && a.dropout)
-            for (int64_t j = 0; j < EACH_UNIT; j++)
-                rules.kept(head, first + r + j, s, columns, block.kept + j * PANEL);
+            for (int64_t j = 0; j < EACH_UNIT; j++) rules.kept(head, first + r + j, s, columns, block.kept + j * PANEL);
         for (int64_t i = 0; i < columns; i += LANES) {
             Lanes weight[EACH_UNIT], gradient[EACH_UNIT];
             repeat<EACH_UNIT>([&](auto j) EACH {
@@ -571,11 +583,10 @@ template <class P, class T> struct Backward {
             const int64_t at = r / EACH_UNIT * PANEL + i;
 #ifdef BF16_PRODUCTS
             if constexpr (EACH_UNIT == 2) {
-                const auto both = [](const Lanes *x) EACH {
-                    return (__m512i)_mm512_cvtne2ps_pbh((__m512)x[1], (__m512)x[0]);
-                };
-                const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
-                                                       22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+                const auto both = [](const Lanes *x)
+                                      EACH { return (__m512i)_mm512_cvtne2ps_pbh((__m512)x[1], (__m512)x[0]); };
+                const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23,
+                                                       7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
                 const __m512i d_scores = both(gradient);
                 _mm512_storeu_si512(block.weights + at, _mm512_permutexvar_epi16(order, both(weight)));
                 _mm512_storeu_si512(block.d_scores + at, _mm512_permutexvar_epi16(order, d_scores));
@@ -602,7 +613,7 @@ template <class P, class T> struct Backward {
     }
 };
 
-template <template <class, class> class Pass> void run(const Attention &a, int64_t n_threads) {
+template<template<class, class> class Pass> void run(const Attention &a, int64_t n_threads) {
     std::atomic<int64_t> next{0};
     parallel(std::max<int64_t>(1, std::min(n_threads, a.batch * a.groups)), [&](const Team &) {
 #ifdef AMX
@@ -626,7 +637,7 @@ template <template <class, class> class Pass> void run(const Attention &a, int64
     });
 }
 
-}  // namespace
+} // namespace
 
 static View view(const char *name, const Tensor *x, int64_t kind, std::initializer_list<int64_t> sizes) {
     contiguous(name, shaped(name, x, kind, sizes), 3);
@@ -640,12 +651,12 @@ static View output(const char *name, const Tensor *x, int64_t kind, std::initial
     return found;
 }
 
-// q, out [B, H, T, D], k, v [B, G, S, D], bias [B, 1, T, S] or null, all float32 or bf16; sums float32 [B, H, T], seed int64 [1].
-// A query sees its own key, that at the same distance from the end, and the window − 1 before it. softcap 0: none.
-static Attention attention_of(
-    const Tensor *q, const Tensor *k, const Tensor *v, const Tensor *out, const Tensor *bias, const Tensor *sums,
-    const Tensor *seed, int64_t window, float scale, float softcap, float dropout
-) {
+// q, out [B, H, T, D], k, v [B, G, S, D], bias [B, 1, T, S] or null, all float32 or bf16; sums float32 [B, H, T], seed
+// int64 [1]. A query sees its own key, that at the same distance from the end, and the window − 1 before it. softcap 0:
+// none.
+static Attention attention_of(const Tensor *q, const Tensor *k, const Tensor *v, const Tensor *out, const Tensor *bias,
+                              const Tensor *sums, const Tensor *seed, int64_t window, float scale, float softcap,
+                              float dropout) {
     if (sound("q", q).n_dimensions != 4 || sound("k", k).n_dimensions != 4)
         fail(REFUSED, "q %s and k %s must be [batch, heads, length, width]", Text::of(*q).text, Text::of(*k).text);
     if (q->kind != FP32 && q->kind != BF16) fail(REFUSED, "q is %s and must be float32 or bfloat16", KINDS[q->kind]);
@@ -656,7 +667,8 @@ static Attention attention_of(
     Attention a;
     a.batch = batch, a.heads = heads, a.groups = groups, a.n_queries = n_queries, a.n_keys = n_keys, a.width = width;
     a.window = within("window", window, 1, MOST), a.is_bf16 = q->kind == BF16;
-    if (!(dropout >= 0 && dropout < 1)) fail(REFUSED, "dropout is %g and must be from 0 to less than 1", (double)dropout);
+    if (!(dropout >= 0 && dropout < 1))
+        fail(REFUSED, "dropout is %g and must be from 0 to less than 1", (double)dropout);
     if (!(softcap >= 0)) fail(REFUSED, "softcap is %g and must be 0, which is none, or more", (double)softcap);
     a.scale = scale, a.softcap = softcap, a.dropout = dropout;
     a.seed = laid_out("seed", seed, INT64, {1}).as<const uint64_t>();
@@ -669,21 +681,20 @@ static Attention attention_of(
     return a;
 }
 
-extern "C" int gptworks_attention(
-    const Tensor *q, const Tensor *k, const Tensor *v, const Tensor *out, const Tensor *bias, const Tensor *sums,
-    const Tensor *seed, int64_t window, float scale, float softcap, float dropout, int64_t n_threads
-) noexcept {
+extern "C" int gptworks_attention(const Tensor *q, const Tensor *k, const Tensor *v, const Tensor *out,
+                                  const Tensor *bias, const Tensor *sums, const Tensor *seed, int64_t window,
+                                  float scale, float softcap, float dropout, int64_t n_threads) noexcept {
     return guarded([=] {
         run<Forward>(attention_of(q, k, v, out, bias, sums, seed, window, scale, softcap, dropout), threads(n_threads));
     });
 }
 
 // d_out is the gradient of out, d_q, d_k and d_v those of q, k and v: of their shapes and dtype.
-extern "C" int gptworks_attention_backward(
-    const Tensor *q, const Tensor *k, const Tensor *v, const Tensor *out, const Tensor *bias, const Tensor *sums,
-    const Tensor *seed, const Tensor *d_out, const Tensor *d_q, const Tensor *d_k, const Tensor *d_v, int64_t window,
-    float scale, float softcap, float dropout, int64_t n_threads
-) noexcept {
+extern "C" int gptworks_attention_backward(const Tensor *q, const Tensor *k, const Tensor *v, const Tensor *out,
+                                           const Tensor *bias, const Tensor *sums, const Tensor *seed,
+                                           const Tensor *d_out, const Tensor *d_q, const Tensor *d_k, const Tensor *d_v,
+                                           int64_t window, float scale, float softcap, float dropout,
+                                           int64_t n_threads) noexcept {
     return guarded([=] {
         Attention a = attention_of(q, k, v, out, bias, sums, seed, window, scale, softcap, dropout);
         a.d_out = view("d_out", d_out, q->kind, {a.batch, a.heads, a.n_queries, a.width});

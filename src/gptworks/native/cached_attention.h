@@ -1,12 +1,14 @@
-// Attention of new tokens over the keys and values that are kept: in float32, in bf16, or in int8 with a scale a vector.
+// Attention of new tokens over the keys and values that are kept: in float32, in bf16, or in int8 with a scale a
+// vector.
 //
-// Both its products have the keys or values as their right factor, in words of four bytes whose elements are summed over:
+// Both its products have the keys or values as their right factor, in words of four bytes whose elements are summed
+// over:
 //
 //     scores[query][key]  = Σ query[word] · keys[word][key]          a word: elements of a key beside each other
 //     out[query][element] = Σ weight[word] · values[word][element]   a word: an element of values beside each other
 //
-// A query's result never depends on the queries that are computed with it: each has sums of its own, which are added in the
-// order of words, and a value that it does not see is not multiplied, for it may be no number.
+// A query's result never depends on the queries that are computed with it: each has sums of its own, which are added in
+// the order of words, and a value that it does not see is not multiplied, for it may be no number.
 
 #pragma once
 
@@ -21,12 +23,12 @@
 
 namespace {
 
-constexpr int64_t BLOCK = LANES;  // positions whose keys lie together
+constexpr int64_t BLOCK = LANES; // positions whose keys lie together
 // Queries that read keys and values together: by vectors, and by tiles.
 constexpr int64_t QUERIES = MANY_REGISTERS ? 8 : FEW_REGISTERS ? 2 : 4, MOST_QUERIES = 32;
 
 // The lines of vectors [from, to) of keys or values; none where there are no vectors.
-template <class Cache> Ahead lines_of(const Cache *vectors, int64_t from, int64_t to, int64_t width, int64_t at_once) {
+template<class Cache> Ahead lines_of(const Cache *vectors, int64_t from, int64_t to, int64_t width, int64_t at_once) {
     if (!vectors) return {};
     return {(const char *)(vectors + from * width), (const char *)(vectors + to * width), at_once};
 }
@@ -39,15 +41,15 @@ struct Query {
 
 // ------------------------------------------------------------------------------------------------ what is kept
 
-// A key/value head of one text, in blocks of 16 positions. Keys: of a block the first words of its 16 keys, then the second
-// ones, and so on. Values: for each element a word of as many positions as it has numbers.
-template <class Cache> struct HeadCache {
-    static constexpr bool SCALED = std::is_same_v<Cache, int8_t>;  // a value is = integer · scale of its vector
+// A key/value head of one text, in blocks of 16 positions. Keys: of a block the first words of its 16 keys, then the
+// second ones, and so on. Values: for each element a word of as many positions as it has numbers.
+template<class Cache> struct HeadCache {
+    static constexpr bool SCALED = std::is_same_v<Cache, int8_t>; // a value is = integer · scale of its vector
     static constexpr int64_t OF_WORD = 4 / sizeof(Cache);
-    int64_t width;                                         // d_head
-    Cache *keys;                                           // [blocks, width / OF_WORD, 16, OF_WORD]
-    Cache *values;                                         // [positions / OF_WORD, width, OF_WORD]
-    float *key_scales = nullptr, *value_scales = nullptr;  // [positions]
+    int64_t width;                                        // d_head
+    Cache *keys;                                          // [blocks, width / OF_WORD, 16, OF_WORD]
+    Cache *values;                                        // [positions / OF_WORD, width, OF_WORD]
+    float *key_scales = nullptr, *value_scales = nullptr; // [positions]
 
     // The words of a block's keys, and those of the values from a position on that is a multiple of OF_WORD.
     const uint32_t *keys_from(int64_t block) const { return (const uint32_t *)(keys + block * BLOCK * width); }
@@ -91,14 +93,14 @@ template <class Cache> struct HeadCache {
 
 #ifdef BF16_PRODUCTS
 // A cache in bf16 is multiplied as it is, two numbers at once, by queries and weights that are rounded to bf16 as well.
-template <class Cache> constexpr bool ROUNDED = std::is_same_v<Cache, BFloat>;
+template<class Cache> constexpr bool ROUNDED = std::is_same_v<Cache, BFloat>;
 #else
-template <class Cache> constexpr bool ROUNDED = false;
+template<class Cache> constexpr bool ROUNDED = false;
 #endif
 
 // ---------------------------------------------------------------------------------------------------- by vectors
 
-template <class Cache, int E> INLINE Floats element(Words words) {  // the E-th of each word
+template<class Cache, int E> INLINE Floats element(Words words) { // the E-th of each word
     if constexpr (sizeof(Cache) == 4)
         return (Floats)words;
     else if constexpr (sizeof(Cache) == 2)
@@ -108,15 +110,15 @@ template <class Cache, int E> INLINE Floats element(Words words) {  // the E-th 
 }
 
 // Sums of N rows of the left factor and 16 · VECTORS columns of the right one.
-template <int N, int VECTORS, class Cache> struct Sums {
+template<int N, int VECTORS, class Cache> struct Sums {
     static constexpr int OF_WORD = HeadCache<Cache>::OF_WORD;
-    typedef std::conditional_t<ROUNDED<Cache>, uint32_t, float> Left;  // a word; or an element
+    typedef std::conditional_t<ROUNDED<Cache>, uint32_t, float> Left; // a word; or an element
     static constexpr int64_t LEFT_OF_WORD = ROUNDED<Cache> ? 1 : OF_WORD;
     Floats sum[N][VECTORS * PARTS] = {};
 
     // n words of each row. Those of the right factor lie `apart` words after one another, its vectors so many.
-    INLINE void add(const Left *const (&left)[N], const uint32_t *right, int64_t n, int64_t apart, int64_t vectors_apart,
-                    Ahead &ahead) {
+    INLINE void add(const Left *const (&left)[N], const uint32_t *right, int64_t n, int64_t apart,
+                    int64_t vectors_apart, Ahead &ahead) {
         for (int64_t word = 0; word < n; word++, right += apart) {
             ahead.fetch();
 #ifdef BF16_PRODUCTS
@@ -140,9 +142,9 @@ template <int N, int VECTORS, class Cache> struct Sums {
     }
 
     // Of words [first, end) of the R-th row the elements in [from, to) alone.
-    template <int R>
-    INLINE void add_some(const Left *left, const uint32_t *right, int64_t first, int64_t end, int64_t apart, int64_t from,
-                         int64_t to) {
+    template<int R>
+    INLINE void add_some(const Left *left, const uint32_t *right, int64_t first, int64_t end, int64_t apart,
+                         int64_t from, int64_t to) {
         for (int64_t word = first; word < end; word++) {
             const auto sees = [&](int64_t e) EACH { return word * OF_WORD + e >= from && word * OF_WORD + e < to; };
 #ifdef BF16_PRODUCTS
@@ -167,8 +169,8 @@ template <int N, int VECTORS, class Cache> struct Sums {
 
     INLINE Lanes at(int r, int v) const { return load((const float *)&sum[r][v * PARTS]); }
 
-  private:
-    template <class Part, class E>
+private:
+    template<class Part, class E>
     static INLINE Floats part_of(const uint32_t *right, int64_t vectors_apart, Part part, E) {
         Words words;
         std::memcpy(&words, right + part / PARTS * vectors_apart + part % PARTS * (REGISTER / 4), sizeof words);
@@ -181,9 +183,9 @@ template <int N, int VECTORS, class Cache> struct Sums {
 #endif
 };
 
-// Calls run(i, V) for V vectors of 16 columns from column i on, until all n columns are done. Sums of N rows and V vectors stay
-// in registers.
-template <int N, class F> INLINE void by_columns(int64_t n, const F &run) {
+// Calls run(i, V) for V vectors of 16 columns from column i on, until all n columns are done. Sums of N rows and V
+// vectors stay in registers.
+template<int N, class F> INLINE void by_columns(int64_t n, const F &run) {
     constexpr int SUMS = REGISTERS / 2 / (N * PARTS), MOST = SUMS > 4 ? 4 : SUMS > 1 ? SUMS : 1;
     int64_t i = 0;
     for (; i + MOST * LANES <= n; i += MOST * LANES) run(i, std::integral_constant<int, MOST>{});
@@ -193,15 +195,16 @@ template <int N, class F> INLINE void by_columns(int64_t n, const F &run) {
         if (i < n) run(i, std::integral_constant<int, 1>{});
 }
 
-// Of products of a query with keys [from, end) makes weights; what their sums are still to be multiplied by. Weights of a cache
-// in bf16 are rounded to bf16, in the first half of the row.
-template <class Cache>
-Lanes softmax(const Query &query, float scale, const HeadCache<Cache> &cache, float *scores, int64_t from, int64_t end) {
+// Of products of a query with keys [from, end) makes weights; what their sums are still to be multiplied by. Weights of
+// a cache in bf16 are rounded to bf16, in the first half of the row.
+template<class Cache>
+Lanes softmax(const Query &query, float scale, const HeadCache<Cache> &cache, float *scores, int64_t from,
+              int64_t end) {
     std::fill(scores, scores + query.from - from, -INFINITY);
     std::fill(scores + query.to - from, scores + end - from, -INFINITY);
     const auto score = [&](int64_t s) EACH {
         const Lanes product = load(scores + s);
-        if constexpr (HeadCache<Cache>::SCALED)  // of keys that are not seen they may be anything
+        if constexpr (HeadCache<Cache>::SCALED) // of keys that are not seen they may be anything
             return choose(product == -INFINITY, product, product * load(cache.key_scales + from + s) * scale);
         else
             return product * scale;
@@ -224,7 +227,7 @@ Lanes softmax(const Query &query, float scale, const HeadCache<Cache> &cache, fl
 }
 
 // scores: [N, room]. next: keys that come after these, or null.
-template <int N, class Cache>
+template<int N, class Cache>
 void attend_by_vectors(const Query *queries, float scale, const HeadCache<Cache> &cache, float *scores, int64_t room,
                        const Cache *next) {
     constexpr int64_t OF_WORD = HeadCache<Cache>::OF_WORD;
@@ -251,7 +254,8 @@ void attend_by_vectors(const Query *queries, float scale, const HeadCache<Cache>
 
     // Words in which each query sees all positions, and those before and behind.
     const auto word_of = [&](int64_t position) EACH { return (position - from) / OF_WORD; };
-    const int64_t all_from = word_of(queries[N - 1].from + OF_WORD - 1), all_to = std::max(word_of(queries[0].to), all_from);
+    const int64_t all_from = word_of(queries[N - 1].from + OF_WORD - 1),
+                  all_to = std::max(word_of(queries[0].to), all_from);
     repeat<N>([&](auto r) EACH { left[r] = (const Left *)(scores + r * room); });
     const Left *inner[N];
     repeat<N>([&](auto r) EACH { inner[r] = left[r] + all_from * LEFT_OF_WORD; });
@@ -274,17 +278,19 @@ void attend_by_vectors(const Query *queries, float scale, const HeadCache<Cache>
 #ifdef AMX
 // ------------------------------------------------------------------------------------------------------ by tiles
 
-constexpr int64_t POSITIONS = 2 * amx::SIDE;  // of the values that two tiles multiply; also elements of keys that they do
-constexpr int64_t SOME = 8 * POSITIONS;       // of the values that are multiplied for all their elements before others are read
+constexpr int64_t POSITIONS =
+    2 * amx::SIDE; // of the values that two tiles multiply; also elements of keys that they do
+constexpr int64_t SOME =
+    8 * POSITIONS; // of the values that are multiplied for all their elements before others are read
 
 struct alignas(64) Tile {
     float at[LANES][LANES];
 };
 
 struct TileRoom {
-    std::vector<BFloat> queries;   // [32, width]
-    std::vector<uint32_t> values;  // of 32 positions, where a query does not see all: [16, width]
-    std::vector<float> sums;       // [32, width]
+    std::vector<BFloat> queries;  // [32, width]
+    std::vector<uint32_t> values; // of 32 positions, where a query does not see all: [16, width]
+    std::vector<float> sums;      // [32, width]
     Tile products[2];
 
     void reserve(int64_t width) {
@@ -311,14 +317,15 @@ struct OnTiles {
                 float *const there = scores + t / wide * amx::SIDE * stride + s - from + t % wide * BLOCK;
                 out[t] = n == 1 ? (char *)&room.products[t] : (char *)there;
             }
-            amx::product<false>(tall, wide, left, n == 1 ? 0 : 2 * width, right, amx::ROW, amx::TILE, width / POSITIONS, out,
-                                n == 1 ? amx::ROW : 4 * stride, false, &ahead);
-            for (int64_t t = 0; n == 1 && t < wide; t++) store(scores + s - from + t * BLOCK, load(room.products[t].at[0]));
+            amx::product<false>(tall, wide, left, n == 1 ? 0 : 2 * width, right, amx::ROW, amx::TILE, width / POSITIONS,
+                                out, n == 1 ? amx::ROW : 4 * stride, false, &ahead);
+            for (int64_t t = 0; n == 1 && t < wide; t++)
+                store(scores + s - from + t * BLOCK, load(room.products[t].at[0]));
         }
     }
 
-    // Σ weight · value over the keys in [first, last); weights: [n, stride] floats, in bf16 in the first half of each row.
-    // False: not computed, because some values are no numbers, and a query may not see them.
+    // Σ weight · value over the keys in [first, last); weights: [n, stride] floats, in bf16 in the first half of each
+    // row. False: not computed, because some values are no numbers, and a query may not see them.
     bool weigh(const Query *queries, const Lanes *factor, const float *weights, int64_t first, int64_t last,
                Ahead &ahead) const {
         const int64_t all_from = (queries[n - 1].from + POSITIONS - 1) / POSITIONS * POSITIONS;
@@ -337,13 +344,15 @@ struct OnTiles {
                 const char *const right[] = {(char *)(values + i), (char *)(values + i + amx::SIDE)};
                 float *const sums = &room.sums[i];
                 char *out[4];
-                for (int64_t t = 0; t < 2 * tall; t++) out[t] = (char *)(sums + t / 2 * amx::SIDE * width + t % 2 * amx::SIDE);
+                for (int64_t t = 0; t < 2 * tall; t++)
+                    out[t] = (char *)(sums + t / 2 * amx::SIDE * width + t % 2 * amx::SIDE);
                 amx::product<false>(tall, 2, left, n == 1 ? 0 : 4 * stride, right, 4 * width, amx::SIDE * 4 * width,
                                     many / POSITIONS, out, 4 * width, s > from, &ahead);
             }
         }
         for (int64_t r = 0; r < n; r++)
-            for (int64_t i = 0; i < width; i += LANES) store(queries[r].out + i, load(&room.sums[r * width + i]) * factor[r]);
+            for (int64_t i = 0; i < width; i += LANES)
+                store(queries[r].out + i, load(&room.sums[r * width + i]) * factor[r]);
         return true;
     }
 
@@ -369,14 +378,14 @@ struct OnTiles {
 
 // What a thread computes attention in, over keys of up to so many positions.
 struct AttentionRoom {
-    int64_t n_scores;  // of a query
+    int64_t n_scores; // of a query
     Buffer scores;
 #ifdef AMX
     TileRoom tiles;
 #endif
 
     explicit AttentionRoom(int64_t n_positions)
-        : n_scores(((n_positions / LANES + 3) | 1) * LANES) {}  // odd: rows do not share cache sets
+        : n_scores(((n_positions / LANES + 3) | 1) * LANES) {} // odd: rows do not share cache sets
 
     float *rows(int64_t n) {
         if ((int64_t)scores.size() < n * n_scores / LANES) scores.resize(n * n_scores / LANES);
@@ -385,7 +394,7 @@ struct AttentionRoom {
 };
 
 // How many queries are best computed together.
-template <class Cache> int64_t queries_at_once([[maybe_unused]] int64_t width) {
+template<class Cache> int64_t queries_at_once([[maybe_unused]] int64_t width) {
 #ifdef AMX
     if (std::is_same_v<Cache, BFloat> && amx::granted && width % POSITIONS == 0) return MOST_QUERIES;
 #endif
@@ -393,8 +402,8 @@ template <class Cache> int64_t queries_at_once([[maybe_unused]] int64_t width) {
 }
 
 #ifdef AMX
-inline void attend_by_tiles(const Query *queries, int64_t n, float scale, const HeadCache<BFloat> &cache, AttentionRoom &room,
-                            const BFloat *next) {
+inline void attend_by_tiles(const Query *queries, int64_t n, float scale, const HeadCache<BFloat> &cache,
+                            AttentionRoom &room, const BFloat *next) {
     const int64_t from = queries[0].from / POSITIONS * POSITIONS, to = queries[n - 1].to, stride = room.n_scores;
     const int64_t end = (to + POSITIONS - 1) / POSITIONS * POSITIONS;
     room.tiles.reserve(cache.width);
@@ -407,19 +416,20 @@ inline void attend_by_tiles(const Query *queries, int64_t n, float scale, const 
     for (int64_t r = 0; r < n; r++) factor[r] = softmax(queries[r], scale, cache, scores + r * stride, from, end);
     if (on_tiles.weigh(queries, factor, scores, queries[0].from, to, keys)) return;
     for (int64_t r = 0; r < n; r++)
-        OnTiles{cache, room.tiles, 1, from, end, stride}.weigh(queries + r, factor + r, scores + r * stride, queries[r].from,
-                                                               queries[r].to, keys);
+        OnTiles{cache, room.tiles, 1, from, end, stride}.weigh(queries + r, factor + r, scores + r * stride,
+                                                               queries[r].from, queries[r].to, keys);
 }
 #endif
 
-// Up to `queries_at_once` queries of one text, in the order of their positions, over the keys and values that are kept. next:
-// keys that come after these; null: nothing is far.
-template <class Cache>
+// Up to `queries_at_once` queries of one text, in the order of their positions, over the keys and values that are kept.
+// next: keys that come after these; null: nothing is far.
+template<class Cache>
 void attend(const Query *queries, int64_t n, float scale, const HeadCache<Cache> &cache, AttentionRoom &room,
             const Cache *next) {
 #ifdef AMX
     if constexpr (std::is_same_v<Cache, BFloat>)
-        if (queries_at_once<Cache>(cache.width) == MOST_QUERIES) return attend_by_tiles(queries, n, scale, cache, room, next);
+        if (queries_at_once<Cache>(cache.width) == MOST_QUERIES)
+            return attend_by_tiles(queries, n, scale, cache, room, next);
 #endif
     float *scores = room.rows(n);
     const auto run = [&](auto some) {
@@ -432,4 +442,4 @@ void attend(const Query *queries, int64_t n, float scale, const HeadCache<Cache>
     run(std::integral_constant<int, 1>{});
 }
 
-}  // namespace
+} // namespace

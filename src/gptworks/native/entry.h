@@ -1,8 +1,9 @@
 // How Python calls the kernels: with tensors that say what they are, and threads that may fail.
 //
-// Every function that the library exports is `extern "C" int gptworks_NAME(…) noexcept { return guarded([&] { … }); }`: it
-// checks all that it is given before it reads or writes, throws what it refuses, and returns a code; gptworks_error() has
-// the text. entries.py has the same signatures, structures and numbers, and compares them when it loads the library.
+// Every function that the library exports is `extern "C" int gptworks_NAME(…) noexcept { return guarded([&] { … }); }`:
+// it checks all that it is given before it reads or writes, throws what it refuses, and returns a code;
+// gptworks_error() has the text. entries.py has the same signatures, structures and numbers, and compares them when it
+// loads the library.
 
 #pragma once
 
@@ -25,9 +26,9 @@ struct Failure {
     char text[240] = {};
 };
 
-inline thread_local Failure last;  // of this thread's calls, in whichever source
+inline thread_local Failure last; // of this thread's calls, in whichever source
 
-}  // namespace border
+} // namespace border
 
 namespace {
 
@@ -61,7 +62,7 @@ Failure caught() noexcept {
     return failure;
 }
 
-template <class F> int guarded(const F &work) noexcept {
+template<class F> int guarded(const F &work) noexcept {
     try {
         work();
         return DONE;
@@ -73,21 +74,21 @@ template <class F> int guarded(const F &work) noexcept {
 
 // -------------------------------------------------------------------------------------------------------- tensors
 
-enum Kind : int64_t { FP32, BF16, FP16, INT8, INT4, INT64 };  // INT4: two in a byte
+enum Kind : int64_t { FP32, BF16, FP16, INT8, INT4, INT64 }; // INT4: two in a byte
 constexpr const char *KINDS[] = {"float32", "bfloat16", "float16", "int8", "uint8", "int64"};
 constexpr int64_t N_KINDS = sizeof KINDS / sizeof *KINDS;
 
-constexpr int64_t bytes_of(int64_t kind) {  // of an element
+constexpr int64_t bytes_of(int64_t kind) { // of an element
     return kind == FP32 ? 4 : kind == BF16 || kind == FP16 ? 2 : kind == INT64 ? 8 : 1;
 }
 
 constexpr int64_t MOST_DIMENSIONS = 5;
-constexpr int64_t MOST = int64_t(1) << 40;  // of a size or a stride: products of two or three stay far from overflow
+constexpr int64_t MOST = int64_t(1) << 40; // of a size or a stride: products of two or three stay far from overflow
 constexpr int64_t MOST_THREADS = 1024;
 
 struct Tensor {
     char *data;
-    int64_t kind, n_dimensions, sizes[MOST_DIMENSIONS], strides[MOST_DIMENSIONS];  // strides: in elements
+    int64_t kind, n_dimensions, sizes[MOST_DIMENSIONS], strides[MOST_DIMENSIONS]; // strides: in elements
 
     int64_t size(int64_t i) const { return sizes[i < 0 ? n_dimensions + i : i]; }
     int64_t stride(int64_t i) const { return strides[i < 0 ? n_dimensions + i : i]; }
@@ -96,7 +97,7 @@ struct Tensor {
         for (int64_t i = 0; i < n_dimensions; i++) n *= sizes[i];
         return n;
     }
-    template <class T> T *as() const { return (T *)data; }
+    template<class T> T *as() const { return (T *)data; }
 };
 
 // "float32 [2, 3]", in a buffer that the caller has.
@@ -126,7 +127,9 @@ inline const Tensor &sound(const char *name, const Tensor *x) {
         right = right && !__builtin_mul_overflow(x->sizes[i], x->strides[i], &far) &&
                 !__builtin_add_overflow(last, far, &last) && last <= MOST;
     }
-    if (!right) fail(REFUSED, "%s is no tensor that the kernels can read: a size, a stride or its dtype is out of bounds", name);
+    if (!right)
+        fail(REFUSED, "%s is no tensor that the kernels can read: a size, a stride or its dtype is out of bounds",
+             name);
     if (n && (!x->data || (uintptr_t)x->data % bytes_of(x->kind)))
         fail(REFUSED, "%s has no memory, or begins amid an element", name);
     return *x;
@@ -137,7 +140,9 @@ inline const Tensor &shaped(const char *name, const Tensor *given, int64_t kind,
     const Tensor &x = sound(name, given);
     const bool right = x.kind == kind && x.n_dimensions == (int64_t)sizes.size() &&
                        std::memcmp(x.sizes, sizes.begin(), sizes.size() * sizeof(int64_t)) == 0;
-    if (!right) fail(REFUSED, "%s is %s and must be %s", name, Text::of(x).text, Text::of(kind, sizes.begin(), sizes.size()).text);
+    if (!right)
+        fail(REFUSED, "%s is %s and must be %s", name, Text::of(x).text,
+             Text::of(kind, sizes.begin(), sizes.size()).text);
     return x;
 }
 
@@ -155,7 +160,8 @@ inline const Tensor &contiguous(const char *name, const Tensor &x, int64_t from 
 }
 
 // Contiguous, of a dtype and shape.
-inline const Tensor &laid_out(const char *name, const Tensor *given, int64_t kind, std::initializer_list<int64_t> sizes) {
+inline const Tensor &laid_out(const char *name, const Tensor *given, int64_t kind,
+                              std::initializer_list<int64_t> sizes) {
     return contiguous(name, shaped(name, given, kind, sizes));
 }
 
@@ -170,7 +176,8 @@ inline bool is_exchanged(const Tensor &x) {
 inline const Tensor &dense(const char *name, const Tensor *given) {
     const Tensor &x = sound(name, given);
     if (!is_contiguous(x) && !is_exchanged(x))
-        fail(REFUSED, "%s %s must be contiguous, or stored with its middle dimensions exchanged", name, Text::of(x).text);
+        fail(REFUSED, "%s %s must be contiguous, or stored with its middle dimensions exchanged", name,
+             Text::of(x).text);
     return x;
 }
 
@@ -178,7 +185,7 @@ inline const Tensor &dense(const char *name, const Tensor *given) {
 inline const Tensor &apart(const char *name, const Tensor &x) {
     bool done[MOST_DIMENSIONS] = {};
     for (int64_t turn = 0, last = 0; turn < x.n_dimensions && x.n_elements(); turn++) {
-        int64_t next = -1;  // the dimension with the smallest stride
+        int64_t next = -1; // the dimension with the smallest stride
         for (int64_t i = 0; i < x.n_dimensions; i++)
             if (!done[i] && (next < 0 || x.strides[i] < x.strides[next])) next = i;
         done[next] = true;
@@ -195,7 +202,8 @@ inline const Tensor &like(const char *name, const Tensor *given, const Tensor &x
     bool right = y.n_dimensions == x.n_dimensions;
     for (int64_t i = 0; right && i < x.n_dimensions; i++)
         right = y.sizes[i] == x.sizes[i] && (y.sizes[i] == 1 || y.strides[i] == x.strides[i] || !x.n_elements());
-    if (!right) fail(REFUSED, "%s is %s and must have the shape and layout of %s", name, Text::of(y).text, Text::of(x).text);
+    if (!right)
+        fail(REFUSED, "%s is %s and must have the shape and layout of %s", name, Text::of(y).text, Text::of(x).text);
     return y;
 }
 
@@ -209,11 +217,12 @@ inline const Tensor &same(const char *name, const Tensor *given, const Tensor &x
 // ------------------------------------------------------------------------------------------------------- numbers
 
 inline int64_t within(const char *name, int64_t x, int64_t least, int64_t most) {
-    if (x < least || x > most) fail(REFUSED, "%s is %" PRId64 " and must be from %" PRId64 " to %" PRId64, name, x, least, most);
+    if (x < least || x > most)
+        fail(REFUSED, "%s is %" PRId64 " and must be from %" PRId64 " to %" PRId64, name, x, least, most);
     return x;
 }
 
 // More are never of use, and some systems end the process where there are more than they grant.
 inline int64_t threads(int64_t n) { return within("n_threads", n, 1, MOST) < MOST_THREADS ? n : MOST_THREADS; }
 
-}  // namespace
+} // namespace

@@ -1,12 +1,13 @@
 // Matrix products in float32: out [M, N] = a [M, K] · b [K, N] + bias [N]. Called by gemm.py.
 //
 // A tile of the results, AT_ONCE rows of WIDTH columns, stays in registers while K passes: each step of K reads WIDTH
-// elements of b and multiplies them with one element of each row of a. So b is laid out in panels of WIDTH columns first,
-// some of K and some columns at a time, which a core's second cache holds; and a, if its columns are what is contiguous, in
-// panels of AT_ONCE rows. (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008, sections 4, 5.)
+// elements of b and multiplies them with one element of each row of a. So b is laid out in panels of WIDTH columns
+// first, some of K and some columns at a time, which a core's second cache holds; and a, if its columns are what is
+// contiguous, in panels of AT_ONCE rows. (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication",
+// 2008, sections 4, 5.)
 //
-// K is summed in order, in parts that depend on K alone: the bits of a result depend neither on the number of threads nor
-// on how many rows and columns there are.
+// K is summed in order, in parts that depend on K alone: the bits of a result depend neither on the number of threads
+// nor on how many rows and columns there are.
 
 #include <algorithm>
 
@@ -16,10 +17,10 @@
 namespace {
 
 constexpr int64_t IN_REGISTER = REGISTER / 4;
-constexpr int64_t WIDTH = 2 * IN_REGISTER;                  // columns of a tile
-constexpr int64_t AT_ONCE = REGISTERS >= 32 ? 12 : 6;       // rows of a tile: its sums take three quarters of the registers
-constexpr int64_t DEPTH = 768, COLUMNS = 384, ROWS = 96;    // most of K, N and M that are laid out at once
-constexpr int64_t COST_OF_LAYING_OUT = 16;                  // an element, in multiplications
+constexpr int64_t WIDTH = 2 * IN_REGISTER;            // columns of a tile
+constexpr int64_t AT_ONCE = REGISTERS >= 32 ? 12 : 6; // rows of a tile: its sums take three quarters of the registers
+constexpr int64_t DEPTH = 768, COLUMNS = 384, ROWS = 96; // most of K, N and M that are laid out at once
+constexpr int64_t COST_OF_LAYING_OUT = 16;               // an element, in multiplications
 
 // How long each of the fewest parts of n is that are no longer than `most`, in whole units.
 int64_t part_of(int64_t n, int64_t most, int64_t unit) {
@@ -42,7 +43,7 @@ INLINE Floats floats(const float *p) {
 }
 
 // N rows of a tile. a's rows are `a_row` apart, or they are a panel.
-template <int N, bool PANEL>
+template<int N, bool PANEL>
 void tile(int64_t depth, const float *a, int64_t a_row, const float *b, bool adds, const float *bias, float *out,
           int64_t out_row, int64_t n_columns) {
     const int64_t row = PANEL ? 1 : a_row;
@@ -51,7 +52,7 @@ void tile(int64_t depth, const float *a, int64_t a_row, const float *b, bool add
     for (int64_t i = 0; i < depth; i++, a += PANEL ? AT_ONCE : 1, b += WIDTH) {
         const Floats columns[2] = {floats(b), floats(b + IN_REGISTER)};
         repeat<N>([&](auto r) EACH {
-            const Floats element = a[r * row] - Floats{};  // in each lane
+            const Floats element = a[r * row] - Floats{}; // in each lane
             repeat<2>([&](auto half) EACH { sums[r][half] += element * columns[half]; });
         });
     }
@@ -73,7 +74,7 @@ void tile(int64_t depth, const float *a, int64_t a_row, const float *b, bool add
 }
 
 typedef decltype(&tile<1, false>) Tile;
-template <bool PANEL, int... I> Tile tile_of(int64_t n_rows, std::integer_sequence<int, I...>) {
+template<bool PANEL, int... I> Tile tile_of(int64_t n_rows, std::integer_sequence<int, I...>) {
     static constexpr Tile OF[] = {tile<I + 1, PANEL>...};
     return OF[n_rows - 1];
 }
@@ -82,7 +83,8 @@ Tile tile_of(int64_t n_rows, bool panel) {
     return panel ? tile_of<true>(n_rows, EVERY) : tile_of<false>(n_rows, EVERY);
 }
 
-// Lays out `depth` rows of b and some columns as panels [columns / WIDTH, depth, WIDTH]; what the last one lacks is zero.
+// Lays out `depth` rows of b and some columns as panels [columns / WIDTH, depth, WIDTH]; what the last one lacks is
+// zero.
 void lay_out_columns(const Factor &b, int64_t depth, int64_t n_columns, float *out) {
     constexpr int64_t TURNED = std::min(WIDTH, LANES);
     for (int64_t j = 0; j < n_columns; j += WIDTH, out += depth * WIDTH) {
@@ -112,7 +114,7 @@ void lay_out_columns(const Factor &b, int64_t depth, int64_t n_columns, float *o
 // Rows of a as tiles read them.
 struct Left {
     const float *at;
-    int64_t row;  // how far apart they are; panels are AT_ONCE times that
+    int64_t row; // how far apart they are; panels are AT_ONCE times that
     bool panels;
 };
 
@@ -120,8 +122,8 @@ struct Left {
 // apart share a set of it, which has 8 lines in many processors.
 constexpr bool collide(int64_t row) { return AT_ONCE > 8 && row % 1024 == 0; }
 
-// Some rows of a, and `depth` of its columns: where they are, or in `room` as panels [rows / AT_ONCE, depth, AT_ONCE], or
-// closer together there.
+// Some rows of a, and `depth` of its columns: where they are, or in `room` as panels [rows / AT_ONCE, depth, AT_ONCE],
+// or closer together there.
 Left lay_out_rows(const Factor &a, int64_t depth, int64_t n_rows, float *room) {
     if (a.column == 1) {
         if (!collide(a.row)) return {a.at, a.row, false};
@@ -129,7 +131,7 @@ Left lay_out_rows(const Factor &a, int64_t depth, int64_t n_rows, float *room) {
         for (int64_t i = 0; i < n_rows; i++) std::memcpy(room + i * row, a.at + i * a.row, depth * sizeof(float));
         return {room, row, false};
     }
-    constexpr int64_t FEW = 8;  // columns at a time: the first cache keeps each line of them until all of it is read
+    constexpr int64_t FEW = 8; // columns at a time: the first cache keeps each line of them until all of it is read
     for (int64_t first = 0; first < depth; first += FEW)
         for (int64_t i = 0; i < n_rows; i += AT_ONCE) {
             const int64_t count = std::min(AT_ONCE, n_rows - i), end = std::min(first + FEW, depth);
@@ -179,19 +181,19 @@ void multiply(int64_t m, int64_t n, int64_t k, const Factor &a, const Factor &b,
                     for (int64_t t = 0; t < height; t += AT_ONCE)
                         tile_of(std::min(AT_ONCE, height - t), left.panels)(
                             some, left.at + t * left.row, left.row, right + c * some, i > 0,
-                            bias && !i ? bias + j + c : nullptr, out + (r + t) * out_row + j + c, out_row, width - c
-                        );
+                            bias && !i ? bias + j + c : nullptr, out + (r + t) * out_row + j + c, out_row, width - c);
             }
         }
 }
 
 // All of the results, divided among threads.
-void product(int64_t m, int64_t n, int64_t k, int64_t n_threads, const Factor &left, const Factor &right, const float *bias,
-             float *out, int64_t out_row) {
+void product(int64_t m, int64_t n, int64_t k, int64_t n_threads, const Factor &left, const Factor &right,
+             const float *bias, float *out, int64_t out_row) {
     const int64_t row_units = (m + AT_ONCE - 1) / AT_ONCE, column_units = (n + WIDTH - 1) / WIDTH;
     parallel(n_threads, [&](const Team &team) {
         const auto [down, across] = grid(m, n, team.n_threads);
-        const Team of_rows{team.thread / across, down, nullptr, nullptr}, of_columns{team.thread % across, across, nullptr, nullptr};
+        const Team of_rows{team.thread / across, down, nullptr, nullptr},
+            of_columns{team.thread % across, across, nullptr, nullptr};
         const auto [first_row, last_row] = of_rows.share(row_units);
         const auto [first_column, last_column] = of_columns.share(column_units);
         const int64_t r = first_row * AT_ONCE, r_end = std::min(last_row * AT_ONCE, m);
@@ -202,22 +204,22 @@ void product(int64_t m, int64_t n, int64_t k, int64_t n_threads, const Factor &l
     });
 }
 
-}  // namespace
+} // namespace
 
 // A matrix [rows, columns] of which the rows are contiguous, or the columns.
 static Factor factor(const char *name, const Tensor *x, int64_t rows, int64_t columns) {
     shaped(name, x, FP32, {rows, columns});
     int64_t row = x->strides[0], column = x->strides[1];
-    if (columns == 1 && row != 1) column = 1;  // a step to where there is nothing
+    if (columns == 1 && row != 1) column = 1; // a step to where there is nothing
     if (rows == 1 && column != 1) row = 1;
-    if (row != 1 && column != 1) fail(REFUSED, "%s %s: neither rows nor columns are contiguous", name, Text::of(*x).text);
+    if (row != 1 && column != 1)
+        fail(REFUSED, "%s %s: neither rows nor columns are contiguous", name, Text::of(*x).text);
     return {x->as<const float>(), row, column};
 }
 
 // a [M, K]; b [K, N]; bias [N], or null; out [M, N], whose rows are contiguous. K is 1 at least.
-extern "C" int gptworks_gemm(
-    const Tensor *a, const Tensor *b, const Tensor *bias, const Tensor *out, int64_t n_threads
-) noexcept {
+extern "C" int gptworks_gemm(const Tensor *a, const Tensor *b, const Tensor *bias, const Tensor *out,
+                             int64_t n_threads) noexcept {
     return guarded([=] {
         if (sound("out", out).n_dimensions != 2 || sound("a", a).n_dimensions != 2)
             fail(REFUSED, "a %s times b gives no out %s", Text::of(*a).text, Text::of(*out).text);

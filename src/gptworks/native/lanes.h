@@ -10,7 +10,7 @@
 
 #ifdef __AVX2__
 #pragma GCC diagnostic push
-#if defined(__GNUC__) && !defined(__clang__)  // GCC 12's own header has what it warns of (its bug 105593)
+#if defined(__GNUC__) && !defined(__clang__) // GCC 12's own header has what it warns of (its bug 105593)
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
@@ -21,9 +21,9 @@
 #include <arm_neon.h>
 #endif
 #if (defined(__AVX512VNNI__) && defined(__AVX512BW__)) || defined(__ARM_FEATURE_DOTPROD)
-#define INTEGER_PRODUCTS  // of 8 bits
+#define INTEGER_PRODUCTS // of 8 bits
 #elif defined(__AVX2__) && defined(__F16C__) && defined(__FMA__)
-#define WIDE_INTEGER_PRODUCTS  // of 16 bits
+#define WIDE_INTEGER_PRODUCTS // of 16 bits
 #endif
 #ifdef __AVX512BF16__
 #define BF16_PRODUCTS
@@ -37,10 +37,10 @@ namespace {
 constexpr int64_t LANES = 16;
 
 // Calls f(0) … f(N − 1), written out: accumulators whose index the compiler knows stay in registers.
-template <int... I, class F> INLINE void each(std::integer_sequence<int, I...>, const F &f) {
+template<int... I, class F> INLINE void each(std::integer_sequence<int, I...>, const F &f) {
     (f(std::integral_constant<int, I>{}), ...);
 }
-template <int N, class F> INLINE void repeat(const F &f) { each(std::make_integer_sequence<int, N>{}, f); }
+template<int N, class F> INLINE void repeat(const F &f) { each(std::make_integer_sequence<int, N>{}, f); }
 
 typedef float Quad __attribute__((vector_size(16)));
 typedef int8_t Bytes __attribute__((vector_size(16)));
@@ -57,7 +57,7 @@ constexpr int64_t REGISTER = 16, REGISTERS = 16;
 #endif
 constexpr bool MANY_REGISTERS = REGISTER * REGISTERS >= 2048;
 constexpr bool FEW_REGISTERS = REGISTER * REGISTERS <= 256;
-constexpr int PARTS = 64 / REGISTER;  // registers of 16 lanes
+constexpr int PARTS = 64 / REGISTER; // registers of 16 lanes
 
 typedef float Floats __attribute__((vector_size(REGISTER)));
 typedef int32_t Ints __attribute__((vector_size(REGISTER)));
@@ -67,7 +67,7 @@ typedef uint32_t Words __attribute__((vector_size(REGISTER)));
 typedef float Lanes __attribute__((vector_size(64)));
 typedef int32_t IntLanes __attribute__((vector_size(64)));
 
-inline Lanes all(float x) { return x - Lanes{}; }  // not 0 + x, which the compiler has to add
+inline Lanes all(float x) { return x - Lanes{}; } // not 0 + x, which the compiler has to add
 inline Lanes choose(IntLanes where, Lanes a, Lanes b) { return where ? a : b; }
 inline IntLanes bits_of(Lanes x) { return (IntLanes)x; }
 inline Lanes lanes_of(IntLanes bits) { return (Lanes)bits; }
@@ -78,9 +78,9 @@ inline Lanes load(const float *p) {
 }
 inline void store(float *p, Lanes x) { std::memcpy(p, &x, sizeof x); }
 #else
-// Where a register is shorter, 16 lanes are several registers. A vector type of 64 bytes would do, but the compiler keeps
-// one that no register holds in memory: products ran at an eighth of their speed.
-template <class T> struct Vector {
+// Where a register is shorter, 16 lanes are several registers. A vector type of 64 bytes would do, but the compiler
+// keeps one that no register holds in memory: products ran at an eighth of their speed.
+template<class T> struct Vector {
     typedef T Part __attribute__((vector_size(REGISTER)));
     Part part[PARTS];
 
@@ -93,24 +93,28 @@ template <class T> struct Vector {
 typedef Vector<float> Lanes;
 typedef Vector<int32_t> IntLanes;
 
-template <class To, class F> INLINE To by_part(const F &f) {
+template<class To, class F> INLINE To by_part(const F &f) {
     To out;
     repeat<PARTS>([&](auto i) EACH { out.part[i] = f(i); });
     return out;
 }
 #define OPERATOR(op)                                                                                                   \
-    template <class T> INLINE Vector<T> operator op(Vector<T> a, Vector<T> b) {                                        \
+    template<class T> INLINE Vector<T> operator op(Vector<T> a, Vector<T> b) {                                         \
         return by_part<Vector<T>>([&](auto i) EACH { return a.part[i] op b.part[i]; });                                \
     }                                                                                                                  \
-    template <class T> INLINE Vector<T> operator op(Vector<T> a, T b) {                                                \
+    template<class T> INLINE Vector<T> operator op(Vector<T> a, T b) {                                                 \
         return by_part<Vector<T>>([&](auto i) EACH { return a.part[i] op b; });                                        \
     }                                                                                                                  \
-    template <class T> INLINE Vector<T> operator op(T a, Vector<T> b) {                                                \
+    template<class T> INLINE Vector<T> operator op(T a, Vector<T> b) {                                                 \
         return by_part<Vector<T>>([&](auto i) EACH { return a op b.part[i]; });                                        \
     }
-OPERATOR(+) OPERATOR(-) OPERATOR(*) OPERATOR(/) OPERATOR(<<) OPERATOR(>>) OPERATOR(&) OPERATOR(^)
+OPERATOR(+)
+OPERATOR(-) OPERATOR(*) OPERATOR(/) OPERATOR(<<) OPERATOR(>>) OPERATOR(&) OPERATOR(^)
 #undef OPERATOR
-template <class T> INLINE Vector<T> &operator+=(Vector<T> &a, Vector<T> b) { return a = a + b; }
+    template<class T>
+    INLINE Vector<T> &operator+=(Vector<T> &a, Vector<T> b) {
+    return a = a + b;
+}
 INLINE Lanes operator-(Lanes a) {
     return by_part<Lanes>([&](auto i) EACH { return -a.part[i]; });
 }
@@ -121,10 +125,11 @@ INLINE Lanes operator-(Lanes a) {
     INLINE IntLanes operator op(Lanes a, float b) {                                                                    \
         return by_part<IntLanes>([&](auto i) EACH { return a.part[i] op b; });                                         \
     }
-COMPARISON(<) COMPARISON(>) COMPARISON(==) COMPARISON(!=)
+COMPARISON(<)
+COMPARISON(>) COMPARISON(==) COMPARISON(!=)
 #undef COMPARISON
 
-INLINE Lanes all(float x) {
+    INLINE Lanes all(float x) {
     return by_part<Lanes>([&](auto) EACH { return x - Lanes::Part{}; });
 }
 INLINE Lanes choose(IntLanes where, Lanes a, Lanes b) {
@@ -148,7 +153,7 @@ INLINE void store(float *p, Lanes x) {
 }
 #endif
 
-typedef std::vector<Lanes> Buffer;     // aligned, zeroed
+typedef std::vector<Lanes> Buffer; // aligned, zeroed
 
 // A first argument that is no number stays none: what is computed from it has to show it.
 #ifdef __AVX512F__
@@ -184,16 +189,15 @@ inline Lanes load(const BFloat *p) {
         return (Lanes::Part)_mm256_slli_epi32(wide, 16);
     });
 #elif defined(__ARM_NEON)
-    return by_part<Lanes>([&](auto i) EACH {
-        return (Lanes::Part)vshll_n_u16(vld1_u16((const uint16_t *)(p + 4 * i)), 16);
-    });
+    return by_part<Lanes>([&](auto i)
+                              EACH { return (Lanes::Part)vshll_n_u16(vld1_u16((const uint16_t *)(p + 4 * i)), 16); });
 #else
     float wide[LANES];
     for (int i = 0; i < LANES; i++) wide[i] = p[i];
     return load(wide);
 #endif
 }
-inline void store(BFloat *p, Lanes x) {  // rounded to the nearest bf16, to even; what is no number stays none
+inline void store(BFloat *p, Lanes x) { // rounded to the nearest bf16, to even; what is no number stays none
 #ifdef BF16_PRODUCTS
     _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
 #else
@@ -234,7 +238,7 @@ struct Half {
         const uint32_t wide = (uint32_t)(bits & 0x7fff) << 13 | (finite ? 0 : 0x7f800000);
         float x;
         std::memcpy(&x, &wide, sizeof x);
-        if (finite) x *= 0x1p112f;  // moves the exponent's bias from 15 to 127, subnormal numbers included
+        if (finite) x *= 0x1p112f; // moves the exponent's bias from 15 to 127, subnormal numbers included
         return bits & 0x8000 ? -x : x;
     }
 };
@@ -242,9 +246,8 @@ inline Lanes load(const Half *p) {
 #if defined(__AVX512F__)
     return (Lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 #elif defined(__AVX2__) && defined(__F16C__)
-    return by_part<Lanes>([&](auto i) EACH {
-        return (Lanes::Part)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8 * i)));
-    });
+    return by_part<Lanes>(
+        [&](auto i) EACH { return (Lanes::Part)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8 * i))); });
 #elif defined(__ARM_NEON) && defined(__aarch64__)
     return by_part<Lanes>([&](auto i) EACH {
         return (Lanes::Part)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)(p + 4 * i))));
@@ -265,14 +268,15 @@ INLINE Lanes to_floats(IntLanes x) {
 }
 
 #ifdef INTEGER_PRODUCTS
-// 16 words of four bytes, times the four bytes of another word, which have a sign; added to 16 sums. x86 takes the 16 words'
-// bytes without sign: with UNSIGNED_BYTES, signed ones come as those + 128.
+// 16 words of four bytes, times the four bytes of another word, which have a sign; added to 16 sums. x86 takes the 16
+// words' bytes without sign: with UNSIGNED_BYTES, signed ones come as those + 128.
 INLINE IntLanes add_bytes(IntLanes sums, IntLanes words, int32_t word) {
 #ifdef __AVX512F__
     return (IntLanes)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)words, _mm512_set1_epi32(word));
 #else
     return by_part<IntLanes>([&](auto i) EACH {
-        return (Ints)vdotq_s32((int32x4_t)sums.part[i], (int8x16_t)words.part[i], vreinterpretq_s8_s32(vdupq_n_s32(word)));
+        return (Ints)vdotq_s32((int32x4_t)sums.part[i], (int8x16_t)words.part[i],
+                               vreinterpretq_s8_s32(vdupq_n_s32(word)));
     });
 #endif
 }
@@ -295,7 +299,8 @@ struct Ahead {
 };
 
 // ROWS × 16 units of four bytes, turned.
-template <int64_t ROWS = LANES, class Unit> INLINE void turn(const Unit *from, int64_t from_stride, Unit *to, int64_t to_stride) {
+template<int64_t ROWS = LANES, class Unit>
+INLINE void turn(const Unit *from, int64_t from_stride, Unit *to, int64_t to_stride) {
 #ifdef __AVX512F__
     static_assert(ROWS == LANES);
     __m512i x[16], y[16];
@@ -311,7 +316,8 @@ template <int64_t ROWS = LANES, class Unit> INLINE void turn(const Unit *from, i
         });
     });
     repeat<4>([&](auto j) EACH {
-        const __m512i low = _mm512_shuffle_i32x4(x[j], x[4 + j], 0x88), high = _mm512_shuffle_i32x4(x[j], x[4 + j], 0xdd);
+        const __m512i low = _mm512_shuffle_i32x4(x[j], x[4 + j], 0x88),
+                      high = _mm512_shuffle_i32x4(x[j], x[4 + j], 0xdd);
         const __m512i low2 = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0x88);
         const __m512i high2 = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0xdd);
         _mm512_storeu_si512(to + j * to_stride, _mm512_shuffle_i32x4(low, low2, 0x88));
@@ -321,11 +327,12 @@ template <int64_t ROWS = LANES, class Unit> INLINE void turn(const Unit *from, i
     });
 #else
 #ifdef __AVX2__
-    if constexpr (ROWS == LANES) {  // in quarters
+    if constexpr (ROWS == LANES) { // in quarters
         for (int64_t j = 0; j < LANES; j += 8)
             for (int64_t i = 0; i < LANES; i += 8) {
                 __m256 x[8], y[8];
-                repeat<8>([&](auto r) EACH { x[r] = _mm256_loadu_ps((const float *)(from + (i + r) * from_stride + j)); });
+                repeat<8>([&](auto r)
+                              EACH { x[r] = _mm256_loadu_ps((const float *)(from + (i + r) * from_stride + j)); });
                 repeat<4>([&](auto r) EACH {
                     y[2 * r] = _mm256_unpacklo_ps(x[2 * r], x[2 * r + 1]);
                     y[2 * r + 1] = _mm256_unpackhi_ps(x[2 * r], x[2 * r + 1]);
@@ -336,8 +343,10 @@ template <int64_t ROWS = LANES, class Unit> INLINE void turn(const Unit *from, i
                     x[r / 2 * 4 + r % 2 * 2 + 1] = _mm256_shuffle_ps(y[first], y[first + 2], 0xee);
                 });
                 repeat<4>([&](auto r) EACH {
-                    _mm256_storeu_ps((float *)(to + (j + r) * to_stride + i), _mm256_permute2f128_ps(x[r], x[4 + r], 0x20));
-                    _mm256_storeu_ps((float *)(to + (j + 4 + r) * to_stride + i), _mm256_permute2f128_ps(x[r], x[4 + r], 0x31));
+                    _mm256_storeu_ps((float *)(to + (j + r) * to_stride + i),
+                                     _mm256_permute2f128_ps(x[r], x[4 + r], 0x20));
+                    _mm256_storeu_ps((float *)(to + (j + 4 + r) * to_stride + i),
+                                     _mm256_permute2f128_ps(x[r], x[4 + r], 0x31));
                 });
             }
         return;
@@ -380,9 +389,9 @@ inline float sum(Lanes v) { return sums({v, Lanes{}, Lanes{}, Lanes{}})[0]; }
 // e^x by x = n·ln 2 + r and the first terms of the series in r, |r| ≤ 0.35; within 2 units in the last place.
 INLINE Lanes exponential(Lanes x) {
     x = smaller(larger(x, all(-87.0f)), all(88.0f));
-    const float magic = 0x1.8p23f;  // adding it rounds to a whole number, in the low bits
+    const float magic = 0x1.8p23f; // adding it rounds to a whole number, in the low bits
     const Lanes shifted = x * 1.44269504f + magic, n = shifted - magic;
-    const Lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
+    const Lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f; // ln 2 in two parts
     Lanes y = r * (1 / 5040.0f) + 1 / 720.0f;
     y = y * r + 1 / 120.0f;
     y = y * r + 1 / 24.0f;
@@ -396,27 +405,32 @@ INLINE Lanes exponential(Lanes x) {
 
 INLINE Lanes sigmoid(Lanes x) { return 1.0f / (1.0f + exponential(-x)); }
 
-INLINE Lanes gelu(Lanes x) {  // erf by Abramowitz & Stegun 7.1.26, within 1.5e-7
+INLINE Lanes gelu(Lanes x) { // erf by Abramowitz & Stegun 7.1.26, within 1.5e-7
     const Lanes z = magnitude(x) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * z);
     Lanes y = 1.061405429f * t - 1.453152027f;
     y = y * t + 1.421413741f;
     y = y * t - 0.284496736f;
     y = y * t + 0.254829592f;
-    const Lanes tail = 0.5f * y * t * exponential(-z * z);  // of the normal distribution, beyond |x|
+    const Lanes tail = 0.5f * y * t * exponential(-z * z); // of the normal distribution, beyond |x|
     return x * choose(x < 0.0f, tail, 1.0f - tail);
 }
 
-enum Function : int64_t { NO_FUNCTION = -1, GELU, GELU_TANH, RELU2, SILU };  // activations; of gates too
+enum Function : int64_t { NO_FUNCTION = -1, GELU, GELU_TANH, RELU2, SILU }; // activations; of gates too
 constexpr const char *FUNCTIONS[] = {"gelu", "gelu_tanh", "relu2", "silu"};
 constexpr int64_t N_FUNCTIONS = sizeof FUNCTIONS / sizeof *FUNCTIONS;
 
 INLINE Lanes activate(Lanes x, int64_t function) {
     switch (function) {
-    case GELU_TANH: return x * sigmoid(1.59576912f * (x + 0.044715f * x * x * x));  // (1 + tanh u) / 2 = σ(2u)
-    case RELU2: x = larger(x, Lanes{}); return x * x;
-    case SILU: return x * sigmoid(x);
-    default: return gelu(x);
+    case GELU_TANH:
+        return x * sigmoid(1.59576912f * (x + 0.044715f * x * x * x)); // (1 + tanh u) / 2 = σ(2u)
+    case RELU2:
+        x = larger(x, Lanes{});
+        return x * x;
+    case SILU:
+        return x * sigmoid(x);
+    default:
+        return gelu(x);
     }
 }
 
-}  // namespace
+} // namespace

@@ -13,14 +13,14 @@
 
 namespace {
 
-constexpr int64_t GROUPED = 32;  // elements of a row that share a scale in int4
+constexpr int64_t GROUPED = 32; // elements of a row that share a scale in int4
 
-struct Matrix {  // [n, k]; see quantize/formats.py for the kinds, panels.py for panels
+struct Matrix { // [n, k]; see quantize/formats.py for the kinds, panels.py for panels
     const void *weight, *scale;
     const float *bias;
     int64_t n, k, kind;
-    int64_t panel;  // weight rows of a panel; 0: the matrix lies row by row
-    int64_t weight_bytes, scale_bytes, bias_bytes;  // that there are
+    int64_t panel;                                 // weight rows of a panel; 0: the matrix lies row by row
+    int64_t weight_bytes, scale_bytes, bias_bytes; // that there are
 
     int64_t row_bytes() const { return kind == FP32 ? 4 * k : kind == INT8 ? k : kind == INT4 ? k / 2 : 2 * k; }
     int64_t n_words() const { return row_bytes() / 4; }
@@ -40,16 +40,18 @@ struct Matrix {  // [n, k]; see quantize/formats.py for the kinds, panels.py for
     };
     Row row(int64_t row) const {
         const int64_t first = panel ? row / panel * panel : row, at = row - first;
-        return {panel_from(first) + at, kind == INT4 ? scales_from(first) + at : nullptr, panel ? vectors_from(first) * LANES : 1};
+        return {panel_from(first) + at, kind == INT4 ? scales_from(first) + at : nullptr,
+                panel ? vectors_from(first) * LANES : 1};
     }
 };
 
-constexpr int64_t CHUNK = 128;    // activations are padded with zeros to a multiple of this
-constexpr int64_t MANY = 32;      // from so many rows on, threads divide norms and rounding, and float32 is laid out in panels
-constexpr int64_t FEW = 3;        // so many rows are multiplied with int8 by vectors, more by AMX: the same to the bit
-constexpr int64_t PANEL_ROWS = REGISTER == 64 ? 8 : FEW_REGISTERS ? 2 : 6;  // see panels.h
-constexpr int64_t GROUP = REGISTER == 64 ? LANES : PANEL_ROWS;  // activation rows that are laid out together
-constexpr int64_t TILE_ROWS = 16;                               // of AMX
+constexpr int64_t CHUNK = 128; // activations are padded with zeros to a multiple of this
+constexpr int64_t MANY =
+    32;                    // from so many rows on, threads divide norms and rounding, and float32 is laid out in panels
+constexpr int64_t FEW = 3; // so many rows are multiplied with int8 by vectors, more by AMX: the same to the bit
+constexpr int64_t PANEL_ROWS = REGISTER == 64 ? 8 : FEW_REGISTERS ? 2 : 6; // see panels.h
+constexpr int64_t GROUP = REGISTER == 64 ? LANES : PANEL_ROWS;             // activation rows that are laid out together
+constexpr int64_t TILE_ROWS = 16;                                          // of AMX
 
 int64_t padded(int64_t n) { return (n + CHUNK - 1) / CHUNK * CHUNK; }
 
@@ -58,7 +60,8 @@ INLINE Lanes joined(IntLanes low, IntLanes high, int64_t offset) {
     int32_t lows[LANES], highs[LANES];
     float out[LANES];
     std::memcpy(lows, &low, sizeof lows), std::memcpy(highs, &high, sizeof highs);
-    for (int64_t i = 0; i < LANES; i++) out[i] = (float)(lows[i] + 256.0 * highs[i] + (double)offset);  // exact but for the last
+    for (int64_t i = 0; i < LANES; i++)
+        out[i] = (float)(lows[i] + 256.0 * highs[i] + (double)offset); // exact but for the last
     return load(out);
 }
 
@@ -79,17 +82,19 @@ int64_t met_by(int64_t kind) {
 
 // What activations [n, stride] are made into:
 // * bf16 for bf16 (AVX512_BF16; elsewhere they stay as they are);
-// * for int8 and int4 (AVX512_VNNI, ARM's dot products) fixed point of 16 bits with one scale a row, as two planes of signed bytes,
+// * for int8 and int4 (AVX512_VNNI, ARM's dot products) fixed point of 16 bits with one scale a row, as two planes of
+// signed bytes,
 //   x ≈ scale · (256 · high + low): finer than bf16, and sums of products are exact;
 // * for int8 and int4 (AVX2 alone) the same fixed point, as integers of 16 bits.
 struct Rounded {
-    Buffer bytes;                      // [n, pitch], of which 2 · stride are bf16; or low, then high
-    std::vector<int32_t> offsets;      // int4: for each group of activations, what its weights' offset of 8 adds
+    Buffer bytes;                 // [n, pitch], of which 2 · stride are bf16; or low, then high
+    std::vector<int32_t> offsets; // int4: for each group of activations, what its weights' offset of 8 adds
     std::vector<float> scale;
     std::vector<int64_t> total;        // int8: sum of a row
-    std::unique_ptr<Lanes[]> laid_out;  // of GROUP rows at a time: floats [stride][GROUP]
+    std::unique_ptr<Lanes[]> laid_out; // of GROUP rows at a time: floats [stride][GROUP]
 
-    // Bytes from a row to the next: a line more than it has, because caches keep few rows that are a power of two apart.
+    // Bytes from a row to the next: a line more than it has, because caches keep few rows that are a power of two
+    // apart.
     static int64_t pitch(int64_t stride) { return 2 * stride + 64; }
 
     void make_room(int64_t n, int64_t stride) {
@@ -101,16 +106,17 @@ struct Rounded {
     }
 };
 
-// Activations [n, stride] as floats, and as products want them. Each thread has rows of its own; or where they are many, all
-// threads have the same floats and the same room for what they are made into (`common`), and each makes a share.
+// Activations [n, stride] as floats, and as products want them. Each thread has rows of its own; or where they are
+// many, all threads have the same floats and the same room for what they are made into (`common`), and each makes a
+// share.
 struct Rows {
-    static constexpr int64_t NOTHING = -1;  // is made of the floats yet
-    static constexpr int64_t NEW = -2;      // nor has this thread waited for the others' shares of them
+    static constexpr int64_t NOTHING = -1; // is made of the floats yet
+    static constexpr int64_t NEW = -2;     // nor has this thread waited for the others' shares of them
     int64_t n, stride, pitch = Rounded::pitch(stride);
     float *x;
-    int64_t made = NOTHING;  // into what a kind of weights meets
+    int64_t made = NOTHING; // into what a kind of weights meets
     Rounded own, *common;
-    const int8_t *bytes = nullptr;  // of the rounded rows: loops over them look for nothing else
+    const int8_t *bytes = nullptr; // of the rounded rows: loops over them look for nothing else
 
     Rows(int64_t n, int64_t stride, float *x, Rounded *common = nullptr) : n(n), stride(stride), x(x), common(common) {}
     Rounded &rounded() { return common ? *common : own; }
@@ -141,7 +147,7 @@ struct Rows {
     void prepare(int64_t kind, const Team &team) {
         kind = met_by(kind);
         if (kind == made) return;
-        if (common && made >= 0) team.wait();  // until nobody reads what was made before
+        if (common && made >= 0) team.wait(); // until nobody reads what was made before
         made = kind;
         const auto [from, to] = share(team);
         round(from, to);
@@ -165,10 +171,11 @@ struct Rows {
 #endif
     }
 
-    // A group of rows, word by word: first the words that meet the first lane of vectors, then those of the second, and so on.
+    // A group of rows, word by word: first the words that meet the first lane of vectors, then those of the second, and
+    // so on.
     void lay_out(int64_t row) {
         const int64_t apart = stride / LANES * GROUP;
-        alignas(64) float last[GROUP][LANES] = {};  // what lies behind the last row counts as 0
+        alignas(64) float last[GROUP][LANES] = {}; // what lies behind the last row counts as 0
         const float *from = x + row * stride;
         float *to = group(row);
         for (int64_t i = 0; i < stride; i += LANES, to += GROUP)
@@ -182,7 +189,7 @@ struct Rows {
 
     // What a row is multiplied by, so that its largest number becomes `most`; sets its scale.
     float to_integers(int64_t row, float most) {
-        int32_t top = 0;  // compared as integers: what is no number lies above all that are
+        int32_t top = 0; // compared as integers: what is no number lies above all that are
         for (int64_t i = 0; i < stride; i++) top = std::max(top, bits_of(x[row * stride + i]) & 0x7fffffff);
         float largest;
         std::memcpy(&largest, &top, sizeof largest);
@@ -199,11 +206,13 @@ struct Rows {
         const float *from = x + row * stride;
         const __m256 factor = _mm256_set1_ps(to_integers(row, 32767));
         int16_t *const to = (int16_t *)low(row);
-        const auto eight = [&](int64_t i) EACH { return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(from + i), factor)); };
+        const auto eight = [&](int64_t i)
+                               EACH { return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(from + i), factor)); };
         for (int64_t i = 0; i < stride; i += 16) {
-            const __m256i halves = _mm256_packs_epi32(eight(i), eight(i + 8));  // of each, in turns
+            const __m256i halves = _mm256_packs_epi32(eight(i), eight(i + 8)); // of each, in turns
             const __m256i sixteen = _mm256_permute4x64_epi64(halves, 0xd8);
-            _mm256_storeu_si256((__m256i *)(to + i), _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(sixteen, 0xd8), 0xd8));
+            _mm256_storeu_si256((__m256i *)(to + i),
+                                _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(sixteen, 0xd8), 0xd8));
         }
         if (made != INT4) return;
         for (int64_t i = 0; i < stride; i += GROUPED) {
@@ -217,13 +226,13 @@ struct Rows {
 #ifdef INTEGER_PRODUCTS
     void round(int64_t row) {
         const float *from = x + row * stride;
-        const float factor = to_integers(row, 127 * 256 + 127);  // high stays a signed byte
-        const float magic = 0x1.8p23f;                            // adding it rounds to a whole number, in the low bits
+        const float factor = to_integers(row, 127 * 256 + 127); // high stays a signed byte
+        const float magic = 0x1.8p23f;                          // adding it rounds to a whole number, in the low bits
         Rounded &out = rounded();
         int8_t *const lows = (int8_t *)low(row), *const highs = lows + stride;
         int64_t total = 0;
         for (int64_t i = 0; i < stride; i += GROUPED) {
-            uint32_t of_group = 0;  // of a row that is not finite it overflows, and the scale makes that NaN
+            uint32_t of_group = 0; // of a row that is not finite it overflows, and the scale makes that NaN
             for (int64_t at = i; at < i + GROUPED; at++) {
                 const int32_t whole = bits_of(from[at] * factor + magic) - 0x4b400000;
                 lows[at] = (int8_t)whole;
@@ -238,4 +247,4 @@ struct Rows {
 #endif
 };
 
-}  // namespace
+} // namespace

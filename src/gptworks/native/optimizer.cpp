@@ -1,8 +1,8 @@
 // Muon's updates for matrices of one shape: Nesterov's direction, orthogonalized by Newton–Schulz iterations.
 //
-// Of the three products of an iteration two are symmetric, of which half is computed. A matrix stays in one core's second
-// cache throughout: each thread has its own, unless there are fewer matrices than threads. An element is summed in one
-// order, so its bits do not depend on the number of threads.
+// Of the three products of an iteration two are symmetric, of which half is computed. A matrix stays in one core's
+// second cache throughout: each thread has its own, unless there are fewer matrices than threads. An element is summed
+// in one order, so its bits do not depend on the number of threads.
 
 #include <algorithm>
 
@@ -13,19 +13,19 @@ namespace {
 
 #ifdef BF16_PRODUCTS
 typedef BFloat Element;
-constexpr int64_t DEPTH = 2;  // elements of a row that one instruction multiplies
+constexpr int64_t DEPTH = 2; // elements of a row that one instruction multiplies
 #else
-typedef float Element;        // rounded to bf16 all the same
+typedef float Element; // rounded to bf16 all the same
 constexpr int64_t DEPTH = 1;
 #endif
-constexpr int64_t BLOCK = 32;                      // rows and columns are padded with zeros to a multiple of this,
-constexpr int64_t WIDTH = MANY_REGISTERS ? 2 : 1;  // and computed by so many vectors of columns
+constexpr int64_t BLOCK = 32;                     // rows and columns are padded with zeros to a multiple of this,
+constexpr int64_t WIDTH = MANY_REGISTERS ? 2 : 1; // and computed by so many vectors of columns
 constexpr int64_t PANEL = WIDTH * LANES;
-constexpr int TALLEST = MANY_REGISTERS ? 12 : 4;   // and at most so many rows, whose sums stay in registers
+constexpr int TALLEST = MANY_REGISTERS ? 12 : 4; // and at most so many rows, whose sums stay in registers
 
 int64_t in_blocks(int64_t n) { return (n + BLOCK - 1) / BLOCK * BLOCK; }
 
-inline BFloat narrowed(float x) {  // to the nearest bf16, to even; what is no number stays none
+inline BFloat narrowed(float x) { // to the nearest bf16, to even; what is no number stays none
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
     return {(uint16_t)(x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0)};
@@ -33,7 +33,7 @@ inline BFloat narrowed(float x) {  // to the nearest bf16, to even; what is no n
 [[maybe_unused]] inline BFloat narrowed(BFloat x) { return x; }
 
 #ifdef BF16_PRODUCTS
-typedef __m512i Packed;  // 16 columns, two elements of each
+typedef __m512i Packed; // 16 columns, two elements of each
 INLINE Packed packed(const Element *p) { return _mm512_loadu_si512(p); }
 INLINE Packed same(const Element *p) {
     int32_t pair;
@@ -43,9 +43,7 @@ INLINE Packed same(const Element *p) {
 INLINE void multiply(Lanes &sum, Packed a, Packed b) {
     sum = (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 }
-INLINE void keep(Element *p, Lanes x) {
-    _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
-}
+INLINE void keep(Element *p, Lanes x) { _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)x)); }
 #else
 typedef Lanes Packed;
 INLINE Packed packed(const Element *p) { return load(p); }
@@ -59,8 +57,9 @@ INLINE void keep(Element *p, Lanes x) {
 
 // A block of BLOCK rows and columns, its rows in the other's columns.
 #ifdef BF16_PRODUCTS
-INLINE __m512i pairs(const Element *above, const Element *below) {  // of 16 columns
-    const auto wide = [](const Element *p) EACH { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)); };
+INLINE __m512i pairs(const Element *above, const Element *below) { // of 16 columns
+    const auto wide = [](const Element *p)
+                          EACH { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)); };
     return _mm512_or_si512(wide(above), _mm512_slli_epi32(wide(below), 16));
 }
 INLINE void transpose(__m512i (&x)[16]) {
@@ -69,15 +68,17 @@ INLINE void transpose(__m512i (&x)[16]) {
         y[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
         y[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
     });
-    repeat<4>([&](auto i) EACH {  // then x[4 i + c] holds columns c, 4 + c, 8 + c and 12 + c of rows 4 i to 4 i + 3
+    repeat<4>([&](auto i) EACH { // then x[4 i + c] holds columns c, 4 + c, 8 + c and 12 + c of rows 4 i to 4 i + 3
         repeat<2>([&](auto half) EACH {
             x[4 * i + 2 * half] = _mm512_unpacklo_epi64(y[4 * i + half], y[4 * i + 2 + half]);
             x[4 * i + 2 * half + 1] = _mm512_unpackhi_epi64(y[4 * i + half], y[4 * i + 2 + half]);
         });
     });
     repeat<4>([&](auto c) EACH {
-        const __m512i even[2] = {_mm512_shuffle_i32x4(x[c], x[4 + c], 0x88), _mm512_shuffle_i32x4(x[8 + c], x[12 + c], 0x88)};
-        const __m512i odd[2] = {_mm512_shuffle_i32x4(x[c], x[4 + c], 0xdd), _mm512_shuffle_i32x4(x[8 + c], x[12 + c], 0xdd)};
+        const __m512i even[2] = {_mm512_shuffle_i32x4(x[c], x[4 + c], 0x88),
+                                 _mm512_shuffle_i32x4(x[8 + c], x[12 + c], 0x88)};
+        const __m512i odd[2] = {_mm512_shuffle_i32x4(x[c], x[4 + c], 0xdd),
+                                _mm512_shuffle_i32x4(x[8 + c], x[12 + c], 0xdd)};
         y[c] = _mm512_shuffle_i32x4(even[0], even[1], 0x88);
         y[4 + c] = _mm512_shuffle_i32x4(odd[0], odd[1], 0x88);
         y[8 + c] = _mm512_shuffle_i32x4(even[0], even[1], 0xdd);
@@ -88,9 +89,8 @@ INLINE void transpose(__m512i (&x)[16]) {
 void transpose(const Element *from, int64_t from_stride, Element *to, int64_t to_stride) {
     for (int64_t j = 0; j < BLOCK; j += LANES) {
         __m512i x[16];
-        repeat<16>([&](auto i) EACH {
-            x[i] = pairs(from + 2 * i * from_stride + j, from + (2 * i + 1) * from_stride + j);
-        });
+        repeat<16>([&](auto i)
+                       EACH { x[i] = pairs(from + 2 * i * from_stride + j, from + (2 * i + 1) * from_stride + j); });
         transpose(x);
         repeat<16>([&](auto i) EACH { _mm512_storeu_si512(to + (j + i) * to_stride, x[i]); });
     }
@@ -112,7 +112,8 @@ struct Table {
     Element *row(int64_t i) const { return at + i * stride; }
 };
 
-// The right factor of a product, [depth, columns], laid out as it is read: [columns / PANEL, depth / DEPTH, PANEL, DEPTH].
+// The right factor of a product, [depth, columns], laid out as it is read: [columns / PANEL, depth / DEPTH, PANEL,
+// DEPTH].
 struct Right {
     Element *at;
     int64_t depth;
@@ -147,7 +148,7 @@ struct Right {
 };
 
 // Rows [row, row + N) of left · right in a panel's columns: out(i, j, sums) takes 16 of row i from column j on.
-template <int N, class F>
+template<int N, class F>
 INLINE void tile(const Table &left, int64_t row, const Right &right, int64_t column, const F &out) {
     Lanes sums[N][WIDTH] = {};
     const Element *a = left.row(row), *b = right.panel(column);
@@ -159,12 +160,10 @@ INLINE void tile(const Table &left, int64_t row, const Right &right, int64_t col
             repeat<WIDTH>([&](auto j) EACH { multiply(sums[i][j], one, columns[j]); });
         });
     }
-    repeat<N>([&](auto i) EACH {
-        repeat<WIDTH>([&](auto j) EACH { out(row + i, column + j * LANES, sums[i][j]); });
-    });
+    repeat<N>([&](auto i) EACH { repeat<WIDTH>([&](auto j) EACH { out(row + i, column + j * LANES, sums[i][j]); }); });
 }
 
-template <class F> void block(const Table &left, int64_t row, const Right &right, int64_t column, const F &out) {
+template<class F> void block(const Table &left, int64_t row, const Right &right, int64_t column, const F &out) {
     for (int64_t panel = column; panel < column + BLOCK; panel += PANEL) {
         int64_t i = row;
         for (; row + BLOCK - i >= TALLEST; i += TALLEST) tile<TALLEST>(left, i, right, panel, out);
@@ -172,22 +171,22 @@ template <class F> void block(const Table &left, int64_t row, const Right &right
     }
 }
 
-struct Matrix {  // [rows, columns]
+struct Matrix { // [rows, columns]
     const float *gradient, *momentum;
     BFloat *update;
 };
 
-struct Polynomial {  // a x + b x³ + c x⁵
+struct Polynomial { // a x + b x³ + c x⁵
     float a, b, c;
 };
 
 struct Settings {
     int64_t rows, columns, n_iterations;
-    const Polynomial *polynomials;  // of each iteration
+    const Polynomial *polynomials; // of each iteration
     float momentum, eps;
 };
 
-INLINE Lanes between(Lanes from, Lanes to, float where) {  // as torch.lerp
+INLINE Lanes between(Lanes from, Lanes to, float where) { // as torch.lerp
     return where < 0.5f ? from + where * (to - from) : to - (to - from) * (1 - where);
 }
 
@@ -203,7 +202,7 @@ INLINE Lanes load(const float *p, int64_t n) {
 struct Orthogonalizer {
     const Settings &s;
     bool tall;
-    int64_t rows, columns;  // of x, which is wide, padded
+    int64_t rows, columns; // of x, which is wide, padded
     Buffer memory;
     std::vector<float> squares;
     Table x, gram, polynomial;
@@ -221,7 +220,7 @@ struct Orthogonalizer {
     }
 
     // f(i, j, height, width) for the blocks of the matrix as it is stored, which the team shares.
-    template <class F> void each_block(const Team &team, const F &f) const {
+    template<class F> void each_block(const Team &team, const F &f) const {
         const auto [first, end] = team.share(in_blocks(s.rows) / BLOCK);
         for (int64_t i = first * BLOCK; i < std::min(s.rows, end * BLOCK); i += BLOCK)
             for (int64_t j = 0; j < s.columns; j += BLOCK)
@@ -260,13 +259,13 @@ struct Orthogonalizer {
         team.wait();
     }
 
-    template <class F> static void pack(int64_t width, const Team &team, const F &take) {
+    template<class F> static void pack(int64_t width, const Team &team, const F &take) {
         for (int64_t panel = team.thread; panel < width / PANEL; panel += team.n_threads) take(panel * PANEL);
         team.wait();
     }
 
     // to = f(left · right), which is symmetric.
-    template <class F>
+    template<class F>
     void symmetric(const Table &left, const Right &right, const Table &to, const Team &team, const F &f) const {
         int64_t turn = 0;
         for (int64_t j = 0; j < rows; j += BLOCK)
@@ -338,16 +337,16 @@ void updates(const std::vector<Matrix> &matrices, const Settings &settings, int6
     });
 }
 
-}  // namespace
+} // namespace
 
 // gradients, momenta: n matrices of one shape each, float32; updates: bf16 [n, rows, columns]; polynomials: float32
 // [iterations, 3].
-extern "C" int gptworks_muon_updates(
-    const Tensor *gradients, const Tensor *momenta, const Tensor *update, const Tensor *polynomials, int64_t n,
-    float momentum, float eps, int64_t n_threads
-) noexcept {
+extern "C" int gptworks_muon_updates(const Tensor *gradients, const Tensor *momenta, const Tensor *update,
+                                     const Tensor *polynomials, int64_t n, float momentum, float eps,
+                                     int64_t n_threads) noexcept {
     return guarded([=] {
-        if (sound("updates", update).n_dimensions != 3) fail(REFUSED, "updates %s are no matrices", Text::of(*update).text);
+        if (sound("updates", update).n_dimensions != 3)
+            fail(REFUSED, "updates %s are no matrices", Text::of(*update).text);
         const int64_t rows = update->sizes[1], columns = update->sizes[2];
         laid_out("updates", update, BF16, {within("n", n, 0, MOST), rows, columns});
         if (rows < 1 || columns < 1) fail(REFUSED, "updates %s have no elements", Text::of(*update).text);
@@ -358,6 +357,7 @@ extern "C" int gptworks_muon_updates(
             matrices.push_back({laid_out("a gradient", gradients + i, FP32, {rows, columns}).as<const float>(),
                                 laid_out("a momentum", momenta + i, FP32, {rows, columns}).as<const float>(),
                                 update->as<BFloat>() + i * rows * columns});
-        updates(matrices, {rows, columns, n_iterations, polynomials->as<const Polynomial>(), momentum, eps}, threads(n_threads));
+        updates(matrices, {rows, columns, n_iterations, polynomials->as<const Polynomial>(), momentum, eps},
+                threads(n_threads));
     });
 }

@@ -1,12 +1,12 @@
 // Products of activation rows with weight rows in panels.
 //
-// products.h multiplies rows of weights as they lie: a vector holds 16 words of one weight row, and at the end its lanes are
-// added. In a panel a vector holds one word of each of 16 weight rows, and each word of an activation row is multiplied with all
-// of them: fewer loads, no sum across lanes, and memory is read in one stream.
+// products.h multiplies rows of weights as they lie: a vector holds 16 words of one weight row, and at the end its
+// lanes are added. In a panel a vector holds one word of each of 16 weight rows, and each word of an activation row is
+// multiplied with all of them: fewer loads, no sum across lanes, and memory is read in one stream.
 //
 // Matrices in bf16, and those in int8 and int4 where integers are multiplied, lie in panels from the start
-// (quantize/panels.py). Of others, as of float32, which may be in training, some weight rows are laid out for the moment where
-// many activation rows meet them.
+// (quantize/panels.py). Of others, as of float32, which may be in training, some weight rows are laid out for the
+// moment where many activation rows meet them.
 
 #pragma once
 
@@ -16,22 +16,23 @@ namespace {
 
 // ----------------------------------------------------------------------------------- matrices that lie in panels
 
-constexpr int64_t PANEL_STEP = 4;     // words that are multiplied before memory is asked for more
-constexpr int64_t PANEL_FAR = 8192;   // bytes ahead that it is asked for where activations take one pass, not a panel ahead
+constexpr int64_t PANEL_STEP = 4; // words that are multiplied before memory is asked for more
+constexpr int64_t PANEL_FAR =
+    8192; // bytes ahead that it is asked for where activations take one pass, not a panel ahead
 
-// Each kind multiplies a panel of 16 · VECTORS weight rows, the first one `first`, with the activation rows from … to, ROWS or
-// fewer. ahead: weights that come later.
+// Each kind multiplies a panel of 16 · VECTORS weight rows, the first one `first`, with the activation rows from … to,
+// ROWS or fewer. ahead: weights that come later.
 
 #ifndef BF16_PRODUCTS
-// bf16 in float32. A word has two neighbouring elements of a weight row; weights are widened a register at a time, so that the
-// sums stay in the others.
+// bf16 in float32. A word has two neighbouring elements of a weight row; weights are widened a register at a time, so
+// that the sums stay in the others.
 struct OfPairs {
     static constexpr int64_t AT_ONCE = REGISTER == 64 ? 8 : REGISTER == 32 ? 3 : REGISTERS / 8;
     static constexpr int64_t MOST_VECTORS = REGISTER == 64 ? 3 : REGISTER == 32 ? 2 : 1;
 
-    template <int ROWS, int VECTORS>
-    static INLINE void multiply(const Matrix &m, int64_t first, const Rows &x, int64_t from, int64_t to, const Columns *columns,
-                                const Result &out, Ahead &ahead) {
+    template<int ROWS, int VECTORS>
+    static INLINE void multiply(const Matrix &m, int64_t first, const Rows &x, int64_t from, int64_t to,
+                                const Columns *columns, const Result &out, Ahead &ahead) {
         const float *in[ROWS];
         for (int64_t r = 0; r < ROWS; r++) in[r] = x.x + std::min(from + r, to - 1) * x.stride;
         const uint32_t *panel = m.panel_from(first);
@@ -52,9 +53,8 @@ struct OfPairs {
         }
         repeat<ROWS>([&](auto r) EACH {
             if (from + r < to)
-                repeat<VECTORS>([&](auto v) EACH {
-                    columns[v].put(load((const float *)&sum[r][v * PARTS]), from + r, out);
-                });
+                repeat<VECTORS>([&](auto v)
+                                    EACH { columns[v].put(load((const float *)&sum[r][v * PARTS]), from + r, out); });
         });
     }
 };
@@ -62,12 +62,12 @@ struct OfPairs {
 
 #ifdef INTEGER_PRODUCTS
 // bf16; or int8 with activations of two planes of bytes. `Words` has the sums, and what two words add to one.
-template <class Words> struct OfWords {
+template<class Words> struct OfWords {
     static constexpr int64_t AT_ONCE = (MANY_REGISTERS ? 8 : 4) / Words::PLANES, MOST_VECTORS = MANY_REGISTERS ? 3 : 1;
 
-    template <int ROWS, int VECTORS>
-    static INLINE void multiply(const Matrix &m, int64_t first, const Rows &x, int64_t from, int64_t to, const Columns *columns,
-                                const Result &out, Ahead &ahead) {
+    template<int ROWS, int VECTORS>
+    static INLINE void multiply(const Matrix &m, int64_t first, const Rows &x, int64_t from, int64_t to,
+                                const Columns *columns, const Result &out, Ahead &ahead) {
         constexpr int ALL = ROWS * Words::PLANES;
         const uint32_t *in[ALL], *panel = m.panel_from(first);
         for (int64_t r = 0; r < ALL; r++) in[r] = x.plane(std::min(from + r % ROWS, to - 1), r / ROWS);
@@ -78,7 +78,8 @@ template <class Words> struct OfWords {
                 IntLanes weights[VECTORS];
                 repeat<VECTORS>([&](auto v) EACH { weights[v] = Words::weights(load_words(panel + v * LANES)); });
                 repeat<ALL>([&](auto r) EACH {
-                    repeat<VECTORS>([&](auto v) EACH { sum[r][v] = Words::add(sum[r][v], weights[v], in[r][word + step]); });
+                    repeat<VECTORS>([&](auto v)
+                                        EACH { sum[r][v] = Words::add(sum[r][v], weights[v], in[r][word + step]); });
                 });
                 panel += VECTORS * LANES;
             });
@@ -104,7 +105,8 @@ struct BFloats {
 };
 #endif
 
-// Sums are exact. Of weights that are to come without sign, the 128 of each adds 128 · the sum of the row's activations.
+// Sums are exact. Of weights that are to come without sign, the 128 of each adds 128 · the sum of the row's
+// activations.
 struct Integers {
     typedef IntLanes Sum;
     static constexpr int64_t PLANES = 2;
@@ -115,15 +117,15 @@ struct Integers {
     }
 };
 
-// int4. Each 32 elements of a weight row have a scale: their sums are exact, and are added in float32. A word has the low
-// nibbles of four elements and the high ones of those 16 further.
+// int4. Each 32 elements of a weight row have a scale: their sums are exact, and are added in float32. A word has the
+// low nibbles of four elements and the high ones of those 16 further.
 struct OfNibbles {
     static constexpr int64_t AT_ONCE = MANY_REGISTERS ? 4 : 2, MOST_VECTORS = MANY_REGISTERS ? 2 : 1;
 
-    template <int ROWS, int VECTORS>
-    static INLINE void multiply(const Matrix &m, int64_t first, const Rows &x, int64_t from, int64_t to, const Columns *columns,
-                                const Result &out, Ahead &ahead) {
-        constexpr int64_t WORDS = GROUPED / 4;  // of a group's activations
+    template<int ROWS, int VECTORS>
+    static INLINE void multiply(const Matrix &m, int64_t first, const Rows &x, int64_t from, int64_t to,
+                                const Columns *columns, const Result &out, Ahead &ahead) {
+        constexpr int64_t WORDS = GROUPED / 4; // of a group's activations
         const uint32_t *in[ROWS][2], *panel = m.panel_from(first);
         const int32_t *offset[ROWS];
         for (int64_t r = 0; r < ROWS; r++) {
@@ -134,16 +136,16 @@ struct OfNibbles {
         const Half *scales = m.scales_from(first);
         for (int64_t group = 0; group < m.k / GROUPED; group++) {
             ahead.fetch();
-            IntLanes sum[2][ROWS][VECTORS];  // of the planes
+            IntLanes sum[2][ROWS][VECTORS]; // of the planes
             repeat<ROWS>([&](auto r) EACH {
-                repeat<VECTORS>([&](auto v) EACH {
-                    sum[0][r][v] = IntLanes{} + offset[r][group], sum[1][r][v] = IntLanes{};
-                });
+                repeat<VECTORS>([&](auto v)
+                                    EACH { sum[0][r][v] = IntLanes{} + offset[r][group], sum[1][r][v] = IntLanes{}; });
             });
             repeat<WORDS / 2>([&](auto word) EACH {
                 repeat<2>([&](auto half) EACH {
                     IntLanes weights[VECTORS];
-                    repeat<VECTORS>([&](auto v) EACH { weights[v] = load_words(panel + v * LANES) >> 4 * half & 0x0f0f0f0f; });
+                    repeat<VECTORS>([&](auto v)
+                                        EACH { weights[v] = load_words(panel + v * LANES) >> 4 * half & 0x0f0f0f0f; });
                     repeat<ROWS>([&](auto r) EACH {
                         repeat<2>([&](auto plane) EACH {
                             const int32_t activation = in[r][plane][group * WORDS + half * WORDS / 2 + word];
@@ -157,7 +159,8 @@ struct OfNibbles {
             });
             repeat<VECTORS>([&](auto v) EACH {
                 const Lanes scale = load(scales + v * LANES);
-                repeat<ROWS>([&](auto r) EACH { total[r][v] += to_floats(sum[0][r][v] + (sum[1][r][v] << 8)) * scale; });
+                repeat<ROWS>([&](auto r)
+                                 EACH { total[r][v] += to_floats(sum[0][r][v] + (sum[1][r][v] << 8)) * scale; });
             });
             scales += VECTORS * LANES;
         }
@@ -170,14 +173,16 @@ struct OfNibbles {
 #endif
 
 #ifdef WIDE_INTEGER_PRODUCTS
-// int8 and int4 as integers of 16 bits: of a word's bytes, or its nibbles, the first and third and then the second and fourth.
-template <bool NIBBLES> struct OfWide {
+// int8 and int4 as integers of 16 bits: of a word's bytes, or its nibbles, the first and third and then the second and
+// fourth.
+template<bool NIBBLES> struct OfWide {
     static constexpr int64_t AT_ONCE = 4, MOST_VECTORS = 1;
-    static constexpr int64_t TOGETHER = NIBBLES ? GROUPED / 8 : 64;  // words whose sums are exact; of int4 they share a scale
+    static constexpr int64_t TOGETHER =
+        NIBBLES ? GROUPED / 8 : 64; // words whose sums are exact; of int4 they share a scale
 
-    template <int ROWS, int VECTORS>
-    static INLINE void multiply(const Matrix &m, int64_t first, const Rows &x, int64_t from, int64_t to, const Columns *columns,
-                                const Result &out, Ahead &ahead) {
+    template<int ROWS, int VECTORS>
+    static INLINE void multiply(const Matrix &m, int64_t first, const Rows &x, int64_t from, int64_t to,
+                                const Columns *columns, const Result &out, Ahead &ahead) {
         constexpr int PARTS = 2 * VECTORS, EACH_WORD = NIBBLES ? 4 : 2;
         const int32_t *in[ROWS], *offset[ROWS];
         for (int64_t r = 0; r < ROWS; r++) {
@@ -187,11 +192,14 @@ template <bool NIBBLES> struct OfWide {
         const uint32_t *panel = m.panel_from(first);
         const Half *scales = m.scales_from(first);
         __m256 total[ROWS][PARTS];
-        const auto every = [](const auto &f) EACH { repeat<ROWS>([&](auto r) EACH { repeat<PARTS>([&](auto part) EACH { f(r, part); }); }); };
+        const auto every = [](const auto &f) EACH {
+            repeat<ROWS>([&](auto r) EACH { repeat<PARTS>([&](auto part) EACH { f(r, part); }); });
+        };
         every([&](auto r, auto part) EACH { total[r][part] = _mm256_setzero_ps(); });
         for (int64_t begin = 0; begin < m.n_words(); begin += TOGETHER) {
             __m256i sum[ROWS][PARTS];
-            every([&](auto r, auto part) EACH { sum[r][part] = _mm256_set1_epi32(NIBBLES ? offset[r][begin / TOGETHER] : 0); });
+            every([&](auto r, auto part)
+                      EACH { sum[r][part] = _mm256_set1_epi32(NIBBLES ? offset[r][begin / TOGETHER] : 0); });
             for (int64_t word = begin; word < std::min(begin + TOGETHER, m.n_words()); word += PANEL_STEP) {
                 ahead.fetch();
                 repeat<PANEL_STEP>([&](auto step) EACH {
@@ -201,13 +209,14 @@ template <bool NIBBLES> struct OfWide {
                             const __m256i words = _mm256_loadu_si256((const __m256i *)(panel + part * 8));
                             __m256i weights;
                             if (NIBBLES)
-                                weights = _mm256_and_si256(_mm256_srli_epi32(words, i % 2 * 8 + i / 2 * 4), _mm256_set1_epi32(0x000f000f));
+                                weights = _mm256_and_si256(_mm256_srli_epi32(words, i % 2 * 8 + i / 2 * 4),
+                                                           _mm256_set1_epi32(0x000f000f));
                             else
                                 weights = _mm256_srai_epi16(i ? words : _mm256_slli_epi16(words, 8), 8);
                             repeat<ROWS>([&](auto r) EACH {
                                 const __m256i product = _mm256_madd_epi16(weights, _mm256_set1_epi32(in[r][pair]));
                                 sum[r][part] = _mm256_add_epi32(sum[r][part], product);
-                                asm("" : "+x"(sum[r][part]));  // GCC adds in another order, and has too few registers
+                                asm("" : "+x"(sum[r][part])); // GCC adds in another order, and has too few registers
                             });
                         });
                     });
@@ -215,9 +224,11 @@ template <bool NIBBLES> struct OfWide {
                 });
             }
             repeat<PARTS>([&](auto part) EACH {
-                __m256 scale = _mm256_set1_ps(1);  // of int8 the row's comes last
+                __m256 scale = _mm256_set1_ps(1); // of int8 the row's comes last
                 if (NIBBLES) scale = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(scales + part * 8)));
-                repeat<ROWS>([&](auto r) EACH { total[r][part] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[r][part]), scale, total[r][part]); });
+                repeat<ROWS>([&](auto r) EACH {
+                    total[r][part] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[r][part]), scale, total[r][part]);
+                });
             });
             scales += VECTORS * LANES;
         }
@@ -232,7 +243,7 @@ template <bool NIBBLES> struct OfWide {
 #endif
 
 // This thread's share of a matrix in panels with all activations; see product.
-template <class Kind> void panels(const Matrix &m, const Rows &x, const Result &to, const Team &team) {
+template<class Kind> void panels(const Matrix &m, const Rows &x, const Result &to, const Team &team) {
     constexpr int64_t AT_ONCE = Kind::AT_ONCE;
     const auto [first_panel, last_panel] = team.share((m.n + m.panel - 1) / m.panel);
     const int64_t end = std::min(last_panel * m.panel, m.n), passes = (x.n + AT_ONCE - 1) / AT_ONCE;
@@ -242,7 +253,8 @@ template <class Kind> void panels(const Matrix &m, const Rows &x, const Result &
         const char *const panel = (const char *)m.panel_from(first), *const next = panel + bytes;
         Ahead ahead{next, last < end ? next + bytes : next, (PANEL_STEP * VECTORS + passes - 1) / passes};
         if (passes == 1) ahead = {panel + PANEL_FAR, next + PANEL_FAR, PANEL_STEP * VECTORS};
-        const Columns columns[] = {{m, first, end}, {m, std::min(first + LANES, end), end}, {m, std::min(first + 2 * LANES, end), end}};
+        const Columns columns[] = {
+            {m, first, end}, {m, std::min(first + LANES, end), end}, {m, std::min(first + 2 * LANES, end), end}};
         for (int64_t row = 0; row < x.n; row += AT_ONCE) {
             const int64_t rows_end = std::min(row + AT_ONCE, x.n), rows = rows_end - row;
             const auto multiply = [&](auto rows) {
@@ -289,18 +301,19 @@ int64_t widest_panel(int64_t kind) {
 
 // ------------------------------------------------------------------------- panels laid out for the moment, in float32
 
-constexpr int64_t PANEL_VECTORS = REGISTER == 64 ? 3 : 1;  // of 16 weight rows each, whose accumulators stay in registers
-constexpr int64_t PANEL_BYTES = 512 << 10;                 // of weights that a core's second cache keeps while activations pass
+constexpr int64_t PANEL_VECTORS =
+    REGISTER == 64 ? 3 : 1;                // of 16 weight rows each, whose accumulators stay in registers
+constexpr int64_t PANEL_BYTES = 512 << 10; // of weights that a core's second cache keeps while activations pass
 
-// The bits are those of products.h: words are taken in the order in which the lanes there take them and are added. First the
-// words of one lane, 0, 16, 32, …; then those of the lane that it is added to, and so on in pairs.
+// The bits are those of products.h: words are taken in the order in which the lanes there take them and are added.
+// First the words of one lane, 0, 16, 32, …; then those of the lane that it is added to, and so on in pairs.
 //
-// The sums of 16 · VECTORS weight rows, laid out, with PANEL_ROWS rows. x: the first ones' and the others' first word; those of
-// the next lane are `apart` words on.
-template <int VECTORS>
-INLINE void multiply_laid_out(const float *panel, int64_t panel_apart, int64_t steps, const float *const (&x)[2], int64_t apart,
-                     Lanes (&sums)[PANEL_ROWS][VECTORS], Ahead &ahead) {
-    Lanes waiting[4][PANEL_ROWS][VECTORS];  // sums of 1, 2, 4 and 8 lanes for the other half of their pair
+// The sums of 16 · VECTORS weight rows, laid out, with PANEL_ROWS rows. x: the first ones' and the others' first word;
+// those of the next lane are `apart` words on.
+template<int VECTORS>
+INLINE void multiply_laid_out(const float *panel, int64_t panel_apart, int64_t steps, const float *const (&x)[2],
+                              int64_t apart, Lanes (&sums)[PANEL_ROWS][VECTORS], Ahead &ahead) {
+    Lanes waiting[4][PANEL_ROWS][VECTORS]; // sums of 1, 2, 4 and 8 lanes for the other half of their pair
     for (int n = 0; n < LANES; n++) {
         const float *weights = panel + PAIRED[n] * panel_apart;
         const float *first = x[0] + PAIRED[n] * apart, *second = x[1] + PAIRED[n] * apart;
@@ -325,7 +338,7 @@ INLINE void multiply_laid_out(const float *panel, int64_t panel_apart, int64_t s
 }
 
 // Rows from … end of the matrix with all activations; see product.
-template <class Tile>
+template<class Tile>
 void momentary_panels(const Tile &tile, const Matrix &m, const Rows &x, int64_t from, int64_t end, const Result &to) {
     const int64_t steps = m.k / LANES, apart = x.stride / LANES * GROUP;
     const int64_t most = std::clamp<int64_t>(PANEL_BYTES / (LANES * m.k * 4), 1, PANEL_VECTORS);
@@ -335,7 +348,8 @@ void momentary_panels(const Tile &tile, const Matrix &m, const Rows &x, int64_t 
     const auto run = [&](int64_t first, auto vectors) {
         constexpr int VECTORS = vectors;
         const int64_t last = first + VECTORS * LANES;
-        const int64_t panel_apart = (steps * VECTORS + 1) * LANES;  // never a power of two: caches would keep few of them
+        const int64_t panel_apart =
+            (steps * VECTORS + 1) * LANES; // never a power of two: caches would keep few of them
         for (int64_t i = 0; i < m.k; i += LANES)
             for (int v = 0; v < VECTORS; v++) {
                 alignas(64) float square[LANES][LANES];
@@ -346,7 +360,8 @@ void momentary_panels(const Tile &tile, const Matrix &m, const Rows &x, int64_t 
         const int64_t lines = std::max<int64_t>(0, std::min(VECTORS * LANES, end - last)) * m.row_bytes() / 64;
         const char *const after = (const char *)m.weight + last * m.row_bytes();
         Ahead ahead{after, after + 64 * lines, lines * PANEL_ROWS / (x.n * LANES) + 1};
-        const Columns columns[] = {{m, first, end}, {m, std::min(first + LANES, end), end}, {m, std::min(first + 2 * LANES, end), end}};
+        const Columns columns[] = {
+            {m, first, end}, {m, std::min(first + LANES, end), end}, {m, std::min(first + 2 * LANES, end), end}};
         for (int64_t row = 0; row < x.n; row += PANEL_ROWS) {
             const float *const group = x.group(row / GROUP * GROUP) + row % GROUP;
             Lanes sums[PANEL_ROWS][VECTORS];
@@ -367,4 +382,4 @@ void momentary_panels(const Tile &tile, const Matrix &m, const Rows &x, int64_t 
     }
 }
 
-}  // namespace
+} // namespace

@@ -1,8 +1,8 @@
 // What training computes between its matrix products, forward and backward. Built by library.py, called by passes.py.
 //
-// Values come and go in float32 or bf16 and are computed in float32. Each element, or each row, is computed by one thread
-// in one order; a sum over rows is made of BLOCKS sums over the same rows whatever the number of threads, added in one
-// order. So nothing depends on the number of threads. What is no number stays none.
+// Values come and go in float32 or bf16 and are computed in float32. Each element, or each row, is computed by one
+// thread in one order; a sum over rows is made of BLOCKS sums over the same rows whatever the number of threads, added
+// in one order. So nothing depends on the number of threads. What is no number stays none.
 
 #include <algorithm>
 
@@ -11,17 +11,17 @@
 
 namespace {
 
-constexpr int64_t BLOCKS = 64;      // of rows, that are summed apart
-constexpr int64_t GRAIN = 1 << 14;  // elements for which a thread is worth waking
-constexpr int64_t IGNORED = -100;   // a target that counts nothing, as gptworks.config has it
+constexpr int64_t BLOCKS = 64;     // of rows, that are summed apart
+constexpr int64_t GRAIN = 1 << 14; // elements for which a thread is worth waking
+constexpr int64_t IGNORED = -100;  // a target that counts nothing, as gptworks.config has it
 
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
 #define MASKS
-INLINE __mmask16 lower(int64_t n) { return (__mmask16)((1u << n) - 1); }  // the first n lanes
+INLINE __mmask16 lower(int64_t n) { return (__mmask16)((1u << n) - 1); } // the first n lanes
 #endif
 
 // The first n lanes, n ≤ 16, from memory or to it; the others are zero.
-template <class T> INLINE Lanes read(const T *p, int64_t n) {
+template<class T> INLINE Lanes read(const T *p, int64_t n) {
     if (n >= LANES) return load(p);
 #ifdef MASKS
     if constexpr (sizeof(T) == 4) return (Lanes)_mm512_maskz_loadu_ps(lower(n), p);
@@ -32,7 +32,7 @@ template <class T> INLINE Lanes read(const T *p, int64_t n) {
     for (int64_t i = 0; i < n; i++) some[i] = p[i];
     return load(some);
 }
-template <class T> INLINE void write(T *p, Lanes x, int64_t n) {
+template<class T> INLINE void write(T *p, Lanes x, int64_t n) {
     if (n >= LANES) return store(p, x);
 #ifdef MASKS
     if constexpr (sizeof(T) == 4) return _mm512_mask_storeu_ps(p, lower(n), (__m512)x);
@@ -52,7 +52,7 @@ INLINE Lanes first(Lanes x, int64_t n) {
 }
 
 // Calls f with a value of a tensor's type: float32 or bf16.
-template <class F> void typed(const char *name, const Tensor &x, const F &f) {
+template<class F> void typed(const char *name, const Tensor &x, const F &f) {
     if (x.kind == FP32) return f(float{});
     if (x.kind == BF16) return f(BFloat{});
     fail(REFUSED, "%s is %s and must be float32 or bfloat16", name, KINDS[x.kind]);
@@ -63,7 +63,7 @@ int64_t threads_for(int64_t n_elements, int64_t n_threads) {
 }
 
 // Calls f(i, n) for n elements from i on, up to 16 at a time.
-template <class F> void over(int64_t n_elements, int64_t n_threads, const F &f) {
+template<class F> void over(int64_t n_elements, int64_t n_threads, const F &f) {
     parallel(threads_for(n_elements, n_threads), [&](const Team &team) {
         const auto [from, to] = team.share((n_elements + LANES - 1) / LANES);
         const int64_t whole = std::min(to, n_elements / LANES);
@@ -78,12 +78,12 @@ struct Point {
     Lanes value, slope;
 };
 
-template <int64_t FUNCTION> INLINE Point point(Lanes x) {
+template<int64_t FUNCTION> INLINE Point point(Lanes x) {
     if constexpr (FUNCTION == RELU2) {
         const Lanes positive = larger(x, Lanes{});
         return {positive * positive, positive + positive};
     }
-    if constexpr (FUNCTION == GELU) {  // see lanes.h
+    if constexpr (FUNCTION == GELU) { // see lanes.h
         const Lanes z = magnitude(x) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * z), e = exponential(-z * z);
         Lanes y = 1.061405429f * t - 1.453152027f;
         y = y * t + 1.421413741f;
@@ -103,12 +103,16 @@ template <int64_t FUNCTION> INLINE Point point(Lanes x) {
     return {x * share, share + near * share * (1.0f - share)};
 }
 
-template <class F> void with_function(int64_t function, const F &f) {
+template<class F> void with_function(int64_t function, const F &f) {
     switch (within("function", function, 0, N_FUNCTIONS - 1)) {
-    case GELU: return f(std::integral_constant<int64_t, GELU>{});
-    case GELU_TANH: return f(std::integral_constant<int64_t, GELU_TANH>{});
-    case RELU2: return f(std::integral_constant<int64_t, RELU2>{});
-    default: return f(std::integral_constant<int64_t, SILU>{});
+    case GELU:
+        return f(std::integral_constant<int64_t, GELU>{});
+    case GELU_TANH:
+        return f(std::integral_constant<int64_t, GELU_TANH>{});
+    case RELU2:
+        return f(std::integral_constant<int64_t, RELU2>{});
+    default:
+        return f(std::integral_constant<int64_t, SILU>{});
     }
 }
 
@@ -118,12 +122,11 @@ template <class F> void with_function(int64_t function, const F &f) {
 struct Norm {
     int64_t layer, n_rows, width, n_threads;
     float eps, alpha;
-    const float *weight, *bias;  // bias may be null
-    float *mean, *scale;         // [n_rows]; mean is null where layer is 0
+    const float *weight, *bias; // bias may be null
+    float *mean, *scale;        // [n_rows]; mean is null where layer is 0
 };
 
-template <class X, class Y, class Out>
-void normalize(const Norm &m, const X *x, const Y *branch, X *stream, Out *out) {
+template<class X, class Y, class Out> void normalize(const Norm &m, const X *x, const Y *branch, X *stream, Out *out) {
     const int64_t width = m.width;
     parallel(threads_for(m.n_rows * width, m.n_threads), [&](const Team &team) {
         Buffer row((width + LANES - 1) / LANES);
@@ -159,10 +162,9 @@ void normalize(const Norm &m, const X *x, const Y *branch, X *stream, Out *out) 
 }
 
 // d_stream, the gradient of x + alpha · branch from elsewhere, may be null; d_branch null where there is no branch.
-template <class X, class Y, class Out>
-void normalize_backward(
-    const Norm &m, const Out *d_out, const X *d_stream, const X *x, X *d_x, Y *d_branch, float *d_weight, float *d_bias
-) {
+template<class X, class Y, class Out>
+void normalize_backward(const Norm &m, const Out *d_out, const X *d_stream, const X *x, X *d_x, Y *d_branch,
+                        float *d_weight, float *d_bias) {
     const int64_t width = m.width, n_lanes = (width + LANES - 1) / LANES;
     const int64_t n_blocks = std::min(BLOCKS, m.n_rows);
     Buffer weight_sums(n_blocks * n_lanes), bias_sums(d_bias ? n_blocks * n_lanes : 0);
@@ -208,15 +210,15 @@ void normalize_backward(
 
 // -------------------------------------------------------------------------------------------------------- rotation
 
-// Of rows [outer][length][inner][width]: pairs (i, i + half) turn by the angle of their position, whose cosines and sines
-// are [length, half]; or where `per_table` is not 0, [.., length, half] with a table for so many of the outer. What lies
-// behind the pairs stays. `direction` −1 turns back.
+// Of rows [outer][length][inner][width]: pairs (i, i + half) turn by the angle of their position, whose cosines and
+// sines are [length, half]; or where `per_table` is not 0, [.., length, half] with a table for so many of the outer.
+// What lies behind the pairs stays. `direction` −1 turns back.
 struct Rotation {
     int64_t outer, length, inner, width, half, per_table, n_threads;
     float direction;
 };
 
-template <class T> void rotate(const Rotation &o, const T *x, const T *cos, const T *sin, T *out) {
+template<class T> void rotate(const Rotation &o, const T *x, const T *cos, const T *sin, T *out) {
     const int64_t n_positions = o.outer * o.length, rest = o.width - 2 * o.half;
     parallel(threads_for(n_positions * o.inner * o.width, o.n_threads), [&](const Team &team) {
         const auto [from, to] = team.share(n_positions);
@@ -241,13 +243,11 @@ template <class T> void rotate(const Rotation &o, const T *x, const T *cos, cons
 
 // --------------------------------------------------------------------------------------------------- cross-entropy
 
-// Of rows of logits [n_rows, width]: −log softmax(row)[target], 0 where the target is negative. With `gradient`, the row
-// becomes softmax − one-hot, times its factor where `factors` is not null; 0 where the target is negative.
-template <class T>
-void cross_entropy(
-    int64_t n_rows, int64_t width, int64_t n_threads, bool gradient, T *logits, const int64_t *targets,
-    const float *factors, float *nats
-) {
+// Of rows of logits [n_rows, width]: −log softmax(row)[target], 0 where the target is negative. With `gradient`, the
+// row becomes softmax − one-hot, times its factor where `factors` is not null; 0 where the target is negative.
+template<class T>
+void cross_entropy(int64_t n_rows, int64_t width, int64_t n_threads, bool gradient, T *logits, const int64_t *targets,
+                   const float *factors, float *nats) {
     parallel(threads_for(n_rows * width, n_threads), [&](const Team &team) {
         Buffer powers((width + LANES - 1) / LANES);
         const auto [from, to] = team.share(n_rows);
@@ -281,14 +281,13 @@ void cross_entropy(
     });
 }
 
-}  // namespace
+} // namespace
 
 // ---------------------------------------------------------------------------------------------------- what is called
 
 // out = function(x), or function(x) · up where `up` is not null.
-extern "C" int gptworks_activate(
-    const Tensor *x, const Tensor *up, const Tensor *out, int64_t function, int64_t n_threads
-) noexcept {
+extern "C" int gptworks_activate(const Tensor *x, const Tensor *up, const Tensor *out, int64_t function,
+                                 int64_t n_threads) noexcept {
     return guarded([=] {
         const int64_t n = dense("x", x).n_elements(), n_at_most = threads(n_threads);
         same("out", out, *x);
@@ -308,10 +307,8 @@ extern "C" int gptworks_activate(
     });
 }
 
-extern "C" int gptworks_activate_backward(
-    const Tensor *d_out, const Tensor *x, const Tensor *up, const Tensor *d_x, const Tensor *d_up, int64_t function,
-    int64_t n_threads
-) noexcept {
+extern "C" int gptworks_activate_backward(const Tensor *d_out, const Tensor *x, const Tensor *up, const Tensor *d_x,
+                                          const Tensor *d_up, int64_t function, int64_t n_threads) noexcept {
     return guarded([=] {
         const int64_t n = dense("x", x).n_elements(), n_at_most = threads(n_threads);
         same("d_out", d_out, *x), same("d_x", d_x, *x);
@@ -342,27 +339,34 @@ static int64_t rows_of(const char *name, const Tensor *x) {
     return x->n_elements() / x->size(-1);
 }
 
-// With a branch: stream = x + alpha · branch, and out is its norm. Without: out is that of x. LayerNorm where there is a mean,
-// else RMSNorm. weight, bias [width], mean, scale [rows] in float32; rows are numbered as they lie.
-extern "C" int gptworks_norm(
-    const Tensor *x, const Tensor *branch, const Tensor *weight, const Tensor *bias, const Tensor *stream,
-    const Tensor *out, const Tensor *mean, const Tensor *scale, float eps, float alpha, int64_t n_threads
-) noexcept {
+// With a branch: stream = x + alpha · branch, and out is its norm. Without: out is that of x. LayerNorm where there is
+// a mean, else RMSNorm. weight, bias [width], mean, scale [rows] in float32; rows are numbered as they lie.
+extern "C" int gptworks_norm(const Tensor *x, const Tensor *branch, const Tensor *weight, const Tensor *bias,
+                             const Tensor *stream, const Tensor *out, const Tensor *mean, const Tensor *scale,
+                             float eps, float alpha, int64_t n_threads) noexcept {
     return guarded([=] {
         const int64_t n_rows = rows_of("x", x), width = x->size(-1);
         laid_out("weight", weight, FP32, {width}), laid_out("scale", scale, FP32, {n_rows}), like("out", out, *x);
         if (bias) laid_out("bias", bias, FP32, {width});
         if (mean) laid_out("mean", mean, FP32, {n_rows});
         if (branch || stream) like("branch", branch, *x), same("stream", stream, *x);
-        const Norm m = {mean != nullptr, n_rows, width, threads(n_threads), eps, alpha, weight->as<float>(),
-                        bias ? bias->as<float>() : nullptr, mean ? mean->as<float>() : nullptr, scale->as<float>()};
+        const Norm m = {mean != nullptr,
+                        n_rows,
+                        width,
+                        threads(n_threads),
+                        eps,
+                        alpha,
+                        weight->as<float>(),
+                        bias ? bias->as<float>() : nullptr,
+                        mean ? mean->as<float>() : nullptr,
+                        scale->as<float>()};
         typed("x", *x, [&](auto x_type) {
             typed("branch", branch ? *branch : *x, [&](auto branch_type) {
                 typed("out", *out, [&](auto out_type) {
                     typedef decltype(x_type) X;
                     typedef decltype(branch_type) Y;
-                    normalize(m, x->as<X>(), branch ? branch->as<Y>() : (const Y *)nullptr, stream ? stream->as<X>() : nullptr,
-                              out->as<decltype(out_type)>());
+                    normalize(m, x->as<X>(), branch ? branch->as<Y>() : (const Y *)nullptr,
+                              stream ? stream->as<X>() : nullptr, out->as<decltype(out_type)>());
                 });
             });
         });
@@ -370,11 +374,10 @@ extern "C" int gptworks_norm(
 }
 
 // x: what was normalized. d_stream, mean, d_branch and d_bias may be null.
-extern "C" int gptworks_norm_backward(
-    const Tensor *d_out, const Tensor *d_stream, const Tensor *x, const Tensor *weight, const Tensor *mean,
-    const Tensor *scale, const Tensor *d_x, const Tensor *d_branch, const Tensor *d_weight, const Tensor *d_bias,
-    float alpha, int64_t n_threads
-) noexcept {
+extern "C" int gptworks_norm_backward(const Tensor *d_out, const Tensor *d_stream, const Tensor *x,
+                                      const Tensor *weight, const Tensor *mean, const Tensor *scale, const Tensor *d_x,
+                                      const Tensor *d_branch, const Tensor *d_weight, const Tensor *d_bias, float alpha,
+                                      int64_t n_threads) noexcept {
     return guarded([=] {
         const int64_t n_rows = rows_of("x", x), width = x->size(-1);
         laid_out("weight", weight, FP32, {width}), laid_out("scale", scale, FP32, {n_rows});
@@ -383,16 +386,19 @@ extern "C" int gptworks_norm_backward(
         if (mean) laid_out("mean", mean, FP32, {n_rows});
         if (d_stream) same("d_stream", d_stream, *x);
         if (d_branch) like("d_branch", d_branch, *x);
-        const Norm m = {mean != nullptr, n_rows, width, threads(n_threads), 0, alpha, weight->as<float>(), nullptr,
-                        mean ? mean->as<float>() : nullptr, scale->as<float>()};
+        const Norm m = {mean != nullptr,     n_rows,  width,
+                        threads(n_threads),  0,       alpha,
+                        weight->as<float>(), nullptr, mean ? mean->as<float>() : nullptr,
+                        scale->as<float>()};
         typed("x", *x, [&](auto x_type) {
             typed("d_branch", d_branch ? *d_branch : *x, [&](auto branch_type) {
                 typed("d_out", *d_out, [&](auto out_type) {
                     typedef decltype(x_type) X;
                     typedef decltype(branch_type) Y;
-                    normalize_backward(m, d_out->as<const decltype(out_type)>(), d_stream ? d_stream->as<const X>() : nullptr,
-                                       x->as<const X>(), d_x->as<X>(), d_branch ? d_branch->as<Y>() : nullptr,
-                                       d_weight->as<float>(), d_bias ? d_bias->as<float>() : nullptr);
+                    normalize_backward(m, d_out->as<const decltype(out_type)>(),
+                                       d_stream ? d_stream->as<const X>() : nullptr, x->as<const X>(), d_x->as<X>(),
+                                       d_branch ? d_branch->as<Y>() : nullptr, d_weight->as<float>(),
+                                       d_bias ? d_bias->as<float>() : nullptr);
                 });
             });
         });
@@ -400,9 +406,8 @@ extern "C" int gptworks_norm_backward(
 }
 
 // out = x + alpha · branch.
-extern "C" int gptworks_add(
-    const Tensor *x, const Tensor *branch, const Tensor *out, float alpha, int64_t n_threads
-) noexcept {
+extern "C" int gptworks_add(const Tensor *x, const Tensor *branch, const Tensor *out, float alpha,
+                            int64_t n_threads) noexcept {
     return guarded([=] {
         const int64_t n = dense("x", x).n_elements(), n_at_most = threads(n_threads);
         like("branch", branch, *x), same("out", out, *x);
@@ -421,12 +426,12 @@ extern "C" int gptworks_add(
 
 // x, out: [.., T, D], or [B, H, T, D] stored as [B, T, H, D]. cos, sin: [T, R / 2], or [B, 1, T, R / 2] with R ≤ D.
 // direction: 1, or −1 to turn back.
-extern "C" int gptworks_rotate(
-    const Tensor *x, const Tensor *cos, const Tensor *sin, const Tensor *out, float direction, int64_t n_threads
-) noexcept {
+extern "C" int gptworks_rotate(const Tensor *x, const Tensor *cos, const Tensor *sin, const Tensor *out,
+                               float direction, int64_t n_threads) noexcept {
     return guarded([=] {
         if (dense("x", x).n_dimensions < 2) fail(REFUSED, "x %s has no positions", Text::of(*x).text);
-        const int64_t length = x->size(-2), width = x->size(-1), half = sound("cos", cos).n_dimensions ? cos->size(-1) : 0;
+        const int64_t length = x->size(-2), width = x->size(-1),
+                      half = sound("cos", cos).n_dimensions ? cos->size(-1) : 0;
         const bool of_each = cos->n_dimensions == 4, exchanged = !is_contiguous(*x);
         if (2 * half > width || (of_each && x->n_dimensions != 4))
             fail(REFUSED, "cos %s turns more than x %s has", Text::of(*cos).text, Text::of(*x).text);
@@ -447,12 +452,10 @@ extern "C" int gptworks_rotate(
     });
 }
 
-// logits [n, width]; targets int64 [n], each a column or IGNORED; factors, or null, and nats float32 [n]. Where `gradient` is
-// not 0, the logits become their gradient. See above.
-extern "C" int gptworks_cross_entropy(
-    const Tensor *logits, const Tensor *targets, const Tensor *factors, const Tensor *nats, int64_t gradient,
-    int64_t n_threads
-) noexcept {
+// logits [n, width]; targets int64 [n], each a column or IGNORED; factors, or null, and nats float32 [n]. Where
+// `gradient` is not 0, the logits become their gradient. See above.
+extern "C" int gptworks_cross_entropy(const Tensor *logits, const Tensor *targets, const Tensor *factors,
+                                      const Tensor *nats, int64_t gradient, int64_t n_threads) noexcept {
     return guarded([=] {
         contiguous("logits", sound("logits", logits));
         if (logits->n_dimensions != 2) fail(REFUSED, "logits %s must have rows and columns", Text::of(*logits).text);
@@ -462,8 +465,10 @@ extern "C" int gptworks_cross_entropy(
         laid_out("nats", nats, FP32, {n_rows}), within("gradient", gradient, 0, 1);
         for (int64_t r = 0; r < n_rows; r++)
             if (target[r] != IGNORED && (target[r] < 0 || target[r] >= width))
-                fail(OUT_OF_RANGE, "target %" PRId64 " of row %" PRId64 ": there are %" PRId64 " logits, 0 to %" PRId64
-                     "; %" PRId64 " is ignored", target[r], r, width, width - 1, IGNORED);
+                fail(OUT_OF_RANGE,
+                     "target %" PRId64 " of row %" PRId64 ": there are %" PRId64 " logits, 0 to %" PRId64 "; %" PRId64
+                     " is ignored",
+                     target[r], r, width, width - 1, IGNORED);
         typed("logits", *logits, [&](auto type) {
             typedef decltype(type) T;
             cross_entropy(n_rows, width, threads(n_threads), gradient != 0, logits->as<T>(), target,

@@ -7,29 +7,30 @@
 
 namespace {
 
-constexpr int64_t TILE = 4;            // weight rows multiplied at once: enough chains to hide an FMA's latency
-constexpr int64_t UNIT = 16;           // weight rows that one thread takes at once: a cache line of results
-constexpr int64_t FAR = 20480;         // bytes ahead that memory is asked for the second cache,
-constexpr int64_t NEAR = 2048;         // and this one for the first
-constexpr int64_t CACHED = 512 << 10;  // bytes of activations that a core's second cache keeps while weights pass
+constexpr int64_t TILE = 4;           // weight rows multiplied at once: enough chains to hide an FMA's latency
+constexpr int64_t UNIT = 16;          // weight rows that one thread takes at once: a cache line of results
+constexpr int64_t FAR = 20480;        // bytes ahead that memory is asked for the second cache,
+constexpr int64_t NEAR = 2048;        // and this one for the first
+constexpr int64_t CACHED = 512 << 10; // bytes of activations that a core's second cache keeps while weights pass
 
-// A tile is contiguous, and memory is fastest when asked for in order: so it is prefetched in order, though its four rows
-// are read side by side. Without, this ran at a third of the memory's speed; with the far one alone, 10% slower.
+// A tile is contiguous, and memory is fastest when asked for in order: so it is prefetched in order, though its four
+// rows are read side by side. Without, this ran at a third of the memory's speed; with the far one alone, 10% slower.
 // The first cache is for one row's weights; many rows' activations need it themselves.
-template <int N> INLINE void prefetch(const void *at, int64_t line) {
+template<int N> INLINE void prefetch(const void *at, int64_t line) {
     __builtin_prefetch((const char *)at + 64 * line + FAR, 0, 2);
     if (N == 1) __builtin_prefetch((const char *)at + 64 * line + NEAR, 0, 3);
 }
 
 // Each kind of weights has a Tile: sums<N>(first, step, row, out) multiplies four weight rows, first, first + step …,
 // with N activation rows from `row` on; out[r][j] is the sum for weight row j.
-// Some can be `widened`: as a tile of `count` of its weight rows from n on, laid out in `room` for many activation rows.
-template <class Floats, class Tile> Floats as_floats(const Tile &tile, int64_t n, int64_t count, Buffer &room) {
+// Some can be `widened`: as a tile of `count` of its weight rows from n on, laid out in `room` for many activation
+// rows.
+template<class Floats, class Tile> Floats as_floats(const Tile &tile, int64_t n, int64_t count, Buffer &room) {
     for (int64_t i = 0; i < count * tile.k; i += LANES) room[i / LANES] = tile.lanes(n + i / tile.k, i % tile.k);
     return {(const float *)room.data(), tile.k, tile.x};
 }
 
-template <class Weight> struct FloatTile {
+template<class Weight> struct FloatTile {
     static constexpr bool WIDENS = !std::is_same_v<Weight, float>, IN_FLOATS = true;
     // Activation rows whose accumulators stay in registers. Other weights are made float32 first where rows are short.
     static constexpr int64_t AT_ONCE = WIDENS && !MANY_REGISTERS ? 1 : REGISTERS >= 32 ? 6 : 3;
@@ -38,14 +39,16 @@ template <class Weight> struct FloatTile {
     const Rows &x;
 
     INLINE Lanes lanes(int64_t row, int64_t i) const { return load(weight + row * k + i); }
-    FloatTile<float> widened(int64_t n, int64_t count, Buffer &room) const { return as_floats<FloatTile<float>>(*this, n, count, room); }
+    FloatTile<float> widened(int64_t n, int64_t count, Buffer &room) const {
+        return as_floats<FloatTile<float>>(*this, n, count, room);
+    }
 
-    template <int N> INLINE void sums_of(int64_t first, int64_t step, int64_t row, Quad *out) const {
+    template<int N> INLINE void sums_of(int64_t first, int64_t step, int64_t row, Quad *out) const {
         Lanes total[N][TILE] = {};
         const Weight *w = weight + first * k;
         const float *in = x.x + row * x.stride;
 #ifndef __AVX512F__
-        if constexpr (N > 1) {  // one register of each 16 lanes at a time, so that the accumulators fit
+        if constexpr (N > 1) { // one register of each 16 lanes at a time, so that the accumulators fit
             static_assert(!WIDENS);
             typedef Lanes::Part Part;
             repeat<PARTS>([&](auto part) EACH {
@@ -85,7 +88,7 @@ template <class Weight> struct FloatTile {
 #if !defined(INTEGER_PRODUCTS) && !defined(WIDE_INTEGER_PRODUCTS)
 typedef FloatTile<int8_t> Int8Tile;
 
-struct Int4Tile {  // in float32
+struct Int4Tile { // in float32
     static constexpr int64_t AT_ONCE = MANY_REGISTERS ? 3 : 1;
     static constexpr bool WIDENS = true, IN_FLOATS = true;
     const uint8_t *weight;
@@ -93,7 +96,7 @@ struct Int4Tile {  // in float32
     int64_t k;
     const Rows &x;
 
-    template <int N> INLINE void sums_of(int64_t first, int64_t step, int64_t row, Quad *out) const {
+    template<int N> INLINE void sums_of(int64_t first, int64_t step, int64_t row, Quad *out) const {
         Lanes total[N][TILE] = {};
         const float *in = x.x + row * x.stride;
         for (int64_t i = 0; i < k; i += 32)
@@ -101,32 +104,35 @@ struct Int4Tile {  // in float32
                 if (i % CHUNK == 0) prefetch<N>(weight + (first * k + TILE * i) / 2, j);
                 repeat<2>([&](auto half) EACH {
                     const Lanes weights = lanes(first + j * step, i + half * LANES);
-                    repeat<N>([&](auto r) EACH { total[r][j] += weights * load(in + r * x.stride + i + half * LANES); });
+                    repeat<N>([&](auto r)
+                                  EACH { total[r][j] += weights * load(in + r * x.stride + i + half * LANES); });
                 });
             });
         repeat<N>([&](auto r) EACH { out[r] = sums(total[r]); });
     }
 
-    INLINE Lanes lanes(int64_t row, int64_t i) const {  // of each group of 32, low nibbles come first
+    INLINE Lanes lanes(int64_t row, int64_t i) const { // of each group of 32, low nibbles come first
         typedef uint8_t Pairs __attribute__((vector_size(16)));
         const int64_t group = (row * k + i) / 32;
         Pairs pairs;
         std::memcpy(&pairs, weight + 16 * group, sizeof pairs);
         return widen((Bytes)(i % 32 ? pairs >> 4 : pairs & 15) - 8) * (float)scale[group];
     }
-    FloatTile<float> widened(int64_t n, int64_t count, Buffer &room) const { return as_floats<FloatTile<float>>(*this, n, count, room); }
+    FloatTile<float> widened(int64_t n, int64_t count, Buffer &room) const {
+        return as_floats<FloatTile<float>>(*this, n, count, room);
+    }
 };
 #endif
 
 // Rows from … end of the matrix with activations first_row … last_row; see product.
-template <class Tile>
+template<class Tile>
 void tiles(const Tile &tile, const Matrix &m, int64_t first_row, int64_t last_row, int64_t from, int64_t end,
            const Result &to) {
-    thread_local Buffer wide;  // four weight rows, widened once where many activation rows meet them
+    thread_local Buffer wide; // four weight rows, widened once where many activation rows meet them
     const bool widens = Tile::WIDENS && last_row - first_row > Tile::AT_ONCE;
     if (widens) wide.resize(TILE * m.k / LANES);
     for (int64_t n = from, count; n < end; n += count) {
-        count = end - n < TILE ? 1 : TILE;  // the last few one by one, as a tile of the same row
+        count = end - n < TILE ? 1 : TILE; // the last few one by one, as a tile of the same row
         const int64_t step = count / TILE;
         const auto copy = [&](void *to, const void *from) EACH {
             if (step)
@@ -179,7 +185,8 @@ void product(const Matrix &m, Rows &x, const Result &to, const Team &team) {
         for (int64_t row = 0; row < x.n; row += at_once) f(row, std::min(row + at_once, x.n));
     };
 #ifdef AMX
-    if (x.on_tiles()) return m.kind == INT8 ? panels_on_tiles<true>(m, x, to, team) : panels_on_tiles<false>(m, x, to, team);
+    if (x.on_tiles())
+        return m.kind == INT8 ? panels_on_tiles<true>(m, x, to, team) : panels_on_tiles<false>(m, x, to, team);
 #endif
 #ifdef BF16_PRODUCTS
     if (m.kind == BF16) return panels<OfWords<BFloats>>(m, x, to, team);
@@ -203,13 +210,21 @@ void product(const Matrix &m, Rows &x, const Result &to, const Team &team) {
         });
     };
     switch (m.kind) {
-    case FP32: run(FloatTile<float>{(const float *)m.weight, m.k, x}); break;
-    case FP16: run(FloatTile<Half>{(const Half *)m.weight, m.k, x}); break;
+    case FP32:
+        run(FloatTile<float>{(const float *)m.weight, m.k, x});
+        break;
+    case FP16:
+        run(FloatTile<Half>{(const Half *)m.weight, m.k, x});
+        break;
 #if !defined(INTEGER_PRODUCTS) && !defined(WIDE_INTEGER_PRODUCTS)
-    case INT8: run(Int8Tile{(const int8_t *)m.weight, m.k, x}); break;
-    case INT4: run(Int4Tile{(const uint8_t *)m.weight, (const Half *)m.scale, m.k, x}); break;
+    case INT8:
+        run(Int8Tile{(const int8_t *)m.weight, m.k, x});
+        break;
+    case INT4:
+        run(Int4Tile{(const uint8_t *)m.weight, (const Half *)m.scale, m.k, x});
+        break;
 #endif
     }
 }
 
-}  // namespace
+} // namespace

@@ -51,4 +51,4 @@ struct Columns {
     }
 };
 
-}  // namespace
+} // namespace

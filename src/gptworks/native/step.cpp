@@ -1,13 +1,17 @@
-// One decode step of a GPT on a CPU, for a few tokens of one or several texts. Built by library.py, called by backend.py.
+// One decode step of a GPT on a CPU, for a few tokens of one or several texts. Built by library.py, called by
+// backend.py.
 //
-//     tokens ─► embed ─► layers × ( norm ─► q k v │ attend │ out ─► + │ norm ─► MLP │ down ─► + │ ) norm ─► head ─► logits
+//     tokens ─► embed ─► layers × ( norm ─► q k v │ attend │ out ─► + │ norm ─► MLP │ down ─► + │ ) norm ─► head ─►
+//     logits
 //
-// All threads walk the whole step together; a bar is a point where they wait for one another. At batch 1 a step is bound
-// by reading every weight once, so a matrix is divided by rows: each thread streams its own and multiplies them with all
-// activations, while the little work between (norms, rounding) is done by every thread for itself rather than waited for.
+// All threads walk the whole step together; a bar is a point where they wait for one another. At batch 1 a step is
+// bound by reading every weight once, so a matrix is divided by rows: each thread streams its own and multiplies them
+// with all activations, while the little work between (norms, rounding) is done by every thread for itself rather than
+// waited for.
 //
 // What a token gets never depends on its neighbours in the batch: each (weight row, activation row) has accumulators of
-// its own, filled in one order by one expression, whatever the number of rows. Nothing here may be built with -ffast-math.
+// its own, filled in one order by one expression, whatever the number of rows. Nothing here may be built with
+// -ffast-math.
 
 #include "cached_attention.h"
 #include "lanes.h"
@@ -19,20 +23,20 @@ namespace {
 // --------------------------------------------------------------------- what backend.py hands over (see entries.py)
 
 struct Norm {
-    const float *weight, *bias;  // weight null: no norm here; bias may be null
-    int64_t width;               // elements of each
+    const float *weight, *bias; // weight null: no norm here; bias may be null
+    int64_t width;              // elements of each
 };
 
 struct Layer {
     Norm norm1, norm2, query_norm, key_norm;
-    Matrix query, key, value, out, gate, up, down;  // gate.weight null: the MLP has none
-    void *keys;                                     // of each slot and group those of `room` positions, see HeadCache
-    float *key_scales;                              // int8: [slots, groups, room]
+    Matrix query, key, value, out, gate, up, down; // gate.weight null: the MLP has none
+    void *keys;                                    // of each slot and group those of `room` positions, see HeadCache
+    float *key_scales;                             // int8: [slots, groups, room]
     void *values;
     float *value_scales;
-    int64_t cache_bytes, scale_bytes;               // of the keys, and of the values; of the scales of each
-    int64_t window;                                 // keys a query sees, its own included
-    int64_t rotates;                                // whether positions turn queries and keys
+    int64_t cache_bytes, scale_bytes; // of the keys, and of the values; of the scales of each
+    int64_t window;                   // keys a query sees, its own included
+    int64_t rotates;                  // whether positions turn queries and keys
 };
 
 struct Model {
@@ -40,21 +44,21 @@ struct Model {
     int64_t activation, layer_norm, parallel, cache_kind;
     float eps, scale, embedding_scale, residual_scale, logit_scale;
     Matrix embedding, head;
-    const float *position;    // [capacity, d_model], or null
-    const float *cos, *sin;   // [capacity, d_rotary / 2], or null
+    const float *position;  // [capacity, d_model], or null
+    const float *cos, *sin; // [capacity, d_rotary / 2], or null
     int64_t position_bytes, rotary_bytes;
     Norm norm;
     const Layer *layers;
 
-    int64_t room() const { return (capacity + BLOCK - 1) / BLOCK * BLOCK; }  // positions of a slot
+    int64_t room() const { return (capacity + BLOCK - 1) / BLOCK * BLOCK; } // positions of a slot
 };
 
-struct Batch {  // rows of a text come one after the other
+struct Batch { // rows of a text come one after the other
     int64_t n_rows, n_texts, n_wanted;
-    const int64_t *tokens, *slots, *positions;  // of each row
-    const int64_t *wanted;                      // rows that want logits, n_wanted of them
-    float *logits;                              // [n_wanted, vocabulary]; or null: not asked for
-    float *features;                            // [n_wanted, d_model], what the head reads; or null: not asked for
+    const int64_t *tokens, *slots, *positions; // of each row
+    const int64_t *wanted;                     // rows that want logits, n_wanted of them
+    float *logits;                             // [n_wanted, vocabulary]; or null: not asked for
+    float *features;                           // [n_wanted, d_model], what the head reads; or null: not asked for
 };
 
 // ------------------------------------------------------------------------------------------- between the products
@@ -81,17 +85,25 @@ void normalize(const Norm &norm, bool layer_norm, float eps, int64_t width, cons
 void embed(const Model &m, int64_t token, int64_t position, float *out) {
     const Matrix &e = m.embedding;
     const Matrix::Row row = e.row(token);
-    const auto number = [&](auto type, int64_t i) EACH {  // the i-th of the row, of this type
+    const auto number = [&](auto type, int64_t i) EACH { // the i-th of the row, of this type
         constexpr int64_t OF_WORD = 4 / sizeof type;
         return ((const decltype(type) *)(row.words + i / OF_WORD * row.apart))[i % OF_WORD];
     };
     for (int64_t i = 0; i < m.d_model; i++) {
         float x = 0;
         switch (e.kind) {
-        case FP32: x = number(float(), i); break;
-        case BF16: x = number(BFloat(), i); break;
-        case FP16: x = number(Half(), i); break;
-        case INT8: x = number(int8_t(), i) * ((const float *)e.scale)[token]; break;
+        case FP32:
+            x = number(float(), i);
+            break;
+        case BF16:
+            x = number(BFloat(), i);
+            break;
+        case FP16:
+            x = number(Half(), i);
+            break;
+        case INT8:
+            x = number(int8_t(), i) * ((const float *)e.scale)[token];
+            break;
         case INT4: {
             const uint8_t byte = number(uint8_t(), i / GROUPED * (GROUPED / 2) + i % (GROUPED / 2));
             x = ((i % GROUPED < GROUPED / 2 ? byte & 15 : byte >> 4) - 8) * row.scales[i / GROUPED * row.apart];
@@ -119,7 +131,7 @@ void prepare_head(const Model &m, const Layer &layer, const Norm &norm, int64_t 
 }
 
 // What is kept of a key/value head of one text.
-template <class Cache> HeadCache<Cache> head_cache(const Model &m, const Layer &layer, int64_t slot, int64_t group) {
+template<class Cache> HeadCache<Cache> head_cache(const Model &m, const Layer &layer, int64_t slot, int64_t group) {
     const int64_t first = (slot * m.n_groups + group) * m.room(), at = first * m.d_head;
     HeadCache<Cache> cache{m.d_head, (Cache *)layer.keys + at, (Cache *)layer.values + at};
     if constexpr (HeadCache<Cache>::SCALED)
@@ -128,7 +140,7 @@ template <class Cache> HeadCache<Cache> head_cache(const Model &m, const Layer &
 }
 
 // A row's new key and value of one head, into the cache. qkv: queries, keys, values of all heads.
-template <class Cache>
+template<class Cache>
 void remember(const Model &m, const Layer &layer, const Batch &b, int64_t row, int64_t group, float *qkv) {
     const int64_t width = m.d_head, position = b.positions[row];
     float *k = qkv + (m.n_heads + group) * width, *v = k + m.n_groups * width;
@@ -152,11 +164,11 @@ std::vector<RowGroup> row_groups(const Batch &b, int64_t at_once) {
 }
 
 // A piece of work is the queries of some rows of one key/value head: later rows see more keys, so threads take turns.
-template <class Cache>
-void attention(const Model &m, const Layer &layer, const Batch &b, float *qkv, int64_t stride, float *out, int64_t out_stride,
-               AttentionRoom &room, const Team &team) {
+template<class Cache>
+void attention(const Model &m, const Layer &layer, const Batch &b, float *qkv, int64_t stride, float *out,
+               int64_t out_stride, AttentionRoom &room, const Team &team) {
     const int64_t width = m.d_head, heads = m.n_heads / m.n_groups, at_once = queries_at_once<Cache>(width);
-    const bool alone = b.n_rows == b.n_texts;  // no row's keys are another one's to see
+    const bool alone = b.n_rows == b.n_texts; // no row's keys are another one's to see
     if (!alone) {
         for (int64_t task = team.thread; task < b.n_rows * m.n_groups; task += team.n_threads) {
             const int64_t row = task / m.n_groups;
@@ -171,7 +183,7 @@ void attention(const Model &m, const Layer &layer, const Batch &b, float *qkv, i
         const int64_t group = alone ? task % m.n_groups : task / n_groups;
         const auto [first, end] = rows[alone ? task / m.n_groups : task % n_groups];
         const HeadCache<Cache> cache = head_cache<Cache>(m, layer, b.slots[first], group);
-        const Cache *next = nullptr;  // this thread's next keys, where a head has few queries
+        const Cache *next = nullptr; // this thread's next keys, where a head has few queries
         if (alone) next = cache.keys + team.n_threads * m.room() * width;
         Query queries[MOST_QUERIES];
         int64_t n = 0;
@@ -192,11 +204,11 @@ void attention(const Model &m, const Layer &layer, const Batch &b, float *qkv, i
 
 // ----------------------------------------------------------------------------------------------------------- the step
 
-struct Shared {  // what all threads write to, each its part
-    int64_t n, d_model, d_qkv, d_heads, d_ff;  // strides
+struct Shared {                               // what all threads write to, each its part
+    int64_t n, d_model, d_qkv, d_heads, d_ff; // strides
     Buffer x, qkv, attended, inner, gate;
 
-    struct Common {  // rows that all threads prepare together, where they are many
+    struct Common { // rows that all threads prepare together, where they are many
         Buffer x;
         Rounded rounded;
     };
@@ -251,7 +263,7 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
     team.wait();
     for (const Layer *layer = m.layers; layer < m.layers + m.n_layers; layer++) {
         Rows &in = norm1.of(m, layer->norm1, x, team);
-        if (m.parallel) norm2.of(m, layer->norm2, x, team);  // before `out` adds to x
+        if (m.parallel) norm2.of(m, layer->norm2, x, team); // before `out` adds to x
         product(layer->query, in, {qkv, s.d_qkv}, team);
         product(layer->key, in, {qkv + d_query, s.d_qkv}, team);
         product(layer->value, in, {qkv + d_query + d_key, s.d_qkv}, team);
@@ -305,7 +317,7 @@ void logits(const Model &m, const float *features, int64_t n, float *out, int64_
 
 // --------------------------------------------------------------------------------------------------- what is refused
 
-constexpr int64_t MOST_WIDTH = 1 << 24;  // of a model's dimensions: products of three stay far from overflow
+constexpr int64_t MOST_WIDTH = 1 << 24; // of a model's dimensions: products of three stay far from overflow
 
 void expect_bytes(const char *name, const void *at, int64_t bytes, int64_t due) {
     if (!at || bytes < due) fail(REFUSED, "%s has %" PRId64 " bytes and must have %" PRId64, name, at ? bytes : 0, due);
@@ -315,8 +327,8 @@ void check(const char *name, const Matrix &m, int64_t rows, int64_t columns) {
     within(name, m.kind, FP32, INT4);
     const bool fits = m.n == rows && m.k >= columns && m.k <= padded(columns);
     if (!fits || (m.kind == INT4 ? m.k % GROUPED : m.row_bytes() % 64))
-        fail(REFUSED, "%s is [%" PRId64 ", %" PRId64 "] and must be [%" PRId64 ", %" PRId64 "], with whole lines", name, m.n, m.k,
-             rows, columns);
+        fail(REFUSED, "%s is [%" PRId64 ", %" PRId64 "] and must be [%" PRId64 ", %" PRId64 "], with whole lines", name,
+             m.n, m.k, rows, columns);
     const int64_t widest = widest_panel(m.kind), in_memory = m.panel ? (m.n + LANES - 1) / LANES * LANES : m.n;
     if (widest ? m.panel < LANES || m.panel > widest || m.panel % LANES : m.panel != 0)
         fail(REFUSED, "%s has panels of %" PRId64 " rows, of at most %" PRId64, name, m.panel, widest);
@@ -338,14 +350,16 @@ void check_head(const Model &m) {
 
 void check(const Model &m) {
     const std::pair<const char *, int64_t> positive[] = {
-        {"n_heads", m.n_heads}, {"n_groups", m.n_groups}, {"d_head", m.d_head}, {"d_ff", m.d_ff}, {"n_slots", m.n_slots},
-        {"capacity", m.capacity}, {"n_layers", m.n_layers},
+        {"n_heads", m.n_heads}, {"n_groups", m.n_groups}, {"d_head", m.d_head},     {"d_ff", m.d_ff},
+        {"n_slots", m.n_slots}, {"capacity", m.capacity}, {"n_layers", m.n_layers},
     };
     for (const auto &[name, value] : positive) within(name, value, 1, MOST_WIDTH);
     check_head(m);
     if (m.d_model % LANES || m.d_head % LANES || m.d_ff % LANES || m.n_heads % m.n_groups)
-        fail(REFUSED, "d_model %" PRId64 ", d_head %" PRId64 " and d_ff %" PRId64 " must be multiples of 16, and n_heads %" PRId64
-             " one of n_groups %" PRId64, m.d_model, m.d_head, m.d_ff, m.n_heads, m.n_groups);
+        fail(REFUSED,
+             "d_model %" PRId64 ", d_head %" PRId64 " and d_ff %" PRId64
+             " must be multiples of 16, and n_heads %" PRId64 " one of n_groups %" PRId64,
+             m.d_model, m.d_head, m.d_ff, m.n_heads, m.n_groups);
     within("activation", m.activation, 0, N_FUNCTIONS - 1), within("layer_norm", m.layer_norm, 0, 1);
     within("parallel", m.parallel, 0, 1), within("d_rotary", m.d_rotary, 0, m.d_head);
     if (m.cache_kind != FP32 && m.cache_kind != BF16 && m.cache_kind != INT8)
@@ -366,7 +380,8 @@ void check(const Model &m) {
         check("query", layer->query, d_query, m.d_model), check("key", layer->key, d_key, m.d_model);
         check("value", layer->value, d_key, m.d_model), check("out", layer->out, m.d_model, d_query);
         check("up", layer->up, m.d_ff, m.d_model), check("down", layer->down, m.d_model, m.d_ff);
-        if (!layer->gate.weight != !m.layers->gate.weight) fail(REFUSED, "some layers have a gate and others have none");
+        if (!layer->gate.weight != !m.layers->gate.weight)
+            fail(REFUSED, "some layers have a gate and others have none");
         if (layer->gate.weight) check("gate", layer->gate, m.d_ff, m.d_model);
         expect_bytes("keys", layer->keys, layer->cache_bytes, n_cached);
         expect_bytes("values", layer->values, layer->cache_bytes, n_cached);
@@ -397,7 +412,8 @@ int64_t n_texts_of(const Batch &b, int64_t n_slots) {
     for (int64_t row = 0; row < b.n_rows; row++) {
         const int64_t slot = b.slots[row];
         if (row && slot == b.slots[row - 1]) {
-            if (b.positions[row] != b.positions[row - 1] + 1) fail(REFUSED, "positions of slot %" PRId64 " do not follow one another", slot);
+            if (b.positions[row] != b.positions[row - 1] + 1)
+                fail(REFUSED, "positions of slot %" PRId64 " do not follow one another", slot);
             continue;
         }
         if (seen[slot]) fail(REFUSED, "rows of slot %" PRId64 " do not follow one another", slot);
@@ -406,7 +422,7 @@ int64_t n_texts_of(const Batch &b, int64_t n_slots) {
     return n;
 }
 
-}  // namespace
+} // namespace
 
 // ---------------------------------------------------------------------------------------------------- what is called
 
@@ -416,8 +432,8 @@ extern "C" const char *gptworks_error() noexcept { return border::last.text; }
 // The sizes of structures, and what numbers stand for, in their order.
 extern "C" const char *gptworks_layout() noexcept {
     static char text[512];
-    size_t at = std::snprintf(text, sizeof text, "Tensor %zu, Matrix %zu, Norm %zu, Layer %zu, Model %zu; kinds", sizeof(Tensor),
-                              sizeof(Matrix), sizeof(Norm), sizeof(Layer), sizeof(Model));
+    size_t at = std::snprintf(text, sizeof text, "Tensor %zu, Matrix %zu, Norm %zu, Layer %zu, Model %zu; kinds",
+                              sizeof(Tensor), sizeof(Matrix), sizeof(Norm), sizeof(Layer), sizeof(Model));
     for (const char *name : KINDS) at += std::snprintf(text + at, sizeof text - at, " %s", name);
     at += std::snprintf(text + at, sizeof text - at, "; functions");
     for (const char *name : FUNCTIONS) at += std::snprintf(text + at, sizeof text - at, " %s", name);
@@ -437,7 +453,8 @@ extern "C" int gptworks_take_amx() noexcept {
 #endif
 }
 
-// What this library was built with: bit 1 vectors of 64 bytes, 2 of 32; 3 products of bytes, 4 of bf16, 5 of integers of 16 bits.
+// What this library was built with: bit 1 vectors of 64 bytes, 2 of 32; 3 products of bytes, 4 of bf16, 5 of integers
+// of 16 bits.
 extern "C" int gptworks_built_with() noexcept {
     int bits = REGISTER == 64 ? 2 : REGISTER == 32 ? 4 : 0;
 #ifdef INTEGER_PRODUCTS
@@ -455,12 +472,11 @@ extern "C" int gptworks_built_with() noexcept {
 // The most rows of a panel of a kind of weights; 0: they lie row by row.
 extern "C" int64_t gptworks_widest_panel(int64_t kind) noexcept { return widest_panel(kind); }
 
-// tokens, slots, positions: int64 [rows]; wanted: int64 [n], the rows that want logits. logits: float32 [n, vocabulary], or null:
-// not asked for. features, what the head reads: float32 [n, d_model], or null: not asked for.
-extern "C" int gptworks_step(
-    const Model *model, const Tensor *tokens, const Tensor *slots, const Tensor *positions, const Tensor *wanted,
-    const Tensor *logits, const Tensor *features, int64_t n_threads
-) noexcept {
+// tokens, slots, positions: int64 [rows]; wanted: int64 [n], the rows that want logits. logits: float32 [n,
+// vocabulary], or null: not asked for. features, what the head reads: float32 [n, d_model], or null: not asked for.
+extern "C" int gptworks_step(const Model *model, const Tensor *tokens, const Tensor *slots, const Tensor *positions,
+                             const Tensor *wanted, const Tensor *logits, const Tensor *features,
+                             int64_t n_threads) noexcept {
     return guarded([=] {
         if (!model) fail(REFUSED, "the model is missing");
         check(*model);
@@ -473,15 +489,15 @@ extern "C" int gptworks_step(
         b.wanted = numbers("wanted", wanted, b.n_wanted, b.n_rows);
         b.n_texts = n_texts_of(b, model->n_slots);
         b.logits = logits ? laid_out("logits", logits, FP32, {b.n_wanted, model->head.n}).as<float>() : nullptr;
-        b.features = features ? laid_out("features", features, FP32, {b.n_wanted, model->d_model}).as<float>() : nullptr;
+        b.features =
+            features ? laid_out("features", features, FP32, {b.n_wanted, model->d_model}).as<float>() : nullptr;
         step(*model, b, threads(n_threads));
     });
 }
 
 // The logits [n, vocabulary] of features [n, d_model], which the head reads; they are scaled already. Both float32.
-extern "C" int gptworks_logits(
-    const Model *model, const Tensor *features, const Tensor *out, int64_t n_threads
-) noexcept {
+extern "C" int gptworks_logits(const Model *model, const Tensor *features, const Tensor *out,
+                               int64_t n_threads) noexcept {
     return guarded([=] {
         if (!model) fail(REFUSED, "the model is missing");
         check_head(*model);

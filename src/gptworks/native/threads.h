@@ -26,7 +26,7 @@
 namespace {
 
 // Tries for some 30 µs; whether it came true.
-template <class F> bool soon(const F &came_true) {
+template<class F> bool soon(const F &came_true) {
     for (int tries = 0; tries < 2000; tries++) {
         if (came_true()) return true;
 #if defined(__x86_64__)
@@ -39,7 +39,7 @@ template <class F> bool soon(const F &came_true) {
 }
 
 // Waits for what comes soon: on a busy machine, after those 30 µs, it lets the very thread run that it waits for.
-template <class F> void await(const F &came_true) {
+template<class F> void await(const F &came_true) {
     if (soon(came_true)) return;
     while (!came_true()) std::this_thread::yield();
 }
@@ -47,7 +47,7 @@ template <class F> void await(const F &came_true) {
 // What the first thread that fails tells the others: nobody waits any more.
 struct Alarm {
     std::atomic<bool> taken{false}, rings{false};
-    Failure first;  // to be read when all threads have ended
+    Failure first; // to be read when all threads have ended
 
     void raise(const Failure &failure) noexcept {
         if (!taken.exchange(true)) first = failure;
@@ -56,7 +56,7 @@ struct Alarm {
     bool rung() const { return rings.load(std::memory_order_relaxed); }
 };
 
-struct Abandoned {};  // thrown in the threads that would wait for one that failed
+struct Abandoned {}; // thrown in the threads that would wait for one that failed
 
 // Where all threads wait for the last. OpenMP's own barrier spins for milliseconds.
 struct Barrier {
@@ -88,17 +88,17 @@ struct Team {
     }
 };
 
-}  // namespace
+} // namespace
 
 #ifndef _OPENMP
 // Threads of our own, for compilers without OpenMP. All sources share them; other libraries in the process do not.
 namespace [[gnu::visibility("hidden")]] workers {
 
-typedef std::function<void(int64_t)> Work;  // with the number of the thread
+typedef std::function<void(int64_t)> Work; // with the number of the thread
 
 // A thread that waits for work: first awake, because the next piece often comes soon, then asleep.
 class Worker {
-  public:
+public:
     explicit Worker(int64_t number) : thread([this, number] { run(number); }) {}
     ~Worker() {
         const Work end;
@@ -114,7 +114,7 @@ class Worker {
     }
     bool done() const { return !work.load(std::memory_order_acquire); }
 
-  private:
+private:
     void run(int64_t number) {
         const auto given = [&] { return !done(); };
         while (true) {
@@ -123,7 +123,7 @@ class Worker {
                 wakes.wait(lock, given);
             }
             const Work &piece = *work.load(std::memory_order_acquire);
-            if (!piece) return;  // the end
+            if (!piece) return; // the end
             piece(number);
             work.store(nullptr, std::memory_order_release);
         }
@@ -132,12 +132,12 @@ class Worker {
     std::atomic<const Work *> work{nullptr};
     std::mutex mutex;
     std::condition_variable wakes;
-    std::thread thread;  // the last, because it uses the others
+    std::thread thread; // the last, because it uses the others
 };
 
 // The workers of one calling thread, which end with it.
 class Pool {
-  public:
+public:
     ~Pool() { forget_those_before_fork(); }
 
     // Has n workers, or as many as the system grants; how many.
@@ -148,7 +148,8 @@ class Pool {
         } catch (const std::system_error &) {
             static std::atomic<bool> said{false};
             if (!said.exchange(true))
-                std::fprintf(stderr, "gptworks: the system grants %zu of %lld threads\n", workers.size() + 1, (long long)n + 1);
+                std::fprintf(stderr, "gptworks: the system grants %zu of %lld threads\n", workers.size() + 1,
+                             (long long)n + 1);
         }
         return std::min<int64_t>(workers.size(), n);
     }
@@ -160,7 +161,7 @@ class Pool {
         for (int64_t i = 0; i < n; i++) await([&] { return workers[i]->done(); });
     }
 
-  private:
+private:
     // A forked process has a copy of the workers and none of their threads.
     void forget_those_before_fork() {
         if (process == getpid()) return;
@@ -178,14 +179,14 @@ inline Pool &pool() {
     return mine;
 }
 
-}  // namespace workers
+} // namespace workers
 #endif
 
 namespace {
 
-// Runs work(team) on some threads at once. What one of them throws is thrown here when all have ended: no exception leaves
-// a thread, and none waits for one that has failed.
-template <class F> void parallel(int64_t n_threads, const F &work) {
+// Runs work(team) on some threads at once. What one of them throws is thrown here when all have ended: no exception
+// leaves a thread, and none waits for one that has failed.
+template<class F> void parallel(int64_t n_threads, const F &work) {
     Barrier barrier;
     Alarm alarm;
     const auto run = [&](int64_t thread, int64_t n) noexcept {
@@ -207,4 +208,4 @@ template <class F> void parallel(int64_t n_threads, const F &work) {
     if (alarm.rung()) throw alarm.first;
 }
 
-}  // namespace
+} // namespace

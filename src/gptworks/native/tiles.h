@@ -7,11 +7,11 @@
 #ifdef AMX
 namespace {
 
-// This thread's share of a matrix in panels, of bf16 or int8, with all activations; see product. 16 activation rows are a tile
-// as they lie, and so is a vector's share of 16 words of a panel. Rows behind the last are computed too, from whatever lies
-// there, and dropped.
-template <bool INTEGERS> void panels_on_tiles(const Matrix &m, const Rows &x, const Result &to, const Team &team) {
-    constexpr int64_t SIDE = amx::SIDE, AT_ONCE = INTEGERS ? SIDE : 2 * SIDE;  // two tiles, or the two planes of one
+// This thread's share of a matrix in panels, of bf16 or int8, with all activations; see product. 16 activation rows are
+// a tile as they lie, and so is a vector's share of 16 words of a panel. Rows behind the last are computed too, from
+// whatever lies there, and dropped.
+template<bool INTEGERS> void panels_on_tiles(const Matrix &m, const Rows &x, const Result &to, const Team &team) {
+    constexpr int64_t SIDE = amx::SIDE, AT_ONCE = INTEGERS ? SIDE : 2 * SIDE; // two tiles, or the two planes of one
     const int64_t steps = m.n_words() / SIDE, passes = (x.n + AT_ONCE - 1) / AT_ONCE;
     const auto [first_panel, last_panel] = team.share((m.n + m.panel - 1) / m.panel);
     const int64_t end = std::min(last_panel * m.panel, m.n);
@@ -21,17 +21,21 @@ template <bool INTEGERS> void panels_on_tiles(const Matrix &m, const Rows &x, co
         const int64_t vectors = m.vectors_from(first), stride = vectors * amx::ROW, bytes = stride * m.n_words();
         const char *const panel = (const char *)m.panel_from(first), *const b[] = {panel, panel + amx::ROW};
         const Columns columns[] = {{m, first, end}, {m, std::min(first + LANES, end), end}};
-        Ahead ahead{panel + bytes, panel + (first + m.panel < end ? 2 : 1) * bytes, (vectors * SIDE + passes - 1) / passes};
+        Ahead ahead{panel + bytes, panel + (first + m.panel < end ? 2 : 1) * bytes,
+                    (vectors * SIDE + passes - 1) / passes};
         for (int64_t row = 0; row < x.n; row += AT_ONCE) {
             const bool tall = INTEGERS || x.n - row > SIDE;
-            const char *const a[] = {(char *)x.low(row), INTEGERS ? (char *)x.high(row) : (char *)x.low(row + (tall ? SIDE : 0))};
-            amx::product<INTEGERS>(tall ? 2 : 1, vectors, a, x.pitch, b, stride, SIDE * stride, steps, c, amx::ROW, false, &ahead);
+            const char *const a[] = {(char *)x.low(row),
+                                     INTEGERS ? (char *)x.high(row) : (char *)x.low(row + (tall ? SIDE : 0))};
+            amx::product<INTEGERS>(tall ? 2 : 1, vectors, a, x.pitch, b, stride, SIDE * stride, steps, c, amx::ROW,
+                                   false, &ahead);
             for (int64_t r = row; r < std::min(row + AT_ONCE, x.n); r++)
                 for (int64_t v = 0; v < vectors; v++) {
                     const int64_t tile = (r - row) / SIDE * vectors + v;
                     const Lanes sum = load(sums[tile][r % SIDE]);
                     if (INTEGERS)
-                        columns[v].put(joined(bits_of(sum), bits_of(load(sums[tile + vectors][r % SIDE])), 0) * x.scale(r), r, to);
+                        columns[v].put(
+                            joined(bits_of(sum), bits_of(load(sums[tile + vectors][r % SIDE])), 0) * x.scale(r), r, to);
                     else
                         columns[v].put(sum, r, to);
                 }
@@ -40,5 +44,5 @@ template <bool INTEGERS> void panels_on_tiles(const Matrix &m, const Rows &x, co
     }
 }
 
-}  // namespace
+} // namespace
 #endif
