@@ -29,7 +29,7 @@ help:
 	@echo "make test-notebooks  the notebooks of docs/, by a kernel, in an empty folder (about 2 minutes on 2 cores); make notebooks keeps the outputs"
 	@echo "make test-browser  the studio's page in a browser (needs chromium and npm; about 5 minutes on 2 cores)"
 	@echo "make wheel   a wheel in dist/ with the C++ built for this kind of processor, tried without a compiler (about 2 minutes on 2 cores)"
-	@echo "make lint    formatters and linters of Python, C++ and JavaScript, mypy and the import contract; make format formats"
+	@echo "make lint    formatters of Python and C++, linters of both and of JavaScript, mypy and the import contract"
 	@echo "make reference  writes docs/reference/ from the settings and the commands"
 	@echo "make docs    the documents as a site in site/; a broken link is an error (about a minute)"
 	@echo "make bands   train the short recipes with three seeds each, for gptworks compare (about half an hour on 2 cores)"
@@ -146,14 +146,12 @@ lint: .venv/.installed-dev
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/clang-tidy --quiet $(filter src/%.cpp,$(CXX_FILES)) -- -std=c++17 -O1
-	$(BIN)/deno fmt --check --quiet
-	$(BIN)/deno lint --quiet
+	$(BIN)/deno lint --quiet src/gptworks/studio/static/js
 
 format: .venv/.installed-dev
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
-	$(BIN)/deno fmt
 
 reference: .venv/.installed-dev
 	$(BIN)/python docs/generate_reference.py

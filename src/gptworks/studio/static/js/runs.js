@@ -65,7 +65,7 @@ export function Part({ shown, route, state, refresh }) {
 
 function Controls({ settings, set, parents }) {
   const change = (more) => set((was) => ({ ...was, ...more }));
-  const { x, window: zoomed, smooth, logX, logY } = settings;
+  const { x, window: zoomed, smooth } = settings;
   const check = (name, text) => html`<label class="check"><input type="checkbox" checked=${settings[name]}
     onChange=${(event) => change({ [name]: event.target.checked })} /> ${text}</label>`;
   return html`<div class="card controls" role="group" aria-label="How the curves are drawn">

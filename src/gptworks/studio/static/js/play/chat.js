@@ -35,7 +35,7 @@ export function Conversation({ session, index, busy, text }) {
 /** An answer before the last. Its tokens are shaded; opening it makes its branch the current one. */
 function Earlier({ tree, branch, kind, show }) {
   return html`<${TokenText} tree=${tree} branch=${branch} kind=${kind} busy=${false} label="Earlier answer"
-      look=${(part, i, element, pin) => pin && show()} leave=${() => {}} edit=${() => {}} say=${() => {}} />`;
+      look=${(_part, _i, _element, pin) => pin && show()} leave=${() => {}} edit=${() => {}} say=${() => {}} />`;
 }
 
 function Editor({ name, content, save, cancel }) {

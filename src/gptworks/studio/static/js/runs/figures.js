@@ -43,7 +43,7 @@ export function Figures({ rows, parents, styles, view, version, zoom, pick }) {
     run: row.id, key, name: row.id, style: styles.get(row.id) ?? PARENT })), [known, keys.join(), styles]);
   return html`
     <div class="charts">${keys.map((key) => html`<${Figure} key=${key} title=${titleWithUnit(key, rows)} wanted=${wanted} of=${key}
-      styles=${styles} ...${{ view, version, zoom, pick }} />`)}</div>
+      ...${{ view, version, zoom, pick }} />`)}</div>
     ${run && Object.keys(run.details).length > 0 && html`<section class="by-part">
       <h2>By layer and by part</h2>
       <label class="quiet">Layers and parts of <select class="field" value=${run.id} onChange=${(event) => setFocus(event.target.value)}>
@@ -72,7 +72,7 @@ function Parts({ run, of, names, ...props }) {
     <ul class="legend-lines">${wanted().map((one) => html`<li key=${one.name}><${Line} style=${one.style} /> ${one.name}</li>`)}</ul></div>`;
 }
 
-function Figure({ title, of, wanted, styles, view, version, zoom, pick }) {
+function Figure({ title, of, wanted, view, version, zoom, pick }) {
   const place = useRef(null);
   const seen = useSeen(place);
   const list = useMemo(() => wanted(of), [wanted, of]);
@@ -98,7 +98,7 @@ function Figure({ title, of, wanted, styles, view, version, zoom, pick }) {
     return (answer.x === view.x ? answer.curves : []).map((curve) => ({ ...known.get(`${curve.run}\n${curve.key}`), id: curve.run, x: curve.x, y: curve.y, raw: curve.raw, forkedAt: curve.forked_at }))
       .filter((curve) => curve.style && curve.x.length);
   }, [answer, list, view.x]);
-  const bands = useMemo(() => answer.bands.map((band) => ({ ...band, style: bandStyle(band, list, styles) })), [answer, list]);
+  const bands = useMemo(() => answer.bands.map((band) => ({ ...band, style: bandStyle(band, list) })), [answer, list]);
   return html`<div class="figure" ref=${place}>
     ${seen === null ? html`<div class="chart empty"><h2>${title}</h2></div>` : html`<${Chart} title=${title} curves=${drawn} bands=${bands}
       view=${view} zoom=${zoom} pick=${pick} xName=${view.x} ...${writing(of)} />`}
@@ -114,7 +114,7 @@ function writing(of) {
   return { write: /loss|bits/.test(of) ? (y) => y.toFixed(4) : figure };
 }
 
-function bandStyle(band, list, styles) {
+function bandStyle(band, list) {
   return list.find((one) => band.runs.includes(one.run))?.style ?? styleOf(0);
 }
 
