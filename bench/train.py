@@ -44,6 +44,7 @@ from gptworks.training.loop import Run
 from gptworks.training.objectives.next_token import next_token
 from gptworks.training.record.display import Display
 from gptworks.training.record.metrics import MetricsLog
+from gptworks.training.setup import PreparedRun
 from litgpt_loop import litgpt_seconds
 from textbook import Shape, textbook_step
 
@@ -114,7 +115,8 @@ def our_step(recipe: Recipe, folder: Path) -> Callable[[], None]:
     keep_freed_memory()
     prepared = open_prepared(folder)
     device = choose_device(recipe.train.device)
-    run = Run(recipe, prepared, Display(), device, choose_precision(recipe.train.precision, device), next_token)
+    setup = PreparedRun(recipe, prepared, device, choose_precision(recipe.train.precision, device))
+    run = Run(setup, Display(), next_token)
     run.reporter.log = MetricsLog(prepared.folder / "metrics.jsonl", 0)
     return run.training_step
 

@@ -88,9 +88,10 @@ def gradients(cases: list[dict], ranks: Ranks) -> list[dict]:
         passes = []
         for early in (False, True) if layout.sums_in_backward else (True,):
             model.zero_grad()
-            for i in parallel.micro_steps:
+            numbers = parallel.micro_steps(train_settings.batch_size)
+            for i in numbers:
                 before = _collectives_issued()
-                if early and i == parallel.micro_steps[-1]:
+                if early and i == numbers[-1]:
                     parallel.begin_all_reduce(nullcontext)
                 accumulate(model, i)
                 n_begun = _collectives_issued() - before
@@ -183,11 +184,12 @@ def memory(cases: list[dict], ranks: Ranks) -> list[int]:
             optimizer = Optimizer(model, recipe.train)
             for _ in range(2):
                 held.peak_bytes = 0
-                for i in parallel.micro_steps:
+                numbers = parallel.micro_steps(recipe.train.batch_size)
+                for i in numbers:
                     inputs, targets = batch(config, parallel.micro_batch_size)
                     with precision.autocast():
                         losses = next_token(model, (inputs, targets), future_weights=recipe.train.future_weights)
-                    if i == parallel.micro_steps[-1]:
+                    if i == numbers[-1]:
                         parallel.begin_all_reduce(nullcontext)
                     (losses.objective / targets.numel()).backward()
                 parallel.finish_gradients()
@@ -235,7 +237,7 @@ def traffic(cases: list[dict], ranks: Ranks) -> list[dict[str, int]]:
         step = TrainStep(model, settings, loss, precision, parallel, ranks)
         for _ in range(2):
             with SentBytes() as sent:
-                batches = [batch(config, parallel.micro_batch_size) for _ in parallel.micro_steps]
+                batches = [batch(config, parallel.micro_batch_size) for _ in parallel.micro_steps(settings.batch_size)]
                 step.accumulate(batches, settings.batch_size * config.context_length)
                 step.apply(step.gradient_norm())
         found.append(sent.n_bytes)

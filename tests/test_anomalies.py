@@ -137,8 +137,8 @@ def test_a_rollback_leaves_no_checkpoint_of_the_steps_that_it_takes_back(tmp_pat
     seen = []
     restore = TrainingState.restore
 
-    def watch(self: TrainingState, checkpoint: Checkpoint, batch_size: int) -> None:
-        restore(self, checkpoint, batch_size)
+    def watch(self: TrainingState, checkpoint: Checkpoint) -> None:
+        restore(self, checkpoint)
         seen.append((checkpoint.step, [c.step for c in checkpoints(tmp_path / "run")], self.progress.best_step))
 
     with pytest.MonkeyPatch.context() as patch:

@@ -11,8 +11,9 @@ from gptworks.config import IGNORED
 from gptworks.errors import UserError
 from gptworks.model.loss import distillation_loss
 from gptworks.recipe import parse_recipe
-from gptworks.training.loop import check_train, train
+from gptworks.training.loop import train
 from gptworks.training.record.metrics import read_metrics
+from gptworks.training.setup import check_train
 from halves import assert_resumes_exactly
 
 

@@ -188,17 +188,17 @@ from pathlib import Path
 import torch
 from gptworks.device import peak_growth_bytes, reset_peak, return_freed_memory
 from gptworks.recipe import load_recipe
-from gptworks.training import loop
+from gptworks.training import loop, parts, setup
 from gptworks.training.distributed.ranks import join
 from gptworks.training.saving import CheckpointWriter
 
 torch.set_num_threads(1)
 return_freed_memory()
-loop.choose_allocation = lambda *arguments: return_freed_memory()
+setup.choose_allocation = lambda *arguments: return_freed_memory()
 cpu, out = torch.device("cpu"), Path(sys.argv[1])
 begun = {}
 
-def building(*arguments, make=loop.trainable_model):
+def building(*arguments, make=parts.trainable_model):
     begun["before"] = reset_peak(cpu)
     return make(*arguments)
 
@@ -225,7 +225,7 @@ def save(writer, *arguments, save=CheckpointWriter.save):
 
 loop.Run.training_step = step
 CheckpointWriter._write, CheckpointWriter.wait, CheckpointWriter.save = write, wait, save
-loop.trainable_model = building
+parts.trainable_model = building
 with join(60, cpu) as ranks:
     loop.train(load_recipe(sys.argv[2], sys.argv[3:]), ranks=ranks)
     gc.collect()

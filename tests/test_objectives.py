@@ -18,12 +18,13 @@ from gptworks.model.loss import target_logprobs
 from gptworks.planning.run import plan as plan_run
 from gptworks.recipe import parse_recipe
 from gptworks.training.changes import check_changes
-from gptworks.training.loop import check_train, train
+from gptworks.training.loop import train
 from gptworks.training.objectives.base import Objective
 from gptworks.training.objectives.choose import OBJECTIVES
 from gptworks.training.objectives.next_token import Batch, Losses, LossFunction, Routing, counted, with_routing
 from gptworks.training.record.metrics import read_metrics
 from gptworks.training.rehearsal.trace import Rehearsal, trace_step
+from gptworks.training.setup import check_train
 
 
 class EverySecond(ObjectiveSettings):

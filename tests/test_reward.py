@@ -16,9 +16,10 @@ from gptworks.infer.engine import load
 from gptworks.infer.logprobs import TokenLogprob
 from gptworks.infer.request import Completion
 from gptworks.recipe import parse_recipe
-from gptworks.training.loop import check_train, train
+from gptworks.training.loop import train
 from gptworks.training.objectives.reward import advantages, policy_loss, sampling_gap
 from gptworks.training.record.metrics import read_metrics
+from gptworks.training.setup import check_train
 from halves import assert_resumes_exactly
 
 

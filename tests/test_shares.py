@@ -140,7 +140,7 @@ def test_ranks_and_a_resume_with_another_batch_size_read_the_same_samples(ranks:
             parts = {}
             for rank in range(ranks):
                 mine = of_rank(rank, ranks, batch_size)
-                for micro in mine.micro_steps:
+                for micro in mine.micro_steps(batch_size):
                     size = mine.micro_batch_size
                     parts[micro] = source.batch(position + micro * size, size)[0]
             read += [int(row[0]) for micro in sorted(parts) for row in parts[micro]]

@@ -63,9 +63,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Batches]:
     preferred["data"] = tuned["data"] | {"sources": [{"type": "preferences", "path": str(home / "pairs.jsonl")}]}
     accumulate = TrainStep.accumulate
 
-    def recorded(step: TrainStep, micro_batches: list[Batch], n_targets: int, seed: tuple[int, int]) -> Any:
+    def recorded(
+        step: TrainStep, micro_batches: list[Batch], n_targets: int, seed: tuple[int, int], *numbers: Any
+    ) -> Any:
         batches.setdefault(name, {})[seed[1] + 1] = micro_batches
-        return accumulate(step, micro_batches, n_targets, seed)
+        return accumulate(step, micro_batches, n_targets, seed, *numbers)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainStep, "accumulate", recorded)
@@ -377,9 +379,11 @@ def test_after_a_rollback_steps_are_known_to_have_taken_other_samples(
     taken: dict[int, Batch] = {}
     accumulate = TrainStep.accumulate
 
-    def recorded(step: TrainStep, micro_batches: list[Batch], n_targets: int, seed: tuple[int, int]) -> Any:
+    def recorded(
+        step: TrainStep, micro_batches: list[Batch], n_targets: int, seed: tuple[int, int], *numbers: Any
+    ) -> Any:
         taken[seed[1] + 1] = micro_batches[0]
-        return accumulate(step, micro_batches, n_targets, seed)
+        return accumulate(step, micro_batches, n_targets, seed, *numbers)
 
     seen: dict[int, int] = {}
 

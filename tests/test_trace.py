@@ -23,6 +23,7 @@ from gptworks.training.record.metrics import MetricsLog
 from gptworks.training.rehearsal import measure
 from gptworks.training.rehearsal.measure import measure_speed, measure_step
 from gptworks.training.rehearsal.trace import LiveBytes, Rehearsal, take, trace_step
+from gptworks.training.setup import PreparedRun
 
 CPU = torch.device("cpu")
 MODEL = preset("gpt2-tiny").model_copy(update={"dropout_residual": 0.1, "dropout_attention": 0.1})
@@ -66,7 +67,7 @@ def test_the_training_loop_holds_what_the_trace_and_the_formula_say(experts: int
     prepared = prepare(recipe)
     recipe = with_vocab_size(recipe, prepared.manifest.vocab_size)
     with LiveBytes() as live:
-        run = Run(recipe, prepared, Display(), CPU, choose_precision("fp32", CPU))
+        run = Run(PreparedRun(recipe, prepared, CPU, choose_precision("fp32", CPU)), Display())
         run.reporter.log = MetricsLog(tmp_path / "metrics.jsonl", 0)
         run.training_step()
         live.peak_bytes = 0

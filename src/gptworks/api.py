@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ def train(
     change: Collection[str] = (),
     force: bool = False,
     report: Callable[[str], None] | None = None,
-    prepare: Callable[[Recipe], object] | None = None,
+    prepare: Callable[[Recipe], Prepared] | None = None,
     **settings: Any,
 ) -> TrainedRun:
     """Train a recipe's model until its end: `gptworks.train("demo", max_steps=20)`.
@@ -56,33 +57,20 @@ def train(
         RunError: loss or gradients stayed non-finite, or a checkpoint could not be written.
     """
     from gptworks.data.prepare import prepare as prepare_data
-    from gptworks.device import choose_device, choose_precision
-    from gptworks.training.distributed.parallel import run_layout
+    from gptworks.device import choose_device
     from gptworks.training.distributed.ranks import join
-    from gptworks.training.loop import check_train
     from gptworks.training.loop import train as train_model
     from gptworks.training.record.display import Display
     from gptworks.training.record.notebook import NotebookDisplay, in_notebook
-    from gptworks.training.rehearsal.preflight import check_memory
 
     given, change = with_changes([*overrides, *overrides_of(settings)], change, resume)
     display = NotebookDisplay() if in_notebook() else None
     loaded = settings_of(recipe, given, resume, report or (display or Display()).message)
-    device = choose_device(loaded.train.device)
-    precision = choose_precision(loaded.train.precision, device)  # refused before preparing
-    with join(loaded.train.parallel.timeout_seconds, device) as ranks:
-
-        def check_and_prepare() -> None:
-            check_train(loaded, resume, ranks.size, change)
-            check_memory(loaded, device, precision, force, run_layout(loaded, ranks, device), ranks.local_size)
-            if prepare is not None:
-                prepare(loaded)
-            elif display is not None:
-                prepare_data(loaded, report=display.preparing)
-
-        ranks.from_rank_zero(check_and_prepare)
+    if prepare is None:
+        prepare = prepare_data if display is None else partial(prepare_data, report=display.preparing)
+    with join(loaded.train.parallel.timeout_seconds, choose_device(loaded.train.device)) as ranks:
         train_model(
-            loaded, resume=resume, change=change, force=force, ranks=ranks, overrides=given,
+            loaded, resume=resume, change=change, force=force, ranks=ranks, overrides=given, prepare=prepare,
             display=display if ranks.is_rank_zero else None,
         )  # fmt: skip
     return read_run(loaded.run_dir)

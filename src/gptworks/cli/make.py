@@ -84,7 +84,7 @@ def launch(
     """
     from gptworks.api import settings_of, with_changes
     from gptworks.training.distributed.launch import launch as start
-    from gptworks.training.loop import check_train
+    from gptworks.training.setup import check_train
 
     overrides, change = with_changes(overrides or [], change or [], resume)
     check_train(settings_of(recipe, overrides, resume, _first_rank_notice), resume, nproc, change)

@@ -7,7 +7,7 @@ import torch
 from gptworks.training.cut import cut_windows
 from gptworks.training.distributed.parallel import Parallel
 from gptworks.training.objectives.base import Objective
-from gptworks.training.objectives.next_token import Batch
+from gptworks.training.objectives.next_token import Batch, StepBatches
 
 
 class Prefetcher:
@@ -18,28 +18,29 @@ class Prefetcher:
         self._objective, self._train = objective, objective.recipe.train
         self._parallel, self._device = parallel, device
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
-        self._next: tuple[tuple[int, int], Future[list[Batch]]] | None = None
+        self._next: tuple[tuple[int, int], Future[tuple[range, list[Batch]]]] | None = None
 
-    def step(self, position: int, step: int) -> tuple[list[Batch], int, int]:
-        """The micro-batches of a step, from 0, that begins at a position (in samples), on the device; their number of
-        targets and of tokens. Starts to make the next step's."""
+    def step(self, position: int, step: int) -> StepBatches:
+        """The micro-batches of a step, from 0, that begins at a position (in samples), on the device. Starts to make
+        those of the next step."""
         is_prefetched = self._next is not None and self._next[0] == (position, step)
-        made = self._next[1].result() if self._next and is_prefetched else self._make(position, step)
+        numbers, made = self._next[1].result() if self._next and is_prefetched else self._make(position, step)
         following = position + self._train.batch_size_at(step), step + 1
         self._next = (following, self._pool.submit(self._make, *following))
-        batches = [tuple(x.to(self._device, non_blocking=True) for x in batch) for batch in made]
-        return batches, sum(map(self._objective.count, made)), sum(batch[0].numel() for batch in made)
+        rows = [tuple(x.to(self._device, non_blocking=True) for x in batch) for batch in made]
+        n_targets, n_tokens = sum(map(self._objective.count, made)), sum(batch[0].numel() for batch in made)
+        return StepBatches(numbers, rows, n_targets, n_tokens)
 
-    def _make(self, position: int, step: int) -> list[Batch]:
-        micro_steps = self._parallel.micro_steps_of(self._train.batch_size_at(step))
+    def _make(self, position: int, step: int) -> tuple[range, list[Batch]]:
+        numbers = self._parallel.micro_steps(self._train.batch_size_at(step))
         size, whole = self._parallel.micro_batch_size, self._objective.context_length
         if (length := self._train.length_at(step, whole)) < whole:
-            made = [self._cut(position + i * size, size, length) for i in micro_steps]
+            made = [self._cut(position + i * size, size, length) for i in numbers]
         else:
-            made = [self._objective.batch(position, i, size) for i in micro_steps]
-        if self._device.type != "cuda":
-            return made
-        return [tuple(x.pin_memory() for x in batch) for batch in made]
+            made = [self._objective.batch(position, i, size) for i in numbers]
+        if self._device.type == "cuda":
+            made = [tuple(x.pin_memory() for x in batch) for batch in made]
+        return numbers, made
 
     def _cut(self, first: int, size: int, length: int) -> Batch:
         rows: list[Batch] = []

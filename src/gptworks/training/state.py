@@ -8,28 +8,38 @@ from torch import Tensor
 
 from gptworks.checkpoint import Checkpoint, newest_verified
 from gptworks.config import Recipe
-from gptworks.errors import UserError
+from gptworks.errors import RunError, UserError
 from gptworks.quantize.convert import pack_for
 from gptworks.tensors import Expected
 from gptworks.training.distributed.agreed import agreed_checkpoint
+from gptworks.training.events import Listener
+from gptworks.training.length import Length
 from gptworks.training.optim.average import WeightAverage
 from gptworks.training.optim.late_untying import LateUntying
 from gptworks.training.progress import Progress
 from gptworks.training.record.display import Display
-from gptworks.training.saving import CheckpointWriter
+from gptworks.training.saving import CheckpointWriter, remove_newer
 from gptworks.training.step import TrainStep
 
 
-class TrainingState:
-    """Where a run stands, with its weights, their average and its optimizer."""
+class TrainingState(Listener):
+    """A run's progress, weights, their average and the optimizer."""
 
-    def __init__(self, recipe: Recipe, step: TrainStep, progress: Progress, display: Display) -> None:
+    def __init__(self, recipe: Recipe, step: TrainStep, progress: Progress, length: Length, display: Display) -> None:
         self._recipe, self._step, self._display = recipe, step, display
-        self.progress = progress
+        self.progress, self._length = progress, length
+        self.batch_size_before = recipe.train.batch_size
+        """Of the run when its checkpoints were saved; see `Progress.from_json`."""
         self.average = WeightAverage(step.model, recipe.train)
         self.untying = LateUntying(step.model, step.optimizer, recipe.train.untie_after_steps)
         self.writer = CheckpointWriter(recipe.run_dir, recipe.train.keep_checkpoints, recipe.train.keep_every)
         self._saved_step = -1
+
+    def begin_step(self, progress: Progress) -> None:
+        self.untying.begin(progress.step, self.average)
+
+    def applied(self, progress: Progress) -> None:
+        self.average.update(progress.step, self._length.total_steps(progress))
 
     def newest_checkpoint(self, up_to_step: int | None = None) -> Checkpoint | None:
         """The newest checkpoint of the run that rank 0 finds whole, on every rank."""
@@ -45,16 +55,13 @@ class TrainingState:
         model.load_state_dict(self._step.parallel.shard_tensors(weights), strict=self._recipe.adapter is None)
         self.average = WeightAverage(model, self._recipe.train)
 
-    def restore(self, checkpoint: Checkpoint, batch_size: int) -> None:
+    def restore(self, checkpoint: Checkpoint) -> None:
         """Go back to a checkpoint.
-
-        Args:
-            batch_size: that of the run when the checkpoint was saved; see `Progress.from_json`.
 
         Raises:
             UserError: it is of other data, of an import, or damaged.
         """
-        progress = Progress.from_json(checkpoint.state(), batch_size, checkpoint.folder / "state.json")
+        progress = Progress.from_json(checkpoint.state(), self.batch_size_before, checkpoint.folder / "state.json")
         folder = self._recipe.run_dir
         progress.require_training(folder)
         if progress.data_fingerprint != self.progress.data_fingerprint:
@@ -70,6 +77,39 @@ class TrainingState:
         optimizer.load_state_tensors(self.average.restore(shares(weights), shares(moments)))
         if progress.scaler:
             self._step.scaler.load_state_dict(progress.scaler)
+
+    def roll_back(self, reason: str) -> int:
+        """After many skipped steps, restore the last good checkpoint, to continue after the batches that broke the run.
+
+        Args:
+            reason: why the last step was skipped.
+
+        Returns:
+            The step from which the run went back.
+
+        Raises:
+            RunError: there is no such checkpoint, or the run has gone back too often.
+        """
+        train, ranks, broken = self._recipe.train, self._step.ranks, self.progress
+        with ranks.busy():
+            self.writer.wait()
+        before = broken.step - broken.skipped_in_a_row  # weights may have gone wrong before the first was skipped
+        good = self.newest_checkpoint(before)
+        if good is None or broken.rollbacks >= train.max_rollbacks:
+            good = good or self.newest_checkpoint()
+            where = f"the last good checkpoint is {good.folder}" if good else "there is no checkpoint yet"
+            raise RunError(
+                f"{broken.skipped_in_a_row} steps in a row were skipped, the last at step {broken.step:,} because "
+                f"{reason}: {where}. Lower train.learning_rate, warm up longer, use precision fp32, or set "
+                f"train.max_rollbacks."
+            )
+        ranks.from_rank_zero(lambda: remove_newer(self._recipe.run_dir, good.step))
+        self.restore(good)
+        progress = self.progress
+        progress.seconds, progress.rollbacks = broken.seconds, broken.rollbacks + 1
+        progress.skipped, progress.skipped_in_a_row = broken.skipped, 0
+        progress.samples_passed = broken.position - progress.samples
+        return broken.step
 
     def save(self, *, weights_only: bool = False) -> None:
         """Write a checkpoint of this step, unless it is written already, and delete the oldest beyond those to keep.

@@ -1,7 +1,7 @@
 """The training step: forward and backward over micro-batches, then an update. The loop, the trace and the measurement
 of a step all run this one."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,7 +55,13 @@ class TrainStep:
         self.scaler = torch.amp.GradScaler(model.device.type, enabled=precision.needs_scaler)
         self._grad_clip = train.grad_clip
 
-    def accumulate(self, micro_batches: Iterable[Batch], n_targets: int, seed: tuple[int, ...] = (0,)) -> StepLosses:
+    def accumulate(
+        self,
+        micro_batches: Sequence[Batch],
+        n_targets: int,
+        seed: tuple[int, ...] = (0,),
+        numbers: Sequence[int] | None = None,
+    ) -> StepLosses:
         """Add up the gradients of the mean loss over every target, however the step is cut into micro-batches.
 
         Args:
@@ -63,6 +69,7 @@ class TrainStep:
             n_targets: of all micro-batches of all ranks.
             seed: of the step. Dropout is a function of it and of the micro-batch's number within the step, so that a
                 resumed run needs no generator state.
+            numbers: of this rank's micro-batches within the step; None: from 0.
         """
         total = torch.zeros((), device=self.model.device)
         sums: dict[str, Tensor] = {}
@@ -70,12 +77,13 @@ class TrainStep:
         expert_tokens: Tensor | None = None
         exchange = "gradients of all ranks" if self.ranks.size > 1 else "backward"
         self.model.train()
-        for number, batch in zip(self.parallel.micro_steps, micro_batches, strict=True):
+        numbers = range(len(micro_batches)) if numbers is None else numbers
+        for number, batch in zip(numbers, micro_batches, strict=True):
             self.ranks.count_point()
             torch.manual_seed(int(np.random.SeedSequence((*seed, number)).generate_state(1, np.uint64)[0]))
             with self.stopwatch.part("forward"), self.precision.autocast():
                 losses = self.loss(self.model, batch)
-            if number == self.parallel.micro_steps[-1]:
+            if number == numbers[-1]:
                 self.parallel.begin_all_reduce(lambda: self.stopwatch.part(exchange))
             with self.stopwatch.part("backward"):
                 self.scaler.scale(losses.objective / max(1, n_targets)).backward()  # type: ignore[no-untyped-call]
@@ -90,9 +98,9 @@ class TrainStep:
             self.parallel.finish_gradients()
         if expert_tokens is not None:
             expert_tokens = self.parallel.all_reduce(expert_tokens)
-        numbers = {name: self.parallel.all_reduce(value).item() for name, value in sums.items()}
+        totals = {name: self.parallel.all_reduce(value).item() for name, value in sums.items()}
         divisors = {name: self.parallel.all_reduce(value).item() for name, value in counts.items()}
-        figures = {name: float(f"{n / max(1, divisors.get(name, n_targets)):.5g}") for name, n in numbers.items()}
+        figures = {name: float(f"{n / max(1, divisors.get(name, n_targets)):.5g}") for name, n in totals.items()}
         return StepLosses((self.parallel.all_reduce(total) / max(1, n_targets)).item(), figures, expert_tokens)
 
     def gradient_norm(self) -> float:

@@ -69,11 +69,9 @@ class Parallel:
         """The signal that has asked this process to stop; an evaluation ends at its next batch."""
         self.micro_batch_size = train.micro_batch_size
         self._data_rank, self._n_data = 0, 1
-        self.micro_steps = self.micro_steps_of(train.batch_size)
-        """The micro-batches of the step that are this rank's, by their number within the step."""
 
-    def micro_steps_of(self, batch_size: int) -> range:
-        """The micro-batches of a step of so many samples that are this rank's."""
+    def micro_steps(self, batch_size: int) -> range:
+        """This rank's micro-batches of a step of `batch_size` samples, by their number within the step."""
         return range(self._data_rank, batch_size // self.micro_batch_size, self._n_data)
 
     def place(self, model: GPT, device: torch.device) -> GPT:
@@ -170,7 +168,6 @@ class ManyDevices(Parallel):
         self._data, self._tensor = mesh["data"], mesh["tensor"]
         self._data_rank, self._n_data = self._data.get_local_rank(), self._data.size()
         self.micro_batch_size = train.rank_micro_batch_size(self._n_data)
-        self.micro_steps = self.micro_steps_of(train.batch_size)
         if layout.sums_in_backward:
             self.replicas = self._data.get_group()
         self.samples = ranks.is_rank_zero or self._sharded or self._tensor.size() > 1

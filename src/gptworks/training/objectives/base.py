@@ -4,7 +4,7 @@ To add one, write its settings in `gptworks.config.objective`, a subclass of `Ob
 `choose.OBJECTIVES`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,7 +26,15 @@ from gptworks.infer.engine import Engine
 from gptworks.model import GPT
 from gptworks.planning.steps import planned_steps
 from gptworks.training.distributed.ranks import Ranks
-from gptworks.training.objectives.next_token import Batch, Losses, LossFunction, Routing, count_targets, next_token
+from gptworks.training.objectives.next_token import (
+    Batch,
+    Losses,
+    LossFunction,
+    Routing,
+    StepBatches,
+    count_targets,
+    next_token,
+)
 
 Report = Callable[[str], None]
 
@@ -115,11 +123,8 @@ class Objective:
         """Called before each step with how much of the run is done, from 0 to 1."""
         self._future_weights = self.recipe.train.future_weights_at(share_done)
 
-    def generate(self, position: int, micro_steps: Sequence[int], batches: list[Batch]) -> tuple[list[Batch], int, int]:
-        """The micro-batches of the step at a position from what `batch` made, their count and their tokens.
-
-        Called if `generates`.
-        """
+    def generate(self, position: int, asked: StepBatches) -> StepBatches:
+        """The micro-batches of the step at a position, generated for what `batch` made; called if `generates`."""
         raise NotImplementedError
 
     @property

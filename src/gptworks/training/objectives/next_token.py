@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,16 @@ from gptworks.model.moe import balance_loss, expert_tokens, z_loss
 Batch = tuple[Tensor, ...]
 """Inputs and targets, int64 [B, T] each; the target of a position is the token that follows it, or −100. A third,
 positions [B, T], stands where a row holds several texts: each token's place in its own (see `GPT.features`)."""
+
+
+class StepBatches(NamedTuple):
+    """The micro-batches of a step."""
+
+    numbers: range
+    """This rank's, by their number within the step."""
+    rows: list[Batch]
+    n_targets: int
+    n_tokens: int
 
 
 @dataclass(frozen=True)

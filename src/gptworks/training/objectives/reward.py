@@ -40,7 +40,15 @@ from gptworks.quantize.linear import weight_tensors
 from gptworks.tensors import Expected, read_tensors
 from gptworks.training.generating import generating
 from gptworks.training.objectives.base import Objective, RunContext
-from gptworks.training.objectives.next_token import Batch, Losses, LossFunction, Routing, padded, with_routing
+from gptworks.training.objectives.next_token import (
+    Batch,
+    Losses,
+    LossFunction,
+    Routing,
+    StepBatches,
+    padded,
+    with_routing,
+)
 from gptworks.training.objectives.reward_function import REWARD_FILE, Prompt, keep_reward_file, load_reward, reward_of
 from gptworks.training.objectives.rollouts import ROLLOUTS, RolloutStore
 
@@ -283,10 +291,10 @@ class Reward(Objective):
     def count(self, batch: Batch) -> int:
         return batch[0].size(0)
 
-    def generate(self, position: int, micro_steps: Sequence[int], batches: list[Batch]) -> tuple[list[Batch], int, int]:
+    def generate(self, position: int, asked: StepBatches) -> StepBatches:
         shared, number = self._settings.steps_per_rollout, self._round_of(position)
         if self._round is None or self._round[0] != number:
-            prompts = {i: chosen.tolist() for i, (chosen,) in zip(micro_steps, batches, strict=True)}
+            prompts = {i: chosen.tolist() for i, (chosen,) in zip(asked.numbers, asked.rows, strict=True)}
             is_first = position // self.recipe.train.batch_size % shared == 0
             made = None if is_first else self._store.read(number, prompts)
             if made is None:
@@ -295,8 +303,8 @@ class Reward(Objective):
                     self._store.write(number, made, prompts)
             self._round = (number, made)
         device = self._run.model.device
-        there = [tuple(x.to(device) for x in self._round[1][i]) for i in micro_steps]
-        return there, sum(map(self.count, there)), sum(batch[0].numel() for batch in there)
+        rows = [tuple(x.to(device) for x in self._round[1][i]) for i in asked.numbers]
+        return StepBatches(asked.numbers, rows, sum(map(self.count, rows)), sum(batch[0].numel() for batch in rows))
 
     def _answered(self, number: int, micro_step: int, chosen: list[int]) -> Batch:
         """Inputs and targets, int64 [B, T]; rewards, advantages and `sampling_gap`, [B]; log-probabilities under the

@@ -6,13 +6,21 @@ import torch
 
 from gptworks.model import GPT
 from gptworks.training.distributed.parallel import Parallel
+from gptworks.training.events import Listener, Step
+from gptworks.training.progress import Progress
 
 
-class LayerNorms:
+class LayerNorms(Listener):
     """Watches a model in training."""
 
     def __init__(self, model: GPT, parallel: Parallel, every: int) -> None:
         self._model, self._parallel, self._every = model, parallel, every
+
+    def begin_step(self, progress: Progress) -> None:
+        self.begin(progress.step)
+
+    def gradients(self, step: Step) -> None:
+        step.by_layer = self.finish()
 
     def begin(self, step: int) -> None:
         """Before a step's forward passes: watch them if the step is one to be reported."""

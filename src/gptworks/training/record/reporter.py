@@ -8,19 +8,19 @@ import torch
 
 from gptworks.config import Recipe
 from gptworks.device import BusyCores, Precision, advice_on_threads, device_name, memory_figures
-from gptworks.evaluation.loss import LossReport
 from gptworks.model.moe import busiest_load
 from gptworks.planning.params import count_parameters
+from gptworks.training.events import Evaluation, Listener, Step
 from gptworks.training.length import Length
 from gptworks.training.objectives.base import Objective
 from gptworks.training.progress import Progress
 from gptworks.training.record.card import MemoryPeaks, write_model_card
 from gptworks.training.record.curves import draw_curves
 from gptworks.training.record.display import Display, clock
-from gptworks.training.record.metrics import MetricsLog, NoLog, Record, write_samples
+from gptworks.training.record.metrics import MetricsLog, NoLog, write_samples
 from gptworks.training.record.throughput import Throughput
 from gptworks.training.record.writers import open_log
-from gptworks.training.step import StepLosses, TrainStep
+from gptworks.training.step import TrainStep
 from gptworks.units import epochs_words, significant
 
 DESCRIBED_EVERY_SECONDS = 60.0
@@ -30,7 +30,7 @@ PACE_KNOWN_SECONDS = 10.0
 """Into a session, when the line on its expected end is shown; a run that is nearly done by then has none."""
 
 
-class Reporter:
+class Reporter(Listener):
     """Reports a run. Every rank has one; those but the first are silent."""
 
     def __init__(
@@ -105,8 +105,12 @@ class Reporter:
         if (length := train.length_at(step, whole)) < whole:
             self._throughput.count_short(train.batch_size_at(step) * whole, length)
 
-    def step(self, progress: Progress, losses: StepLosses, norm: float, rate_factor: float, by_layer: Record) -> None:
-        """A step that was taken; in the log, every `train.log_every` steps."""
+    def end_step(self, progress: Progress, step: Step) -> None:
+        losses = step.losses
+        if step.skipped is not None:
+            self.log.write({"kind": "skipped", "step": progress.step, "loss": losses.loss, "grad_norm": step.norm})
+            self.display.message(f"step {progress.step:,} skipped: {step.skipped} ({progress.skipped} so far)")
+            return
         train, done = self.recipe.train, self.length.share_done(progress)
         self._count_short(progress)
         if progress.step % train.log_every == 0 or done >= 1:
@@ -119,14 +123,14 @@ class Reporter:
                     "step": progress.step,
                     "tokens": progress.tokens,
                     "loss": losses.loss,
-                    "grad_norm": norm,
-                    "learning_rate": rate_factor * train.learning_rate,
+                    "grad_norm": step.norm,
+                    "learning_rate": step.rate_factor * train.learning_rate,
                     "seconds": round(progress.seconds, 3),
                     **losses.figures,
                     **pace.record,
                     **memory_figures(self._device),
                     "seconds_by_part": self._stopwatch.take(),
-                    **by_layer,
+                    **step.by_layer,
                     **({} if load is None else {"busiest_expert_load": load}),
                 }
             )
@@ -154,19 +158,14 @@ class Reporter:
                 self.display.message(advice)
             self._advised = advice is not None
 
-    def skipped(self, progress: Progress, reason: str, loss: float, norm: float) -> None:
-        """A step whose gradients were not applied."""
-        self.log.write({"kind": "skipped", "step": progress.step, "loss": loss, "grad_norm": norm})
-        self.display.message(f"step {progress.step:,} skipped: {reason} ({progress.skipped} so far)")
-
     def rolled_back(self, progress: Progress, from_step: int) -> None:
         """The run went back to where it stands now."""
         self.begin(progress)
         self.log.write({"kind": "rollback", "step": progress.step, "from_step": from_step})
         self.display.message(f"back to step {progress.step:,}, and on past the batches of the skipped steps")
 
-    def validation(self, progress: Progress, report: LossReport, figures: dict[str, float], better: bool) -> None:
-        """An evaluation; after it the curves are drawn anew, where that is long ago."""
+    def evaluated(self, progress: Progress, found: Evaluation) -> None:
+        report, figures = found.report, found.figures
         n_there = self.objective.n_validation
         n_read = self.objective.n_evaluated or n_there
         likelihood = report.unit == "nats per token"
@@ -188,7 +187,7 @@ class Reporter:
         bits += "".join(f"  {name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())
         bits += f"  {report.bits_per_byte:.4f} bits per byte" if report.bits_per_byte is not None else ""
         bits += f"  of {n_read:,} of {n_there:,} held-out sequences" if n_read < n_there else ""
-        self.display.validation(progress.step, report.loss, bits + ("  (best)" if better else ""))
+        self.display.validation(progress.step, report.loss, bits + ("  (best)" if found.is_best else ""))
         if self._ranks.is_rank_zero and time.monotonic() - self._described >= DESCRIBED_EVERY_SECONDS:
             self._describe(progress)
 

@@ -11,7 +11,12 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from gptworks.device import peak_growth_bytes, reset_peak
+from gptworks.planning.memory import training_peak
+from gptworks.training.record.card import MemoryPeaks
+from gptworks.training.rehearsal.preflight import run_setting
 from gptworks.training.rehearsal.trace import LiveBytes
+from gptworks.training.setup import PreparedRun
 
 
 class StepBytes(LiveBytes):  # type: ignore[no-untyped-call]
@@ -35,12 +40,11 @@ class StepBytes(LiveBytes):  # type: ignore[no-untyped-call]
 class StepMemory:
     """Counts in one step of a run. It costs some hundredths of a second, and changes nothing that is computed."""
 
-    def __init__(self, counts: bool) -> None:
-        """
-        Args:
-            counts: whether to count at all.
-        """
-        self._counts, self._n_whole = counts, 0
+    def __init__(self, setup: PreparedRun) -> None:
+        """Made before the model: the growth of the process is counted from here."""
+        self._setup, self._n_whole = setup, 0
+        self._counts = setup.device.type == "cpu" and setup.ranks.size == 1 and setup.recipe.train.compile != "block"
+        self._before_bytes = reset_peak(setup.device)
         self.peak_bytes: int | None = None
         """The most that stood at once in that step; None: it has not been taken."""
 
@@ -58,3 +62,18 @@ class StepMemory:
         with StepBytes() as held:
             yield
         self.peak_bytes = held.found_bytes + held.peak_bytes
+
+    def peaks(self, copied_bytes: int) -> MemoryPeaks:
+        """What was planned, and what was held.
+
+        Args:
+            copied_bytes: of the largest copy from which a checkpoint was written.
+        """
+        setup, step_bytes = self._setup, self.peak_bytes
+        setting = run_setting(setup.recipe, setup.device, setup.precision, setup.layout)
+        grown_bytes = peak_growth_bytes(setup.device, self._before_bytes) or None
+        if setup.device.type == "cuda":  # which counts what tensors hold
+            step_bytes, grown_bytes = grown_bytes, None
+        elif step_bytes is not None:
+            step_bytes += copied_bytes
+        return MemoryPeaks(training_peak(setting).total_bytes, step_bytes, grown_bytes)

@@ -95,7 +95,7 @@ def trace_step(rehearsal: Rehearsal) -> Trace:
 
 def accumulate(step: TrainStep, train: TrainConfig, batch: Batch) -> None:
     """The gradients of a batch of `train.batch_size` rows, cut into micro-batches as the recipe says."""
-    micro_batches = zip(*(torch.split(tensor, train.micro_batch_size) for tensor in batch), strict=True)
+    micro_batches = list(zip(*(torch.split(tensor, train.micro_batch_size) for tensor in batch), strict=True))
     step.accumulate(micro_batches, count_targets(batch))
 
 

@@ -1,0 +1,109 @@
+"""The one gate to a run: every way to start one passes `prepare_run`, which refuses it or returns what it needs."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from gptworks.config import Recipe
+from gptworks.data.conversations.inspection import check_records
+from gptworks.data.opened import Prepared
+from gptworks.data.prepare import prepare as prepare_data
+from gptworks.device import BusyCores, Precision, choose_device, choose_precision, free_threads
+from gptworks.native.library import torch_trains_because
+from gptworks.planning.fit import layout_words
+from gptworks.planning.layout import ONE_DEVICE, Layout
+from gptworks.planning.memory import Peak
+from gptworks.recipe import with_vocab_size
+from gptworks.tokenizer import vocabulary_size
+from gptworks.training.distributed.parallel import check_parallel, run_layout
+from gptworks.training.distributed.ranks import ALONE, Ranks
+from gptworks.training.objectives.choose import OBJECTIVES
+from gptworks.training.optim.trainable import check_trained
+from gptworks.training.record.display import Display
+from gptworks.training.record.writers import check_writers
+from gptworks.training.rehearsal.preflight import check_memory, choose_allocation
+from gptworks.training.run_folder import check_run_folder
+from gptworks.training.start import check_start
+from gptworks.units import readable
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run that may start."""
+
+    recipe: Recipe
+    """Resolved: with the vocabulary of its tokenizer, and the threads that it computes with."""
+    prepared: Prepared
+    device: torch.device
+    precision: Precision
+    ranks: Ranks = ALONE
+    layout: Layout = ONE_DEVICE
+    peak: Peak | None = None
+    """The planned memory of one device; None: not planned."""
+    resume: bool = False
+    change: Collection[str] = ()
+    overrides: Sequence[str] = ()
+    """The command line's `key.path=value` settings, kept in the run folder for a resumed run."""
+
+
+def prepare_run(
+    recipe: Recipe,
+    display: Display,
+    *,
+    resume: bool = False,
+    change: Collection[str] = (),
+    force: bool = False,
+    overrides: Sequence[str] = (),
+    ranks: Ranks = ALONE,
+    prepare: Callable[[Recipe], Prepared] = prepare_data,
+) -> PreparedRun:
+    """Check a run, prepare its data and resolve its recipe; all ranks call it together. Arguments as for `loop.train`.
+
+    Memory is checked before the data is prepared; again after it if the size of the vocabulary was not known before.
+
+    Raises:
+        UserError: the recipe, its data or the run folder cannot be used, or the run does not fit in memory.
+    """
+    cores, is_new = BusyCores(), not (recipe.run_dir / "recipe.yaml").exists()
+    device = choose_device(recipe.train.device)
+    precision = choose_precision(recipe.train.precision, device)
+
+    def fitted(recipe: Recipe) -> tuple[Layout, Peak]:
+        layout = Layout(**ranks.from_rank_zero(lambda: asdict(run_layout(recipe, ranks, device))))
+        forced = force or not ranks.is_rank_zero
+        return layout, check_memory(recipe, device, precision, forced, layout, ranks.local_size)
+
+    ranks.from_rank_zero(lambda: check_train(recipe, resume, ranks.size, change))
+    layout, peak = fitted(recipe)
+    if device.type == "cpu" and ranks.is_rank_zero and (why := torch_trains_because()):
+        display.message(f"training's C++ is not used: {why} torch computes instead, slower.")
+    prepared = ranks.rank_zero_first(lambda: (prepare if ranks.is_rank_zero else prepare_data)(recipe))
+    ranks.from_rank_zero(lambda: check_records(recipe, prepared, display.message))
+    resolved = with_vocab_size(recipe, vocabulary_size(prepared.tokenizer))
+    if resolved.model.vocab_size != recipe.model.vocab_size:
+        layout, peak = fitted(resolved)
+    if ranks.size > 1:
+        display.message(f"{ranks.size} ranks: {layout_words(layout)}")
+    display.message(f"memory: {readable(peak.total_bytes, 'B')} planned at the peak, reached during: {peak.moment}")
+    choose_allocation(peak, device, ranks.local_size)
+    if is_new and ranks.size == 1 and recipe.train.threads is None and (free := free_threads(cores, device)):
+        threads, words = free
+        display.message(words)
+        resolved = resolved.model_copy(update={"train": recipe.train.model_copy(update={"threads": threads})})
+        overrides = [*overrides, f"train.threads={threads}"]  # a resumed run needs as many, to repeat each bit
+    return PreparedRun(resolved, prepared, device, precision, ranks, layout, peak, resume, change, overrides)
+
+
+def check_train(recipe: Recipe, resume: bool = False, n_ranks: int = 1, change: Collection[str] = ()) -> None:
+    """Refuse a run that cannot start, before any work is done; a launcher does so before it starts processes.
+
+    Raises:
+        UserError: the run folder, the run to start from, a logger or the number of ranks cannot be used.
+    """
+    check_run_folder(recipe, resume, change)
+    check_start(recipe, resume)
+    check_trained(recipe)
+    OBJECTIVES[recipe.objective.type].check(recipe)
+    check_writers(recipe.train.loggers)
+    check_parallel(recipe, n_ranks)
