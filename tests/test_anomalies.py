@@ -20,7 +20,7 @@ from gptworks.errors import RunError
 from gptworks.evaluation.loss import LossReport
 from gptworks.model import GPT
 from gptworks.recipe import parse_recipe
-from gptworks.training import loop, saving
+from gptworks.training import saving, state
 from gptworks.training.loop import train
 from gptworks.training.objectives.base import Objective
 from gptworks.training.objectives.next_token import Batch, Losses, next_token
@@ -194,7 +194,7 @@ def test_a_run_killed_in_a_rollback_does_the_same_again(tmp_path: Path, removed:
         count += rolling_back
         remove(checkpoint)
 
-    newer, rolling_back = loop.remove_newer, False
+    newer, rolling_back = state.remove_newer, False
 
     def remove_newer(run_dir: Path, step: int) -> None:
         nonlocal rolling_back
@@ -205,7 +205,7 @@ def test_a_run_killed_in_a_rollback_does_the_same_again(tmp_path: Path, removed:
     objective = exploding(BROKEN_STEPS, math.inf)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         patch.setattr(saving, "remove_checkpoint", remove_some)
-        patch.setattr(loop, "remove_newer", remove_newer)
+        patch.setattr(state, "remove_newer", remove_newer)
         run(tmp_path / "killed", objective, **rolled_back(tmp_path))
     run(tmp_path / "killed", objective, resume=True, **rolled_back(tmp_path))
     for file in ("model.safetensors", "optimizer.safetensors"):
