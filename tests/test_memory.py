@@ -305,8 +305,8 @@ def test_rows_of_a_shorter_length_are_planned_as_a_model_of_that_context() -> No
 
 def test_the_constants_are_the_models() -> None:
     assert state.MUON_TOGETHER == muon.TOGETHER
-    assert (state.INT8_ON_CPU, state.INT8_ELSEWHERE) == (adamw_int8.CPU_AT_ONCE, adamw_int8.AT_ONCE)
-    assert (state.CAUTIOUS_ON_CPU, state.CAUTIOUS_ELSEWHERE) == (cautious.CPU_AT_ONCE, cautious.AT_ONCE)
+    assert (state.CPU_AT_ONCE, state.AT_ONCE) == (adamw_int8.CPU_AT_ONCE, adamw_int8.AT_ONCE)
+    assert (state.CPU_AT_ONCE, state.AT_ONCE) == (cautious.CPU_AT_ONCE, cautious.AT_ONCE)
     assert (planned_part.LEAST_IN_8_BITS, planned_part.SCALED_TOGETHER) == (adamw_int8.LEAST, adamw_int8.BLOCK)
     assert (memory.UNPACKED_ON_CPU, memory.UNPACKED_ELSEWHERE) == (formats.CPU_AT_ONCE, formats.AT_ONCE)
 

@@ -39,7 +39,7 @@ def test_live_bytes_are_what_torchs_tracker_counts(precision: str, checkpointing
         tokens = torch.zeros(2, MODEL.context_length, dtype=torch.int64)
         take(step, train, (tokens, tokens))
         tracker = MemTracker()
-        tracker.track_external(step.model, *(optimizer for optimizer, _ in step.optimizer._optimizers), tokens)
+        tracker.track_external(step.model, *(optimizer for optimizer, _ in step.optimizer._optimizers.values()), tokens)
         live.peak_bytes = 0
         with tracker:
             take(step, train, (tokens, tokens))

@@ -4,17 +4,9 @@ from collections import Counter
 from math import prod
 
 from gptworks.planning.inference import weights_bytes
+from gptworks.planning.optimizers import AT_ONCE, CPU_AT_ONCE, MUON_TOGETHER, state_layout
 from gptworks.planning.params import ParameterCount, Shape
 from gptworks.planning.trained import Trained, everything
-
-MUON_TOGETHER = 2**22
-"""Of `gptworks.training.optim.muon`, which importing would import torch."""
-
-INT8_ON_CPU, INT8_ELSEWHERE = 2**18, 2**22
-"""CPU_AT_ONCE and AT_ONCE of `gptworks.training.optim.adamw_int8`, likewise."""
-
-CAUTIOUS_ON_CPU, CAUTIOUS_ELSEWHERE = 2**18, 2**22
-"""The same of `gptworks.training.optim.cautious`."""
 
 
 def held_weights_bytes(parameters: ParameterCount, trained: Trained) -> int:
@@ -34,20 +26,9 @@ def trained_state_bytes(parameters: ParameterCount, optimizer: str, trained: Tra
 
 
 def matrix_state_bytes(optimizer: str, shape: Shape) -> int:
-    """The state of one of the blocks' matrices in fp32: AdamW's two moments; Muon's one; NorMuon's, and one for each
-    row; SOAP's two, and for rows and for columns a preconditioner and its eigenvectors."""
-    if len(shape) != 2:
-        return 8 * prod(shape)
-    rows, columns = shape
-    return (
-        4
-        * {
-            "adamw": 2 * rows * columns,
-            "muon": rows * columns,
-            "normuon": rows * columns + rows,
-            "soap": 2 * (rows * columns + rows**2 + columns**2),
-        }[optimizer]
-    )
+    """The state of one of the blocks' matrices in fp32, without its step count."""
+    kept = state_layout(optimizer if len(shape) == 2 else "adamw", shape).values()
+    return sum(4 * prod(tensor.shape) for tensor in kept if tensor.shape)
 
 
 def optimizer_scratch_bytes(
@@ -79,9 +60,9 @@ def optimizer_scratch_bytes(
     if optimizer == "adamw" and moments == "fp32":
         by_adamw.add(largest)
     decayed = -(-max(by_adamw, default=0) // n_shares) if cautious else 0
-    least = 4 * min(decayed, CAUTIOUS_ON_CPU if on_cpu else CAUTIOUS_ELSEWHERE)
+    least = 4 * min(decayed, CPU_AT_ONCE if on_cpu else AT_ONCE)
     if moments == "int8":
-        return max(least, 12 * min(largest, INT8_ON_CPU if on_cpu else INT8_ELSEWHERE))
+        return max(least, 12 * min(largest, CPU_AT_ONCE if on_cpu else AT_ONCE))
     if optimizer == "adamw":
         return least
     if optimizer == "soap":

@@ -5,10 +5,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from gptworks.config import ADAPTED_MODULES, FreezeConfig, LoRAConfig, ModelConfig
+from gptworks.planning.optimizers import LEAST_IN_8_BITS, SCALED_TOGETHER
 from gptworks.planning.params import ParameterCount, Shape, count_parameters
-
-LEAST_IN_8_BITS, SCALED_TOGETHER = 4096, 256
-"""LEAST and BLOCK of `gptworks.training.optim.adamw_int8`, which importing would import torch."""
 
 
 @dataclass(frozen=True)

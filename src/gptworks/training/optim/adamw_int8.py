@@ -14,16 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gptworks.planning.optimizers import AT_ONCE, CPU_AT_ONCE, LEAST_IN_8_BITS, SCALED_TOGETHER
 from gptworks.training.optim.cautious import decay_where_agreed
 
-BLOCK = 256
-"""Elements of a flattened tensor that share a scale."""
-
-LEAST = 4096
-"""Elements of the smallest tensor whose moments are worth it."""
-
-CPU_AT_ONCE, AT_ONCE = 2**18, 2**22
-"""Elements that are updated at once, on a CPU and elsewhere."""
+LEAST, BLOCK = LEAST_IN_8_BITS, SCALED_TOGETHER
 
 SLOTS = ("exp_avg", "exp_avg_sq")
 

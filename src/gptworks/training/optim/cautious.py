@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-CPU_AT_ONCE, AT_ONCE = 2**18, 2**22
-"""Elements that are decayed at once, on a CPU and elsewhere: each takes 4 bytes of scratch memory."""
+from gptworks.planning.optimizers import AT_ONCE, CPU_AT_ONCE
 
 
 def decay_where_agreed(weights: Tensor, update: Tensor, amount: float) -> None:

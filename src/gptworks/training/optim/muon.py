@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, distributed, nn
 
 from gptworks.native.optimizer import muon_library, muon_updates
+from gptworks.planning.optimizers import MUON_TOGETHER as TOGETHER
 from gptworks.training.optim.cautious import decay_where_agreed
 from gptworks.training.optim.polynomials import Polynomial, polynomials
-
-TOGETHER = 2**22
-"""Elements orthogonalized at once, at most: larger matrices gain nothing from company, and need scratch memory each."""
 
 ROW_EPS = 1e-10
 """The least that a row of NorMuon is divided by."""
@@ -104,11 +102,6 @@ class Muon(torch.optim.Muon):
                 parameter.add_(update, alpha=-rate)
             else:
                 parameter.add_(update * self._row_factors(parameter, update, self._row_beta)[:, None], alpha=-rate)
-
-    @property
-    def normalizes_rows(self) -> bool:
-        """Whether this is NorMuon."""
-        return self._row_beta is not None
 
     def _row_factors(self, parameter: nn.Parameter, update: Tensor, beta: float) -> Tensor:
         """What each row of an orthogonal update [rows, columns] is multiplied by, [rows] in float32: the inverse root

@@ -10,12 +10,13 @@ from torch import Tensor, distributed, nn
 
 from gptworks.config import RateFactors, TrainConfig
 from gptworks.model import GPT
+from gptworks.planning.optimizers import state_layout
 from gptworks.tensors import Expected
-from gptworks.training.optim.adamw_int8 import LEAST, SLOTS, AdamWInt8, n_blocks
+from gptworks.training.optim.adamw_int8 import LEAST, AdamWInt8
 from gptworks.training.optim.cautious import CautiousAdamW
 from gptworks.training.optim.muon import Muon
 from gptworks.training.optim.polynomials import polynomials
-from gptworks.training.optim.soap import SIDES, SOAP
+from gptworks.training.optim.soap import SOAP
 
 Group = dict[str, Any]
 """Parameters that share a peak learning rate and a weight decay, as torch's optimizers take them."""
@@ -60,7 +61,7 @@ class Optimizer:
             replicas: the ranks that hold the same whole model and divide what need not be computed by each.
         """
         self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._optimizers: list[tuple[torch.optim.Optimizer, list[str]]] = []  # with the names of its parameters
+        self._optimizers: dict[str, tuple[torch.optim.Optimizer, list[str]]] = {}  # by kind; names of parameters
         for kind, groups in parameter_groups(self.parameters, train).items():
             optimizer: torch.optim.Optimizer
             if kind == "adamw":
@@ -80,24 +81,24 @@ class Optimizer:
                     row_beta=train.normuon_beta if kind == "normuon" else None,
                     replicas=replicas,
                 )
-            self._optimizers.append((optimizer, [name for group in groups for name in group["names"]]))
+            self._optimizers[kind] = optimizer, [name for group in groups for name in group["names"]]
 
     def set_rate(self, factor: float) -> None:
         """Set every group's learning rate to `factor` times its peak."""
-        for optimizer, _ in self._optimizers:
+        for optimizer, _ in self._optimizers.values():
             for group in optimizer.param_groups:
                 group["lr"] = factor * group["peak_lr"]
 
     def step(self, scaler: torch.amp.GradScaler) -> None:
         """Update the parameters from their gradients."""
-        for optimizer, _ in self._optimizers:
+        for optimizer, _ in self._optimizers.values():
             scaler.step(optimizer)
         scaler.update()
 
     def unscale(self, scaler: torch.amp.GradScaler) -> None:
         """Divide the gradients by the scaler's factor."""
         if scaler.is_enabled():
-            for optimizer, _ in self._optimizers:
+            for optimizer, _ in self._optimizers.values():
                 scaler.unscale_(optimizer)
 
     def zero_grad(self) -> None:
@@ -109,7 +110,7 @@ class Optimizer:
         """The whole state as `parameter/key` → tensor."""
         return {
             f"{name}/{key}": value
-            for optimizer, names in self._optimizers
+            for optimizer, names in self._optimizers.values()
             for name in names
             for key, value in optimizer.state[self.parameters[name]].items()
         }
@@ -124,32 +125,16 @@ class Optimizer:
         begun = {name.rpartition("/")[0] for name in stored if name not in own}
         shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
         expected = {key: Expected(shapes[key.rpartition("/")[0]]) for key in own}
-        for optimizer, names in self._optimizers:
-            for name in names:
-                if name not in begun:
-                    continue
-                if isinstance(optimizer, Muon):
-                    expected[f"{name}/momentum_buffer"] = Expected(shapes[name])
-                    if optimizer.normalizes_rows:
-                        expected[f"{name}/row_second_moment"] = Expected(shapes[name][:1], least=0)
-                    continue
-                expected[f"{name}/step"] = Expected((), least=0)
-                int8 = isinstance(optimizer, AdamWInt8)
-                for slot, dtype, least in zip(SLOTS, (torch.int8, torch.uint8), (-math.inf, 0), strict=True):
-                    expected[f"{name}/{slot}"] = Expected(shapes[name], dtype if int8 else torch.float32, least)
-                    if isinstance(optimizer, SOAP):
-                        for side, size in zip(SIDES, shapes[name], strict=True):
-                            expected |= dict.fromkeys(
-                                (f"{name}/{side}", f"{name}/{side}_basis"), Expected((size, size))
-                            )
-                    if int8:
-                        scales = (n_blocks(self.parameters[name].numel()),)
-                        expected[f"{name}/{slot}_scale"] = Expected(scales, least=0)
+        for kind, (_, names) in self._optimizers.items():
+            for name in filter(begun.__contains__, names):
+                for key, kept in state_layout(kind, shapes[name]).items():
+                    least = -math.inf if kept.signed else 0
+                    expected[f"{name}/{key}"] = Expected(kept.shape, getattr(torch, kept.dtype), least)
         return expected
 
     def copy_state(self, source: str, target: str) -> None:
         """Give a parameter the state of another of its shape, by their names."""
-        for optimizer, names in self._optimizers:
+        for optimizer, names in self._optimizers.values():
             if source in names and target in names:
                 state = optimizer.state[self.parameters[source]]
                 optimizer.state[self.parameters[target]] = {key: value.clone() for key, value in state.items()}
@@ -160,6 +145,6 @@ class Optimizer:
         for key, value in tensors.items():
             name, _, slot = key.rpartition("/")
             by_name.setdefault(name, {})[slot] = value
-        for optimizer, names in self._optimizers:
+        for optimizer, names in self._optimizers.values():
             state = {index: by_name[name] for index, name in enumerate(names) if name in by_name}
             optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
