@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from gptworks.training.changes import (
 )
 from gptworks.training.loop import train
 from gptworks.training.objectives.next_token import Batch, Losses, next_token
-from gptworks.training.progress import Progress
 from gptworks.training.record.metrics import read_metrics
 
 
@@ -81,13 +79,6 @@ def test_epochs_end_after_as_many_samples_whatever_the_batch_size(run: Path) -> 
     state = json.loads(sorted(run.glob("checkpoints/*/state.json"))[-1].read_text(encoding="utf-8"))
     assert state["samples"] == pytest.approx(8.5 * 8, abs=4)
     assert state["step"] == 4 + (state["samples"] - 4 * 8) / 4
-
-
-def test_a_checkpoint_that_counts_batches_is_read(run: Path) -> None:
-    state = {"step": 10, "tokens": 99, "batches_passed": 3, "best_step": 2}
-    progress = Progress.from_json(state, batch_size=8)
-    assert (progress.samples, progress.samples_passed, progress.position) == (80, 24, 104)
-    assert Progress.from_json(json.loads(json.dumps(asdict(progress))), 5).position == 104
 
 
 ANSWERS = {

@@ -128,14 +128,8 @@ def _checkpoint_of(source: Path, step: int | None) -> Checkpoint:
 
 def _progress_of(checkpoint: Checkpoint, before: Recipe, now: Recipe, changes: Changes) -> Progress:
     """Where the run stood, if it can go on from there with the new settings."""
-    state, path = checkpoint.state(), checkpoint.folder / "state.json"
-    progress, train = Progress.from_json(state, before.train.batch_size, path), now.train
+    progress, train = Progress.from_json(checkpoint.state(), checkpoint.folder / "state.json"), now.train
     progress.require_training(before.run_dir)
-    if "samples" not in state and before.train.batch_size != train.batch_size:
-        raise UserError(
-            f"{path} counts batches, as earlier versions did: go on from it once with "
-            f"train.batch_size={before.train.batch_size}, and change that later."
-        )
     if "train.max_minutes" in changes and train.max_minutes and progress.seconds > 60 * train.max_minutes:
         raise UserError(
             f"train.max_minutes={train.max_minutes:g} and the fork begins after {progress.seconds / 60:.1f} minutes of "

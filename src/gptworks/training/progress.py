@@ -69,20 +69,15 @@ class Progress:
             )
 
     @classmethod
-    def from_json(cls, state: dict[str, Any], batch_size: int, path: Path | None = None) -> Self:
-        """What `dataclasses.asdict` gave, after a checkpoint's JSON.
+    def from_json(cls, state: dict[str, Any], path: Path | None = None) -> Self:
+        """Read what `dataclasses.asdict` gave, after a checkpoint's JSON.
 
         Args:
-            batch_size: that of the run so far, by which checkpoints are read that count batches instead of samples.
             path: the file that it was read from, for the message.
 
         Raises:
-            UserError: a key is missing or unknown, or a value has another type, is negative or not a number.
+            UserError: a key is unknown, or a value has another type, is negative or not a number.
         """
-        if "samples" not in state:
-            counts = {"samples": state.get("step", 0), "samples_passed": state.get("batches_passed", 0)}
-            counted = {name: batches * batch_size for name, batches in counts.items()}
-            state = {key: value for key, value in state.items() if key != "batches_passed"} | counted
         try:
             progress = TypeAdapter(cls).validate_json(json.dumps(state))
             said = int(path.parent.name.rpartition("-")[2]) if path else progress.step

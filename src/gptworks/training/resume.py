@@ -39,7 +39,6 @@ def start_or_resume(setup: PreparedRun, state: TrainingState, length: Length, di
     """
     recipe, ranks, folder = setup.recipe, setup.ranks, setup.recipe.run_dir
     before = load_recipe(folder) if ranks.is_rank_zero and (folder / "recipe.yaml").exists() else None
-    state.batch_size_before = ranks.from_rank_zero(lambda: (before or recipe).train.batch_size)
     checkpoint = state.newest_checkpoint() if setup.resume else None
     if checkpoint is not None:
         state.restore(checkpoint)

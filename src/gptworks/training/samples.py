@@ -102,7 +102,7 @@ def _check(
     near = next((one for one in found if one.step >= step), found[-1] if found else None)
     if near is None:
         return
-    progress = Progress.from_json(near.state(), recipe.train.batch_size, near.folder / "state.json")
+    progress = Progress.from_json(near.state(), near.folder / "state.json")
     if _position(sizes, jumps[: progress.rollbacks], near.step) != progress.position:
         raise UserError(
             f"{run_dir}: its log, {CHANGES} and the checkpoint of step {near.step} do not agree on the samples that it "

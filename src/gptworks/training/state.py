@@ -28,8 +28,6 @@ class TrainingState(Listener):
     def __init__(self, recipe: Recipe, step: TrainStep, progress: Progress, length: Length, display: Display) -> None:
         self._recipe, self._step, self._display = recipe, step, display
         self.progress, self._length = progress, length
-        self.batch_size_before = recipe.train.batch_size
-        """Of the run when its checkpoints were saved; see `Progress.from_json`."""
         self.average = WeightAverage(step.model, recipe.train)
         self.untying = LateUntying(step.model, step.optimizer, recipe.train.untie_after_steps)
         self.writer = CheckpointWriter(recipe.run_dir, recipe.train.keep_checkpoints, recipe.train.keep_every)
@@ -61,7 +59,7 @@ class TrainingState(Listener):
         Raises:
             UserError: it is of other data, of an import, or damaged.
         """
-        progress = Progress.from_json(checkpoint.state(), self.batch_size_before, checkpoint.folder / "state.json")
+        progress = Progress.from_json(checkpoint.state(), checkpoint.folder / "state.json")
         folder = self._recipe.run_dir
         progress.require_training(folder)
         if progress.data_fingerprint != self.progress.data_fingerprint:
