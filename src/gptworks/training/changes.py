@@ -1,4 +1,4 @@
-"""What a run that goes on may change, and the run folder's record of where it is from and what it has changed:
+"""What a resumed run may change, and the run folder's record of where it is from and what it has changed:
 `changes.json`.
 
 A change on which the loss curve depends must be asked for by name; any other is made and recorded. The record also
@@ -127,7 +127,7 @@ def _yaml(value: Any) -> str:
 
 
 def load_to_resume(source: RecipeLike, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
-    """The recipe of a run that goes on: the file's, with the settings of the run's earlier command lines, then these.
+    """The recipe of a resumed run: the file's, with the settings of the run's earlier command lines, then these.
     What none of them says of model and training is as the run has it, whatever has become of the defaults.
 
     Returns the recipe, and the earlier settings that are used again.
@@ -165,11 +165,11 @@ def changed(before: Recipe, now: Recipe) -> Changes:
 
 
 def check_changes(before: Recipe, now: Recipe, asked: Collection[str] = (), forked_at: int | None = None) -> Changes:
-    """What a run that goes on changes.
+    """What a resumed run changes.
 
     Args:
         asked: paths of settings, or of sections of them, that the run may change though its loss curve depends on them.
-        forked_at: the step from which another run goes on; None: this one does, from its newest checkpoint.
+        forked_at: the step from which a fork continues; None: this run does, from its newest checkpoint.
 
     Raises:
         UserError: a setting that a run may not change, or that it may and was not asked to; or it ends before the step

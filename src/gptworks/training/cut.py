@@ -10,7 +10,7 @@ BLOCK = 256
 def cut_windows(first: int, size: int, n_rows: int) -> Iterator[tuple[int, int, int]]:
     """What `size` samples from position `first` on read, where each window is cut into `n_rows` rows.
 
-    The sample at a position stands for `n_rows` rows, and is a function of its position alone. After whole blocks each
+    The sample at a position is cut into `n_rows` rows, and is a function of its position alone. After whole blocks each
     row of their windows has been read once.
 
     Yields:

@@ -1,6 +1,6 @@
-"""A run that goes on from a checkpoint of another, in a folder of its own, with something changed.
+"""A run that continues from a checkpoint of another, in its own folder, with some settings changed.
 
-The new folder is what the other's was at that step, so that `--resume` goes on from it: with nothing changed, bit for
+The new folder is what the other's was at that step, so that `--resume` continues it: with nothing changed, bit for
 bit as the other did.
 """
 
@@ -33,13 +33,13 @@ _one_at_a_time = threading.Lock()  # two of one name would write to one place
 
 
 def fork(source: Path, step: int | None, into: Path, overrides: Sequence[str] = ()) -> Path:
-    """Make a run folder that goes on from a checkpoint of a run; `gptworks train INTO --resume` trains it.
+    """Make a run folder that continues from a checkpoint of a run; `gptworks train INTO --resume` trains it.
 
     It is there whole or not at all, and needs the source no more: the checkpoint's files are linked, since no run
     ever writes to them again, and the rest is copied.
 
     Args:
-        step: the step of the checkpoint; None: the last that training can go on from.
+        step: the step of the checkpoint; None: the last that a run can resume from.
         into: a folder that is not there, or is empty.
         overrides: `key.path=value` settings that hold from that step on. Settings that the source changed after it are
             as they were before.
@@ -48,7 +48,7 @@ def fork(source: Path, step: int | None, into: Path, overrides: Sequence[str] = 
         `into`.
 
     Raises:
-        UserError: there is no such checkpoint, it is damaged or nothing can go on from it; a setting is wrong, or one
+        UserError: there is no such checkpoint, it is damaged or cannot be resumed from; a setting is wrong, or one
             that a run cannot change; `into` is in use.
         RunError: the disk is full, fails or refuses.
     """
@@ -107,7 +107,7 @@ def origin_of(text: str) -> tuple[Path, int | None]:
 
 
 def _checkpoint_of(source: Path, step: int | None) -> Checkpoint:
-    """The checkpoint to go on from, not yet verified."""
+    """The checkpoint to continue from, not yet verified."""
     if not (source / "recipe.yaml").is_file():
         raise UserError(f"{source} is not a run folder: it has no recipe.yaml. `gptworks train RECIPE` makes one.")
     found = checkpoints(source)
@@ -127,7 +127,7 @@ def _checkpoint_of(source: Path, step: int | None) -> Checkpoint:
 
 
 def _progress_of(checkpoint: Checkpoint, before: Recipe, now: Recipe, changes: Changes) -> Progress:
-    """Where the run stood, if it can go on from there with the new settings."""
+    """The progress of the run, if it can continue from there with the new settings."""
     progress, train = Progress.from_json(checkpoint.state(), checkpoint.folder / "state.json"), now.train
     progress.require_training(before.run_dir)
     if "train.max_minutes" in changes and train.max_minutes and progress.seconds > 60 * train.max_minutes:

@@ -25,7 +25,7 @@ class Length:
         return min(by_epochs, train.max_steps or by_epochs)
 
     def share_done(self, progress: Progress) -> float:
-        """How much of the run is done, from 0 to 1: by steps, or by the clock where that is further."""
+        """Share of the run that is done, from 0 to 1: by steps or by the clock, whichever is further."""
         total = self.total_steps(progress)
         shares = [progress.step / total] if total else []
         if self._train.max_minutes is not None:
@@ -37,7 +37,7 @@ class Length:
         return every > 0 and (progress.step % every == 0 or self.share_done(progress) >= 1)
 
     def end_reason(self, progress: Progress, stop_asked: str | None) -> str | None:
-        """Why the run ends here; None while it goes on."""
+        """Why the run ends here; None while it continues."""
         patience = self._train.early_stopping_patience
         if stop_asked:
             return f"stopped by {stop_asked}"

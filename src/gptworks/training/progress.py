@@ -1,4 +1,4 @@
-"""Where a run stands."""
+"""How far a run has come."""
 
 import json
 import math
@@ -23,7 +23,7 @@ def _number(value: float) -> float:
 
 @dataclass
 class Progress:
-    """Saved with every checkpoint; beside the weights and the optimizer it is all that a resumed run needs."""
+    """Saved with every checkpoint; with the weights and the optimizer it is all that a resumed run needs."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
 
@@ -48,16 +48,16 @@ class Progress:
     """Whether a signal ended the evaluation of this step before it was done."""
     data_fingerprint: str = ""
     validation_text_sha256: str = ""
-    """Of the held-out text itself: what tells whether runs of other tokenizers were evaluated on the same."""
+    """Of the held-out text itself: shows whether runs with other tokenizers were evaluated on the same text."""
     scaler: dict[str, float] = field(default_factory=dict)
 
     @property
     def position(self) -> int:
-        """Where the data goes on, in samples from the start of the run."""
+        """Where the data continues, in samples from the start of the run."""
         return self.samples + self.samples_passed
 
     def require_training(self, run_dir: Path) -> None:
-        """Refuse what no training has made: an import.
+        """Refuse an import, which has no training to resume.
 
         Raises:
             UserError: it is one; it names the run.

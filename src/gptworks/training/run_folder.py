@@ -16,7 +16,7 @@ from gptworks.training.changes import check_changes
 from gptworks.training.distributed.agreed import SHARED
 
 CONSOLE = "console.log"
-"""What a run that the studio started has printed. It may stand in a folder in which a run begins."""
+"""The output of a run that the studio started. A new run may find it in its folder."""
 
 
 @contextlib.contextmanager

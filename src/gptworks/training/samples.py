@@ -75,7 +75,7 @@ def _batch_sizes(recipe: Recipe, run_dir: Path) -> list[tuple[int, int]]:
 
 
 def _position(sizes: list[tuple[int, int]], jumps: list[tuple[int, int]], n_steps: int) -> int:
-    """Where the data goes on after so many steps.
+    """Where the data continues after `n_steps` steps, in samples.
 
     Args:
         jumps: of each rollback, the step that the run went back to, and the step from which; its samples are passed.

@@ -1,4 +1,4 @@
-"""Which checkpoints a run keeps, and the thread that writes them while training goes on."""
+"""Which checkpoints a run keeps, and the thread that writes them while training continues."""
 
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,10 +18,10 @@ Signature = tuple[tuple[str, int, int, int], ...]
 def remove_old(run_dir: Path, keep: int, keep_every: int = 0, known: dict[str, Signature] | None = None) -> None:
     """Delete checkpoints, and what an interrupted write or deletion left.
 
-    Kept are the newest `keep` that training can go on from and that match their manifests, the best that each of them
-    knows of, and multiples of `keep_every` steps, with the weights of step 0. Damaged ones, and one saved while steps
-    were being skipped, are kept besides: a run never goes back to those, so they do not count. Of those with weights
-    only, which do not count either, kept are such bests, and the newest while nothing newer is there to go on from.
+    It keeps the newest `keep` that a run can resume from and that match their manifests, the best that each of them
+    names, and multiples of `keep_every` steps, with the weights of step 0. It also keeps damaged ones and one saved
+    while steps were being skipped, which do not count because a run never goes back to them. Of those with weights
+    only, which do not count either, it keeps such bests, and the newest if no newer one can be resumed from.
 
     Args:
         known: folders that have matched their manifests, with what they looked like then. They are not read again while
@@ -63,7 +63,7 @@ def remove_newer(run_dir: Path, step: int, *, weights_only: bool = False) -> Non
     """Delete the checkpoints after a step, the newest first, so that a run interrupted here does the same again.
 
     Args:
-        weights_only: leave those that training can go on from.
+        weights_only: leave those that a run can resume from.
 
     Raises:
         RunError: the disk refuses.
@@ -92,7 +92,7 @@ def _signature(checkpoint: Checkpoint) -> Signature:
 
 
 class CheckpointWriter:
-    """Saves while training goes on: copies the tensors, which a thread of its own then writes.
+    """Saves while training continues: copies the tensors, which a thread then writes.
 
     At most one save is in flight. A failure is raised by the next call, or at the end of the `with`.
     """

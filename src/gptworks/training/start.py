@@ -17,7 +17,7 @@ from gptworks.training.distributed.ranks import ALONE, Ranks
 
 
 def check_start(recipe: Recipe, resume: bool = False) -> None:
-    """Refuse a run to start from that has another model, before any work is done. A run that goes on needs none.
+    """Refuse a run to start from that has another model, before any work is done. A resumed run needs none.
 
     Raises:
         UserError: `initialize_from` is no run folder, or a field of its model differs; the weights are quantized.
@@ -112,7 +112,7 @@ def with_new_tokens(weights: dict[str, Tensor], n_before: int, n_now: int, n_row
     """The weights with embeddings for tokens n_before … n_now - 1: each the mean of those before (Hewitt, 2021).
 
     Args:
-        n_rows: of the new embedding; rows beyond n_now stand for no token. Fewer than there are: left as they are.
+        n_rows: of the new embedding; rows beyond n_now belong to no token. Fewer than there are: left as they are.
     """
     if n_now == n_before:
         return weights

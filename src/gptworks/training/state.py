@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run in training, saved and restored: a resumed run goes on bit for bit."""
+"""What a checkpoint holds of a run in training, saved and restored: a resumed run continues bit for bit."""
 
 import itertools
 from collections import deque
@@ -113,7 +113,7 @@ class TrainingState(Listener):
         """Write a checkpoint of this step, unless it is written already, and delete the oldest beyond those to keep.
 
         Args:
-            weights_only: leave out what training alone needs; the optimizer's state is not gathered from the ranks.
+            weights_only: leave out what only training needs; the optimizer's state is not gathered from the ranks.
         """
         if self._saved_step == self.progress.step:
             return

@@ -12,7 +12,7 @@ from gptworks.files import read_regular, write_whole
 from gptworks.training.distributed.ranks import Ranks
 
 SHARED = ".shared"
-"""A file of random characters that stands in a run folder while the ranks look for it."""
+"""A file of random characters that is in a run folder while the ranks look for it."""
 
 SHARED_SECONDS = 5.0
 
@@ -80,7 +80,7 @@ def refuse_blind(ranks: Ranks, sees: bool, what: str, rule: str) -> None:
 
     Args:
         what: what they do not see, in words.
-        rule: what has to be so besides a disk that all machines share.
+        rule: what else must hold, in addition to a shared disk.
 
     Raises:
         UserError: there is one.

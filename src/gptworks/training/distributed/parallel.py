@@ -132,7 +132,7 @@ def run_layout(recipe: Recipe, ranks: Ranks, device: torch.device) -> Layout:
     """How the recipe's model lies on these ranks, as `gptworks.planning.arrange` says.
 
     Raises:
-        UserError: it cannot be trained on them; which setting stands in the way, and what to do.
+        UserError: it cannot be trained on them; which setting prevents it, and what to do.
     """
     return layout_of(recipe, ranks.size, this_device(device, ranks.local_size))
 
@@ -148,7 +148,7 @@ def choose_parallel(recipe: Recipe, ranks: Ranks, device: torch.device, layout: 
 
 
 def check_parallel(recipe: Recipe, n_ranks: int, precision: str = "auto") -> None:
-    """Refuse what so many ranks cannot do, before any work; the rules are those of `gptworks.planning.arrange`.
+    """Refuse what `n_ranks` ranks cannot do, before any work; the rules are those of `gptworks.planning.arrange`.
 
     Raises:
         UserError: as it says.
@@ -184,7 +184,7 @@ class ManyDevices(Parallel):
         if self._tensor.size() > 1:
             for block in model.blocks:
                 parallelize_module(block, self._tensor, tensor_plan(model.config), src_data_rank=None)
-            heads = ("n_heads", "n_kv_heads")  # what stands here, for which caches are made
+            heads = ("n_heads", "n_kv_heads")  # this rank's, for which caches are made
             here = {name: getattr(model.config, name) // self._tensor.size() for name in heads}
             model.config = model.config.model_copy(update=here)
             # A recomputation that stops early leaves its last sum over ranks unread, and in memory for ever.
@@ -218,7 +218,7 @@ class ManyDevices(Parallel):
 
     @contextmanager
     def inference_mode(self) -> Iterator[None]:
-        gathered = self._sharded and self.layout.gathers == "bf16"  # such matrices multiply under autocast alone
+        gathered = self._sharded and self.layout.gathers == "bf16"  # such matrices need autocast to multiply
         try:
             with torch.autocast(self._mesh.device_type, dtype=torch.bfloat16, enabled=gathered):
                 yield

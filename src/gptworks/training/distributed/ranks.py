@@ -71,7 +71,7 @@ class Ranks:
         return numbers
 
     def broadcast(self, numbers: list[float]) -> list[float]:
-        """Rank 0's numbers, on every rank: what decides how the run goes on must not differ by a bit."""
+        """Rank 0's numbers, on every rank: what decides how the run continues must not differ by a bit."""
         return numbers
 
     def count_point(self) -> None:
@@ -92,10 +92,10 @@ ALONE = Ranks()
 
 @contextmanager
 def join(timeout_seconds: float, device: torch.device) -> Iterator[Ranks]:
-    """The run's processes, where a launcher has started several; else this one alone.
+    """The run's processes, where a launcher has started several; else only this one.
 
     Args:
-        timeout_seconds: how long a rank may be silent, or training stand still, before the run ends.
+        timeout_seconds: how long a rank may be silent, or training stop, before the run ends.
         device: the kind of device that each rank has.
 
     Raises:
@@ -296,7 +296,7 @@ class _Watch(threading.Thread):
 
     @contextmanager
     def patience(self, busy: bool) -> Iterator[None]:
-        """Inside, this rank's training may stand still. busy: it works, and all ranks may wait for it; else it waits
+        """Inside, this rank's training may pause. busy: it works, and all ranks may wait for it; else it waits
         for one that works, whose beats still count."""
         before = self._patient, self._busy
         self._patient, self._busy = True, busy or self._busy
@@ -307,7 +307,7 @@ class _Watch(threading.Thread):
             self.count_point()
 
     def stop(self, how: str) -> None:
-        """Beat no more; `how` stands where the beats stood."""
+        """Stop beating; `how` replaces the last beat."""
         self._over.set()
         if self.is_alive():
             self.join(self._interval)

@@ -16,7 +16,7 @@ Timed = Callable[[], AbstractContextManager[None]]
 class GradientSums:
     """Adds up, over the ranks of a group, the gradients of parameters that are the same on each.
 
-    Buckets and their order follow from the parameters alone: whichever gradients a rank has, and whenever they come,
+    Buckets and their order follow only from the parameters: whichever gradients a rank has, and whenever they come,
     all ranks send alike. One bucket at most is under way, so its copy is all the memory that this takes.
     """
 

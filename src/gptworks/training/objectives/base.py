@@ -44,7 +44,7 @@ class RunContext:
     """The run that an objective is part of."""
 
     model: GPT
-    """With the weights that training starts from, or goes on from."""
+    """With the weights that training starts from, or resumes with."""
     engine: Engine
     precision: Precision
     workers: Workers
@@ -58,7 +58,7 @@ class Objective:
     """Predicting every next token of the text, or every token of the answers of conversations. Others override what
     differs.
 
-    Batches are a function of (shards, seed, position) alone: exact resume rests on that. A position counts samples from
+    Batches are a function of only (shards, seed, position): exact resume relies on it. A position counts samples from
     the start of the run, including those that rollbacks have passed.
     """
 
@@ -185,7 +185,7 @@ class Objective:
         return dict(zip(names, self._batches.epochs(position), strict=True))
 
     def rows(self, number: int, epoch: int = 0) -> list[Row]:
-        """An item of the training split as it stands in a batch; windows begin elsewhere in each epoch."""
+        """An item of the training split as a batch has it; windows begin elsewhere in each epoch."""
         if isinstance(self._batches, ExampleBatches):
             return [self._batches.examples.shown(number)]
         start = self._batches.start(epoch, number)

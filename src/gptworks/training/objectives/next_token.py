@@ -18,7 +18,7 @@ from gptworks.model.moe import balance_loss, expert_tokens, z_loss
 
 Batch = tuple[Tensor, ...]
 """Inputs and targets, int64 [B, T] each; the target of a position is the token that follows it, or −100. A third,
-positions [B, T], stands where a row holds several texts: each token's place in its own (see `GPT.features`)."""
+positions [B, T], is there where a row holds several texts: each token's place in its own (see `GPT.features`)."""
 
 
 class StepBatches(NamedTuple):
@@ -64,11 +64,11 @@ LossFunction = Callable[[GPT, Batch], Losses]
 
 
 def next_token(model: GPT, batch: Batch, routing: Routing = Routing(), future_weights: Sequence[float] = ()) -> Losses:
-    """Cross-entropy of each target, in nats; with experts, the two losses of each layer's router beside it.
+    """Cross-entropy of each target, in nats; with experts, also the two losses of each layer's router.
 
     Args:
         future_weights: of the same of each token beyond the next, nearest first; none: the model's heads of these are
-            left alone. As in DeepSeek-V3 (2024, section 2.2), their sums too are divided by the next tokens' count.
+            not trained. As in DeepSeek-V3 (2024, section 2.2), their sums too are divided by the next tokens' count.
     """
     inputs, targets, *positions = batch
     router_logits: list[Tensor] = []
@@ -149,7 +149,7 @@ _ROUND_TOKENS = 32
 
 
 def padded_width(longest: int, context_length: int) -> int:
-    """Tokens of each row of a batch whose longest row has so many inputs."""
+    """Tokens of each row of a batch whose longest row has `longest` inputs."""
     return min(context_length, -(-longest // _ROUND_TOKENS) * _ROUND_TOKENS)
 
 

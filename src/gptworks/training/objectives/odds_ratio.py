@@ -42,7 +42,7 @@ def odds_ratio(settings: OddsRatioObjective, model: GPT, batch: Batch, routing: 
 
 
 class OddsRatio(PairsObjective):
-    """Pairs of answers alone."""
+    """Pairs of answers without a reference."""
 
     figures = ("log_odds_ratio", "chosen_nats_per_token", "accuracy")
 

@@ -37,7 +37,7 @@ class PairsObjective(Objective):
     """Pairs of answers; a step's batch_size counts pairs."""
 
     figures: tuple[str, ...]
-    """The names of what the loss reports besides, means over pairs."""
+    """Names of the other figures that the loss reports, means over pairs."""
 
     def _open(self) -> None:
         self._pairs = {"train": Pairs(self.train_shards, self.context_length),
@@ -94,7 +94,7 @@ class PairsObjective(Objective):
 
     @torch.no_grad()
     def evaluate(self, model: GPT, workers: Workers, precision: Precision) -> tuple[LossReport, dict[str, float]]:
-        """The held-out pairs' mean loss, and means of the figures beside it."""
+        """The held-out pairs' mean loss, and the means of its figures."""
         n_pairs = self.n_validation
         n_chosen = self.n_evaluated or n_pairs
         chosen = [place * n_pairs // n_chosen for place in range(n_chosen)]

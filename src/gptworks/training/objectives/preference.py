@@ -74,7 +74,7 @@ _LOGPROB_BYTES = 8
 
 
 class Preference(PairsObjective):
-    """Pairs of answers beside the reference of each."""
+    """Pairs of answers, each with its reference."""
 
     kept_files = (REFERENCE, "reference.json")
     figures = ("reward_margin", "reward_chosen", "accuracy")

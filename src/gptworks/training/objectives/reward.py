@@ -3,7 +3,7 @@
     prompt ─► a group of answers, by our engine ─► rewards ─► advantages ─► clipped policy gradient
 
 A step's answers are a function of (seed, batch number, weights). Answers that several steps use are kept in the run
-folder, so that a run resumed between them goes on with the same.
+folder, so that a run resumed between them uses the same.
 
 Shapes: B answers, G of a group, T tokens of the longest prompt with its answer.
 """

@@ -1,4 +1,4 @@
-"""Generated answers that several steps use, kept in the run folder, so that a resumed run goes on with the same."""
+"""Generated answers that several steps use, kept in the run folder, so that a resumed run uses the same."""
 
 import contextlib
 from pathlib import Path

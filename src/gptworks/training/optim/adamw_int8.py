@@ -69,7 +69,7 @@ class AdamWInt8(torch.optim.Optimizer):
             weights[piece].addcdiv_(first, second.sqrt().div_(root).add_(group["eps"]), value=-rate)
             pack_unsigned(second, *parts[1])
             pack_signed(first, *parts[0])
-            del first, second  # before the next piece's stand
+            del first, second  # before those of the next piece are made
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` gave; torch's would cast the codes to the parameters' dtype."""
@@ -95,13 +95,13 @@ def _pieces(parameter: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def unpack_signed(codes: Tensor, scale: Tensor) -> Tensor:
-    """The first moment [n] that codes, int8 [n], and their blocks' scales stand for."""
+    """The first moment [n] of codes, int8 [n], and their blocks' scales."""
     values = codes.float().div_(127)
     return _scaled(values.mul_(values.abs()), scale)
 
 
 def unpack_unsigned(codes: Tensor, scale: Tensor) -> Tensor:
-    """The second moment [n] that codes, uint8 [n], and their blocks' scales stand for."""
+    """The second moment [n] of codes, uint8 [n], and their blocks' scales."""
     return _scaled(codes.float().div_(255).square_().square_(), scale)
 
 

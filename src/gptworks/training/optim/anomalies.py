@@ -9,10 +9,10 @@ from pydantic import Field
 from gptworks.config import TrainConfig
 
 MEMORY_STEPS = 100
-"""The running estimate forgets with this time constant..."""
+"""Time constant with which the running estimate forgets."""
 
 WARMUP_STEPS = 20
-"""...and judges nobody before it has seen so many steps."""
+"""Steps that the estimate must have seen before it judges one."""
 
 
 @dataclass

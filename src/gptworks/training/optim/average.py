@@ -44,12 +44,12 @@ class WeightAverage:
 
     @property
     def model_tensors(self) -> dict[str, Tensor]:
-        """What is published: the average, or without one (and where they are frozen) the weights."""
+        """What is published: the average; the weights where there is no average, or where they are frozen."""
         return {name: p.detach() for name, p in self.parameters.items()} | self.tensors
 
     @property
     def own_tensors(self) -> dict[str, Tensor]:
-        """What is saved beside it, so that training can go on: the weights themselves, as `parameter/own`."""
+        """What a resumed run needs in addition: the weights themselves, as `parameter/own`."""
         return {f"{name}/{_OWN}": self.parameters[name].detach() for name in self.tensors}
 
     def restore(self, model_tensors: dict[str, Tensor], optimizer_tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Weight decay of the elements alone that the update takes towards zero (Chen et al., 2025, "Cautious Weight Decay",
+"""Weight decay of only the elements that the update moves towards zero (Chen et al., 2025, "Cautious Weight Decay",
 arXiv 2510.12402, algorithm 1):
 
     weight -= rate · (update + decay · weight where update · weight ≥ 0)

@@ -1,7 +1,7 @@
-"""A head that is the token embedding at first, and later goes on from a copy of it (modded-nanogpt, pull request 178).
+"""A head that is the token embedding at first, and later trains as a copy of it (modded-nanogpt, pull request 178).
 
-The head's matrix is there from the start, so that any checkpoint is of one model: until the head goes on alone it is
-saved as the embedding is, without optimizer state.
+The head's matrix exists from the start, so that every checkpoint is of one model: until the head is untied, it is
+saved equal to the embedding, without optimizer state.
 """
 
 import torch
@@ -14,7 +14,7 @@ EMBEDDING, HEAD = "token_embedding.weight", "untied_head.weight"
 
 
 class LateUntying:
-    """Follows from the number of the step alone, so that a resumed run does the same."""
+    """Unties at a step number, so that a resumed run does the same."""
 
     def __init__(self, model: GPT, optimizer: Optimizer, untie_after_steps: int) -> None:
         """

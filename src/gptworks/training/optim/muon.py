@@ -40,7 +40,7 @@ class Muon(torch.optim.Muon):
             orthogonalizing: the polynomial of each iteration.
             cautious: decay as in `gptworks.training.optim.cautious`.
             row_beta: of the rows' second moments of NorMuon; None: Muon.
-            replicas: the ranks that hold the same parameters and gradients and step together; None: this one alone.
+            replicas: the ranks that hold the same parameters and gradients and step together; None: only this one.
         """
         super().__init__(*arguments, **settings)
         self._polynomials, self._cautious, self._row_beta = orthogonalizing, cautious, row_beta
@@ -57,7 +57,7 @@ class Muon(torch.optim.Muon):
                 self._turn(turn, group)
 
     def _turn(self, turn: tuple[list[nn.Parameter] | None, ...], group: dict[str, Any]) -> None:
-        """One batch of each rank, None where it has no more: beside its own updates a rank holds one other's."""
+        """One batch of each rank, None where it has no more: a rank holds its own updates and those of one other."""
         mine = turn[self._rank]
         updates = None if mine is None else self._updates(mine, group)
         for rank, matrices in enumerate(turn):
@@ -73,7 +73,7 @@ class Muon(torch.optim.Muon):
                 theirs = torch.empty(len(matrices), *matrices[0].shape, dtype=torch.bfloat16, device=matrices[0].device)
                 self._send(theirs, rank)
                 self._apply(matrices, theirs, group)
-                del theirs  # before the next rank's stand
+                del theirs  # before those of the next rank are made
 
     def _send(self, updates: Tensor, rank: int) -> None:
         """The rank's updates to all others, which receive them into theirs."""
@@ -118,7 +118,7 @@ class Muon(torch.optim.Muon):
 
     def _momentum(self, parameter: nn.Parameter, momentum: float) -> Tensor:
         """The parameter's momentum with this step's gradient in it. Every rank keeps it for every matrix, so that any
-        rank can save it and any number of ranks go on with it."""
+        rank can save it and any number of ranks can resume with it."""
         assert parameter.grad is not None
         state = self.state[parameter]
         if "momentum_buffer" not in state:
@@ -165,7 +165,7 @@ def batches(matrices: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 def divided(matrices: list[nn.Parameter], n_ranks: int) -> list[list[nn.Parameter]]:
     """A share of the matrices for each rank, about equal in work: the costliest first, each to whom has least to do.
 
-    It follows from shapes and order alone, so all ranks divide alike. One rank has all, in their order.
+    It follows only from shapes and order, so all ranks divide alike. One rank has all, in their order.
     """
     if n_ranks == 1:
         return [matrices]

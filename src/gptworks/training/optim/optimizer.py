@@ -1,5 +1,5 @@
-"""Optimizers: AdamW, its moments of the blocks' matrices in fp32 or in 8 bits, or Muon, NorMuon or SOAP for those
-beside AdamW for the rest. Decay falls on matrices alone."""
+"""Optimizers: AdamW for all, its moments of the blocks' matrices in fp32 or in 8 bits; or Muon, NorMuon or SOAP for the
+blocks' matrices and AdamW for the rest. Only matrices are decayed."""
 
 import math
 from collections.abc import Collection
@@ -119,7 +119,7 @@ class Optimizer:
         """The state that a checkpoint may hold: all of a parameter's tensors, or none before its first step.
 
         Args:
-            stored: names of the stored tensors, `parameter/key`. own: tensors kept beside the state, `parameter/own`,
+            stored: names of the stored tensors, `parameter/key`. own: tensors kept next to the state, `parameter/own`,
                 of their parameter's shape.
         """
         begun = {name.rpartition("/")[0] for name in stored if name not in own}

@@ -28,7 +28,7 @@ rounding has made larger than the interval would grow (the same paper, on finite
 
 
 def polynomials(kind: Literal["jordan", "polar_express"], n_iterations: int) -> tuple[Polynomial, ...]:
-    """The polynomials of so many iterations, in their order."""
+    """The polynomials of `n_iterations` iterations, in order."""
     if kind == "jordan":
         return (JORDAN,) * n_iterations
     *varied, limit = POLAR_EXPRESS

@@ -1,4 +1,4 @@
-"""Which part of a model is trained: an adapter beside it, all but what is frozen, or all of it."""
+"""Which part of a model is trained: an adapter, all but what is frozen, or all of it."""
 
 import fnmatch
 
@@ -15,7 +15,7 @@ from gptworks.quantize.linear import hold_packed, weight_tensors
 
 def trainable_model(config: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> GPT:
     """A new model of which only what is to be trained has gradients. With packed matrices beneath an adapter, what is
-    frozen is zero until the base is loaded: such a model never stands in full."""
+    frozen is zero until the base is loaded: such a model is never held unpacked."""
     if adapter is None or adapter.base == "full":
         return trained_part(GPT(config), adapter, freeze)
     here = torch.get_default_device()
@@ -29,7 +29,7 @@ def trainable_model(config: ModelConfig, adapter: LoRAConfig | None, freeze: Fre
 
 
 def trained_part(model: GPT, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> GPT:
-    """Put an adapter beside the model, or freeze what is not to be trained. Changes the model."""
+    """Add an adapter to the model, or freeze what is not to be trained. Changes the model."""
     if adapter is not None:
         return add_lora(model, adapter)
     if freeze is not None:

@@ -52,7 +52,7 @@ def estimate(
 
 
 MOST_SAMPLES = 1_000_000
-"""Samples of which lengths are looked up; of more, these stand for all."""
+"""Samples of which lengths are looked up; if there are more, these represent all."""
 
 
 def _with_lengths(found: Plan, objective: "Objective") -> Plan:

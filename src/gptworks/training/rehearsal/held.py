@@ -1,7 +1,7 @@
-"""The memory that the tensors of a step of a run hold, counted while it is taken: what the plan's figure is beside.
+"""The memory that the tensors of one training step hold, counted during the step, to compare with the plan.
 
-The growth of a process is another figure: beside tensors it has what its allocator keeps of freed memory, the code that
-torch loads, and the files that are read.
+The growth of the process is another figure: it includes freed memory that the allocator keeps, the code that torch
+loads, and the files that are read.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,8 +20,8 @@ from gptworks.training.setup import PreparedRun
 
 
 class StepBytes(LiveBytes):  # type: ignore[no-untyped-call]
-    """Counts, besides what operations make, the storages that they find: weights, moments, tokens. These are taken to
-    stand throughout."""
+    """Counts, in addition to what operations make, the storages that they find: weights, moments, tokens. These are
+    taken to live throughout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class StepMemory:
         self._counts = setup.device.type == "cpu" and setup.ranks.size == 1 and setup.recipe.train.compile != "block"
         self._before_bytes = reset_peak(setup.device)
         self.peak_bytes: int | None = None
-        """The most that stood at once in that step; None: it has not been taken."""
+        """The most that was held at once in that step; None: the step has not been taken."""
 
     @contextmanager
     def counted(self, is_whole: bool) -> Iterator[None]:

@@ -22,7 +22,7 @@ from gptworks.training.objectives.next_token import Batch
 from gptworks.training.rehearsal.trace import Rehearsal, take
 
 SPEED_SECONDS, SPEED_STEPS = 2.0, 9
-"""How long steps are taken, and how many at most, where the speed alone is measured."""
+"""How long steps are taken, and how many at most, where only the speed is measured."""
 
 
 def measure_step(rehearsal: Rehearsal) -> Measured:
@@ -41,7 +41,7 @@ def measure_step(rehearsal: Rehearsal) -> Measured:
 
 
 def measure_speed(rehearsal: Rehearsal) -> Measured:
-    """Measure in this process, and the speed alone: the median of the steps that `SPEED_SECONDS` allow, one at least.
+    """Measure only the speed, in this process: the median of the steps that `SPEED_SECONDS` allow, one at least.
 
     Raises:
         RunError: a step failed.
