@@ -50,8 +50,8 @@ class Change:
     """From which on."""
     settings: dict[str, Annotated[list[Any], Field(min_length=2, max_length=2)]]
     """Path → [old, new]."""
-    exact: bool | None = None
-    """Whether the steps before would be the same; None: an older version did not say it."""
+    exact: bool
+    """Whether the steps before would be the same with them."""
 
 
 @dataclass
@@ -66,12 +66,10 @@ class History:
     origins: list[Origin] = field(default_factory=list)
     """Of a fork: where it began; then where that run began, if it is a fork itself."""
 
-    def exact(self, recipe: Recipe) -> bool:
+    @property
+    def exact(self) -> bool:
         """Whether the run's last settings would make the same steps from the first on."""
-        return all(
-            all(_role(recipe, path) != "recorded" for path in one.settings) if one.exact is None else one.exact
-            for one in self.changes
-        )
+        return all(change.exact for change in self.changes)
 
     def origin_rows(self) -> dict[str, str]:
         """Where the run was forked from, if it was, and where that one was."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gptworks.checkpoint import Checkpoint, Report, checkpoint_of_step, choose_checkpoint, load_run
+from gptworks.checkpoint import Checkpoint, checkpoint_of_step, choose_checkpoint, load_run
 from gptworks.config import DistillationObjective, Recipe, TrainConfig
 from gptworks.config.objective import ObjectiveSettings
 from gptworks.errors import UserError
@@ -49,21 +49,19 @@ def distillation(
 _MOST_NOTE_BYTES = 1 << 16
 
 
-def _teacher_of_the_start(folder: Path, kept: Path, report: Report) -> Checkpoint:
-    """The checkpoint of the teacher that the run began with; the best one if an older version kept no note of it.
+def _teacher_of_the_start(folder: Path, kept: Path) -> Checkpoint:
+    """The checkpoint of the teacher that the run began with.
 
     Raises:
-        UserError: it is gone or has changed, or the note is damaged.
+        UserError: it is gone or has changed, or the note of it is missing or damaged.
     """
     try:
         note = unsealed_json(read_regular(kept, _MOST_NOTE_BYTES, inside=kept.parent))
         checkpoint = checkpoint_of_step(folder, note["step"])
-    except FileNotFoundError:
-        return choose_checkpoint(folder, report=report)
     except UserError:
         raise
-    except (ValueError, KeyError) as error:
-        raise UserError(f"{kept} is damaged ({error}): restore it from a copy, or start anew.") from None
+    except (FileNotFoundError, ValueError, KeyError) as error:
+        raise UserError(f"{kept} is missing or damaged ({error}): restore it from a copy, or start anew.") from None
     if checkpoint.manifest_sha256 != note["manifest_sha256"]:
         raise UserError(
             f"objective.teacher={folder}: step {checkpoint.step}, which this run has learned from, is not there or has "
@@ -111,11 +109,7 @@ class Distillation(Objective):
         teacher = agreed_checkpoint(
             run.ranks,
             folder,
-            lambda: (
-                choose_checkpoint(folder, report=run.report)
-                if run.is_new
-                else _teacher_of_the_start(folder, kept, run.report)
-            ),
+            lambda: choose_checkpoint(folder, report=run.report) if run.is_new else _teacher_of_the_start(folder, kept),
         )
         assert teacher is not None
         with run.ranks.busy():

@@ -69,7 +69,7 @@ def write_model_card(
         sections["Origin"] = history.origin_rows()
     if history.changes:
         sections["Changed on the way"] = history.change_rows()
-    if not history.exact(recipe):
+    if not history.exact:
         repeats = "`recipe.yaml` beside this file has its last settings: it does not repeat the run, see the changes."
     parts = [f"# {recipe.name}", "A language model trained with gptworks. Every figure here was counted or measured."]
     for heading, rows in sections.items():
