@@ -330,9 +330,7 @@ def tensor_plan(model: ModelConfig) -> dict[str, ParallelStyle]:
     gate: dict[str, ParallelStyle] = {"mlp.gate": ColwiseParallel()} if model.gated else {}
     whole = Replicate()
     return gate | {
-        "attention": PrepareModuleInput(
-            input_layouts=(whole, None, None, None), desired_input_layouts=(whole, None, None, None)
-        ),
+        "attention": PrepareModuleInput(input_layouts=(whole, None), desired_input_layouts=(whole, None)),
         "attention.query": ColwiseParallel(),
         "attention.key": ColwiseParallel(),
         "attention.value": ColwiseParallel(),
