@@ -15,7 +15,7 @@ from gptworks.device import device_name, keep_freed_memory
 from gptworks.model import cpu
 from gptworks.model.loss import linear_cross_entropy
 from gptworks.model.rotary import rotate
-from gptworks.model.scores import attend, causal_mask
+from gptworks.model.scores import Scores, attend, causal_mask
 from gptworks.training.optim.muon import Muon
 
 SHAPES = ((16, 6, 256, 64), (4, 12, 512, 64), (4, 12, 1024, 64), (8, 8, 1024, 64), (1, 16, 4096, 128))
@@ -83,7 +83,7 @@ def compare_band(length: int, window: int) -> None:
     q, k, v = torch.randn(3, 1, 12, length, 64).bfloat16()
     mask = causal_mask(length, length, window, q.device)
     theirs = milliseconds(lambda: F.scaled_dot_product_attention(q, k, v, mask))
-    ours = milliseconds(lambda: attend(q, k, v, window=window))
+    ours = milliseconds(lambda: attend(q, k, v, Scores(window=window)))
     name = f"band of {window}, bf16, {length} tokens"
     print(f"{name:<34} torch {theirs:>7.2f} ms   gptworks {ours:>7.2f} ms   {theirs / ours:>5.2f} ×")
 

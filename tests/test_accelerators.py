@@ -43,8 +43,8 @@ def test_cuda_is_never_given_a_mask_with_grouped_keys(
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 6, 12, 8), torch.randn(2, 2, 12, 8), torch.randn(2, 2, 12, 8)
     one_text = texts_bias(torch.arange(12).expand(2, 12), window, torch.float32)
-    out = scores.attend(q, k, v, window=window, bias=one_text if texts else None)
-    assert (out - scores.attend_reference(q, k, v, window=window)).abs().max() < 1e-5
+    out = scores.attend(q, k, v, scores.Scores(window=window, bias=one_text if texts else None))
+    assert (out - scores.attend_reference(q, k, v, scores.Scores(window=window))).abs().max() < 1e-5
     masked = texts or window is not None
     assert seen == [(masked, not masked)], "without a mask, flash attention takes the groups as they are"
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from gptworks.model import cpu
 from gptworks.model.rotary import Rotary, rotate
-from gptworks.model.scores import attend, attend_banded, attend_reference, causal_mask
+from gptworks.model.scores import Scores, attend, attend_banded, attend_reference, causal_mask
 from tiny import plain_model
 
 HEADS, WIDTH = 4, 6
@@ -33,8 +33,8 @@ def test_the_fused_kernel_equals_the_definition(
     n_queries: int, n_keys: int, n_kv_heads: int, window: int | None
 ) -> None:
     inputs = random_inputs(n_queries, n_keys, n_kv_heads)
-    expected = attend_reference(*inputs, window=window)
-    torch.testing.assert_close(attend(*inputs, window=window), expected, rtol=0, atol=1e-12)
+    expected = attend_reference(*inputs, Scores(window=window))
+    torch.testing.assert_close(attend(*inputs, Scores(window=window)), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("block", [2, 3, 128])
@@ -46,7 +46,7 @@ def test_blocked_attention_and_its_gradients_equal_the_definition(
 ) -> None:
     monkeypatch.setattr(cpu, "BLOCK", block)
     inputs = random_inputs(n_queries, n_keys, n_kv_heads, grad=True)
-    out, expected = attend(*inputs, window=window), attend_reference(*inputs, window=window)
+    out, expected = attend(*inputs, Scores(window=window)), attend_reference(*inputs, Scores(window=window))
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=out.dtype)
     gradients = torch.autograd.grad(out, inputs, direction)
@@ -59,7 +59,7 @@ def test_blocked_attention_and_its_gradients_equal_the_definition(
 @GROUPS
 def test_banded_attention_in_blocks_equals_the_definition(n_kv_heads: int, window: int, length: int) -> None:
     inputs = random_inputs(length, length, n_kv_heads, grad=True)
-    out, expected = attend_banded(*inputs, window=window), attend_reference(*inputs, window=window)
+    out, expected = attend_banded(*inputs, Scores(window=window)), attend_reference(*inputs, Scores(window=window))
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=out.dtype)
     gradients = torch.autograd.grad(out, inputs, direction)
@@ -73,7 +73,7 @@ def test_banded_attention_equals_the_dense_kernel_under_a_mask() -> None:
     q, k, v = torch.randn(3, 1, 2, 2048, 64, generator=generator)
     mask = causal_mask(2048, 2048, 256, torch.device("cpu"))
     dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
-    torch.testing.assert_close(attend(q, k, v, window=256), dense, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(attend(q, k, v, Scores(window=256)), dense, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.3, None), (0.3, 0.4)])
@@ -81,8 +81,8 @@ def test_banded_attention_equals_the_dense_kernel_under_a_mask() -> None:
 @pytest.mark.parametrize("window", [None, 3])
 def test_a_scale_of_its_own_and_a_soft_cap(scale: float, softcap: float | None, grad: bool, window: int | None) -> None:
     inputs = random_inputs(9, 9, 2, grad=grad)
-    expected = attend_reference(*inputs, window=window, scale=scale, softcap=softcap)
-    ours = attend(*inputs, window=window, scale=scale, softcap=softcap)
+    expected = attend_reference(*inputs, Scores(window=window, scale=scale, softcap=softcap))
+    ours = attend(*inputs, Scores(window=window, scale=scale, softcap=softcap))
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
 
 
@@ -91,8 +91,8 @@ def test_a_scale_of_its_own_and_a_soft_cap(scale: float, softcap: float | None, 
 def test_attend_is_right_whatever_path_it_chooses(grad: bool, window: int | None) -> None:
     """Without gradients the fused kernel runs; with them, on a CPU, blocks of 128 queries, of which 130 need two."""
     q, k, v = random_inputs(130, 260, 2, grad=grad)
-    out = attend(q, k, v, window=window)
-    torch.testing.assert_close(out, attend_reference(q, k, v, window=window), rtol=0, atol=1e-12)
+    out = attend(q, k, v, Scores(window=window))
+    torch.testing.assert_close(out, attend_reference(q, k, v, Scores(window=window)), rtol=0, atol=1e-12)
 
 
 def test_the_mask_and_the_window_count_the_token_itself() -> None:
@@ -107,7 +107,7 @@ def test_gradients_are_right_under_dropout(monkeypatch: pytest.MonkeyPatch, wind
 
     def dropping(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         torch.manual_seed(0)
-        return attend(q, k, v, window=window, dropout=0.4)
+        return attend(q, k, v, Scores(window=window, dropout=0.4))
 
     assert torch.autograd.gradcheck(dropping, random_inputs(5, 5, 2, grad=True))
 
@@ -117,7 +117,7 @@ def test_dropout_drops_weights_and_rescales_the_rest(grad: bool) -> None:
     """One key has weight 1, which is dropped, or kept and doubled at probability 1/2."""
     q, k, v = (torch.ones(1, 1000, 1, 2, requires_grad=grad) for _ in range(3))
     torch.manual_seed(0)
-    out = attend(q, k, v, dropout=0.5).detach()
+    out = attend(q, k, v, Scores(dropout=0.5)).detach()
     assert set(out.unique().tolist()) == {0.0, 2.0}
     assert 0.9 < out.mean() < 1.1  # 3 standard deviations of the mean of 1,000 are 0.095
     assert torch.equal(attend(q, k, v), v)

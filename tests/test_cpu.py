@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptworks.model import cpu
-from gptworks.model.scores import attend, attend_reference
+from gptworks.model.scores import Scores, attend, attend_reference
 
 
 def gradients(out: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -77,8 +77,8 @@ def test_attention_longer_than_a_block_equals_the_definition(
     torch.manual_seed(0)
     length = 2 * cpu.BLOCK + 3
     q, k, v = (torch.randn(1, n, length, 8, dtype=torch.float64, requires_grad=True) for n in (2, 1, 1))
-    ours = attend(q, k, v, window=window, softcap=softcap)
-    theirs = attend_reference(q, k, v, window=window, softcap=softcap)
+    ours = attend(q, k, v, Scores(window=window, softcap=softcap))
+    theirs = attend_reference(q, k, v, Scores(window=window, softcap=softcap))
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
     for a, b in zip(gradients(ours, q, k, v), gradients(theirs, q, k, v), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)

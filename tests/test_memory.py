@@ -356,7 +356,7 @@ def test_grouped_queries_under_a_mask_on_cuda(
         q, k, v = (leaf.requires_grad_() * 1 for leaf in leaves)
         bias = torch.zeros(2, length, length, device="meta", dtype=dtype) if several_texts else None
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            out = scores.attend(q, k, v, window=window, bias=bias)
+            out = scores.attend(q, k, v, scores.Scores(window=window, bias=bias))
         saved = sum(kept.values()) - (0 if bias is None else bias.nbytes)  # which all layers share
         gradient = torch.empty_like(out)
         before_bytes = live.peak_bytes = live.now_bytes

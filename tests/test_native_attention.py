@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from gptworks.model import cpu
-from gptworks.model.scores import as_bias, attend, attend_reference, causal_mask, texts_bias
+from gptworks.model.scores import Scores, as_bias, attend, attend_reference, causal_mask, texts_bias
 from gptworks.native import attention as native
 from gptworks.native.library import training_library
 
@@ -53,8 +53,8 @@ def test_values_and_gradients_are_those_of_the_definition(
 ) -> None:
     ours = inputs(shape, dtype)
     exact = [x.detach().double().requires_grad_() for x in ours]
-    out = attend(*ours, window=window, softcap=softcap)
-    expected = attend_reference(*exact, window=window, softcap=softcap)
+    out = attend(*ours, Scores(window=window, softcap=softcap))
+    expected = attend_reference(*exact, Scores(window=window, softcap=softcap))
     assert out.dtype == dtype
     assert_near((out, *gradients(out, *ours)), (expected, *gradients(expected, *exact)), NEAR[dtype])
 
@@ -64,7 +64,7 @@ def test_rows_of_several_texts(dtype: torch.dtype) -> None:
     positions = torch.tensor([[*range(40), *range(7), *range(33)], [*range(64), *range(1), *range(15)]])
     ours = inputs((2, 4, 2, 80, 80, 24), dtype)
     exact = [x.detach().double().requires_grad_() for x in ours]
-    out = attend(*ours, bias=texts_bias(positions, 20, dtype))
+    out = attend(*ours, Scores(bias=texts_bias(positions, 20, dtype)))
     expected = cpu.attention(*exact, texts_bias(positions, 20, torch.float64), 20, 0.0)
     assert_near((out, *gradients(out, *ours)), (expected, *gradients(expected, *exact)), NEAR[dtype])
 
@@ -77,7 +77,7 @@ def test_rows_of_several_texts_of_any_length(dtype: torch.dtype, length: int) ->
     positions = torch.tensor([[*range(n), *range(length - n)]])
     ours = inputs((1, 2, 1, length, length, 24), dtype)
     exact = [x.detach().double().requires_grad_() for x in ours]
-    out = attend(*ours, bias=texts_bias(positions, None, dtype))
+    out = attend(*ours, Scores(bias=texts_bias(positions, None, dtype)))
     expected = cpu.attention(*exact, texts_bias(positions, None, torch.float64), None, 0.0)
     assert_near((out, *gradients(out, *ours)), (expected, *gradients(expected, *exact)), NEAR[dtype])
 
@@ -86,7 +86,7 @@ def test_a_query_that_sees_no_key_gets_zeros_and_gives_no_gradient() -> None:
     q, k, v = inputs((1, 1, 1, 20, 20, 8))
     bias = as_bias(causal_mask(20, 20, None, q.device), q.dtype)
     bias[3] = float("-inf")
-    out = attend(q, k, v, bias=bias)
+    out = attend(q, k, v, Scores(bias=bias))
     assert torch.equal(out[0, 0, 3], torch.zeros(8))
     d_q, d_k, d_v = gradients(out, q, k, v)
     assert torch.equal(d_q[0, 0, 3], torch.zeros(8))
@@ -100,7 +100,7 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
         for n in (1, 2, 3):
             torch.set_num_threads(n)
             torch.manual_seed(0)
-            out = attend(q, k, v, dropout=0.3)
+            out = attend(q, k, v, Scores(dropout=0.3))
             results.append((out, *gradients(out, q, k, v)))
     finally:
         torch.set_num_threads(n_threads)
@@ -114,7 +114,7 @@ def test_dropout_drops_its_share_and_the_same_weights_backward(probability: floa
     q, k, _ = inputs((2, 2, 2, length, length, length))
     v = torch.eye(length).expand(2, 2, length, length).clone().requires_grad_()
     torch.manual_seed(3)
-    dropped = attend(q, k, v, dropout=probability)
+    dropped = attend(q, k, v, Scores(dropout=probability))
     whole = attend(q, k, v).detach()
     seen = torch.ones(length, length).tril().bool().expand_as(whole)
     kept = (dropped.detach() != 0)[seen]
@@ -129,7 +129,7 @@ def test_dropout_drops_its_share_and_the_same_weights_backward(probability: floa
     weights = scores.masked_fill(~seen, float("-inf")).softmax(-1) * factors
     expected = gradients(weights @ exact[2], *exact)
     assert_near(gradients(dropped, q, k, v), expected, NEAR[torch.float32])
-    assert not torch.equal(attend(q, k, v, dropout=probability), dropped), "each call draws anew"
+    assert not torch.equal(attend(q, k, v, Scores(dropout=probability)), dropped), "each call draws anew"
 
 
 def test_what_is_no_number_stays_none_where_it_is_seen() -> None:

@@ -19,7 +19,7 @@ from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from gptworks.model import GPT
-from gptworks.model.scores import attend, attend_reference, texts_bias
+from gptworks.model.scores import Scores, attend, attend_reference, texts_bias
 from gptworks.recipe import parse_recipe
 from gptworks.training.objectives.next_token import next_token
 from tiny import plain_model
@@ -129,8 +129,8 @@ def test_a_row_of_texts_by_the_definition() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3, 4], [*range(7), 0, 1, 2]])
     for window in (None, 2):
         q, k, v = (torch.randn(2, heads, 10, 4, requires_grad=True) for heads in (4, 2, 2))
-        y = attend(q, k, v, window=window, bias=texts_bias(positions, window, q.dtype))
+        y = attend(q, k, v, Scores(window=window, bias=texts_bias(positions, window, q.dtype)))
         for row, bounds in enumerate([[0, 3, 5, 10], [0, 7, 10]]):
             for a, b in pairwise(bounds):
                 part = [x[row : row + 1, :, a:b] for x in (q, k, v)]
-                torch.testing.assert_close(y[row : row + 1, :, a:b], attend_reference(*part, window=window))
+                torch.testing.assert_close(y[row : row + 1, :, a:b], attend_reference(*part, Scores(window=window)))

@@ -93,8 +93,8 @@ def record(model: GPT, ids: Int64s, rows: Sequence[int], check: Check = never) -
     def weigh(attention: Attention, inputs: tuple[Any, ...]) -> None:
         x, read, *_ = inputs
         q, k, _ = attention.heads(x, read.rotary)
-        mask = causal_mask(length, length, attention.window, x.device)[at]
-        found = attention_weights(q[:, :, at], k, mask, scale=attention.scale, softcap=attention.softcap)
+        mask = causal_mask(length, length, attention.scores.window, x.device)[at]
+        found = attention_weights(q[:, :, at], k, mask, attention.scores)
         kept["weights"].append(found[0])
 
     with ExitStack() as hooks, eval_mode(model), torch.inference_mode():
@@ -128,8 +128,8 @@ def attention_map(model: GPT, ids: Int64s, layer: int, check: Check = never) -> 
     def weigh(attention: Attention, inputs: tuple[Any, ...]) -> None:
         x, read, *_ = inputs
         q, k, _ = attention.heads(x, read.rotary)
-        mask = causal_mask(length, length, attention.window, q.device)
-        found.append(attention_weights(q, k, mask, scale=attention.scale, softcap=attention.softcap)[0])
+        mask = causal_mask(length, length, attention.scores.window, q.device)
+        found.append(attention_weights(q, k, mask, attention.scores)[0])
 
     hooks = stoppable(model, check), before(blocks_of(model)[layer].attention, weigh)
     with hooks[0], hooks[1], eval_mode(model), torch.inference_mode():

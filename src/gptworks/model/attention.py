@@ -14,7 +14,7 @@ from gptworks.model.cost import ATTENTION, RESIDUAL, Shapes, Stage
 from gptworks.model.lab.stream import Gating, Values, build_gating
 from gptworks.model.layers import Linear, build_head_norm
 from gptworks.model.rotary import rotate
-from gptworks.model.scores import attend, attend_slots, output_is_shared, saves_output, scores_cost
+from gptworks.model.scores import Scores, attend, attend_slots, output_is_shared, saves_output, scores_cost
 
 
 class AttentionInputs(NamedTuple):
@@ -33,8 +33,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, window: int | None) -> None:
         super().__init__()
-        self.d_head, self.window, self.dropout = config.d_head, window, config.dropout_attention
-        self.scale, self.softcap = config.attention_scale, config.attention_softcap
+        self.d_head, self.dropout = config.d_head, config.dropout_attention
+        self.scores = Scores(window, scale=config.attention_scale, softcap=config.attention_softcap)
         query_width, key_width = config.n_heads * config.d_head, config.n_kv_heads * config.d_head
         self.query = Linear(config.d_model, query_width, bias=config.qkv_bias)
         self.key = Linear(config.d_model, key_width, bias=config.qkv_bias)
@@ -49,14 +49,11 @@ class Attention(nn.Module):
         gate = None if self.gating is None else self.gating(x)  # B T H
         q, k, v = self.heads(x, inputs.rotary, values)
         if inputs.cache is not None:
-            y = attend_slots(
-                q, k, v, inputs.cache, window=self.window, scale=self.scale, softcap=self.softcap
-            )  # 1 H N D
+            y = attend_slots(q, k, v, inputs.cache, self.scores)  # 1 H N D
         else:
-            y = attend(  # B H T D
-                q, k, v, window=self.window, dropout=self.dropout if self.training else 0.0, scale=self.scale,
-                bias=inputs.bias, softcap=self.softcap,
-            )  # fmt: skip
+            window, _, scale, softcap, _ = self.scores
+            dropout = self.dropout if self.training else 0.0
+            y = attend(q, k, v, Scores(window, dropout, scale, softcap, inputs.bias))  # B H T D
         if gate is not None:
             y = y * gate.transpose(1, 2).unsqueeze(-1)
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))  # B T C

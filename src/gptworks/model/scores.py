@@ -4,7 +4,9 @@ Shapes: B batch, T queries, S keys, H query heads, G key/value heads, D head wid
 """
 
 import math
+from collections.abc import Callable
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,52 +18,43 @@ from gptworks.model.cost import ATTENTION, DROPOUT, WEIGHTS_KEPT, Shapes, Stage
 from gptworks.model.layers import cap
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    window: int | None = None,
-    dropout: float = 0.0,
-    scale: float | None = None,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """Scaled dot-product attention in which the T queries are the last T of the S key positions.
+class Scores(NamedTuple):
+    """How the scores of queries and keys become the weights of values."""
+
+    window: int | None = None
+    """A query sees this many keys, its own included; None: all up to its own."""
+    dropout: float = 0.0
+    """Probability of dropping an attention weight."""
+    scale: float | None = None
+    """Factor of q·k; None: 1/√D."""
+    softcap: float | None = None
+    """Scores pass through softcap · tanh(score / softcap) before the bias is added to them."""
+    bias: Tensor | None = None
+    """Added to the scores, [B, T, S] in q's dtype, for rows of several texts (`texts_bias`). It holds the window too;
+    None: one text a row."""
+
+    def factor(self, q: Tensor) -> float:
+        """The factor of q·k, as a number."""
+        return q.size(-1) ** -0.5 if self.scale is None else self.scale
+
+
+PLAIN = Scores()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores = PLAIN) -> Tensor:
+    """Scaled dot-product attention in which the T queries are the last T of the S key positions, by the first of
+    KERNELS that serves.
 
     Args:
         q: [B, H, T, D]. k, v: [B, G, S, D] with S ≥ T; each key/value head serves H / G query heads.
-        window: a query sees this many keys, its own included; None: all up to its own.
-        dropout: probability of dropping an attention weight.
-        scale: factor of q·k; None: 1/√D.
-        bias: what is added to the scores, [B, T, S] in q's dtype, for rows of several texts (`texts_bias`). It holds
-            the window too; None: one text a row.
-        softcap: scores pass through softcap · tanh(score / softcap) before what is added to them.
 
     Returns:
         [B, H, T, D], in q's dtype.
     """
-    n_queries, n_keys = q.size(2), k.size(2)
-    if cpu.trains(q) and (native := _native()).takes(q, k, v):
-        scale = q.size(-1) ** -0.5 if scale is None else scale
-        out: Tensor = native.attention(q, k, v, bias, window, dropout, scale, softcap)
-        return out
-    if cpu.trains(q) and n_keys <= cpu.LONGEST:
-        if bias is None:
-            bias = as_bias(causal_mask(n_queries, n_keys, window, q.device), q.dtype)
-        return cpu.attention(q, k, v, bias, window, dropout, scale, softcap)
-    if bias is not None:
-        return fused(q, k, v, bias[:, None], dropout=dropout, scale=scale, softcap=softcap)
-    banded = window is not None and window < n_keys
-    if window is not None and n_queries == n_keys >= 2 * window:
-        return attend_banded(q, k, v, window=window, dropout=dropout, scale=scale, softcap=softcap)
-    if n_queries == 1 and not banded:
-        mask, is_causal = None, False
-    elif n_queries == n_keys and not banded:
-        mask, is_causal = None, True
-    else:
-        mask, is_causal = causal_mask(n_queries, n_keys, window, q.device), False
-    return fused(q, k, v, mask, dropout=dropout, is_causal=is_causal, scale=scale, softcap=softcap)
+    for serves, compute in KERNELS:
+        if serves(q, k, v, scores):
+            return compute(q, k, v, scores)
+    raise AssertionError("torch serves everything")
 
 
 def _native() -> ModuleType:
@@ -71,56 +64,60 @@ def _native() -> ModuleType:
     return attention
 
 
-def fused(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    *,
-    dropout: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """torch's attention, arranged so that a fused kernel serves: without one, all T × S scores of every head stand in
-    memory. mask: boolean or added to the scores, [B, 1, T, S] or what broadcasts to it."""
-    if softcap is not None:
+def _native_serves(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> bool:
+    return cpu.trains(q) and bool(_native().takes(q, k, v))
+
+
+def _attend_native(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+    window, dropout, _, softcap, bias = scores
+    out: Tensor = _native().attention(q, k, v, bias, window, dropout, scores.factor(q), softcap)
+    return out
+
+
+def _attend_blocked(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+    window, dropout, scale, softcap, bias = scores
+    if bias is None:
+        bias = as_bias(causal_mask(q.size(2), k.size(2), window, q.device), q.dtype)
+    return cpu.attention(q, k, v, bias, window, dropout, scale, softcap)
+
+
+def _attend_torch(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+    if scores.bias is not None:
+        return fused(q, k, v, scores.bias[:, None], scores)
+    n_queries, n_keys = q.size(2), k.size(2)
+    if scores.window is None or scores.window >= n_keys:
+        if n_queries == 1:
+            return fused(q, k, v, None, scores)
+        if n_queries == n_keys:
+            return fused(q, k, v, None, scores, is_causal=True)
+    return fused(q, k, v, causal_mask(n_queries, n_keys, scores.window, q.device), scores)
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores, *, is_causal: bool = False) -> Tensor:
+    """torch's attention, arranged so that a fused kernel serves: without one, all T × S scores of every head are in
+    memory, as they are where they are capped. mask: boolean or added to the scores, [B, 1, T, S] or what broadcasts to
+    it; it holds the window and the bias."""
+    if scores.softcap is not None:
         mask = causal_mask(q.size(2), k.size(2), None, q.device) if is_causal else mask
-        return attend_capped(q, k, v, mask, softcap, dropout=dropout, scale=scale)
+        v = _for_each_head(v, q.size(1))  # B H S D
+        return F.dropout(attention_weights(q, k, mask, scores).to(q.dtype), scores.dropout) @ v
     n_per_group = q.size(1) // k.size(1)
     if n_per_group > 1 and not takes_groups(q.device, mask is not None):
         k, v = k.repeat_interleave(n_per_group, dim=1), v.repeat_interleave(n_per_group, dim=1)  # B H S D
     return F.scaled_dot_product_attention(
-        q, k, v, mask, dropout_p=dropout, is_causal=is_causal, scale=scale, enable_gqa=q.size(1) != k.size(1)
-    )
+        q, k, v, mask, dropout_p=scores.dropout, is_causal=is_causal, scale=scores.scale,
+        enable_gqa=q.size(1) != k.size(1),
+    )  # fmt: skip
 
 
-def attend_capped(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    softcap: float,
-    *,
-    dropout: float = 0.0,
-    scale: float | None = None,
-) -> Tensor:
-    """`fused` for scores that are capped, which no fused kernel of torch does: all T × S scores stand in memory."""
-    v = _for_each_head(v, q.size(1))  # B H S D
-    weights = attention_weights(q, k, mask, scale=scale, softcap=softcap).to(q.dtype)
-    return F.dropout(weights, dropout) @ v
-
-
-def attention_weights(
-    q: Tensor, k: Tensor, mask: Tensor | None, *, scale: float | None = None, softcap: float | None = None
-) -> Tensor:
-    """How much each query takes of each key, [B, H, T, S], float32 at least. mask: see `fused`."""
-    scale = q.size(-1) ** -0.5 if scale is None else scale
+def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+    """The weight of each key for each query, [B, H, T, S], float32 at least. mask: see `fused`."""
+    scale, softcap = scores.factor(q), scores.softcap
     products = q @ _for_each_head(k, q.size(1)).transpose(-2, -1)  # B H T S
-    scores = products * scale if softcap is None else softcap * torch.tanh(products * (scale / softcap))
+    scored = products * scale if softcap is None else softcap * torch.tanh(products * (scale / softcap))
     if mask is not None:
-        scores = scores + (as_bias(mask, q.dtype) if mask.dtype == torch.bool else mask)
-    return scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
+        scored = scored + (as_bias(mask, q.dtype) if mask.dtype == torch.bool else mask)
+    return scored.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 def _for_each_head(x: Tensor, n_heads: int) -> Tensor:
@@ -134,21 +131,18 @@ def takes_groups(device: torch.device, masked: bool) -> bool:
     return not (masked and device.type == "cuda")
 
 
-def attend_banded(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    window: int,
-    dropout: float = 0.0,
-    scale: float | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+def _banded_serves(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> bool:
+    return scores.bias is None and scores.window is not None and q.size(2) == k.size(2) >= 2 * scores.window
+
+
+def attend_banded(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     """`attend` for a window much shorter than the text (S = T), in T × 2·window scores instead of T × T.
 
-    The text is cut into blocks of `window` tokens; a block's queries see keys of it and of the block before it alone,
-    under one mask for all. The blocks stand in the batch, so that any device's fused kernel serves.
+    The text is cut into blocks of `window` tokens; a block's queries see only keys of it and of the block before it,
+    under one mask for all. The blocks are in the batch, so that any device's fused kernel serves.
     """
+    window = scores.window
+    assert window is not None
     batch, length = q.size(0), q.size(2)
     n_blocks = -(-length // window)
 
@@ -161,34 +155,38 @@ def attend_banded(
     mask = causal_mask(window, 2 * window, window, q.device).repeat(n_blocks, 1, 1)  # n W 2W
     mask[0, :, :window] = False  # the first block has none before it
     mask = mask.repeat(batch, 1, 1).unsqueeze(1)  # B·n 1 W 2W
-    y = fused(q, k, v, mask, dropout=dropout, scale=scale, softcap=softcap)
+    y = fused(q, k, v, mask, scores)
     y = y.view(batch, n_blocks, *y.shape[1:]).transpose(1, 2)  # B H n W D
     return y.flatten(2, 3)[:, :, :length]
 
 
-def attend_slots(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache: SlotLayer,
-    *,
-    window: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+Serves = Callable[[Tensor, Tensor, Tensor, Scores], bool]
+Compute = Callable[[Tensor, Tensor, Tensor, Scores], Tensor]
+
+KERNELS: tuple[tuple[Serves, Compute], ...] = (
+    (_native_serves, _attend_native),
+    (lambda q, k, v, scores: cpu.trains(q) and k.size(2) <= cpu.LONGEST, _attend_blocked),
+    (_banded_serves, attend_banded),
+    (lambda q, k, v, scores: True, _attend_torch),
+)
+"""What computes attention, best first, and whether it serves: C++ and torch's products a block of queries at a time in
+a CPU's training step; blocks of a window; torch's own kernels."""
+
+
+def attend_slots(q: Tensor, k: Tensor, v: Tensor, cache: SlotLayer, scores: Scores) -> Tensor:
     """`attend` for a flat batch of tokens of several texts, each of which sees the tokens of its own slot.
 
     q: [1, H, N, D]; k, v: [1, G, N, D], which are stored. Returns [1, H, N, D].
     """
     parts, keys, values = cache.rows.parts, cache.keys, cache.values
     if _one_product(q, len(parts)):
-        return _attend_slots_at_once(q, k, v, cache, window=window, scale=scale, softcap=softcap)
+        return _attend_slots_at_once(q, k, v, cache, scores)
     out, first = [], 0
     for slot, start, n_new in parts:
         row, end = slice(first, first + n_new), start + n_new
         keys[slot, :, start:end], values[slot, :, start:end] = k[0, :, row], v[0, :, row]
         seen_keys, seen_values = keys[slot : slot + 1, :, :end], values[slot : slot + 1, :, :end]
-        out.append(attend(q[:, :, row], seen_keys, seen_values, window=window, scale=scale, softcap=softcap))
+        out.append(attend(q[:, :, row], seen_keys, seen_values, scores))
         first += n_new
     return out[0] if len(out) == 1 else torch.cat(out, dim=2)
 
@@ -197,27 +195,18 @@ def _one_product(q: Tensor, n_texts: int) -> bool:
     return q.device.type != "cpu" and n_texts > 1 and q.size(2) == n_texts
 
 
-def _attend_slots_at_once(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache: SlotLayer,
-    *,
-    window: int | None,
-    scale: float | None,
-    softcap: float | None,
-) -> Tensor:
+def _attend_slots_at_once(q: Tensor, k: Tensor, v: Tensor, cache: SlotLayer, scores: Scores) -> Tensor:
     """One token of each text, in one product: on an accelerator, many small ones would wait for their launch."""
     slots, last = cache.rows.slots, cache.rows.positions  # N
     cache.keys[slots, :, last], cache.values[slots, :, last] = k[0].transpose(0, 1), v[0].transpose(0, 1)
     longest = max(start for _, start, _ in cache.rows.parts) + 1
     key = torch.arange(longest, device=q.device)
     visible = key <= last[:, None]  # N S
-    if window is not None:
-        visible &= key > last[:, None] - window
+    if scores.window is not None:
+        visible &= key > last[:, None] - scores.window
     keys, values = cache.keys[slots, :, :longest], cache.values[slots, :, :longest]  # N G S D
     queries, mask = q[0].transpose(0, 1).unsqueeze(2), visible[:, None, None]  # N H 1 D, N 1 1 S
-    y = fused(queries, keys, values, mask, scale=scale, softcap=softcap)  # N H 1 D
+    y = fused(queries, keys, values, mask, scores)  # N H 1 D
     return y.squeeze(2).transpose(0, 1).unsqueeze(0)
 
 
@@ -245,26 +234,18 @@ def texts_bias(positions: Tensor, window: int | None, dtype: torch.dtype) -> Ten
     return as_bias(mask, dtype)
 
 
-def attend_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    window: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """`attend` written as the definition, one query at a time. For tests."""
-    (_, heads, n_queries, width), n_keys = q.shape, k.size(2)
+def attend_reference(q: Tensor, k: Tensor, v: Tensor, scores: Scores = PLAIN) -> Tensor:
+    """`attend` written as the definition, one query at a time, without dropout and bias. For tests."""
+    (_, heads, n_queries, _), n_keys = q.shape, k.size(2)
     out = torch.empty_like(q)
     for head in range(heads):
         group = head * k.size(1) // heads
         for i in range(n_queries):
             last = n_keys - n_queries + i
-            first = 0 if window is None else max(0, last - window + 1)
+            first = 0 if scores.window is None else max(0, last - scores.window + 1)
             keys, values = k[:, group, first : last + 1], v[:, group, first : last + 1]  # B s D
-            scores = torch.einsum("bd,bsd->bs", q[:, head, i], keys) * (width**-0.5 if scale is None else scale)
-            out[:, head, i] = torch.einsum("bs,bsd->bd", cap(scores, softcap).softmax(-1), values)
+            scored = torch.einsum("bd,bsd->bs", q[:, head, i], keys) * scores.factor(q)
+            out[:, head, i] = torch.einsum("bs,bsd->bd", cap(scored, scores.softcap).softmax(-1), values)
     return out
 
 

@@ -213,7 +213,7 @@ class NativeBackend(Backend):
             *cached,
             self.cache.keys[i].data.nbytes,
             0 if (scale := self.cache.keys[i].scale) is None else scale.nbytes,
-            attention.window or self.capacity,
+            attention.scores.window or self.capacity,
             config.layer_rotates(i),
         )
 
