@@ -109,12 +109,15 @@ template<class To, class F> INLINE To by_part(const F &f) {
         return by_part<Vector<T>>([&](auto i) EACH { return a op b.part[i]; });                                        \
     }
 OPERATOR(+)
-OPERATOR(-) OPERATOR(*) OPERATOR(/) OPERATOR(<<) OPERATOR(>>) OPERATOR(&) OPERATOR(^)
+OPERATOR(-)
+OPERATOR(*)
+OPERATOR(/)
+OPERATOR(<<)
+OPERATOR(>>)
+OPERATOR(&)
+OPERATOR(^)
 #undef OPERATOR
-    template<class T>
-    INLINE Vector<T> &operator+=(Vector<T> &a, Vector<T> b) {
-    return a = a + b;
-}
+template<class T> INLINE Vector<T> &operator+=(Vector<T> &a, Vector<T> b) { return a = a + b; }
 INLINE Lanes operator-(Lanes a) {
     return by_part<Lanes>([&](auto i) EACH { return -a.part[i]; });
 }
@@ -126,10 +129,12 @@ INLINE Lanes operator-(Lanes a) {
         return by_part<IntLanes>([&](auto i) EACH { return a.part[i] op b; });                                         \
     }
 COMPARISON(<)
-COMPARISON(>) COMPARISON(==) COMPARISON(!=)
+COMPARISON(>)
+COMPARISON(==)
+COMPARISON(!=)
 #undef COMPARISON
 
-    INLINE Lanes all(float x) {
+INLINE Lanes all(float x) {
     return by_part<Lanes>([&](auto) EACH { return x - Lanes::Part{}; });
 }
 INLINE Lanes choose(IntLanes where, Lanes a, Lanes b) {
