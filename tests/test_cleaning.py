@@ -308,11 +308,13 @@ class TestDuplicates:
         assert check_order((settings("length"), self.NEAR, self.EXACT))
 
 
-def test_the_guide_lists_the_filters_and_states_how_likely_duplicates_are_found() -> None:
-    guide = (Path(__file__).parents[1] / "docs" / "guide.md").read_text(encoding="utf-8")
-    section = guide.partition("## Cleaning\n")[2].partition("\n## ")[0]
+def test_the_documents_list_the_filters_and_state_how_likely_duplicates_are_found() -> None:
+    docs = Path(__file__).parents[1] / "docs"
+    reference = (docs / "reference" / "cleaning.md").read_text(encoding="utf-8")
+    topic = (docs / "topics" / "data.md").read_text(encoding="utf-8")
+    section = topic.partition("## Cleaning\n")[2].partition("\n## ")[0]
     types = {one.model_fields["type"].annotation.__args__[0] for one in (*FILTERS, ExactDuplicates, NearDuplicates)}
-    assert {*re.findall(r"^\| `([\w-]+)` \|", section, re.MULTILINE)} == {"type", *types}
+    assert {*re.findall(r"^## `type: ([\w-]+)`", reference, re.MULTILINE)} == types
     similarities, found = (
         re.findall(r"[\d.]+", section.split(f"| {row}")[1].split("\n")[0]) for row in ("sim", "found")
     )

@@ -231,17 +231,14 @@ def test_a_draft_recognizes_repositories_archives_and_pdf(tmp_path: Path) -> Non
     assert found.n_bytes == len(found.sample[0]) > 30_000
 
 
-def test_the_guide_lists_each_kind_of_text_with_its_settings() -> None:
-    guide = (Path(__file__).parents[1] / "docs" / "guide.md").read_text(encoding="utf-8")
-    table = guide[guide.index("\n## Data\n") :].partition("\n\n| ")[2].partition("\n\n")[0]
-    rows = dict(re.findall(r"^\| `([\w-]+)` \| (.*) \|$", table, re.MULTILINE))
+def test_the_reference_lists_each_kind_of_source_with_its_settings() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "reference" / "sources.md").read_text(encoding="utf-8")
     kinds = {one.model_fields["type"].annotation.__args__[0]: one for one in SourceConfig.__args__[0].__args__}
-    assert rows.keys() == kinds.keys() - {"conversations", "preferences"} == SOURCES.keys() - {
-        "conversations", "preferences"
-    }  # fmt: skip
-    for kind, said in rows.items():
-        own = kinds[kind].model_fields.keys() - {"type"} - ({"path", "url", "sha256"} if "the same" in said else set())
-        assert own == set(re.findall(r"`([a-z_0-9]+)`", said)) & kinds[kind].model_fields.keys(), kind
+    sections = dict(re.findall(r"^## `type: ([\w-]+)`\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    assert sections.keys() == kinds.keys() == SOURCES.keys()
+    for kind, said in sections.items():
+        own = kinds[kind].model_fields.keys() - {"type"}
+        assert own == set(re.findall(r"^\| `([a-z_0-9]+)` \|", said, re.MULTILINE)), kind
 
 
 def test_binaries_vendored_folders_links_and_large_files_are_left_out(tmp_path: Path) -> None:

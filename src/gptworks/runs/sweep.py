@@ -93,7 +93,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), resume: bool = F
     """
     recipe = load_recipe(path, overrides)
     if recipe.sweep is None:
-        raise UserError(f"{path} has no `sweep` section: name there what to try, as in docs/guide.md.")
+        raise UserError(f"{path} has no `sweep` section: name there what to try, as in docs/topics/evaluating.md.")
     if find_spec("optuna") is None:
         raise not_installed("optuna", "sweep", "a sweep")
     for key, values in recipe.sweep.ranges.items():
