@@ -13,9 +13,10 @@ from gptworks.infer.speculate import Drafter
 from gptworks.model import GPT
 from gptworks.model.backend import Backend
 from gptworks.native.choice import choose_backend
+from gptworks.planning.setting import ANSWERS_AT_ONCE
 from gptworks.units import readable
 
-MOST_SLOTS = 32
+MOST_SLOTS = ANSWERS_AT_ONCE
 """Texts generated at once where `n_slots` is not given."""
 
 LEAST_CAPACITY = 256

@@ -27,19 +27,15 @@ from gptworks.planning.host import building_bytes, checkpoint_copy_bytes, placed
 from gptworks.planning.inference import kv_cache_bytes
 from gptworks.planning.layout import BUCKET_BYTES, rank_config, shards_of
 from gptworks.planning.params import count_parameters
-from gptworks.planning.setting import Setting
+from gptworks.planning.setting import ANSWERS_AT_ONCE, UNPACKED_ELSEWHERE, UNPACKED_ON_CPU, Setting
 from gptworks.planning.state import held_weights_bytes, optimizer_scratch_bytes, trained_state_bytes
 from gptworks.planning.trained import everything
 
 WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER = "weights", "weights_average", "gradients", "optimizer_state"
 LOSS, TEMPORARY, COMMUNICATION, TOKENS = "logits_and_loss", "temporary", "communication", "tokens"
-CACHE, ANSWERS_AT_ONCE = "keys_and_values_of_answers", 32
+CACHE = "keys_and_values_of_answers"
 CHECKPOINT, OTHER_MODELS, STARTING = "checkpoint_being_written", "other_models", "starting_weights"
-"""Parts beside the kinds of saved tensors in `gptworks.model.cost`; ANSWERS_AT_ONCE is MOST_SLOTS of
-`gptworks.infer.room`, which importing would import torch."""
-
-UNPACKED_ON_CPU, UNPACKED_ELSEWHERE = 2**18, 2**22
-"""CPU_AT_ONCE and AT_ONCE of `gptworks.quantize.formats`, which importing would import torch."""
+"""Parts next to the kinds of saved tensors in `gptworks.model.cost`."""
 
 
 @dataclass(frozen=True)

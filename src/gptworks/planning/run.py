@@ -15,14 +15,11 @@ from gptworks.planning.inference import InferenceMemory, inference_memory
 from gptworks.planning.memory import Peak, training_peak
 from gptworks.planning.network import StepTime, collectives, machines, sent_bytes, step_time
 from gptworks.planning.params import ParameterCount, count_parameters
-from gptworks.planning.setting import Setting
+from gptworks.planning.setting import ANSWERS_AT_ONCE, Setting
 from gptworks.planning.state import held_weights_bytes, trained_state_bytes
 from gptworks.planning.steps import planned_steps
 from gptworks.planning.trained import Trained, everything
 from gptworks.planning.work import Work, training_work
-
-SLOTS = 32
-"""Answers that are sampled at once: `gptworks.infer.room.MOST_SLOTS`, which importing would import torch."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +270,7 @@ class Plan:
             return 0.0
         if self.device.bandwidth is None:
             return None
-        rounds = ceil(self.train.batch_size / self.setting.layout.data_parallel / SLOTS)
+        rounds = ceil(self.train.batch_size / self.setting.layout.data_parallel / ANSWERS_AT_ONCE)
         reading = rounds * rollouts.max_tokens * self.weights_bytes / self.device.bandwidth
         return reading / rollouts.steps
 

@@ -7,6 +7,12 @@ from gptworks.config.objective import NEXT_TOKEN, ObjectiveSettings
 from gptworks.planning.layout import ONE_DEVICE, Layout
 from gptworks.planning.trained import Trained
 
+ANSWERS_AT_ONCE = 32
+"""Texts generated at once where no number is given."""
+
+UNPACKED_ON_CPU, UNPACKED_ELSEWHERE = 2**18, 2**22
+"""Weights that are unpacked at once: on a CPU they are used while they are in its cache."""
+
 
 @dataclass(frozen=True)
 class Setting:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gptworks.choices import Weights
+from gptworks.planning.setting import UNPACKED_ELSEWHERE, UNPACKED_ON_CPU
 
 GROUP = 32
 """Elements of a row that share a scale in int4."""
@@ -23,7 +24,7 @@ LEVELS = {"int8": (-127, 127), "int4": (-8, 7)}
 DTYPES: dict[Weights, torch.dtype] = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8, "int4": torch.uint8,
 }  # fmt: skip
-CPU_AT_ONCE, AT_ONCE = 2**18, 2**22
+CPU_AT_ONCE, AT_ONCE = UNPACKED_ON_CPU, UNPACKED_ELSEWHERE
 """Weights that are unpacked at once, on a CPU and elsewhere: on a CPU they are used while they are in its cache."""
 
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
