@@ -78,7 +78,8 @@ def settings_page(name: str, sections: dict[str, Any]) -> Iterator[str]:
         "follows from other settings.\n"
     )
     kinds = [one for one in sections if name in KINDS and re.search(rf"({KINDS[name]})\w*$", one) and one not in listed]
-    kinds = [one for one in kinds if "type" in sections[one]["properties"]]
+    other = "Source" if name == "cleaning" else "?"
+    kinds = [one for one in kinds if "type" in sections[one]["properties"] and not one.endswith(other)]
     for section in [*listed, *kinds]:
         yield from section_lines(sections[section], class_named(section), section not in listed)
 
