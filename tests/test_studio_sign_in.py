@@ -66,7 +66,7 @@ def asked(server: Running, method: str, path: str, headers: dict[str, str]) -> i
 
 def routes() -> list[tuple[str, str]]:
     """Every route of the app that needs a session, and a name that is no route."""
-    routers: list[Any] = [served, page.router, *ROUTERS.values(), start.actions]
+    routers: list[Any] = [served, page.router, *ROUTERS, start.actions]
     found = [(method, route.path) for router in routers for route in router.routes for method in route.methods]
     assert len(found) > 30 and {path for _, path in found} >= OPEN - {"/openapi.json"}
     return [pair for pair in found if pair[1] not in OPEN] + [("GET", "/none"), ("PUT", "/studio/state")]

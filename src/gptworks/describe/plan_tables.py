@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Group
 
 from gptworks.describe.sheet import parameters_json
-from gptworks.pages.tables import Table, or_unknown
+from gptworks.pages.tables import Table
 from gptworks.planning.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
 from gptworks.planning.fit import layout_words
 from gptworks.planning.host import PROCESS_BYTES, expert_kernels_bytes
@@ -79,6 +79,10 @@ def flop(flops: float | None) -> str:
     return "unknown" if flops is None else readable(flops, "FLOP")
 
 
+def _or_unknown(value: float | None, form: str = ",") -> str:
+    return "unknown" if value is None else f"{value:{form}}"
+
+
 def _facts(plan: Plan, details: bool, unmeasured: str) -> list[tuple[str, str]]:
     optimal = f"about {COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER} are compute-optimal (Hoffmann et al., 2022)"
     shards = f"{plan.shard_bytes_per_token} B a token"
@@ -95,10 +99,10 @@ def _facts(plan: Plan, details: bool, unmeasured: str) -> list[tuple[str, str]]:
         *([("outside the embeddings", f"{count.non_embedding:,}")] if details else []),
         *([("objective", objective)] if (objective := _objective(plan)) else []),
         ("tokens a step", f"{most}{plan.tokens_per_step:,} ({_batch(plan)})"),
-        ("steps", f"{or_unknown(plan.steps)} ({plan.steps_reason})"),
-        ("tokens in all", or_unknown(plan.tokens) if plan.tokens is None else f"{about}{most}{plan.tokens:,}"),
+        ("steps", f"{_or_unknown(plan.steps)} ({plan.steps_reason})"),
+        ("tokens in all", _or_unknown(plan.tokens) if plan.tokens is None else f"{about}{most}{plan.tokens:,}"),
         *([("epochs of each dataset", about + epochs_words(plan.epochs_by_dataset))] if plan.epochs_by_dataset else []),
-        ("tokens a parameter", f"{or_unknown(plan.tokens_per_parameter, '.3g')} ({optimal})"),
+        ("tokens a parameter", f"{_or_unknown(plan.tokens_per_parameter, '.3g')} ({optimal})"),
     ]
     if details:
         facts += [

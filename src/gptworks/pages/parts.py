@@ -189,13 +189,13 @@ def settings(tree: dict[str, Any]) -> Markup:
     return _made("settings", list(_flat(tree)))
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in tree.items():
-        if isinstance(value, list) and any(isinstance(item, dict) for item in value):
-            yield from _flat({str(i): item for i, item in enumerate(value)}, f"{prefix}{name}.")
-        elif isinstance(value, dict):
+def _flat(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, given in tree.items():
+        of_sections = isinstance(given, list) and any(isinstance(item, dict) for item in given)
+        value = dict(enumerate(given)) if of_sections else given
+        if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}.")
         elif isinstance(value, list):
-            yield prefix + name, ", ".join(map(str, value))
+            yield f"{prefix}{name}", ", ".join(map(str, value))
         else:
-            yield prefix + name, value if isinstance(value, str) else json.dumps(value)
+            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value)

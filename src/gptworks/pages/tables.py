@@ -34,7 +34,3 @@ class Table:
 def in_a_cell(text: str) -> str:
     """A text as Markdown in a cell of a table, on one line, which nothing in it ends and no HTML is in."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
-
-
-def or_unknown(value: float | None, form: str = ",") -> str:
-    return "unknown" if value is None else f"{value:{form}}"

@@ -14,23 +14,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import filelock
-
 from gptworks.config import Recipe
 from gptworks.data.prepare import prepare
 from gptworks.device import choose_device, choose_precision
 from gptworks.errors import UserError
-from gptworks.files import check_links, file_lock
 from gptworks.recipe import load_recipe, save_recipe, with_vocab_size
 from gptworks.runs.history import History, read_history
 from gptworks.runs.sequential import FEWEST_PAIRS, MOST_PAIRS
 from gptworks.runs.settings import differences
 from gptworks.runs.step_time import CHUNKS, StepTime, step_seconds
-from gptworks.runs.trials import check_comparable, evaluations, train_to_end
+from gptworks.runs.trials import check_comparable, evaluations, open_folder, train_to_end
 from gptworks.runs.tried import TRY_FILE, Design, Pair, Try, read_try, write_try
 from gptworks.training.rehearsal.measure import measure_speed
 from gptworks.training.rehearsal.trace import Rehearsal
-from gptworks.training.signals import stop_signals
 
 Report = Callable[[str], None]
 
@@ -179,14 +175,7 @@ def run_try(
         RunError: a run failed.
     """
     folder, design = begun.folder, begun.design
-    check_links(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        lock = file_lock(folder / ".lock", timeout=0)
-        lock.acquire()
-    except filelock.Timeout:
-        raise UserError(f"{folder} is in use by another try: wait for it, or give another --folder.") from None
-    with lock, stop_signals() as stop_asked:
+    with open_folder(folder, "try", "--folder") as stop_asked:
         if not (folder / TRY_FILE).exists():
             save_recipe(begun.recipe, folder / "before.yaml")
             save_recipe(begun.changed, folder / "after.yaml")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from gptworks.pages.chart import WIDE, Chart, Series
+from gptworks.pages.chart import Chart, Series
 from gptworks.pages.page import page, write_page
 from gptworks.pages.parts import Cell, figure, figures, key_figures, number, paragraph, rounded, section, table
 from gptworks.pages.parts import settings as settings_list
@@ -16,7 +16,7 @@ from gptworks.runs.history import read_history
 from gptworks.runs.settings import differences, text_of
 from gptworks.runs.step_time import SAME_SPEED
 from gptworks.runs.tried import LOSS_ERROR, PLACES, SPEED_ERROR, Try
-from gptworks.training.record.curves import points
+from gptworks.training.record.curves import points, validation_chart
 from gptworks.training.record.display import clock
 
 TRY_PAGE = "try.html"
@@ -141,8 +141,7 @@ def _curves(found: Try) -> Markup:
             run = read_history(_folder(found, pair.number, arm))
             name = {"before": "without", "after": "with the change"}[arm] if pair is found.pairs[-1] else ""
             drawn.append(Series(points(run.validation, "loss"), name, kind))
-    title = "Validation loss by tokens"
-    return Chart("curves", title, drawn, "tokens", found.loss_unit, width=WIDE, height=360).svg()
+    return validation_chart(drawn, found.loss_unit).svg()
 
 
 def _folder(found: Try, pair: int, arm: str) -> Path:

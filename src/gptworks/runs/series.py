@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -142,7 +142,7 @@ class Series:
         self.columns = {kind: Columns() for kind in KINDS}
         self.details: dict[str, list[str]] = {}
         """The names of layers or parts, by the figure that has them, such as `train.gradient_norm_by_layer`."""
-        self._ahead: dict[str, Columns] = {}
+        self._ahead = {kind: Columns() for kind in KINDS}
         """Records from all over a long log, which stand for those that were not read yet."""
         self.n_records = 0
         self.is_thinned = False
@@ -191,32 +191,25 @@ class Series:
             self.begin()
             vars(self).pop("recipe", None)
         if self._stat is None and stat is not None and stat[1] > SKIMMED_BYTES:
-            self._ahead = self._skim()
+            self._extend(self._ahead, skim_metrics(self._reader.path, N_SKIMMED))
         self._stat = stat
-        rows: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
         records = self._reader.read()
-        for offset, record in records:
-            if record["kind"] in rows:
-                rows[record["kind"]].append(self._figures(record, offset))
-        for kind, found in rows.items():
-            self.columns[kind].extend(found)
+        self._extend(self.columns, records)
         self.n_records += len(records)
         while self.n_bytes > MOST_BYTES:
             self.thin()
         if self.at_end:
-            self._ahead = {}
+            self._ahead = {kind: Columns() for kind in KINDS}
         return restarted or bool(records)
 
-    def _skim(self) -> dict[str, Columns]:
-        """Some records from all over the log, by their kind."""
+    def _extend(self, columns: dict[str, Columns], records: Iterable[tuple[int, Record]]) -> None:
+        """Append records, each with its offset in the log, by their kind."""
         rows: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
-        for offset, record in skim_metrics(self._reader.path, N_SKIMMED):
+        for offset, record in records:
             if record["kind"] in rows:
                 rows[record["kind"]].append(self._figures(record, offset))
-        found = {kind: Columns() for kind in KINDS}
-        for kind, of_kind in rows.items():
-            found[kind].extend(of_kind)
-        return found
+        for kind, found in rows.items():
+            columns[kind].extend(found)
 
     @property
     def step(self) -> int:

@@ -13,16 +13,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import filelock
-
 from gptworks.config import Recipe, SweepConfig, SweepRange
 from gptworks.errors import RunError, UserError, not_installed
-from gptworks.files import check_links, check_regular, file_lock
+from gptworks.files import check_links, check_regular
 from gptworks.recipe import load_recipe, save_recipe
 from gptworks.runs.settings import flat
-from gptworks.runs.trials import check_comparable, evaluations, last_line, train_trial
+from gptworks.runs.trials import check_comparable, evaluations, last_line, open_folder, train_trial
 from gptworks.training.record.metrics import read_metrics
-from gptworks.training.signals import stop_signals
 
 if TYPE_CHECKING:
     import optuna
@@ -163,15 +160,9 @@ def run_sweep(
     """
     recipe = load_sweep(path, overrides, resume)
     folder = recipe.run_dir
-    check_links(folder)
     check_links(folder / "trials")
-    (folder / "trials").mkdir(parents=True, exist_ok=True)
-    try:
-        lock = file_lock(folder / ".lock", timeout=0)
-        lock.acquire()
-    except filelock.Timeout:
-        raise UserError(f"{folder} is in use by another sweep: wait for it, or give another run_dir=.") from None
-    with lock, stop_signals() as stop_asked:
+    with open_folder(folder, "sweep", "run_dir=") as stop_asked:
+        (folder / "trials").mkdir(exist_ok=True)
         save_recipe(recipe, folder / "sweep.yaml")
         _Sweeper(recipe, path, overrides, stop_asked, report, after_trial).run()
     return read_sweep(folder)

@@ -6,7 +6,7 @@ from typing import Any
 from markupsafe import Markup
 from rich.console import RenderableType
 
-from gptworks.pages.chart import WIDE, Chart, Series
+from gptworks.pages.chart import Chart, Series
 from gptworks.pages.page import page, write_page
 from gptworks.pages.parts import (
     Cell,
@@ -24,7 +24,7 @@ from gptworks.pages.parts import (
 from gptworks.pages.tables import Table
 from gptworks.runs.history import History, read_history
 from gptworks.runs.sweep import Sweep, TrialResult
-from gptworks.training.record.curves import points
+from gptworks.training.record.curves import points, validation_chart
 from gptworks.training.record.display import clock
 
 
@@ -124,8 +124,7 @@ def _curves(sweep: Sweep, runs: dict[int, History | None]) -> Markup:
             drawn.append(Series(points(run.validation, "loss"), kind=kind))
         elif run is not None:
             drawn.append(Series(points(run.validation, "loss"), f"trial {trial.number:03d}", "series-1", "both"))
-    title, unit = "Validation loss by tokens", sweep.loss_unit
-    return Chart("curves", title, drawn, "tokens", unit, width=WIDE, height=360).svg()
+    return validation_chart(drawn, sweep.loss_unit).svg()
 
 
 def _trials(sweep: Sweep, runs: dict[int, History | None]) -> Markup:

@@ -19,9 +19,10 @@ import filelock
 
 from gptworks.config import Recipe, Role, settings
 from gptworks.errors import RunError, UserError
-from gptworks.files import file_lock, open_regular, open_to_append
+from gptworks.files import check_links, file_lock, open_regular, open_to_append
 from gptworks.recipe import save_recipe
 from gptworks.training.record.metrics import Record, read_metrics
+from gptworks.training.signals import stop_signals
 
 TRAIN = (sys.executable, "-m", "gptworks", "train")
 """What trains a trial; its recipe and --resume follow."""
@@ -145,6 +146,27 @@ def _alone(place: Path, stop_asked: Callable[[], Any], report: Callable[[str], N
                 report(f"waiting for the process that is at work in {place}")
             reported = True
     return False
+
+
+@contextlib.contextmanager
+def open_folder(folder: Path, named: str, setting: str) -> Iterator[Callable[[], Any]]:
+    """Lock a folder of trials for this process, creating it, and yield what says whether a signal asked to stop.
+
+    Args:
+        named, setting: what the message calls the folder, and the setting that gives another one.
+
+    Raises:
+        UserError: another process uses it, or a link in it leads elsewhere.
+    """
+    check_links(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = file_lock(folder / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        raise UserError(f"{folder} is in use by another {named}: wait for it, or give another {setting}.") from None
+    with lock, stop_signals() as stop_asked:
+        yield stop_asked
 
 
 @contextlib.contextmanager

@@ -16,10 +16,7 @@ from gptworks.studio.library import Library
 from gptworks.studio.loaded import Engines
 from gptworks.studio.state import Studio
 
-ROUTERS = {
-    "play": play.router, "runs": runs.router, "read": read.router, "data": data.router, "model": model.router,
-    "start": start.router, "tries": tries.router,
-}  # fmt: skip
+ROUTERS = [one.router for one in (play, runs, read, data, model, start, tries)]
 PARTS = ("play", "runs", "read", "time", "data", "model", "start")
 """The parts of the studio, in the order of the tabs; `time` asks Play and Read."""
 
@@ -50,7 +47,7 @@ def create_studio(
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder. Give run folders, or a folder of them: gptworks studio runs.")
-    app = create_app({}, settings, routers=[page.router, *ROUTERS.values(), start.actions], home=page.home)
+    app = create_app({}, settings, routers=[page.router, *ROUTERS, start.actions], home=page.home)
     app.state.service.sign_in = SignIn()
     library = Library(folders)
     engines = Engines(app.state.service, library, device=device, backend=backend, max_idle_bytes=max_idle_bytes)

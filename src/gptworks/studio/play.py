@@ -19,11 +19,10 @@ from gptworks.serve.app import body_of, caller_of, in_thread, service_of
 from gptworks.serve.caller import Caller
 from gptworks.serve.chat import conversation_ids
 from gptworks.serve.errors import APIError
-from gptworks.serve.events import EventStream
 from gptworks.serve.generate import LEAST_LOGPROB, Generation, Order, Prompt, begin
 from gptworks.serve.models import ServedModel
 from gptworks.serve.service import Service
-from gptworks.studio.state import studio_of, uncached
+from gptworks.studio.state import Events, studio_of, uncached
 from gptworks.tokenizer import StreamDecoder
 
 router = APIRouter(include_in_schema=False)
@@ -81,14 +80,8 @@ class GenerateRequest(Chosen):
         return self
 
 
-class PlayStream(EventStream):
+class PlayStream(Events):
     """The events of a text."""
-
-    last = b""
-
-    @staticmethod
-    def json_of(chunk: Event) -> str:
-        return json.dumps(chunk, allow_nan=False)
 
     @staticmethod
     def error_event(error: APIError) -> bytes:

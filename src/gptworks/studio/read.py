@@ -74,7 +74,7 @@ async def reading_of(studio: Studio, request: Request, chosen: Chosen) -> Readin
     """The checkpoint that a request names, loaded."""
     assert studio.engines is not None
     wanted = await studio.engines.find(chosen.model, chosen.checkpoint)
-    return Reading(wanted, await studio.engines.take(wanted, caller_of(request)))
+    return Reading(wanted, await studio.engines.take(wanted, caller_of(request)), studio.data)
 
 
 @router.post("/documents")

@@ -11,14 +11,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from gptworks.data.opened import Prepared, find_of_run
 from gptworks.data.shards import Split, TokenShards
 from gptworks.errors import UserError
 from gptworks.interpret.hooks import Check
 from gptworks.interpret.text import Costs, TokenizedText, check_ids
-from gptworks.recipe import load_recipe
 from gptworks.serve.models import ServedModel
 from gptworks.studio.loaded import Wanted
+from gptworks.studio.run_data import OpenData
 from gptworks.tokenizer import fingerprint
 
 MOST_KEPT = 64
@@ -72,6 +71,7 @@ class Reading:
 
     wanted: Wanted
     model: ServedModel
+    data: OpenData
 
     def text(self, text: str | None, document: int | None, tokens: list[int] | None) -> TokenizedText:
         """A text, a document of the run's validation split, or a text as its tokens.
@@ -85,7 +85,10 @@ class Reading:
         if text is not None:
             return TokenizedText.of_text(self.model.engine.tokenizer, text)
         assert document is not None
-        return TokenizedText.of_document(self.model.engine.tokenizer, self.shards("validation"), document)
+        try:
+            return TokenizedText.of_document(self.model.engine.tokenizer, self.shards("validation"), document)
+        except UserError as error:
+            raise UserError(f"{error} Paste a text instead.") from None
 
     def same_text(self, text: TokenizedText, of: "Reading") -> TokenizedText:
         """Another reading's text as this model reads it."""
@@ -96,19 +99,6 @@ class Reading:
         """The run's own text.
 
         Raises:
-            UserError: it is not there any more, or is not the model's.
+            UserError: it is gone, or belongs to another model.
         """
-        prepared = self._prepared()
-        if prepared is None:
-            raise UserError(
-                f"the text that {self.wanted.run.id} was trained on is not here: its shards belong in its "
-                f"data.cache_dir. Paste a text instead."
-            )
-        if prepared.manifest.tokenizer_sha256 != fingerprint(self.model.engine.tokenizer):
-            raise UserError(f"{prepared.folder} was made by another tokenizer: it is not the text of this run.")
-        return TokenShards(prepared.folder, split)
-
-    def _prepared(self) -> Prepared | None:
-        folder = self.wanted.run.folder
-        trained_on = str(self.wanted.checkpoint.state().get("data_fingerprint", ""))
-        return find_of_run(load_recipe(folder), folder, trained_on) if trained_on else None
+        return self.data.of(self.wanted).shards(split)

@@ -26,14 +26,9 @@ class OpenData:
         """
         folder = wanted.run.folder
         try:
-            trained_on = wanted.checkpoint.state().get("data_fingerprint")
+            trained_on = str(wanted.checkpoint.state().get("data_fingerprint") or "")
         except OSError:
             raise UserError(f"{wanted.name} was deleted just now: choose another checkpoint.") from None
-        if not isinstance(trained_on, str) or not trained_on:
-            raise UserError(
-                f"{wanted.run.id} was not trained here but imported, so there is no prepared data of it. Choose a run "
-                f"that was trained, or compare its tokenizer under Two tokenizers."
-            )
         recipe_changed = (folder / "recipe.yaml").stat().st_mtime_ns
         key = (folder, trained_on, recipe_changed)
         if key not in self._open or _changed(self._open[key][0].prepared.folder) != self._open[key][1]:

@@ -20,9 +20,8 @@ from gptworks.runs.series import FEWEST_POINTS, MOST_POINTS, View, drawn
 from gptworks.runs.watch import Watch, Watched
 from gptworks.serve.app import caller_of, service_of
 from gptworks.serve.errors import APIError, invalid
-from gptworks.serve.events import EventStream
 from gptworks.studio.feed import Changes, Feed, feed_of, plain
-from gptworks.studio.state import Studio, json_text, studio_of, uncached
+from gptworks.studio.state import Events, Studio, json_text, studio_of, uncached
 
 router = APIRouter(include_in_schema=False)
 
@@ -222,16 +221,6 @@ def _cut(text: str) -> str:
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]} …"
 
 
-class LiveStream(EventStream):
-    """Sends dictionaries as they are."""
-
-    last = b""
-
-    @staticmethod
-    def json_of(chunk: Any) -> str:
-        return json_text(chunk)
-
-
 @router.get("/studio/runs/live")
 async def live(request: Request) -> Response:
     """The rows of the list as they change, all of them first."""
@@ -239,7 +228,7 @@ async def live(request: Request) -> Response:
     await feed.ask(lambda watch: None)
     service_of(request).watch(caller_of(request))
     changes = feed.changes()
-    return LiveStream(_live(feed, changes, studio_of(request)), changes.close)
+    return Events(_live(feed, changes, studio_of(request)), changes.close)
 
 
 async def _live(feed: Feed, changes: Changes, studio: Studio) -> AsyncGenerator[list[dict[str, Any]]]:

@@ -12,6 +12,7 @@ from fastapi.responses import Response
 
 from gptworks import __version__
 from gptworks.planning.params import count_parameters
+from gptworks.serve.events import EventStream
 from gptworks.serve.service import Service
 from gptworks.studio.library import Library
 from gptworks.studio.loaded import Engines
@@ -59,6 +60,16 @@ def studio_of(request: Request) -> Studio:
     """The studio that a request came to."""
     studio: Studio = request.app.state.studio
     return studio
+
+
+class Events(EventStream):
+    """Dictionaries as events."""
+
+    last = b""
+
+    @staticmethod
+    def json_of(chunk: Any) -> str:
+        return json_text(chunk)
 
 
 def uncached(tree: Any) -> Response:

@@ -83,6 +83,11 @@ def training_chart(
     return Chart("loss", f"{kind} of {title}", series, "tokens", label, width=WIDE, height=380)
 
 
+def validation_chart(series: Sequence[Series], unit: str) -> Chart:
+    """Curves of validation losses over the tokens, as wide as a page."""
+    return Chart("curves", "Validation loss by tokens", series, "tokens", unit, width=WIDE, height=360)
+
+
 def draw_curves(metrics: Path, path: Path, title: str) -> None:
     """Write the loss and the learning rate over the tokens as SVG; without training records, nothing."""
     records: dict[str, list[Record]] = {"train": [], "validation": []}
