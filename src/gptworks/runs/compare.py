@@ -1,4 +1,4 @@
-"""`gptworks compare`: runs side by side, and differences told from noise."""
+"""`gptworks compare`: runs side by side, and whether their differences are more than noise."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +11,7 @@ from rich.text import Text
 
 from gptworks.errors import UserError
 from gptworks.pages.tables import Table
-from gptworks.runs.bands import Band, Verdict, judge
+from gptworks.runs.bands import Band, Verdict, judge, shipped_bands
 from gptworks.runs.comparable import Place, by_clock, common_place, comparability, finished_by_clock, shared_steps
 from gptworks.runs.history import History
 from gptworks.runs.settings import decisive, differences, fingerprint, text_of
@@ -44,7 +44,7 @@ class Finding:
     after: str
     """The point of training."""
     how: str
-    """Where the spread is from; or why there is no interval, and what to do."""
+    """How the spread was estimated; or why there is no interval, and what to do."""
     difference: Difference | None
     value: float
     caveats: tuple[str, ...] = ()
@@ -85,8 +85,8 @@ class Comparison:
 
     @cached_property
     def groups(self) -> list[Group]:
-        """By the text and the settings that decide a curve. Counted are one run of each seed, and those that got
-        furthest; of runs that end by the clock, all that came to their end."""
+        """Runs by their text and the settings that decide a curve: one run of each seed, and only those that got
+        furthest; of runs that end by the clock, all that reached their end."""
         found: dict[tuple[str, str | None], list[History]] = {}
         for run in self.runs:
             if run.last is not None:
@@ -103,7 +103,7 @@ class Comparison:
 
     @cached_property
     def uncounted(self) -> list[str]:
-        """Runs that no test counts."""
+        """Runs that are in no group."""
         counted = {run.folder for group in self.groups for run in group.runs}
         return [run.name for run in self.runs if run.folder not in counted]
 
@@ -150,7 +150,7 @@ class Comparison:
         )  # fmt: skip
 
     def _test(self, first: Group, second: Group, place: Place, measure: str) -> tuple[Difference | None, str]:
-        """The difference with its interval, and in words where the spread is from."""
+        """The difference with its interval, and in words how the spread was estimated."""
         a, b = place.values
         counts = f"{counted(len(a), 'run')} and {counted(len(b), 'run')}"
         if len(a) > 1 and len(b) > 1:
@@ -173,7 +173,7 @@ class Comparison:
 
     @property
     def notes(self) -> list[str]:
-        """What the tables do not say."""
+        """Sentences below the tables."""
         lines = [f"{run.name}: {verdict}" for run, verdict in zip(self.runs, self.verdicts, strict=True) if verdict]
         lines += [str(result) for result in self.results]
         lines += [f"{run.name}: {run.skipped}." for run in self.runs if run.skipped]
@@ -219,12 +219,19 @@ class Comparison:
         }
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Table(HEADER, "lrrrrrrr", [_row(run) for run in self.runs]).rich()
+        rows = [
+            (
+                run.name, f"{run.parameters:,}", f"{run.tokens:,}", clock(run.seconds), f"{run.tokens_per_second:,.0f}",
+                *("" if value is None else f"{value:.4f}" for value in losses(run)),
+            )
+            for run in self.runs
+        ]  # fmt: skip
+        yield Table(HEADER, "lrrrrrrr", rows).rich()
         if self.differing:
             header = ("settings that differ", *(run.name for run in self.runs))
             room = max(10, 60 // len(self.runs))
-            rows = [(key, *(text_of(value, room) for value in values)) for key, values in self.differing.items()]
-            yield Table(header, "l" + "r" * len(self.runs), rows).rich()
+            values = [(key, *(text_of(value, room) for value in found)) for key, found in self.differing.items()]
+            yield Table(header, "l" + "r" * len(self.runs), values).rich()
         for note in self.notes:
             yield Text(note)
 
@@ -238,7 +245,7 @@ def compare(runs: Sequence[History], bands: Sequence[Band | None]) -> Comparison
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:
-            raise UserError(f"{run.folder}: `{run.name}` is there twice. Runs are told apart by their folders' names.")
+            raise UserError(f"{run.folder}: `{run.name}` is there twice. Runs are identified by their folders' names.")
     return Comparison(tuple(runs), tuple(bands))
 
 
@@ -250,13 +257,6 @@ def losses(run: History) -> tuple[float | None, float | None, float | None]:
     return figure_of(run.best, "loss"), figure_of(run.last, "loss"), figure_of(run.best, "bits_per_byte")
 
 
-def _row(run: History) -> tuple[str, ...]:
-    return (
-        run.name, f"{run.parameters:,}", f"{run.tokens:,}", clock(run.seconds), f"{run.tokens_per_second:,.0f}",
-        *map(_figure, losses(run)),
-    )  # fmt: skip
-
-
 def _signed(value: float) -> str:
     return f"{value:+.4f}".replace("-", "−")
 
@@ -265,14 +265,8 @@ def figure_of(record: dict[str, Any] | None, key: str) -> float | None:
     return None if record is None else record.get(key)
 
 
-def _figure(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
-
-
 def _why_no_band(run: History) -> str:
     """Which shipped band has the recipe's name, and where its settings are others."""
-    from gptworks.runs.bands import shipped_bands
-
     for band in shipped_bands():
         if band.name == run.recipe.name:
             ours = decisive(run.recipe)

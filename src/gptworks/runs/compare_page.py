@@ -23,13 +23,15 @@ def to_html(comparison: Comparison) -> str:
     by_time = [[(run.seconds_at(r["step"]) / 60, r["loss"]) for r in run.validation] for run in runs]
     training = [Series(smoothed(points(run.train, "loss")), run.name, colour(i)) for i, run in enumerate(runs)]
     by_tokens = [*_bands(comparison), *_evaluated(runs, [points(run.validation, "loss") for run in runs])]
+    settings = [(name, *map(text_of, values)) for name, values in comparison.differing.items()]
+    header = ("", *(run.name for run in runs))
     parts = [
         section("Runs", _runs(comparison)),
         section("What can be concluded", *(paragraph(note, "verdict") for note in comparison.notes)),
         _curves(comparison, "by-tokens", "Validation loss by tokens", by_tokens, height=400),
         _curves(comparison, "by-time", "Validation loss by time", _evaluated(runs, by_time), "minutes of training"),
         _curves(comparison, "training", "Training loss by tokens", training),
-        section("Settings that differ", _settings(comparison) if comparison.differing else ""),
+        section("Settings that differ", table(header, "l" + "r" * len(runs), settings) if settings else ""),
     ]
     return page(title, (names,), parts, _conventions())
 
@@ -76,12 +78,6 @@ def _bands(comparison: Comparison) -> Iterator[Series]:
             yield Series([*upper, *reversed(lower)], kind=colour(i), style="area")
 
 
-def _settings(comparison: Comparison) -> Markup:
-    rows = [(name, *(text_of(value) for value in values)) for name, values in comparison.differing.items()]
-    header = ("", *(run.name for run in comparison.runs))
-    return table(header, "l" + "r" * len(comparison.runs), rows)
-
-
 def _conventions() -> str:
     return (
         "Runs are compared at the last point of training at which all were evaluated: at equal steps where a step is "
@@ -89,5 +85,5 @@ def _conventions() -> str:
         "settings and different seeds form a group; each group is compared with the first, and p is not corrected for "
         "the number of groups. A band's shade is the mean of its runs ± t·s·√(1 + 1/n), the interval that holds one "
         "more run of the recipe with 95% probability at each point. Training loss is a moving average of single "
-        "batches. Time counts training steps alone. Written by gptworks compare."
+        "batches. Time counts training steps only. Written by gptworks compare."
     )

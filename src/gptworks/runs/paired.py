@@ -1,11 +1,10 @@
 """`gptworks try`: does a change help this model? Pairs of runs, with and without it, from the same seed and on the same
 samples, until the answer is clear or the time is over.
 
-The folder holds `try.json` (what is tried and how), `before.yaml` and `after.yaml` (the recipe without the change and
-with it), `pairs/00-before` and `pairs/00-after` (run folders, each with its recipe and its log beside it), and
-`try.html`. Where the pairs show that a step takes another time with the change, each pair has a third run,
-`00-in-time`: as many steps of the changed model as take the time of the run before. So a try that was killed goes on
-where it was.
+The folder holds `try.json` (what is tried and how), `before.yaml` and `after.yaml` (the recipe without and with the
+change), `pairs/00-before` and `pairs/00-after` (run folders, each next to its recipe and its log), and `try.html`. If
+the pairs show that the change makes a step slower or faster, each pair gets a third run, `00-in-time`: the changed
+model trained for as long as the first run took. A try that was killed continues from these files.
 """
 
 import time
@@ -34,14 +33,14 @@ EVALUATIONS = 5
 """Of each run, for its curve."""
 
 USUAL_PAIRS = 5
-"""As many fit in the time: where runs of the recipe's length are too long for that, they are shorter."""
+"""Runs are shortened until this many pairs fit in the time."""
 
 LEAST_STEPS = 20
 RUN_SECONDS = 10.0
-"""What a run takes beside its steps: its start, evaluations and files. An estimate, for the length of the runs."""
+"""Estimated time of a run outside its steps: start, evaluations and files."""
 
 MEASUREMENTS = 2
-"""Of each model's step, in turns; the shorter time counts."""
+"""Measurements of each model's step, alternating; the shortest counts."""
 
 _SEED_STRIDE = 10_007
 
@@ -53,13 +52,13 @@ def plan_try(
     path: str | Path, changes: Sequence[str], folder: Path, minutes: float, worth: float, steps: int | None = None,
     resume: bool = False, report: Report = lambda _: None, prepare_text: Callable[[Recipe], object] = prepare,
 ) -> Try:  # fmt: skip
-    """What will be tried, its length from a short measurement of a step; or the try that is in the folder.
+    """A new try, its length from a short measurement of a step; or the try that is already in the folder.
 
     Args:
         path: a recipe.
         changes: `key.path=value`, which make one change together.
         steps: of each run; None: the recipe's, or fewer where too few pairs fit in the time.
-        prepare_text: called once with the recipe, when nothing is left that may be refused without it.
+        prepare_text: called with the recipe after all checks that do not need its text.
 
     Raises:
         UserError: a change that the recipe refuses or that makes losses incomparable, too little time, or a folder that
@@ -89,7 +88,7 @@ def plan_try(
     times = [[measured_step_seconds(one) for one in (recipe, changed)] for _ in range(MEASUREMENTS)]
     seconds, seconds_changed = map(min, zip(*times, strict=True))  # what else the machine does only adds to a time
     ratio = seconds_changed / seconds
-    third = StepTime(ratio, ratio, ratio).is_distinct  # to be expected; the pairs decide
+    third = StepTime(ratio, ratio, ratio).is_distinct  # an expectation; the pairs decide
     n_arms, per_step = (3, 2 * seconds + seconds_changed) if third else (2, seconds + seconds_changed)
     budget = 60 * minutes
     if steps is None:
@@ -104,7 +103,7 @@ def plan_try(
         )
     design = Design(tuple(changes), minutes, worth, pairs, wanted, ratio)
     for arm, length in {"before": wanted, "after": wanted, "in-time": max(1, round(wanted / ratio))}.items():
-        if arm != "in-time" or third:  # what cannot be is refused before the first run
+        if arm != "in-time" or third:  # refuse invalid recipes before the first run
             _arm_recipe(path, design, folder, 0, arm, length)
     return Try(folder, recipe, changed, design, ())
 
@@ -112,7 +111,7 @@ def plan_try(
 def _found(folder: Path, recipe: Recipe, changed: Recipe, changes: tuple[str, ...], resume: bool) -> Try:
     found = read_try(folder)
     if not resume:
-        raise UserError(f"{folder} already holds a try: add --resume to go on with it, or give another --folder.")
+        raise UserError(f"{folder} already holds a try: add --resume to continue it, or give another --folder.")
     if found.design.changes != changes:
         raise UserError(
             f"{folder} tries {' '.join(found.design.changes)}, not {' '.join(changes)}: give another --folder."
@@ -194,7 +193,9 @@ def run_try(
             earlier, found = found, replace(found, pairs=(*found.pairs[:number], pair, *found.pairs[number + 1 :]))
             write_try(found)
             after_pair(found)
-            report(_line(found, pair))
+            last = "  ".join(f"{arm} {loss:.4f}" for arm, loss in pair.loss.items())
+            so_far = "  ".join(f"{arm} {found.verdict(arm).value:+.4f}" for arm in pair.loss if arm != "before")
+            report(f"pair {pair.number}: {last}; mean difference: {so_far}")
             if found.arms != earlier.arms:
                 report(f"{found.step_time}: each pair gets a third run, of {found.steps_in_time:,} steps")
     return found
@@ -203,8 +204,8 @@ def run_try(
 def _train(
     found: Try, path: str | Path, number: int, arms: Sequence[str], stop_asked: Callable[[], Any], report: Report
 ) -> Pair | None:
-    """Train these runs of a pair, one after the other, and return it with the runs that it had before too. None where a
-    stop was asked for."""
+    """Train these runs of a pair, one after the other, and return the pair with all its runs. None if a stop was
+    requested."""
     had = tuple(found.pairs[number].loss) if number < len(found.pairs) else ()
     (found.folder / "pairs").mkdir(exist_ok=True)
     runs: dict[str, History] = {}
@@ -227,7 +228,7 @@ def _train(
 
 
 def _share_to_reach(run: History, loss: float) -> float | None:
-    """Share of a run's steps after which its validation loss is this low, between its evaluations in proportion."""
+    """Share of a run's steps after which its validation loss is this low, interpolated between evaluations."""
     before: tuple[float, float] | None = None
     for record in run.validation:
         at, here = float(record["step"]), float(record["loss"])
@@ -237,9 +238,3 @@ def _share_to_reach(run: History, loss: float) -> float | None:
             return at / run.step
         before = at, here
     return None
-
-
-def _line(found: Try, pair: Pair) -> str:
-    last = "  ".join(f"{arm} {loss:.4f}" for arm, loss in pair.loss.items())
-    so_far = "  ".join(f"{arm} {found.verdict(arm).value:+.4f}" for arm in pair.loss if arm != "before")
-    return f"pair {pair.number}: {last}; mean difference: {so_far}"

@@ -25,7 +25,7 @@ _WORDS = {"lower": "helps", "higher": "hurts", "same": "makes no difference", "o
 
 
 def try_lines(found: Try) -> Iterator[str]:
-    """What came out, as lines of text."""
+    """The results as lines of text."""
     step, same = found.step_time, found.to_same_loss
     for arm in found.arms[1:]:
         place = PLACES[arm]
@@ -90,6 +90,8 @@ def write_try_page(found: Try) -> None:
 def to_html(found: Try) -> str:
     """The page. Numbers stand in <data> elements with their exact values."""
     design, unit = found.design, found.loss_unit
+    differing = differences([found.recipe, found.changed])  # also the settings that follow from the change
+    changes = {key: f"{text_of(before)} → {text_of(after)}" for key, (before, after) in differing.items()}
     tiles: list[tuple[str, str | Markup, str]] = []
     for arm in found.arms[1:]:
         verdict = found.verdict(arm)
@@ -104,16 +106,10 @@ def to_html(found: Try) -> str:
         section("Difference of each pair", figures(_dots(found, arm) for arm in found.arms[1:])),
         section("Validation loss by tokens", figure(_curves(found))),
         section("Pairs", _pairs(found)),
-        section("The change", settings_list(_changes(found))),
+        section("The change", settings_list(changes)),
     ]
     lines = (" ".join(design.changes), f"the recipe {found.recipe.name}")
     return page(f"{found.recipe.name}: try", lines, parts, _conventions(found))
-
-
-def _changes(found: Try) -> dict[str, str]:
-    """All settings that differ, also those that follow from the change."""
-    differing = differences([found.recipe, found.changed])
-    return {key: f"{text_of(before)} → {text_of(after)}" for key, (before, after) in differing.items()}
 
 
 def _dots(found: Try, arm: str) -> Markup:
@@ -174,7 +170,7 @@ def _conventions(found: Try) -> str:
         f"true mean difference with {1 - LOSS_ERROR:.0%} probability at all looks together (Pocock's levels for "
         f"Student's t, by simulation). The time of a step is the median over parts of a run; its ratio has such an "
         f"interval of {1 - SPEED_ERROR:.0%}. Where that leaves out 1, and the ratio is {SAME_SPEED:.0%} from 1 or "
-        f"more, runs in equal time are added. So a change that does nothing is called one that does in at most "
+        f"more, runs in equal time are added. A change that does nothing is called effective in at most "
         f"{LOSS_ERROR + SPEED_ERROR:.0%} of tries. Runs shorter than the recipe's say what helps short runs. Written "
         f"by gptworks try."
     )

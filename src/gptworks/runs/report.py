@@ -45,24 +45,23 @@ from gptworks.training.run_folder import is_in_use
 from gptworks.units import significant
 
 MOST_ROWS = 24
-"""Evaluations and bad steps that a table shows."""
+"""Most evaluations or bad steps in a table."""
 
 MOST_LAYERS = 5
-"""Drawn of what is recorded layer by layer."""
+"""Most layers in a chart of figures by layer."""
 
 MOST_PROMPTS, MOST_SAMPLES = 20, 6
-"""Prompts of which samples are shown, and steps for each."""
-
+"""Most prompts, and most samples of each."""
 
 REFRESH_SECONDS = 5
-"""How often a watched page is written and loaded again."""
+"""How often a watched page is written and reloaded."""
 
 
 def write_report(run: History, path: Path, refresh_seconds: int | None = None) -> None:
     """Write the page at once, over an older one; see `to_html`.
 
     Raises:
-        UserError: the path is a folder, or lies in none.
+        UserError: the path is a folder, or its folder does not exist.
     """
     write_page(to_html(run, refresh_seconds), path, "--html")
 
@@ -71,7 +70,7 @@ def watch_report(folder: Path, path: Path, wait: Callable[[float], object] = tim
     """Write the page of a run whenever the run has written something, until it ends or Ctrl-C is pressed.
 
     Raises:
-        UserError: it is no run folder; or the path is a folder, or lies in none.
+        UserError: it is not a run folder; or the path is a folder, or its folder does not exist.
     """
     seen = None
     with contextlib.suppress(KeyboardInterrupt):
@@ -84,7 +83,7 @@ def watch_report(folder: Path, path: Path, wait: Callable[[float], object] = tim
 
 
 def has_ended(folder: Path) -> bool:
-    """Whether its outcome is that of its last step. A run that crashed has none, or one of before it was resumed."""
+    """Whether its outcome describes its last step. A run that crashed has none, or one from before it was resumed."""
     log, outcome = folder / "metrics.jsonl", read_outcome(folder)
     if isinstance(outcome, str):  # it is not there, or damaged
         return _written(folder / OUTCOME) >= max(1, _written(log))
@@ -92,7 +91,7 @@ def has_ended(folder: Path) -> bool:
 
 
 def _written(path: Path) -> int:
-    """When, in nanoseconds; 0 for what is not there."""
+    """When a file was last written, in nanoseconds; 0 if it does not exist."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
@@ -105,11 +104,12 @@ def to_html(run: History, refresh_seconds: int | None = None) -> str:
     Args:
         refresh_seconds: how often a browser loads it again; None: never.
     """
-    sheet = describe(run.recipe.model, run.recipe.name)
+    sheet, outcome, planned = describe(run.recipe.model, run.recipe.name), read_outcome(run.folder), run.planned_steps
+    loss = training_chart(run.train, run.validation, run.name, run.loss_unit, rewarded=run.rewarded)
     parts = [
         key_figures_of(run),
         *_left_out_lines(run),
-        section("Reward" if run.rewarded else "Loss", figure(_loss(run))),
+        section("Reward" if run.rewarded else "Loss", figure(loss.svg())),
         section("Along the run", figures((*_charts(run), *_by_layer(run)))),
         section("Where the time went", _where_time_went(run)),
         section(
@@ -119,7 +119,10 @@ def to_html(run: History, refresh_seconds: int | None = None) -> str:
         evaluations_section(run.folder),
         section("Origin and changes", _origin(run)),
         section("Steps skipped", *_bad_steps(run)),
-        section("When it last ended", _outcome(run)),
+        section(
+            "When it last ended",
+            paragraph(outcome, "note") if isinstance(outcome, str) else settings(dict(outcome.training)),
+        ),
         section("Samples", *_samples(run)),
         section(
             "Architecture",
@@ -129,14 +132,9 @@ def to_html(run: History, refresh_seconds: int | None = None) -> str:
         ),
         section("Settings", settings(run.recipe.model_dump(mode="json", exclude={"name", "run_dir", "sweep"}))),
     ]
-    lines = (unbroken(_where_it_stands(run)), unbroken(summary(sheet)))
-    return page(run.name, lines, parts, _conventions(run), refresh_seconds)
-
-
-def _where_it_stands(run: History) -> str:
-    planned = run.planned_steps
     step = f"step {run.step:,}" + (f" of {planned:,}" if planned else "")
-    return f"{step} · {run.tokens:,} tokens · {clock(run.seconds)} of training"
+    progress = f"{step} · {run.tokens:,} tokens · {clock(run.seconds)} of training"
+    return page(run.name, (unbroken(progress), unbroken(summary(sheet))), parts, _conventions(run), refresh_seconds)
 
 
 def key_figures_of(run: History) -> Markup:
@@ -175,12 +173,8 @@ def _duration(seconds: float) -> tuple[str, str]:
 # ------------------------------------------------------------------------------------------------ curves
 
 
-def _loss(run: History) -> Markup:
-    return training_chart(run.train, run.validation, run.name, run.loss_unit, rewarded=run.rewarded).svg()
-
-
 def _charts(run: History) -> Iterator[Markup]:
-    """A figure for each quantity that the records hold."""
+    """A chart for each quantity in the records."""
     load, share = "tokens of the busiest expert ÷ the mean", "share of the speed of large matrix products"
     plain: Format = "{:g}".format
     for name, title, records, key, label, form in (
@@ -201,7 +195,7 @@ def _charts(run: History) -> Iterator[Markup]:
 
 
 def _by_layer(run: History) -> Iterator[Markup]:
-    """A figure for each quantity that is recorded by layer: the first layer, the last, and some evenly between."""
+    """A chart for each quantity recorded by layer: the first layer, the last, and some evenly spaced between them."""
     for key, title in (
         ("gradient_norm_by_layer", "Gradient norm by layer"),
         ("activation_rms_by_layer", "Block output (root mean square) by layer"),
@@ -261,7 +255,7 @@ def _evaluations(run: History) -> list[Markup]:
 
 
 def _bad_steps(run: History) -> list[Markup]:
-    """Steps that were not taken, and returns to a checkpoint."""
+    """Skipped steps, and returns to a checkpoint."""
     bad = [record for record in run.records if record["kind"] in ("skipped", "rollback")]
     if not bad:
         return []
@@ -279,7 +273,7 @@ def _bad_steps(run: History) -> list[Markup]:
 
 
 def _origin(run: History) -> Markup:
-    """Where the run was forked from, and what was changed on its way."""
+    """Where the run was forked from, and what was changed during training."""
     try:
         history = read_changes(run.folder)
     except UserError as error:
@@ -288,14 +282,8 @@ def _origin(run: History) -> Markup:
     return settings(dict(rows)) if rows else Markup("")
 
 
-def _outcome(run: History) -> Markup:
-    """How and where the training ended, and its memory. A run that goes on has an older outcome."""
-    outcome = read_outcome(run.folder)
-    return paragraph(outcome, "note") if isinstance(outcome, str) else settings(dict(outcome.training))
-
-
 def _left_out_lines(run: History) -> list[Markup]:
-    """What of metrics.jsonl the page does not show."""
+    """Notes on records of metrics.jsonl that the page does not show."""
     notes = [f"Left out: {run.skipped}."] if run.skipped else []
     if len(run.records) < run.n_records:
         notes.append(
@@ -345,6 +333,6 @@ def _conventions(run: History) -> str:
         loss = f"Loss is in {run.loss_unit}; validation over the held-out pairs that the recipe asks for. "
     return (
         f"{loss}The training curve is a moving average of single batches, which the thin line shows. "
-        "Throughput counts targets and the seconds of training steps alone. Figures are from metrics.jsonl, the last "
+        "Throughput counts targets and the seconds of training steps only. Figures are from metrics.jsonl, the last "
         "outcome from outcome.json. Written by gptworks report."
     )

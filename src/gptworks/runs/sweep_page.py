@@ -53,7 +53,10 @@ def write_sweep_page(sweep: Sweep) -> None:
 def to_html(sweep: Sweep) -> str:
     """The page. Numbers stand in <data> elements with their exact values."""
     best, recipe, unit = sweep.best, sweep.recipe, sweep.loss_unit
-    runs = {trial.number: _history(trial) for trial in sweep.trials}
+    runs = {
+        trial.number: read_history(trial.folder) if (trial.folder / "recipe.yaml").exists() else None
+        for trial in sweep.trials
+    }
     tiles: list[tuple[str, str | Markup, str]] = [
         ("trials", number(len(sweep.trials)), f"of {sweep.settings.n_trials:,}"),
         ("pruned", number(sweep.count("pruned")), f"{sweep.count('failed'):,} failed"),
@@ -72,12 +75,8 @@ def to_html(sweep: Sweep) -> str:
     return page(f"{recipe.name}: sweep", lines, parts, _conventions(sweep))
 
 
-def _history(trial: TrialResult) -> History | None:
-    return read_history(trial.folder) if (trial.folder / "recipe.yaml").exists() else None
-
-
 def _ranked(sweep: Sweep) -> list[TrialResult]:
-    """Complete ones by loss, then the others by theirs."""
+    """Complete trials by loss, then the others by loss."""
     return sorted(sweep.trials, key=lambda t: (t.state != "complete", math.inf if t.loss is None else t.loss))
 
 
@@ -135,7 +134,10 @@ def _trials(sweep: Sweep, runs: dict[int, History | None]) -> Markup:
         cells: list[Cell] = [
             f"{trial.number:03d}",
             rounded(trial.loss),
-            *(_cell(trial.values.get(key)) for key in keys),
+            *(
+                number(value, _text(value)) if is_figure(value) else _text(value)
+                for value in map(trial.values.get, keys)
+            ),
             "" if run is None else number(run.tokens),
             "" if run is None else number(run.seconds, clock(run.seconds)),
             _state(trial, sweep),
@@ -143,10 +145,6 @@ def _trials(sweep: Sweep, runs: dict[int, History | None]) -> Markup:
         rows.append([bold(cell) for cell in cells] if trial == sweep.best else cells)
     header = ("trial", "validation loss", *keys, "tokens", "time", "")
     return table(header, "l" + "r" * (len(keys) + 3) + "n", rows)
-
-
-def _cell(value: Any) -> Cell:
-    return number(value, _text(value)) if is_figure(value) else _text(value)
 
 
 def _conventions(sweep: Sweep) -> str:
