@@ -166,7 +166,7 @@ def test_a_card_that_says_repeats_is_right(tmp_path: Path) -> None:
     train(parse_recipe(tree))
     train(load_recipe(tmp_path / "run", ["train.max_steps=5"]), resume=True)
     card = (tmp_path / "run" / "model-card.md").read_text(encoding="utf-8")
-    assert "| from step 3 | train.max_steps 3 → 5 |" in card and "beside this file repeats the run" in card
+    assert "| from step 3 | train.max_steps 3 → 5 |" in card and "next to this file repeats the run" in card
     train(load_recipe(tmp_path / "run" / "recipe.yaml", [f"run_dir={tmp_path / 'again'}"]))
     one, other = (tmp_path / name / "checkpoints" / "step-000005" / "model.safetensors" for name in ("run", "again"))
     assert one.read_bytes() == other.read_bytes()

@@ -207,7 +207,7 @@ def test_the_tables_are_the_json(name: str) -> None:
 
     flops = model["flops"]
     parts = {sheet(name).words_of(part): n for part, n in flops["parts_per_token"].items()}
-    assert {row[0] for row in operations[1:]} == {*parts, "forward", "forward, causal pairs alone", "training"}
+    assert {row[0] for row in operations[1:]} == {*parts, "forward", "forward, only causal pairs", "training"}
     for part, cost, share, _ in operations[1:]:
         if part in parts:
             assert quantity(cost) == pytest.approx(parts[part], rel=5.1e-4)

@@ -1,4 +1,4 @@
-"""What a dataset holds, on a terminal and as a page."""
+"""The contents of a dataset, for a terminal and as a page."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,7 +126,7 @@ def _copied(info: Info) -> Iterator[Row]:
 
 
 def _cleaning(info: Info) -> Iterator[Row]:
-    """Of each filter what went in, and what it changed and dropped, by reason."""
+    """The documents that each filter read, changed, and dropped by reason."""
     for name, counts in info.cleaning:
         try:
             filters = [FilterCounts.model_validate(one) for one in counts.get("filters", ())]

@@ -1,4 +1,4 @@
-"""A forward pass of a model with random weights: what goes in, what comes out, and how long it takes here."""
+"""A forward pass of a model with random weights: its input, its output, and its time on this machine."""
 
 import math
 import time

@@ -16,14 +16,14 @@ Line = tuple[str, str]
 """A line of the drawing and the shape to its right."""
 
 MIN_WIDTH = 80
-"""Columns that the longest rows need."""
+"""Columns for the longest rows."""
 
 POSITIONS = {
     "learned": ("learned positions", "+ position embedding"),
     "rope": ("rotary positions", ""),
     "none": ("no positions", ""),
 }
-"""How positions enter the model, and what is added to the tokens' embeddings."""
+"""The kind of positions, and what is added to the tokens' embeddings."""
 
 _SHAPE_WIDTH = 20
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
@@ -63,20 +63,20 @@ def activation(c: ModelConfig) -> str:
 
 
 def turned(c: ModelConfig) -> str:
-    """In which layers, and which part of each head, the rotary embedding turns; empty where it is all."""
+    """The layers and the part of each head that the rotary embedding rotates; empty if it rotates all."""
     layers = sum(map(c.layer_rotates, range(c.n_layers)))
     part = "" if c.d_rotary == c.d_head else f"first {c.d_rotary:,} of {c.d_head:,}"
     return ", ".join(filter(None, (f"{layers} of {c.n_layers} layers" if layers < c.n_layers else "", part)))
 
 
 def base(c: ModelConfig) -> str:
-    """The base of the rotary frequencies, and that of windowed layers where it is another."""
+    """The base of the rotary frequencies, and the base of windowed layers if it differs."""
     own = c.window_rope_theta
     return f"θ = {c.rope_theta:,.10g}" + ("" if own is None else f", {own:,.10g} in windows")
 
 
 def scaled(c: ModelConfig) -> str:
-    """How the rotary frequencies were changed; empty where they were not."""
+    """How the rotary frequencies were scaled; empty if they were not."""
     if c.rope_scaling is None:
         return ""
     factor, where = c.rope_scaling.factor, "" if c.window_rope_theta is None else ", not in windows"
@@ -89,23 +89,23 @@ def scores(c: ModelConfig) -> str:
 
 
 def capped(words: str, softcap: float | None) -> str:
-    """What a soft cap makes of something."""
+    """A formula with a soft cap applied, if there is one."""
     return words if softcap is None else f"{softcap:g} tanh({words} / {softcap:g})"
 
 
 def logits(c: ModelConfig) -> str:
-    """What becomes of the head's product; empty where it is the logits."""
+    """How the logits follow from the head's product; empty if they are equal."""
     divided = f"/ {c.logit_divisor:g}" if c.logit_divisor != 1 else ""
     return divided if c.logit_softcap is None else capped(f"logits {divided}".strip(), c.logit_softcap)
 
 
 def on_the_way(factor: float, dropout: float) -> list[str]:
-    """What happens to a tensor before it joins or begins the residual stream."""
+    """Operations on a tensor before it joins or begins the residual stream."""
     return [f"× {factor:g}"] * (factor != 1) + [f"dropout {dropout:g}"] * (dropout > 0)
 
 
 def future_weights(c: ModelConfig) -> str:
-    """The shapes of the heads of tokens beyond the next."""
+    """The shapes of the heads for tokens beyond the next."""
     n, square = c.n_future_tokens - 1, dims((c.d_model, c.d_model))
     return square if n == 1 else f"{n:,} of {square}"
 
@@ -116,7 +116,7 @@ def n_banded(c: ModelConfig) -> int:
 
 
 def stack(c: ModelConfig) -> str:
-    """The blocks, and how often they are run."""
+    """The number of blocks, and how often they run."""
     blocks = f"{c.n_layers:,} × block"
     if not c.repeats_layers:
         return blocks
@@ -269,7 +269,7 @@ def _lines(c: ModelConfig, width: int) -> Iterator[Line]:
 
 
 def _box(rows: list[Row], width: int) -> Iterator[Line]:
-    """A box that the residual stream runs into and out of."""
+    """A box around the residual stream."""
     yield f"╭─────▼{'─' * (width - 8)}╮", ""
     for text, shape in _fitted(rows, width - 6):
         yield f"│  {text}  │", shape
@@ -301,7 +301,7 @@ def _branch(rows: list[Row], width: int, beside: str) -> Iterator[Line]:
 
 
 def _fitted(rows: list[Row], width: int) -> Iterator[Line]:
-    """Each row on one line, or its weights on a line of their own where both are too long."""
+    """Each row on one line; its weights on a second line if one is too short."""
     for operation, weights, shape in rows:
         if len(operation) + 1 + len(weights) <= width:
             yield f"{operation}{weights:>{width - len(operation)}}", shape

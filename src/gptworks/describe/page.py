@@ -37,10 +37,10 @@ KINDS = {
     "query_key_value": "attention", "attention_scores": "scores", "output_projection": "attention",
     "laboratory": "attention", "future_heads": "head",
 }  # fmt: skip
-"""Colour of each group of parameters and of each part of the operations; the rest are the MLP's."""
+"""Colour of each group of parameters and of each part of the operations; by default the MLP's."""
 
 SHORT = {"query_key_value": "q, k, v", "attention_scores": "scores", "output_projection": "output"}
-"""Names that fit into a bar."""
+"""Short names, for bars."""
 
 NAMES = {"embedding": "embedding", "attention": "attention", "mlp": "MLP", "norm": "norms", "head": "head"}
 
@@ -125,7 +125,7 @@ def _operations(sheet: Sheet) -> Markup:
     ]
     totals = (
         ("forward", total),
-        ("forward, causal pairs alone", flops.per_token_causal),
+        ("forward, only causal pairs", flops.per_token_causal),
         ("training", flops.training_per_token_dense),
     )
     foot = [(name, number(n, readable(n, "FLOP")), "", "") for name, n in totals]
@@ -187,7 +187,7 @@ def _conventions(sheet: Sheet) -> str:
     return (
         "B sequences of T tokens; matrices are [out × in]. A multiply-add is two operations; matrix products are "
         "counted, norms, activations and softmax are not. Attention is counted over all pairs that plain products "
-        f"form, T × T{pairs}; “causal pairs alone” counts each pair that a token may see once. Operations are for one "
+        f"form, T × T{pairs}; “only causal pairs” counts each pair that a token may see once. Operations are for one "
         f"token at the full context of {sheet.flops.length:,} tokens; training takes three times the forward pass. "
         "A tied head has no parameters of its own. kB, MB and GB are decimal. Written by gptworks describe."
     )

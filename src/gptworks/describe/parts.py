@@ -1,6 +1,6 @@
-"""An architecture's parts in the order of its data flow: what each is called, holds and does, and who described it.
+"""An architecture's parts in the order of its data flow: name, weights, function, and the paper that introduced it.
 
-Shapes and words are the drawing's (diagram.py).
+Shapes and words are those of the drawing (diagram.py).
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,17 +34,17 @@ class Part:
     place: str
     """input and output of the model; attention and mlp of a block."""
     weights: str
-    """The shapes of its weights; empty where it has none."""
+    """The shapes of its weights; empty if it has none."""
     shape: str
-    """Of what leaves it."""
+    """The shape of its output."""
     words: str
-    """What it does."""
+    """Its function, in a sentence or two."""
     source: str
-    """Where it was described."""
+    """The paper that introduced it."""
     modules: tuple[str, ...] = ()
-    """Names in the model, of a block's parts without the block's."""
+    """Module names, without the block's prefix for parts of a block."""
     tensors_of: tuple[str, ...] = ()
-    """Modules whose tensors it uses, where these are not its own."""
+    """Modules whose tensors it uses, if these are not its own."""
 
     @property
     def in_block(self) -> bool:
@@ -52,7 +52,7 @@ class Part:
         return self.place in ("attention", "mlp")
 
     def in_layer(self, modules: Iterable[str], layer: int) -> list[str]:
-        """Names of this part's modules as the model has them, in one layer."""
+        """Full names of modules of this part in one layer."""
         return [f"blocks.{layer}.{name}" if self.in_block else name for name in modules]
 
 
@@ -63,11 +63,11 @@ _NORMS = {
                 "Zhang & Sennrich, 2019"),
 }  # fmt: skip
 _WHERE = {
-    "norm1": "It stands before attention, so that the residual stream itself stays as it is.",
-    "norm2": "It stands before the MLP, so that the residual stream itself stays as it is.",
-    "norm1_after": "It stands behind attention, before what that gives is added to the residual stream.",
-    "norm2_after": "It stands behind the MLP, before what that gives is added to the residual stream.",
-    "norm": "It stands before the head.",
+    "norm1": "It comes before attention, so that the residual stream itself is unchanged.",
+    "norm2": "It comes before the MLP, so that the residual stream itself is unchanged.",
+    "norm1_after": "It comes after attention, before the result is added to the residual stream.",
+    "norm2_after": "It comes after the MLP, before the result is added to the residual stream.",
+    "norm": "It comes before the head.",
 }
 _ACTIVATIONS = {
     "gelu": ("passes each channel as far as it is positive, with a smooth bend (GELU)", "Hendrycks & Gimpel, 2016"),
@@ -81,7 +81,7 @@ _ACTIVATIONS = {
 
 
 def parts(c: ModelConfig, layer: int = 0) -> list[Part]:
-    """Those of the model and of one of its blocks, in the order in which a token passes them."""
+    """The parts of the model and of one of its blocks, in the order of the data flow."""
     return [*_input(c), *_attention(c, layer), *_mlp(c), *_output(c)]
 
 
@@ -289,7 +289,7 @@ def _experts(c: ModelConfig) -> Iterator[Part]:
     if c.d_ff_shared:
         yield Part(
             "shared_expert", "Shared expert", "mlp", "mlp", _of_mlp(c, c.d_ff_shared), _stream(c),
-            "An MLP that computes for every token beside the chosen experts.", "Dai et al., 2024",
+            "An MLP that computes for every token, in addition to the chosen experts.", "Dai et al., 2024",
             tuple(f"mlp.shared.{name}" for name in names),
         )  # fmt: skip
 

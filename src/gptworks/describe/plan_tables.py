@@ -1,4 +1,4 @@
-"""What `gptworks plan` prints: as tables and as JSON. Bytes and FLOPs are decimal (1 GB is 10⁹ bytes)."""
+"""The output of `gptworks plan`, as tables and as JSON. Bytes and FLOPs are decimal (1 GB is 10⁹ bytes)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -32,25 +32,25 @@ WORDS = {
     "gradients_alike": "gradients of what each tensor rank has whole",
     "updates": "Muon's updates",
 }
-"""Of parts of memory and work, whose keys are identifiers, where they are more than the key."""
+"""Names of parts of memory and work, if they differ from the key."""
 _UNMEASURED = "--device this measures this machine's speed"
 
 
 def words(part: str) -> str:
-    """A part as a reader knows it."""
+    """The name of a part for people."""
     return WORDS.get(part, part.replace("_", " "))
 
 
 def printed(plan: Plan, details: bool = False) -> Group:
-    """The tables for a terminal; `details`: every one, else what most readers need."""
+    """The tables for a terminal; `details`: all of them."""
     return Group(*(table.rich() for table in tables(plan, details)))
 
 
 def tables(plan: Plan, details: bool = False, unmeasured: str = _UNMEASURED) -> Iterator[Table]:
-    """Whether the run fits and what to change, what it takes; with details, every figure there is.
+    """Whether the run fits, what to change, and its costs; with details, every figure.
 
     Args:
-        unmeasured: what a reader can do where the machine's speed is not known.
+        unmeasured: what to do if the machine's speed is unknown.
     """
     yield Table((plan.recipe.name, "plan"), "ll", _facts(plan, details, unmeasured))
     yield _memory(plan)
@@ -147,7 +147,7 @@ def _checkpoints(plan: Plan) -> str:
 
 
 def _objective(plan: Plan) -> str:
-    """What the figures count beyond the text itself."""
+    """The objective, and what the figures count beyond the text itself."""
     objective = plan.recipe.objective
     paired, answers = objective.rows_per_sample == 2, "text" not in objective.sources
     counted = {
@@ -224,7 +224,7 @@ def _time(plan: Plan, unmeasured: str) -> str:
 
 
 def readable_seconds(seconds: float) -> str:
-    """`45 s`, `12 min`, `3.4 h`, `12 days`, `1.5 years`: a duration as one plans with it."""
+    """A rounded duration, such as `45 s`, `12 min`, `3.4 h`, `12 days`, `1.5 years`."""
     year = 365.25 * 86_400
     for unit, size, least in (("years", year, 1), ("days", 86_400, 2), ("h", 3600, 2), ("min", 60, 2)):
         if seconds >= least * size:
@@ -244,7 +244,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _checks(plan: Plan) -> Table:
-    """The predicted peak of a step beside the traced and the measured one."""
+    """The predicted, the traced and the measured peak of a step."""
     rows = [("predicted", plan.step_bytes)]
     rows += [] if plan.traced_bytes is None else [("traced", plan.traced_bytes)]
     if plan.measured is not None:
@@ -282,7 +282,7 @@ def _inference(plan: Plan) -> Table:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """Stable keys; null where a figure is unknown before the run."""
+    """Stable keys; null for figures that are unknown before the run."""
     setting, device, layout = plan.setting, plan.device, plan.setting.layout
     return {
         "name": plan.recipe.name,

@@ -1,4 +1,4 @@
-"""Figures that documents print about their models, with the exact ones. `published.json` holds what they print."""
+"""Figures that documents print about their models, with the exact ones. `published.json` holds the printed ones."""
 
 import json
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class Figure:
     published: float | str
     """In units, not in thousands or millions; text where the document prints a range."""
     exact: float | None
-    """None: only a measurement can give it; the note says which."""
+    """None: only a measurement can give it; the note names the command."""
     note: str = ""
 
     @property
@@ -35,7 +35,7 @@ class Figure:
 
     @property
     def error_text(self) -> str:
-        """How far the published figure is off: in percent, or as a factor where it is more than half or twice."""
+        """The error of the published figure: in percent, or as a factor below one half and above two."""
         if isinstance(self.published, str) or not self.exact:
             return ""
         ratio = self.published / self.exact
@@ -73,7 +73,7 @@ def published_figures(config: ModelConfig) -> tuple[Figure, ...]:
 
 
 def _exact(config: ModelConfig) -> Mapping[str, Mapping[str, float]]:
-    """What documents print figures of, by unit and key."""
+    """The exact figures, by unit and key."""
     count, flops = count_parameters(config), forward_flops(config)
     step = flops.per_token_dense * 512 * 2048
     table = require_vocab_size(config) * config.d_model
@@ -118,7 +118,7 @@ def _exact(config: ModelConfig) -> Mapping[str, Mapping[str, float]]:
 
 @cache
 def _sizes() -> dict[str, int]:
-    """Parameters of the models that documents compare theirs with."""
+    """Parameters of the models with which documents compare theirs."""
     return {name: count_parameters(preset(name)).total
             for name in ("gpt2", "gpt2-medium", "gpt2-large", "llama-2-7b")}  # fmt: skip
 

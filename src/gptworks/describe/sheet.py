@@ -1,4 +1,4 @@
-"""What `gptworks describe` prints: as data first, then for a terminal and as Markdown; page.py makes a page of it.
+"""The data sheet of `gptworks describe`: as data, for a terminal and as Markdown; page.py makes a page of it.
 
 Bytes and FLOPs are decimal (1 GB is 10⁹ bytes).
 """
@@ -26,7 +26,7 @@ from gptworks.planning.params import ParameterCount, ParameterGroup, Shape, coun
 from gptworks.units import readable
 
 WIDTH = 100
-"""Columns that a sheet is laid out for."""
+"""Widest layout of a sheet, in columns."""
 
 
 _WORDS = {"query_key_value": "query, key, value", "attention_scores": "scores and weighted sum", "mlp": "MLP"}
@@ -55,12 +55,12 @@ class Sheet:
 
     @property
     def groups(self) -> list[ParameterGroup]:
-        """Those that the model has, and its head, tied or not."""
+        """The groups that the model has, and its head, tied or not."""
         return [group for group in self.parameters.groups.values() if group.total or group.name == "head"]
 
     @property
     def totals(self) -> list[tuple[str, int, int]]:
-        """Parameters of one block and of the model; with experts also those that take part for one token."""
+        """Parameters of one block and of the model; with experts, also those active for one token."""
         count, per_layer = self.parameters, sum(group.per_layer for group in self.groups if group.in_block)
         idle = (count.total - count.active) // self.config.n_layers
         for_a_token = [("for a token", per_layer - idle, count.active)] if self.config.n_experts else []
@@ -79,7 +79,7 @@ class Sheet:
             ("KV cache in fp16, a token", f"{self.kv_cache_bytes_per_token:,} B"),
             (f"KV cache in fp16, {length:,} tokens", readable(self.kv_cache_bytes, "B")),
             ("forward, a token", readable(self.flops.per_token_dense, "FLOP")),
-            ("forward, causal pairs alone", readable(self.flops.per_token_causal, "FLOP")),
+            ("forward, only causal pairs", readable(self.flops.per_token_causal, "FLOP")),
             *([("heads of later tokens", readable(self.flops.future / length, "FLOP"))] if self.flops.future else []),
             ("training, a token", readable(self.flops.training_per_token_dense, "FLOP")),
         ]
@@ -98,7 +98,7 @@ class Sheet:
         }
 
     def words_of(self, part: str) -> str:
-        """A part of the work as people name it."""
+        """The name of a part of the work for people."""
         if part == "experts":
             return f"{self.config.n_experts_per_token:,} of {self.config.n_experts:,} experts"
         return _WORDS.get(part, part.replace("_", " "))
@@ -168,18 +168,18 @@ class Sheet:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(WIDTH, options.max_width)
         parameters, facts, flops = (table.rich() for table in self._tables)
-        beside: RenderableType = Group(facts, flops)
+        right: RenderableType = Group(facts, flops)
         if width == WIDTH:
-            beside = RichTable.grid(padding=(0, 2))
-            beside.add_row(facts, flops)
+            right = RichTable.grid(padding=(0, 2))
+            right.add_row(facts, flops)
         lines = Text(_wrapped(summary(self), width - 4), justify="center")
         lines.append("\n" + _wrapped(traits(self.config), width - 4), style="dim")
         panel = Panel(lines, title=f"[bold]{escape(self.name)}[/]", box=box.ROUNDED)
-        content = Group(panel, _styled(diagram(self.config, width)), Text(), parameters, beside, *self._published())
+        content = Group(panel, _styled(diagram(self.config, width)), Text(), parameters, right, *self._published())
         yield from console.render(content, options.update(width=width))
 
     def _published(self) -> Iterator[RenderableType]:
-        """Published beside exact, the notes below."""
+        """Published and exact figures, with notes below."""
         if self.published:
             header = (self.published[0].source, "published", "exact", "off by")
             yield Table(header, "lrrr", [figure.cells[:-1] for figure in self.published]).rich()
@@ -189,7 +189,7 @@ class Sheet:
 
 
 def describe(config: ModelConfig, name: str | None = None) -> Sheet:
-    """The data sheet of a model. It has published figures where the settings are exactly a preset's.
+    """The data sheet of a model. It has published figures if the settings are exactly a preset's.
 
     Raises:
         UserError: the vocabulary is not known yet.
@@ -231,7 +231,7 @@ def summary(sheet: Sheet) -> str:
 
 
 def traits(c: ModelConfig) -> str:
-    """What the model is made of, in a line."""
+    """The model's design in a line."""
     biased = [name for name, there in (("qkv", c.qkv_bias), ("output", c.out_bias), ("MLP", c.mlp_bias)) if there]
     parts = [
         POSITIONS[c.position][0]
@@ -262,7 +262,7 @@ def label(group: ParameterGroup) -> str:
 
 
 def tensors_text(group: ParameterGroup) -> str:
-    """Tensors of one shape together: `query out [768 × 768] · key value [256 × 768]`; experts once."""
+    """Tensors grouped by shape: `query out [768 × 768] · key value [256 × 768]`; experts once."""
     if not group.tensors:
         return "tied to the token embedding"
     tensors = {name: shape for name, shape in group.tensors.items() if not re.search(r"experts\.[1-9]", name)}
@@ -279,7 +279,7 @@ def tensors_text(group: ParameterGroup) -> str:
 
 
 def _wrapped(text: str, width: int) -> str:
-    """Broken between its parts, none of which is torn."""
+    """The text with line breaks between its parts only."""
     first, *rest = text.split(" · ")
     lines = [first]
     for part in rest:

@@ -1,4 +1,4 @@
-"""What a notebook shows of a value: parts of pages whose style leaves the rest of the notebook as it is."""
+"""What a notebook shows of a value: parts of pages, whose style does not affect the rest of the notebook."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from gptworks.pages.parts import environment, image, paragraph, printable
 
 
 def cell(*parts: Markup) -> str:
-    """Parts of a page, those that are not empty, as `_repr_html_` returns them. Text is escaped as on a page."""
+    """The non-empty parts of a page, as `_repr_html_` returns them. Text is escaped as on a page."""
     return printable(environment().get_template("cell.html").render(parts=parts))
 
 
@@ -19,7 +19,7 @@ class Figure:
     """A drawing that a notebook shows."""
 
     svg: str
-    """A whole SVG file with its own style; empty where there is nothing to draw."""
+    """A complete SVG file with its own style; empty if there is nothing to draw."""
     title: str
 
     def __repr__(self) -> str:
@@ -33,5 +33,5 @@ class Figure:
         return image(self.svg, self.title) if self.svg else paragraph(f"{self.title}: nothing yet", "note")
 
     def save(self, path: str | Path) -> None:
-        """Write it as an SVG file."""
+        """Write the drawing as an SVG file."""
         write_whole(Path(path), self.svg)

@@ -12,16 +12,16 @@ from gptworks.pages.parts import paragraph, printable, stylesheet
 Format = Callable[[float], str]
 
 WIDE, NARROW = 960.0, 456.0
-"""Widths of a drawing: a page's, and of one of two side by side."""
+"""Widths of a chart: as wide as the page, or one of two side by side."""
 
 N_COLOURS = 8
 """series-0 to series-7 in style.css; further ones are dashed."""
 
 TOP, BOTTOM, GAP, LINE = 30.0, 40.0, 8.0, 16.0
-"""Room above and below the plot, between text and plot, and from one line of text to the next."""
+"""Space above and below the plot, between text and plot, and from one line of text to the next."""
 
 MARGIN = 24.0
-"""Around the charts of a picture."""
+"""Space around the charts of a picture."""
 
 
 def compact(value: float) -> str:
@@ -42,22 +42,22 @@ class Series:
     kind: str = "series-0"
     """Its class in style.css."""
     style: str = "line"
-    """line; dots; both; or area, whose points go round it."""
+    """line; dots; both; or area, whose points are its outline."""
     titles: Sequence[str] = ()
-    """What is shown of a dot under the pointer, a text for each point."""
+    """Shown for the dot under the pointer: a text for each point."""
 
 
 @dataclass(frozen=True)
 class Chart:
     """Curves over axes.
 
-    Where the highest values are far above nearly all others, the axis ends below them, and the figure says so.
+    If a few values are far above all others, the axis ends below them and the chart says how many are higher.
     """
 
     name: str
     """Distinguishes the drawing's ids from those of others on the page."""
     title: str
-    """Read to those who do not see it."""
+    """Read by screen readers."""
     series: Sequence[Series]
     x_label: str
     y_label: str
@@ -67,14 +67,14 @@ class Chart:
     height: float = 250.0
     log_x: bool = False
     x_range: tuple[float, float] | None = None
-    """What the x axis holds, where that does not follow from the points; whole numbers have whole ticks."""
+    """The ends of the x axis; None: those of the points. Two integers give integer ticks."""
     x_names: Sequence[str] | None = None
-    """The labels of x = 0, 1, 2 … where these are not numbers."""
+    """Labels of x = 0, 1, 2 …; None: x is a number."""
     from_zero: bool = False
     """The y axis begins at 0."""
 
     def svg(self) -> Markup:
-        """The drawing, or a line of text where no point is finite."""
+        """The drawing, or a line of text if no point is finite."""
         drawing = self.draw()
         if drawing is None:
             return paragraph(f"{self.y_label}: nothing yet", "note")
@@ -86,7 +86,7 @@ class Chart:
         return "; ".join(f"{s.name or self.y_label}: {_words(s)}" for s in placed)
 
     def draw(self) -> Drawing | None:
-        """The chart's elements; None where no point is finite."""
+        """The chart's elements; None if no point is finite."""
         series = [_drawable(s, self.log_x) for s in self.series]
         points = [(x, y) for s in series for x, y in s.points if math.isfinite(x) and math.isfinite(y)]
         if not points:
@@ -144,7 +144,7 @@ class Chart:
 
 
 def picture(charts: Sequence[Chart], title: str) -> str:
-    """Charts of one width, one below the other, as an SVG file with its own style. Empty: no chart has a point."""
+    """Charts of one width, one below the other, as an SVG file with its own style; empty if no chart has a point."""
     drawn = [(chart, drawing) for chart in charts if (drawing := chart.draw()) is not None]
     if not drawn:
         return ""
@@ -164,11 +164,11 @@ def colour(i: int) -> str:
 
 
 MOST, LEAST = 1e150, 1e-150
-"""Sizes between which a value is drawn: beyond them a difference or a ratio of two leaves the numbers there are."""
+"""Range of the values that are drawn: outside of it, differences and ratios overflow or underflow."""
 
 
 def _drawable(s: Series, log_x: bool) -> Series:
-    """The series with its points placed, less those whose x cannot be; a y that cannot be breaks the curve."""
+    """The series without points whose x cannot be drawn; a y that cannot be drawn becomes NaN and breaks the curve."""
     placed, titles = [], []
     for i, (x, y) in enumerate(s.points):
         if _placed(x) is not None and not (log_x and x < LEAST):
@@ -178,19 +178,19 @@ def _drawable(s: Series, log_x: bool) -> Series:
 
 
 def _placed(value: float) -> float | None:
-    """The value, 0 where it is next to nothing; None where it is too large, or no number."""
+    """The value; 0 if it is tiny; None if it is too large or NaN."""
     return None if not abs(value) < MOST else 0.0 if abs(value) < LEAST else value
 
 
 def _apart(low: float, high: float) -> tuple[float, float]:
-    """The range, widened where its ends are equal to nine digits."""
+    """The range, widened if its ends agree to nine digits."""
     if high - low > 1e-9 * max(abs(low), abs(high)):
         return low, high
     return low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
 
 
 def _limits(values: list[float]) -> tuple[float, float, int]:
-    """Lowest and highest value on the axis, and how many lie above it."""
+    """Lowest and highest value on the axis, and the number of values above it."""
     values = sorted(values)
     low, high = values[0], values[-1]
     most = values[min(len(values) - 1, int(0.98 * len(values)))]
@@ -200,7 +200,7 @@ def _limits(values: list[float]) -> tuple[float, float, int]:
 
 
 def _ticks(low: float, high: float, n: int) -> list[float]:
-    """About n round numbers that enclose the range, or nearly."""
+    """About n round numbers that enclose the range, or almost."""
     low, high = _apart(low, high)
     rough = (high - low) / n
     power = 10.0 ** math.floor(math.log10(rough))
@@ -210,7 +210,7 @@ def _ticks(low: float, high: float, n: int) -> list[float]:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten, with 2 and 5 times them where those are few; as logarithms."""
+    """Logarithms of powers of ten, and of 2 and 5 times them if there are fewer than three."""
     powers = range(math.floor(low), math.ceil(high) + 1)
     tens = [float(power) for power in powers if low <= power <= high]
     return tens if len(tens) > 2 else [power + math.log10(b) for power in powers for b in (1, 2, 5)]
@@ -237,7 +237,7 @@ def _draw(d: Drawing, s: Series, place: Callable[[float, float], Point], columns
 
 
 def _unbroken(points: Sequence[Point]) -> Iterator[list[Point]]:
-    """The parts of a curve between values that are not finite."""
+    """The parts of a curve between non-finite values."""
     run: list[Point] = []
     for x, y in points:
         if math.isfinite(y):
@@ -250,7 +250,7 @@ def _unbroken(points: Sequence[Point]) -> Iterator[list[Point]]:
 
 
 def _thinned(points: list[Point], columns: int) -> list[Point]:
-    """Of a long curve, the lowest and the highest point of each column, and both ends."""
+    """A long curve reduced to the lowest and the highest point of each column, and both ends."""
     if len(points) <= 4 * columns:
         return points
     size, kept = len(points) / columns, [points[0]]
@@ -263,7 +263,7 @@ def _thinned(points: list[Point], columns: int) -> list[Point]:
 def _names(
     d: Drawing, named: Sequence[Series], place: Callable[[float, float], Point], x: float, room: tuple[float, float]
 ) -> None:
-    """Each name beside the end of its curve, moved apart where they would touch."""
+    """Each name next to the end of its curve, moved apart where names would overlap."""
     ends = []
     for s in named:
         finite = [point for point in s.points if math.isfinite(point[1])]

@@ -12,10 +12,10 @@ from markupsafe import Markup
 Point = tuple[float, float]
 
 LABEL, SMALL = 14.0, 12.0
-"""Sizes of type: names in bold, and shapes."""
+"""Sizes of type: bold, and regular."""
 
 _MOST_CHARACTERS = 2_000
-"""Of one text in a drawing."""
+"""Longest text in a drawing; longer ones are cut."""
 
 _WIDTHS = {
     **dict.fromkeys("ijl'", 0.31),
@@ -26,7 +26,7 @@ _DIGIT, _LOWER, _OTHER = 0.64, 0.64, 0.84
 
 
 def text_width(text: str, size: float, bold: bool = False) -> float:
-    """At least as wide as the text in the widest of the usual sans-serif types (DejaVu Sans)."""
+    """An upper bound on the width of a text, from the widest of the usual sans-serif fonts (DejaVu Sans)."""
     ems = 0.0
     for letter in text:
         plain = _DIGIT if letter.isdigit() else _LOWER if letter.islower() else _OTHER
@@ -41,24 +41,24 @@ class Drawing:
         self.elements: list[ElementTree.Element] = []
 
     def add(self, tag: str, content: str | None = None, *, title: str = "", **attributes: str | float) -> None:
-        """An element; `class_` is written class, and text_anchor text-anchor. The title is shown under the pointer."""
+        """Add an element: `class_` becomes class, and text_anchor text-anchor. The title is shown under the pointer."""
         element = _element(tag, content, **attributes)
         if title:
             element.append(_element("title", title))
         self.elements.append(element)
 
     def style(self, sheet: str) -> None:
-        """The rules of a stylesheet, for a drawing that is a file of its own."""
+        """Add a stylesheet, for a drawing in a file of its own."""
         self.elements.append(_element("style"))
         self.elements[-1].text = sheet
 
     def group(self, inside: "Drawing", **attributes: str) -> None:
-        """Another drawing within this one."""
+        """Add another drawing as a group."""
         self.elements.append(_element("g", None, **attributes))
         self.elements[-1].extend(inside.elements)
 
     def clip(self, inside: "Drawing", name: str, x: float, y: float, width: float, height: float) -> None:
-        """Another drawing, as far as it lies in a rectangle. `name` distinguishes its id from others'."""
+        """Add another drawing, clipped to a rectangle. `name` distinguishes its id from others'."""
         self.elements.append(_element("clipPath", id=f"{name}-clip"))
         self.elements[-1].append(_element("rect", x=x, y=y, width=width, height=height))
         self.group(inside, clip_path=f"url(#{name}-clip)")
@@ -73,14 +73,14 @@ class Drawing:
         bold: bool = False,
         anchor: Literal["start", "middle", "end"] = "start",
     ) -> None:
-        """One line on the baseline y, set smaller where it would be wider than `room`."""
+        """Add a line of text on the baseline y, in smaller type if it would be wider than `room`."""
         size = LABEL if bold else SMALL
         size *= min(1.0, room / max(text_width(text, size, bold), 1e-9))
         kind = "name" if bold else "shape"
         self.add("text", text, class_=kind, x=x, y=y, font_size=size, text_anchor=anchor)
 
     def line(self, *points: Point, kind: str) -> None:
-        """Straight pieces through the points."""
+        """Add straight lines through the points."""
         self.add("path", class_=kind, d="M" + " L".join(f"{x:.6g} {y:.6g}" for x, y in points))
 
     def svg(self, width: float, height: float, title: str, description: str, name: str) -> Markup:

@@ -16,10 +16,10 @@ from gptworks.pages.parts import environment, printable, stylesheet
 def page(
     title: str, lines: Sequence[str], parts: Sequence[Markup], footer: str, refresh_seconds: int | None = None
 ) -> str:
-    """A whole page, without the parts that are empty. `lines` stand below the title.
+    """A complete page, without its empty parts. `lines` follow the title.
 
-    Text is escaped, markup comes from templates and drawings alone, and the page's policy lets a browser load nothing
-    and run nothing. Characters that cannot be shown are replaced by U+FFFD.
+    Text is escaped, markup comes only from templates and drawings, and the page's policy forbids a browser to load or
+    run anything. Characters that cannot be shown are replaced by U+FFFD.
     """
     template = environment().get_template("page.html")
     text = template.render(
@@ -30,13 +30,13 @@ def page(
 
 @cache
 def content_security_policy() -> str:
-    """What a browser may do with a page: apply its one stylesheet, and nothing else."""
+    """The policy that lets a browser apply the page's stylesheet and nothing else."""
     digest = base64.b64encode(hashlib.sha256(stylesheet().encode("utf-8")).digest()).decode("ascii")
     return f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
 def write_page(text: str, path: Path, option: str) -> None:
-    """Write a page at once, over an older one. `option` is what the command calls the path.
+    """Write a page atomically, replacing an older one. `option`: the command's name for the path.
 
     Raises:
         UserError: the path is a folder, or its folder does not exist.

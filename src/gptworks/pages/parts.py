@@ -1,4 +1,4 @@
-"""The parts that pages are made of. A `str` is text and is escaped; `Markup` comes from these functions alone."""
+"""The parts of pages. A `str` is text and is escaped; only these functions make `Markup`."""
 
 import base64
 import json
@@ -14,14 +14,14 @@ from gptworks.terminal import UNPRINTABLE
 from gptworks.units import readable
 
 MOST_CHARACTERS = 20_000
-"""Characters of one text that a page shows."""
+"""Most characters of one text on a page."""
 
 _COUNTS = {"k": "thousand", "M": "million", "G": "billion", "T": "trillion"}
 
 
 @cache
 def environment() -> jinja2.Environment:
-    """The templates, with everything escaped that is not markup already."""
+    """The templates, which escape everything that is not markup already."""
     return jinja2.Environment(
         loader=jinja2.PackageLoader("gptworks.pages"),
         autoescape=True,
@@ -43,7 +43,7 @@ def printable(text: str) -> str:
 
 
 def shortened(value: Any) -> Any:
-    """A long text cut short, with a note of how much is left out; anything else as it is."""
+    """A long text cut short, with the number of characters left out; any other value unchanged."""
     if isinstance(value, str) and not isinstance(value, Markup) and len(value) > MOST_CHARACTERS:
         return f"{value[:MOST_CHARACTERS]}… ({len(value) - MOST_CHARACTERS:,} more characters)"
     return value
@@ -59,7 +59,7 @@ def _macros() -> Any:
 
 
 def unbroken(text: str) -> str:
-    """The same text, which a browser breaks between the parts that `·` separates and nowhere else."""
+    """The text with no-break spaces, so that lines break only after a `·`."""
     return text.replace(" ", "\xa0").replace("\xa0·\xa0", "\xa0· ")
 
 
@@ -74,7 +74,7 @@ def bold(text: str | Markup) -> Markup:
 
 
 def section(title: str, *parts: str | Markup) -> Markup:
-    """Parts of a page under a heading, which may be empty; nothing, if all parts are."""
+    """Parts of a page under a heading, which may be empty; nothing if all parts are empty."""
     return _made("section", title, parts) if any(parts) else Markup("")
 
 
@@ -89,7 +89,7 @@ def figure(drawing: Markup) -> Markup:
 
 
 def image(svg: str, words: str) -> Markup:
-    """An SVG file as an image, apart from the style of what is around it; `words` stand in its place."""
+    """An SVG file as an image, which the surrounding style does not affect; `words`: its alternative text."""
     data = Markup(base64.b64encode(svg.encode("utf-8")).decode("ascii"))  # noqa: S704  letters, which are not cut short
     return _made("image", data, words)
 
@@ -111,13 +111,13 @@ def large(value: float, unit: str = "") -> Markup:
 
 
 def number(value: float, text: str | None = None, unit: str = "") -> Markup:
-    """A number with its exact value, written as `text` or with thousands apart, and its unit in small type."""
+    """A number with its exact value, shown as `text` or with thousands separators, and its unit in small type."""
     exact = str(int(value)) if math.isfinite(value) and value == int(value) else repr(value)
     return _made("number", exact, f"{value:,}" if text is None else text, unit)
 
 
 def rounded(value: object, form: str = ".4f", unit: str = "") -> Markup:
-    """A figure of a record, rounded; nothing where it is no number."""
+    """A figure of a record, rounded; nothing if it is not a number."""
     return number(value, format(value, form), unit) if is_figure(value) else Markup("")
 
 
@@ -127,12 +127,12 @@ def is_figure(value: object) -> TypeGuard[float]:
 
 
 def key(text: str, kind: str) -> Markup:
-    """A text behind a dot in its curve's colour."""
+    """A text after a dot in its curve's colour."""
     return _made("key", text, kind)
 
 
 def exact(value: Markup) -> Markup:
-    """A value that is stressed beside a published one."""
+    """An exact value, in bold, next to a published one."""
     return _made("exact", value)
 
 
@@ -142,25 +142,25 @@ Cell = str | Markup
 def table(
     header: Sequence[Cell], align: str, rows: Iterable[Sequence[Cell]], foot: Iterable[Sequence[Cell]] = ()
 ) -> Markup:
-    """Rows under a header; in `align` a letter a column: l, r (numbers), q (quiet), t (the track of a bar), n (a note).
-    The first cell of a row is its header."""
+    """Rows under a header. `align` has a letter for each column: l, r (numbers), q (muted), t (a bar), n (a note). The
+    first cell of a row is its header."""
     kinds = {"l": "", "r": "number", "q": "quiet", "t": "track", "n": "note"}
     return _made("table", list(zip(header, align, strict=True)), [kinds[side] for side in align], list(rows),
                  list(foot))  # fmt: skip
 
 
 def percent(share: float) -> str:
-    """Empty for nothing, and never 0.0% for something."""
+    """A share in percent: empty for 0, and `< 0.1%` for less than 0.05%."""
     return "" if not share else "< 0.1%" if share < 0.0005 else f"{share:.1%}"
 
 
 def bar(share: float, kind: str) -> Markup:
-    """A bar of this share of its track, at least a hair wide."""
+    """A bar that fills this share of its track, and at least 0.5% of it."""
     return _made("bar", f"{max(share, 0.005):.2%}", kind)
 
 
 def byte_table(sizes: Iterable[tuple[str, int]]) -> Markup:
-    """Amounts of memory by name, with bars; nothing where there are none."""
+    """Amounts of memory by name, with bars; nothing if there are none."""
     named = list(sizes)
     largest = max((n for _, n in named), default=0) or 1
     rows = [(name, number(n, readable(n, "B")), bar(n / largest, "memory")) for name, n in named]
@@ -185,7 +185,7 @@ def flow_boxes(boxes: Any, stack: str, logits: str, parallel: bool) -> Markup:
 
 
 def settings(tree: dict[str, Any]) -> Markup:
-    """Each setting as a recipe has it."""
+    """Each setting by its path, with its value as in a recipe."""
     return _made("settings", list(_flat(tree)))
 
 

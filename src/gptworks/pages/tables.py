@@ -32,5 +32,5 @@ class Table:
 
 
 def in_a_cell(text: str) -> str:
-    """A text as Markdown in a cell of a table, on one line, which nothing in it ends and no HTML is in."""
+    """A text for a cell of a Markdown table: on one line, with `|` and `<` escaped."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

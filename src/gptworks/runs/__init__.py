@@ -1,4 +1,4 @@
-"""Looking at runs: a report of one, several compared, bands to hold a run against, and sweeps.
+"""Runs: reports, comparisons, bands of expected losses, sweeps, tries, and quantized copies.
 
-Everything is read from `recipe.yaml` and `metrics.jsonl`, so a run that is going on or has crashed can be seen too.
+Figures come from `recipe.yaml` and `metrics.jsonl`, so a run that is still training or has crashed has them too.
 """

@@ -1,6 +1,6 @@
-"""Bands: where the validation loss of a recipe runs with several seeds, and whether another run keeps to it.
+"""Bands: the range of a recipe's validation loss over several seeds, and whether another run stays inside it.
 
-The bands of the recipes that train in minutes come with the package, and are found by the settings that decide a curve.
+The package has bands of the recipes that train in minutes, found by the settings that decide a loss curve.
 """
 
 import json
@@ -24,7 +24,7 @@ from gptworks.runs.statistics import binomial_quantile, t_quantile
 
 FEWEST_SEEDS = 3
 SHARE = 0.95
-"""Of runs of the same recipe, those that lie inside a point's interval."""
+"""Share of runs of the same recipe that lie inside a point's interval."""
 
 
 class BandPoint(Section):
@@ -40,30 +40,30 @@ class BandPoint(Section):
 
 
 class Band(Section):
-    """Where a recipe's validation loss runs."""
+    """The range of a recipe's validation loss along training."""
 
     name: str
     fingerprint: str
     """Of `settings`."""
     settings: dict[str, Any]
-    """Those that decide the curve, less those at their defaults."""
+    """The settings that decide the curve, without those at their defaults."""
     data_fingerprint: str | None
-    """What the token files sum to: other text, another curve."""
+    """A sha256 of the token files: another text has another curve."""
     seeds: tuple[int, ...]
     points: tuple[BandPoint, ...] = Field(min_length=1)
 
     def margin(self, point: BandPoint) -> float:
-        """Half the interval that holds the loss of one more run with probability 95%, for a normal spread."""
+        """Half the interval that contains the loss of one more run with probability 95%, if losses are normal."""
         factor = t_quantile((1 + SHARE) / 2, point.n - 1) * math.sqrt(1 + 1 / point.n)
         return factor * point.standard_deviation
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a run keeps to a band.
+    """Whether a run stays inside a band.
 
-    It does where no more points lie outside their interval than as many independent ones would in 95% of runs. The
-    points of a curve are not independent, so that the 95% are nominal.
+    It does if the number of points outside their interval is at most what independent points would have in 95% of runs.
+    The points of a curve are not independent, so the 95% are nominal.
     """
 
     band: Band
@@ -72,9 +72,9 @@ class Verdict:
     n_allowed: int
     last: BandPoint
     loss: float
-    """At the last point that both have."""
+    """At the last point that the run and the band share."""
     other_data: bool
-    """The text is another than the band's, so that the curve may run elsewhere."""
+    """The text is not the band's, so the curve may differ."""
 
     @property
     def inside(self) -> bool:
@@ -116,7 +116,7 @@ def make_band(runs: Sequence[History]) -> Band:
     settings = decisive(first.recipe)
     if len(runs) < FEWEST_SEEDS:
         raise UserError(
-            f"a band of {len(runs)} runs tells little: give at least {FEWEST_SEEDS}, each with its own seed."
+            f"{len(runs)} runs are too few for a band: give at least {FEWEST_SEEDS}, each with its own seed."
         )
     if first.recipe.train.max_minutes is not None:
         raise UserError(
@@ -130,7 +130,7 @@ def make_band(runs: Sequence[History]) -> Band:
             wanted, found = differences([first.recipe, run.recipe])[key]
             raise UserError(
                 f"{run.folder} is another recipe than {first.folder}: {key} is {found} and not "
-                f"{wanted}. A band holds runs that differ in their seed alone."
+                f"{wanted}. The runs of a band differ only in their seed."
             )
         if seeds.count(run.recipe.seed) > 1:
             raise UserError(f"{run.folder}: seed {run.recipe.seed} is there twice, and equal seeds give equal curves.")
@@ -161,7 +161,7 @@ def make_band(runs: Sequence[History]) -> Band:
 
 
 def write_band(band: Band, path: Path) -> None:
-    """Write the band as JSON, a point a line."""
+    """Write the band as JSON, one point per line."""
     if not path.parent.is_dir():
         raise UserError(f"--make-band {path}: there is no folder {path.parent}; make it first.")
     tree = band.model_dump(mode="json")
@@ -177,7 +177,7 @@ def read_band(path: Path) -> Band:
     """A band from its file.
 
     Raises:
-        UserError: there is none, or it is no band.
+        UserError: the file does not exist, or is not a band.
     """
     try:
         return Band.model_validate_json(read_given(path, _MOST_BYTES))
@@ -189,25 +189,25 @@ def read_band(path: Path) -> Band:
 
 
 def shipped_bands() -> list[Band]:
-    """Those that come with the package."""
+    """The bands that come with the package."""
     folder = files("gptworks.runs") / "bands"
     paths = [item for item in folder.iterdir() if item.name.endswith(".json")] if folder.is_dir() else []
     return [Band.model_validate_json(path.read_text(encoding="utf-8")) for path in sorted(paths, key=lambda p: p.name)]
 
 
 def find_band(recipe: Recipe) -> Band | None:
-    """The shipped band of a recipe; None where no shipped one has its settings."""
+    """The shipped band of a recipe; None if no shipped band has its settings."""
     settings = settings_fingerprint(decisive(recipe))
     return next((band for band in shipped_bands() if band.fingerprint == settings), None)
 
 
 def judge(run: History, band: Band) -> Verdict | None:
-    """The run against the band, at the steps that both have; None where they have none in common."""
+    """The run compared with the band at the steps they share; None if they share none."""
     losses = {record["step"]: float(record["loss"]) for record in run.validation}
     common = [point for point in band.points if point.step in losses]
     if not common:
         return None
-    outside = [p for p in common if not abs(losses[p.step] - p.mean) <= band.margin(p)]  # nan is outside
+    outside = [p for p in common if not abs(losses[p.step] - p.mean) <= band.margin(p)]  # NaN is outside
     return Verdict(
         band=band,
         n_points=len(common),

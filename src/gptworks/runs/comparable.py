@@ -12,26 +12,26 @@ from gptworks.runs.settings import text_of
 from gptworks.training.record.metrics import Record
 
 FINISHED = 0.98
-"""Share of its minutes after which a run that ends by the clock counts as finished."""
+"""A run that ends by the clock counts as finished after this share of its minutes."""
 
 
 @dataclass(frozen=True)
 class Comparability:
-    """What two runs can be compared in, or why in nothing."""
+    """The measure in which two runs can be compared, or why there is none."""
 
     measure: str | None
     """loss, bits_per_byte, or None."""
     reasons: tuple[str, ...] = ()
     """Why the losses are not comparable."""
     caveat: str = ""
-    """What is taken for granted."""
+    """An assumption that could not be checked."""
 
 
 def comparability(first: History, second: History) -> Comparability:
     """Whether two runs measure the same thing on the same text.
 
-    Losses are comparable where every setting that decides the measure is equal, and the held-out tokens are. Where the
-    tokens differ and the held-out text does not, bits per byte are.
+    Losses are comparable if every setting that decides the measure is equal and the held-out tokens are the same. Bits
+    per byte are comparable if the tokens differ but the held-out text is the same.
     """
     ours, theirs = _measured(first.recipe), _measured(second.recipe)
     differing = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
@@ -61,7 +61,7 @@ def comparability(first: History, second: History) -> Comparability:
 def _in_bits(
     first: History, second: History, differing: Sequence[str], texts: tuple[str | None, str | None]
 ) -> Comparability:
-    """Runs whose tokens differ: bits per byte, where the text is the same for sure."""
+    """Runs whose tokens differ are comparable in bits per byte if their text is known to be the same."""
     why = f"{differing[0]} differs" if differing else "their token files differ"
     if None in texts:
         name = (first if texts[0] is None else second).name
@@ -82,13 +82,13 @@ def _measured(recipe: Recipe) -> dict[str, Any]:
 
 
 def shared_steps(first: History, second: History) -> int:
-    """Up to which step two runs are one, since one was forked from the other or both from a third; else 0."""
+    """The step up to which two runs are one, because one was forked from the other or both from a third; else 0."""
     lines = [
         {run.name: math.inf} | {origin.run: origin.step for origin in reversed(run.origins)} for run in (first, second)
     ]
     shared = max((min(line[name] for line in lines) for name in lines[0].keys() & lines[1].keys()), default=0)
     before = [[r["loss"] for r in run.validation if r["step"] <= shared][-1:] for run in (first, second)]
-    return int(shared) if before[0] == before[1] else 0  # else another run has that name
+    return int(shared) if before[0] == before[1] else 0  # if the losses differ, another run has that name
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Place:
     words: str
     """after 500 steps, …"""
     step: int | None
-    """Where it is a step; None where runs are compared at equal tokens or time."""
+    """The step; None if runs are compared at equal tokens or time."""
     values: tuple[tuple[float, ...], tuple[float, ...]]
     """The measure of each run of both groups."""
     caveat: str = ""
@@ -107,8 +107,8 @@ class Place:
 def common_place(first: Sequence[History], second: Sequence[History], measure: str) -> Place | str:
     """Where the runs of two groups are compared: the last point at which all were evaluated; or why there is none.
 
-    Runs that all end after the same minutes are compared at their ends, whatever the steps; others at equal steps
-    where a step is the same work for both, and at equal tokens where it is not.
+    Runs that all end after the same minutes are compared at their ends. Others are compared at equal steps if a step is
+    the same work for both, else at equal tokens.
     """
     runs = [*first, *second]
     if by_clock(runs):
@@ -162,7 +162,7 @@ def by_clock(runs: Sequence[History]) -> bool:
 
 
 def finished_by_clock(run: History) -> bool:
-    """Whether a run that ends by the clock has come to its end."""
+    """Whether a run that ends by the clock has reached its end."""
     train = run.recipe.train
     if train.max_steps is not None and run.step >= train.max_steps:
         return True
@@ -170,7 +170,7 @@ def finished_by_clock(run: History) -> bool:
 
 
 def _step_of(recipe: Recipe) -> tuple[Any, ...]:
-    """What a step is: equal for runs that do the same work in a step."""
+    """A key that is equal for runs that do the same work in a step."""
     return (
         recipe.train.batch_size,
         recipe.train.smaller_batches,

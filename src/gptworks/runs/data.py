@@ -1,4 +1,4 @@
-"""The data of a run, a recipe or a dataset, opened: documents, what the model sees at once, and what each step took."""
+"""The data of a run, a recipe or a dataset: its documents, the rows a model sees, and the samples of each step."""
 
 import itertools
 import shlex
@@ -33,12 +33,12 @@ from gptworks.training.samples import StepSamples, samples_of_step, steps_done
 
 MOST_CONTEXT = 1 << 20
 BEFORE = 16
-"""Tokens before a part that are decoded with it."""
+"""Tokens before a part that are decoded with it, for a character that they begin."""
 _COUNTED_TOKENS = 1 << 20
 
 Tree = dict[str, Any]
 Check = Callable[[], None]
-"""Called now and then; it may raise, to end what takes long."""
+"""Called regularly; it raises to stop long work."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,19 @@ class Document:
     """A part of a document."""
 
     n_tokens: int
-    """Of the whole."""
+    """Of the whole document."""
     n_bytes: int | None
-    """Of the text that its tokens spell, special ones none; None: that depends on their neighbours."""
+    """Of the text that its tokens spell; special tokens spell nothing. None: it depends on neighbouring tokens."""
     before: Int64s
-    """A few tokens before the part, so that a character which they began is read whole."""
+    """A few tokens before the part, to decode a character that they begin."""
     ids: Int64s
     learned: npt.NDArray[np.bool_] | None
-    """Of conversations: which tokens of the part are learned."""
+    """In conversations: which tokens of the part are trained on."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample of a step: a window, row, pair or prompt of an epoch."""
+    """A sample of a step: the number of a window, row, pair or prompt in an epoch."""
 
     sample: int
     epoch: int
@@ -67,13 +67,13 @@ class Sample:
 
 @dataclass
 class RunData:
-    """The data of a run, a recipe or a dataset. Its methods take long."""
+    """The data of a run, a recipe or a dataset. Its methods are slow: they read and verify files."""
 
     id: str
     folder: Path | None
-    """Of the run; None: there is none."""
+    """The run's folder; None: not a run."""
     recipe: Recipe | None
-    """None: of a dataset alone."""
+    """None: a dataset without a recipe."""
     prepared: Prepared
     _sizes: dict[tuple[Split, int], int] = field(default_factory=dict)
     _indexes: dict[Split, SearchIndex] = field(default_factory=dict)
@@ -81,10 +81,10 @@ class RunData:
 
     @cached_property
     def objective(self) -> Objective:
-        """As training has it.
+        """The objective that training uses.
 
         Raises:
-            UserError: a file was changed, or does not hold what the recipe needs; or there is no recipe.
+            UserError: a file was changed or lacks what the recipe needs; or there is no recipe.
         """
         if self.recipe is None:
             raise UserError(f"{self.id} is a dataset: what a model sees depends on a recipe. Give one, or a run.")
@@ -106,29 +106,29 @@ class RunData:
         return Speller(self.prepared.tokenizer)
 
     def spell(self, token: int) -> str:
-        """The spelling of a token by itself."""
+        """The spelling of a single token."""
         return self._speller.spell(token)[0] if token < self.prepared.manifest.vocab_size else ""
 
     def shards(self, split: Split) -> TokenShards:
-        """The tokens of a split, verified once."""
+        """The tokens of a split."""
         return TokenShards(self.prepared.folder, split)
 
     def index(self, split: Split) -> SearchIndex:
-        """The index of a split's text, built or not."""
+        """The search index of a split's text, which may not be built yet."""
         with self.checked():
             if split not in self._indexes:
                 self._indexes[split] = SearchIndex(self.prepared, split)
             return self._indexes[split]
 
     def info(self, report: Progress = lambda done, total: None) -> Info:
-        """What the data holds, counted once; see `dataset_info`."""
+        """Counts of the data, computed once; see `dataset_info`."""
         with self.checked():
             if self._info is None:
                 self._info = dataset_info(self.prepared, report)
             return self._info
 
     def document(self, split: Split, number: int, first: int, n: int, check: Check = lambda: None) -> Document:
-        """The tokens of a document, from the one at `first` on, at most n of them.
+        """At most n tokens of a document, starting at token `first`.
 
         Raises:
             UserError: there is no such document or token.
@@ -167,7 +167,7 @@ class RunData:
         """A window, row, pair or prompt of the training split.
 
         Raises:
-            UserError: there is none of that number.
+            UserError: the number is too large.
         """
         with self.checked():
             self.objective.train_shards.verify()
@@ -178,10 +178,10 @@ class RunData:
     def rows_of_step(
         self, step: int, first: int, n: int, check: Check = lambda: None
     ) -> tuple[StepSamples, list[tuple["Sample", Row]]]:
-        """The samples of a step, and the rows of n of them, from the one at `first` on.
+        """The samples of a step, and the rows of n of them, starting at sample `first`.
 
         Raises:
-            UserError: the run has not come to the step, or it has no such sample.
+            UserError: the run has not reached the step, or the step has no such sample.
         """
         samples, whole = self.step(step), self.objective.context_length
         assert self.recipe is not None  # or there would be no step
@@ -201,7 +201,7 @@ class RunData:
         return replace(samples, n_samples=len(places)), rows
 
     def tokens_of(self, document: Document) -> list[Tree]:
-        """The tokens of a part of a document, as they are printed."""
+        """The tokens of a part of a document as JSON."""
         ids = document.ids.tolist()
         texts = pieces(self.prepared.tokenizer, document.before.tolist(), ids)
         learned = itertools.repeat(None) if document.learned is None else document.learned.tolist()
@@ -211,10 +211,10 @@ class RunData:
         ]
 
     def shown(self, row: Row, first: int, n: int, nats: Sequence[float | None] | None = None) -> Tree:
-        """A row as it is printed, with n of its tokens from the one at `first` on.
+        """A row as JSON, with n of its tokens starting at token `first`.
 
         Args:
-            nats: what each token of the row costs a model.
+            nats: a model's loss on each token of the row.
         """
         ids = row.ids[first : first + n].tolist()
         texts = pieces(self.prepared.tokenizer, row.ids[max(0, first - BEFORE) : first].tolist(), ids)
@@ -242,7 +242,7 @@ class RunData:
 
     @contextmanager
     def checked(self) -> Iterator[None]:
-        """Whatever a file may hold becomes a message."""
+        """Turn the errors of damaged files into a UserError."""
         try:
             yield
         except UserError:
@@ -254,7 +254,7 @@ class RunData:
 
 
 def pieces(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text, after others; empty within a character."""
+    """The text that each token adds after those in `before`; empty within a character."""
     stream = StreamDecoder(tokenizer)
     for token in before:
         stream.push(token)
@@ -265,7 +265,7 @@ def data_of(place: str | Path, overrides: Sequence[str] = ()) -> RunData:
     """The data of a dataset's folder, a run's folder, or a recipe; nothing is built.
 
     Raises:
-        UserError: there is none, or it is not as it was written.
+        UserError: the data is missing or was changed.
     """
     folder = Path(place)
     if (folder / MANIFEST_FILE).is_file():
@@ -285,7 +285,7 @@ def data_of_run(name: str, folder: Path, trained_on: str) -> RunData:
     """The data that a run was trained on, by its fingerprint.
 
     Raises:
-        UserError: it is not there, or not the run's.
+        UserError: the data is missing, or belongs to another run.
     """
     if not trained_on:
         raise UserError(

@@ -1,4 +1,4 @@
-"""What runs made of the same tasks and texts, item by item: differences told from chance. And a run's own page."""
+"""Evaluations of runs on the same tasks and texts, compared item by item; and the section of a run's page."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,12 +18,12 @@ from gptworks.pages.parts import table as html_table
 from gptworks.pages.tables import Table
 
 _OF_TOKENS = ("loss", "perplexity")
-"""Figures of a text that compare only between runs of one tokenizer."""
+"""Figures of a text that are comparable only between runs with the same tokenizer."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A figure of one evaluation, of two runs."""
+    """A figure of one evaluation for two runs."""
 
     evaluation: str
     metric: str
@@ -33,17 +33,17 @@ class Finding:
     first_value: float
     second_value: float
     difference: Interval
-    """Of second less first, with the 95% interval of a paired bootstrap."""
+    """Second minus first, with the 95% interval of a paired bootstrap."""
 
     @property
     def certain(self) -> bool:
-        """Whether the interval leaves out 0."""
+        """Whether the interval excludes 0."""
         return self.difference.low > 0 or self.difference.high < 0
 
 
 @dataclass(frozen=True)
 class EvaluationComparison:
-    """Each further run beside the first. Print it with rich, or take it as JSON."""
+    """Each further run compared with the first, for a terminal (rich) or as JSON."""
 
     findings: tuple[Finding, ...]
     skipped: tuple[str, ...]
@@ -71,10 +71,10 @@ class EvaluationComparison:
 
 
 def compare_evaluations(runs: Sequence[Path]) -> EvaluationComparison:
-    """Compare what is kept in each run's `evaluations/` with the first's, where the questions were the same.
+    """Compare the stored `evaluations/` of each run with those of the first, where the questions were the same.
 
     Raises:
-        UserError: one run alone, or nothing that two of them have in common.
+        UserError: only one run, or no evaluation in common.
     """
     if len(runs) < 2:
         raise UserError("--evaluations compares runs with the first: give two or more.")
@@ -84,7 +84,7 @@ def compare_evaluations(runs: Sequence[Path]) -> EvaluationComparison:
         for key in sorted(first[1].keys() & evaluations.keys()):
             one, other = first[1][key], evaluations[key]
             if one.fingerprint != other.fingerprint:
-                skipped.append(f"{key} of {first[0]} and {name}: the questions were others")
+                skipped.append(f"{key} of {first[0]} and {name}: the questions differ")
                 continue
             findings += _findings(one, other, first[0], name)
     if not findings:
@@ -111,7 +111,7 @@ def _findings(one: Evaluation, other: Evaluation, first: str, second: str) -> li
 
 
 def evaluations_section(run_dir: Path) -> Markup:
-    """A run's tasks and texts as a section of its page, with the loss by position; empty, if it has none."""
+    """A run's tasks and texts as a section of its page, with the loss by position; empty if it has none."""
     evaluations = list(read_evaluations(run_dir).values())
     if not evaluations:
         return Markup("")

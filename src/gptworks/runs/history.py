@@ -1,4 +1,4 @@
-"""A run as its folder shows it, however far it has come."""
+"""A run as its folder describes it, at any point of its training."""
 
 import math
 from bisect import bisect_left
@@ -19,7 +19,7 @@ from gptworks.training.changes import read_history as read_changes
 from gptworks.training.record.metrics import Record, Skipped, read_metrics
 
 MOST_RECORDS = 20_000
-"""Records of each kind that are kept; of more, evenly spread ones, the first, the last and the best."""
+"""Most records kept of each kind; of more, evenly spaced ones, the first, the last and the best."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class History:
     recipe: Recipe
     records: tuple[Record, ...]
     skipped: Skipped = field(default_factory=Skipped)
-    """What the log held that is no record."""
+    """Lines of the log that are not records."""
     n_records: int = 0
-    """In the log; more than `records` where that holds a part."""
+    """In the log; more than `records` if that was thinned."""
     seconds_by_part: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each part of a step, over all training records."""
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
-    """The highest figure of each kind of memory, over all training records."""
+    """The maximum of each memory figure over all training records."""
 
     @property
     def name(self) -> str:
@@ -57,17 +57,17 @@ class History:
 
     @property
     def loss_unit(self) -> str:
-        """What the validation loss counts."""
+        """The unit of the validation loss."""
         return self.recipe.objective.loss_unit
 
     @property
     def rewarded(self) -> bool:
-        """Whether it maximizes a reward: its loss is no likelihood."""
+        """Whether it maximizes a reward: its loss is not a likelihood."""
         return self.recipe.objective.rollouts is not None
 
     @property
     def train_unit(self) -> str:
-        """What the training loss counts."""
+        """The unit of the training loss."""
         return "policy loss" if self.rewarded else self.loss_unit
 
     @property
@@ -76,17 +76,17 @@ class History:
 
     @property
     def step(self) -> int:
-        """The last step that left a record."""
+        """The last recorded step."""
         return max((record["step"] for record in self.records), default=0)
 
     @property
     def planned_steps(self) -> int | None:
-        """The length in steps; None where epochs of an unknown text or the clock decide."""
+        """The planned number of steps; None if it depends on the size of the text or on the clock."""
         return planned_steps(self.recipe.train, self.recipe.model.context_length, None)[0]
 
     @property
     def tokens(self) -> int:
-        """Targets trained on, up to the last record."""
+        """Number of targets trained on, up to the last record."""
         return max((record["tokens"] for record in self.records if "tokens" in record), default=0)
 
     @property
@@ -116,7 +116,7 @@ class History:
         return origins_of(self.folder)
 
     def seconds_at(self, step: int) -> float:
-        """Seconds of training up to a step: those of its record, or between those of its neighbours in proportion."""
+        """Seconds of training up to a step, interpolated between the records around it."""
         i = bisect_left(self.train, step, key=lambda record: int(record["step"]))
         before = self.train[i - 1] if i else {"step": 0, "seconds": 0.0}
         if i == len(self.train):
@@ -127,12 +127,12 @@ class History:
 
     @property
     def data_fingerprint(self) -> str | None:
-        """A sha256 of its token files, as the newest checkpoint says; None without one."""
+        """The sha256 of its token files from the newest checkpoint; None if no checkpoint has it."""
         return self._recorded("data_fingerprint")
 
     @property
     def text_fingerprint(self) -> str | None:
-        """A sha256 of the held-out text itself, whatever the tokenizer; None where no checkpoint says it."""
+        """The sha256 of the held-out text, independent of the tokenizer; None if no checkpoint has it."""
         return self._recorded("validation_text_sha256")
 
     def _recorded(self, key: str) -> str | None:
@@ -153,7 +153,7 @@ class History:
 
 
 def origins_of(folder: Path) -> tuple[Origin, ...]:
-    """Of a fork: where it began; then where that run began, if it is a fork itself. Of a damaged record, none."""
+    """Where a fork began; then where that run began, if it is a fork itself. Empty if the record is damaged."""
     try:
         return tuple(read_changes(folder).origins)
     except (UserError, OSError):
@@ -164,7 +164,7 @@ def read_history(folder: Path) -> History:
     """The run in a folder.
 
     Raises:
-        UserError: it is none.
+        UserError: it is not a run folder.
     """
     if not (folder / "recipe.yaml").exists():
         trials = folder / "trials"
@@ -187,7 +187,7 @@ def read_history(folder: Path) -> History:
 
 
 class _Thinned:
-    """Records as they come: all while they are few, else evenly spread ones, and always the last and the best."""
+    """Keeps all records while they are few, then evenly spaced ones; always the last and the best."""
 
     def __init__(self) -> None:
         self._kept: list[Record] = []

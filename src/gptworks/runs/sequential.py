@@ -1,9 +1,9 @@
-"""A verdict from paired differences that may be looked at after each pair, and still errs as rarely as it says.
+"""A verdict from paired differences that may be checked after each pair without raising its error rate.
 
 A test that is repeated after each pair finds a difference by chance more often than its level: with ten looks at 5%,
-about one time in five. So each look gets a smaller level, the same for all (Pocock, 1977), here for Student's t of the
-differences so far. Under the hypothesis of no difference that statistic has one distribution whatever the spread, so
-the level follows from the number of looks alone, by simulation.
+about one time in five. So each look gets the same smaller level (Pocock, 1977), here for Student's t of the
+differences so far. If there is no difference, the distribution of that statistic does not depend on the spread, so the
+level depends only on the number of looks; it is simulated.
 """
 
 import math
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from gptworks.runs.statistics import t_quantile
 
 FEWEST_PAIRS = 3
-"""The first look: two differences say next to nothing about their spread."""
+"""Pairs before the first look: two differences hardly determine their spread."""
 
 MOST_PAIRS = 20
 _SIMULATIONS = 200_000
@@ -29,24 +29,24 @@ Answer = Literal["lower", "higher", "same", "open"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the differences so far say."""
+    """The conclusion from the differences so far."""
 
     answer: Answer
-    """`same`: any difference is smaller than what is worth having. `open`: not decided."""
+    """`same`: any difference is smaller than what matters. `open`: not decided."""
     value: float
     """The mean difference."""
     low: float
     high: float
-    """An interval that holds the true difference, at all looks together, with probability 1 − error."""
+    """An interval that contains the true difference at all looks with probability 1 − error."""
 
 
 def verdict(differences: Sequence[float], most_pairs: int, worth: float, error: float = 0.05) -> Verdict:
     """The verdict on the differences so far.
 
     Args:
-        most_pairs: how many pairs there will be at most, which is fixed before the first.
+        most_pairs: the maximum number of pairs, fixed before the first.
         worth: the smallest difference that matters.
-        error: how often, at most, a difference is found where there is none, over all looks.
+        error: probability, over all looks, of finding a difference where there is none.
     """
     n = len(differences)
     if n < FEWEST_PAIRS:
@@ -65,21 +65,20 @@ def verdict(differences: Sequence[float], most_pairs: int, worth: float, error: 
 
 @cache
 def level(most_pairs: int, error: float = 0.05) -> float:
-    """The two-sided level of each look, such that all looks together find a difference where there is none with
-    probability `error`."""
+    """The two-sided level of each look, such that all looks together have the false-positive rate `error`."""
     return error if most_pairs <= FEWEST_PAIRS else float(np.quantile(_least_p(most_pairs), error))
 
 
 @cache
 def _least_p(most_pairs: int) -> NDArray[np.float64]:
-    """Of each simulated try without a difference, the least two-sided p of its looks."""
+    """The smallest two-sided p over all looks, for each simulated try without a difference."""
     drawn = np.random.Generator(np.random.PCG64(0)).standard_normal((_SIMULATIONS, most_pairs))
     n = np.arange(1, most_pairs + 1)
     mean, square = np.cumsum(drawn, 1) / n, np.cumsum(drawn**2, 1)
     looks = slice(FEWEST_PAIRS - 1, None)
     spread = (square - n * mean**2)[:, looks] / (n[looks] - 1)
     t = np.abs(mean[:, looks]) * np.sqrt(n[looks] / spread)
-    # the share of simulations that lie further out at the same look is their two-sided p
+    # two-sided p: the share of simulations with a larger |t| at the same look
     order = np.argsort(np.argsort(-t, 0), 0)
     p = (order + 1) / _SIMULATIONS
     return np.asarray(p.min(1))

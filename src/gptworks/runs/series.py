@@ -1,4 +1,4 @@
-"""A run's figures as arrays, which grow with its log: what the curves of many long runs are drawn from."""
+"""A run's figures as arrays that grow with its log, from which the studio draws the curves of many long runs."""
 
 import math
 import os
@@ -25,33 +25,33 @@ AXES = ("step", "tokens", "seconds")
 KINDS = ("train", "validation", "sample", "skipped", "rollback")
 
 MOST_BYTES = 64 << 20
-"""Held of one run. Of a run with more, every second record of those held so far goes; the best and the last stay."""
+"""Most memory for one run. Beyond it, every second record is dropped, but never the best and the last."""
 
 MOST_COLUMNS = 1024
-"""Figures that the records of a kind may have; further ones are left out."""
+"""Most figures in the records of a kind; further ones are ignored."""
 
 MOST_DETAILS, MOST_PARTS = 32, 256
-"""Figures by layer or by part, and layers or parts of one."""
+"""Most figures by layer or by part, and most layers or parts of one."""
 
 _MOST_NAME = 64
 _FIRST = ("step", "offset", "tokens", "seconds", "loss")
-"""Which are held, however many figures come before them in a record."""
+"""Figures that are kept even if a record has more than MOST_COLUMNS."""
 _NO_FIGURES = ("step", "offset", *AXES, "sequences", "sequences_held_out")
 
 SKIMMED_BYTES = 1 << 22
-"""A log with more is skimmed before it is read."""
+"""A longer log is sampled before it is read."""
 
 N_SKIMMED = 200
-"""Records that are taken from all over it."""
+"""Number of records in that sample."""
 
 FEWEST_POINTS, MOST_POINTS = 8, 10_000
-"""Of a curve, when it is decimated."""
+"""Bounds on the points of a decimated curve."""
 
 
 class Columns:
     """The figures of a kind of record: an array for each, in the order of steps.
 
-    A value that a record does not have is nan. A column is held in 32 bits while that is exact for all of its values.
+    A missing value is NaN. A column has 32 bits per value while that is exact for all of its values.
     """
 
     def __init__(self) -> None:
@@ -73,12 +73,12 @@ class Columns:
         return sum(array.nbytes for array in self._arrays.values())
 
     def extend(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Append records, which mostly are in the order of steps already."""
+        """Append records, which are usually in the order of steps already."""
         if not rows:
             return
         found, last = dict.fromkeys(self._arrays), None
         for row in rows:
-            if row.keys() != last:  # most have the same
+            if row.keys() != last:  # most records have the same keys
                 last = row.keys()
                 found |= dict.fromkeys((*(key for key in _FIRST if key in row), *row))
         for key in [key for key in found if len(key) <= _MOST_NAME][:MOST_COLUMNS]:
@@ -100,17 +100,17 @@ class Columns:
             self._take(np.argsort(self._arrays["step"][: self.n], kind="stable"))
 
     def best(self) -> int | None:
-        """The place of the lowest loss; None where none is finite."""
+        """The index of the lowest loss; None if none is finite."""
         loss = self["loss"] if "loss" in self else np.empty(0)
         return int(np.nanargmin(np.where(np.isfinite(loss), loss, np.nan))) if np.isfinite(loss).any() else None
 
     def row(self, place: int) -> dict[str, float]:
-        """The figures that a record has."""
+        """The figures of a record."""
         values = {key: float(array[place]) for key, array in self._arrays.items()}
         return {key: value for key, value in values.items() if key == "loss" or not math.isnan(value)}
 
     def thin(self) -> None:
-        """Let every second record go; the best and the last stay."""
+        """Drop every second record, but not the best and the last."""
         stays = np.arange(self.n) % 2 == 0
         stays[[self.n - 1, *([best] if (best := self.best()) is not None else [])]] = True
         self._take(np.flatnonzero(stays))
@@ -121,9 +121,9 @@ class Columns:
 
 
 class Series:
-    """The figures of a run, as far as its log was read.
+    """The figures of a run, as far as its log has been read.
 
-    Figures of layers and of parts of a step are held only after one was asked for: they are most of a log.
+    Figures of layers and of parts of a step are kept only after one was requested: they are most of a log.
     """
 
     def __init__(self, folder: Path, recipe_of: Callable[[Path], Recipe] = load_recipe) -> None:
@@ -136,41 +136,41 @@ class Series:
         self.begin()
 
     def begin(self) -> None:
-        """Read the log anew, from its start."""
+        """Start reading the log again from its beginning."""
         self._stat: tuple[int, int, int] | None = None
         self._reader = MetricsReader(self.folder / "metrics.jsonl")
         self.columns = {kind: Columns() for kind in KINDS}
         self.details: dict[str, list[str]] = {}
         """The names of layers or parts, by the figure that has them, such as `train.gradient_norm_by_layer`."""
         self._ahead = {kind: Columns() for kind in KINDS}
-        """Records from all over a long log, which stand for those that were not read yet."""
+        """A sample of a long log, which represents the records that have not been read yet."""
         self.n_records = 0
         self.is_thinned = False
-        """Whether older records were let go, since there are so many."""
+        """Whether older records were dropped to save memory."""
 
     def thin(self) -> None:
-        """Let every second record of the kind that takes most memory go."""
+        """Drop every second record of the kind that takes most memory."""
         self.is_thinned = True
         max(self.columns.values(), key=lambda columns: columns.n_bytes).thin()
 
     @cached_property
     def recipe(self) -> Recipe:
-        """Raises UserError: it has none that can be read."""
+        """Raises UserError: it has no readable recipe."""
         return self._recipe_of(self.folder)
 
     @property
     def skipped(self) -> Skipped:
-        """What the log held that is no record."""
+        """Lines of the log that are not records."""
         return self._reader.skipped
 
     @property
     def is_begun(self) -> bool:
-        """Whether any of it has been read."""
+        """Whether any of the log has been read."""
         return self._stat is not None
 
     @property
     def at_end(self) -> bool:
-        """Whether all that there was has been read."""
+        """Whether all of the log has been read."""
         return self._reader.at_end
 
     @property
@@ -178,7 +178,7 @@ class Series:
         return sum(columns.n_bytes for columns in self.columns.values())
 
     def read(self) -> bool:
-        """Read on, at most 256 KiB; from the start, where the log is no longer the one that was read.
+        """Read up to 256 KiB more; from the start if the log was replaced.
 
         Returns:
             Whether anything changed.
@@ -187,7 +187,7 @@ class Series:
         if self.at_end and stat == self._stat:
             return False
         restarted = not self._reader.continues()
-        if restarted:  # resumed perhaps, with other settings
+        if restarted:  # it may have been resumed with other settings
             self.begin()
             vars(self).pop("recipe", None)
         if self._stat is None and stat is not None and stat[1] > SKIMMED_BYTES:
@@ -213,12 +213,12 @@ class Series:
 
     @property
     def step(self) -> int:
-        """The last step that left a record."""
+        """The last recorded step."""
         return int(max((columns["step"][-1] for columns in self.columns.values() if columns.n), default=0))
 
     @property
     def keys(self) -> list[str]:
-        """The figures that have curves; see `details` for those by layer and by part."""
+        """The figures that have curves, without those by layer and by part, which are in `details`."""
         drawn = ("train", "validation")
         return [
             f"{kind}.{key}"
@@ -228,7 +228,7 @@ class Series:
         ]
 
     def summary(self) -> dict[str, Any]:
-        """How far the run has come, and its last and best figures; None for what is not there yet."""
+        """The progress of the run, and its last and best figures; None for what does not exist yet."""
         train, validation = self.columns["train"], self.columns["validation"]
         now = train.row(train.n - 1) if train.n else {}
         places = {"last": validation.n - 1 if validation.n else None, "best": validation.best()}
@@ -246,9 +246,9 @@ class Series:
         }
 
     def curve(self, key: str, axis: str) -> tuple[Floats, Floats]:
-        """The places on an axis and the values of a figure, such as `validation.loss`, where it is finite.
+        """The positions on an axis and the values of a figure, such as `validation.loss`, where it is finite.
 
-        Of the part of a long log that was not read yet, some records are there.
+        The unread part of a long log is represented by a sample.
         """
         kind, _, name = key.partition(".")
         if "." in name and not self._is_detailed and f"{kind}.{name.partition('.')[0]}" in self.details:
@@ -267,7 +267,7 @@ class Series:
         return x, y
 
     def place_of(self, step: int, axis: str) -> float | None:
-        """Where a step lies on an axis; None while no record says it."""
+        """The position of a step on an axis; None while no record gives it."""
         place = float(step) if axis == "step" else float(self._places(np.array([float(step)]), axis)[0])
         return place if math.isfinite(place) else None
 
@@ -275,7 +275,7 @@ class Series:
         return columns[axis] if axis in columns else self._places(columns["step"], axis)
 
     def _places(self, of_steps: Floats, axis: str) -> Floats:
-        """Where steps lie on an axis that training records have: at their own, or between two in proportion."""
+        """The positions of steps on an axis of the training records, interpolated between records."""
         train = self.columns["train"]
         if axis not in train or not train.n:
             return np.full(len(of_steps), np.nan)
@@ -284,7 +284,7 @@ class Series:
         return found
 
     def history(self) -> History:
-        """The run for `compare`: every evaluation, and of the training what it counts."""
+        """The run for `compare`: every evaluation, and the training records with its totals."""
         empty = {"train": {}, "validation": {"perplexity": None, "bits_per_byte": None}}
         records: list[Record] = []
         for kind, columns in self.columns.items():
@@ -299,7 +299,7 @@ class Series:
         return History(self.folder, self.recipe, tuple(records), self.skipped, self.n_records)
 
     def _figures(self, record: Record, offset: int) -> dict[str, float]:
-        """The numbers of a record, and where it begins; those of a layer or a part as `key.name`."""
+        """The numbers of a record and its offset in the log; those of a layer or a part as `key.name`."""
         found: dict[str, float] = {}
         for key, value in record.items():
             if type(value) is float or type(value) is int:
@@ -317,7 +317,7 @@ class Series:
         return found
 
     def record(self, kind: str, place: int) -> Record | None:
-        """A whole record from the log; None where the log no longer has it."""
+        """A complete record from the log; None if the log no longer has it."""
         offset, step = (int(self.columns[kind][key][place]) for key in ("offset", "step"))
         try:
             record = read_record(self._reader.path, offset)
@@ -326,7 +326,7 @@ class Series:
         return record if record is not None and (record["kind"], record["step"]) == (kind, step) else None
 
     def at(self, axis: str, value: float) -> dict[str, Record]:
-        """Of training and of evaluations, the last record up to a place on an axis."""
+        """The last training record and the last evaluation up to a position on an axis."""
         found: dict[str, Record] = {}
         for kind in ("train", "validation"):
             columns = self.columns[kind]
@@ -352,14 +352,14 @@ def _stat(path: Path) -> tuple[int, int, int] | None:
 
 @dataclass(frozen=True)
 class View:
-    """What is drawn of a curve."""
+    """The part of a curve to draw, and how."""
 
     axis: str = "step"
     low: float = -math.inf
     high: float = math.inf
     points: int = 1000
     smoothing: float = 0.0
-    """The decay of a moving average over all points, before any is left out."""
+    """The decay of a moving average over all points, taken before decimation."""
     log: bool = False
     """Whether the axis is logarithmic."""
 
@@ -369,7 +369,7 @@ class View:
 
 
 def drawn(series: Series, key: str, view: View) -> tuple[Floats, Floats]:
-    """The points of a figure that show its whole curve in a window: those at which a spike stands are among them."""
+    """The points of a figure that show its curve in a window, including every spike."""
     x, y = series.curve(key, view.axis)
     if view.smoothing:
         y = moving_average(y, view.smoothing)
@@ -378,8 +378,8 @@ def drawn(series: Series, key: str, view: View) -> tuple[Floats, Floats]:
 
 
 def decimate(x: Floats, y: Floats, view: View) -> Places:
-    """The places of the lowest and the highest point of each of equal parts of the window, of its first and its last,
-    and of the neighbours at both sides, to which the lines go on. x is in order."""
+    """The indices of the lowest and the highest point in each of equal parts of the window, of its first and last
+    point, and of the neighbours on both sides, to which the lines continue. x is sorted."""
     start = max(0, int(np.searchsorted(x, view.low)) - 1)
     stop = min(len(x), int(np.searchsorted(x, view.high, "right")) + 1)
     if stop - start <= view.points:

@@ -1,4 +1,4 @@
-"""What two recipes have in common: the settings that decide a loss curve, and those in which they differ."""
+"""Comparing recipes: the settings that decide a loss curve, and those that differ."""
 
 import hashlib
 import json
@@ -9,17 +9,16 @@ from gptworks.config import Recipe, role_of
 
 
 def decisive(recipe: Recipe) -> dict[str, Any]:
-    """The settings that decide a loss curve, flat, less those at their defaults: a new setting changes nothing.
+    """The settings that decide a loss curve, by path, without those at their defaults: a new setting changes nothing.
 
-    Each setting declares beside its type whether it does (`gptworks.config.Role`): the seed is what repeats differ in,
-    and where a text lies is not what it says.
+    Each setting declares its `gptworks.config.Role` with its type. The seed and the paths of texts are not among them.
     """
     tree = recipe.model_dump(mode="json", exclude={"sweep"}, exclude_defaults=True)
     return {key: value for key, value in flat(tree) if role_of(recipe, key).decides_curve}
 
 
 def fingerprint(recipe: Recipe) -> str:
-    """A sha256 of the settings that decide a loss curve: equal for runs that differ in their seed alone."""
+    """A sha256 of the settings that decide a loss curve: equal for runs that differ only in their seed."""
     return settings_fingerprint(decisive(recipe))
 
 
@@ -28,7 +27,7 @@ def settings_fingerprint(settings: dict[str, Any]) -> str:
 
 
 def differences(recipes: Sequence[Recipe]) -> dict[str, list[Any]]:
-    """Each setting in which they differ, by its path, with the value in each; None where a recipe has none."""
+    """The settings that differ, by path, with the value in each recipe; None if a recipe has no such setting."""
     trees = [dict(flat(recipe.model_dump(mode="json", exclude={"name", "run_dir", "sweep"}))) for recipe in recipes]
     keys = dict.fromkeys(key for tree in trees for key in tree)
     values = {key: [tree.get(key) for tree in trees] for key in keys}
@@ -36,13 +35,13 @@ def differences(recipes: Sequence[Recipe]) -> dict[str, list[Any]]:
 
 
 def text_of(value: Any, room: int = 40) -> str:
-    """A setting's value; of a long one, its end."""
+    """A setting's value as text; if it is long, only its end."""
     text = "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
     return text if len(text) <= room else f"…{text[1 - room :]}"
 
 
 def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of a tree with its path, as an override names it."""
+    """Every value of a tree, with its path as in an override."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else None
     if items is None:
         yield path, tree

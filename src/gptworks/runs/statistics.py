@@ -1,4 +1,4 @@
-"""Student's t: what tells a difference from noise where runs are few."""
+"""Student's t: whether a difference between few runs is more than noise."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class Difference:
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> Difference:
-    """Mean of `second` less that of `first`, two or more values each; their spreads may differ (Welch, 1947)."""
+    """Mean of `second` minus mean of `first`, two or more values each; their spreads may differ (Welch, 1947)."""
     a, b = variance(first) / len(first), variance(second) / len(second)
     value = fmean(second) - fmean(first)
     if a + b == 0:
@@ -28,7 +28,7 @@ def welch(first: Sequence[float], second: Sequence[float]) -> Difference:
 
 
 def known_spread(first: Sequence[float], second: Sequence[float], deviation: float, freedom: int) -> Difference:
-    """Mean of `second` less that of `first`, both with a deviation estimated elsewhere, of `freedom` degrees."""
+    """Mean of `second` minus mean of `first`, both with a deviation estimated elsewhere with `freedom` degrees."""
     value = fmean(second) - fmean(first)
     if deviation == 0:
         return _certain(value)
@@ -45,13 +45,13 @@ def _certain(value: float) -> Difference:
 
 
 def t_two_sided(t: float, freedom: float) -> float:
-    """How likely Student's t is at least this far from 0."""
+    """The probability that |t| is at least this large."""
     return _incomplete_beta(freedom / (freedom + t * t), freedom / 2, 0.5)
 
 
 @cache
 def t_quantile(probability: float, freedom: float) -> float:
-    """The value that Student's t exceeds with 1 − probability, for a probability of a half or more."""
+    """The quantile of Student's t, for a probability of at least one half."""
     low, high = 0.0, 1.0
     while t_two_sided(high, freedom) > 2 * (1 - probability):
         low, high = high, 2 * high
@@ -62,7 +62,7 @@ def t_quantile(probability: float, freedom: float) -> float:
 
 
 def binomial_quantile(n: int, probability: float, share: float = 0.95) -> int:
-    """The fewest successes k in n trials such that more than k are no likelier than 1 − share."""
+    """The smallest k such that more than k successes in n trials have a probability of at most 1 − share."""
     below = 0.0
     for k in range(n + 1):
         below += math.comb(n, k) * probability**k * (1 - probability) ** (n - k)

@@ -1,8 +1,8 @@
-"""How long a step takes with a change, as a multiple of the time without it: from the logs of pairs of runs.
+"""The time of a step with a change, as a multiple of the time without it, from the logs of pairs of runs.
 
-Whatever else a machine does adds to the times of some steps, of a whole run, or of an hour. So a run's step time is a
-median over parts of the run, and the spread between pairs, whose runs follow one another, says how far noise alone
-moves the ratio. The test is that of the losses, on the logarithms of the ratios.
+Other work on the machine slows some steps, a run, or an hour. So a run's step time is a median over parts of the run,
+and the spread between pairs, whose runs follow one another, measures the noise of the ratio. The test is the one for
+losses, applied to the logarithms of the ratios.
 """
 
 import math
@@ -17,14 +17,14 @@ SAME_SPEED = 0.05
 """Step times that differ by less count as equal: the verdict at equal tokens is also the one in equal time."""
 
 CHUNKS = 50
-"""Of a run, at most; its step time is their median. More are less often disturbed."""
+"""Most parts of a run; its step time is their median."""
 
 LEAST_SECONDS = 0.1
-"""Of a chunk: logs have milliseconds."""
+"""Shortest part: times in logs are rounded to milliseconds."""
 
 
 def step_seconds(run: History) -> float:
-    """A run's time of a step in seconds: the median over chunks, without the first, in which the machine warms up."""
+    """A run's seconds per step: the median over its parts, without the first, in which the machine warms up."""
     least, times, at, since = run.step / CHUNKS, list[float](), 0, 0.0
     for record in run.train:
         steps, seconds = record["step"] - at, record["seconds"] - since
@@ -36,12 +36,12 @@ def step_seconds(run: History) -> float:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The time of a step with a change, as a multiple of that without."""
+    """The time of a step with a change, as a multiple of the time without."""
 
     ratio: float
     low: float
     high: float
-    """An interval that holds the true ratio at all looks together, with probability 1 − error."""
+    """An interval that contains the true ratio at all looks with probability 1 − error."""
 
     def __str__(self) -> str:
         interval = f" ({self.interval})" if self.interval else ""
@@ -49,22 +49,22 @@ class StepTime:
 
     @property
     def interval(self) -> str:
-        """0.97 to 1.04; empty where it is unbounded."""
+        """Such as `0.97 to 1.04`; empty if it is unbounded."""
         return f"{self.low:.2f} to {self.high:.2f}" if math.isfinite(self.high) else ""
 
     @property
     def is_distinct(self) -> bool:
-        """The ratio is 5% from 1 or more."""
+        """Whether the ratio is at least 5% from 1."""
         return abs(math.log(self.ratio)) >= math.log1p(SAME_SPEED)
 
     @property
     def differs(self) -> bool:
-        """It is, and noise does not explain that."""
+        """Whether the ratio is at least 5% from 1 and noise does not explain it."""
         return self.is_distinct and not self.low <= 1 <= self.high
 
     @property
     def is_same(self) -> bool:
-        """The whole interval is less than 5% from 1."""
+        """Whether all of the interval is less than 5% from 1."""
         return self.low > 1 / (1 + SAME_SPEED) and self.high < 1 + SAME_SPEED
 
 
@@ -72,7 +72,7 @@ def step_time(ratios: Sequence[float], most_pairs: int, error: float) -> StepTim
     """The ratio after some pairs, one or more; its interval is unbounded before the first look.
 
     Args:
-        ratios: of each pair. most_pairs, error: see `verdict`.
+        ratios: one for each pair. most_pairs, error: see `verdict`.
     """
     found = verdict([math.log(ratio) for ratio in ratios], most_pairs, 0, error)
     return StepTime(*(math.exp(value) for value in (found.value, found.low, found.high)))

@@ -1,8 +1,8 @@
 """`gptworks sweep`: trials of a recipe with other settings, chosen by Optuna, each an ordinary run in its own process.
 
 A sweep's folder holds `sweep.yaml` (the recipe), `trials/000.yaml` (the recipe of a trial), `trials/000.log` (its
-output), `trials/000/` (its run folder), `journal.log` (Optuna's), `sweep.html` and `best.yaml`. Trial n depends on the
-seed, on n and on the trials before it, so that a sweep that was killed goes on as if it had not been.
+output), `trials/000/` (its run folder), `journal.log` (Optuna's), `sweep.html` and `best.yaml`. Trial n depends only
+on the seed, on n and on the trials before it, so a sweep that was killed continues as if it had not been.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 Report = Callable[[str], None]
 
 MOST_FAILURES = 3
-"""Processes in a row that may fail before the sweep ends: the settings are then not the cause."""
+"""The sweep ends after this many failures in a row, which the settings are unlikely to cause."""
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """A trial as it ended, or as far as it has come."""
+    """A trial's result, or its state so far."""
 
     number: int
     state: str
@@ -40,7 +40,7 @@ class TrialResult:
     values: dict[str, Any]
     """The settings tried, by their path."""
     loss: float | None
-    """The lowest validation loss, of a pruned trial up to where it was found to be above the median."""
+    """The lowest validation loss; of a pruned trial, until it was found to be above the median."""
     folder: Path
     reason: str = ""
     """Why it was pruned or failed."""
@@ -105,7 +105,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), resume: bool = F
 
 
 def _probes(values: SweepRange) -> Sequence[Any]:
-    """Values that stand for all: both ends, and a fraction between."""
+    """Values that represent a range: both ends, and a fraction between."""
     if values.choices is not None:
         return values.choices
     assert values.low is not None and values.high is not None
@@ -124,21 +124,21 @@ def _check_folder(recipe: Recipe, resume: bool) -> None:
     if (folder / "sweep.yaml").exists():
         if not resume:
             raise UserError(
-                f"{folder} already holds a sweep: add --resume to go on with it, give another run_dir=, or delete it."
+                f"{folder} already holds a sweep: add --resume to continue it, give another run_dir=, or delete it."
             )
         ours, theirs = _fixed_settings(recipe), _fixed_settings(load_recipe(folder / "sweep.yaml"))
         for key in {**theirs, **ours}:
             if ours.get(key) != theirs.get(key):
                 raise UserError(
                     f"{folder} was started with another `{key}`: it was {theirs.get(key)} and is now {ours.get(key)}. "
-                    f"Go on with the same settings, or start anew with another run_dir=."
+                    f"Resume with the same settings, or start again with another run_dir=."
                 )
     elif folder.exists() and (not folder.is_dir() or any(path.name != ".lock" for path in folder.iterdir())):
         raise UserError(f"run_dir={folder} exists and holds no sweep: give another run_dir=.")
 
 
 def _fixed_settings(recipe: Recipe) -> dict[str, Any]:
-    """What a sweep that goes on may not change: all but its length and its place."""
+    """The settings that a resumed sweep must keep: all but its length and its folder."""
     return dict(flat(recipe.model_dump(mode="json", exclude={"run_dir": True, "sweep": {"n_trials"}})))
 
 
@@ -150,12 +150,12 @@ def run_sweep(
     report: Report = lambda _: None,
     after_trial: Callable[[Sweep], None] = lambda _: None,
 ) -> Sweep:
-    """Run trials until there are `n_trials`, or a signal asks to stop; each ends with a line to `report`.
+    """Run trials until there are `n_trials` or a signal asks to stop, and report each in a line.
 
-    after_trial: called with the sweep as it is after each trial, to write its page for instance.
+    after_trial: called with the sweep after each trial, for example to write its page.
 
     Raises:
-        UserError: see `load_sweep`; or another process is at work in the folder.
+        UserError: see `load_sweep`; or another process uses the folder.
         RunError: several trials in a row failed.
     """
     recipe = load_sweep(path, overrides, resume)
@@ -169,7 +169,7 @@ def run_sweep(
 
 
 def read_sweep(folder: Path) -> Sweep:
-    """What is in a sweep's folder, also while it goes on."""
+    """The sweep in a folder, also while it runs."""
     recipe = load_recipe(folder / "sweep.yaml").model_copy(update={"run_dir": folder})
     states = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
     trials = []
@@ -182,7 +182,7 @@ def read_sweep(folder: Path) -> Sweep:
 
 
 def _place(folder: Path, number: int) -> Path:
-    """The run folder of a trial; its recipe and its log have the same name with a suffix."""
+    """The run folder of a trial. Its recipe and its log have the same name with a suffix."""
     return folder / "trials" / f"{number:03d}"
 
 
@@ -240,7 +240,7 @@ class _Sweeper:
                 )
 
     def _next_trial(self) -> "optuna.Trial":
-        """The trial that an earlier session did not end, or a new one, its sampler seeded by its number."""
+        """The trial that an earlier session did not finish, or a new one, with a sampler seeded by its number."""
         import numpy as np
         from optuna.samplers import TPESampler
         from optuna.trial import Trial, TrialState
@@ -252,14 +252,14 @@ class _Sweeper:
         return Trial(self.study, left[0]._trial_id) if left else self.study.ask()
 
     def _run_trial(self, trial: "optuna.Trial") -> None:
-        """Train with the trial's settings, and report to Optuna how it ended, unless it was asked to stop."""
+        """Train with the trial's settings, and report its result to Optuna unless a stop was requested."""
         from optuna.trial import TrialState
 
         values = {key: _suggest(trial, key, values) for key, values in self.settings.ranges.items()}
         place = _place(self.folder, trial.number)
         try:
             recipe = load_recipe(self.path, [*self.overrides, *(_override(*pair) for pair in values.items())])
-        except UserError as error:  # each value is allowed, but not all together
+        except UserError as error:  # each value is allowed, but not this combination
             trial.set_user_attr("reason", str(error))
             self.study.tell(trial, state=TrialState.FAIL)
             return
@@ -280,7 +280,7 @@ class _Sweeper:
             self.study.tell(trial, min(losses))
 
     def _train(self, trial: "optuna.Trial", place: Path) -> str | None:
-        """`done`, `pruned` or `failed`; None where the sweep was asked to stop."""
+        """`done`, `pruned` or `failed`; None if the sweep was asked to stop."""
         reported = set(trial.storage.get_trial(trial._trial_id).intermediate_values)
 
         def report_evaluations() -> str | None:
@@ -288,7 +288,7 @@ class _Sweeper:
                 if record["step"] not in reported:
                     reported.add(record["step"])
                     trial.report(record["loss"], record["step"])
-                    if trial.should_prune():  # also where it has gone on since: the next look must not decide
+                    if trial.should_prune():  # decided here, even if the trial has trained further since
                         return "pruned"
             return None
 

@@ -13,7 +13,7 @@ from gptworks.training.record.outcome import read_outcome
 class TrainedRun(History):
     """A run as its folder shows it: figures, curves and samples, which a notebook shows.
 
-    It stands for its folder: `gptworks.load(run)`, `gptworks.evaluate(run)`, `gptworks.train(run, resume=True)`.
+    It replaces its folder in `gptworks.load(run)`, `gptworks.evaluate(run)`, `gptworks.train(run, resume=True)`.
     """
 
     def __fspath__(self) -> str:
@@ -26,7 +26,7 @@ class TrainedRun(History):
 
     @property
     def ended(self) -> str:
-        """How training last ended and where it stands; or why that is not known."""
+        """How and where training last ended; or why that is unknown."""
         outcome = read_outcome(self.folder)
         if isinstance(outcome, str):
             return outcome

@@ -1,7 +1,6 @@
-"""A trial: a run in a process of its own, which is watched and may be stopped. Sweeps and `gptworks try` are made of
-them.
+"""A trial: a run in its own process, which is watched and may be stopped. Sweeps and `gptworks try` consist of trials.
 
-Beside a trial's run folder stand its recipe and its log, of the same name with a suffix.
+A trial's recipe and its log are next to its run folder and have the same name with a suffix.
 """
 
 import contextlib
@@ -25,11 +24,11 @@ from gptworks.training.record.metrics import Record, read_metrics
 from gptworks.training.signals import stop_signals
 
 TRAIN = (sys.executable, "-m", "gptworks", "train")
-"""What trains a trial; its recipe and --resume follow."""
+"""The command that trains a trial; its recipe and --resume follow."""
 
 POLL_SECONDS = 0.1
 STOP_SECONDS = 120.0
-"""How long a trial that is asked to stop may take for its step and its checkpoint."""
+"""Time for a trial that is asked to stop to finish its step and its checkpoint."""
 
 
 def train_trial(
@@ -38,18 +37,18 @@ def train_trial(
     report: Callable[[str], None],
     watch: Callable[[], str | None] = lambda: None,
 ) -> str | None:
-    """Train the recipe beside a run folder: `done`, or `failed`; None where a stop was asked for.
+    """Train the recipe next to a run folder. Returns `done` or `failed`; None if a stop was requested.
 
     Args:
         place: the run folder.
-        watch: called again and again, and once after the end. A word from it stops the trial, and is returned.
+        watch: called repeatedly, and once after the end. A word that it returns stops the trial and is returned.
     """
     if not _alone(place, stop_asked, report):
         return None
     command = [*TRAIN, str(place.with_suffix(".yaml")), "--resume"]
     with (
         open_to_append(place.with_suffix(".log"), inside=place.parent) as log,
-        # a session of its own: Ctrl-C reaches the parent alone, which stops the trial in its own way
+        # in its own session, so that Ctrl-C reaches only the parent, which then stops the trial
         _process(
             subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
         ) as process,
@@ -66,7 +65,7 @@ def train_trial(
 
 
 def train_to_end(recipe: Recipe, stop_asked: Callable[[], Any], report: Callable[[str], None]) -> bool:
-    """Write a recipe beside its run folder and train it to its last step; False where a stop was asked for.
+    """Write a recipe next to its run folder and train it to its last step; False if a stop was requested.
 
     Raises:
         RunError: the run failed, or its last loss is not finite.
@@ -95,22 +94,22 @@ _TAIL_BYTES = 1 << 16
 
 
 def last_line(place: Path) -> str:
-    """What a trial printed last: why it failed."""
+    """The last line that a trial printed: why it failed."""
     with open_regular(place.with_suffix(".log"), inside=place.parent) as log:
         log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
         lines = log.read(_TAIL_BYTES).decode("utf-8", "replace").strip().splitlines()
-    return lines[-1].removeprefix("error: ") if lines else "it said nothing"
+    return lines[-1].removeprefix("error: ") if lines else "it printed nothing"
 
 
 def check_comparable(recipe: Recipe, key: str, named: str) -> None:
-    """Refuse a setting that decides what the loss measures, or which repeat this is: the trials' losses would not say
-    which value is better.
+    """Refuse a setting that changes what the loss measures, or the seed: the trials' losses would not show which value
+    is better.
 
     Args:
-        named: what the message calls it.
+        named: the setting in the message.
 
     Raises:
-        UserError: it is one.
+        UserError: it is such a setting.
     """
     if key.partition(".")[0] in ("name", "run_dir", "sweep", "data", "tokenizer"):
         raise UserError(f"{named}: `{key}` is the same in all trials, so that their losses compare.")
@@ -133,7 +132,7 @@ def check_comparable(recipe: Recipe, key: str, named: str) -> None:
 
 
 def _alone(place: Path, stop_asked: Callable[[], Any], report: Callable[[str], None]) -> bool:
-    """Wait for a process that a killed parent left at work; False where a stop was asked for."""
+    """Wait for a process that a killed parent left running; False if a stop was requested."""
     if not place.exists():
         return True
     reported = False
@@ -171,7 +170,7 @@ def open_folder(folder: Path, named: str, setting: str) -> Iterator[Callable[[],
 
 @contextlib.contextmanager
 def _process(process: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
-    """A process that is asked to stop where it goes on at the end, and killed where it does not."""
+    """A process that is asked to stop at the end of the block if it still runs, and killed if it does not stop."""
     try:
         yield process
     finally:

@@ -1,4 +1,4 @@
-"""A try as far as it has come: its pairs, what they say so far, and which runs are due. `try.json` holds it."""
+"""A try so far, as `try.json` holds it: its pairs, their verdicts, and the runs that are due."""
 
 import json
 import math
@@ -22,27 +22,26 @@ TRY_FILE = "try.json"
 _FORMAT, _MOST_BYTES = 1, 1 << 26
 
 PLACES = {"after": "at equal tokens", "in-time": "in equal time"}
-"""What an arm is compared at, in words."""
+"""At what point an arm is compared, in words."""
 
 LOSS_ERROR, SPEED_ERROR = 0.04, 0.01
-"""How often, at most, a change that does nothing is called one that does by its losses, or is given a third run by its
-step times. Both together err in 5% of tries."""
+"""False-positive rates of a change that does nothing: of an effect on the loss, and of third runs for its step times.
+Together 5% of tries."""
 
 
 @dataclass(frozen=True)
 class Design:
-    """What is tried, and how: fixed before the first pair."""
+    """The change and the design of the try, fixed before the first pair."""
 
     changes: tuple[str, ...]
     minutes: float
     worth: float
-    """The smallest difference of the losses that matters."""
+    """The smallest difference in loss that matters."""
     most_pairs: int
     steps: int
     """Of each run."""
     estimated_step_time: float
-    """With the change, as a multiple of that without: a short measurement, from which the length follows and nothing
-    else."""
+    """Step time with the change as a multiple of the time without: a short measurement that only decides the length."""
     format_version: int = _FORMAT
 
 
@@ -57,19 +56,19 @@ class Pair:
     seconds: dict[str, float]
     """Of training, by arm."""
     step_seconds: dict[str, float]
-    """Of a step, by arm; robust against what else the machine did."""
+    """Of a step, by arm; robust against other work on the machine."""
     share_to_same_loss: float | None
-    """Share of the changed run's steps after which it had the other's final loss; None: never."""
+    """Share of the changed run's steps after which it reached the other's final loss; None: never."""
 
     @property
     def step_time(self) -> float:
-        """With the change, as a multiple of that without."""
+        """Step time with the change, as a multiple of the time without."""
         return self.step_seconds["after"] / self.step_seconds["before"]
 
 
 @dataclass(frozen=True)
 class Try:
-    """A try as far as it has come."""
+    """A try so far."""
 
     folder: Path
     recipe: Recipe
@@ -83,7 +82,7 @@ class Try:
         return self.recipe.objective.loss_unit
 
     def differences(self, arm: str) -> list[float]:
-        """Of each pair that has the arm: its loss, less that without the change."""
+        """The loss of the arm minus the loss without the change, for each pair that has the arm."""
         return [pair.loss[arm] - pair.loss["before"] for pair in self.pairs if arm in pair.loss]
 
     def verdict(self, arm: str) -> Verdict:
@@ -92,7 +91,7 @@ class Try:
 
     @property
     def step_time(self) -> StepTime | None:
-        """The time of a step with the change, as a multiple of that without; None before the first pair."""
+        """The time of a step with the change, as a multiple of the time without; None before the first pair."""
         return self._step_time(len(self.pairs)) if self.pairs else None
 
     def _step_time(self, n: int) -> StepTime:
@@ -100,10 +99,10 @@ class Try:
 
     @cached_property
     def steps_in_time(self) -> int | None:
-        """How many steps of the changed model take the time of a run without the change. None while no difference of
-        the step times has been found.
+        """The number of steps of the changed model that take the time of a run without the change. None while no
+        difference of the step times has been found.
 
-        The first look that finds one decides, so that all pairs have the same, also after a stop.
+        The first look that finds a difference decides, so all pairs have the same number, also after a stop.
         """
         looks = (self._step_time(n) for n in range(FEWEST_PAIRS, len(self.pairs) + 1))
         ratio = next((look.ratio for look in looks if look.differs), None)
@@ -116,12 +115,12 @@ class Try:
 
     @property
     def is_time_open(self) -> bool:
-        """Whether step times seem to differ and noise may be the reason: more pairs will tell."""
+        """Whether step times seem to differ but noise may be the reason, which more pairs can decide."""
         return self.steps_in_time is None and self.step_time is not None and self.step_time.is_distinct
 
     @property
     def open_questions(self) -> tuple[str, ...]:
-        """What more pairs may still answer: in which direction the loss differs, by arm, and whether step times do."""
+        """The questions that more pairs may answer: whether the loss differs, by arm, and whether step times do."""
         losses = (f"{PLACES[arm]}: whether the loss differs" for arm in self.arms[1:]
                   if self.verdict(arm).answer == "open")  # fmt: skip
         return (*losses, *([f"{PLACES['in-time']}: whether a step takes another time"] if self.is_time_open else []))
@@ -132,18 +131,18 @@ class Try:
 
     @property
     def due(self) -> tuple[int, tuple[str, ...]] | None:
-        """The number of the next pair and those of its runs that are to be trained, in this order; None: no more."""
-        for pair in self.pairs:  # those from before a difference of the step times was found
+        """The number of the next pair and its runs that are due, in this order; None: none are due."""
+        for pair in self.pairs:  # pairs from before a difference of the step times was found
             if missing := tuple(arm for arm in self.arms if arm not in pair.loss):
                 return pair.number, missing
         n = len(self.pairs)
         if n == self.design.most_pairs or self.decided:
             return None
-        return n, self.arms[:: -1 if n % 2 else 1]  # a machine that becomes slower or faster favours none
+        return n, self.arms[:: -1 if n % 2 else 1]  # alternating: a machine that slows down favours neither
 
     @property
     def to_same_loss(self) -> float | None:
-        """Share of the time after which the changed model had the other's final loss; None: not in each pair."""
+        """Share of the time after which the changed model reached the other's final loss; None: not in each pair."""
         shares = [pair.share_to_same_loss for pair in self.pairs]
         reached = [share for share in shares if share is not None]
         if self.step_time is None or len(reached) < len(shares):
@@ -151,7 +150,7 @@ class Try:
         return fmean(reached) * self.step_time.ratio
 
     def to_json(self) -> dict[str, Any]:
-        """Stable keys; None for a bound that is not known yet."""
+        """Stable keys; None for a bound that is still infinite."""
         return {
             "folder": str(self.folder),
             "design": asdict(self.design),
@@ -175,13 +174,13 @@ def write_try(found: Try) -> None:
 
 
 def read_try(folder: Path, recipe_of: Callable[[Path], Recipe] = load_recipe) -> Try:
-    """The try in a folder, also while it goes on.
+    """The try in a folder, also while it runs.
 
     Args:
         recipe_of: reads the recipe in a file.
 
     Raises:
-        UserError: there is none, or its file is damaged.
+        UserError: there is no try, or its file is damaged.
     """
     file = folder / TRY_FILE
     try:
@@ -200,10 +199,10 @@ def read_try(folder: Path, recipe_of: Callable[[Path], Recipe] = load_recipe) ->
 
 
 def _parts(state: dict[str, Any]) -> tuple[Design, tuple[Pair, ...]]:
-    """The design and the pairs, of the right types and with figures that can be reckoned with.
+    """The design and the pairs, validated.
 
     Raises:
-        ValueError, KeyError, TypeError: they are not.
+        ValueError, KeyError, TypeError: they are invalid.
     """
     design, pairs = _DESIGN.validate_python(state["design"]), _PAIRS.validate_python(state["pairs"])
     if not FEWEST_PAIRS <= design.most_pairs <= MOST_PAIRS or len(pairs) > design.most_pairs or design.steps < 1:

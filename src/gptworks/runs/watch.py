@@ -1,4 +1,4 @@
-"""Many runs, read on in turn as they go on, and bounded in memory."""
+"""Many runs, whose logs are read in turn while they train, with bounded memory."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +13,10 @@ from gptworks.runs.series import Series
 from gptworks.training.changes import Origin
 
 MOST_BYTES = 1 << 30
-"""Held of all runs together. Beyond it, runs that nobody has asked for of late become coarser."""
+"""Most memory for all runs together. Beyond it, the runs that were requested least recently are thinned."""
 
 IN_USE_SECONDS = 60.0
-"""For which a run that was asked for is read first and stays whole."""
+"""A run that was requested within this time is read first and is not thinned."""
 
 MOMENT_SECONDS = 0.25
 _FEW_BYTES = 1 << 16
@@ -29,18 +29,18 @@ class Watched:
         self.series = Series(folder, recipe_of)
         self.used_at = float("-inf")
         self.is_released = False
-        """Whether records were let go for the sake of other runs."""
+        """Whether records were dropped to make room for other runs."""
         self.band: Band | None = None
         self.problem: str | None = None
-        """Why its log cannot be read, or its recipe."""
+        """Why its log or its recipe cannot be read."""
         self._recipe: Recipe | None = None
         self.origin: Origin | None = None
-        """Where it was forked from another run."""
+        """Where it was forked from another run, if it was."""
         self._summary: dict[str, Any] | None = None
         self._is_whole = False
 
     def read(self) -> bool:
-        """Read on, a bit; whether anything changed."""
+        """Read a little more; whether anything changed."""
         try:
             changed = self.series.read()
             if changed or self.problem is not None or self._recipe is None:
@@ -49,14 +49,14 @@ class Watched:
                 if recipe is not self._recipe:
                     self._recipe, self.band = recipe, find_band(recipe)
                     self.origin = next(iter(origins_of(self.series.folder)), None)
-        except Exception as error:  # whatever its files may hold
+        except Exception as error:  # its files may hold anything
             before, self.problem = self.problem, str(error)[:600] or type(error).__name__
             changed = self.problem != before
         self._is_whole = self._is_whole and not changed
         return changed
 
     def row(self) -> dict[str, Any]:
-        """What a list of runs shows; while a log is read anew, the figures that it had."""
+        """The run's row in a list of runs; while a log is read again, the previous figures."""
         series, recipe = self.series, self._recipe
         if self._summary is None or (not self._is_whole and (series.at_end or not self._summary["whole"])):
             self._summary = {
@@ -95,15 +95,15 @@ class Watch:
         self.runs = {name: same.get(name) or Watched(folder, self._recipe_of) for name, folder in folders.items()}
 
     def use(self, names: Sequence[str], asked_at: float | None = None, *, begins: bool = True) -> list[Watched]:
-        """The runs that are asked for, read on for a moment; anew where records were let go.
+        """The requested runs, after reading for a moment; from the start if records were dropped.
 
         Args:
-            asked_at: when the moment began, on the monotonic clock; None: now. It is one for all runs of a request, so
-                that an answer on many long ones comes soon.
-            begins: whether the first records are read of a run that was not begun, even when the moment is over.
+            asked_at: when the moment began, on the monotonic clock; None: now. All runs of a request share it, so that
+                a request for many long runs is answered soon.
+            begins: whether to read the first records of an unread run even when the moment is over.
 
         Raises:
-            KeyError: there is none of a name.
+            KeyError: no run has this name.
         """
         now, found = time.monotonic() if asked_at is None else asked_at, [self.runs[name] for name in names]
         for name, one in zip(names, found, strict=True):
@@ -116,8 +116,8 @@ class Watch:
         return found
 
     def advance(self, seconds: float) -> tuple[set[str], bool]:
-        """Read on for at most some seconds, the beginning of each run first; the runs that changed since the last call,
-        and whether there is more."""
+        """Read for at most some seconds, the beginning of each run first. Returns the runs that changed since the last
+        call, and whether there is more to read."""
         deadline, changed = time.monotonic() + seconds, self._changed
         self._changed = set()
         runs = sorted(self.runs.items(), key=lambda item: -item[1].used_at)

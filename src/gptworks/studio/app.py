@@ -36,13 +36,13 @@ def create_studio(
     Every request needs an API key of the settings, or a session: `app.state.service.sign_in` gives codes for those.
 
     Args:
-        device, backend: what computes.
+        device, backend: where and how models are computed.
         read_only: nothing can be started or written.
         runs_at_once: runs that the page may train at once.
         max_idle_bytes: see `Engines`.
 
     Raises:
-        UserError: one is no folder, or there is no such device.
+        UserError: a folder or the device does not exist.
     """
     for folder in folders:
         if not folder.is_dir():
@@ -64,7 +64,7 @@ def create_served(
     """The server's app, which answers browsers with the Play page.
 
     Args:
-        runs: where the models come from.
+        runs: the run folders of the models.
     """
     app = create_app(engines, settings, routers=[page.router, play.router], home=page.home)
     app.state.studio = Studio(app.state.service, served_runs=runs)

@@ -1,5 +1,5 @@
-"""What the page asks about a recipe's text, answered in a process with limits: the text, the recipe and what it names
-are hostile until checked. The recipe's own parser and `gptworks plan` say what is right.
+"""Checks a recipe's text for the page, in a process with limits: the text and what it names are hostile until checked.
+The recipe's own parser and `gptworks plan` give the answers.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _UNMEASURED = "the run shows this machine's speed once it trains"
 
 
 def main() -> None:
-    """Answer questions, each a mapping with `ask`; see `check` and `plan`."""
+    """Answer questions: mappings whose `ask` names `check` or `plan`."""
     serve(lambda setup: _answer)
 
 
@@ -45,15 +45,15 @@ def _answer(question: Tree) -> Any:
 
 
 def check(question: Tree) -> Tree:
-    """A recipe's text, with edits made, and what is said of it.
+    """Apply edits to a recipe's text and check it.
 
-    The question has `text` (None: that of its origin), `origin`, `allowed` and `edits`: pairs of a setting's path and
-    its value as typed, or None to leave it out.
+    The question has `text` (None: the origin's), `origin`, `allowed` and `edits`: pairs of a setting's path and its
+    value as typed, or None to remove the setting.
 
     Returns:
-        `text`; `given`, the settings that it gives, as typed; if the recipe is right, `defaults`, what the others are,
-        and `fixed`, those that a run that goes on cannot change; `problems`, each with a `path` (None: of the whole)
-        and a `message`.
+        `text`; `given`, the settings in it, as typed; if the recipe is valid, `defaults`, all values, and `fixed`, the
+        settings that a resumed run cannot change; `problems`, each with a `path` (None: the recipe as a whole) and a
+        `message`.
     """
     text = question["text"]
     if text is None:
@@ -76,11 +76,11 @@ def check(question: Tree) -> Tree:
 
 
 def plan(question: Tree) -> Tree:
-    """What `gptworks plan` says of a recipe's text on the device that the question names, or on this machine's CPU: as
-    JSON, and as its tables.
+    """The answer of `gptworks plan` to a recipe's text, on the question's device or on this machine's CPU: as JSON and
+    as tables.
 
     Raises:
-        UserError: as the command.
+        UserError: as the command does.
     """
     tree = read_text(question["text"]) | {"name": question["name"]}
     recipe = read_within(tree, question)
@@ -97,7 +97,7 @@ def read_text(text: str) -> Tree:
     """A recipe's text as a tree.
 
     Raises:
-        UserError: it is no YAML, or no mapping of names.
+        UserError: it is not YAML, or not a mapping.
     """
     tree = parse_yaml(text, "recipe")
     if tree is None:
@@ -120,8 +120,7 @@ def _plain(message: str) -> str:
 
 
 def beginning(origin: str) -> str:
-    """The text of a recipe's file, as it stands; or that of a run's folder, without the settings that follow from the
-    others."""
+    """The text of a recipe's file; or the recipe of a run's folder, without the settings that follow from others."""
     if Path(origin).is_file():
         return _without_given(read_file(Path(origin), MAX_BYTES))
     recipe = load_recipe(origin)
@@ -143,7 +142,7 @@ def _without_given(text: str) -> str:
 
 
 def _shortest(tree: Tree, section: str, whole: Recipe) -> Tree:
-    """The tree without the settings of a section that the recipe need not give."""
+    """The tree without the settings of a section that the recipe does not need."""
     for name, value in (_at(tree, section) if section else tree).items():
         path = f"{section}.{name}" if section else name
         with contextlib.suppress(UserError):
@@ -168,10 +167,10 @@ def _paths(tree: Tree, path: str = "") -> Iterable[str]:
 
 
 def edited(text: str, tree: Tree, path: str, value: str | None) -> tuple[str, Tree]:
-    """The text and the tree with a setting at a value, or without it. Comments stay where only a line changes.
+    """The text and the tree with a setting changed, or removed (None). Comments are kept if only one line changes.
 
     Raises:
-        UserError: there can be no such setting.
+        UserError: the setting is invalid.
     """
     after = _removed(tree, path) if value is None else apply_overrides(tree, [f"{path}={value}"])
     after = _of_its_kind(after, path)
@@ -192,7 +191,7 @@ def _removed(tree: Tree, path: str) -> Tree:
 
 
 def _of_its_kind(tree: Tree, path: str) -> Tree:
-    """After another `type`, the settings of its section that the new one has."""
+    """After a change of `type`, the section without the settings that the new type lacks."""
     section, _, name = path.rpartition(".")
     kinds = next((group["kinds"] for group in form() if group["path"] == section), None)
     if name != "type" or kinds is None or "type" not in tree.get(section, {}):
@@ -210,8 +209,8 @@ def _at(tree: Any, path: str) -> Any:
 
 
 def _changed_lines(text: str, path: str, value: Any) -> Iterable[str]:
-    """Ways to write a changed setting into a text, of which one may be right: in its place, or after the last line of
-    its section; a value of None is taken out."""
+    """Candidate texts with a changed setting, which the caller checks: in its place, or after the last line of its
+    section; None removes it."""
     try:
         node = compose_yaml(text, "recipe")
     except UserError:
@@ -244,7 +243,7 @@ def _dumped(tree: Tree) -> str:
 
 
 def _given(tree: Tree) -> dict[str, str]:
-    """The settings that a tree gives, by their paths; a section that is no mapping is one setting."""
+    """The settings of a tree by path; a section that is not a mapping is one setting."""
     found = {}
     groups = {group["path"] for group in form()}
     for path in _paths(tree):
@@ -257,12 +256,11 @@ def _given(tree: Tree) -> dict[str, str]:
 
 
 def read_within(tree: Tree, question: Tree) -> Recipe:
-    """The recipe of a tree. Its settings that name a place may name no file outside of the question's `allowed`
-    folders, unless its `origin` does, no file of Python, and only public https addresses: who has the page's address
-    need not have the rights of who started it.
+    """The recipe of a tree. Users of the page may have fewer rights than its owner, so its paths must lie inside the
+    question's `allowed` folders or be the `origin`'s, must not be Python files, and addresses must be public https.
 
     Raises:
-        UserError: one does, or the recipe is wrong.
+        UserError: one of them is not allowed, or the recipe is invalid.
     """
     origin = question["origin"]
     known = set() if origin is None else {value for _, _, value in places(load_recipe(origin))}
@@ -288,8 +286,8 @@ def read_within(tree: Tree, question: Tree) -> Recipe:
 
 
 def places(recipe: Recipe) -> Iterable[tuple[str, Place, str]]:
-    """What a recipe's settings name outside of it, and those of a sweep's trials: the setting, its kind, and what it
-    names. What the start of a run sets itself is left out."""
+    """The paths and addresses in a recipe and in its sweep's choices: the setting, the kind of place, and its value.
+    Settings that starting a run sets itself are left out."""
     ranges = {} if recipe.sweep is None else recipe.sweep.ranges
     for one in settings(recipe):
         if one.place is None or one.path in GIVEN_BY_THE_START:
@@ -305,13 +303,12 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[\w.-]{1,96})?")
 
 
 def _is_of_the_hub(dataset: str) -> bool:
-    """Whether it names a dataset of the Hugging Face hub, and no folder."""
+    """Whether it names a dataset of the Hugging Face hub and not a folder."""
     return _HUB_NAME.fullmatch(dataset) is not None and not Path(dataset).exists()
 
 
 def _check_below(path: str, file: str, folders: Sequence[str]) -> None:
-    """Refuse a path that does not lie below one of the folders, or a pattern that matches what does not. Links are
-    followed first."""
+    """Refuse a path outside of the folders, or a pattern that matches one. Links are followed first."""
     given = Path(file).expanduser()
     matches = glob.iglob(str(given), recursive=True) if glob.has_magic(file) else ()  # noqa: PTH207 (as sources do)
     roots = list(map(os.path.realpath, folders))

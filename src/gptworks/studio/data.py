@@ -1,4 +1,4 @@
-"""Data: the documents that a run was trained on, what the model sees of them, and what each step took."""
+"""Data: the documents that a run was trained on, the rows that its model sees, and the batch of each step."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -33,23 +33,23 @@ router = APIRouter(prefix="/studio/data", include_in_schema=False)
 Tree = dict[str, Any]
 
 MOST_SHOWN = 4096
-"""Tokens of a page, over all its rows."""
+"""Most tokens of a page, over all its rows."""
 MOST_ROWS = 32
 MOST_HELD = 1 << 22
-"""Tokens of all rows of a page, also of the parts that it does not show."""
+"""Most tokens in all rows of a page, including the parts that it does not show."""
 MOST_HITS = 100
 MOST_INDEXED = 1 << 25
-"""Bytes of text that a request indexes: a few seconds' work."""
+"""Most bytes of text that a request indexes, which takes a few seconds."""
 MOST_COUNTED = 1 << 29
-"""Tokens that a request reads to say what the data holds."""
+"""Most tokens that a request counts."""
 MOST_READ = 1 << 15
-"""Tokens of a row that a model reads to colour it."""
+"""Most tokens of a row that a model reads to colour it."""
 
 Place = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 class Page(Chosen):
-    """A part of what is long: the tokens of each row from `first` on."""
+    """Part of a long answer: the tokens of each row, starting at `first`."""
 
     first: Place = 0
     n: Annotated[int, Field(ge=1, le=MOST_SHOWN)] = 1024
@@ -62,7 +62,7 @@ class DocumentRequest(Page):
 
 class RowsRequest(Page):
     loss: bool = False
-    """Whether the checkpoint reads the rows, so that they can be coloured by what their tokens cost it."""
+    """Whether the checkpoint reads the rows, to colour them by their tokens' losses."""
 
 
 class WindowRequest(RowsRequest):
@@ -73,9 +73,9 @@ class WindowRequest(RowsRequest):
 class StepRequest(RowsRequest):
     step: Annotated[int, Field(ge=1, lt=2**53)]
     sample: Place = 0
-    """Of the step's samples, the first that is shown."""
+    """The first sample of the step that is shown."""
     n_samples: Annotated[int, Field(ge=1, le=MOST_ROWS)] = 8
-    """Fewer are shown where they are very long."""
+    """Fewer are shown if they are very long."""
 
 
 class SearchRequest(Chosen):
@@ -91,7 +91,7 @@ class TokenizeRequest(openai.Wire):
 
 @router.post("/about")
 async def about(request: Request) -> Response:
-    """What there is of a run's data, and how far the run has come."""
+    """A run's data, and the number of steps it has trained."""
     body = await body_of(request, Chosen)
 
     def describe(data: RunData, _: GPT | None, check: Check) -> Tree:
@@ -125,7 +125,7 @@ async def document(request: Request) -> Response:
 
 @router.post("/window")
 async def window(request: Request) -> Response:
-    """A window of the training data: what the model sees at once."""
+    """A window of the training data, which the model reads at once."""
     body = await body_of(request, WindowRequest)
 
     def read(data: RunData, model: GPT | None, check: Check) -> Tree:
@@ -136,7 +136,7 @@ async def window(request: Request) -> Response:
 
 @router.post("/step")
 async def step(request: Request) -> Response:
-    """The batch that a step trained on, or some samples of it."""
+    """The batch of a step, or some samples of it."""
     body = await body_of(request, StepRequest)
 
     def read(data: RunData, model: GPT | None, check: Check) -> Tree:
@@ -156,7 +156,7 @@ async def step(request: Request) -> Response:
 
 @router.post("/search")
 async def search(request: Request) -> Response:
-    """The places of a phrase in a split; a small split is indexed for it."""
+    """The occurrences of a phrase in a split; a small split is indexed first."""
     body, read_only = await body_of(request, SearchRequest), studio_of(request).read_only
 
     def find(data: RunData, model: GPT | None, check: Check) -> Tree:
@@ -180,7 +180,7 @@ async def search(request: Request) -> Response:
 
 @router.post("/info")
 async def info(request: Request) -> Response:
-    """What the data holds, as `gptworks data info` counts it."""
+    """The counts of `gptworks data info`."""
     body = await body_of(request, Chosen)
 
     def count(data: RunData, model: GPT | None, check: Check) -> Tree:
@@ -198,7 +198,7 @@ async def info(request: Request) -> Response:
 
 @router.post("/tokenize")
 async def tokenize(request: Request) -> Response:
-    """A text as the tokenizers of runs cut it."""
+    """The tokens of a text by the tokenizers of runs."""
     studio, body = studio_of(request), await body_of(request, TokenizeRequest)
 
     def read(_: Check) -> Tree:
@@ -211,7 +211,7 @@ async def tokenize(request: Request) -> Response:
 
 def _tokenized(tokenizer: Tokenizer, text: str) -> Tree:
     read, speller = TokenizedText.of_text(tokenizer, text), Speller(tokenizer)
-    begun = int(read.framed)  # by a token that is not of the text
+    begun = int(read.framed)  # by a token that is not in the text
     ids, n_bytes = read.ids[begun:].tolist(), len(text.encode("utf-8"))
     tokens = [
         {"id": token, "text": piece, "spelling": speller.spell(token)[0]}
@@ -225,7 +225,7 @@ def _tokenized(tokenizer: Tokenizer, text: str) -> Tree:
 
 
 def _of_rows(data: RunData, body: RowsRequest, rows: Sequence[Row], model: GPT | None, check: Check) -> Tree:
-    """The rows, each from its token `first` on; with a model, what the tokens cost it."""
+    """The rows, each starting at its token `first`; with a model, also the tokens' losses."""
     n = min(body.n, MOST_SHOWN // len(rows))
     if body.first and all(body.first >= len(row.ids) for row in rows):
         raise UserError(
@@ -241,7 +241,7 @@ def _of_rows(data: RunData, body: RowsRequest, rows: Sequence[Row], model: GPT |
 
 
 def _nats(model: GPT, rows: Sequence[Row], end: int, check: Check) -> list[Costs]:
-    """What each token of the rows costs, as far as the page shows it; those before it are read too.
+    """The loss of each token of the rows that the page shows; the model also reads the tokens before them.
 
     Raises:
         UserError: the model cannot read them.
@@ -273,7 +273,7 @@ def _nats(model: GPT, rows: Sequence[Row], end: int, check: Check) -> list[Costs
 
 
 def _lots(rows: Sequence[Row], n: Sequence[int]) -> list[list[int]]:
-    """Neighbouring rows that are read together."""
+    """Batches of neighbouring rows of equal length."""
     lots: list[list[int]] = []
     for i in range(len(rows)):
         alike = bool(lots) and len(rows[lots[-1][0]].inputs) == len(rows[i].inputs)
@@ -290,7 +290,7 @@ def _lots(rows: Sequence[Row], n: Sequence[int]) -> list[list[int]]:
 async def _answer(
     request: Request, body: Chosen, work: Callable[[RunData, GPT | None, Check], Tree], loss: bool = False
 ) -> Response:
-    """What work makes of the run's data, and of the checkpoint's model where `loss` asks for it."""
+    """The answer of `work` for the run's data, with the checkpoint's model if `loss` is set."""
     studio = studio_of(request)
     assert studio.engines is not None
     wanted = await studio.engines.find(body.model, body.checkpoint)

@@ -1,4 +1,4 @@
-"""The runs that the studio watches: one thread reads their logs for all clients, while there are any."""
+"""The runs that the studio watches: one thread reads their logs for all clients, while there are clients."""
 
 import asyncio
 import time
@@ -29,9 +29,9 @@ class Feed:
         self.states: dict[str, str] = {}
         """running, finished or stopped, of each run."""
         self.left_out: dict[str, str] = {}
-        """The runs that are not read, and why."""
+        """The runs that are skipped, and why."""
         self._inside: dict[str, int] = {}
-        """When the folder changed of which all lies inside."""
+        """Modification time of each folder that was checked to have no links outwards."""
         self._thread = ThreadPoolExecutor(1, "gptworks runs")
         self._clients: dict[asyncio.Event, set[str]] = {}
         self._asked_at = time.monotonic()
@@ -46,11 +46,11 @@ class Feed:
         return await self._in_thread(lambda: work(self.watch))
 
     def changes(self) -> "Changes":
-        """What changes from now on."""
+        """The changes from now on, for one client."""
         return Changes(self._clients)
 
     async def _poll(self) -> None:
-        """Read on until nobody has asked for a while."""
+        """Read logs until no client has asked for a while."""
         looked_at = time.monotonic()
         while self._clients or time.monotonic() - self._asked_at < _IDLE_SECONDS:
             if time.monotonic() - looked_at > 2 * _EVERY_SECONDS:
@@ -61,7 +61,7 @@ class Feed:
             await asyncio.sleep(0.005 if goes_on else _EVERY_SECONDS)
 
     def _follow(self) -> set[str]:
-        """Look for runs that are new, gone or in another state, and return them."""
+        """Look for runs that appeared, disappeared or changed their state, and return them."""
         before, found = self.states | self.left_out, self.library.runs()
         faults = {name: self._fault(run) for name, run in found.items()}
         self.left_out = {name: fault for name, fault in faults.items() if fault is not None}
@@ -71,7 +71,7 @@ class Feed:
         return {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
 
     def _fault(self, run: RunFolder) -> str | None:
-        """Why a run is left out: something of it is a link that leads out of the given folder, or it cannot be read."""
+        """Why a run is skipped: a link in it leads out of the given folder, or it cannot be read."""
         try:
             changed = run.folder.stat().st_mtime_ns
             if self._inside.get(run.id) != changed:
@@ -91,7 +91,7 @@ class Feed:
 
 
 class Changes:
-    """What changes while one client listens."""
+    """The runs that change while one client listens."""
 
     def __init__(self, clients: dict[asyncio.Event, set[str]]) -> None:
         self._clients, self._event = clients, asyncio.Event()
@@ -113,7 +113,7 @@ class Changes:
 
 
 def plain(tree: Any) -> Any:
-    """A tree as JSON can carry it: a figure that is not finite as its name, as in metrics.jsonl."""
+    """A tree for JSON: a non-finite number becomes its name, as in metrics.jsonl."""
     if isinstance(tree, dict):
         return {str(key): plain(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -124,7 +124,7 @@ def plain(tree: Any) -> Any:
 
 
 def feed_of(request: Request) -> Feed:
-    """The feed of the studio, made when it is first asked for."""
+    """The feed of the studio, created at its first use."""
     state, studio = request.app.state, studio_of(request)
     if studio.library is None:
         raise APIError(404, "this server serves models and has no runs: start `gptworks studio`.")

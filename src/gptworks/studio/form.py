@@ -13,14 +13,14 @@ Tree = dict[str, Any]
 
 _INPUTS = {"integer": "number", "number": "number", "boolean": "switch", "string": "text"}
 GIVEN_BY_THE_START = ("name", "run_dir")
-"""Settings that follow from the name under which a run is started."""
+"""Settings that follow from the name of a new run."""
 COMMON = {
     "seed",
     *(f"model.{name}" for name in ("context_length", "n_layers", "d_model", "n_heads", "dropout_residual")),
     *(f"train.{name}" for name in ("max_steps", "batch_size", "learning_rate", "muon_learning_rate", "weight_decay")),
     *(f"train.{name}" for name in ("evaluate_every", "checkpoint_every")),
 }
-"""Settings that people change most."""
+"""The settings that are changed most often."""
 
 
 @cache
@@ -36,7 +36,7 @@ def form() -> list[Tree]:
 
 
 def _groups(section: Tree, path: str, definitions: Tree, help: str = "", optional: bool = False) -> list[Tree]:
-    """A section, and those inside it."""
+    """A section, and the sections inside it."""
     fields: list[Tree] = []
     below: list[Tree] = []
     members = _members(section, definitions)
@@ -83,7 +83,7 @@ def _resolved(one: Tree, definitions: Tree) -> Tree:
 
 
 def _without_null(one: Tree) -> tuple[Tree, bool]:
-    """What a setting may be besides null, and whether it may be null."""
+    """A setting's schema without null, and whether it may be null."""
     others = [other for other in one.get("anyOf", []) if other != {"type": "null"}]
     nullable = len(others) < len(one.get("anyOf", []))
     return (others[0] if len(others) == 1 else {"anyOf": others} if others else one), nullable
@@ -105,7 +105,7 @@ def _field(path: str, name: str, one: Tree) -> Tree:
 
 
 def text_of(value: Any) -> str:
-    """A setting as a person types it, and as an override has it."""
+    """A setting's value as typed in a form or an override."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""What a run would change if it went on with a recipe, or a fork of it did, and whether anything is left to train."""
+"""The changes of a run, or of its fork, that resumes with a recipe, and whether any training is left."""
 
 import json
 from dataclasses import dataclass
@@ -21,19 +21,19 @@ Changes = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class GoingOn:
-    """A run that goes on with a recipe."""
+    """A run that resumes with a recipe."""
 
     changes: Changes
-    """The settings that it changes: `path`, `old`, `new`, and whether the run folder records it (`recorded`), because
-    the loss curve depends on it."""
+    """The changed settings: `path`, `old`, `new`, and `recorded`: whether the run folder records the change because the
+    loss curve depends on it."""
     problem: str | None
-    """Why it cannot go on so."""
+    """Why it cannot resume."""
     steps_left: int | None
-    """Of train.max_steps, where that is set."""
+    """Steps left until train.max_steps, if that is set."""
 
 
 def allowed_changes(run: RunFolder, text: str, forked_at: int | None = None) -> Changes:
-    """The changes of a run, or of a fork from a step, that can go on with a recipe.
+    """The changes of a run, or of its fork from a step, that resumes with a recipe.
 
     Raises:
         UserError: it cannot.
@@ -45,7 +45,7 @@ def allowed_changes(run: RunFolder, text: str, forked_at: int | None = None) -> 
 
 
 def going_on(run: RunFolder, text: str, forked_at: int | None = None) -> GoingOn:
-    """What a recipe changes in a run, or in a fork from a step, and why it cannot go on so."""
+    """The changes of a run, or of its fork from a step, that resumes with a recipe, and why it cannot resume."""
     before = load_recipe(run.folder, [] if forked_at is None else settings_at(run.folder, forked_at))
     tree = read_text(text) | {"name": before.name, "run_dir": str(run.folder)}
     now = parse_recipe(tree)
@@ -73,13 +73,13 @@ def _typed(value: Any) -> str:
 
 
 def _check_said(before: Recipe, now: Recipe, made: Changes) -> None:
-    """Raises a UserError if the changes, as `gptworks train` gets them, do not lead from one recipe to the other."""
+    """Raises a UserError if the changes, as arguments of `gptworks train`, do not give the new recipe."""
     if rest := changed(load_recipe(before, [f"{one['path']}={one['new']}" for one in made]), now):
         raise UserError(f"{', '.join(rest)} cannot be changed from here: use gptworks train --resume.")
 
 
 def _check_left(run: RunFolder, now: Recipe, done: int, *, is_fork: bool) -> None:
-    """Raises a UserError if nothing is left to train after the steps that are done."""
+    """Raises a UserError if no training is left."""
     ends = {name: value for name in sorted(ENDS) if (value := getattr(now.train, name)) is not None}
     if done == now.train.max_steps:
         ends = {"max_steps": done}

@@ -1,5 +1,5 @@
-"""The run folders below the given ones. What they hold is hostile until checked, their names too: ids are looked up
-among those that were found, and never made into paths.
+"""The run folders below the given ones. Their contents and names are hostile until checked: ids are looked up among the
+folders that were found, and never made into paths.
 """
 
 import math
@@ -24,14 +24,14 @@ from gptworks.training.run_folder import CONSOLE, is_in_use
 
 MOST_DEPTH = 6
 MOST_FOLDERS = 20_000
-"""Folders that are looked into for runs."""
+"""Most folders that are searched for runs."""
 MOST_RUNS = 2_000
 _FEWER = "are listed: give the studio a folder with fewer of them, such as gptworks studio runs/sweep."
 _READ = ("recipe.yaml", "changes.json", "metrics.jsonl", "outcome.json", "tokenizer", "checkpoints", CONSOLE)
-"""What is read of a run folder."""
+"""The entries of a run folder that are read."""
 _READ_SECONDS = 10.0
 _FRESH_SECONDS = 2.0
-"""For which a list of folders is used again."""
+"""Time for which a list of folders is reused."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class RunFolder:
     """A folder that holds a recipe.yaml."""
 
     id: str
-    """Its path below the given folder; of a given run, its name."""
+    """Its path below the given folder; its name, if the run itself was given."""
     folder: Path
     root: Path
-    """The given folder, beyond which nothing is read."""
+    """The given folder; nothing outside of it is read."""
 
     def checkpoints(self) -> list[Checkpoint]:
         """Newest first, one for each step."""
@@ -52,10 +52,10 @@ class RunFolder:
         return list(by_step.values())
 
     def choose(self, which: str | int | None) -> Checkpoint:
-        """The best checkpoint (also for None), the last, or that of a step, not yet verified.
+        """The best checkpoint (also for None), the last, or the one of a step, not yet verified.
 
         Raises:
-            APIError: there is none.
+            APIError: there is no such checkpoint.
         """
         found = self.checkpoints()
         trained = _trained(found)
@@ -71,7 +71,7 @@ class RunFolder:
                        code="no_checkpoint")  # fmt: skip
 
     def check_inside(self) -> None:
-        """Raises a UserError if a file that is read lies elsewhere, by a link."""
+        """Raises a UserError if a link leads a file that is read out of the given folder."""
         root = self.root.resolve()
         below = (self.folder / "tokenizer", self.folder / "checkpoints", *(one.folder for one in self.checkpoints()))
         entries = [one for one in _entries(self.folder) if one.name in _READ]
@@ -82,18 +82,18 @@ class RunFolder:
 
 
 def _trained(found: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Without what the run began with, which is neither the best nor the last."""
+    """Without the initial weights, which are neither the best nor the last checkpoint."""
     return [checkpoint for checkpoint in found if not checkpoint.is_start]
 
 
 def best_step(found: Sequence[Checkpoint]) -> int:
-    """Of a run's checkpoints, newest first: the step that the newest calls the best, if it is there; else its own."""
+    """The best step of a run's checkpoints, newest first: the one that the newest names, if it exists; else its own."""
     best = found[0].best_step
     return best if best is not None and any(one.step == best for one in found) else found[0].step
 
 
 class Library:
-    """The runs below some folders. From any thread."""
+    """The runs below some folders. Thread-safe."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots = tuple(roots)
@@ -102,7 +102,7 @@ class Library:
         self._found: dict[str, RunFolder] = {}
         self._looked_at = -math.inf
         self.notice: str | None = None
-        """What the list of runs leaves out, since there are too many."""
+        """What the list of runs omits because there are too many."""
         self.recipes = Recipes()
         self._settings_of: dict[Path, tuple[Recipe, dict[str, Any]]] = {}
 
@@ -114,20 +114,20 @@ class Library:
             return self._found
 
     def get(self, name: str) -> RunFolder:
-        """The run of that id; nothing of it lies elsewhere, and its recipe was read within limits.
+        """The run of that id, after checking its links and reading its recipe within limits.
 
         Raises:
-            APIError: there is none. UserError: a link leads out of the folders, or the recipe is refused.
+            APIError: there is no such run. UserError: a link leads out of the folders, or the recipe is refused.
         """
         run = self.find(name)
         self.recipes.of(run.folder)
         return run
 
     def find(self, name: str) -> RunFolder:
-        """The run of that id, whatever its recipe is; nothing of it lies elsewhere.
+        """The run of that id, after checking its links but not its recipe.
 
         Raises:
-            APIError: there is none. UserError: a link leads out of the folders.
+            APIError: there is no such run. UserError: a link leads out of the folders.
         """
         run = self._found.get(name) or self.runs().get(name)
         if run is None or not (run.folder / "recipe.yaml").is_file():
@@ -144,7 +144,7 @@ class Library:
         """The runs as /studio/state shows them. Reads files.
 
         Args:
-            seconds: after which recipes that were never read wait for the next call.
+            seconds: after this time, recipes that were never read wait for the next call.
         """
         until = time.monotonic() + seconds
         return [self.describe(run, reads=time.monotonic() < until) for run in self.runs().values()]
@@ -153,7 +153,7 @@ class Library:
         """A run as /studio/state shows it.
 
         Args:
-            reads: whether its recipe is read, if it never was.
+            reads: whether to read its recipe if it was never read.
         """
         try:
             run.check_inside()
@@ -162,7 +162,7 @@ class Library:
                     "its recipe is not read yet, since those of other runs take long: it is read in a moment."
                 )
             made = self._settings(run) | {"checkpoints": _checkpoints(run), "state": state_of(run.folder)}
-        except (UserError, OSError) as error:  # OSError: it goes away
+        except (UserError, OSError) as error:  # OSError: it was deleted
             made = {"problem": printable(str(error)), "checkpoints": [], "state": "stopped"}
         empty = {"chat": False, "context": None, "parameters": None, "vocab_size": None, "problem": None}
         if not any(one["last"] for one in made["checkpoints"]) and made.get("problem") is None:
@@ -170,7 +170,7 @@ class Library:
         return {"id": run.id, "run": printable(str(run.folder)), **empty, **made}
 
     def _settings(self, run: RunFolder) -> dict[str, Any]:
-        """What its recipe says."""
+        """The figures of a run's recipe."""
         made: dict[str, Any]
         try:
             recipe = self.recipes.of(run.folder)
@@ -208,7 +208,7 @@ class Library:
 
 
 def _run_folders(folder: Path, depth: int, left: list[int]) -> Iterator[Path]:
-    """The runs in a folder and below it, without following links. `left`: folders that may still be looked into."""
+    """The runs in a folder and below it, without following links. `left`: how many more folders may be searched."""
     left[0] -= 1
     if (folder / "recipe.yaml").is_file():
         yield folder
@@ -229,8 +229,8 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _checkpoints(run: RunFolder) -> list[dict[str, Any]]:
-    """Oldest first. A checkpoint's loss is known where it was the best so far; from one with the optimizer's state,
-    training can go on: it is `resumable`."""
+    """A run's checkpoints, oldest first. A checkpoint's loss is known if it was the best so far; a checkpoint with the
+    optimizer's state is `resumable`."""
     found = run.checkpoints()
     made = []
     for checkpoint in reversed(found):
@@ -259,5 +259,5 @@ def state_of(folder: Path) -> str:
 
 
 def printable(name: str) -> str:
-    """A name or message as JSON can carry it, also where a file's name is no UTF-8."""
+    """A name or message for JSON, also if a file's name is not UTF-8."""
     return name.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,4 +1,4 @@
-"""Engines of runs and their checkpoints, loaded where they are asked for. Those in no use stay while there is room."""
+"""Engines of runs and their checkpoints, loaded on demand. Idle engines are kept while there is memory."""
 
 import asyncio
 import time
@@ -19,23 +19,23 @@ from gptworks.studio.library import Library, RunFolder
 from gptworks.units import readable
 
 SHARE_OF_MEMORY = 0.25
-"""Of the memory that is available at the start, what engines that are in no use may hold."""
+"""Share of the memory available at the start that idle engines may hold."""
 
 
 @dataclass
 class Loaded:
-    """An engine that is there, or on its way."""
+    """An engine that is loaded, or loading."""
 
     name: str
     model: asyncio.Future[ServedModel]
     n_bytes: int
-    """Of its weights' file."""
+    """Size of its weights' file."""
     n_users: int = 0
     used_at: float = field(default_factory=time.monotonic)
 
     @property
     def held_bytes(self) -> int:
-        """What it takes, or will take."""
+        """Memory that it takes, or will take."""
         return self.model.result().engine.held_bytes if self.is_there else self.n_bytes
 
     @property
@@ -45,7 +45,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A checkpoint of a run. Another checkpoint of the same step, of a run that was started anew, is another one."""
+    """A checkpoint of a run. If the run is started again, its checkpoint of the same step is a different one."""
 
     run: RunFolder
     checkpoint: Checkpoint
@@ -53,12 +53,12 @@ class Wanted:
 
     @property
     def name(self) -> str:
-        """As the engine is called in /v1/models."""
+        """The engine's name in /v1/models."""
         return f"{self.run.id}@{self.checkpoint.step}"
 
     @property
     def n_bytes(self) -> int:
-        """Of the weights' file. Reads its size."""
+        """The size of the weights' file, from the disk."""
         path = self.checkpoint.folder / "model.safetensors"
         return path.stat().st_size if path.is_file() else 0
 
@@ -77,7 +77,7 @@ class Engines:
     ) -> None:
         """
         Args:
-            max_idle_bytes: of engines in no use, with the one that is to be loaded; the least recently used ones go
+            max_idle_bytes: for idle engines and the one that is to be loaded; the least recently used are removed
                 first. None: a quarter of the memory that is available now.
         """
         self._service, self._library, self._backend, self._device = service, library, backend, device
@@ -87,7 +87,7 @@ class Engines:
         self._thread = ThreadPoolExecutor(1, "gptworks loading")
 
     async def find(self, run: str, which: str | int | None) -> Wanted:
-        """What a request names.
+        """The checkpoint that a request names.
 
         Raises:
             APIError: there is no such run or checkpoint.
@@ -101,16 +101,16 @@ class Engines:
         return await asyncio.get_running_loop().run_in_executor(self._service.threads, look)
 
     def is_ready(self, wanted: Wanted) -> bool:
-        """Whether its engine is there."""
+        """Whether its engine is loaded."""
         found = self._loaded.get(wanted)
         return found is not None and found.is_there
 
     async def load_ahead(self, wanted: Wanted, caller: Caller) -> bool:
-        """Load the engine before it is asked for, where it fits beside those in use: one at a time, after those that
-        requests wait for.
+        """Load the engine before a request needs it, if it fits next to those in use: one at a time, after the engines
+        that requests wait for.
 
         Returns:
-            Whether it is there.
+            Whether it is loaded.
 
         Raises:
             UserError: as `take`.
@@ -128,10 +128,10 @@ class Engines:
         return True
 
     async def take(self, wanted: Wanted, caller: Caller) -> ServedModel:
-        """The engine, which stays until the caller leaves. It is loaded once, however many wait for it.
+        """The engine, which is kept until the caller leaves. It is loaded once for all that wait for it.
 
         Raises:
-            UserError: it cannot be loaded, because it is damaged for instance.
+            UserError: it cannot be loaded, for example because it is damaged.
         """
         found = self._loaded.get(wanted)
         if found is None:
@@ -174,22 +174,22 @@ class Engines:
         return service.add(self._loaded[wanted].name, engine)
 
     def _engine_of(self, wanted: Wanted, n_bytes: int) -> Engine:
-        """Takes long."""
+        """Load the engine, which is slow."""
         there_bytes = memory_bytes(choose_device(self._device))
         if n_bytes > there_bytes:
             raise UserError(
                 f"{wanted.name}: its weights have {readable(n_bytes, 'B')}, and {readable(there_bytes, 'B')} of memory "
-                f"are available: close what else runs."
+                f"are available: close other programs."
             )
         engine = load(wanted.run.folder, wanted.checkpoint.step, device=self._device, backend=self._backend)
         try:
             engine.begin()
-        except EngineFailed as error:  # one that never served: the others go on
+        except EngineFailed as error:  # it never served, so the other engines are unaffected
             raise RunError(f"{wanted.name} could not be loaded: {error.kind}.") from error
         return engine
 
     def _to_free(self, wanted: Wanted, n_bytes: int) -> list[str]:
-        """The names of engines in no use that are to go before another is loaded. They are forgotten."""
+        """Forget the idle engines that must be removed before another is loaded, and return their names."""
         idle = [(key, one) for key, one in self._loaded.items() if not one.n_users and one.model.done()]
         idle.sort(key=lambda pair: (pair[1].name != wanted.name, pair[1].used_at))
         held_bytes, names = n_bytes + sum(one.held_bytes for _, one in idle), []

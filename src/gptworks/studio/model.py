@@ -1,4 +1,4 @@
-"""Model: the parts of a run's architecture, what each takes, and its weights at a checkpoint."""
+"""Model: the parts of a run's architecture, the cost of each, and its weights at a checkpoint."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ Tree = dict[str, Any]
 Which = Literal["best", "last"] | Annotated[int, Field(ge=0)] | None
 
 MOST_VALUES = 8192
-"""Elements of a vector that are sent one by one."""
+"""Longest vector whose elements are sent."""
 
 
 class SheetRequest(openai.Wire):
@@ -83,7 +83,7 @@ class Shown:
         """Tensors of the model as the checkpoint holds them.
 
         Raises:
-            UserError: it is damaged, or is not the recipe's.
+            UserError: the checkpoint is damaged, or does not match the recipe.
         """
         _verify(self.wanted)
         return stored_weights(self.wanted.checkpoint, self.recipe, names)
@@ -91,7 +91,7 @@ class Shown:
 
 @lru_cache(maxsize=256)
 def _verify(wanted: Wanted) -> None:
-    """Once for each checkpoint: the sum over a large file takes seconds."""
+    """Verify each checkpoint once: the checksum of a large file takes seconds."""
     wanted.checkpoint.verify("model.safetensors")
 
 
@@ -105,7 +105,7 @@ async def _shown(studio: Studio, model: str, which: str | int | None) -> Shown:
 
 @router.post("/sheet")
 async def model_sheet(request: Request) -> Response:
-    """A model's parts, those of one block among them, with what each takes; and the totals."""
+    """A model's parts, including those of one block, with the cost of each; and the totals."""
     studio, body = studio_of(request), await body_of(request, SheetRequest)
     shown = await _shown(studio, body.model, body.checkpoint)
     return uncached(await studio.reader.compute(lambda _: _sheet(shown, body.layer)))
@@ -175,7 +175,7 @@ def _of_tensor(one: StoredWeights) -> Tree:
 
 
 def _rows(here: Figures, everywhere: Figures, shown: Shown) -> Iterator[Tree]:
-    """What a part takes in one layer, in all of them, and as a share of the model; nothing where it takes nothing."""
+    """The costs of a part in one layer, in all layers, and as a share of the model; zero costs are left out."""
     context = shown.recipe.model.context_length
 
     def row(key: str, name: str, unit: str, of: Callable[[Figures], float]) -> Iterator[Tree]:
@@ -240,7 +240,7 @@ def _weights(of: list[tuple[int, StoredWeights]], check: Check) -> Tree:
 
 
 def _values(weights: StoredWeights, check: Check) -> list[float | None] | None:
-    """The elements of a vector that is not too long."""
+    """The elements of a short vector; None for other tensors."""
     if len(weights.shape) > 1 or weights.size > MOST_VALUES:
         return None
     values = [value for part in weights.parts(check) for value in part.tolist()]

@@ -1,4 +1,4 @@
-"""Play: a model's text, token by token, with what else it might have been, before and after sampling."""
+"""Play: a model's text, token by token, with the alternatives before and after sampling."""
 
 import json
 import secrets
@@ -29,13 +29,13 @@ router = APIRouter(include_in_schema=False)
 Event = dict[str, Any]
 
 _SEEDS = 2**31
-"""Seeds that are drawn here: JavaScript knows them exactly."""
+"""Number of seeds that are drawn here: JavaScript represents them exactly."""
 _Number = Annotated[float, Field(ge=-1000, le=1000)]
 _Tokens = Annotated[int, Field(ge=0, le=openai.MAX_TOKENS)]
 
 
 class PlaySettings(openai.Wire):
-    """How to sample; what is left out is as in `gptworks generate`, which checks the ranges."""
+    """Sampling settings. Defaults and ranges are those of `gptworks generate`."""
 
     temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
     top_k: _Tokens | None = None
@@ -58,7 +58,7 @@ class PlaySettings(openai.Wire):
 
 
 class Chosen(openai.Wire):
-    """A model and one of its checkpoints; without one, the best."""
+    """A model and one of its checkpoints; by default the best."""
 
     model: Annotated[str, Field(min_length=1, max_length=4096)]
     checkpoint: Literal["best", "last"] | Annotated[int, Field(ge=0)] | None = None
@@ -96,7 +96,7 @@ async def state(request: Request) -> Response:
 
 @router.post("/studio/load")
 async def load(request: Request) -> Response:
-    """Load a model before a text is asked for, where there is room; answers once it is there."""
+    """Load a model before a text is requested, if there is memory; answers once it is loaded."""
     body, engines = await body_of(request, Chosen), studio_of(request).engines
     if engines is None:
         service_of(request).models.get(body.model)
@@ -147,7 +147,7 @@ async def _begin(
     """Submit a text.
 
     Raises:
-        APIError, UserError, QueueFull: it cannot be accepted.
+        APIError, UserError, QueueFull: it is not accepted.
     """
     task = caller.task()
     if body.messages is not None or body.answers:
@@ -201,7 +201,7 @@ async def _events(generation: Generation, body: GenerateRequest, step: int | Non
 
 
 class _Spelled:
-    """Tokens as the page gets them."""
+    """Tokens as JSON for the page."""
 
     def __init__(self, model: ServedModel) -> None:
         self._spell: Callable[[int], tuple[str, Any]] = model.tokens.spell

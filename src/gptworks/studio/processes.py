@@ -1,4 +1,4 @@
-"""Training runs as processes of their own: started, watched and stopped. They go on when the studio ends."""
+"""Training runs as processes: started, watched and stopped. They continue when the studio ends."""
 
 import contextlib
 import os
@@ -17,15 +17,15 @@ from gptworks.training.run_folder import CONSOLE, is_in_use
 
 MOST_LINES = 12
 MOST_CHARACTERS = 400
-"""Of a line."""
+"""Longest line of output."""
 _TAIL_BYTES = 1 << 14
 _KEPT = 32
-"""Processes that have ended and are still shown."""
+"""Most ended processes that are still shown."""
 _ASKED = "was asked to stop: it ends its step, saves a checkpoint and stops."
 COMMAND = ("-m", "gptworks")
 STOP = signal.SIGTERM
-"""Asks a run to stop after its step, as Ctrl-C does. Where none has begun, it ends the process; Python may lose an
-interrupt that comes while modules are imported."""
+"""Asks a run to stop after its step, as Ctrl-C does; before the first step it ends the process. Unlike SIGINT, it is
+not lost while Python imports modules."""
 
 
 @dataclass
@@ -45,10 +45,10 @@ class Training:
 
 @dataclass
 class Processes:
-    """The runs that this studio has started. From any thread."""
+    """The runs that this studio has started. Thread-safe."""
 
     most: int = 1
-    """That may train at once."""
+    """Most runs that may train at once."""
     started: dict[str, Training] = field(default_factory=dict)
     """By name, the newest last."""
     asked: dict[str, int] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Processes:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def check_room(self) -> None:
-        """Raises a UserError if as many train as may."""
+        """Raises a UserError if no more runs may train."""
         running = [one.name for one in self.started.values() if one.goes_on]
         if len(running) >= self.most:
             raise UserError(
@@ -68,7 +68,7 @@ class Processes:
         """Run `gptworks train ARGUMENTS`, whose output goes to a file in the run folder.
 
         Raises:
-            UserError: as many train as may.
+            UserError: no more runs may train.
         """
         with self._lock:
             self.check_room()
@@ -85,13 +85,13 @@ class Processes:
             return self.started[name]
 
     def stop(self, name: str, folder: Path | None) -> None:
-        """Ask the process that trains to stop after its step and save; one that does not train yet ends.
+        """Ask the process that trains to stop after its step and save; before the first step it ends.
 
         Args:
-            folder: the run's, where it may have been started elsewhere.
+            folder: the run's folder, if it may have been started elsewhere.
 
         Raises:
-            UserError: none does, it was asked already, or it is not known to be gptworks.
+            UserError: no process trains, it was asked already, or it is not known to be gptworks.
         """
         with self._lock:
             training = self.started.get(name)
@@ -102,11 +102,11 @@ class Processes:
                 training.process.send_signal(STOP)
                 return
             if folder is None or not is_in_use(folder):
-                raise UserError(f"{name} does not train: there is nothing to stop.")
+                raise UserError(f"{name} is not training: there is nothing to stop.")
             found = _holder(folder)
             if found is None or not hasattr(os, "pidfd_open"):
                 raise UserError(
-                    f"{name} was not started here, and its process is not to be seen: stop it where it was started."
+                    f"{name} was not started here, and its process is not visible: stop it where it was started."
                 )
             if self.asked.get(name) == found:  # a second signal would end it at once, and nothing would be saved
                 raise UserError(f"{name} {_ASKED}")
@@ -114,12 +114,12 @@ class Processes:
             _ask_holder(found, folder)
 
     def is_stopping(self, name: str, folder: Path) -> bool:
-        """Whether the process that trains there, which was started elsewhere, was asked to stop."""
+        """Whether a process that was started elsewhere was asked to stop."""
         return name in self.asked and _holder(folder) == self.asked[name]
 
 
 def console_lines(folder: Path) -> list[str]:
-    """The last lines that a run's process has printed."""
+    """The last lines that a run's process printed."""
     try:
         with open_regular(folder / CONSOLE, inside=folder) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
@@ -134,7 +134,7 @@ def console_lines(folder: Path) -> list[str]:
 
 
 def _ask_holder(found: int, folder: Path) -> None:
-    """Ask a process to stop, if it still holds the run folder's lock: its number may be another's by now."""
+    """Ask a process to stop, if it still holds the run folder's lock: its id may have been reused."""
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(found)
         try:
@@ -145,7 +145,7 @@ def _ask_holder(found: int, folder: Path) -> None:
 
 
 def _holder(folder: Path) -> int | None:
-    """The `gptworks train` of this user that holds a run folder's lock; None where there is none, or no /proc."""
+    """The `gptworks train` of this user that holds a run folder's lock; None if there is none, or no /proc."""
     try:
         lock = (folder / ".lock").stat(follow_symlinks=False)
         processes = [one for one in Path("/proc").iterdir() if one.name.isdigit()]

@@ -1,4 +1,4 @@
-"""Read: what each token of a text costs a checkpoint, and for one token why, since when, and where it was seen."""
+"""Read: a checkpoint's loss on each token of a text; for one token why, since which step, and where the data has it."""
 
 import base64
 import math
@@ -31,9 +31,9 @@ Tree = dict[str, Any]
 
 MOST_CHARACTERS = 100_000
 NEIGHBOURS = 3
-"""Tokens on each side of the chosen one for which the lens looks."""
+"""Tokens on each side of the chosen one in the logit lens."""
 _SNIPPET_TOKENS = 24
-"""Shown on each side of an n-gram's place."""
+"""Tokens shown on each side of an n-gram."""
 
 
 class ReadRequest(Chosen):
@@ -43,7 +43,7 @@ class ReadRequest(Chosen):
     tokens: (
         Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=2, max_length=MOST_TOKENS)] | None
     ) = None
-    """A text as the tokens that a model wrote: another cut would have other probabilities."""
+    """A text as the tokens that a model wrote: other tokens of the same text have other probabilities."""
 
     @model_validator(mode="after")
     def _one_text(self) -> Self:
@@ -58,16 +58,16 @@ class TextRequest(ReadRequest):
 
 class TokenRequest(ReadRequest):
     index: Annotated[int, Field(ge=1)]
-    """The chosen token's place in the text."""
+    """The index of the chosen token."""
     token: Annotated[int, Field(ge=0)] | None = None
-    """Another token in its place, to which the parts of the model add; null: the one that is there."""
+    """A token in its place, whose logit is attributed to the model's parts; null: the actual one."""
     against: Annotated[int, Field(ge=0)] | None = None
     """A token whose logit is subtracted."""
 
 
 class StepsRequest(ReadRequest):
     threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """A token counts as learned from the checkpoint on from which its probability stays at least this."""
+    """A token counts as learned at the first checkpoint after which its probability stays at least this."""
 
 
 async def reading_of(studio: Studio, request: Request, chosen: Chosen) -> Reading:
@@ -79,7 +79,7 @@ async def reading_of(studio: Studio, request: Request, chosen: Chosen) -> Readin
 
 @router.post("/documents")
 async def documents(request: Request) -> Response:
-    """How many documents a run's validation split has."""
+    """The number of documents in a run's validation split."""
     studio, body = studio_of(request), await body_of(request, Chosen)
     reading = await reading_of(studio, request, body)
 
@@ -92,7 +92,7 @@ async def documents(request: Request) -> Response:
 
 @router.post("/text")
 async def read_text(request: Request) -> Response:
-    """A text's tokens and what they cost; of two checkpoints, also the difference."""
+    """A text's tokens and their losses; for two checkpoints, also the difference."""
     studio, body = studio_of(request), await body_of(request, TextRequest)
     reading = await reading_of(studio, request, body)
     other = None if body.against is None else await reading_of(studio, request, body.against)
@@ -131,7 +131,7 @@ def _of_text(reading: Reading, text: TokenizedText, nats: Costs) -> Tree:
 
 @router.post("/token")
 async def read_token(request: Request) -> Response:
-    """Why one token: attention, logit lens, and what each part of the model adds to its logit."""
+    """Why one token: attention, logit lens, and the contribution of each part of the model to its logit."""
     studio, body = studio_of(request), await body_of(request, TokenRequest)
     reading = await reading_of(studio, request, body)
 
@@ -167,13 +167,15 @@ def _guess(reading: Reading, guess: Guess) -> Tree:
 
 @router.post("/ngrams")
 async def read_ngrams(request: Request) -> Response:
-    """Where the run's training data has the tokens that end in the chosen one, and what follows them there."""
+    """Where the training data has the tokens up to the chosen one, and what follows there."""
     studio, body = studio_of(request), await body_of(request, TokenRequest)
     reading = await reading_of(studio, request, body)
 
     def read(check: Check) -> Tree:
         text = reading.text(body.text, body.document, body.tokens)
-        text.window(reading.model.engine.model.config.context_length, body.index)  # refuses an index out of the text
+        text.window(
+            reading.model.engine.model.config.context_length, body.index
+        )  # refuses an index outside of the text
         training = reading.shards("train")
         ids = text.ids[max(0, body.index + 1 - LONGEST) : body.index + 1].tolist()
         return _of_ngrams(reading, training, find_ngrams(training, ids, check=check))
@@ -209,7 +211,7 @@ def _of_ngrams(reading: Reading, training: TokenShards, found: NGrams) -> Tree:
 
 @router.post("/checkpoints")
 async def read_checkpoints(request: Request) -> Response:
-    """A text's cost at each checkpoint of a run, as events; and the step at which it learned each token."""
+    """A text's loss at each checkpoint of a run, as events; and the step at which it learned each token."""
     studio, body = studio_of(request), await body_of(request, StepsRequest)
     reading = await reading_of(studio, request, body)
     run = reading.wanted.run
@@ -224,7 +226,7 @@ async def read_checkpoints(request: Request) -> Response:
         for step in steps:
 
             def one(check: Check, step: int = step) -> Costs:
-                run.choose(step)  # it may be gone
+                run.choose(step)  # it may have been deleted
                 run.check_inside()
                 return next(through_checkpoints(run.folder, text, [step], device=device, check=check)).nats
 
@@ -245,5 +247,5 @@ def _numbers(values: torch.Tensor) -> Tree:
 
 
 def finite(value: float) -> float | None:
-    """JSON has no infinity."""
+    """The value; None if it is not finite, which JSON cannot represent."""
     return value if math.isfinite(value) else None

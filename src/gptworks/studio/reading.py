@@ -1,4 +1,4 @@
-"""What is read in the studio: a text or a document under one checkpoint of a run, and what was found of it before."""
+"""Reads a text or a document under one checkpoint of a run, with a cache of token losses."""
 
 import asyncio
 import hashlib
@@ -21,13 +21,13 @@ from gptworks.studio.run_data import OpenData
 from gptworks.tokenizer import fingerprint
 
 MOST_KEPT = 64
-"""Texts whose costs are kept."""
+"""Most texts whose losses are cached."""
 
 _Result = TypeVar("_Result")
 
 
 class _Gone(Exception):
-    """Nobody waits for the result any more."""
+    """No client waits for the result any more."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Reader:
     _kept: "OrderedDict[tuple[Wanted, str], Costs]" = field(default_factory=OrderedDict)
 
     async def compute(self, work: Callable[[Check], _Result]) -> _Result:
-        """The result of work, which ends early where the client goes away or its time is over."""
+        """The result of work, which stops early if the client leaves or its time is over."""
         gone = threading.Event()
 
         def check() -> None:
@@ -55,7 +55,7 @@ class Reader:
             gone.set()
 
     def nats(self, reading: "Reading", text: TokenizedText, check: Check) -> Costs:
-        """What each token costs, computed once."""
+        """The loss of each token, computed once."""
         key = reading.wanted, hashlib.sha256(text.ids.tobytes()).hexdigest()
         if key not in self._kept:
             self._kept[key] = text.token_nats(reading.model.engine.model, check)
@@ -67,14 +67,14 @@ class Reader:
 
 @dataclass(frozen=True)
 class Reading:
-    """A checkpoint and its model. Its methods take long."""
+    """A checkpoint and its model. Its methods are slow."""
 
     wanted: Wanted
     model: ServedModel
     data: OpenData
 
     def text(self, text: str | None, document: int | None, tokens: list[int] | None) -> TokenizedText:
-        """A text, a document of the run's validation split, or a text as its tokens.
+        """A text, a document of the run's validation split, or a text given as tokens.
 
         Raises:
             UserError: it has too many tokens or one that the model lacks, or there is no such document.
@@ -96,9 +96,9 @@ class Reading:
         return text if mine == other else TokenizedText.of_text(self.model.engine.tokenizer, "".join(text.pieces))
 
     def shards(self, split: Split) -> TokenShards:
-        """The run's own text.
+        """The run's own data.
 
         Raises:
-            UserError: it is gone, or belongs to another model.
+            UserError: it is missing, or belongs to another run.
         """
         return self.data.of(self.wanted).shards(split)

@@ -2,8 +2,8 @@
 
     Recipes.of(path) ──► confined process: `load_recipe(path)` ──► plain values ──► Recipe
 
-The process is kept for the next recipe. One that a recipe ends, by its time, its memory or a fault of a library, is
-replaced, and only that recipe is refused. An answer, also a refusal, holds until the recipe's file changes.
+The process is reused. If a recipe ends it, by its time, its memory or a library's fault, it is replaced and only that
+recipe is refused. An answer, also a refusal, is kept until the recipe's file changes.
 """
 
 import os
@@ -22,11 +22,11 @@ from gptworks.errors import UserError
 from gptworks.recipe import load_recipe
 
 MOST_CHARACTERS = 1 << 19
-"""Of a recipe with all its settings, as JSON: a usual one has 3,000."""
+"""Longest recipe with all its settings, as JSON: a typical one has 3,000."""
 MOST_KEPT = 4_000
-"""Recipes and refusals."""
+"""Most cached recipes and refusals."""
 _WAIT_SECONDS = 20.0
-"""By the clock: reading may also wait for a disk."""
+"""Wall-clock limit: reading may also wait for a disk."""
 
 _SHARED = Confined(
     "gptworks.studio.recipes",
@@ -37,7 +37,7 @@ _SHARED = Confined(
 
 
 def main() -> None:
-    """The process's side: of a recipe's path, and the folder that it is relative to, its values."""
+    """The process's side: returns a recipe's values for its path and the folder that the path is relative to."""
     serve(lambda setup: _values)
 
 
@@ -61,7 +61,7 @@ class _Known:
 
 
 class Recipes:
-    """Reads each recipe once, one at a time. From any thread."""
+    """Reads each recipe once, one at a time. Thread-safe."""
 
     def __init__(self, process: Confined | None = None) -> None:
         self._process = process or _SHARED
@@ -72,7 +72,7 @@ class Recipes:
         """The recipe of a run folder, or in a file.
 
         Raises:
-            UserError: there is none, or it is wrong, or takes more time or memory than a recipe may.
+            UserError: the recipe is missing or invalid, or takes more time or memory than a recipe may.
         """
         known = self._find(path) or self._read(path)
         if known.recipe is None:
@@ -106,9 +106,9 @@ class Recipes:
             except Exceeded as error:
                 fault = f"the recipe is refused: {error} Reading a recipe takes far less: give it fewer settings."
                 known = _Known(stamp, None, fault)
-            except ValidationError as error:  # plain values that do not lead back to what they were made of
+            except ValidationError as error:  # the values do not make a recipe again
                 known = _Known(stamp, None, f"the recipe is refused: {error.errors()[0]['msg']}")
-            except Abandoned:  # by the timer; the disk may be quicker the next time
+            except Abandoned:  # by the timer; the disk may be faster next time
                 raise UserError(f"the recipe was not read within {_WAIT_SECONDS:g} seconds.") from None
             finally:
                 timer.cancel()

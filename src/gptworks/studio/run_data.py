@@ -1,4 +1,4 @@
-"""The data of the studio's runs: opened once, and kept open for a while."""
+"""The data of the studio's runs, opened once and kept open."""
 
 from collections import OrderedDict
 from pathlib import Path
@@ -9,11 +9,11 @@ from gptworks.runs.data import RunData, data_of_run
 from gptworks.studio.loaded import Wanted
 
 MOST_OPEN = 4
-"""Runs whose data is kept open."""
+"""Most runs whose data is kept open."""
 
 
 class OpenData:
-    """The data of the runs that were looked at last. For one thread."""
+    """The data of the runs that were used last. For one thread."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[tuple[object, ...], tuple[RunData, int | None]] = OrderedDict()
@@ -22,7 +22,7 @@ class OpenData:
         """The data of a run.
 
         Raises:
-            UserError: it is not there, or not the run's.
+            UserError: the data is missing, or belongs to another run.
         """
         folder = wanted.run.folder
         try:
@@ -41,7 +41,7 @@ class OpenData:
 
 
 def _changed(folder: Path) -> int | None:
-    """When a folder's manifest was written; None: it is gone."""
+    """When a folder's manifest was written; None: it was deleted."""
     try:
         return (folder / MANIFEST_FILE).stat().st_mtime_ns
     except OSError:

@@ -1,5 +1,5 @@
-"""Runs: the curves of many runs, how they differ, and what can be concluded from them. Every figure is that of the
-commands `report` and `compare`.
+"""Runs: the curves of many runs, their differences, and conclusions. The figures are those of the commands `report` and
+`compare`.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ MOST_RUNS = 256
 MOST_KEYS = 64
 MOST_COMPARED = 64
 MOST_DRAWN = 600_000
-"""Points of an answer."""
+"""Most points in an answer."""
 MOST_SAMPLES = 100
 MOST_CHARACTERS = 20_000
-"""Of a sample."""
+"""Longest sample."""
 MOST_BEGUN = 32
-"""Curves of an answer that wait for the first records of a log; others of unread logs come with a later answer."""
+"""Curves of an answer that wait for the first records of a log; other unread logs come with a later answer."""
 _AT_ONCE = 8
-"""Curves that are made before others may have the thread."""
+"""Curves that are made before other requests may use the thread."""
 _LIVE_SECONDS = 0.5
 """Between two events of the live feed."""
 
@@ -52,7 +52,7 @@ def _used(watch: Watch, names: list[str], asked_at: float | None = None, *, begi
 
 
 def _rows_of(feed: Feed, names: set[str] | None = None) -> Callable[[Watch], list[dict[str, Any]]]:
-    """What the list shows of these runs, or of all."""
+    """The rows of the list for these runs, or for all."""
 
     def made(watch: Watch) -> list[dict[str, Any]]:
         named = defaultdict[str, dict[Path, str]](dict)
@@ -68,8 +68,8 @@ def _rows_of(feed: Feed, names: set[str] | None = None) -> Callable[[Watch], lis
 
 
 def _origin(one: Watched, named: Mapping[str, Mapping[Path, str]]) -> dict[str, Any] | None:
-    """Where a run was forked: the `run`, the `step`, and the run's `id` in the list. Of several with its name, that is
-    the one beside the fork; None: there is none.
+    """Where a run was forked: the `run`, the `step`, and the run's `id` in the list. Of several runs with that name,
+    the one next to the fork; None: there is none.
 
     Args:
         named: ids by the folder's name, then by the folder.
@@ -103,8 +103,8 @@ async def curves(
     log: bool = False,
     raw: bool = False,
 ) -> Response:
-    """Figures of runs along an axis, in a window; spikes stay however few the points are. `raw`: the smoothed ones also
-    as they were."""
+    """Figures of runs along an axis, in a window, decimated without losing spikes. `raw`: smoothed figures also without
+    smoothing."""
     infinite = float("inf")
     view = View(x, -infinite if low is None else low, infinite if high is None else high, points, smooth, log)
     names, keys = list(dict.fromkeys(run)), list(dict.fromkeys(key))
@@ -130,7 +130,7 @@ async def curves(
 def _curves_of(
     wanted: list[tuple[str, str]], views: dict[str, View], asked_at: float, *, begins: bool
 ) -> Callable[[Watch], list[str]]:
-    """Curves, as JSON already: to write many numbers takes long."""
+    """Curves as JSON text, since writing many numbers is slow."""
 
     def made(watch: Watch) -> list[str]:
         found = []
@@ -150,7 +150,7 @@ def _curves_of(
 
 
 def _bands(watch: Watch, names: list[str], view: View, asked_at: float) -> list[dict[str, Any]]:
-    """The band of each recipe among the runs: where one more run's validation loss lies with 95% probability."""
+    """The band of each recipe among the runs: the 95% interval of one more run's validation loss."""
     found: dict[str, tuple[Band, list[str]]] = {}
     for name, one in zip(names, _used(watch, names, asked_at, begins=False), strict=True):
         if one.band is not None and view.axis != "seconds":
@@ -171,7 +171,7 @@ def _drawn_band(band: Band, runs: list[str], axis: str) -> dict[str, Any]:
 
 @router.get("/studio/runs/step")
 async def step_of(request: Request, run: str, at: Annotated[float, Query(ge=0)], x: Axis = "step") -> Response:
-    """All that the log says of a point of training: of each kind of record, the last one up to it."""
+    """The log at a point of training: the last record of each kind up to it."""
 
     def look(watch: Watch) -> dict[str, Any]:
         (one,) = _used(watch, [run])
@@ -184,7 +184,7 @@ async def step_of(request: Request, run: str, at: Annotated[float, Query(ge=0)],
 async def comparison(
     request: Request, run: Annotated[list[str], Query(min_length=1, max_length=MOST_COMPARED)]
 ) -> Response:
-    """What `gptworks compare` concludes, and the settings in which the recipes differ."""
+    """The conclusions of `gptworks compare`, and the settings that differ."""
     feed = feed_of(request)
 
     def conclude(watch: Watch) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Start: a form made from the recipe's schema with plan's answer beside it; runs started, stopped, resumed and forked.
+"""Start: a form made from the recipe's schema, with the plan; runs are started, stopped, resumed and forked.
 
-A recipe that the page sends is checked in a process with limits before anything else reads it.
+A recipe from the page is checked in a process with limits before anything else reads it.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ MOST_ASKED = 32
 _LIMITS = Limits(seconds=8.0, n_bytes=3 << 30)
 _WAIT_SECONDS = 30.0
 _GRACE_SECONDS = 1.0
-"""For which a question goes on that nobody waits for any more: its process then answers the next one."""
+"""Time that an abandoned question gets to finish, so that its process can answer the next one."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 _Result = TypeVar("_Result")
@@ -45,7 +45,7 @@ _Result = TypeVar("_Result")
 
 @dataclass
 class Starting:
-    """What the routes share."""
+    """Objects that the routes share."""
 
     processes: Processes
     children: Confined = field(
@@ -60,14 +60,14 @@ class Starting:
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, "gptworks start"))
 
     async def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """What `gptworks.studio.checking` answers.
+        """The answer of `gptworks.studio.checking`.
 
         Raises:
             UserError: it refuses, or a limit is reached.
         """
         task, loop = Task(), asyncio.get_running_loop()
         work = loop.run_in_executor(self.threads, lambda: self.children.ask(question, task))
-        work.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, also where nobody waits
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved even if no one waits
         try:
             answer: dict[str, Any] = await asyncio.wait_for(asyncio.shield(work), _WAIT_SECONDS)
             return answer
@@ -93,7 +93,7 @@ class Starting:
 
 
 class Origin(openai.Wire):
-    """Where a recipe begins: with a shipped one, or with a run's."""
+    """The origin of a recipe: a shipped recipe, or a run's."""
 
     recipe: str | None = None
     run: str | None = None
@@ -107,7 +107,7 @@ class Origin(openai.Wire):
 
 Text = Annotated[str, Field(max_length=MOST_TEXT)]
 Edit = Annotated[list[str | None], Field(min_length=2, max_length=2)]
-"""A setting's path and its value as typed; None: it is left out."""
+"""A setting's path and its value as typed; None removes it."""
 Name = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
@@ -146,7 +146,7 @@ class ResumeRequest(openai.Wire):
 
 class ChangesRequest(ResumeRequest):
     step: Annotated[int, Field(ge=0)] | None = None
-    """Of the checkpoint that a fork goes on from; None: the run itself goes on."""
+    """Step of the checkpoint to fork from; None: resume the run itself."""
 
 
 class ForkRequest(ChangesRequest):
@@ -162,7 +162,7 @@ class StopRequest(openai.Wire):
 
 
 def starting_of(request: Request) -> Starting:
-    """What the routes share, made when it is first asked for."""
+    """Objects that the routes share, created at their first use."""
     state, studio = request.app.state, studio_of(request)
     if not hasattr(state, "starting"):
         state.starting = Starting(Processes(studio.runs_at_once))
@@ -178,7 +178,7 @@ def _writable(request: Request) -> None:
 
 router = APIRouter(include_in_schema=False)
 actions = APIRouter(include_in_schema=False, dependencies=[Depends(_writable)])
-"""What writes, starts and stops."""
+"""The routes that write, start or stop."""
 
 
 def _library(request: Request) -> Library:
@@ -202,10 +202,10 @@ async def _question(request: Request, body: CheckRequest | _Recipe, ask: str, **
 
 
 async def _checked(request: Request, body: _Recipe, *edits: tuple[str, str | None]) -> str:
-    """The text of a recipe that is right, with edits made.
+    """The text of a valid recipe, with edits made.
 
     Raises:
-        UserError: it is not.
+        UserError: it is invalid.
     """
     found = await starting_of(request).ask(await _question(request, body, "check", edits=edits))
     if found["problems"]:
@@ -216,7 +216,7 @@ async def _checked(request: Request, body: _Recipe, *edits: tuple[str, str | Non
 
 @router.get("/studio/start")
 async def begin(request: Request) -> Response:
-    """What one can begin from, and the form."""
+    """The recipes to begin from, and the form."""
     studio = studio_of(request)
     recipes = [{"name": one.name, "summary": one.summary, "time": one.time} for one in shipped_recipes()]
     return uncached({"read_only": studio.read_only, "folder": str(_library(request).roots[0]), "recipes": recipes,
@@ -225,14 +225,14 @@ async def begin(request: Request) -> Response:
 
 @router.post("/studio/start/check")
 async def check(request: Request) -> Response:
-    """A recipe's text with edits made, the settings that it gives, and what is wrong with it."""
+    """A recipe's text with edits made, its settings, and its problems."""
     body = await body_of(request, CheckRequest)
     return uncached(await starting_of(request).ask(await _question(request, body, "check", edits=body.edits)))
 
 
 @router.post("/studio/start/plan")
 async def plan(request: Request) -> Response:
-    """What `gptworks plan` says."""
+    """The answer of `gptworks plan`."""
     body = await body_of(request, PlanRequest)
     return uncached(
         await starting_of(request).ask(await _question(request, body, "plan", name=body.name, device=body.device))
@@ -243,7 +243,7 @@ async def plan(request: Request) -> Response:
 async def processes(
     request: Request, run: Annotated[list[str], Query(max_length=MOST_ASKED, default_factory=list)]
 ) -> Response:
-    """The runs that were started here, and others that are asked for: their last lines."""
+    """The last lines of the runs that were started here, and of requested others."""
     starting, library = starting_of(request), _library(request)
 
     def look() -> list[dict[str, Any]]:
@@ -266,7 +266,7 @@ async def processes(
 
 @actions.post("/studio/start/new")
 async def start_new(request: Request) -> Response:
-    """Write the recipe as NAME.yaml, and train it in the folder NAME beside it."""
+    """Write the recipe as NAME.yaml, and train it in the folder NAME next to it."""
     body = await body_of(request, NewRequest)
     root = _library(request).roots[0]
     folder = _new_folder(root, body.name)
@@ -278,7 +278,7 @@ async def start_new(request: Request) -> Response:
 
 @actions.post("/studio/start/resume")
 async def resume(request: Request) -> Response:
-    """Go on with a run, with changed settings."""
+    """Resume a run, with changed settings."""
     body = await body_of(request, ResumeRequest)
     starting, run, text = await _changed_text(request, body)
 
@@ -295,7 +295,7 @@ async def resume(request: Request) -> Response:
 
 @actions.post("/studio/start/fork")
 async def fork_run(request: Request) -> Response:
-    """Go on from a checkpoint of a run in a new folder, with changed settings."""
+    """Fork a run at a checkpoint into a new folder, with changed settings."""
     body = await body_of(request, ForkRequest)
     folder = _new_folder(_library(request).roots[0], body.name)
     starting, run, text = await _changed_text(request, body)
@@ -312,7 +312,7 @@ async def fork_run(request: Request) -> Response:
 
 @router.post("/studio/start/changes")
 async def changes(request: Request) -> Response:
-    """What a run would change if it, or a fork of it, went on with a recipe, and why it cannot; see `GoingOn`."""
+    """The changes if a run, or its fork, resumes with a recipe, and why it cannot; see `GoingOn`."""
     body = await body_of(request, ChangesRequest)
     starting, run, text = await _changed_text(request, body)
     return uncached(asdict(await starting.in_thread(lambda: going_on(run, text, body.step))))
@@ -342,7 +342,7 @@ def _new_folder(root: Path, name: str) -> Path:
     """The folder of a new run.
 
     Raises:
-        APIError: the name cannot be a folder's, or is taken.
+        APIError: the name is not valid for a folder, or is taken.
     """
     if not _NAME.fullmatch(name) or name == "recipe":
         raise APIError(400, f"name={name[:128]!r}: letters, digits, '.', '_' and '-', at most 100, a letter or digit "

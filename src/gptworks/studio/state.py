@@ -1,4 +1,4 @@
-"""What the studio's routes share."""
+"""Objects that the studio's routes share."""
 
 import json
 import math
@@ -22,13 +22,13 @@ from gptworks.studio.run_data import OpenData
 
 @dataclass(frozen=True)
 class Studio:
-    """The runs and their engines; of `gptworks serve`, the models that it serves."""
+    """The runs and their engines; for `gptworks serve`, the served models."""
 
     service: Service
     library: Library | None = None
     engines: Engines | None = None
     served_runs: Mapping[str, Path] | None = None
-    """Where the served models come from."""
+    """The run folders of the served models."""
     parts: tuple[str, ...] = ("play",)
     read_only: bool = True
     """Whether nothing may be started or written."""
@@ -38,7 +38,7 @@ class Studio:
     data: OpenData = field(default_factory=OpenData)
 
     def describe(self) -> dict[str, Any]:
-        """The answer of /studio/state. Takes long."""
+        """The answer of /studio/state, which is slow."""
         if self.library is not None:
             models = self.library.describe_all()
         else:
@@ -73,12 +73,12 @@ class Events(EventStream):
 
 
 def uncached(tree: Any) -> Response:
-    """An answer that holds for this moment."""
+    """An answer that must not be cached."""
     return Response(json_text(tree), media_type="application/json", headers={"cache-control": "no-store"})
 
 
 def json_text(tree: Any) -> str:
-    """A tree as JSON, which has no word for a number that is not finite: it is null."""
+    """A tree as JSON, with null for non-finite numbers."""
     try:
         return json.dumps(tree, allow_nan=False)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Tries: what `gptworks try` found, beside the curves of its runs. Read only; what the folders hold is hostile."""
+"""Tries: the results of `gptworks try`, shown with the curves of its runs. Read-only; the folders are hostile."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ router = APIRouter(include_in_schema=False)
 
 MOST_TRIES = 100
 MOST_BYTES = 1 << 20
-"""Of a file of a try."""
+"""Largest file of a try."""
 MOST_RUNS = 256
-"""Of a try, to draw."""
+"""Most runs of a try to draw."""
 
 
 @router.get("/studio/tries")
@@ -36,7 +36,7 @@ async def list_tries(request: Request) -> Response:
 
 
 class Tries:
-    """Reads a try again only where it has changed. Its methods belong to the feed's thread."""
+    """Reads a try again only if it has changed. Its methods belong to the feed's thread."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
@@ -54,13 +54,13 @@ class Tries:
         return {"tries": listed, "left_out": len(tries) - len(listed)}
 
     def _row(self, folder: Path, root: Path, ids: Mapping[str, str]) -> dict[str, Any]:
-        """One try. `ids` of its runs by their folders' names."""
+        """One try. `ids`: of its runs, by their folders' names."""
         below = folder.relative_to(root).as_posix()
         name = root.resolve().name if below == "." else below
         row = {"id": printable(name), "runs": [ids[one] for one in sorted(ids)][:MOST_RUNS], "page": None}
         try:
             row |= self._read(folder, root, ids)
-        except (UserError, OSError, ValueError, RecursionError) as error:  # of a file that another has written
+        except (UserError, OSError, ValueError, RecursionError) as error:  # from files that others have written
             return row | {"problem": printable(str(error))[:600] or type(error).__name__}
         running = any(self._feed.states.get(one) == "running" for one in ids.values())
         return row | {"problem": None, "state": "running" if running else row["state"]}

@@ -1,4 +1,4 @@
-"""`model-card.md`: what a run's model is, what it was trained on, how long, and how good it is."""
+"""`model-card.md`: a run's model, its training text and time, and its results."""
 
 import contextlib
 import math
@@ -29,15 +29,15 @@ from gptworks.units import epochs_words, readable, significant
 
 @dataclass(frozen=True)
 class MemoryPeaks:
-    """The most memory that a run held, as planned and as it was."""
+    """The peak memory of a run, planned and measured."""
 
     predicted_bytes: int
-    """Of tensors, in a step, and of the copy from which a checkpoint is written."""
+    """Tensors of a step, and the copy from which a checkpoint is written."""
     measured_bytes: int | None
-    """The same as it was: on CUDA over the whole run, on a CPU in one step of the run. None: it was not counted."""
+    """The same, measured: on CUDA over the whole run, on a CPU in one step of the run. None: not measured."""
     grown_bytes: int | None = None
-    """By how much the resident memory of this process grew since it began with the run, on a CPU. None: not known, as
-    in a process that had freed as much before."""
+    """Growth of this process's resident memory since the run began, on a CPU. None: unknown, for example because the
+    process had freed that much before."""
 
 
 def write_model_card(
@@ -53,8 +53,8 @@ def write_model_card(
     """Write the card and `outcome.json` into the run folder, the results from the run's own metrics.
 
     Args:
-        reason: why the run has ended; None while it trains, when there is no outcome to write.
-        epochs: how often each dataset of a mixture was read.
+        reason: why the run has ended; None while it trains: no outcome is written.
+        epochs: number of passes over each dataset of a mixture.
     """
     validation = [record for record in read_metrics(recipe.run_dir / "metrics.jsonl") if record["kind"] == "validation"]
     training = _training(recipe, progress, reason, samples_per_epoch, precision) | _layout(layout) | _memory(memory)
@@ -64,13 +64,13 @@ def write_model_card(
         "Architecture": _architecture(recipe),
         "Training": training,
     }
-    history, repeats = read_history(recipe.run_dir), "`recipe.yaml` beside this file repeats the run."
+    history, repeats = read_history(recipe.run_dir), "`recipe.yaml` next to this file repeats the run."
     if history.origins:
         sections["Origin"] = history.origin_rows()
     if history.changes:
         sections["Changed on the way"] = history.change_rows()
     if not history.exact:
-        repeats = "`recipe.yaml` beside this file has its last settings: it does not repeat the run, see the changes."
+        repeats = "`recipe.yaml` next to this file has its last settings: it does not repeat the run, see the changes."
     parts = [f"# {recipe.name}", "A language model trained with gptworks. Every figure here was counted or measured."]
     for heading, rows in sections.items():
         table = "\n".join(f"| {in_a_cell(key)} | {in_a_cell(value)} |" for key, value in rows.items())
@@ -88,7 +88,7 @@ def write_model_card(
             training=training,
         )  # fmt: skip
         write_whole(recipe.run_dir / FILE, outcome.model_dump_json(indent=2) + "\n")
-    with contextlib.suppress(UserError):  # a damaged evaluation is no reason to fail
+    with contextlib.suppress(UserError):  # do not fail because of a damaged evaluation
         write_card_section(recipe.run_dir)
 
 
@@ -162,7 +162,7 @@ def _training(
 
 
 def _mixture(recipe: Recipe, epochs: Mapping[str, float]) -> dict[str, str]:
-    """The datasets with their weights, and how often each was read."""
+    """The datasets with their weights, and the passes over each."""
     if not recipe.data.mixture:
         return {}
     anneal, first = recipe.data.anneal, recipe.anneal_from

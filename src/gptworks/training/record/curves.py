@@ -1,4 +1,4 @@
-"""The curves of a run: series of its records, and `curves.svg`."""
+"""The curves of a run: series from its records, and `curves.svg`."""
 
 import math
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ _DRAWN = ("tokens", "step", "loss", "reward", "learning_rate", "unit")
 
 
 def points(records: Sequence[Record], key: str) -> list[Point]:
-    """Tokens and a figure of each record that has it."""
+    """Tokens and a figure of each record that has the figure."""
     return [(record["tokens"], record[key]) for record in records if is_figure(record.get(key))]
 
 
 def dot_titles(records: Sequence[Record], key: str = "loss") -> list[str]:
-    """What the pointer shows at each dot that `points` gives."""
+    """The text shown under the pointer at each point of `points`."""
     drawn = (record for record in records if is_figure(record.get(key)))
     return [f"step {r['step']:,}, {r['tokens']:,} tokens: {r[key]:.4f}" for r in drawn]
 
@@ -40,8 +40,8 @@ _BLOCK = 64
 def moving_average(values: NDArray[np.float64], decay: float) -> NDArray[np.float64]:
     """Exponential moving average without the bias of its start (Kingma & Ba, 2015, section 3).
 
-    A value that is not finite leaves the average as it is. Computed in blocks: within one as a product of matrices,
-    from one to the next step by step.
+    Non-finite values do not change the average. Computed in blocks: a matrix product within each block, and a loop over
+    blocks.
     """
     finite = np.isfinite(values)
     known = values[finite]
@@ -67,10 +67,10 @@ def moving_average(values: NDArray[np.float64], decay: float) -> NDArray[np.floa
 def training_chart(
     train: Sequence[Record], validation: Sequence[Record], title: str, unit: str, *, rewarded: bool, best: str = ""
 ) -> Chart:
-    """The loss over the tokens; of a run that maximizes a reward, the reward: its loss is no likelihood.
+    """The loss over the tokens; for a run that maximizes a reward, the reward, since its loss is not a likelihood.
 
     Args:
-        best: written behind the name of the validation's curve.
+        best: appended to the name of the validation's curve.
     """
     key, kind = ("reward", "Reward") if rewarded else ("loss", "Loss")
     raw = points(train, key)

@@ -1,4 +1,4 @@
-"""How a run looks in a notebook: one output below the cell, which is replaced as the run goes on."""
+"""The display of a run in a notebook: one output below the cell, which is updated as the run trains."""
 
 import io
 from collections import deque
@@ -9,9 +9,9 @@ from gptworks.terminal import Console
 from gptworks.training.record.display import Display
 
 MOST_LINES = 30
-"""Of messages that the output shows: the newest. All figures are in the run folder."""
+"""Most messages in the output: the newest. All figures are in the run folder."""
 MOST_CHARACTERS = 100
-"""Of a sample, which is one line here: the run shows the whole of it."""
+"""Longest sample, which is one line here; the run folder has all of it."""
 
 
 def in_notebook() -> bool:
