@@ -60,7 +60,7 @@ export function Part({ state, route }) {
 /** The same tensor of another layer. */
 const shortName = (name) => name.replace(/^blocks\.\d+\./, "");
 
-/** The sheet, fetched anew when another model, checkpoint or layer is chosen; the one before stays until it is there. */
+/** The sheet, fetched again when another model, checkpoint or layer is chosen; the previous one is kept until then. */
 function useSheet({ model, checkpoint }, layer) {
   const [found, setFound] = useState({ sheet: null, problem: null });
   useEffect(() => {

@@ -8,7 +8,7 @@ const RUNNING_SECONDS = 4;
 const QUIET_SECONDS = 20;
 let brought = null;
 let refusedLink = null; // why the last link did not sign in
-const NOWHERE = []; // the rest of an address is the shown part's alone
+const NOWHERE = []; // the rest of an address belongs to the shown part
 
 /** Add a part: its key in the server's state and in the address, its tab's name, and its module with `Part`. */
 export function part(key, name, load) {

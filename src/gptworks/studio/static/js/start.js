@@ -61,7 +61,7 @@ export function Part({ state, route, refresh, shown }) {
   const from = way === "fork" ? step ?? last ?? null : null;
   const goesOn = useChanges(way === "new" ? null : origin.run, from, recipe);
   if (!known) return html`<p class="notice" role="status">${problem ?? "Reading the schema…"}</p>`;
-  const start = () => way === "fork" ? act("fork", { run: origin.run, step: from, name, text: recipe.text }, `${name} is forked, and trains: see above.`) : way === "resume" ? act("resume", { run: origin.run, text: recipe.text }, `${origin.run} goes on: see above.`)
+  const start = () => way === "fork" ? act("fork", { run: origin.run, step: from, name, text: recipe.text }, `${name} is forked, and trains: see above.`) : way === "resume" ? act("resume", { run: origin.run, text: recipe.text }, `${origin.run} is resumed: see above.`)
     : act("new", { name, text: recipe.text, origin }, `${name} is started: see above.`);
   return html`<div class="start-part">
     <h1 class="hidden-text">Start</h1>
@@ -168,7 +168,7 @@ function left(goesOn) {
 }
 
 function about(known, origin, way, name, step) {
-  if (way === "fork") return `It goes on from step ${step} in ${known.folder}/${name || "NAME"}, and ${origin.run} stays as it is.`;
+  if (way === "fork") return `The fork continues from step ${step} in ${known.folder}/${name || "NAME"}; ${origin.run} is not changed.`;
   const shipped = known.recipes.find((one) => one.name === origin?.recipe);
   const what = shipped ? `${shipped.summary} ${shipped.time ? `Training takes ${shipped.time}.` : ""} ` : "";
   return way === "resume" ? "The run trains on from its newest checkpoint." : `${what}The recipe is written to ${known.folder}/${name || "NAME"}.yaml.`;

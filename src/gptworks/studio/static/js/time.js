@@ -53,7 +53,7 @@ export function Part({ state, route }) {
       ${problem && html`<p class="problem" role="alert">${problem}</p>`}
     </form>
     ${!found && html`<p class="quiet">Paste a text, or take a document, and see what the run learned, and when: the loss of the text at each
-      checkpoint, how each goes on from it with one seed, and which of its tokens the run learned between two checkpoints.</p>`}
+      checkpoint, how each continues it with one seed, and which of its tokens the run learned between two checkpoints.</p>`}
     ${found && html`<${Found} key=${found.answer} ...${found} say=${say} model=${models.find((model) => model.id === found.body.model)} />`}
     <p class="hidden-text" role="status">${said}</p>
   </div>`;

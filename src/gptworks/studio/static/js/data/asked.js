@@ -1,4 +1,4 @@
-// The server's answer to what is shown now, asked anew whenever that changes.
+// The server's answer for what is shown, requested again whenever that changes.
 
 import { post } from "../api.js";
 import { count } from "../format.js";
@@ -22,7 +22,7 @@ export function useAsked(what, body) {
   return answer;
 }
 
-/** A number that is typed, or stepped through with the buttons beside it. */
+/** A number that is typed, or changed with the buttons next to it. */
 export function Place({ name, value, set, min = 0, max, by = 1, of }) {
   const to = (n) => set(Math.max(min, Math.min(max ?? Infinity, n)));
   const last = max == null || value + by > max;

@@ -1,4 +1,4 @@
-// Where a phrase stands in a run's training or validation text.
+// The occurrences of a phrase in a run's training or validation text.
 
 import { count } from "../format.js";
 import { html, useState } from "../ui.js";

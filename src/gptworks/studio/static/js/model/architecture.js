@@ -23,7 +23,7 @@ export function Architecture({ sheet, chosen, choose, setLayer }) {
     <${Step} part=${part} chosen=${part.key === chosen} choose=${choose} /></li>`)}</ol>`;
   const group = (place) => html`<section class="arch-group" aria-label=${BLOCK[place]}>
     <p class="quiet">${at(place).some((part) => part.key === "experts") ? "Mixture of experts" : BLOCK[place]}${
-      place === "mlp" && sheet.parallel ? ", beside attention: it reads what the block reads" : ""}</p>
+      place === "mlp" && sheet.parallel ? ", parallel to attention: both read the input of the block" : ""}</p>
     ${steps(at(place))}
     <p class="arch-add quiet"><span aria-hidden="true">⊕</span> added to the residual stream</p></section>`;
   return html`<section class="card arch" aria-labelledby="arch-title" ref=${list} onKeyDown=${walk}>

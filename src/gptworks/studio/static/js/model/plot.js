@@ -6,7 +6,7 @@ import { cx, html, useState } from "../ui.js";
 const WIDE = 1000;
 const HIGH = 200;
 
-/** `read(i)` says what stands at a place; `ends` are the texts below the left and the right end. */
+/** `read(i)` describes an element; `ends` are the texts below the left and the right end. */
 export function Plot({ title, series, log, shape = "line", ends, read, children }) {
   const [at, setAt] = useState(null);
   const n = series[0].values.length;

@@ -3,7 +3,7 @@
 import { percent, visible } from "../format.js";
 import { cx, html, useEffect, useLayoutEffect, useRef } from "../ui.js";
 
-/** Rows of the alternatives: the model's own order, then those that sampling alone has, each once. */
+/** Rows of the alternatives: the model's own order, then those that only sampling has, each once. */
 function rows(token) {
   const made = new Map();
   const row = ({ id, spelling }) => made.get(id) ?? made.set(id, { id, spelling, before: null, after: null }).get(id);
@@ -24,7 +24,7 @@ function Bar({ logprob, of }) {
 
 function unscored({ part, i }) {
   if (part !== "prompt") return "Not scored.";
-  return i === 0 ? "No token stands before it: the model does not predict it."
+  return i === 0 ? "There is no token before it, so the model does not predict it."
     : "Not scored: “score the prompt” in the settings gives the prompt's tokens their probabilities.";
 }
 
@@ -79,7 +79,7 @@ export function TokenCard({ token, place, anchor, pinned, take, edit, why, close
         <${Bar} logprob=${one.before} of="by the model" />${sampled && html`<${Bar} logprob=${one.after} of="after sampling" />`}${
         one.id === token.id && html`<span class="hidden-text">the token here</span>`}</button>`)}
     </div>
-    <p class="quiet hint">Choose one and the text goes on from there.</p>`}
+    <p class="quiet hint">Choose one and the text continues from there.</p>`}
     <div class="actions">${edit && html`<button class="button small" onClick=${() => edit(place)}>Edit from here</button>`}
       ${why && html`<button class="button small" onClick=${() => why(place)}>Why this token?</button>`}</div>
   </div>`;

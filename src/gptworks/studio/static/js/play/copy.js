@@ -2,7 +2,7 @@
 
 const OPENAI = ["temperature", "top_p", "frequency_penalty", "presence_penalty", "max_tokens", "stop", "seed", "logit_bias"];
 
-/** The request's path and body. A branch sends token ids, so that it goes on from exactly there. */
+/** The request's path and body. A branch sends token ids, so that it continues from exactly there. */
 export function request(tree, branch, model) {
   const root = tree.root(branch);
   const settings = { ...branch.settings, seed: branch.seed ?? branch.settings.seed };

@@ -58,7 +58,7 @@ export class Session {
     this.tree.save({ columns, settings, options, prompt, plain, shade, mono });
   }
 
-  /** Choose a model where none is chosen, or where the chosen one is no longer there. */
+  /** Choose a model if none is chosen, or if the chosen one was removed. */
   settle(models) {
     const usable = models.filter((model) => !model.problem);
     for (const column of this.columns) {
@@ -98,7 +98,7 @@ export class Session {
     this.changed();
   }
 
-  /** Show a branch, in its own column where there is one, beside the model that wrote it. */
+  /** Show a branch, in its own column if it has one, with the model that wrote it. */
   show(id) {
     const branch = this.tree.get(id);
     const index = Math.min(branch.column, this.columns.length - 1);
@@ -161,7 +161,7 @@ export class Session {
     return [...messages, { role: "assistant", content: this.tree.answerText(branch), from: branch.id }];
   }
 
-  /** Change a turn: what followed it is written anew; a changed answer stands as it is. */
+  /** Change a turn: what followed it is generated again; a changed answer is kept. */
   editTurn(index, place, content) {
     const turns = this.conversation(index);
     const { current } = this.columns[index];
@@ -176,7 +176,7 @@ export class Session {
     this.run(index, { parent: current, prompt: { messages } });
   }
 
-  /** Give a conversation a system message; its first answer is written anew. */
+  /** Give a conversation a system message; its first answer is generated again. */
   setSystem(index, content) {
     const turns = this.conversation(index).filter((turn) => turn.role !== "system");
     const messages = [{ role: "system", content }, ...turns.slice(0, 1)];
@@ -198,7 +198,7 @@ export class Session {
     this.run(index, { parent: branch.id, at }, { tokens: this.tree.ids(branch), like: branch });
   }
 
-  /** Take another token at a place of the answer, or of the prompt, and go on from there. */
+  /** Take another token in the answer or the prompt, and continue from there. */
   branch(index, part, place, token) {
     const branch = this.tree.get(this.columns[index].current);
     if (part === "prompt") {

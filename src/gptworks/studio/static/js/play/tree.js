@@ -34,7 +34,7 @@ export class Tree {
     return parent;
   }
 
-  /** The branch where the prompt of this one stands. */
+  /** The branch that holds the prompt of this one. */
   root(branch) {
     return branch.at == null ? branch : this.root(this.get(branch.parent));
   }

@@ -15,7 +15,7 @@ export function Source({ chosen, source, change }) {
       : html`<${Document} chosen=${chosen} number=${source.number} setNumber=${(number) => change({ ...source, number })} />`}`;
 }
 
-/** The source as the server takes it; null: there is no text yet. */
+/** The source for the server; null: no text yet. */
 export function asked({ kind, text, number }) {
   if (kind === "document") return { document: number };
   return text ? { text } : null;

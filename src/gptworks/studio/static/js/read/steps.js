@@ -10,7 +10,7 @@ const HIGH = 140;
 const MOST_KEPT = 8;
 const kept = new Map(); // what was found, as long as the page is open
 
-/** A text's cost at each checkpoint: what was found before, and `look` to ask for it anew. */
+/** A text's loss at each checkpoint: the previous answer, and `look` to request it again. */
 export function useSteps(body, answer) {
   const key = [body.model, ...answer.tokens.map(({ id }) => id)].join();
   const [found, setFound] = useState(kept.get(key) ?? null); // { steps, points: [{ step, nats, loss }], learned, threshold }

@@ -68,7 +68,7 @@ function Lens({ lens, tokens, index }) {
           title=${`${title}\nthe token here: ${percent(guess.probability)}, rank ${guess.rank}`}>
           <bdi class="spelling">${visible(best.spelling)}</bdi> <span class="number">${percent(best.probability)}</span></td>`;
       })}</tr>`)}</tbody></table></div>
-    <p class="quiet">Each cell: the likeliest token and its probability; bold where it is the token that stands there. The
+    <p class="quiet">Each cell: the likeliest token and its probability; bold if it is the actual token. The
       shade is the loss of that token, as in the text.</p></section>`;
 }
 

@@ -1,9 +1,9 @@
-// What a run, or a fork of it, would change if it went on with the recipe, and why it cannot.
+// The changes of a run, or of its fork, that resumes with the recipe, and why it cannot.
 
 import { post } from "../api.js";
 import { html, useEffect, useState } from "../ui.js";
 
-/** The server's answer: `changes`, `problem`, `steps_left`; null until the first one, and where no run goes on. */
+/** The server's answer: `changes`, `problem`, `steps_left`; null until the first one, and if no run is resumed. */
 export function useChanges(run, step, recipe) {
   const [found, setFound] = useState(null);
   useEffect(() => setFound(null), [run]);
@@ -21,7 +21,7 @@ export function Changes({ found }) {
   if (!found) return null;
   const { changes, problem } = found;
   return html`${problem && html`<p class="problem" role="alert">${problem}</p>`}
-    ${!changes.length && !problem && html`<p class="quiet start-about">It goes on with the settings that it has. Change some below.</p>`}
+    ${!changes.length && !problem && html`<p class="quiet start-about">It continues with its current settings. Change some below.</p>`}
     ${changes.length > 0 && html`<ul class="start-changes" aria-label="Changes">${changes.map((one) => html`<li key=${one.path}>
       <code>${one.path}</code> ${one.old} → ${one.new}
       ${one.recorded && html`<span class="quiet"> – the loss curve depends on it: the run folder records the change</span>`}</li>`)}</ul>`}`;

@@ -2,7 +2,7 @@
 
 import { cx, html, useState } from "../ui.js";
 
-/** `goesOn`: whether a run goes on with the recipe, so that some settings stay. */
+/** `goesOn`: whether a run is resumed with the recipe, so that some settings are fixed. */
 export function Form({ groups, recipe, goesOn }) {
   const [search, setSearch] = useState("");
   const [all, setAll] = useState(false);
