@@ -24,8 +24,8 @@ from gptworks.recipes import shipped_paths
 from gptworks.studio import processes
 from gptworks.studio.checking import edited, read_text
 from gptworks.studio.form import COMMON, GIVEN_BY_THE_START, form
-from gptworks.studio.going_on import GoingOn, going_on
 from gptworks.studio.library import RunFolder
+from gptworks.studio.resuming import Resumption, resumption
 from gptworks.training.changes import read_history
 from gptworks.training.record.outcome import RunOutcome
 from histories import curve, write_run
@@ -416,10 +416,10 @@ def test_a_run_that_ended_by_its_epochs_has_nothing_left_to_train(tmp_path: Path
     (folder / "outcome.json").write_text(json.dumps(outcome))
     text = (folder / "recipe.yaml").read_text()
     run = RunFolder("done", folder, tmp_path)
-    assert going_on(run, text, 8) == GoingOn([], None, None)
+    assert resumption(run, text, 8) == Resumption([], None, None)
     problem = "Checkpoint 9 is the last of epochs=2: raise train.epochs or choose an earlier checkpoint."
-    assert going_on(run, text, 9) == GoingOn([], problem, None)
-    assert going_on(run, text.replace("epochs: 2", "epochs: 3"), 9).problem is None
+    assert resumption(run, text, 9) == Resumption([], problem, None)
+    assert resumption(run, text.replace("epochs: 2", "epochs: 3"), 9).problem is None
 
 
 def test_only_training_of_the_folder_is_signalled(tmp_path: Path, http: httpx.Client, folder: Path) -> None:

@@ -24,9 +24,9 @@ from gptworks.serve import openai
 from gptworks.serve.app import body_of
 from gptworks.serve.errors import APIError
 from gptworks.studio.form import form
-from gptworks.studio.going_on import allowed_changes, going_on
 from gptworks.studio.library import Library, RunFolder
 from gptworks.studio.processes import Processes, console_lines
+from gptworks.studio.resuming import allowed_changes, resumption
 from gptworks.studio.state import studio_of, uncached
 from gptworks.training.fork import fork
 
@@ -282,14 +282,14 @@ async def resume(request: Request) -> Response:
     body = await body_of(request, ResumeRequest)
     starting, run, text = await _changed_text(request, body)
 
-    def go_on() -> None:
+    def resume_run() -> None:
         changes = allowed_changes(run, text)
         arguments = [f"--change={one['path']}={one['new']}" for one in changes if one["recorded"]]
         settings = [f"{one['path']}={one['new']}" for one in changes if not one["recorded"]]
         arguments = ["--resume", *arguments, "--", str(run.folder), *settings]
         starting.processes.start(run.id, run.folder, arguments)
 
-    await starting.in_thread(go_on)
+    await starting.in_thread(resume_run)
     return uncached({"run": run.id})
 
 
@@ -312,10 +312,10 @@ async def fork_run(request: Request) -> Response:
 
 @router.post("/studio/start/changes")
 async def changes(request: Request) -> Response:
-    """The changes if a run, or its fork, resumes with a recipe, and why it cannot; see `GoingOn`."""
+    """The changes if a run, or its fork, resumes with a recipe, and why it cannot; see `Resumption`."""
     body = await body_of(request, ChangesRequest)
     starting, run, text = await _changed_text(request, body)
-    return uncached(asdict(await starting.in_thread(lambda: going_on(run, text, body.step))))
+    return uncached(asdict(await starting.in_thread(lambda: resumption(run, text, body.step))))
 
 
 @actions.post("/studio/start/stop")

@@ -20,7 +20,7 @@ Changes = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class GoingOn:
+class Resumption:
     """A run that resumes with a recipe."""
 
     changes: Changes
@@ -38,13 +38,13 @@ def allowed_changes(run: RunFolder, text: str, forked_at: int | None = None) -> 
     Raises:
         UserError: it cannot.
     """
-    found = going_on(run, text, forked_at)
+    found = resumption(run, text, forked_at)
     if found.problem is not None:
         raise UserError(found.problem)
     return found.changes
 
 
-def going_on(run: RunFolder, text: str, forked_at: int | None = None) -> GoingOn:
+def resumption(run: RunFolder, text: str, forked_at: int | None = None) -> Resumption:
     """The changes of a run, or of its fork from a step, that resumes with a recipe, and why it cannot resume."""
     before = load_recipe(run.folder, [] if forked_at is None else settings_at(run.folder, forked_at))
     tree = read_text(text) | {"name": before.name, "run_dir": str(run.folder)}
@@ -64,7 +64,7 @@ def going_on(run: RunFolder, text: str, forked_at: int | None = None) -> GoingOn
         _check_left(run, now, done, is_fork=forked_at is not None)
     except UserError as error:
         problem = str(error)
-    return GoingOn(made, problem, None if most is None else max(0, most - done))
+    return Resumption(made, problem, None if most is None else max(0, most - done))
 
 
 def _typed(value: Any) -> str:
