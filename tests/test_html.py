@@ -1,5 +1,6 @@
 """The page of a model: well-formed, self-contained, its numbers the sheet's, its text inside its boxes."""
 
+import html
 import json
 import re
 from functools import cache
@@ -12,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 import tiny
-from gptworks.config import ModelConfig
+from gptworks.describe.diagram import flow
 from gptworks.describe.page import to_html
 from gptworks.describe.sheet import Sheet, describe, label
 from gptworks.errors import UserError
@@ -64,7 +65,7 @@ def page(name: str) -> str:
 
 
 def drawings(name: str) -> list[ElementTree.Element]:
-    """The page's SVGs: the architecture and the shares."""
+    """The page's SVGs: the shares."""
     found = re.findall(r"<svg [^>]*role=.*?</svg>", page(name), re.DOTALL)
     return [ElementTree.fromstring(re.sub(r' xmlns="[^"]*"', "", svg)) for svg in found]
 
@@ -243,7 +244,6 @@ def test_text_is_escaped() -> None:
     assert "<b>" not in text
     reader = Reader(text)
     assert name in reader.text
-    assert f"Architecture of {name}" in reader.text
 
 
 def test_the_page_is_written_whole_or_not(tmp_path: Path) -> None:
@@ -276,84 +276,58 @@ def test_a_model_of_the_laboratory_has_a_page_with_each_group() -> None:
     assert "× block, 2 times over" in repeated
 
 
-# The figure -----------------------------------------------------------------------------------------------------
+# The architecture -----------------------------------------------------------------------------------------------
 
 
-def texts(svg: ElementTree.Element) -> list[str]:
-    return [element.text or "" for element in svg.iter("text")]
+def operations(name: str) -> str:
+    """The text of the drawing of the architecture, a line for each operation."""
+    [drawn] = re.findall(r'<div class="flow">.*?</section>', page(name), re.DOTALL)
+    return html.unescape(re.sub(r"<[^>]*>", " ", drawn))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_numbers_in_the_figure_are_dimensions_and_counts(name: str) -> None:
-    c, count = sheet(name).config, sheet(name).parameters
-    groups = {key: group.per_layer for key, group in count.groups.items()}
-    part_names = {
-        "attention": ("attention_weights", "attention_biases", "qk_norms"),
-        "mlp": ("router", "mlp_weights", "mlp_biases", "shared_expert"),
-    }
-    parts = {sum(groups[key] for key in keys) for keys in part_names.values()}
+def test_numbers_in_the_drawing_are_dimensions_and_counts(name: str) -> None:
+    c = sheet(name).config
     n_banded = sum(window is not None for window in c.layer_windows)
     dimensions = {
         c.vocab_size, c.context_length, c.n_layers, c.d_model, c.n_heads, c.n_kv_heads, c.d_head, c.d_ff, c.d_ff_shared,
         c.n_heads * c.d_head, c.n_kv_heads * c.d_head, c.n_experts, c.n_experts_per_token, c.window, n_banded,
-        c.n_layers - n_banded, c.d_rotary, c.rope_theta, c.window_rope_theta, c.original_context_length,
-        c.attention_scale,
+        c.d_rotary, c.rope_theta, c.window_rope_theta, c.original_context_length, c.attention_scale, c.dropout_mlp,
         c.dropout_embedding, c.dropout_attention, c.dropout_residual, c.embedding_scale, c.residual_scale,
-        c.logit_divisor, c.attention_softcap, c.logit_softcap, c.bigram_vocab_size, *parts, sheet(name).totals[0][1],
-        2,  # of a kind: the norms of queries and keys, gate and up
+        c.logit_divisor, c.attention_softcap, c.logit_softcap, c.bigram_vocab_size,
+        2, 3,  # of a kind: query, key and value, gate and up
         *([c.rope_scaling.factor] if c.rope_scaling else []),
     }  # fmt: skip
-    figure, _ = drawings(name)
-    shown = set().union(*map(numbers, texts(figure)))
+    shown = numbers(operations(name))
     assert shown <= {float(number) for number in dimensions if number is not None}
-    assert shown >= {c.vocab_size, c.d_model, c.n_layers, c.n_heads, c.n_kv_heads, c.d_head, c.d_ff, *parts}
+    assert shown >= {c.vocab_size, c.d_model, c.n_layers, c.n_heads, c.d_head, c.d_ff, c.n_kv_heads * c.d_head}
 
 
-def test_the_figure_shows_what_the_model_has() -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_the_drawing_has_the_operations_of_the_terminal(name: str) -> None:
+    drawn = " ".join(operations(name).split())
+    boxes = flow(sheet(name).config)
+    rows = [*boxes.embedding, *boxes.entry, *boxes.attention, *boxes.mlp, *boxes.output]
+    assert all(" ".join(" ".join(row).split()) in drawn for row in rows)
+
+
+def test_the_drawing_shows_what_the_model_has() -> None:
     def has(name: str, *words: str) -> None:
-        shown = " | ".join(texts(drawings(name)[0]))
-        assert all(word in shown for word in words), shown
+        assert all(word in operations(name) for word in words), operations(name)
 
     def lacks(name: str, *words: str) -> None:
-        shown = " | ".join(texts(drawings(name)[0]))
-        assert not any(word in shown for word in words), shown
+        assert not any(word in operations(name) for word in words), operations(name)
 
-    has("llm-200m", "24 × block", "3,072 × 768", "B × 12 × T × 64", "Rotate by position", "SiLU(gate) × up", "tied")
-    lacks("llm-200m", "position embedding", "RMSNorm", "expert", "last")
-    has("gpt3-175b-banded", "+ position embedding", "48 of 96 layers: last 256", "48 see all 2,048 tokens", "+ bias")
-    has("parallel", "first 16 of 64", "RMSNorm of each head", "1,024 × 1,024 + bias")
+    has("llm-200m", "24 × block", "3,072 × 768", "B × 12 × T × 64", "rotate queries", "SiLU(gate) × up", "tied")
+    lacks("llm-200m", "position embedding", "RMSNorm", "expert", "read the same input")
+    has("gpt3-175b-banded", "+ position embedding", "48 of 96 see 256", "+ bias")
+    has("parallel", "first 16 of 64", "RMSNorm of queries and keys", "1,024 × 1,024 + bias", "read the same input")
     lacks("parallel", "tied")
-    has("moe-115m", "Router", "Each of 8 experts, 2 for a token", "B × T × 2 × 1,024", "4 heads")
-    has("shared", "Shared expert", "yarn, × 4 from 256", "64 × 512", "plus the shared expert's")
+    has("moe-115m", "router", "8 experts, 2 for each token", "B × T × 2 × 1,024")
+    has("shared", "a shared expert for every token", "yarn, × 4 from 256", "64 × 512")
     has("plain", "softmax(q·kᵀ × 0.3)", "1 × block")
-    lacks("plain", "Rotate", "position")
-    has("all-banded", "ReLU²", "1 head", "8 see the last 1 token", "dropout 0.125")
-
-
-def test_a_bar_is_as_long_as_what_a_layer_sees() -> None:
-    for name in ("gpt3-125m-banded", "llm-200m", "shared"):
-        c, (figure, _) = sheet(name).config, drawings(name)
-        bars = [rect for rect in figure.iter("rect") if rect.attrib["class"] == "seen"]
-        whole = max(float(bar.attrib["width"]) for bar in bars)
-        lengths = [float(bar.attrib["width"]) / whole * c.context_length for bar in bars]
-        assert lengths == pytest.approx([window or c.context_length for window in c.layer_windows])
-
-
-@pytest.mark.parametrize("name", ["moe-115m", "mixtral-8x7b", "shared", "shared-biased", "vast"])
-def test_as_many_experts_are_chosen_as_the_router_sends_to(name: str) -> None:
-    kinds = [rect.attrib["class"] for rect in drawings(name)[0].iter("rect")]
-    c: ModelConfig = sheet(name).config
-    assert kinds.count("chosen") == c.n_experts_per_token
-    assert kinds.count("chosen") + kinds.count("idle") == c.n_experts
-
-
-def test_heads_are_drawn_one_by_one() -> None:
-    figure, _ = drawings("moe-115m")
-    cells = [path.attrib["d"].count("z") for path in figure.iter("path") if path.attrib["class"] == "heads"]
-    assert cells[:3] == [8, 4, 4]
-    figure, _ = drawings("gpt3-13b")
-    cells = [path.attrib["d"].count("z") for path in figure.iter("path") if path.attrib["class"] == "heads"]
-    assert cells[:3] == [40, 40, 40]
+    lacks("plain", "rotate", "position")
+    has("all-banded", "ReLU²", "8 of 8 see 1", "dropout 0.125")
 
 
 # Text and its room ----------------------------------------------------------------------------------------------
@@ -415,11 +389,11 @@ def test_text_stays_within_its_boxes(name: str) -> None:
 
 
 def test_a_text_that_is_too_long_is_noticed() -> None:
-    figure, _ = drawings("llm-200m")
-    for element in figure.iter("text"):
-        if element.text == "Weighted sum of values":
-            element.text *= 4
-    assert any("Weighted" in fault for fault in spilled(figure))
+    [shares] = drawings("llm-200m")
+    for element in shares.iter("text"):
+        if element.text == "Operations for a token":
+            element.text *= 6
+    assert any("Operations" in fault for fault in spilled(shares))
 
 
 def test_no_letter_is_wider_than_estimated() -> None:

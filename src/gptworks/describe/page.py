@@ -162,8 +162,9 @@ def _shares(sheet: Sheet) -> Markup:
         for kind, part, amount in row:
             width, text = WIDE * amount / whole, f"{part} {amount / whole:.1%}"
             drawing.add("rect", class_=f"share {kind}", x=x, y=y + 24, width=max(width - 2, 0.5), height=34, rx=2)
-            fitting = (words for words in (text, text.rpartition(" ")[2]) if text_width(words, SMALL) <= width - 14)
-            drawing.text(x + 7, y + 45, next(fitting, ""), width - 12)
+            fitting = (each for each in (text, text.rpartition(" ")[2]) if text_width(each, SMALL) <= width - 14)
+            if words := next(fitting, None):
+                drawing.text(x + 7, y + 45, words, width - 12)
             x += width
         described.append(f"{title}: " + ", ".join(f"{part} {amount / whole:.1%}" for _, part, amount in row))
     title = "Shares of parameters and operations"
