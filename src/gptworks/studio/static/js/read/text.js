@@ -54,8 +54,8 @@ const place = (item, i) => (item.tokens ? item.tokens[1] - 1 : i);
 /** `pick(i)` is called with the chosen token's place. */
 export function ReadText({ tokens, segments, index, pick, say, weights, second }) {
   const pane = useRef(null);
-  const { cursor, mark, step } = useCursor(items);
   const items = segments ?? tokens;
+  const { cursor, mark, step } = useCursor(items);
   const spans = () => [...pane.current.querySelectorAll(".t")];
   const take = (element) => {
     const i = place(items[Number(element.dataset.i)], Number(element.dataset.i));
