@@ -1,12 +1,12 @@
-// Preact with hooks and htm, and small helpers.
+// Preact with hooks and htm, and two small helpers.
 
-import { Component, h, useEffect, useRef, useState } from "../vendor/preact-htm.js";
+import { Component, h, useEffect, useState } from "../vendor/preact-htm.js";
 
 export {
   Component, h, html, render, useCallback, useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState,
 } from "../vendor/preact-htm.js";
 
-/** The component, rendered again only when one of its props changes. */
+/** The component, rendered anew only when one of its props is another value. */
 export function memo(Inner) {
   return class extends Component {
     shouldComponentUpdate(next) {
@@ -20,7 +20,7 @@ export function memo(Inner) {
   };
 }
 
-/** Which colours are shown, light or dark: a canvas has to be drawn again when it changes. */
+/** Which colours are shown, light or dark: what is drawn on a canvas has to be drawn anew when it changes. */
 export function useTheme() {
   const now = () => document.documentElement.dataset.theme;
   const [theme, set] = useState(now());
@@ -43,24 +43,4 @@ export function stepped(event, all, current) {
   const at = all.indexOf(current);
   const to = { ArrowRight: at + 1, ArrowLeft: at < 0 ? all.length - 1 : at - 1, Home: 0, End: all.length - 1 }[event.key];
   return to == null ? undefined : all[Math.max(0, Math.min(all.length - 1, to))];
-}
-
-/** An element of a text that arrow keys move, marked with the class `at`; none is marked when `text` changes. */
-export function useCursor(text) {
-  const cursor = useRef(null);
-  const mark = (element) => {
-    cursor.current?.classList.remove("at");
-    cursor.current = element;
-    element?.classList.add("at");
-  };
-  useEffect(() => mark(null), [text]);
-  const step = (event, all) => {
-    const element = stepped(event, all, cursor.current);
-    if (!element) return element;
-    event.preventDefault();
-    mark(element);
-    element.scrollIntoView({ block: "nearest" });
-    return element;
-  };
-  return { cursor, mark, step };
 }
