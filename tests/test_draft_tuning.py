@@ -14,6 +14,7 @@ from gptworks.chat_template import read_templates
 from gptworks.cli import app
 from gptworks.config.defaults import HIGHEST_TUNING_RATE
 from gptworks.draft import finetuning
+from gptworks.draft.drafted import TRAINING_SHARE
 from gptworks.draft.finetuning import Tuning, base_run, draft_tuning
 from gptworks.errors import UserError
 from gptworks.interop.huggingface import export_huggingface, import_huggingface
@@ -58,7 +59,7 @@ def test_a_draft_takes_all_from_the_base_but_what_the_examples_decide(folder: Pa
     assert recipe.adapter is None and recipe.train.epochs == 3
     assert not tuning.findings and tuning.plan.fits
     seconds = tuning.plan.steps * tuning.plan.tokens_per_step / 1000
-    assert tuning.minutes == pytest.approx(seconds / finetuning.TRAINING_SHARE / 60)
+    assert tuning.minutes == pytest.approx(seconds / TRAINING_SHARE / 60)
     outcome = train(load_recipe("tune.yaml"))
     assert outcome.step == tuning.plan.steps
     of_its_own = draft_tuning(Path("runs/tune"), folder / "chats.jsonl", Path("again.yaml"))

@@ -34,7 +34,8 @@ def init(
 
     It is sized for this machine, by a training step that is measured, and for the time there is.
     """
-    from gptworks.draft.writing import check_new, write_new
+    from gptworks.draft.writing import check_new
+    from gptworks.files import write_whole
 
     check_new(out)
     if texts is None:
@@ -43,7 +44,7 @@ def init(
         from gptworks.recipe import recipe_text
 
         refuse_unused("does nothing without TEXTS", minutes=minutes, json=as_json)
-        write_new(out, recipe_text(like)[1])
+        write_whole(out, recipe_text(like)[1], new=True)
         notice(f"wrote {out}, a copy of {like}")
         return
     from gptworks.describe.plan_tables import plan_json
@@ -56,7 +57,7 @@ def init(
         found = look_at(texts)
         search = Search(found, minutes, out, notice) if like is None else Like(like, found, minutes, out, notice)
         drafted = search.run()
-    write_new(out, drafted.text())
+    write_whole(out, drafted.text(), new=True)
     notice(f"wrote {out}")
     if as_json:
         files = {"recipe": str(out), "read": found.endings, "fields": found.fields}
@@ -87,12 +88,13 @@ def tune(
     from gptworks.cli.make import prepare_with_progress
     from gptworks.describe.plan_tables import plan_json
     from gptworks.draft.finetuning import base_run, draft_tuning
-    from gptworks.draft.writing import check_new, write_new
+    from gptworks.draft.writing import check_new
+    from gptworks.files import write_whole
 
     check_new(out)
     with working(f"drafting the tuning of {base}"):
         drafted = draft_tuning(base_run(base, notice), data, out, preference, prepare=prepare_with_progress)
-    write_new(out, drafted.text())
+    write_whole(out, drafted.text(), new=True)
     notice(f"wrote {out}")
     if as_json:
         findings = [{"name": one.name, "text": one.text} for one in drafted.findings]

@@ -20,14 +20,15 @@ from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
 from gptworks.data.sources.base import stamps
 from gptworks.device import choose_device
-from gptworks.draft.writing import Row, written
+from gptworks.draft.drafted import Drafted, Sections, parsed
+from gptworks.draft.writing import Row
 from gptworks.errors import UserError
 from gptworks.interop.hub import find_model
 from gptworks.planning.devices import Device
 from gptworks.planning.fit import divisors
 from gptworks.planning.run import Measured, Plan
 from gptworks.planning.run import plan as plan_recipe
-from gptworks.recipe import load_recipe, parse_recipe, run_name, with_vocab_size
+from gptworks.recipe import load_recipe, run_name, with_vocab_size
 from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import load_tokenizer
 from gptworks.training.objectives.choose import choose_objective
@@ -42,59 +43,44 @@ CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 LORA_RANK = 8
 
 ADAPTED: tuple[Literal["full", "int8", "int4"], ...] = ("full", "int8", "int4")
-"""How the base is held beneath an adapter: the first that fits."""
+"""Formats of the base under an adapter, in the order in which they are tried."""
 
 STEPS_AN_EPOCH, LARGEST_BATCH = 30, 32
 LEAST_CONTEXT = 64
 EPOCHS = ((10_000, 1), (1_000, 2), (0, 3))
-"""From so many examples on."""
-
-TRAINING_SHARE = 0.9
-"""Of the time; the rest is for evaluations and checkpoints."""
+"""Number of examples from which on, and epochs."""
 
 
 @dataclass(frozen=True)
-class Tuning:
-    """A recipe, what its data is like, and what to expect of it."""
+class Tuning(Drafted):
+    """A recipe that tunes a run, figures of its data, and what to expect of it."""
 
-    sections: dict[str, list[Row]]
-    plan: Plan
-    """With the measured step."""
     data_lines: list[str]
     findings: list[Finding]
     """Faults of the data, at which training stops."""
 
-    @property
-    def minutes(self) -> float:
-        """That the run takes, evaluations included."""
-        assert self.plan.seconds is not None
-        return self.plan.seconds / TRAINING_SHARE / 60
-
     def lines(self) -> list[str]:
         """What to expect."""
-        plan, rate = self.plan, self.plan.tokens_per_second
-        trained = plan.trained.parameters
-        peak, free = (readable(n_bytes, "B") for n_bytes in (plan.peak.total_bytes, plan.device.memory_bytes))
+        plan = self.plan
+        what = "all" if plan.setting.trained is None else "added to those"
         return [
-            f"trains      {trained:,} parameters, {'all' if plan.setting.trained is None else 'beside those'} of "
-            f"{plan.recipe.initialize_from}",
+            f"trains      {plan.trained.parameters:,} parameters, {what} of {plan.recipe.initialize_from}",
             f"steps       {plan.steps:,} of {plan.train.batch_size} × {plan.setting.model.context_length} tokens: "
             f"{plan.train.epochs:g} epochs",
-            f"time        about {self.minutes:.2g} minutes: {rate:,.0f} tokens/s measured, and a tenth for evaluations",
-            f"memory      {peak} at the peak, of {free} free",
+            *self.time_and_memory(),
         ]
 
     def text(self) -> str:
         """The recipe's file."""
-        return written([f"Drafted by `gptworks tune` on {self.plan.device.name}.", "", *self.lines()], self.sections)
+        return self.file([f"Drafted by `gptworks tune` on {self.plan.device.name}.", "", *self.lines()])
 
 
 def base_run(base: str, report: Callable[[str], None]) -> Path:
     """The run to start from. A Hugging Face folder, or a model on the hub, is imported first, into a folder of runs/
-    that is named by its contents and used again.
+    that is named after its contents, so that the next call finds it.
 
     Raises:
-        UserError: it is none of them, or cannot be imported.
+        UserError: `base` is neither a run nor a model, or cannot be imported.
         RunError: the hub cannot be reached.
     """
     if (Path(base) / "recipe.yaml").exists():
@@ -103,11 +89,11 @@ def base_run(base: str, report: Callable[[str], None]) -> Path:
     if (found.folder / "adapter_config.json").exists():
         raise UserError(
             f"{base} is an adapter: `gptworks import {shlex.quote(str(base))} runs/NAME --base FOLDER` makes "
-            f"a run of it and what it adapts, which can be tuned."
+            f"a run of it and its base, which can be tuned."
         )
     if not (found.folder / "config.json").exists():
         raise UserError(
-            f"{base} is no run folder and no Hugging Face folder: it has no recipe.yaml and no config.json."
+            f"{base} is neither a run folder nor a Hugging Face folder: it has no recipe.yaml and no config.json."
         )
     name = Path(base.partition("@")[0]) if found.source else found.folder
     contents = found.source or stamps(sorted(file for file in found.folder.iterdir() if file.is_file()))
@@ -133,7 +119,7 @@ def draft_tuning(
     """The recipe that tunes a run on a file of conversations, or of pairs of answers.
 
     Args:
-        out: the file that it is for, whose name it gets.
+        out: the recipe's file, after which the recipe is named.
         prepare: turns the data into tokens, as `gptworks.data.prepare.prepare`.
         measure: takes training steps. None: `measure_speed`.
 
@@ -151,7 +137,7 @@ def draft_tuning(
             break
     else:
         raise UserError(
-            f"{run}: not even an adapter beside int4 weights fits in memory: {readable(plan.peak.total_bytes, 'B')} at "
+            f"{run}: not even an adapter of int4 weights fits in memory: {readable(plan.peak.total_bytes, 'B')} at "
             f"the peak, and {readable(plan.device.memory_bytes, 'B')} are free. Take a smaller model."
         )
     recipe, setting = plan.recipe, plan.setting
@@ -164,7 +150,7 @@ def draft_tuning(
 
 
 class _Draft:
-    """The settings that are chosen, one after the other."""
+    """The settings, which are chosen one after the other."""
 
     def __init__(self, run: Path, data: Path, out: Path, preference: bool) -> None:
         self.run, self.data, self.out, self.preference = run, data, out, preference
@@ -173,7 +159,7 @@ class _Draft:
         self.context, self.vocab_size = self.base.context_length, 0
         self.batch, self.micro, self.epochs, self.steps = 1, 1, 1, 1
         self.adapted: Literal["full", "int8", "int4"] | None = None
-        """How the base is held beneath an adapter; None: all weights are trained."""
+        """Format of the base under an adapter; None: all weights are trained."""
 
     def fit_to(self, prepared: Prepared) -> None:
         """Choose the context, the batch and the epochs by the examples."""
@@ -182,7 +168,7 @@ class _Draft:
         wanted = int(np.quantile(lengths, 0.99)) - 1
         self.context = min(self.context, max(LEAST_CONTEXT, -(-wanted // LEAST_CONTEXT) * LEAST_CONTEXT))
         if "added_tokens" in self.template and self.base.vocab_size >= prepared.manifest.vocab_size:
-            self.vocab_size = self.base.vocab_size  # rows to spare
+            self.vocab_size = self.base.vocab_size  # it has spare rows
         rows = choose_objective(self.recipe(prepared), prepared.folder).samples_per_epoch
         n_examples = len(lengths) // (2 if self.preference else 1)
         self.epochs = 1 if self.preference else next(n for least, n in EPOCHS if n_examples >= least)
@@ -191,7 +177,7 @@ class _Draft:
         self.micro, self.steps = self.batch, max(1, round(self.epochs * rows / self.batch))
 
     def planned(self, prepared: Prepared, device: Device) -> Plan:
-        """The plan, in micro-batches that fit if any do."""
+        """The plan with the largest micro-batch that fits, or with the smallest if none does."""
         for micro in divisors(self.batch):
             self.micro = micro
             recipe = self.recipe(prepared)
@@ -203,19 +189,18 @@ class _Draft:
         return plan
 
     def recipe(self, prepared: Prepared | None = None) -> Recipe:
-        """The recipe as it is now; with the vocabulary, where its data is prepared."""
-        tree: dict[str, Any] = {name: {key: value for key, value, _ in rows} for name, rows in self.sections().items()}
-        recipe = parse_recipe({"name": self.out.stem, **tree.pop(""), **tree}, str(self.out))
+        """The recipe of the settings chosen so far; with the size of the vocabulary once the data is prepared."""
+        recipe = parsed(self.sections(), self.out)
         return recipe if prepared is None else with_vocab_size(recipe, prepared.manifest.vocab_size)
 
-    def sections(self) -> dict[str, list[Row]]:
+    def sections(self) -> Sections:
         """The settings with their reasons."""
         model: list[Row] = []
         if self.context != self.base.context_length:
             model.append(("context_length", self.context, "99 of 100 examples are no longer"))
         if self.vocab_size:
-            model.append(("vocab_size", self.vocab_size, "as the base has it, with rows to spare"))
-        objective: list[Row] = [("type", "instruction", "loss on the answers alone")]
+            model.append(("vocab_size", self.vocab_size, "the base's, which has spare rows"))
+        objective: list[Row] = [("type", "instruction", "loss on the answers only")]
         if self.preference:
             objective = [
                 ("type", "preference", "raises the chosen answer over the rejected one (Rafailov et al., 2023)"),
@@ -226,9 +211,9 @@ class _Draft:
             *([("embeddings", True, "the new tokens must be learned")] if "added_tokens" in self.template else []),
         ]
         if self.adapted not in (None, "full"):
-            adapter.append(("base", self.adapted, "does not fit beside full weights either (QLoRA, 2023)"))
+            adapter.append(("base", self.adapted, "full weights do not fit with an adapter either (QLoRA, 2023)"))
         source = {"type": "preferences" if self.preference else "conversations", "path": str(self.data)}
-        sections: dict[str, list[Row]] = {
+        sections: Sections = {
             "": [("initialize_from", str(self.run), "its weights, model and tokenizer")],
             "model": model,
             "objective": objective,
@@ -247,7 +232,7 @@ class _Draft:
         why += f"; at most {HIGHEST_TUNING_RATE:g}" if rate == HIGHEST_TUNING_RATE else ""
         rows: list[Row] = [
             ("epochs", self.epochs, ""),
-            ("batch_size", self.batch, f"at least {STEPS_AN_EPOCH} steps an epoch, where the data is enough"),
+            ("batch_size", self.batch, f"at least {STEPS_AN_EPOCH} steps an epoch, if the data suffices"),
             *([("micro_batch_size", self.micro, "as many at a time as fit")] if self.micro != self.batch else []),
             ("optimizer", "adamw", ""),
             ("learning_rate", rate, why),
@@ -269,7 +254,7 @@ _TEMPLATE_REASONS = {
 
 
 def _template(run: Path) -> dict[str, Any]:
-    """What the tokenizer section says of the chat template: nothing where the base has its own."""
+    """Settings of the section `tokenizer` that choose a chat template; empty if the base has one."""
     if (run / "tokenizer" / TEMPLATE_FILE).exists():
         return {}
     tokenizer = load_tokenizer(run / "tokenizer")

@@ -1,10 +1,11 @@
-"""A recipe for a folder of texts with another recipe's model and training, as long as the time allows."""
+"""A recipe for a folder of texts with another recipe's model and training settings."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from gptworks.config import ENDS
+from gptworks.draft.drafted import Sections
 from gptworks.draft.pretraining import FIRST_SHAPE, Candidate, Measure, Search, Shape
 from gptworks.draft.texts import Texts
 from gptworks.draft.writing import Row
@@ -13,7 +14,7 @@ from gptworks.recipe import parse_recipe, read_recipe
 
 
 class Like(Search):
-    """Measures a step of the other recipe, and sets the length alone."""
+    """Measures a step of the other recipe, and chooses the number of steps only."""
 
     def __init__(
         self,
@@ -26,7 +27,7 @@ class Like(Search):
     ) -> None:
         """
         Raises:
-            UserError: the other recipe is none that trains on text from the beginning.
+            UserError: the other recipe does not train a new model on text.
         """
         super().__init__(texts, minutes, out, report, measure)
         path, self.tree = read_recipe(like)
@@ -52,11 +53,16 @@ class Like(Search):
             train["warmup_steps"] = steps // 20
         data: dict[str, Any] = self.tree["data"] | {"sources": self.texts.sources}
         own = {"model", "tokenizer", "data", "train", "name", "run_dir"}
-        sections: dict[str, list[Row]] = {
-            "": [(key, value, "") for key, value in self.tree.items() if key not in own],
-            "model": [(key, value, "") for key, value in self.tree["model"].items()],
-            "tokenizer": [(key, value, "") for key, value in self.tree["tokenizer"].items()],
-            "data": [(key, value, "") for key, value in data.items()],
-            "train": [("max_steps", steps, why), *((key, value, "") for key, value in train.items())],
+        sections: Sections = {
+            "": _rows({key: value for key, value in self.tree.items() if key not in own}),
+            "model": _rows(self.tree["model"]),
+            "tokenizer": _rows(self.tree["tokenizer"]),
+            "data": _rows(data),
+            "train": [("max_steps", steps, why), *_rows(train)],
         }
         return self.planned({name: rows for name, rows in sections.items() if rows}, n_train_tokens, vocab_size)
+
+
+def _rows(settings: dict[str, Any]) -> list[Row]:
+    """Settings as rows without reasons."""
+    return [(key, value, "") for key, value in settings.items()]

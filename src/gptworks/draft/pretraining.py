@@ -1,22 +1,22 @@
-"""A recipe for a folder of texts, sized by a measured step for this machine and the time there is."""
+"""A recipe for a folder of texts, sized by a measured step for this machine and the time available."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from math import floor, inf, log
 from pathlib import Path
-from typing import Any
 
 from gptworks.config import BPETokenizer, TokenizerConfig
 from gptworks.config.defaults import EPOCHS
 from gptworks.device import choose_device
+from gptworks.draft.drafted import TRAINING_SHARE, Drafted, Sections, parsed
 from gptworks.draft.texts import Texts, listed
-from gptworks.draft.writing import Row, written
+from gptworks.draft.writing import Row
 from gptworks.errors import UserError
 from gptworks.planning.fit import divisors
 from gptworks.planning.run import Measured, Plan
 from gptworks.planning.run import plan as plan_recipe
-from gptworks.recipe import parse_recipe, with_vocab_size
+from gptworks.recipe import with_vocab_size
 from gptworks.tokenizer import encode_text, train_tokenizer, vocabulary_size
 from gptworks.training.rehearsal.measure import measure_speed
 from gptworks.training.rehearsal.preflight import this_device
@@ -30,36 +30,33 @@ SHAPES = (
 """Width and depth, each with up to three times the parameters of the one before."""
 
 FIRST_SHAPE = (256, 4)
-"""What is measured first, or a smaller one that the text suffices for."""
+"""Measured first, or a smaller shape if the text does not suffice for this one."""
 
 TOKENS_PER_PARAMETER = 1.5
-"""That the time is enough for, at least. Runs of minutes do best with fewer than the 20 of Hoffmann et al. (2022); the
+"""Least number of training tokens. Runs of minutes do best with fewer than the 20 of Hoffmann et al. (2022); the
 figures are in docs/decisions.md."""
 
 TEXT_TOKENS_PER_PARAMETER = 0.7
-"""That all epochs of the text have, at least."""
+"""Least number of tokens in all epochs of the text."""
 
 MANY_DOCUMENTS = 200
-"""From so many on, the share that is held out has some of them for certain."""
-
-TRAINING_SHARE = 0.9
-"""Of the time; the rest goes to evaluations, samples and checkpoints."""
+"""From this number on, the held-out share is sure to contain some."""
 
 BYTES_PER_VOCABULARY_TOKEN = 1024
-"""Of text, at least, so that training sees each token of the vocabulary often."""
+"""Least bytes of text, so that training sees each token of the vocabulary often."""
 
 VOCABULARIES = ((1280, 32_768), (768, 16_384), (384, 8192), (0, 4096))
-"""The largest vocabulary from a width on: the head's product grows with both."""
+"""From each width on, the largest vocabulary: the cost of the head grows with both."""
 
 LEAST_VOCABULARY = 512
 STEP_TOKENS, LEAST_STEP_TOKENS, MANY_TOKENS = 4096, 1024, 2**23
-"""Tokens of a step, the least of them, and tokens of the run beyond which a step has more."""
+"""Tokens of a step; the fewest of a step; and tokens of a run beyond which its steps have more."""
 
 LEAST_STEPS = 200
-"""A short run has smaller steps rather than fewer."""
+"""A shorter run has smaller steps rather than fewer."""
 
 MOST_MEASURED = 4
-"""Shapes of which a step is measured."""
+"""Most shapes of which a step is measured."""
 
 N_EVALUATIONS, N_SAMPLES = 8, 4
 
@@ -68,19 +65,10 @@ Measure = Callable[[Rehearsal], Measured]
 
 
 @dataclass(frozen=True)
-class Draft:
-    """A recipe, and what to expect of it."""
+class Draft(Drafted):
+    """A recipe that trains on texts, and what to expect of it."""
 
     texts: Texts
-    sections: dict[str, list[Row]]
-    plan: Plan
-    """With the measured step."""
-
-    @property
-    def minutes(self) -> float:
-        """That the run takes, evaluations and samples included."""
-        assert self.plan.seconds is not None
-        return self.plan.seconds / TRAINING_SHARE / 60
 
     @property
     def epochs(self) -> float:
@@ -94,29 +82,27 @@ class Draft:
         about = (
             f"{size} of text in {listed(self.texts.endings)}; drafted by `gptworks init` on {self.plan.device.name}."
         )
-        rest = "The rest of model and training is as gptworks has it by default; the run's recipe.yaml will say it all."
-        return written([about, "", *self.lines(), "", rest], self.sections)
+        rest = "All other settings have their defaults, which the run's recipe.yaml lists."
+        return self.file([about, "", *self.lines(), "", rest])
 
     def lines(self) -> list[str]:
         """What to expect."""
-        plan, rate = self.plan, self.plan.tokens_per_second
-        peak, free = (readable(n_bytes, "B") for n_bytes in (plan.peak.total_bytes, plan.device.memory_bytes))
+        plan = self.plan
         return [
             f"parameters  {plan.parameters.total:,}",
             f"tokens      {plan.tokens:,} in {plan.steps:,} steps: {self.epochs:.2g} epochs of about "
             f"{plan.n_train_tokens:,} tokens",
-            f"time        about {self.minutes:.2g} minutes: {rate:,.0f} tokens/s measured, and a tenth for evaluations",
-            f"memory      {peak} at the peak, of {free} free",
+            *self.time_and_memory(),
         ]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A shape with all that follows from it."""
+    """The recipe of a shape."""
 
-    sections: dict[str, list[Row]]
+    sections: Sections
     plan: Plan
-    """Of the recipe; with a measured step once there is one."""
+    """With a measured step once one was taken."""
 
     @property
     def n_train_tokens(self) -> int:
@@ -130,7 +116,7 @@ class Candidate:
 
 
 class Search:
-    """Measures shapes until it has the largest that time and text are enough for."""
+    """Measures shapes until it finds the largest for which time and text suffice."""
 
     def __init__(
         self,
@@ -143,7 +129,7 @@ class Search:
         """
         Args:
             minutes: how long training may take.
-            out: the file that the recipe is for, whose name it gets.
+            out: the recipe's file, after which the recipe is named.
             measure: takes training steps. None: `measure_speed`.
         """
         self.texts, self.minutes, self.out, self.report = texts, minutes, out, report
@@ -168,7 +154,7 @@ class Search:
             self.measured[shape] = self._measured(self._candidate(shape, step_tokens))
             shape = self._best()
             step_tokens = self._step_tokens(self._candidate(shape))
-        if shape not in self.measured:  # not settled: the largest that was measured and is no larger
+        if shape not in self.measured:  # not settled: the largest that was measured, up to this one
             shape = max((one for one in self.measured if one <= shape), default=min(self.measured))
         settled = self.measured[shape]
         step_tokens = self._step_tokens(settled)
@@ -181,11 +167,10 @@ class Search:
         model = [
             (key, value, why or (each if key == "d_model" else "")) for key, value, why in candidate.sections["model"]
         ]
-        return Draft(self.texts, candidate.sections | {"model": model}, plan)
+        return Draft(candidate.sections | {"model": model}, plan, self.texts)
 
     def _step_tokens(self, candidate: Candidate) -> int:
-        """Of a step, for all the tokens of the run: a power of 2 that grows with their square root, and with fewer
-        tokens in a short run."""
+        """Tokens of a step: a power of 2 that grows with the square root of a run's tokens, smaller in a short run."""
         tokens, size = self._tokens(candidate), STEP_TOKENS
         while tokens > MANY_TOKENS * (size / STEP_TOKENS) ** 2:
             size *= 2
@@ -194,7 +179,7 @@ class Search:
         return size
 
     def _best(self, most: Shape = SHAPES[-1]) -> Shape:
-        """The largest shape up to `most` for which time, by the rates that are known, text and memory are enough; else
+        """The largest shape up to `most` for which time (by the rates measured so far), text and memory suffice; else
         the smallest."""
         best = SHAPES[0]
         for shape in SHAPES[: SHAPES.index(most) + 1]:
@@ -210,12 +195,12 @@ class Search:
         return enough and candidate.plan.fits and EPOCHS * candidate.n_train_tokens >= TEXT_TOKENS_PER_PARAMETER * size
 
     def _tokens(self, candidate: Candidate) -> float:
-        """That training reads: as many as the time allows, in no more epochs than are worth it."""
+        """Tokens that training reads: as many as the time allows, up to EPOCHS epochs."""
         return min(self._rate(candidate) * self.seconds, EPOCHS * candidate.n_train_tokens)
 
     def _rate(self, candidate: Candidate) -> float:
-        """Tokens a second: measured, or by the FLOPs of the measured shape that is nearest in size; without bounds
-        while nothing is measured."""
+        """Tokens per second: measured, or scaled by FLOPs from the measured shape nearest in size; infinite while
+        nothing is measured."""
         if candidate.rate is not None:
             return candidate.rate
         if not self.measured:
@@ -246,7 +231,7 @@ class Search:
     def _candidate(
         self, shape: Shape, step_tokens: int = STEP_TOKENS, steps: int = LEAST_STEPS, rate: float | None = None
     ) -> Candidate:
-        """The recipe of a shape, planned, in micro-batches that fit."""
+        """The recipe of a shape, planned with micro-batches that fit."""
         vocab_size, bytes_per_token = self.tokenizer(next(size for width, size in VOCABULARIES if shape[0] >= width))
         n_train_tokens = self.n_train_tokens(bytes_per_token)
         context = 1024 if shape[0] >= 1280 else 512 if shape[0] >= 768 else 256
@@ -264,11 +249,11 @@ class Search:
         }
         return self.planned(sections, n_train_tokens)
 
-    def planned(self, sections: dict[str, list[Row]], n_train_tokens: int, vocab_size: int = 0) -> Candidate:
-        """The recipe of such sections, planned, in micro-batches that fit.
+    def planned(self, sections: Sections, n_train_tokens: int, vocab_size: int = 0) -> Candidate:
+        """The recipe of these sections, planned with micro-batches that fit.
 
         Args:
-            vocab_size: where the tokenizer's settings leave it open.
+            vocab_size: used where the tokenizer's settings leave it open.
         """
         plan = self._plan(sections, n_train_tokens, vocab_size)
         if not plan.fits and (most := plan.largest_micro_batch_size):
@@ -277,9 +262,8 @@ class Search:
             plan = self._plan(sections, n_train_tokens, vocab_size)
         return Candidate(sections, plan)
 
-    def _plan(self, sections: Mapping[str, list[Row]], n_train_tokens: int, vocab_size: int) -> Plan:
-        tree: dict[str, Any] = {name: {key: value for key, value, _ in rows} for name, rows in sections.items()}
-        recipe = parse_recipe({"name": self.out.stem, **tree.pop("", {}), **tree}, str(self.out))
+    def _plan(self, sections: Sections, n_train_tokens: int, vocab_size: int) -> Plan:
+        recipe = parsed(sections, self.out)
         if not recipe.model.vocab_size:
             recipe = with_vocab_size(recipe, vocab_size)
         return plan_recipe(recipe, n_train_tokens, tokens_estimated=True, device=self.place)
@@ -288,7 +272,7 @@ class Search:
         width, n_layers = shape
         d_head = 64 if width >= 128 else 32
         return [
-            ("context_length", context, "tokens that it sees at once"),
+            ("context_length", context, "tokens that the model sees at once"),
             ("n_layers", n_layers, ""),
             ("d_model", width, ""),
             ("n_heads", width // d_head, f"of {d_head}"),
@@ -298,18 +282,18 @@ class Search:
     def _data(self) -> list[Row]:
         n = self.texts.n_documents
         by = "tail" if n is not None and n < MANY_DOCUMENTS else "document"
-        why = {"tail": "the end of each document is held out", "document": "whole documents are held out"}
+        why = {"tail": "the end of each document is held out", "document": "documents are held out, none in part"}
         return [
             ("sources", self.texts.sources, ""),
             ("validation", {"fraction": self.fraction, "by": by}, why[by]),
         ]
 
     def n_train_tokens(self, bytes_per_token: float) -> int:
-        """About so many tokens to train on."""
+        """Estimated number of training tokens."""
         return int(self.texts.n_bytes * (1 - self.fraction) / bytes_per_token)
 
     def length_reason(self, tokens: int, n_train_tokens: int, rate: float | None) -> str:
-        """What bounds a run of so many tokens: the text or the time."""
+        """Whether text or time bounds a run of this many tokens, as the reason of its length."""
         if tokens > 0.95 * EPOCHS * n_train_tokens:
             return f"{EPOCHS} epochs; reading a text more often teaches little (Muennighoff et al., 2023)"
         return f"{self.minutes:g} minutes at {rate or 0:,.0f} tokens/s, as measured here"
@@ -321,8 +305,8 @@ class Search:
             ("batch_size", batch, "sequences a step"),
             ("evaluate_every", max(1, steps // N_EVALUATIONS), ""),
             ("evaluate_sequences", n_evaluated, "all evaluations together take some 3% of the time"),
-            ("checkpoint_every", max(1, steps // N_SAMPLES), "what Ctrl-C or a crash can lose"),
-            ("keep_every", max(1, steps // N_SAMPLES), "all of them stay, to see later what was learned when"),
+            ("checkpoint_every", max(1, steps // N_SAMPLES), "the most that a crash can lose"),
+            ("keep_every", max(1, steps // N_SAMPLES), "all are kept, to see later what was learned when"),
             ("sample_every", max(1, steps // N_SAMPLES), ""),
             ("sample_prompts", self._prompts(), "the beginnings of lines of the text"),
         ]
@@ -337,7 +321,7 @@ class Search:
         return found
 
     def _tokenizer(self, most: int) -> tuple[int, float]:
-        """The size of a vocabulary for this text, of at most so many tokens, and its bytes a token."""
+        """The size of a vocabulary for this text, at most `most` tokens, and its bytes per token."""
         while most > LEAST_VOCABULARY and self.texts.n_bytes < most * BYTES_PER_VOCABULARY_TOKEN:
             most //= 2
         while True:
@@ -349,7 +333,7 @@ class Search:
                     raise
 
     def bytes_per_token(self, config: TokenizerConfig) -> tuple[int, float]:
-        """The vocabulary of a tokenizer for this text, and its bytes a token on text that it was not trained on."""
+        """Vocabulary size of a tokenizer trained on this text, and its bytes per token on text held out from it."""
         part = max(1024, sum(map(len, self.texts.sample)) // 256)
         parts = [text[at : at + part] for text in self.texts.sample for at in range(0, len(text), part)]
         held_out = parts[::8]

@@ -1,13 +1,13 @@
 """A recipe as a commented YAML file."""
 
-import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
-from gptworks.errors import RunError, UserError
-from gptworks.files import write_whole
+import yaml
+
+from gptworks.errors import UserError
 
 Row = tuple[str, Any, str]
 """A setting: its key, its value, and the reason for it, or nothing."""
@@ -16,8 +16,8 @@ _COMMENT_COLUMN, _WIDTH = 36, 120
 
 
 def written(about: Iterable[str], sections: Mapping[str, Sequence[Row]]) -> str:
-    """The recipe's file: comments, then each section's settings with the reasons beside them. A section with no name
-    holds settings outside the others."""
+    """The recipe's file: comments, then each section's settings with their reasons as comments. A section without a
+    name holds settings outside the others."""
     lines = [f"# {line}".rstrip() for line in about]
     for name, rows in sections.items():
         indent = "  " if name else ""
@@ -26,48 +26,27 @@ def written(about: Iterable[str], sections: Mapping[str, Sequence[Row]]) -> str:
             setting = f"{indent}{key}: {_flow(value)}"
             if isinstance(value, list) and value and isinstance(value[0], dict):
                 setting = "\n".join([f"{indent}{key}:", *(f"{indent}  - {_flow(item)}" for item in value)])
-            beside = f"{setting:<{_COMMENT_COLUMN - 2}}  # {why}"
-            if why and len(beside) > _WIDTH:
-                lines.append(f"{indent}# {why}")
-            lines.append(beside if why and len(beside) <= _WIDTH else setting)
+            commented = f"{setting:<{_COMMENT_COLUMN - 2}}  # {why}"
+            if not why:
+                lines.append(setting)
+            else:
+                lines += [commented] if len(commented) <= _WIDTH else [f"{indent}# {why}", setting]
     return "\n".join(lines) + "\n"
 
 
 def _flow(value: Any) -> str:
-    """A value in YAML's flow style."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_flow(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_flow, value)) + "]"
-    if isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w./-]*", value) and value.lower() not in _NOT_STRINGS:
-        return value
-    return json.dumps(value, ensure_ascii=False)
-
-
-_NOT_STRINGS = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
-
-
-def write_new(path: Path, text: str) -> None:
-    """Write a file that does not exist yet.
-
-    Raises:
-        UserError: there is one, or no folder to write it to.
-        RunError: the disk is full, fails or refuses; nothing is left of the file then.
-    """
-    try:
-        write_whole(path, text, new=True)
-    except (UserError, RunError):
-        check_new(path)
-        raise
+    """A value in YAML's flow style, on one line."""
+    text = yaml.safe_dump([value], default_flow_style=True, width=inf, allow_unicode=True, sort_keys=False)
+    return text.strip()[1:-1]
 
 
 def check_new(path: Path) -> None:
-    """Refuse a path that `write_new` would refuse, before long work.
+    """Refuse, before long work, a path at which no new file can be written.
 
     Raises:
-        UserError: see `write_new`.
+        UserError: a file is there, or the folder is missing.
     """
     if path.exists() or path.is_symlink():
         raise UserError(f"{path} exists, and it is not overwritten: give another file with -o.")
     if not path.parent.is_dir():
-        raise UserError(f"{path.parent} is no folder: give a file in one that exists with -o.")
+        raise UserError(f"{path.parent} is not a folder: give a file in an existing folder with -o.")

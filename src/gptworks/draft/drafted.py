@@ -1,0 +1,51 @@
+"""A drafted recipe: its settings with their reasons, and the time and memory that its run takes."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gptworks.config import Recipe
+from gptworks.draft.writing import Row, written
+from gptworks.planning.run import Plan
+from gptworks.recipe import parse_recipe
+from gptworks.units import readable
+
+Sections = dict[str, list[Row]]
+"""The rows of each section; the section "" holds settings outside the others."""
+
+TRAINING_SHARE = 0.9
+"""Share of a run's time that training takes; the rest goes to evaluations, samples and checkpoints."""
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """A recipe, and what to expect of it."""
+
+    sections: Sections
+    plan: Plan
+    """With the measured step."""
+
+    @property
+    def minutes(self) -> float:
+        """Duration of the run, evaluations and samples included."""
+        assert self.plan.seconds is not None
+        return self.plan.seconds / TRAINING_SHARE / 60
+
+    def time_and_memory(self) -> list[str]:
+        plan, rate = self.plan, self.plan.tokens_per_second
+        peak, free = (readable(n_bytes, "B") for n_bytes in (plan.peak.total_bytes, plan.device.memory_bytes))
+        return [
+            f"time        about {self.minutes:.2g} minutes: {rate:,.0f} tokens/s measured, and a tenth for evaluations",
+            f"memory      {peak} at the peak, of {free} free",
+        ]
+
+    def file(self, about: Iterable[str]) -> str:
+        """The text of the recipe's file, which begins with `about` as comments."""
+        return written(about, self.sections)
+
+
+def parsed(sections: Sections, out: Path) -> Recipe:
+    """The recipe of these sections, named like the file that it is for."""
+    tree: dict[str, Any] = {name: {key: value for key, value, _ in rows} for name, rows in sections.items()}
+    return parse_recipe({"name": out.stem, **tree.pop("", {}), **tree}, str(out))
