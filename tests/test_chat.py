@@ -142,7 +142,7 @@ def test_what_is_saved_is_read_as_training_reads_it_and_goes_on_where_it_was(tmp
 
     other_engine, other = turns("three", "four")
     terminal = talk(other, f"/load {file}", "/retry", "more")
-    assert "going on from the 5 messages" in terminal.remarks[0] and "> second\ntwo\n" in terminal.answers
+    assert "continuing the 5 messages" in terminal.remarks[0] and "> second\ntwo\n" in terminal.answers
     assert other.system == "be kind" and contents(other) == ["first", "one", "second", "three", "more", "four"]
     assert other_engine.prompts[0] == engine.prompts[1]
 

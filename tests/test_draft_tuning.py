@@ -102,7 +102,7 @@ def test_faults_of_the_data_are_shown_and_nothing_is_overwritten(folder: Path) -
 
 
 def test_what_is_neither_a_run_nor_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no run folder and no Hugging Face folder"):
+    with pytest.raises(UserError, match="neither a run folder nor a Hugging Face folder"):
         base_run(str(tmp_path), print)
 
 

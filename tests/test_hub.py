@@ -129,7 +129,10 @@ def test_a_model_of_the_hub_is_tuned_by_its_name_and_imported_once(
     local = load_recipe("local.yaml").initialize_from
     assert local is not None and local != run and same(local, run), "a folder of this machine"
     assert train(load_recipe("local.yaml", ["train.max_steps=1", "train.warmup_steps=0"])).step == 1
-    for place, words in (("org/absent", "no folder here has that name"), (tmp_path, "no run folder and no Hugging")):
+    for place, words in (
+        ("org/absent", "no folder here has that name"),
+        (tmp_path, "neither a run folder nor a Hugging"),
+    ):
         with pytest.raises(UserError, match=words):
             gptworks("tune", place, "chats.jsonl", "-o", "none.yaml")
     Path("adapter").mkdir()
@@ -216,7 +219,7 @@ def test_an_export_is_pushed_whole_once_it_was_verified(
         gptworks("export", tmp_path / "run", tmp_path / "out", "--push", "my/model")
     monkeypatch.setenv("HF_TOKEN", hub.WRITER)
     for options, message in (
-        (["--push", "my/model", "--no-verify"], "for a whole model that was verified"),
+        (["--push", "my/model", "--no-verify"], "for a complete and verified model"),
         (["--push", "my/model", "--format", "gguf"], "is for --format=hf"),
         (["--push", "model"], "--push model: give a name on the hub with its owner's"),
     ):

@@ -46,7 +46,7 @@ PageFile = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="W
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")]
 Force = Annotated[bool, typer.Option("--force", help="Start even if it should not fit in memory.")]
-Slide = Annotated[bool, typer.Option("--slide", help="When the context is full, go on from its last half.")]
+Slide = Annotated[bool, typer.Option("--slide", help="When the context is full, continue from its last half.")]
 
 # How to sample; shared by `generate` and `chat`.
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
@@ -86,7 +86,7 @@ ApiKeys = Annotated[
 
 
 def without_environment(keys: list[str] | None) -> tuple[str, ...]:
-    """The API keys, which the processes that this one starts do not find in their environment."""
+    """The API keys, removed from the environment so that child processes do not inherit them."""
     os.environ.pop("GPTWORKS_API_KEY", None)
     return tuple(keys or ())
 
@@ -121,8 +121,7 @@ def console_of(stderr: bool = False) -> "Console":
 
 @contextmanager
 def progress_bars(*columns: "ProgressColumn | str") -> "Iterator[Progress]":
-    """Progress bars on stderr, where it is a terminal and this is the first rank; until they end, others that are shown
-    give way to them."""
+    """Progress bars on stderr, if it is a terminal and this is the first rank. They hide outer bars until they end."""
     from rich.progress import Progress
 
     console = console_of(stderr=True)
@@ -145,9 +144,9 @@ _shown: "list[Progress]" = []
 
 @contextmanager
 def working(what: str) -> "Iterator[Callable[[int, int], None]]":
-    """Show what is being done and for how long; the function that is yielded shows how many are done, of how many.
+    """Show a task and its elapsed time; call the yielded function with the number of items done and their total.
 
-    Print no result inside.
+    Print results after it ends, not inside.
     """
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 

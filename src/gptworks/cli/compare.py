@@ -29,7 +29,7 @@ def report(
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Where to write it. Default: RUN/report.html.")
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Write it again as the run goes on, until it ends.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Write it again as the run continues, until it ends.")] = False,
 ) -> None:
     """Write a run as a page: curves, evaluations, samples.
 
@@ -40,7 +40,7 @@ def report(
 
     path = html or run / "report.html"
     if watch:
-        notice(f"writing {path} as the run goes on; Ctrl-C ends this")
+        notice(f"writing {path} as the run continues; Ctrl-C stops")
         watch_report(run, path)
     else:
         with working(f"reading {run}"):

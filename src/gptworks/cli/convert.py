@@ -35,10 +35,10 @@ def export(
         bool, typer.Option(help="hf: compare with the run in transformers, and keep only what is equal.")
     ] = True,
     tokenizer: Annotated[
-        bool, typer.Option(help="gguf: write the tokenizer too. Without, the file knows token ids alone.")
+        bool, typer.Option(help="gguf: write the tokenizer too. Without it, the file knows token ids only.")
     ] = True,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="hf: write a run's LoRA adapter for PEFT, and beside it the base model.")
+        bool, typer.Option("--adapter", help="hf: write a run's LoRA adapter for PEFT, next to the base model.")
     ] = False,
     base: Annotated[
         str | None,
@@ -69,7 +69,7 @@ def export(
 
         if form != "hf" or adapter or not verify:
             raise UserError(
-                f"--push {push} is for --format=hf, for a whole model that was verified: leave the other option out."
+                f"--push {push} is for --format=hf, for a complete and verified model: leave the other option out."
             )
         check_push(push)
     if adapter:
@@ -121,7 +121,7 @@ def _export_adapter(run: Path, out: Path, base: str | None, checkpoint: str, ver
 
     with working(f"exporting {run}"):
         made = export_adapter(run, out, base=base, checkpoint=checkpoint, verify=verify, report=notice)
-    what = f"wrote {out}: LoRA beside {made.modules} modules, {made.parameters:,} parameters, for {made.base}"
+    what = f"wrote {out}: LoRA on {made.modules} modules, {made.parameters:,} parameters, for {made.base}"
     show_lines(asdict(made), as_json, what, *_equal("peft", made.logit_difference))
 
 
@@ -134,7 +134,8 @@ def quantize(
         typer.Option(help="gptq: for int4, calibrated on training text. Default: gptq for int4, else nearest."),
     ] = None,
     head: Annotated[
-        HeadWeights, typer.Option(help="The head beside int4 matrices: int4 is smaller and faster, and less exact.")
+        HeadWeights,
+        typer.Option(help="Of the head, with int4 matrices: int4 is smaller, faster and less exact."),
     ] = "int8",
     calibrate: Annotated[
         int | None, typer.Option(metavar="TOKENS", help="gptq: tokens of training text. Default: 32,768.")
@@ -198,7 +199,7 @@ def import_(
 
         with working(f"importing {folder}"):
             made = import_adapter(folder, run, base, verify=verify, report=notice)
-        what = f"made {run}: LoRA of rank {made.adapter.rank}, {made.parameters:,} parameters, beside {base}"
+        what = f"made {run}: LoRA of rank {made.adapter.rank}, {made.parameters:,} parameters, on {base}"
         tree = {**asdict(made), "adapter": made.adapter.model_dump(mode="json")}
         show_lines(tree, as_json, what, *_equal("peft", made.logit_difference))
         return

@@ -41,7 +41,7 @@ def build(
 ) -> None:
     """Build the recipe's dataset: tokenizer and token shards.
 
-    A recipe for it may have `tokenizer` and `data` alone. Killed, it goes on from what is finished.
+    A recipe for it needs only `tokenizer` and `data`. After a crash, it continues from what is finished.
     """
     from gptworks.cli.make import prepare_with_progress, preparing
     from gptworks.data.prepare import build_part
@@ -140,7 +140,7 @@ def search(
 ) -> None:
     """Find every place of a phrase in the tokens.
 
-    The first search builds an index beside the shards: five bytes for each byte of text.
+    The first search builds an index next to the shards: five bytes for each byte of text.
     """
     import time
 

@@ -25,7 +25,8 @@ def init(
         float | None, typer.Option(min=0.1, max=100_000, help=f"How long training may take. Default: {MINUTES}.")
     ] = None,
     like: Annotated[
-        str | None, typer.Option(metavar="RECIPE", help="Take model and training from this recipe; alone: copy it.")
+        str | None,
+        typer.Option(metavar="RECIPE", help="Take model and training from this recipe. No TEXTS: copy it."),
     ] = None,
     out: Out = Path("mine.yaml"),
     as_json: AsJSON = False,

@@ -17,7 +17,7 @@ def shown_name(name: str) -> str:
 
 
 class Command(TyperCommand):
-    """A command. Its arguments are shown by their names alone."""
+    """A command whose help shows arguments by their names only."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:

@@ -52,7 +52,7 @@ def serve(
     ] = 0.8,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request.")] = 1 << 20,
     max_prompt_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a prompt's text.")] = 1 << 18,
-    request_seconds: Annotated[float, typer.Option(help="Time in which a request must be answered whole.")] = 600,
+    request_seconds: Annotated[float, typer.Option(help="Time in which a request must be answered completely.")] = 600,
     drain_seconds: Annotated[float, typer.Option(help="Time to finish what is begun, after SIGTERM.")] = 30,
     speculative: Speculative = 0,
     weights: KeptWeights = "auto",

@@ -68,8 +68,8 @@ def studio(
 
 @contextmanager
 def _invitations(sign_in: "SignIn", address: str, opens: bool) -> "Iterator[None]":
-    """Hand the owner links that sign a browser in once: on the terminal, where others do not read, or in a file of the
-    owner's alone. A browser is opened with that file's name: the arguments of a process are everyone's to read."""
+    """Give the owner links that sign one browser in: on the terminal, or in a file that only the owner can read. A
+    browser is opened with that file's name, because every user can read the arguments of a process."""
     is_terminal = sys.stderr.isatty()
     with TemporaryDirectory(prefix="gptworks-studio-") as folder:  # of mode 0700
         page = Path(folder) / "open.html"

@@ -1,4 +1,4 @@
-"""What a person types in `gptworks chat`, and what comes of it."""
+"""`gptworks chat` at a terminal: reads lines and commands, and prints answers."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ HELP = """\
 /system [TEXT]    another system message from now on; without TEXT, none
 /temperature [X]  0 takes the likeliest token; without X, say what it is
 /save FILE.jsonl  add the conversation to a file of conversations, which training reads too
-/load FILE.jsonl  go on from the last conversation of such a file
+/load FILE.jsonl  continue the last conversation of such a file
 /reset            forget the conversation
 /help             this list
 /quit             end, as Ctrl-D does
@@ -45,7 +45,7 @@ class Terminal:
                 self._readline = readline
 
     def __enter__(self) -> Self:
-        """Recall what was typed in earlier chats."""
+        """Load the lines typed in earlier chats."""
         if self._readline is not None and (file := history_file()) is not None:
             with contextlib.suppress(OSError):
                 if file.is_file() and file.stat().st_size <= MOST_HISTORY_BYTES:
@@ -60,7 +60,7 @@ class Terminal:
                 self._readline.write_history_file(aside)
 
     def read(self, prompt: str, prefilled: str = "") -> str:
-        """A line, that begins as `prefilled`.
+        """A line that the user types, starting from `prefilled`.
 
         Raises:
             EOFError: there is no more.
@@ -75,12 +75,12 @@ class Terminal:
                 readline.set_startup_hook()
 
     def write(self, text: str) -> None:
-        """Part of an answer."""
+        """Print part of an answer."""
         sys.stdout.write(clean(text))
         sys.stdout.flush()
 
     def remark(self, text: str) -> None:
-        """Something that is not the model's."""
+        """Print something that the model did not write."""
         sys.stderr.write(f"{clean(text)}\n")
         sys.stderr.flush()
 
@@ -120,7 +120,7 @@ class Talk:
                 self.terminal.write("\n")
 
     def take(self, typed: str) -> bool:
-        """Obey a command, or send a text; whether the conversation goes on."""
+        """Obey a command, or send a text; returns whether the conversation continues."""
         command = re.fullmatch(r"/(\w+)(?:\s+(.*))?\s*", typed)
         try:
             if command is None:
@@ -196,7 +196,7 @@ class Talk:
     def _load(self, name: str) -> None:
         n = self.session.load(_file("load", name))
         question, answer = (message["content"][-2000:] for message in self.session.said[-2:])
-        self.terminal.remark(f"going on from the {n} messages of {name}, which end with:")
+        self.terminal.remark(f"continuing the {n} messages of {name}, which end with:")
         self.terminal.write(f"> {question}\n{answer}\n")
 
     def _reset(self, _: str) -> None:
@@ -212,7 +212,7 @@ def _file(command: str, name: str) -> Path:
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[Callable[[], bool]]:
-    """Inside, the first Ctrl-C is only noted, so that an engine's step is never cut; the second acts as usual."""
+    """Inside, the first Ctrl-C only sets a flag, so that no step of the engine is cut; the second acts as usual."""
     seen: list[int] = []
     before = signal.getsignal(signal.SIGINT)
 

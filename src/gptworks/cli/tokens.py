@@ -12,7 +12,7 @@ _ON_ONE_LINE = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥"})
 
 
 def harmless(text: str, one_line: bool = False) -> str:
-    """The text without what would steer a terminal: control characters become visible signs or U+FFFD."""
+    """The text with its control characters replaced by visible signs or U+FFFD."""
     from gptworks.pages.parts import printable
 
     shown = printable(text)
@@ -20,7 +20,7 @@ def harmless(text: str, one_line: bool = False) -> str:
 
 
 def quoted(hit: "Hit") -> "Text":
-    """A place of a phrase, with what stands around it, on one line."""
+    """A place of a phrase with the text around it, on one line."""
     from rich.text import Text
 
     before, text, after = (harmless(part, one_line=True) for part in (hit.before, hit.text, hit.after))
@@ -31,8 +31,8 @@ def quoted(hit: "Hit") -> "Text":
 def bordered(tokens: Sequence[dict[str, Any]], coloured: bool) -> "Text":
     """Tokens with a border after each, as `RunData` gives them.
 
-    Where some are only read, what is learned is green, or without colours in brackets. Tokens without a text of their
-    own stand as they are spelled.
+    If some are not learned, the learned ones are green, or in brackets without colours. Tokens without text of their
+    own are shown by their spelling.
     """
     from rich.text import Text
 

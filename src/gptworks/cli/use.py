@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 _SETTING = re.compile(r"(model|tokenizer|data|train)\.[a-z0-9_.]+=\S*")
-"""An argument in the prompt's place that is read as a setting; standard input can still give it as a prompt."""
+"""Such an argument in the prompt's place is a setting; standard input can still give it as a prompt."""
 
 
 def generate(
@@ -75,7 +75,7 @@ def generate(
     ] = None,
     regex: Annotated[str | None, typer.Option(help="Write a text that matches this regular expression.")] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Ask the prompt by the run's chat template; the answer is printed alone.")
+        bool, typer.Option("--chat", help="Ask the prompt by the run's chat template; only the answer is printed.")
     ] = False,
     samples: Annotated[int, typer.Option(help="How many continuations.")] = 1,
     slide: Slide = False,
@@ -165,13 +165,13 @@ def generate(
         reason = piece.finish_reason
     sys.stdout.write("\n")
     if reason == "context":
-        notice("stopped: the context is full. With --slide it goes on from the context's last half.")
+        notice("stopped: the context is full. With --slide it continues from the context's last half.")
     if (rate := engine.statistics().acceptance_rate) is not None:
         notice(f"{rate:.0%} of the draft tokens were accepted.")
 
 
 def _asked(engine: "Engine", settings: "SamplingSettings") -> "tuple[SamplingSettings, Callable[[str], Prompt]]":
-    """The settings with what ends an answer, and how a question becomes a prompt: as the run's chat template says."""
+    """The settings with the tokens that end an answer, and the function that makes a prompt of a question."""
     from gptworks.infer.client import answer_settings
 
     template = engine.chat_template

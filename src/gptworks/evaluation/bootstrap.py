@@ -1,4 +1,4 @@
-"""How sure a measured figure is: 95% bootstrap intervals (Efron, 1979) of any figure made of sums over items."""
+"""95% bootstrap intervals (Efron, 1979) of any figure that is computed from sums over items."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ def paired_difference(first: Floats, second: Floats, figure: Figure) -> Interval
 
 
 def _sums(statistics: Floats) -> Iterator[Floats]:
-    """Sums over items drawn with replacement, [rows, S] at a time. They depend on N alone."""
+    """Sums over items drawn with replacement, [rows, S] at a time. The draws depend on N only."""
     n = len(statistics)
     random = np.random.default_rng(0)
     at_once = max(1, _COUNTS_AT_ONCE // n)

@@ -1,4 +1,4 @@
-"""Whether a model's probabilities mean what they say: of the tokens given 70%, about 70% should come."""
+"""Calibration: of the tokens that a model predicts with 70%, about 70% should be right."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -32,7 +32,7 @@ class Bin:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A reliability table. Print its bins, or take the error that they add up to."""
+    """A reliability table: its bins, and the calibration error that they add up to."""
 
     statistics: Floats
     """[N, 3·B], of each window: tokens, confidences and hits in each bin."""

@@ -22,7 +22,7 @@ BATCH_TOKENS = 4096
 """Windows of equal shape are evaluated together, up to about this many tokens."""
 
 LOGITS_AT_ONCE = 2**22
-"""Elements of a matrix of logits that are in memory at once, where each is looked at; there are a few such matrices."""
+"""Elements of a matrix of logits held in memory at once, where all logits are needed; a few such matrices exist."""
 
 NO_TOKEN = "there is no token to evaluate: the split is empty or shorter than two tokens."
 
@@ -82,8 +82,8 @@ def evaluate_loss(
 
     Args:
         windows: pairs (inputs, targets), each int64 [T] or [B, T] with T ≤ context_length, as `evaluation_windows`
-            makes them; targets of −100 are not counted. A third tensor, positions, as `examples_of_rows` makes it,
-            stands for rows of several texts.
+            makes them; targets of −100 are not counted. Rows of several texts have a third tensor, positions, as
+            `examples_of_rows` makes it.
         text_bytes: bytes of the original text. Give it only where the windows count each token of it once: of a
             sample of the windows, bits per byte would come out too low.
         workers: the processes that divide the work; None: this one does it all.
@@ -149,7 +149,7 @@ def evaluate_by_position(
         token_bytes: bytes of text of each token id, [V]; None: no bits per byte.
 
     Raises:
-        UserError: there is no whole window.
+        UserError: the split holds no window of the context's length.
     """
     context = model.config.context_length
     whole = (window for window in windows if window[0].size(-1) == context)
@@ -174,8 +174,7 @@ def evaluate_by_position(
 def watched(
     windows: Iterable[tuple[Tensor, ...]], n_tokens: int, stride: int | None, progress: Callable[[int, int], None]
 ) -> Iterator[Any]:
-    """The windows of `n_tokens` tokens; `progress` is called with the targets done, and all, as the next one is asked
-    for."""
+    """The windows of `n_tokens` tokens; after each, `progress` is called with the targets done and their total."""
     done, n_targets = 0, n_tokens - 1
     for window in windows:
         yield window

@@ -18,15 +18,15 @@ Row = tuple[str, str]
 
 @dataclass(frozen=True, repr=False)
 class Measurements:
-    """What was measured: the validation split, or texts, tasks and the like."""
+    """The figures of the validation split, or of texts, tasks and the like."""
 
     validation: dict[str, Any] | None
-    """Loss, perplexity and bits per byte of the validation split, where nothing else was asked for."""
+    """Loss, perplexity and bits per byte of the validation split; None if something else was measured."""
     evaluations: tuple[Evaluation, ...] = ()
     without_bits: str = ""
     """Why the validation split has no bits per byte."""
     rounded_to: str | None = None
-    """How the weights were rounded as they were loaded; None: those of the validation split are the run's own."""
+    """The format to which weights were rounded while loading; None: they are the run's own."""
 
     def to_json(self) -> Any:
         """Stable keys; of several evaluations a list."""
@@ -44,7 +44,7 @@ class Measurements:
 
     @property
     def notes(self) -> list[str]:
-        """What is to be known of the evaluations."""
+        """Remarks on the evaluations, a line each."""
         return [f"{one.name}: {note}." for one in self.evaluations for note in one.notes]
 
     def __repr__(self) -> str:

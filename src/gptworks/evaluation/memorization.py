@@ -148,7 +148,7 @@ def _look_up(index: SearchIndex, texts: Sequence[Int64s], sizes: Sequence[int]) 
         for number, (text, copied) in enumerate(zip(texts, found[n], strict=True)):
             for i in range(len(copied)):
                 if halves is not None and not (halves[number][i] and halves[number][i + n // 2]):
-                    continue  # a part of it stands nowhere
+                    continue  # a part of it does not occur
                 gram = text[i : i + n]
                 if (key := gram.tobytes()) not in known:
                     held = index.holds(gram)

@@ -1,7 +1,7 @@
-"""What an evaluation found: kept in the run folder as JSON, shown as a table and in the model card.
+"""The results of an evaluation: kept in the run folder as JSON, shown as a table and in the model card.
 
 RUN/evaluations/capitals-3-shot.json      figures with intervals, and each item's statistics
-RUN/model-card.md                         its section "Evaluations" is made anew from all of them
+RUN/model-card.md                         its section "Evaluations" is rewritten from all of them
 """
 
 import json
@@ -43,7 +43,7 @@ _WIDTHS = {
     "mean": (range(2, 3), 1), "perplexity": (range(2, 3), 1), "bits": (range(2, 3), 1),
     "calibration": (range(3, 3_000), 3), "bleu": (range(10, 11), 1), "chrf": (range(1, 1_000), 1),
 }  # fmt: skip
-"""By the kind of a figure, how many columns its statistics have, and of what they are a multiple."""
+"""By kind of figure: allowed numbers of columns of its statistics, and a divisor of that number."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def number(value: float) -> str:
 
 
 def save_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
-    """Write each into the run folder, over an earlier one of its name, and the card's section anew."""
+    """Write each into the run folder, replacing one of its name, and rewrite the card's section."""
     folder = run_dir / FOLDER
     make_folder(folder)
     for one in evaluations:
@@ -185,7 +185,7 @@ def read_evaluations(run_dir: Path) -> dict[str, Evaluation]:
     """The evaluations saved in a run folder, by name.
 
     Raises:
-        UserError: a file there is no evaluation.
+        UserError: a file there is not an evaluation.
     """
     found = {}
     for path in sorted((run_dir / FOLDER).glob("*.json")):

@@ -58,10 +58,10 @@ class EvaluatedRun:
             checkpoint: best, last, or a step.
             overrides: settings that win over the run's, such as `model.context_length=1024`.
             precision: of losses; None: the run's own. Tasks are computed as the engine computes.
-            weights: how the weights are kept that are measured; see `gptworks.load`.
+            weights: the format in which weights are loaded; see `gptworks.load`.
             report: called with each fallback, as text.
-            prepare: makes, or finds, the run's own text as shards.
-            progress: called with the items or tokens done, and all.
+            prepare: builds, or finds, the shards of the run's own text.
+            progress: called with the number of items or tokens done, and their total.
 
         Raises:
             UserError: no such run, checkpoint or device, damaged files, or a run that is quantized to other weights.
@@ -74,7 +74,7 @@ class EvaluatedRun:
         self.precision = choose_precision(precision or self.recipe.train.precision, choose_device(device))
         self.engine = load(self.folder, self.step, overrides=overrides, device=device, weights=weights, n_slots=SLOTS)
         self.rounded_to = None if weights in ("auto", "fp32") or chosen.is_quantized else weights
-        """How the weights were rounded as they were loaded; None: they are the run's own."""
+        """The format to which weights were rounded while loading; None: they are the run's own."""
         self.model, self.tokenizer = self.engine.model, self.engine.tokenizer
         self._prepare, self._progress = prepare, progress
         others = (key for key in overrides if not key.startswith("data.cache_dir="))
@@ -82,7 +82,7 @@ class EvaluatedRun:
 
     @cached_property
     def prepared(self) -> Prepared:
-        """The run's own text: the shards that it was trained on where they are, or its recipe's text.
+        """The run's own text: the shards that it was trained on if they still exist, else its recipe's text.
 
         Raises:
             UserError: the run was imported and has none; the text is not there; or its tokens are not the model's.
@@ -114,7 +114,7 @@ class EvaluatedRun:
     def validation(
         self, stride: int | None = None, by_position: bool = False, compressors: bool = False
     ) -> dict[str, Any]:
-        """Loss, perplexity and bits per byte over the whole validation split, as JSON.
+        """Loss, perplexity and bits per byte over the entire validation split, as JSON.
 
         Args:
             stride: tokens between windows; None: the context.
@@ -188,7 +188,7 @@ class EvaluatedRun:
         )  # fmt: skip
 
     def calibration(self) -> Evaluation:
-        """Probabilities against frequencies, over the whole validation split; see `measure_calibration`."""
+        """Probabilities against frequencies, over the entire validation split; see `measure_calibration`."""
         shards = TokenShards(self.prepared.folder, "validation")
         windows = evaluation_windows(shards, self.model.config.context_length)
         windows = watched(windows, shards.n_tokens, None, self._progress)
@@ -208,7 +208,7 @@ class EvaluatedRun:
         return self._evaluation("memorization", found.measured(), found.n_texts, self.prepared.manifest.fingerprint)
 
     def of_these_weights(self, found: Evaluation) -> Evaluation:
-        """A result that says by its name, its settings and a note if the weights measured are not the run's own."""
+        """The result; its name, settings and a note state if the weights were rounded while loading."""
         if self.rounded_to is None:
             return found
         note = f"weights rounded to {self.rounded_to} as they were loaded; the run's own are in fp32"

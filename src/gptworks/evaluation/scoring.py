@@ -36,8 +36,8 @@ class Scored:
 def encode_pair(encode: Callable[[str], list[int]], context: str, continuation: str) -> tuple[list[int], list[int]]:
     """The token ids of a context and of what follows it, cut as lm-evaluation-harness cuts them.
 
-    Spaces at the end of the context belong to the continuation. The whole is encoded, and cut after as many tokens as
-    the context alone has: where a token reaches over the border, the cut is not exactly there.
+    Spaces at the end of the context belong to the continuation. Both are encoded together, and cut after the number of
+    tokens that the context has by itself: if a token crosses the border, the cut is not exactly there.
 
     Raises:
         UserError: nothing is left for the continuation.
@@ -135,7 +135,7 @@ def complete_all(
 def finished(
     engine: Engine, next_jobs: Callable[[int], Iterable[int]], submit: Callable[[int], Request]
 ) -> Iterator[tuple[int, Request]]:
-    """`run_many`, which the first error ends."""
+    """Like `run_many`, but the first error is raised."""
     with closing(run_many(engine, next_jobs, submit, SLOTS)) as ended:
         for i, request in ended:
             if isinstance(request, Exception):

@@ -1,7 +1,7 @@
 """Task files: a YAML file with the settings of a task, and a JSONL file with its items.
 
     type: multiple_choice          # or exact_match, generation, code
-    data: capitals.jsonl           # beside this file
+    data: capitals.jsonl           # next to this file
     prompt: "Question: {{question}}\\nAnswer:"
     choices: options               # a field's name, a template, or a list of templates
     answer: answer
@@ -59,7 +59,7 @@ class Sampled(Section):
 
 
 class MultipleChoice(TaskFile):
-    """The choice that the model finds likeliest, of its log-probability alone, a token and a byte."""
+    """The choice that the model finds likeliest, by log-probability, also per token and per byte."""
 
     type: Literal["multiple_choice"]
     choices: str | tuple[str, ...]
@@ -210,7 +210,7 @@ class Task:
         return self._rendered[id(item), template][1]
 
     def texts(self, item: Item, key: str) -> list[str]:
-        """The same where it may be one text or a list of them: at least one.
+        """What the setting `key` gives for an item, as a list of at least one text.
 
         Raises:
             UserError: an empty list.
@@ -324,7 +324,7 @@ def read_items(path: Path) -> list[Item]:
     """The objects of a JSONL file.
 
     Raises:
-        UserError: no such file, a line that is no JSON object, or none at all.
+        UserError: no such file, a line that is not a JSON object, or an empty file.
     """
     try:
         items = [dict(item) for _, item in read_jsonl(path)]

@@ -50,7 +50,7 @@ class TextTokens:
 
 @dataclass(frozen=True)
 class TextEvaluation:
-    """The loss of a text, whole and in parts."""
+    """The loss of a text and of its parts."""
 
     report: LossReport
     """All predicted tokens. `text_bytes` is None if decoding does not restore the text."""

@@ -1,2 +1,2 @@
-"""Look into a model on a text: what each token costs, where attention looks, what each layer would say and adds, where
-the training data has the same words, and since which checkpoint the model knows them."""
+"""How a model reads a text: the loss of each token, attention maps, what each layer predicts and adds, n-grams of the
+training data, and the loss at each checkpoint."""

@@ -106,7 +106,7 @@ def _parts(model: GPT, recording: Recording, row: int) -> Iterator[tuple[Kind, P
 
 
 def _shares(model: GPT) -> tuple[float, list[float]]:
-    """How much of what is in the last block's output: of the embedding, and of what each block adds."""
+    """Factors in the last block's output: of the embedding, and of what each block adds."""
     blocks = blocks_of(model)
     embedding, share, shares, skipped = 0.0, 1.0, [0.0] * len(blocks), [0.0] * len(blocks)
     for i in reversed(range(len(blocks))):
@@ -122,10 +122,10 @@ def _shares(model: GPT) -> tuple[float, list[float]]:
 
 
 def _heads(out: nn.Module, mixed: Tensor, n_heads: int) -> tuple[Tensor, Tensor]:
-    """What each head alone makes of the output projection, [H, C], and its bias [C], from all heads' output [H·D]."""
+    """What each head adds by the output projection, [H, C], and its bias [C], from the output of all heads [H·D]."""
     chosen = torch.eye(n_heads + 1, n_heads, dtype=mixed.dtype, device=mixed.device)
     alone = chosen[:, :, None] * mixed.view(n_heads, -1)
-    given = _wide(out(alone.flatten(1)))  # the last row is that of no head
+    given = _wide(out(alone.flatten(1)))  # the last row is the bias only
     return given[:-1] - given[-1], given[-1]
 
 

@@ -1,4 +1,4 @@
-"""Hooks on a model's modules, for the thread that sets them alone: another may compute the same model."""
+"""Hooks on a model's modules that act only in the thread that sets them: another may compute the same model."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -10,11 +10,11 @@ from torch import nn
 from gptworks.model import GPT
 
 Check = Callable[[], None]
-"""Called before each block and each part of long work; raises where the work is to end."""
+"""Called before each block and each part of long work; raises to end the work."""
 
 
 def never() -> None:
-    """The check of work that nothing ends."""
+    """A check that never ends the work."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Where the training data has the words of a text: what came after the same tokens there, and how often."""
+"""N-grams of a text in the training data: how often each occurs, and which tokens follow."""
 
 from collections import Counter
 from collections.abc import Sequence

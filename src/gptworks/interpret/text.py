@@ -31,9 +31,9 @@ class TokenizedText:
     pieces: tuple[str, ...]
     """What each token adds to the text; empty where it ends within a character. Joined, they are the text."""
     framed: bool
-    """Whether the first token stands for no text: it begins a document."""
+    """Whether the first token begins a document and has no text."""
     predicted_bytes: int | None
-    """UTF-8 bytes of the text that the tokens after the first one stand for; None: they do not give the text back."""
+    """UTF-8 bytes of the text of all tokens but the first; None: decoding does not restore the text."""
     split: str = "given"
 
     @property
@@ -81,8 +81,8 @@ class TokenizedText:
 
     @classmethod
     def of_tokens(cls, tokenizer: Tokenizer, ids: list[int]) -> Self:
-        """A text as the tokens that a model wrote or read; how many bytes they stand for is known where the tokenizer
-        cuts the text into just these.
+        """A text as the tokens that a model wrote or read; their bytes are known only if the tokenizer cuts the text
+        into exactly these tokens.
 
         Raises:
             UserError: there are too many tokens.

@@ -1,4 +1,4 @@
-"""What a checkpoint's weights look like: one tensor at a time, of which a part stands in memory.
+"""Statistics of a checkpoint's weights: one tensor at a time, of which a part is in memory.
 
 The weights are those that the model computes with: what is packed is unpacked, and an adapter is added to its matrix.
 """
@@ -24,7 +24,7 @@ from gptworks.quantize.formats import GROUP, KINDS, dequantize, empty
 from gptworks.tensors import Expected, Stored, open_tensors, stored_tensors
 
 AT_ONCE = 2**18
-"""Weights that stand in memory at once."""
+"""Number of weights in memory at once."""
 
 BINS = 100
 
@@ -52,7 +52,7 @@ class StoredWeights:
     stored_bytes: int
     """With its scales, without an adapter."""
     adapter: LoRAConfig | None
-    """Of the matrices beside it; None: it has none."""
+    """Settings of the LoRA matrices that are added to it; None: it has none."""
 
     @property
     def size(self) -> int:
@@ -265,7 +265,7 @@ def spectrum(weights: StoredWeights, check: Check = never) -> Spectrum:
     """Singular values of a matrix of bounded size.
 
     Raises:
-        UserError: it is no matrix, or too large; or something in it is not finite.
+        UserError: it is not a matrix, is too large, or holds weights that are not finite.
     """
     if len(weights.shape) != 2:
         raise UserError(f"`{weights.name}` is a vector: only matrices have singular values.")

@@ -108,7 +108,7 @@ def make_report(
     calibration_tokens: int,
     progress: Callable[[int, int], None] = lambda done_tokens, tokens: None,
 ) -> QuantizationReport:
-    """Measure a quantized model beside the one it was made from.
+    """Compare a quantized model with the one that it was made from.
 
     Args:
         windows: held-out text, as for `evaluate_loss`.

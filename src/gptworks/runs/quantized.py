@@ -1,4 +1,4 @@
-"""A run folder → a quantized one beside it, which is used like any other."""
+"""Quantize a run folder into a new one, which is used like any other."""
 
 import json
 import time
@@ -53,7 +53,7 @@ def quantize_run(
     """Write a quantized copy of a run: recipe, tokenizer, one checkpoint, `quantization.json` and `model-card.md`.
 
     Args:
-        rounding: nearest, or gptq (int4 alone, calibrated on training text). Default: gptq for int4.
+        rounding: nearest, or gptq (int4 only, calibrated on training text). Default: gptq for int4.
         head: of int4: int8, or int4, which is smaller and decodes faster, and is further from the run.
         calibration_tokens: of training text; rounded up to whole windows. Default: CALIBRATION_TOKENS.
         texts: files, or folders of .txt and .md; the last tenth of each is held out. Default: the run's own text.
