@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptworks.native import backend as native
+from gptworks.infer.native import backend as native
 from gptworks.native import entries
 from gptworks.native.call import NUMBERS
 from gptworks.native.library import library

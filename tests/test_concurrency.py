@@ -14,11 +14,11 @@ from gptworks.errors import RunError, UserError
 from gptworks.infer import Completion, Engine, SamplingSettings
 from gptworks.infer.client import completions
 from gptworks.infer.loop import EngineLoop, Stream
+from gptworks.infer.native import backend as native
 from gptworks.infer.request import Request
 from gptworks.infer.scheduler import QueueFull
 from gptworks.infer.speculate import PromptLookup
 from gptworks.infer.text import Piece
-from gptworks.native import backend as native
 from gptworks.native.library import Unavailable
 from test_engine import byte_tokenizer, char_tokenizer, random_model
 

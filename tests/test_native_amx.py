@@ -57,7 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 SETUP = """
 import ctypes, torch
 from gptworks.model.backend import Chunk
-from gptworks.native.backend import NativeBackend
+from gptworks.infer.native.backend import NativeBackend
 from gptworks.native.library import library
 from test_native import pack, text, variant
 

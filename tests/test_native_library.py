@@ -27,13 +27,13 @@ import torch
 from rich.console import Console
 
 from gptworks.errors import UserError
+from gptworks.infer import backend_choice as choice
+from gptworks.infer.backend_choice import choose_backend
 from gptworks.infer.engine import load
+from gptworks.infer.native import backend as native
 from gptworks.model import GPT, cpu
 from gptworks.model.backend import Chunk, TorchBackend
-from gptworks.native import backend as native
-from gptworks.native import choice
 from gptworks.native import library as native_library
-from gptworks.native.choice import choose_backend
 from gptworks.native.levels import LEVELS, Level
 from gptworks.native.library import Unavailable, library
 from gptworks.recipe import parse_recipe

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from gptworks.config import LoRAConfig
+from gptworks.infer.native import backend as native
+from gptworks.infer.native import placement
+from gptworks.infer.native.placement import matrices, settle
 from gptworks.model import GPT
 from gptworks.model.backend import Chunk, TorchBackend
 from gptworks.model.lora import add_lora
-from gptworks.native import backend as native
-from gptworks.native import placement
-from gptworks.native.placement import matrices, settle
 from gptworks.quantize.convert import quantize_model
 from gptworks.quantize.linear import QuantizedGPT, packed_matrices
 from gptworks.quantize.panels import from_panels, panel_of, rows_from_panels, to_panels

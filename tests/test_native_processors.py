@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
+from gptworks.infer.native import backend as native
 from gptworks.machine import cpu_flags
 from gptworks.model import GPT
 from gptworks.model.backend import Chunk, TorchBackend
-from gptworks.native import backend as native
 from gptworks.native import entries
 from gptworks.native.call import NUMBERS
 from gptworks.native.levels import LEVELS, Level

@@ -11,10 +11,10 @@ from gptworks.describe.diagram import diagram
 from gptworks.describe.page import to_html
 from gptworks.describe.sheet import describe
 from gptworks.errors import UserError
+from gptworks.infer.native.backend import refusal
 from gptworks.interop.gguf.architectures import choose_architecture
 from gptworks.interop.huggingface.architectures import FAMILIES
 from gptworks.model import GPT
-from gptworks.native.backend import refusal
 from gptworks.planning.arrange import refusal as arrangement_refusal
 from gptworks.planning.inference import weights_bytes
 from gptworks.planning.params import count_parameters

@@ -23,10 +23,10 @@ from gptworks.config import LoRAConfig
 from gptworks.errors import UserError
 from gptworks.evaluation.results import read_evaluations
 from gptworks.infer.engine import load
+from gptworks.infer.native.backend import refusal
 from gptworks.infer.speculate import DraftModel
 from gptworks.model import GPT
 from gptworks.model.lora import add_lora, is_adapter
-from gptworks.native.backend import refusal
 from gptworks.native.library import Unavailable, library
 from gptworks.planning.inference import PRECISIONS, inference_memory
 from gptworks.quantize.convert import pack_for

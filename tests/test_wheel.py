@@ -25,7 +25,8 @@ PROBE = """
 import json, platform
 from gptworks import GPT, ModelConfig
 from gptworks.model.backend import Chunk, TorchBackend
-from gptworks.native import backend, levels, library
+from gptworks.infer.native import backend
+from gptworks.native import levels, library
 
 model = GPT(ModelConfig(vocab_size=64, context_length=32, n_layers=1, d_model=64, n_heads=4)).eval()
 chunk = Chunk(0, 0, list(range(9)), 9)

@@ -4,7 +4,7 @@
             └─► short ones (decode, speculation), as one flat batch ────┘
 
 `TorchBackend` runs the model itself, on any device and also while it is being trained. The native backend
-(gptworks.native.backend) computes the same in C++ on a CPU; `gptworks.native.choice` takes it where it can be had.
+(gptworks.infer.native.backend) computes the same in C++ on a CPU; `gptworks.infer.backend_choice` uses it where it can.
 """
 
 from abc import ABC, abstractmethod

@@ -1,1 +1,1 @@
-"""GPTs in C++ on CPUs: the kernels, the library that is built of them, and the backend."""
+"""C++ kernels for CPUs, the library that is built of them, and the functions that call it."""

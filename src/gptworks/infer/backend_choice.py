@@ -18,12 +18,12 @@ from gptworks.choices import BackendName
 from gptworks.config import ModelConfig
 from gptworks.errors import RunError, UserError
 from gptworks.files import read_regular, write_whole
+from gptworks.infer.native import backend as native
+from gptworks.infer.native.backend import NativeBackend
+from gptworks.infer.native.placement import matrices
 from gptworks.model import GPT
 from gptworks.model.backend import Backend, Chunk, TorchBackend
-from gptworks.native import backend as native
-from gptworks.native.backend import NativeBackend
 from gptworks.native.library import Unavailable, library
-from gptworks.native.placement import matrices
 from gptworks.quantize.formats import KINDS
 from gptworks.quantize.linear import QuantizedGPT, packed_matrices
 

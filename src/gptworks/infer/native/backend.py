@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gptworks.infer.native.cache import BlockCache, KeyBlocks
+from gptworks.infer.native.placement import matrices, settle, widest_panels
 from gptworks.model import GPT
 from gptworks.model.backend import Backend, Chunk
 from gptworks.model.lora import has_adapter
-from gptworks.native.cache import BlockCache, KeyBlocks
 from gptworks.native.call import NUMBERS, call
 from gptworks.native.entries import FUNCTION_OF_MLP, Layer, Matrix, Model, Norm
 from gptworks.native.library import Unavailable, library
-from gptworks.native.placement import matrices, settle, widest_panels
 from gptworks.quantize.panels import panel_of, size_in_panels, to_panels
 from gptworks.units import counted
 

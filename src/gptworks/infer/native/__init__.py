@@ -1,0 +1,1 @@
+"""The engine's backend in C++: a GPT's step on a CPU, its weights as the kernels read them, and its cache."""
