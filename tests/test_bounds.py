@@ -17,7 +17,7 @@ from gptworks.serve.openai import Wire
 Tree = dict[str, Any]
 Wrap = Callable[[Any], Any]
 
-for module in ("data.jobs", "data.shards", "evaluate.task", "runs.bands", "studio.app"):
+for module in ("data.jobs", "data.shards", "evaluation.task", "runs.bands", "studio.app"):
     importlib.import_module(f"gptworks.{module}")
 
 BOUNDS = {"less_than", "less_than_equal", "greater_than", "greater_than_equal", "string_too_long", "string_too_short",
