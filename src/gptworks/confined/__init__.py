@@ -214,10 +214,7 @@ def _working(child: _Child, task: Task) -> Any:
 def _cause(code: int, limits: Limits) -> str:
     if code in (-getattr(signal, "SIGPROF", 27), -getattr(signal, "SIGXCPU", 24)):
         return f"it takes more than {limits.seconds:g} seconds of processor time."
-    if code in (
-        -signal.SIGABRT,
-        -getattr(signal, "SIGKILL", 9),
-    ):  # so libraries, and the system, end a process without memory
+    if code in (-signal.SIGABRT, -getattr(signal, "SIGKILL", 9)):  # by a library or the system, for want of memory
         return f"it takes more than {limits.n_bytes >> 20} MiB of memory."
     return f"it ended the process that worked on it ({_name_of(code)})."
 

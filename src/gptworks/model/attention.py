@@ -80,10 +80,7 @@ class Attention(nn.Module):
         if changed := list(Values.cost(s, layer)):  # values come first
             projections = [projections[2], *projections[:2]]
         for name, width, output in projections:
-            first, last = (
-                name == projections[0][0],
-                name == projections[-1][0],
-            )  # backward runs from the last to the first
+            first, last = name == projections[0][0], name == projections[-1][0]  # backward starts at the last
             yield Stage(
                 name,
                 ({RESIDUAL: normalized} if first else {}) | s.copies(c.d_model * width),

@@ -32,11 +32,8 @@ class Block(LabParts):
         self.attention = Attention(config, config.layer_window(layer))
         self.norm2 = build_norm(config)
         self.mlp = MoE(config) if config.n_experts else MLP(config, config.d_ff)
-        self.dropout, self.scale, self.parallel = (
-            Dropout(config.dropout_residual),
-            config.residual_scale,
-            config.parallel_residual,
-        )
+        self.dropout = Dropout(config.dropout_residual)
+        self.scale, self.parallel = config.residual_scale, config.parallel_residual
         self.add_parts(config, layer)
         self.placement = config.norm_placement
         if self.placement == "both":

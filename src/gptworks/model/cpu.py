@@ -107,7 +107,7 @@ class _Attention(torch.autograd.Function):
         k, v = (x.repeat_interleave(heads // groups, dim=1) if heads != groups else x for x in (k, v))
         q, k, v = (x.reshape(batch * heads, -1, width) for x in (q, k, v))
         out, saved = torch.empty_like(q), []
-        for rows, keys in _blocks(n_queries, n_keys, window):
+        for rows, keys in query_blocks(n_queries, n_keys, window):
             block_bias = bias[..., rows, keys]
             if bias.dim() == 3:
                 block_bias = block_bias.repeat_interleave(heads, dim=0)
@@ -131,7 +131,7 @@ class _Attention(torch.autograd.Function):
         batch, heads, n_queries, width = gradients[0].shape
         gradient = gradients[0].reshape(q.shape)
         d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for i, (rows, keys) in enumerate(_blocks(n_queries, k.size(1), ctx.window)):
+        for i, (rows, keys) in enumerate(query_blocks(n_queries, k.size(1), ctx.window)):
             weights, kept, capped = saved[3 * i : 3 * i + 3]
             d_out = gradient[:, rows]
             d_v[:, keys] += torch.bmm(_drop(weights, kept, ctx.dropout).transpose(1, 2), d_out)
@@ -155,7 +155,7 @@ LONGEST = 2048
 """Keys up to which `attention` is used: beyond, the weights it keeps cost more memory than the time saved is worth."""
 
 
-def _blocks(n_queries: int, n_keys: int, window: int | None) -> Iterator[tuple[slice, slice]]:
+def query_blocks(n_queries: int, n_keys: int, window: int | None) -> Iterator[tuple[slice, slice]]:
     """Slices of the queries, and of the keys that any query of the slice sees."""
     for first in range(0, n_queries, BLOCK):
         last = min(first + BLOCK, n_queries)

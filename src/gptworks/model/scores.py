@@ -309,7 +309,7 @@ def scores_cost(s: Shapes, window: int | None) -> Stage:
     if s.native:
         return Stage("attention", {ATTENTION: 2 * q + 2 * k + 4 * heads * s.length}, arrives=q, leaves=leaves)
     if is_blocked(s):  # keys and values are repeated for each query head
-        slices = cpu._blocks(s.length, s.length, window)
+        slices = cpu.query_blocks(s.length, s.length, window)
         blocks = [heads * (rows.stop - rows.start) * (keys.stop - keys.start) for rows, keys in slices]
         kept = sum(blocks) if c.dropout_attention else 0
         last, before = blocks[-1] * s.product_bytes, (blocks[-2] if len(blocks) > 1 else 0) * s.product_bytes

@@ -12,9 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from gptworks.device import peak_growth_bytes, reset_peak
-from gptworks.planning.memory import training_peak
 from gptworks.training.record.card import MemoryPeaks
-from gptworks.training.rehearsal.preflight import run_setting
 from gptworks.training.rehearsal.trace import LiveBytes
 from gptworks.training.setup import PreparedRun
 
@@ -70,10 +68,10 @@ class StepMemory:
             copied_bytes: of the largest copy from which a checkpoint was written.
         """
         setup, step_bytes = self._setup, self.peak_bytes
-        setting = run_setting(setup.recipe, setup.device, setup.precision, setup.layout)
         grown_bytes = peak_growth_bytes(setup.device, self._before_bytes) or None
         if setup.device.type == "cuda":  # which counts what tensors hold
             step_bytes, grown_bytes = grown_bytes, None
         elif step_bytes is not None:
             step_bytes += copied_bytes
-        return MemoryPeaks(training_peak(setting).total_bytes, step_bytes, grown_bytes)
+        assert setup.peak is not None, "a run that ends was planned"
+        return MemoryPeaks(setup.peak.total_bytes, step_bytes, grown_bytes)
