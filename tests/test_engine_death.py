@@ -259,7 +259,7 @@ def test_a_server_says_that_it_is_dead(error: BaseException, monkeypatch: pytest
 def test_a_server_answers_what_it_has_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts that run get an error, a stream an event; a text of another engine is finished."""
     base, other = tiny_engine(n_slots=2, context=20_000), tiny_engine(context=2_000)
-    app = create_app({"base": base, "other": other}, ServerSettings(api_keys=(KEY,), max_waiting=4))
+    app = create_app({"base": base, "other": other}, ServerSettings(api_keys=(KEY,)))
     step = base._step
     dies = threading.Event()
     ended: list[BaseException | None] = []
