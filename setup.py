@@ -12,7 +12,7 @@ from setuptools.command.build_py import build_py
 
 sys.path.insert(0, str(Path(__file__).parent / "src"))
 
-from gptworks.native import levels, library
+from gptworks.kernels import levels, library
 
 BUILDS = os.environ.get("GPTWORKS_BUILD_NATIVE") == "1"
 
@@ -24,7 +24,7 @@ class BuildPy(build_py):
         super().run()
         if self.editable_mode:
             return
-        folder = Path(self.build_lib, "gptworks", "native", library.BUILT.name)
+        folder = Path(self.build_lib, "gptworks", "kernels", library.BUILT.name)
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier build
         if BUILDS:
             folder.mkdir()

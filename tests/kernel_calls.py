@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from gptworks.infer.native import backend as native
-from gptworks.native import entries
-from gptworks.native.call import NUMBERS
-from gptworks.native.library import library
+from gptworks.kernels import entries
+from gptworks.kernels.call import NUMBERS
+from gptworks.kernels.library import library
 from test_native import KINDS, pack, variant
 
 

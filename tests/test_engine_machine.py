@@ -38,9 +38,9 @@ from gptworks.infer.request import Request
 from gptworks.infer.sampling import Sampler, adjust, sample
 from gptworks.infer.scheduler import QueueFull
 from gptworks.infer.speculate import DraftModel, HeadsDraft, PromptLookup
+from gptworks.kernels.library import Unavailable
 from gptworks.model import GPT
 from gptworks.model.backend import Chunk
-from gptworks.native.library import Unavailable
 from gptworks.special_tokens import special_tokens
 from test_engine import char_tokenizer, random_model
 

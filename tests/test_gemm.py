@@ -10,10 +10,10 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from gptworks import device, machine
+from gptworks.kernels import gemm, passes
+from gptworks.kernels.library import training_library
 from gptworks.model import GPT, cpu
 from gptworks.model.loss import linear_cross_entropy
-from gptworks.native import gemm, passes
-from gptworks.native.library import training_library
 from gptworks.training.rehearsal.trace import LiveBytes
 from tiny import plain_model
 

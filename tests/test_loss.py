@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from gptworks.config import IGNORED
+from gptworks.kernels.library import training_library
 from gptworks.model import loss as loss_module
 from gptworks.model.loss import linear_cross_entropy, linear_cross_entropy_reference
-from gptworks.native.library import training_library
 
 TOKENS, WIDTH, VOCABULARY = 37, 16, 101
 

@@ -16,11 +16,11 @@ import tiny
 from gptworks.checkpoint import choose_checkpoint, load_run, save_checkpoint
 from gptworks.config import LoRAConfig, ModelConfig
 from gptworks.interop.huggingface import import_huggingface
+from gptworks.kernels import attention as native_attention
+from gptworks.kernels import passes as native_passes
 from gptworks.model import GPT, SlotCache, cost, lora, scores
 from gptworks.model.cost import MLP_INNER, Shapes
 from gptworks.model.lora import remove_lora
-from gptworks.native import attention as native_attention
-from gptworks.native import passes as native_passes
 from gptworks.planning import memory, state
 from gptworks.planning import trained as planned_part
 from gptworks.planning.arrange import rank_setting

@@ -15,8 +15,8 @@ import pytest
 
 import commands
 from as_processors import built_emulator
+from gptworks.kernels.library import AMX, MARCH, Unavailable, library
 from gptworks.machine import cpu_flags
-from gptworks.native.library import AMX, MARCH, Unavailable, library
 
 NEEDED = {"avx512f", "avx512bw", "avx512_vnni", "avx512_bf16"}
 
@@ -58,7 +58,7 @@ SETUP = """
 import ctypes, torch
 from gptworks.model.backend import Chunk
 from gptworks.infer.native.backend import NativeBackend
-from gptworks.native.library import library
+from gptworks.kernels.library import library
 from test_native import pack, text, variant
 
 def products():

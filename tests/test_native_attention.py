@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from gptworks.kernels import attention as native
+from gptworks.kernels.library import training_library
 from gptworks.model import cpu
 from gptworks.model.scores import Scores, as_bias, attend, attend_reference, causal_mask, texts_bias
-from gptworks.native import attention as native
-from gptworks.native.library import training_library
 
 pytestmark = pytest.mark.skipif(training_library() is None, reason="training's C++ cannot be built or used here")
 

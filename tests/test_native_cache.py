@@ -15,9 +15,9 @@ import pytest
 import commands
 from commands import Process
 from gptworks import machine
-from gptworks.native import entries
-from gptworks.native import library as native_library
-from gptworks.native.library import Unavailable, library
+from gptworks.kernels import entries
+from gptworks.kernels import library as native_library
+from gptworks.kernels.library import Unavailable, library
 from serving import until
 from test_native_library import builds, built, fresh, temporary, works
 
@@ -39,7 +39,7 @@ else:
 """
 """A compiler that notes what it links, and gives what was linked before."""
 
-LOADS = "from gptworks.native.library import library; print(library().folder)"
+LOADS = "from gptworks.kernels.library import library; print(library().folder)"
 
 
 @pytest.fixture

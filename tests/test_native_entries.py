@@ -19,9 +19,9 @@ from torch import Tensor
 
 import kernel_calls
 from commands import run as run_python
-from gptworks.native import entries, passes
-from gptworks.native.entries import ENTRIES, INTEGER, POINTER
-from gptworks.native.library import SOURCES, Unavailable, library
+from gptworks.kernels import entries, passes
+from gptworks.kernels.entries import ENTRIES, INTEGER, POINTER
+from gptworks.kernels.library import SOURCES, Unavailable, library
 from kernel_calls import Call
 
 REFUSED = (ValueError, IndexError)
@@ -296,7 +296,7 @@ FAIL = """
 import ctypes, sys, torch
 import kernel_calls
 from gptworks.errors import RunError
-from gptworks.native.library import library
+from gptworks.kernels.library import library
 
 shim = ctypes.CDLL(sys.argv[1])
 kept = kernel_calls.of_models()

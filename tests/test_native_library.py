@@ -31,11 +31,11 @@ from gptworks.infer import backend_choice as choice
 from gptworks.infer.backend_choice import choose_backend
 from gptworks.infer.engine import load
 from gptworks.infer.native import backend as native
+from gptworks.kernels import library as native_library
+from gptworks.kernels.levels import LEVELS, Level
+from gptworks.kernels.library import Unavailable, library
 from gptworks.model import GPT, cpu
 from gptworks.model.backend import Chunk, TorchBackend
-from gptworks.native import library as native_library
-from gptworks.native.levels import LEVELS, Level
-from gptworks.native.library import Unavailable, library
 from gptworks.recipe import parse_recipe
 from gptworks.training.loop import train
 from gptworks.training.record.display import Display
@@ -253,7 +253,7 @@ def test_a_damaged_library_is_built_again(builds: list[str], fresh: Path, damage
 
 
 def test_a_library_is_built_once_for_all_processes(builds: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "gptworks.native")
+    caplog.set_level("INFO", "gptworks.kernels")
     for _ in range(3):
         assert works()
         native_library.forget()

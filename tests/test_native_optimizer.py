@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gptworks.native import optimizer as native
-from gptworks.native.library import Library, forget, training_library
+from gptworks.kernels import optimizer as native
+from gptworks.kernels.library import Library, forget, training_library
 from gptworks.training.optim.muon import Muon, directions, orthogonalized
 from gptworks.training.optim.polynomials import polynomials
 
@@ -112,7 +112,7 @@ def test_a_run_goes_on_with_either_and_learns_the_same(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         "gptworks.training.optim.muon.muon_updates", lambda *arguments: called.append(1) or make(*arguments)
     )
-    monkeypatch.setattr("gptworks.native.optimizer.cpu_flags", lambda: {"amx_bf16"})  # which leaves all to torch
+    monkeypatch.setattr("gptworks.kernels.optimizer.cpu_flags", lambda: {"amx_bf16"})  # which leaves all to torch
     before, matrices = fresh()
     steps(before, matrices, 10)
     saved = before.state_dict()
@@ -121,7 +121,7 @@ def test_a_run_goes_on_with_either_and_learns_the_same(monkeypatch: pytest.Monke
     steps(before, matrices, 10, seed=1)
     assert not called
 
-    monkeypatch.setattr("gptworks.native.optimizer.cpu_flags", set)
+    monkeypatch.setattr("gptworks.kernels.optimizer.cpu_flags", set)
     after, others = fresh()
     after.load_state_dict({"state": states, "param_groups": saved["param_groups"]})
     for matrix, value in zip(others, kept, strict=True):
@@ -133,7 +133,7 @@ def test_a_run_goes_on_with_either_and_learns_the_same(monkeypatch: pytest.Monke
 
 
 def test_what_it_does_not_know_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gptworks.native.optimizer.cpu_flags", set)
+    monkeypatch.setattr("gptworks.kernels.optimizer.cpu_flags", set)
     plain = torch.ones(4, 6)
     assert native.muon_library([plain, plain]) is not None
     for other in (plain.double(), plain.mT, plain.bfloat16(), plain.to("meta"), nn.Parameter(plain)):

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from gptworks.infer.native import backend as native
+from gptworks.kernels import entries
+from gptworks.kernels.call import NUMBERS
+from gptworks.kernels.levels import LEVELS, Level
+from gptworks.kernels.library import FLAGS, SOURCES, Unavailable, library
 from gptworks.machine import cpu_flags
 from gptworks.model import GPT
 from gptworks.model.backend import Chunk, TorchBackend
-from gptworks.native import entries
-from gptworks.native.call import NUMBERS
-from gptworks.native.levels import LEVELS, Level
-from gptworks.native.library import FLAGS, SOURCES, Unavailable, library
 from test_native import KINDS, VARIANTS, copy_of, expected, pack, text, variant
 
 pytestmark = pytest.mark.processors

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptworks.config import IGNORED
+from gptworks.kernels import passes
+from gptworks.kernels.library import training_library
 from gptworks.model import cpu
 from gptworks.model.rotary import rotate
-from gptworks.native import passes
-from gptworks.native.library import training_library
 
 DTYPES = (torch.float32, torch.bfloat16)
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 2**-7}

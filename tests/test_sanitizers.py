@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from gptworks.kernels import library as native_library
+from gptworks.kernels.levels import LEVELS, Level
+from gptworks.kernels.library import SOURCES
 from gptworks.machine import cpu_flags
-from gptworks.native import library as native_library
-from gptworks.native.levels import LEVELS, Level
-from gptworks.native.library import SOURCES
 
 pytestmark = [pytest.mark.sanitizers, pytest.mark.timeout(900)]
 
@@ -37,8 +37,8 @@ X86 = {level.name: level for level in LEVELS["x86_64"]}
 
 CALLS = """
 import sys, torch
-from gptworks.native import entries, library as native_library
-from gptworks.native.library import Library
+from gptworks.kernels import entries, library as native_library
+from gptworks.kernels.library import Library
 import ctypes, pathlib
 
 functions = ctypes.CDLL(sys.argv[1])

@@ -25,9 +25,9 @@ from gptworks.evaluation.results import read_evaluations
 from gptworks.infer.engine import load
 from gptworks.infer.native.backend import refusal
 from gptworks.infer.speculate import DraftModel
+from gptworks.kernels.library import Unavailable, library
 from gptworks.model import GPT
 from gptworks.model.lora import add_lora, is_adapter
-from gptworks.native.library import Unavailable, library
 from gptworks.planning.inference import PRECISIONS, inference_memory
 from gptworks.quantize.convert import pack_for
 from gptworks.quantize.linear import QuantizedGPT

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import setup
 
+from gptworks.kernels.levels import LEVELS
 from gptworks.machine import cpu_flags
-from gptworks.native.levels import LEVELS
 
 pytestmark = pytest.mark.wheel
 
@@ -26,7 +26,7 @@ import json, platform
 from gptworks import GPT, ModelConfig
 from gptworks.model.backend import Chunk, TorchBackend
 from gptworks.infer.native import backend
-from gptworks.native import levels, library
+from gptworks.kernels import levels, library
 
 model = GPT(ModelConfig(vocab_size=64, context_length=32, n_layers=1, d_model=64, n_heads=4)).eval()
 chunk = Chunk(0, 0, list(range(9)), 9)
@@ -60,7 +60,7 @@ def test_it_carries_a_library_for_each_level_and_is_named_by_its_platform(wheel:
             if name.endswith(".so"):
                 folder, _, file = name.rpartition("/")
                 _, level, digest = Path(file).stem.split("-")
-                assert folder == "gptworks/native/built" and hashlib.sha256(archive.read(name)).hexdigest() == digest
+                assert folder == "gptworks/kernels/built" and hashlib.sha256(archive.read(name)).hexdigest() == digest
                 libraries[level] = digest
     assert list(libraries) and set(libraries) == {level.name for level in LEVELS[platform.machine()]}
 

@@ -52,7 +52,7 @@ def main() -> None:
     """Run a command; a mistake of the user or a failure of the work is one clear message and an exit code."""
     _open_standard_streams()
     if sys.stderr.isatty():
-        log = logging.getLogger("gptworks.native")
+        log = logging.getLogger("gptworks.kernels")
         log.setLevel(logging.INFO)
         log.addHandler(_Notices())
     guard()

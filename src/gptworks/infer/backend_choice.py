@@ -21,9 +21,9 @@ from gptworks.files import read_regular, write_whole
 from gptworks.infer.native import backend as native
 from gptworks.infer.native.backend import NativeBackend
 from gptworks.infer.native.placement import matrices
+from gptworks.kernels.library import Unavailable, library
 from gptworks.model import GPT
 from gptworks.model.backend import Backend, Chunk, TorchBackend
-from gptworks.native.library import Unavailable, library
 from gptworks.quantize.formats import KINDS
 from gptworks.quantize.linear import QuantizedGPT, packed_matrices
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gptworks.config import ModelConfig
-from gptworks.native.library import trains_in_cpp
+from gptworks.kernels.library import trains_in_cpp
 
 RESIDUAL, ATTENTION, WEIGHTS_KEPT = "residual_stream_and_norms", "attention", "attention_weights"
 MLP_INNER, COPIES, DROPOUT, ADAPTER = "mlp", "weight_copies", "dropout_masks", "adapter_inputs"

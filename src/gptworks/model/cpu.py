@@ -3,7 +3,7 @@
 There, a model of a few million parameters spends more time on the operations between its matrix products than on the
 products. Each function here computes what its plain twin does, which tests hold it to: `linear` for `F.linear`,
 `product` for `torch.mm`, `attention` for `attend`, `layer_norm` and `rms_norm` for torch's, `activate` for an
-activation, `gated` for one times a tensor, `dropout` for `F.dropout`. C++ (`passes` and `gemm` in gptworks.native)
+activation, `gated` for one times a tensor, `dropout` for `F.dropout`. C++ (`passes` and `gemm` in gptworks.kernels)
 computes where it is built and the dtypes are its own; torch elsewhere.
 """
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gptworks.native import gemm, passes
+from gptworks.kernels import gemm, passes
 
 
 def trains(x: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 A vocabulary of 50,257 makes 200 KB of fp32 logits a token, and their gradient as much again. Here the head's product,
 the softmax and both gradients are done for some of the tokens at a time. On a CPU, C++ turns a row of
-logits into its gradient at a time (gptworks.native.passes); torch, where that is not built, makes the probabilities of
+logits into its gradient at a time (gptworks.kernels.passes); torch, where that is not built, makes the probabilities of
 a few rows, which the processor's cache holds.
 """
 
@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptworks.config import IGNORED
+from gptworks.kernels import passes
 from gptworks.model import cpu
 from gptworks.model.cost import Shapes
 from gptworks.model.layers import cap, without_autocast
-from gptworks.native import passes
 
 CPU_CACHE_BYTES = 8 * 2**20
 """fp32 probabilities made at once on a CPU: what its cache holds while it goes over them again and again."""

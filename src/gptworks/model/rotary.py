@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from gptworks.config import ModelConfig
+from gptworks.kernels import passes
 from gptworks.model.cost import Shapes
 from gptworks.model.layers import Tables
-from gptworks.native import passes
 
 _POSITIONS_AT_ONCE = 2**16
 

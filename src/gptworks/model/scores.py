@@ -58,8 +58,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores = PLAIN) -> Tensor:
 
 
 def _native() -> ModuleType:
-    """`gptworks.native.attention`, imported by the first training step: it loads torch's compiler, which takes long."""
-    from gptworks.native import attention
+    """`gptworks.kernels.attention`, imported by the first training step: loading torch's compiler takes long."""
+    from gptworks.kernels import attention
 
     return attention
 

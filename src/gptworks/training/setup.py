@@ -10,7 +10,7 @@ from gptworks.data.conversations.inspection import check_records
 from gptworks.data.opened import Prepared
 from gptworks.data.prepare import prepare as prepare_data
 from gptworks.device import BusyCores, Precision, choose_device, choose_precision, free_threads
-from gptworks.native.library import torch_trains_because
+from gptworks.kernels.library import torch_trains_because
 from gptworks.planning.fit import layout_words
 from gptworks.planning.layout import ONE_DEVICE, Layout
 from gptworks.planning.memory import Peak

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from gptworks.infer.native.cache import BlockCache, KeyBlocks
 from gptworks.infer.native.placement import matrices, settle, widest_panels
+from gptworks.kernels.call import NUMBERS, call
+from gptworks.kernels.entries import FUNCTION_OF_MLP, Layer, Matrix, Model, Norm
+from gptworks.kernels.library import Unavailable, library
 from gptworks.model import GPT
 from gptworks.model.backend import Backend, Chunk
 from gptworks.model.lora import has_adapter
-from gptworks.native.call import NUMBERS, call
-from gptworks.native.entries import FUNCTION_OF_MLP, Layer, Matrix, Model, Norm
-from gptworks.native.library import Unavailable, library
 from gptworks.quantize.panels import panel_of, size_in_panels, to_panels
 from gptworks.units import counted
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptworks.kernels.call import NUMBERS
+from gptworks.kernels.library import Library
 from gptworks.model import GPT
-from gptworks.native.call import NUMBERS
-from gptworks.native.library import Library
 from gptworks.quantize.linear import PackedMatrix
 from gptworks.quantize.panels import panel_of, size_in_panels, to_panels, whole_lines
 

@@ -2,7 +2,7 @@
 
 torch's own goes matrix by matrix, which takes up to twice as long where they are small and many, as in a small model or
 in experts (bench/passes.py). The arithmetic is the same (tests/test_optim.py); on most CPUs C++ does it
-(`gptworks.native.optimizer`).
+(`gptworks.kernels.optimizer`).
 
 Ranks that hold the same model divide the matrices: each orthogonalizes its part, and all receive every update.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from gptworks.native.optimizer import muon_library, muon_updates
+from gptworks.kernels.optimizer import muon_library, muon_updates
 from gptworks.planning.optimizers import MUON_TOGETHER as TOGETHER
 from gptworks.training.optim.cautious import decay_where_agreed
 from gptworks.training.optim.polynomials import Polynomial, polynomials

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from gptworks.native import call as native
-from gptworks.native.entries import FUNCTION_OF_MLP
-from gptworks.native.library import training_library
+from gptworks.kernels import call as native
+from gptworks.kernels.entries import FUNCTION_OF_MLP
+from gptworks.kernels.library import training_library
 
 _DTYPES = (torch.float32, torch.bfloat16)
 KINDS = (Tensor, torch.nn.Parameter, FakeTensor)

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from gptworks.kernels.call import call
+from gptworks.kernels.library import Library, training_library
 from gptworks.machine import cpu_flags
-from gptworks.native.call import call
-from gptworks.native.library import Library, training_library
 
 
 def muon_library(tensors: Iterable[Tensor]) -> Library | None:

@@ -10,8 +10,8 @@ import functools
 import torch
 from torch import Tensor
 
+from gptworks.kernels.passes import KINDS, are_here, call
 from gptworks.machine import is_amd
-from gptworks.native.passes import KINDS, are_here, call
 
 LEAST = 1 << 22
 """Multiplications below which torch's product is as fast."""

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from gptworks.native.call import call
-from gptworks.native.library import training_library
+from gptworks.kernels.call import call
+from gptworks.kernels.library import training_library
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:

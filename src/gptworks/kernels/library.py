@@ -29,9 +29,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from gptworks.kernels.entries import Mismatch, declare
+from gptworks.kernels.levels import LEVELS
 from gptworks.machine import cpu_flags, cpu_identity, usable_cpus
-from gptworks.native.entries import Mismatch, declare
-from gptworks.native.levels import LEVELS
 
 SOURCES = tuple(
     Path(__file__).with_name(f"{name}.cpp") for name in ("step", "optimizer", "attention", "passes", "gemm")

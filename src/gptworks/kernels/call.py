@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from gptworks.native import entries
-from gptworks.native.library import Library
+from gptworks.kernels import entries
+from gptworks.kernels.library import Library
 
 NUMBERS = {getattr(torch, name): number for number, name in enumerate(entries.KINDS)}
 """The numbers of dtypes, of tensors and of the kinds of matrices."""
