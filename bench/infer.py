@@ -32,11 +32,11 @@ from torch import Tensor
 
 from gptworks.checkpoint import save_checkpoint
 from gptworks.device import choose_precision, device_name
-from gptworks.infer.backend_choice import choose_backend
-from gptworks.infer.native.placement import rooms_in_large_pages
+from gptworks.infer.backends.backend import Backend, Chunk, TorchBackend
+from gptworks.infer.backends.choice import choose_backend
+from gptworks.infer.backends.placement import rooms_in_large_pages
 from gptworks.interop.gguf import export_gguf
 from gptworks.model import GPT
-from gptworks.model.backend import Backend, Chunk, TorchBackend
 from gptworks.planning.flops import forward_flops
 from gptworks.presets import preset
 from gptworks.quantize.convert import quantize_model

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptworks.infer.native import backend as native
+from gptworks.infer.backends import native
 from gptworks.kernels import entries
 from gptworks.kernels.call import NUMBERS
 from gptworks.kernels.library import library

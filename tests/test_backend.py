@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptworks.infer import backend_choice as choice
+from gptworks.infer.backends import choice
+from gptworks.infer.backends.backend import Chunk, TorchBackend
 from gptworks.model import GPT
-from gptworks.model.backend import Chunk, TorchBackend
 from tiny import plain_model
 
 VOCABULARY, CONTEXT = 50, 64

@@ -12,9 +12,9 @@ import torch
 
 from gptworks.errors import RunError, UserError
 from gptworks.infer import Completion, Engine, SamplingSettings
+from gptworks.infer.backends import native
 from gptworks.infer.client import completions
 from gptworks.infer.loop import EngineLoop, Stream
-from gptworks.infer.native import backend as native
 from gptworks.infer.request import Request
 from gptworks.infer.scheduler import QueueFull
 from gptworks.infer.speculate import PromptLookup

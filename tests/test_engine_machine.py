@@ -32,15 +32,15 @@ from hypothesis.stateful import (
 from torch import Tensor
 
 from gptworks.infer import Engine, SamplingSettings, room
-from gptworks.infer.backend_choice import choose_backend
-from gptworks.infer.native import backend as native
+from gptworks.infer.backends import native
+from gptworks.infer.backends.backend import Chunk
+from gptworks.infer.backends.choice import choose_backend
 from gptworks.infer.request import Request
 from gptworks.infer.sampling import Sampler, adjust, sample
 from gptworks.infer.scheduler import QueueFull
 from gptworks.infer.speculate import DraftModel, HeadsDraft, PromptLookup
 from gptworks.kernels.library import Unavailable
 from gptworks.model import GPT
-from gptworks.model.backend import Chunk
 from gptworks.special_tokens import special_tokens
 from test_engine import char_tokenizer, random_model
 

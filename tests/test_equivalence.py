@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from gptworks.config import ModelConfig
-from gptworks.model import GPT, SlotCache
+from gptworks.infer.backends.cache import SlotCache
+from gptworks.model import GPT
 from tiny import plain_model
 
 CONTEXT, WINDOW, VOCABULARY = 24, 5, 29

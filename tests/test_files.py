@@ -113,7 +113,7 @@ LISTED = {
     ("kernels/library.py", "_write", "tempfile.NamedTemporaryFile"): CACHE,
     ("kernels/library.py", "build", ".read_bytes"): CACHE,
     ("kernels/library.py", "build", "tempfile.TemporaryDirectory"): CACHE,
-    ("infer/native/placement.py", "large_block", "mmap.mmap"): "memory, of no file",
+    ("infer/backends/placement.py", "large_block", "mmap.mmap"): "memory, of no file",
     ("recipes/__init__.py", "shipped_recipes", ".read_text"): PACKAGE,
     ("describe/published.py", "_published", ".read_text"): PACKAGE,
     ("runs/bands.py", "shipped_bands", ".read_text"): PACKAGE,

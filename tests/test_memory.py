@@ -15,10 +15,11 @@ from torch import Tensor, nn
 import tiny
 from gptworks.checkpoint import choose_checkpoint, load_run, save_checkpoint
 from gptworks.config import LoRAConfig, ModelConfig
+from gptworks.infer.backends.cache import SlotCache
 from gptworks.interop.huggingface import import_huggingface
 from gptworks.kernels import attention as native_attention
 from gptworks.kernels import passes as native_passes
-from gptworks.model import GPT, SlotCache, cost, lora, scores
+from gptworks.model import GPT, cost, lora, scores
 from gptworks.model.cost import MLP_INNER, Shapes
 from gptworks.model.lora import remove_lora
 from gptworks.planning import memory, state

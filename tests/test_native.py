@@ -18,12 +18,11 @@ from torch import Tensor, nn
 
 from gptworks.choices import HeadWeights
 from gptworks.errors import UserError
-from gptworks.infer import backend_choice as choice
-from gptworks.infer.native import backend as native
-from gptworks.infer.native.placement import settle
+from gptworks.infer.backends import choice, native
+from gptworks.infer.backends.backend import Chunk, TorchBackend
+from gptworks.infer.backends.placement import settle
 from gptworks.kernels.library import Unavailable, library
 from gptworks.model import GPT
-from gptworks.model.backend import Chunk, TorchBackend
 from gptworks.quantize.convert import quantize_model
 from hf import random_model
 from test_stream import ON

@@ -56,8 +56,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 SETUP = """
 import ctypes, torch
-from gptworks.model.backend import Chunk
-from gptworks.infer.native.backend import NativeBackend
+from gptworks.infer.backends.backend import Chunk
+from gptworks.infer.backends.native import NativeBackend
 from gptworks.kernels.library import library
 from test_native import pack, text, variant
 

@@ -27,15 +27,14 @@ import torch
 from rich.console import Console
 
 from gptworks.errors import UserError
-from gptworks.infer import backend_choice as choice
-from gptworks.infer.backend_choice import choose_backend
+from gptworks.infer.backends import choice, native
+from gptworks.infer.backends.backend import Chunk, TorchBackend
+from gptworks.infer.backends.choice import choose_backend
 from gptworks.infer.engine import load
-from gptworks.infer.native import backend as native
 from gptworks.kernels import library as native_library
 from gptworks.kernels.levels import LEVELS, Level
 from gptworks.kernels.library import Unavailable, library
 from gptworks.model import GPT, cpu
-from gptworks.model.backend import Chunk, TorchBackend
 from gptworks.recipe import parse_recipe
 from gptworks.training.loop import train
 from gptworks.training.record.display import Display

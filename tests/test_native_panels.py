@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from gptworks.config import LoRAConfig
-from gptworks.infer.native import backend as native
-from gptworks.infer.native import placement
-from gptworks.infer.native.placement import matrices, settle
+from gptworks.infer.backends import native, placement
+from gptworks.infer.backends.backend import Chunk, TorchBackend
+from gptworks.infer.backends.placement import matrices, settle
 from gptworks.model import GPT
-from gptworks.model.backend import Chunk, TorchBackend
 from gptworks.model.lora import add_lora
 from gptworks.quantize.convert import quantize_model
 from gptworks.quantize.linear import QuantizedGPT, packed_matrices

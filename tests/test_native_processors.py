@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 import torch
 
-from gptworks.infer.native import backend as native
+from gptworks.infer.backends import native
+from gptworks.infer.backends.backend import Chunk, TorchBackend
 from gptworks.kernels import entries
 from gptworks.kernels.call import NUMBERS
 from gptworks.kernels.levels import LEVELS, Level
 from gptworks.kernels.library import FLAGS, SOURCES, Unavailable, library
 from gptworks.machine import cpu_flags
 from gptworks.model import GPT
-from gptworks.model.backend import Chunk, TorchBackend
 from test_native import KINDS, VARIANTS, copy_of, expected, pack, text, variant
 
 pytestmark = pytest.mark.processors

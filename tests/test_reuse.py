@@ -7,10 +7,10 @@ import torch
 
 from gptworks.errors import UserError
 from gptworks.infer import Engine
+from gptworks.infer.backends.cache import SlotCache
 from gptworks.infer.client import completions
 from gptworks.infer.request import Request
 from gptworks.infer.speculate import DraftModel
-from gptworks.model import SlotCache
 from gptworks.planning.inference import inference_memory, kv_cache_bytes
 from test_concurrency import engine, needs_native
 from test_engine import byte_tokenizer, random_model

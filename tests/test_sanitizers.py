@@ -46,8 +46,8 @@ entries.declare(functions)
 loaded = Library(functions, "0" * 64, "for a test", pathlib.Path(sys.argv[1]).parent, False)
 for name in ("library", "training_library"):
     setattr(native_library, name, lambda: loaded)
-import gptworks.infer.native.backend as backend
-import gptworks.infer.native.placement as placement
+import gptworks.infer.backends.native as backend
+import gptworks.infer.backends.placement as placement
 backend.library = native_library.library
 placement.rooms_in_large_pages = lambda wanted: [torch.zeros(n, dtype=dtype) for dtype, n in wanted]  # each with an end
 import kernel_calls

@@ -26,8 +26,8 @@ from gptworks.describe.plan_tables import plan_json
 from gptworks.describe.published import published_figures
 from gptworks.describe.sheet import describe
 from gptworks.errors import UserError
+from gptworks.infer.backends.cache import SlotCache
 from gptworks.model import GPT
-from gptworks.model.cache import SlotCache
 from gptworks.planning.run import Plan, plan
 from gptworks.presets import PRESETS, preset
 from gptworks.recipe import parse_model, parse_recipe

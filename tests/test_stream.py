@@ -11,7 +11,7 @@ from gptworks.describe.diagram import diagram
 from gptworks.describe.page import to_html
 from gptworks.describe.sheet import describe
 from gptworks.errors import UserError
-from gptworks.infer.native.backend import refusal
+from gptworks.infer.backends.native import refusal
 from gptworks.interop.gguf.architectures import choose_architecture
 from gptworks.interop.huggingface.architectures import FAMILIES
 from gptworks.model import GPT

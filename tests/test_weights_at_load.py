@@ -22,8 +22,8 @@ from gptworks.cli.use import drafter_of
 from gptworks.config import LoRAConfig
 from gptworks.errors import UserError
 from gptworks.evaluation.results import read_evaluations
+from gptworks.infer.backends.native import refusal
 from gptworks.infer.engine import load
-from gptworks.infer.native.backend import refusal
 from gptworks.infer.speculate import DraftModel
 from gptworks.kernels.library import Unavailable, library
 from gptworks.model import GPT

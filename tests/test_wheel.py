@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[1]
 PROBE = """
 import json, platform
 from gptworks import GPT, ModelConfig
-from gptworks.model.backend import Chunk, TorchBackend
-from gptworks.infer.native import backend
+from gptworks.infer.backends.backend import Chunk, TorchBackend
+from gptworks.infer.backends import native as backend
 from gptworks.kernels import levels, library
 
 model = GPT(ModelConfig(vocab_size=64, context_length=32, n_layers=1, d_model=64, n_heads=4)).eval()

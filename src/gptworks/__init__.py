@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from gptworks.api import evaluate, plan, read_run, train
     from gptworks.config import ModelConfig, Recipe
     from gptworks.data.prepare import prepare
+    from gptworks.infer.backends.cache import SlotCache
     from gptworks.infer.engine import Engine, load
-    from gptworks.model import GPT, SlotCache
+    from gptworks.model import GPT
     from gptworks.presets import preset
     from gptworks.recipe import load_recipe
 
@@ -36,7 +37,7 @@ _HOMES = {
     "preset": "gptworks.presets",
     "prepare": "gptworks.data.prepare",
     "GPT": "gptworks.model",
-    "SlotCache": "gptworks.model",
+    "SlotCache": "gptworks.infer.backends.cache",
     "Engine": "gptworks.infer.engine",
     "load": "gptworks.infer.engine",
     "evaluate": "gptworks.api",

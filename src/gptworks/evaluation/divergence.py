@@ -11,7 +11,7 @@ from gptworks.config import IGNORED
 from gptworks.errors import UserError
 from gptworks.evaluation.loss import LOGITS_AT_ONCE, NO_TOKEN, LossReport, batches_of
 from gptworks.model import GPT
-from gptworks.model.backend import eval_mode
+from gptworks.model.gpt import eval_mode
 
 
 @dataclass(frozen=True)

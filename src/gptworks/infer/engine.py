@@ -38,6 +38,7 @@ from gptworks.choices import BackendName, LoadedWeights
 from gptworks.device import choose_device
 from gptworks.errors import RunError
 from gptworks.infer.admission import Admission
+from gptworks.infer.backends.backend import Backend, Chunk
 from gptworks.infer.client import Client
 from gptworks.infer.request import OpenRequests, Prompt, Request, Statistics
 from gptworks.infer.room import Room
@@ -46,7 +47,6 @@ from gptworks.infer.sampling_task import draft_tokens, draw_tokens
 from gptworks.infer.scheduler import PREFILL_TOKENS, QueueFull, Reuse
 from gptworks.infer.speculate import Drafter
 from gptworks.model import GPT
-from gptworks.model.backend import Backend, Chunk
 from gptworks.quantize.linear import weights_of
 from gptworks.tokenizer import load_tokenizer
 

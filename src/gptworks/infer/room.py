@@ -8,11 +8,11 @@ import torch
 from gptworks.choices import BackendName
 from gptworks.device import memory_bytes
 from gptworks.errors import UserError
-from gptworks.infer.backend_choice import choose_backend
+from gptworks.infer.backends.backend import Backend
+from gptworks.infer.backends.choice import choose_backend
 from gptworks.infer.scheduler import PREFILL_TOKENS, Job, Reuse, Scheduler
 from gptworks.infer.speculate import Drafter
 from gptworks.model import GPT
-from gptworks.model.backend import Backend
 from gptworks.planning.setting import ANSWERS_AT_ONCE
 from gptworks.units import readable
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from gptworks.choices import BackendName
 from gptworks.errors import UserError
-from gptworks.infer.backend_choice import choose_backend
+from gptworks.infer.backends.backend import Backend, Chunk
+from gptworks.infer.backends.choice import choose_backend
 from gptworks.infer.sampling import pick
 from gptworks.infer.scheduler import PREFILL_TOKENS, n_common_tokens
 from gptworks.infer.text import Sample
 from gptworks.model import GPT
-from gptworks.model.backend import Backend, Chunk
 from gptworks.model.lab.future import future_features
 
 

@@ -21,8 +21,8 @@ from gptworks.interpret.hooks import Check, after, before, never, stoppable
 from gptworks.interpret.text import check_ids
 from gptworks.model import GPT
 from gptworks.model.attention import Attention
-from gptworks.model.backend import eval_mode
 from gptworks.model.block import Block
+from gptworks.model.gpt import eval_mode
 from gptworks.model.scores import attention_weights, causal_mask
 
 MOST_NUMBERS = 2**25

@@ -1,162 +1,46 @@
-"""The key/value cache: what attention has already computed for the tokens seen, handed in explicitly.
+"""What a forward pass needs of a key/value cache (gptworks.infer.backends.cache): the places of its tokens."""
 
-Keys are stored after the rotary embedding. What the model takes is `SlotCache.rows`: the places of new tokens in it.
-"""
-
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from gptworks.config import ModelConfig
 from gptworks.model.lab.embeddings import NO_TOKEN
 
 
-class Vectors:
-    """Keys or values of one layer and many texts, [n_slots, G, capacity, D]; in int8, each vector has a scale.
+class Vectors(Protocol):
+    """Keys or values of one layer and many texts, [n_slots, G, capacity, D], read and written as a tensor is."""
 
-    Written and read by slot, head and position, as a tensor is. What is read in int8 has the dtype that was written.
-    """
+    def __getitem__(self, place: Any) -> Tensor: ...
 
-    @staticmethod
-    def room(n_tokens: int) -> int:
-        """The positions that so many tokens take."""
-        return n_tokens
-
-    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        # On a CPU, memory that no text has reached is never touched. Elsewhere products go over all of it, under a
-        # mask, and what lay there before may be no numbers.
-        make = torch.empty if device.type == "cpu" else torch.zeros
-        shape = (*shape[:2], self.room(shape[2]), shape[3])
-        self.data = make(shape, dtype=dtype, device=device)
-        self.dtype = torch.float32 if dtype == torch.int8 else dtype
-        self.scale = make(shape[:3], device=device) if dtype == torch.int8 else None
-
-    def grown(self, n_slots: int, capacity: int, held: Sequence[int]) -> "Vectors":
-        """More and longer slots, with the first `held[i]` tokens of each slot i that there is."""
-        groups, width = self.data.size(1), self.data.size(3)
-        new = type(self)((n_slots, groups, capacity, width), self.data.dtype, self.data.device)
-        new.dtype = self.dtype
-        for slot, n_tokens in enumerate(held):
-            n = self.room(n_tokens)
-            for mine, theirs in ((self.data, new.data), (self.scale, new.scale)):
-                if mine is not None and theirs is not None:
-                    theirs[slot, :, :n] = mine[slot, :, :n]
-        return new
-
-    def __setitem__(self, place: Any, x: Tensor) -> None:
-        if self.scale is None:
-            self.data[place] = x
-            return
-        self.dtype = x.dtype
-        scale = x.float().abs().amax(-1) / 127
-        self.data[place] = (x / scale.clamp(min=1e-30)[..., None]).round().to(torch.int8)
-        self.scale[place] = scale
-
-    def __getitem__(self, place: Any) -> Tensor:
-        if self.scale is None:
-            return self.data[place]
-        data = self.data[place]
-        return (data * self.scale[place][..., None]).to(self.dtype)
-
-    def copy(self, source: int, target: int, n_tokens: int) -> None:
-        """Copy the first `n_tokens` of a slot into another."""
-        n = self.room(n_tokens)
-        for tensor in (self.data, self.scale):
-            if tensor is not None:
-                tensor[target, :, :n] = tensor[source, :, :n]
-
-
-class SlotCache:
-    """Keys and values of many texts at once: each has a slot, [G, capacity, D] a layer, and a length of its own.
-
-    A block that is run several times has keys and values of each run. Windowed layers keep all tokens and mask, so that
-    a text can be rolled back to any length. Where a token's embedding depends on the one before it, the ids are kept
-    too, int32.
-    """
-
-    of_keys: type[Vectors] = Vectors
-    of_values: type[Vectors] = Vectors
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        n_slots: int,
-        capacity: int,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        """Room for `n_slots` texts of `capacity` tokens (at most the context). dtype: floating point, or int8."""
-        self.config = config
-        self.n_slots, self.capacity = n_slots, min(capacity, config.context_length)
-        self.dtype, self.device = dtype, torch.device(device)
-        shape = (n_slots, config.n_kv_heads, self.capacity, config.d_head)
-        self.keys, self.values = (
-            [kind(shape, dtype, self.device) for _ in config.layer_uses] for kind in (self.of_keys, self.of_values)
-        )
-        self.tokens = self._make_tokens() if config.reads_previous_token else None
-
-    def _make_tokens(self) -> Tensor:
-        return torch.zeros(self.n_slots, self.capacity, dtype=torch.int32, device=self.device)
-
-    def bytes_of(self, n_slots: int, capacity: int) -> int:
-        """Bytes of all buffers of such a cache with so many slots of so many tokens."""
-        config, capacity = self.config, min(capacity, self.config.context_length)
-        vector_bytes = config.d_head * self.dtype.itemsize + (4 if self.dtype == torch.int8 else 0)
-        slot_bytes = config.n_kv_heads * self.of_keys.room(capacity) * vector_bytes
-        tokens_bytes = 4 * capacity if config.reads_previous_token else 0
-        return n_slots * (2 * len(config.layer_uses) * slot_bytes + tokens_bytes)
-
-    def grow(self, n_slots: int, capacity: int, held: Sequence[int]) -> None:
-        """Have more and longer slots. The first `held[i]` tokens of each slot i that there is stay.
-
-        The memory of one layer at a time is taken twice.
-        """
-        assert n_slots >= self.n_slots and capacity >= self.capacity
-        capacity = min(capacity, self.config.context_length)
-        for layers in (self.keys, self.values):
-            for i, vectors in enumerate(layers):
-                layers[i] = vectors.grown(n_slots, capacity, held)
-        self.n_slots, self.capacity = n_slots, capacity
-        if (tokens := self.tokens) is not None:
-            self.tokens = self._make_tokens()
-            self.tokens[: len(tokens), : tokens.size(1)] = tokens
-
-    def copy(self, source: int, target: int, n_tokens: int) -> None:
-        """Copy the first `n_tokens` of a slot into another."""
-        for vectors in (*self.keys, *self.values):
-            vectors.copy(source, target, n_tokens)
-        if self.tokens is not None:
-            self.tokens[target, :n_tokens] = self.tokens[source, :n_tokens]
-
-    def rows(self, parts: Sequence[tuple[int, int, int]], room: int | None = None) -> "SlotRows":
-        """The places of new tokens of several texts, which the model computes as one flat batch [1, N].
-
-        Args:
-            parts: in the batch's order, each text's slot, the tokens it has already, and how many are new.
-            room: tokens that the texts may come to, on which rotary scaling by length depends; None: the capacity.
-
-        Raises:
-            ValueError: more tokens than a slot holds.
-        """
-        longest = max(start + n_new for _, start, n_new in parts)
-        if longest > self.capacity:
-            raise ValueError(f"{longest} tokens do not fit in a slot of {self.capacity}")
-        return SlotRows(self, parts, room or self.capacity)
+    def __setitem__(self, place: Any, x: Tensor) -> None: ...
 
 
 class SlotRows:
-    """Places in a SlotCache of the N tokens of one flat batch."""
+    """Places in a cache of the N tokens of one flat batch."""
 
-    def __init__(self, cache: SlotCache, parts: Sequence[tuple[int, int, int]], room: int) -> None:
-        self.parts, self.capacity = parts, room
-        device = cache.device
+    def __init__(
+        self,
+        parts: Sequence[tuple[int, int, int]],
+        capacity: int,
+        layers: Iterable[tuple[Vectors, Vectors]],
+        tokens: Tensor | None,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            parts: in the batch's order, each text's slot, the tokens it has already, and how many are new.
+            capacity: tokens that the texts may come to, on which rotary scaling by length depends.
+            layers: keys and values of each layer.
+            tokens: ids in the slots, int32 [n_slots, capacity], for a model that reads the previous token.
+            device: of the cache.
+        """
+        self.parts, self.capacity = parts, capacity
         self.positions = torch.tensor([start + i for _, start, n_new in parts for i in range(n_new)], device=device)
         self.slots = torch.tensor([slot for slot, _, _ in parts], device=device)
-        self.layers = [SlotLayer(self, keys, values) for keys, values in zip(cache.keys, cache.values, strict=True)]
-        self._tokens = cache.tokens
+        self.layers = [SlotLayer(self, keys, values) for keys, values in layers]
+        self._tokens = tokens
 
     def previous_tokens(self, tokens: Tensor) -> Tensor:
         """Keep the batch's ids, int64 [1, N]; returns those before them in their texts, NO_TOKEN before a first one."""
@@ -169,7 +53,7 @@ class SlotRows:
 
 
 class SlotLayer:
-    """One layer's keys and values, [n_slots, G, capacity, D] each, and the places of a flat batch in them."""
+    """One layer's keys and values, and the places of a flat batch in them."""
 
     def __init__(self, rows: SlotRows, keys: Vectors, values: Vectors) -> None:
         self.rows, self.keys, self.values = rows, keys, values

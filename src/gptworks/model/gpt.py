@@ -8,6 +8,8 @@ Shapes: B batch, T time, C width, V vocabulary.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -239,3 +241,16 @@ def residual_projections(model: GPT) -> list[nn.Linear]:
         for module in model.modules()
         if isinstance(module, Attention | MLP)
     ]
+
+
+@contextmanager
+def eval_mode(model: GPT) -> Iterator[None]:
+    """Switch dropout off, and afterwards on again wherever it was on."""
+    training = [module for module in model.modules() if module.training] if model.training else []
+    if training:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -7,7 +7,7 @@ import threading
 import torch
 
 from gptworks.errors import RunError
-from gptworks.model.backend import Backend
+from gptworks.infer.backends.backend import Backend
 from gptworks.serve import openai
 from gptworks.serve.caller import Caller
 from gptworks.serve.service import Service

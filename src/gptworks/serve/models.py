@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from gptworks.chat_template import ChatTemplate
 from gptworks.errors import UserError
+from gptworks.infer.backends.backend import Backend
 from gptworks.infer.engine import Engine
 from gptworks.infer.loop import EngineLoop
-from gptworks.model.backend import Backend
 from gptworks.serve import openai
 from gptworks.serve.errors import APIError
 from gptworks.serve.settings import ServerSettings

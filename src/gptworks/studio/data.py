@@ -19,7 +19,7 @@ from gptworks.evaluation.loss import BATCH_TOKENS
 from gptworks.interpret.hooks import Check, stoppable
 from gptworks.interpret.text import Costs, TokenizedText, check_ids
 from gptworks.model import GPT
-from gptworks.model.backend import eval_mode
+from gptworks.model.gpt import eval_mode
 from gptworks.model.loss import token_nats
 from gptworks.runs.data import RunData
 from gptworks.serve import openai

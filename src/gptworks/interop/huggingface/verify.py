@@ -20,8 +20,9 @@ from gptworks.checkpoint import Report, load_run
 from gptworks.config import ModelConfig
 from gptworks.errors import RunError, UserError, not_installed
 from gptworks.files import check_tree
+from gptworks.infer.backends.cache import SlotCache
 from gptworks.interop.huggingface.original import Original, sha256
-from gptworks.model import GPT, SlotCache
+from gptworks.model import GPT
 from gptworks.tokenizer import load_tokenizer, prompt_ids
 
 TOLERANCE = 1e-4

@@ -16,7 +16,7 @@ from gptworks.data.rows import Piece, Row
 from gptworks.device import Precision
 from gptworks.evaluation.loss import LossReport, Workers
 from gptworks.model import GPT
-from gptworks.model.backend import eval_mode
+from gptworks.model.gpt import eval_mode
 from gptworks.model.loss import target_logprobs
 from gptworks.training.objectives.base import Objective
 from gptworks.training.objectives.next_token import Batch, padded, padded_width

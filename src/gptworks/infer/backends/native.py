@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptworks.infer.native.cache import BlockCache, KeyBlocks
-from gptworks.infer.native.placement import matrices, settle, widest_panels
+from gptworks.infer.backends.backend import Backend, Chunk
+from gptworks.infer.backends.native_cache import BlockCache, KeyBlocks
+from gptworks.infer.backends.placement import matrices, settle, widest_panels
 from gptworks.kernels.call import NUMBERS, call
 from gptworks.kernels.entries import FUNCTION_OF_MLP, Layer, Matrix, Model, Norm
 from gptworks.kernels.library import Unavailable, library
 from gptworks.model import GPT
-from gptworks.model.backend import Backend, Chunk
 from gptworks.model.lora import has_adapter
 from gptworks.quantize.panels import panel_of, size_in_panels, to_panels
 from gptworks.units import counted

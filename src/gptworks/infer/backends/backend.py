@@ -3,20 +3,19 @@
     chunks ─┬─► long ones (prefill), each by itself ────────────────────┬─► logits wanted
             └─► short ones (decode, speculation), as one flat batch ────┘
 
-`TorchBackend` runs the model itself, on any device and also while it is being trained. The native backend
-(gptworks.infer.native.backend) computes the same in C++ on a CPU; `gptworks.infer.backend_choice` uses it where it can.
+`TorchBackend` runs the model itself, on any device, also during training. The native backend (native.py) computes the
+same in C++ on a CPU; `choose_backend` (choice.py) uses it where it can.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gptworks.model.cache import SlotCache
-from gptworks.model.gpt import GPT
+from gptworks.infer.backends.cache import SlotCache
+from gptworks.model.gpt import GPT, eval_mode
 
 SHORT_TOKENS = 16
 """Chunks of up to so many tokens are computed together: they decode, or check draft tokens."""
@@ -145,16 +144,3 @@ class TorchBackend(Backend):
         if self.features is not None:
             self._keep(chunks, rows)
         return list(torch.split(logits, [chunk.n_logits for chunk in chunks]))
-
-
-@contextmanager
-def eval_mode(model: GPT) -> Iterator[None]:
-    """Switch dropout off, and afterwards on again wherever it was on."""
-    training = [module for module in model.modules() if module.training] if model.training else []
-    if training:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -18,12 +18,12 @@ from gptworks.choices import BackendName
 from gptworks.config import ModelConfig
 from gptworks.errors import RunError, UserError
 from gptworks.files import read_regular, write_whole
-from gptworks.infer.native import backend as native
-from gptworks.infer.native.backend import NativeBackend
-from gptworks.infer.native.placement import matrices
+from gptworks.infer.backends import native
+from gptworks.infer.backends.backend import Backend, Chunk, TorchBackend
+from gptworks.infer.backends.native import NativeBackend
+from gptworks.infer.backends.placement import matrices
 from gptworks.kernels.library import Unavailable, library
 from gptworks.model import GPT
-from gptworks.model.backend import Backend, Chunk, TorchBackend
 from gptworks.quantize.formats import KINDS
 from gptworks.quantize.linear import QuantizedGPT, packed_matrices
 

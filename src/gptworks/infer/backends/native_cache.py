@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptworks.model.cache import SlotCache, Vectors
+from gptworks.infer.backends.cache import SlotCache, Vectors
 from gptworks.quantize.panels import UNIT, from_panels, size_in_panels
 
 

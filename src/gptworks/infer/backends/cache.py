@@ -1,0 +1,148 @@
+"""The key/value cache: what attention has already computed for the tokens seen, handed in explicitly.
+
+Keys are stored after the rotary embedding. The model takes `SlotCache.rows`: the places of new tokens in the cache.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptworks.config import ModelConfig
+from gptworks.model.cache import SlotRows
+
+
+class Vectors:
+    """Keys or values of one layer and many texts, [n_slots, G, capacity, D]; in int8, each vector has a scale.
+
+    Written and read by slot, head and position, as a tensor is. What is read in int8 has the dtype that was written.
+    """
+
+    @staticmethod
+    def room(n_tokens: int) -> int:
+        """The positions that so many tokens take."""
+        return n_tokens
+
+    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        # On a CPU, memory that no text has reached is never touched. Elsewhere products go over all of it, under a
+        # mask, and what lay there before may be no numbers.
+        make = torch.empty if device.type == "cpu" else torch.zeros
+        shape = (*shape[:2], self.room(shape[2]), shape[3])
+        self.data = make(shape, dtype=dtype, device=device)
+        self.dtype = torch.float32 if dtype == torch.int8 else dtype
+        self.scale = make(shape[:3], device=device) if dtype == torch.int8 else None
+
+    def grown(self, n_slots: int, capacity: int, held: Sequence[int]) -> "Vectors":
+        """More and longer slots, with the first `held[i]` tokens of each slot i that there is."""
+        groups, width = self.data.size(1), self.data.size(3)
+        new = type(self)((n_slots, groups, capacity, width), self.data.dtype, self.data.device)
+        new.dtype = self.dtype
+        for slot, n_tokens in enumerate(held):
+            n = self.room(n_tokens)
+            for mine, theirs in ((self.data, new.data), (self.scale, new.scale)):
+                if mine is not None and theirs is not None:
+                    theirs[slot, :, :n] = mine[slot, :, :n]
+        return new
+
+    def __setitem__(self, place: Any, x: Tensor) -> None:
+        if self.scale is None:
+            self.data[place] = x
+            return
+        self.dtype = x.dtype
+        scale = x.float().abs().amax(-1) / 127
+        self.data[place] = (x / scale.clamp(min=1e-30)[..., None]).round().to(torch.int8)
+        self.scale[place] = scale
+
+    def __getitem__(self, place: Any) -> Tensor:
+        if self.scale is None:
+            return self.data[place]
+        data = self.data[place]
+        return (data * self.scale[place][..., None]).to(self.dtype)
+
+    def copy(self, source: int, target: int, n_tokens: int) -> None:
+        """Copy the first `n_tokens` of a slot into another."""
+        n = self.room(n_tokens)
+        for tensor in (self.data, self.scale):
+            if tensor is not None:
+                tensor[target, :, :n] = tensor[source, :, :n]
+
+
+class SlotCache:
+    """Keys and values of many texts at once: each has a slot, [G, capacity, D] a layer, and a length of its own.
+
+    A block that is run several times has keys and values of each run. Windowed layers keep all tokens and mask, so that
+    a text can be rolled back to any length. Where a token's embedding depends on the one before it, the ids are kept
+    too, int32.
+    """
+
+    of_keys: type[Vectors] = Vectors
+    of_values: type[Vectors] = Vectors
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        n_slots: int,
+        capacity: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Room for `n_slots` texts of `capacity` tokens (at most the context). dtype: floating point, or int8."""
+        self.config = config
+        self.n_slots, self.capacity = n_slots, min(capacity, config.context_length)
+        self.dtype, self.device = dtype, torch.device(device)
+        shape = (n_slots, config.n_kv_heads, self.capacity, config.d_head)
+        self.keys, self.values = (
+            [kind(shape, dtype, self.device) for _ in config.layer_uses] for kind in (self.of_keys, self.of_values)
+        )
+        self.tokens = self._make_tokens() if config.reads_previous_token else None
+
+    def _make_tokens(self) -> Tensor:
+        return torch.zeros(self.n_slots, self.capacity, dtype=torch.int32, device=self.device)
+
+    def bytes_of(self, n_slots: int, capacity: int) -> int:
+        """Bytes of all buffers of such a cache with so many slots of so many tokens."""
+        config, capacity = self.config, min(capacity, self.config.context_length)
+        vector_bytes = config.d_head * self.dtype.itemsize + (4 if self.dtype == torch.int8 else 0)
+        slot_bytes = config.n_kv_heads * self.of_keys.room(capacity) * vector_bytes
+        tokens_bytes = 4 * capacity if config.reads_previous_token else 0
+        return n_slots * (2 * len(config.layer_uses) * slot_bytes + tokens_bytes)
+
+    def grow(self, n_slots: int, capacity: int, held: Sequence[int]) -> None:
+        """Have more and longer slots. The first `held[i]` tokens of each slot i that there is stay.
+
+        The memory of one layer at a time is taken twice.
+        """
+        assert n_slots >= self.n_slots and capacity >= self.capacity
+        capacity = min(capacity, self.config.context_length)
+        for layers in (self.keys, self.values):
+            for i, vectors in enumerate(layers):
+                layers[i] = vectors.grown(n_slots, capacity, held)
+        self.n_slots, self.capacity = n_slots, capacity
+        if (tokens := self.tokens) is not None:
+            self.tokens = self._make_tokens()
+            self.tokens[: len(tokens), : tokens.size(1)] = tokens
+
+    def copy(self, source: int, target: int, n_tokens: int) -> None:
+        """Copy the first `n_tokens` of a slot into another."""
+        for vectors in (*self.keys, *self.values):
+            vectors.copy(source, target, n_tokens)
+        if self.tokens is not None:
+            self.tokens[target, :n_tokens] = self.tokens[source, :n_tokens]
+
+    def rows(self, parts: Sequence[tuple[int, int, int]], room: int | None = None) -> "SlotRows":
+        """The places of new tokens of several texts, which the model computes as one flat batch [1, N].
+
+        Args:
+            parts: in the batch's order, each text's slot, the tokens it has already, and how many are new.
+            room: tokens that the texts may come to, on which rotary scaling by length depends; None: the capacity.
+
+        Raises:
+            ValueError: more tokens than a slot holds.
+        """
+        longest = max(start + n_new for _, start, n_new in parts)
+        if longest > self.capacity:
+            raise ValueError(f"{longest} tokens do not fit in a slot of {self.capacity}")
+        layers = zip(self.keys, self.values, strict=True)
+        return SlotRows(parts, room or self.capacity, layers, self.tokens, self.device)
