@@ -1,5 +1,6 @@
 """Every setting: typed, validated, frozen. Knows nothing of torch, nor of files (see recipe.py beside this folder)."""
 
+from gptworks.config.architecture import EARLIER_DEFAULTS, expert_rows
 from gptworks.config.base import (
     Bounded,
     Fraction,
@@ -15,7 +16,7 @@ from gptworks.config.base import (
 from gptworks.config.data import DataConfig, ValidationSplit
 from gptworks.config.defaults import ENDS, train_defaults
 from gptworks.config.mixture import Anneal, MixtureMember
-from gptworks.config.model import EARLIER_DEFAULTS, LABORATORY, ModelConfig, expert_rows
+from gptworks.config.model import LABORATORY, ModelConfig
 from gptworks.config.objective import (
     DataFault,
     DistillationObjective,

@@ -14,7 +14,7 @@ from torch import Tensor
 from gptworks.config import ModelConfig
 from gptworks.model.attention import Attention, AttentionInputs
 from gptworks.model.cost import DROPOUT, Shapes, Stage
-from gptworks.model.lab.stream import LabInputs, LabParts
+from gptworks.model.lab.stream import Carried, LabInputs, LabParts
 from gptworks.model.layers import MLP, Dropout, Norm, add, build_norm, product_dtype
 from gptworks.model.moe import MoE
 
@@ -105,8 +105,7 @@ class Block(LabParts):
         mlp = (4 if c.gated else 3 if c.mlp == "relu2" else 2) * s.products(c.d_ff)
         if c.n_experts:  # what they are given and give, by expert and by token
             mlp = (3 * c.n_experts_per_token + 1) * width
-        kept = c.unet_skips * (c.n_layers // 2) + 2 * c.residual_scalars + ("projected" in c.value_embeddings)
-        return (2 + kept) * stream + 2 * width + max(attention, mlp)
+        return (2 + Carried.kept_streams(c)) * stream + 2 * width + max(attention, mlp)
 
 
 def normalized(norm: Norm | None, x: Tensor, branch: Tensor | None = None, scale: float = 1.0) -> tuple[Tensor, Tensor]:

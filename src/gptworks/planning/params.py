@@ -162,50 +162,17 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
         every_layer("norms", {f"{norm}.{part}": (width,) for norm in norms for part in norm_parts}),
         once("final_norm", {f"norm.{part}": (width,) for part in norm_parts}),
         once("head", {} if tied else {"untied_head.weight": (vocab_size, width)}),
-        *laboratory_groups(config),
+        *(ParameterGroup(*added) for added in config.laboratory_tensors()),
     )
     active_share = config.n_experts_per_token / config.n_experts if config.n_experts else 1.0
     return ParameterCount({group.name: group for group in groups}, active_share)
 
 
-def laboratory_groups(config: ModelConfig) -> Iterator[ParameterGroup]:
-    """Tensors of the laboratory's settings that are on."""
-    layers, key_width = tuple(range(config.n_layers)), config.n_kv_heads * config.d_head
-    embedded = {
-        kind: tuple(i for i in layers if config.layer_value_embedding(i) == kind) for kind in ("table", "projected")
-    }
-    if config.residual_scalars:
-        yield ParameterGroup("residual_scalars", {"scalars.weight": (2,)}, layers)
-    if config.smear:
-        yield ParameterGroup("smear", {"smear.weight": (config.d_gate,), "smear.scale": (1,)})
-    if rows := config.bigram_vocab_size:
-        pairs = {"bigram_embedding.table.weight": (rows, config.d_model), "bigram_embedding.scale": (1,)}
-        yield ParameterGroup("bigram_embedding", pairs)
-    if config.unet_skips:
-        yield ParameterGroup("unet_skips", {"skip.weight": (1,)}, tuple(filter(config.layer_skips, layers)))
-    if config.value_residual:
-        yield ParameterGroup("value_residual", {"values.scalars.weight": (2,)}, layers[1:])
-    if tables := embedded["table"]:
-        shape = (require_vocab_size(config), key_width)
-        yield ParameterGroup("value_embeddings", {f"value_embeddings.{i}.weight": shape for i in tables})
-    if projected := embedded["projected"]:
-        shape = (key_width, config.d_model)
-        yield ParameterGroup("value_projections", {"values.projection.weight": shape}, projected)
-    if gated := tuple(sorted(tables + projected)):
-        yield ParameterGroup("value_gates", {"values.gating.weight": (config.n_kv_heads, config.d_gate)}, gated)
-    if config.n_future_tokens > 1:
-        heads = range(config.n_future_tokens - 1)
-        square = (config.d_model, config.d_model)
-        yield ParameterGroup("future_heads", {f"future_heads.{i}.weight": square for i in heads})
-    if config.attention_gate:
-        yield ParameterGroup("attention_gates", {"attention.gating.weight": (config.n_heads, config.d_gate)}, layers)
-
-
 def laboratory_matrices(config: ModelConfig) -> Iterator[int]:
     """Elements of each matrix of the blocks that a token is multiplied by for the laboratory's settings."""
-    for group in laboratory_groups(config):
-        if group.in_block:
-            yield from (group.repeats * prod(shape) for shape in group.tensors.values() if len(shape) == 2)
+    for _, tensors, layers in config.laboratory_tensors():
+        if layers is not None:
+            yield from (len(layers) * prod(shape) for shape in tensors.values() if len(shape) == 2)
 
 
 def stays_whole(parameter: str) -> bool:

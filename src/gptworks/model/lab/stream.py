@@ -73,6 +73,11 @@ class Carried:
         embedding = s.floats(c.d_model) if _reads_embedding(c) and trains_embedding else 0
         return embedding + (s.products(c.n_kv_heads * c.d_head) if c.value_residual else 0)
 
+    @staticmethod
+    def kept_streams(c: ModelConfig) -> int:
+        """Tensors of the stream's size that a forward pass keeps for later blocks, at most."""
+        return c.unet_skips * (c.n_layers // 2) + 2 * c.residual_scalars + ("projected" in c.value_embeddings)
+
 
 def _reads_embedding(config: ModelConfig) -> bool:
     return config.residual_scalars or "projected" in config.value_embeddings
