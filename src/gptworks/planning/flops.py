@@ -4,11 +4,16 @@ A multiply-add is two operations. Counted are matrix products; norms, activation
 embedding lookup are not: together they are a few thousandths of the work.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
+from fractions import Fraction
+from math import prod
 
-from gptworks.config import ModelConfig
+from gptworks.config import FreezeConfig, LoRAConfig, ModelConfig
 from gptworks.errors import UserError
-from gptworks.planning.params import laboratory_matrices, require_vocab_size
+from gptworks.model.outline import ALL, Outline, Sizes, formed_pairs
+from gptworks.planning.params import require_vocab_size
+from gptworks.planning.trained import trains
 
 BACKWARD_PER_FORWARD = 2
 """Each product's gradient is two products of its size (Kaplan et al., 2020, section 2.1)."""
@@ -75,36 +80,82 @@ def visible_pairs(length: int, window: int | None) -> int:
     return band * (band + 1) // 2 + (length - band) * band
 
 
-def formed_pairs(length: int, window: int | None) -> int:
-    """(query, key) pairs that plain products form, masked ones included; see `gptworks.model.scores.attend`."""
-    if window is None or length < 2 * window:
-        return length**2
-    return -(-length // window) * window * 2 * window
-
-
 def forward_flops(config: ModelConfig, length: int | None = None) -> ForwardFlops:
     """Operations of one forward pass over `length` tokens (default: the full context), logits at every position.
 
     Raises:
         UserError: the vocabulary is not known yet, or `length` is not between 1 and the context.
     """
-    vocab_size = require_vocab_size(config)
+    require_vocab_size(config)
     length = config.context_length if length is None else length
     if not 1 <= length <= config.context_length:
         raise UserError(f"length={length} is not between 1 and context_length={config.context_length}")
-    layer_tokens = len(config.layer_uses) * length
-    windows = [config.layer_window(layer) for layer in config.layer_uses]
-    query_width, key_width = config.n_heads * config.d_head, config.n_kv_heads * config.d_head
-    inner_width = config.d_ff * (config.n_experts_per_token if config.n_experts else 1) + config.d_ff_shared
-    per_pair = 2 * 2 * query_width  # a score and a weighted value, in every head
+    products = Products(config, length, config.n_future_tokens - 1)
+    parts = products.forward
     return ForwardFlops(
         length=length,
-        query_key_value=2 * layer_tokens * config.d_model * (query_width + 2 * key_width),
-        out=2 * layer_tokens * config.d_model * query_width,
-        attention_dense=per_pair * sum(formed_pairs(length, window) for window in windows),
-        attention_causal=per_pair * sum(visible_pairs(length, window) for window in windows),
-        mlp=2 * layer_tokens * config.d_model * (inner_width * (3 if config.gated else 2) + config.n_experts),
-        head=2 * length * config.d_model * vocab_size,
-        laboratory=2 * length * sum(laboratory_matrices(config)),
-        future=2 * length * config.d_model * (config.d_model + vocab_size) * (config.n_future_tokens - 1),
+        query_key_value=int(parts["query_key_value"]),
+        out=int(parts["attention_output"]),
+        attention_dense=int(parts["attention_scores"]),
+        attention_causal=products.causal,
+        mlp=int(parts["mlp"]),
+        head=int(parts["head"]),
+        laboratory=int(parts["laboratory"]),
+        future=int(parts["future_heads"]),
     )
+
+
+class Products(Outline):
+    """FLOPs of one text's forward and backward pass, by part and by module, where some of a model may be frozen.
+
+    The backward pass of y = x·W has a product of the same size for the gradient of x, where something trained is before
+    it, and one for the gradient of W, where W is trained.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        length: int,
+        n_future: int,
+        adapter: LoRAConfig | None = None,
+        freeze: FreezeConfig | None = None,
+    ) -> None:
+        super().__init__(config, n_future)
+        self.length, self.lora, self.freeze = length, adapter, freeze
+        self.forward: defaultdict[str, Fraction | int] = defaultdict(int)
+        self.backward: defaultdict[str, Fraction | int] = defaultdict(int)
+        self.modules: dict[str, tuple[Fraction | int, Fraction | int]] = {}
+        """Forward and backward. `blocks.0.attention` has scores and weighted sum only."""
+        self.causal = 0
+        """Of attention's forward products, those of visible pairs."""
+        self.walk()
+
+    def tensor(self, group: str, name: str, *shape: int) -> bool:
+        return trains(name if self.layer is None else f"blocks.{self.layer}.{name}", self.lora, self.freeze)
+
+    def product(self, part: str, module: str, sizes: Sizes, x: bool, trained: bool, share: Fraction = ALL) -> None:
+        n = self._flops(prod(sizes), share)
+        self._note(part, module, n, n * x + n * trained)
+
+    def adapter(self, module: str, sizes: Sizes, x: bool, share: Fraction) -> bool:
+        if self.lora is None or not self.lora.adapts(module):
+            return False
+        a, b = (self._flops(self.lora.rank * width, share) for width in sizes)
+        self._note("adapter", module, a + b, 2 * b + a + a * x)
+        return True
+
+    def scores(self, module: str, window: int | None, q: bool, k: bool, v: bool) -> None:
+        per_pair = 2 * self.config.n_heads * self.config.d_head  # for the scores, and again for the weighted sum
+        n = per_pair * formed_pairs(self.length, window)
+        self._note("attention_scores", module, 2 * n, n * (q + k + (q or k) + v))
+        self.causal += 2 * per_pair * visible_pairs(self.length, window)
+
+    def _flops(self, elements: int, share: Fraction) -> Fraction | int:
+        n = 2 * self.length * elements
+        return n if share == 1 else n * share
+
+    def _note(self, part: str, module: str, forward: Fraction | int, backward: Fraction | int) -> None:
+        self.forward[part] += forward
+        self.backward[part] += backward
+        before = self.modules.get(module, (0, 0))
+        self.modules[module] = (before[0] + forward, before[1] + backward)

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from math import prod
 
 from gptworks.config import ModelConfig
-from gptworks.planning.params import ParameterCount, Shape, count_parameters, stays_whole
+from gptworks.model.outline import stays_whole
+from gptworks.planning.params import ParameterCount, Shape, count_parameters
 
 BATCHES = (1, 8, 32)
 """Sequences at once for which the cache is shown."""

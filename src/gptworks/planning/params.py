@@ -1,12 +1,13 @@
 """Every parameter of a model, from its configuration alone: names, shapes and counts."""
 
-from collections.abc import Iterator
+from collections import defaultdict
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
+from gptworks.model.outline import EMBEDDING_TABLES, GROUPS, Outline
 
 Shape = tuple[int, ...]
 
@@ -64,8 +65,11 @@ class ParameterCount:
     @property
     def embedding(self) -> int:
         """Tables of tokens, of positions, of token pairs and of values."""
-        tables = ("token_embedding", "position_embedding", "bigram_embedding", "value_embeddings")
-        return sum(self.groups[name].total for name in tables if name in self.groups)
+        return sum(self.groups[name].total for name in EMBEDDING_TABLES if name in self.groups)
+
+    def tensors_of(self, group: str) -> dict[str, Shape]:
+        """The tensors of a group, in a block or outside; none where the model has no such group."""
+        return self.groups[group].tensors if group in self.groups else {}
 
     @property
     def non_embedding(self) -> int:
@@ -103,78 +107,32 @@ def require_vocab_size(config: ModelConfig) -> int:
     return config.vocab_size
 
 
+@lru_cache(maxsize=256)
 def count_parameters(config: ModelConfig) -> ParameterCount:
     """Count the parameters of the model that `config` describes, exactly.
 
     Raises:
         UserError: the vocabulary is not known yet.
     """
-    vocab_size, width = require_vocab_size(config), config.d_model
-    query_width, key_width = config.n_heads * config.d_head, config.n_kv_heads * config.d_head
-    attention = {
-        "query": (query_width, width),
-        "key": (key_width, width),
-        "value": (key_width, width),
-        "out": (width, query_width),
-    }
-    biased = {"qkv": ("query", "key", "value"), "out": ("out",), True: tuple(attention), False: ()}
-    mlp, shared = (
-        ({"gate": (inner, width)} if config.gated else {}) | {"up": (inner, width), "down": (width, inner)}
-        for inner in (config.d_ff, config.d_ff_shared)
-    )
-    mlps = [f"mlp.experts.{e}" for e in range(config.n_experts)] or ["mlp"]
-    norms = dict.fromkeys(("norm1", "norm2", *(config.norms_behind or ())))
-    norm_parts = ("weight", "bias") if config.norm_bias else ("weight",)
-
-    def once(name: str, tensors: dict[str, Shape]) -> ParameterGroup:
-        return ParameterGroup(name, tensors)
-
-    def every_layer(name: str, tensors: dict[str, Shape], present: bool = True) -> ParameterGroup:
-        return ParameterGroup(name, tensors if present else {}, tuple(range(config.n_layers)))
-
-    def weights(module: str, matrices: dict[str, tuple[int, int]]) -> dict[str, Shape]:
-        return {f"{module}.{name}.weight": shape for name, shape in matrices.items()}
-
-    def biases(module: str, matrices: dict[str, tuple[int, int]]) -> dict[str, Shape]:
-        return {f"{module}.{name}.bias": shape[:1] for name, shape in matrices.items()}
-
-    def mlp_tensors(module: str, matrices: dict[str, tuple[int, int]]) -> dict[str, Shape]:
-        return weights(module, matrices) | (biases(module, matrices) if config.mlp_bias else {})
-
-    learned, tied, whole = config.position == "learned", config.tie_embeddings, config.qk_norm == "whole"
-    normed = {"query": query_width, "key": key_width} if whole else dict.fromkeys(("query", "key"), config.d_head)
-    groups = (
-        once("token_embedding", {"token_embedding.weight": (vocab_size, width)}),
-        once("position_embedding", {"position_embedding.weight": (config.context_length, width)} if learned else {}),
-        every_layer("attention_weights", weights("attention", attention)),
-        every_layer(
-            "attention_biases", biases("attention", {name: attention[name] for name in biased[config.attention_bias]})
-        ),
-        every_layer(
-            "qk_norms", {f"attention.{x}_norm.weight": (size,) for x, size in normed.items()}, bool(config.qk_norm)
-        ),
-        every_layer("router", {"mlp.router.weight": (config.n_experts, width)}, config.n_experts > 0),
-        every_layer("mlp_weights", {name: shape for part in mlps for name, shape in weights(part, mlp).items()}),
-        every_layer(
-            "mlp_biases", {name: shape for part in mlps for name, shape in biases(part, mlp).items()}, config.mlp_bias
-        ),
-        every_layer("shared_expert", mlp_tensors("mlp.shared", shared), config.d_ff_shared > 0),
-        every_layer("norms", {f"{norm}.{part}": (width,) for norm in norms for part in norm_parts}),
-        once("final_norm", {f"norm.{part}": (width,) for part in norm_parts}),
-        once("head", {} if tied else {"untied_head.weight": (vocab_size, width)}),
+    require_vocab_size(config)
+    found = _Tensors(config, config.n_future_tokens - 1).shapes
+    everywhere = tuple(range(config.n_layers))
+    groups = [
+        *(ParameterGroup(name, found[name], everywhere if in_block else None) for name, in_block in GROUPS.items()),
         *(ParameterGroup(*added) for added in config.laboratory_tensors()),
-    )
+    ]
     active_share = config.n_experts_per_token / config.n_experts if config.n_experts else 1.0
     return ParameterCount({group.name: group for group in groups}, active_share)
 
 
-def laboratory_matrices(config: ModelConfig) -> Iterator[int]:
-    """Elements of each matrix of the blocks that a token is multiplied by for the laboratory's settings."""
-    for _, tensors, layers in config.laboratory_tensors():
-        if layers is not None:
-            yield from (len(layers) * prod(shape) for shape in tensors.values() if len(shape) == 2)
+class _Tensors(Outline):
+    """The shapes of a model's tensors, by group and by name."""
 
+    def __init__(self, config: ModelConfig, n_future: int) -> None:
+        super().__init__(config, n_future)
+        self.shapes: defaultdict[str, dict[str, Shape]] = defaultdict(dict)
+        self.walk()
 
-def stays_whole(parameter: str) -> bool:
-    """Whether a matrix keeps its precision where others are packed, by its name: positions, routers and gates."""
-    return parameter.endswith(("position_embedding.weight", "mlp.router.weight", ".gating.weight"))
+    def tensor(self, group: str, name: str, *shape: int) -> bool:
+        self.shapes[group][name] = shape
+        return True

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from gptworks.config import ADAPTED_MODULES, FreezeConfig, LoRAConfig, ModelConfig
+from gptworks.model.outline import ENTRY_GROUPS
 from gptworks.planning.optimizers import LEAST_IN_8_BITS, SCALED_TOGETHER
 from gptworks.planning.params import ParameterCount, Shape, count_parameters
 
@@ -99,16 +100,15 @@ def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig
         added=0,
         share=sum(own.values()) / count.total,
         matrices=matrices,
-        head=("token_embedding.weight" if model.tie_embeddings else "untied_head.weight") in own,
-        embedding=any(
-            name.startswith(("token_embedding.", "position_embedding.", "bigram_embedding.", "smear.")) for name in own
-        ),
+        head=own.keys() >= count.groups["token_embedding" if model.tie_embeddings else "head"].tensors.keys(),
+        embedding=any(name in own for group in ENTRY_GROUPS for name in count.tensors_of(group)),
         outside=frozenset(name for name in own if not name.startswith("blocks.")),
         modules=tuple(map(frozenset, modules)),
         in_8_bits=moments_in_8_bits(map(prod, matrices)),
     )
     if adapter is None:
-        trained_in = {int(name.split(".")[1]) for name in own if name.startswith(("blocks.", "value_embeddings."))}
+        of_layers = [name for name in own if name.startswith("blocks.") or name in count.tensors_of("value_embeddings")]
+        trained_in = {int(name.split(".")[1]) for name in of_layers}
         moving = [use for use, layer in enumerate(model.layer_uses) if layer in trained_in]
         return replace(part, n_still=0 if part.embedding else min(moving, default=len(model.layer_uses)))
     adapted = [
