@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gptworks.config import BPETokenizer, CharTokenizer, NextTokenObjective, Recipe, TextSource
+from gptworks.config import BPETokenizer, CharTokenizer, Recipe, TextSource
+from gptworks.config.objective import NextTokenObjective
 from gptworks.data.prepare import prepare
 from gptworks.device import cpu_threads
 from gptworks.errors import RunError, UserError

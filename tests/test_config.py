@@ -19,7 +19,6 @@ from gptworks.config import (
     ModelConfig,
     ParallelConfig,
     Recipe,
-    RewardObjective,
     Role,
     RopeScaling,
     Section,
@@ -27,6 +26,7 @@ from gptworks.config import (
     role_of,
     settings,
 )
+from gptworks.config.objective import RewardObjective
 from gptworks.errors import UserError
 from gptworks.evaluation.task import AnyTask
 from gptworks.recipe import load_recipe, parse_model, parse_recipe, recipe_schema, save_recipe, with_vocab_size

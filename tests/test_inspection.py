@@ -10,8 +10,7 @@ import pytest
 import chats
 from gptworks.chat_template import BUILT_IN
 from gptworks.cli.inspect import inspect
-from gptworks.config import RewardObjective
-from gptworks.config.objective import ObjectiveSettings
+from gptworks.config.objective import ObjectiveSettings, RewardObjective
 from gptworks.data.conversations.findings import refuse_faults
 from gptworks.data.conversations.inspection import check_records, inspect_conversations, inspect_records
 from gptworks.data.conversations.pair_inspection import inspect_pairs

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import tiny
 from gptworks.checkpoint import choose_checkpoint, load_run, save_checkpoint
-from gptworks.config import LoRAConfig, ModelConfig
+from gptworks.config import LoRAConfig, ModelConfig, optimizers
 from gptworks.infer.backends.cache import SlotCache
 from gptworks.interop.huggingface import import_huggingface
 from gptworks.kernels import attention as native_attention
@@ -37,7 +37,7 @@ from gptworks.quantize import formats
 from gptworks.quantize.convert import quantize_model
 from gptworks.recipe import parse_recipe
 from gptworks.training.loop import train
-from gptworks.training.optim import adamw_int8, cautious, muon
+from gptworks.training.optim import adamw, adamw_int8, muon
 from gptworks.training.record.metrics import read_metrics
 from gptworks.training.rehearsal.trace import LiveBytes, Rehearsal, trace_step
 from tiny import plain_model, plain_training
@@ -305,9 +305,9 @@ def test_rows_of_a_shorter_length_are_planned_as_a_model_of_that_context() -> No
 
 
 def test_the_constants_are_the_models() -> None:
-    assert state.MUON_TOGETHER == muon.TOGETHER
+    assert optimizers.MUON_TOGETHER == muon.TOGETHER
     assert (state.CPU_AT_ONCE, state.AT_ONCE) == (adamw_int8.CPU_AT_ONCE, adamw_int8.AT_ONCE)
-    assert (state.CPU_AT_ONCE, state.AT_ONCE) == (cautious.CPU_AT_ONCE, cautious.AT_ONCE)
+    assert (state.CPU_AT_ONCE, state.AT_ONCE) == (adamw.CPU_AT_ONCE, adamw.AT_ONCE)
     assert (planned_part.LEAST_IN_8_BITS, planned_part.SCALED_TOGETHER) == (adamw_int8.LEAST, adamw_int8.BLOCK)
     assert (memory.UNPACKED_ON_CPU, memory.UNPACKED_ELSEWHERE) == (formats.CPU_AT_ONCE, formats.AT_ONCE)
 

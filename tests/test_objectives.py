@@ -8,9 +8,9 @@ import pytest
 from torch import Tensor
 
 import tiny
-from gptworks.config import NextTokenObjective, Recipe, TrainConfig
+from gptworks.config import Recipe, TrainConfig
 from gptworks.config.base import Measured
-from gptworks.config.objective import ObjectiveSettings
+from gptworks.config.objective import NextTokenObjective, ObjectiveSettings
 from gptworks.describe.plan_tables import plan_json, tables
 from gptworks.errors import UserError
 from gptworks.model import GPT

@@ -15,7 +15,7 @@ from gptworks.planning.params import count_parameters
 from gptworks.planning.state import trained_state_bytes
 from gptworks.planning.trained import everything
 from gptworks.tensors import read_tensors
-from gptworks.training.optim import adamw_int8, cautious
+from gptworks.training.optim import adamw, adamw_int8
 from gptworks.training.optim.muon import TOGETHER, Muon, batches, divided, orthogonalized
 from gptworks.training.optim.optimizer import Optimizer, parameter_groups
 from gptworks.training.optim.polynomials import POLAR_EXPRESS, polynomials
@@ -110,8 +110,8 @@ def test_a_cautious_decay_leaves_weights_alone_that_their_update_takes_away_from
 ) -> None:
     """Chen et al. (2025), algorithm 1, in float64, from the updates of the same steps without decay. A piece of memory
     holds less than a matrix."""
-    monkeypatch.setattr(cautious, "CPU_AT_ONCE", 100)
-    monkeypatch.setattr("gptworks.training.optim.optimizer.LEAST", 200)
+    monkeypatch.setattr(adamw, "CPU_AT_ONCE", 100)
+    monkeypatch.setattr("gptworks.training.optim.optimizer.LEAST_IN_8_BITS", 200)
     settings = {"optimizer": "adamw", "optimizer_state": "int8"} if optimizer == "int8" else {"optimizer": optimizer}
     rate, decay, n_decayed, n_whole = 0.05, 0.6, 0, 0
     plain, careful = (
@@ -163,7 +163,7 @@ def test_moments_in_8_bits_are_near_what_they_stand_for() -> None:
         torch.randn(1000, generator=generator) * torch.logspace(-10, 0, 1000)[torch.randperm(1000, generator=generator)]
     )
     values[256:512] = 0
-    codes, scale = torch.zeros(1000, dtype=torch.int8), torch.zeros(adamw_int8.n_blocks(1000))
+    codes, scale = torch.zeros(1000, dtype=torch.int8), torch.zeros(adamw_int8.n_scales((1000,)))
     adamw_int8.pack_signed(values.clone(), codes, scale)
     found = adamw_int8.unpack_signed(codes, scale)
     assert scale.tolist() == [part.abs().max().item() for part in values.split(256)] and scale[1] == 0
@@ -436,7 +436,7 @@ def test_moments_in_8_bits_that_do_not_fit_are_refused(
 def test_state_round_trips_and_the_next_step_is_identical(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gptworks.training.optim.optimizer.LEAST", 200)
+    monkeypatch.setattr("gptworks.training.optim.optimizer.LEAST_IN_8_BITS", 200)
     train = plain_training(max_steps=1, **settings)
     first = model_with_gradients()
     optimizer = Optimizer(first, train)

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 import tiny
 from gptworks.checkpoint import checkpoints, load_run
-from gptworks.config import IGNORED, OddsRatioObjective, PreferenceObjective, PreferencesSource
+from gptworks.config import IGNORED, PreferencesSource
+from gptworks.config.objective import OddsRatioObjective, PreferenceObjective
 from gptworks.data.conversations.preferences import Pairs, iter_pairs
 from gptworks.data.prepare import find_prepared
 from gptworks.data.shards import TokenShards

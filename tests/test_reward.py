@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tiny
-from gptworks.config import RewardObjective
+from gptworks.config.objective import RewardObjective
 from gptworks.errors import RunError, UserError
 from gptworks.infer.engine import load
 from gptworks.infer.logprobs import TokenLogprob

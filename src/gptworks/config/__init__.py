@@ -17,16 +17,8 @@ from gptworks.config.data import DataConfig, ValidationSplit
 from gptworks.config.defaults import ENDS, train_defaults
 from gptworks.config.mixture import Anneal, MixtureMember
 from gptworks.config.model import LABORATORY, ModelConfig
-from gptworks.config.objective import (
-    DataFault,
-    DistillationObjective,
-    InstructionObjective,
-    NextTokenObjective,
-    ObjectiveConfig,
-    OddsRatioObjective,
-    PreferenceObjective,
-    RewardObjective,
-)
+from gptworks.config.objective import DataFault, ObjectiveConfig
+from gptworks.config.optimizers import RateFactors
 from gptworks.config.recipe import AnyRecipe, DatasetRecipe, Recipe, known_vocab_size
 from gptworks.config.rope_scaling import RopeScaling
 from gptworks.config.sources import (
@@ -57,5 +49,5 @@ from gptworks.config.tokenizer import (
     TokenizerConfig,
     WordTokenizer,
 )
-from gptworks.config.train import IGNORED, ParallelConfig, RateFactors, TrainConfig, computes_again
+from gptworks.config.train import IGNORED, ParallelConfig, TrainConfig, computes_again
 from gptworks.config.trained import ADAPTED_MODULES, FreezeConfig, LoRAConfig

@@ -9,6 +9,7 @@ from typing import Any
 
 from gptworks.config.model import ModelConfig
 from gptworks.config.objective import ObjectiveConfig
+from gptworks.config.optimizers import OPTIMIZERS
 from gptworks.config.train import FUTURE_WEIGHT
 
 RATE, RATE_WIDTH = 0.02, 512
@@ -66,7 +67,7 @@ def train_defaults(
     if tunes or adapter:
         judged = objective.rows_per_sample > 1 or objective.rollouts is not None
         settings |= {"learning_rate": tuning_rate(model.d_model, judged, adapter), "weight_decay": 0.0}
-    elif optimizer in ("adamw", "soap"):
+    elif not any(name == optimizer and kind.orthogonalizes for name, kind in OPTIMIZERS.items()):
         rate = min(HIGHEST_ADAMW_RATE, ADAMW_RATE_TIMES_WIDTH / model.d_model)
         settings |= {"learning_rate": _rounded(rate), "weight_decay": 0.1 if optimizer == "adamw" else 0.01}
     else:

@@ -202,10 +202,9 @@ class Recipe(Section):
         if self.freeze is not None:
             raise ValueError("adapter and freeze are both set: an adapter trains nothing else; drop one of them")
         if self.train.optimizer != "adamw":
-            made = "an orthogonal step" if self.train.orthogonalizes else "an eigenbasis"
             raise ValueError(
-                f"train.optimizer={self.train.optimizer} with an adapter: {made} of A or of B alone is none of their "
-                f"product; set train.optimizer=adamw"
+                f"train.optimizer={self.train.optimizer} with an adapter: what it does for a matrix would be done for "
+                f"A and for B, not for their product; set train.optimizer=adamw"
             )
         if self.train.parallel.tensor_parallel > 1:
             raise ValueError(

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from gptworks.choices import DeviceName, PrecisionName
 from gptworks.config.base import Fixed, Fraction, Free, Measured, PositiveInt, PositiveTime, Section, Steering
+from gptworks.config.optimizers import OptimizerSettings
 
 IGNORED = -100
 """A target that carries no loss, as `torch.nn.functional.cross_entropy` has it."""
@@ -53,16 +54,7 @@ def _least_batch(given: dict[str, Any]) -> Any:
     return smaller[0][1] if smaller else given["batch_size"]
 
 
-class RateFactors(Section):
-    """What the peak rates are multiplied by, for each kind of parameter."""
-
-    embeddings: Steering[float] = Field(1.0, ge=0, description="Tables of tokens and positions, and a tied head.")
-    head: Steering[float] = Field(1.0, ge=0, description="A head of its own (model.tie_embeddings=false).")
-    matrices: Steering[float] = Field(1.0, ge=0, description="The blocks' matrices, an adapter's among them.")
-    vectors: Steering[float] = Field(1.0, ge=0, description="Norms, biases and other vectors and scalars.")
-
-
-class TrainConfig(Section):
+class TrainConfig(OptimizerSettings):
     """One training run. The length is the first reached of max_steps, epochs and max_minutes.
 
     Where a recipe leaves out optimizer, rates, weight decay, length, warmup, or how often it evaluates, samples and
@@ -125,51 +117,6 @@ class TrainConfig(Section):
     future_weights_fall: Steering[bool] = Field(
         False, description="They fall linearly to 0 over the run, as modded-nanogpt lets its own fall."
     )
-
-    optimizer: Fixed[Literal["adamw", "muon", "normuon", "soap"]] = Field(
-        "muon",
-        description="muon: Muon for the blocks' matrices (Jordan et al., 2024), AdamW for the rest; normuon: with rows "
-        "of one size (Li et al., 2025); soap: for them Adam in Shampoo's eigenbasis (Vyas et al., 2024). "
-        "From trained weights, and with an adapter, the default is adamw.",
-    )
-    optimizer_state: Fixed[Literal["fp32", "int8"]] = Field(
-        "fp32",
-        description="AdamW's moments of the blocks' matrices. int8: in 8 bits, with a scale for each 256 (Dettmers et "
-        "al., 2022).",
-    )
-    learning_rate: Steering[float] = Field(
-        0.02,
-        gt=0,
-        description="Peak rate of AdamW. Default with Muon: 0.02, and 0.02 × √(512 / d_model) from d_model 512 on; "
-        "only AdamW: 0.5 / d_model, at most 0.003; from trained weights: 0.0768 / d_model, ten times for an adapter, "
-        "a fifth where answers are judged, at most 0.001.",
-    )
-    muon_learning_rate: Steering[float] = Field(0.02, gt=0, description="Peak rate of Muon's matrices.")
-    rate_factors: RateFactors = RateFactors()
-    muon_momentum: Steering[Fraction] = 0.95
-    muon_coefficients: Steering[Literal["jordan", "polar_express"]] = Field(
-        "jordan",
-        description="Muon's polynomials: jordan, the same in each iteration (Jordan et al., 2024); polar_express, the "
-        "best for each (Amsel et al., 2025).",
-    )
-    muon_iterations: Steering[int] = Field(
-        5, ge=1, le=20, description="Iterations by which Muon orthogonalizes a matrix."
-    )
-    normuon_beta: Steering[Fraction] = Field(0.95, description="Decay of the second moments of NorMuon's rows.")
-    soap_frequency: Steering[PositiveInt] = Field(
-        10, description="Steps from one refresh of SOAP's eigenbases to the next."
-    )
-    betas: Steering[tuple[Fraction, Fraction]] = (0.9, 0.95)
-    eps: Steering[float] = Field(1e-8, gt=0)
-    weight_decay: Steering[float] = Field(
-        0.01,
-        ge=0,
-        description="Decoupled, on matrices only. Default with Muon: 0.01; only AdamW: 0.1; trained weights: 0.",
-    )
-    cautious_weight_decay: Steering[bool] = Field(
-        False, description="Decay only the weights that the update takes towards zero (Chen et al., 2025)."
-    )
-    grad_clip: Steering[float] = Field(1.0, ge=0, description="Largest global gradient norm. 0: no clipping.")
 
     schedule: Steering[Literal["cosine", "wsd", "constant"]] = Field(
         "wsd",
@@ -277,12 +224,6 @@ class TrainConfig(Section):
                 "future_weights_fall=true and no tokens beyond the next are learned: set model.n_future_tokens to 2 or "
                 "more, or leave it out"
             )
-        if self.optimizer != "adamw" and self.optimizer_state == "int8":
-            raise ValueError(
-                f"optimizer_state=int8 with optimizer={self.optimizer}: what it keeps of the blocks' matrices are not "
-                f"AdamW's moments, and AdamW's of all else stay fp32 in any case; set optimizer=adamw, or leave "
-                f"optimizer_state out"
-            )
         if self.average_last and (self.ema_decay or self.max_minutes is not None):
             other = f"ema_decay={self.ema_decay:g}" if self.ema_decay else f"max_minutes={self.max_minutes:g}"
             why = "weights have one average" if self.ema_decay else "the clock may end the run before those steps"
@@ -373,11 +314,6 @@ class TrainConfig(Section):
     def averages(self) -> bool:
         """Whether an average of the weights is kept, evaluated and published."""
         return self.ema_decay > 0 or self.average_last > 0
-
-    @property
-    def orthogonalizes(self) -> bool:
-        """Whether Muon or NorMuon updates the blocks' matrices, at `muon_learning_rate`."""
-        return self.optimizer in ("muon", "normuon")
 
     @property
     def accumulation_steps(self) -> int:

@@ -202,8 +202,8 @@ def _on_the_same_devices(recipe: Recipe, device: Device) -> Iterator[tuple[_Reme
     int8 = _Remedy(("train.optimizer_state=int8",), "the optimizer's moments are rounded")
     muon = _Remedy(("train.optimizer=muon",), "another optimizer, with half the state")
     adamw_alone = _Remedy(("train.optimizer=adamw",), "another optimizer, with two moments alone")
-    others = {"adamw": (int8, muon), "soap": (adamw_alone, muon)}
-    for smaller in others.get(train.optimizer, ()) if train.optimizer_state == "fp32" else ():
+    others = () if train.orthogonalizes else (int8 if train.optimizer == "adamw" else adamw_alone, muon)
+    for smaller in others if train.optimizer_state == "fp32" else ():
         if recipe.adapter is None:
             yield (smaller,)
             if furthest:

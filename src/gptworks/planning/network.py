@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 
 from gptworks.config import computes_again
+from gptworks.config.optimizers import OPTIMIZERS
 from gptworks.planning.devices import Device
 from gptworks.planning.layout import BUCKET_BYTES, Layout, Shards, rank_config, shards_of
 from gptworks.planning.params import count_parameters
@@ -86,7 +87,7 @@ def _collectives(s: Setting) -> Iterator[Collective]:
         tail = min(4 * trained.parameters, max(BUCKET_BYTES, 4 * shards.trained_outside))
         when = "last_backward" if layout.sums_in_backward else "exposed"
         yield Collective("gradients", "all_reduce", "data", 4 * trained.parameters, when, tail, False)
-        if s.optimizer in ("muon", "normuon") and layout.sums_in_backward:
+        if OPTIMIZERS[s.optimizer].orthogonalizes and layout.sums_in_backward:
             updates = 2 * sum(map(prod, trained.matrices))
             yield Collective("updates", "broadcast", "data", updates, "exposed", updates, False)
     if layout.tensor_parallel > 1:

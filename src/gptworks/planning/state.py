@@ -3,8 +3,8 @@
 from collections import Counter
 from math import prod
 
+from gptworks.config.optimizers import AT_ONCE, CPU_AT_ONCE, OPTIMIZERS
 from gptworks.planning.inference import weights_bytes
-from gptworks.planning.optimizers import AT_ONCE, CPU_AT_ONCE, MUON_TOGETHER, state_layout
 from gptworks.planning.params import ParameterCount, Shape
 from gptworks.planning.trained import Trained, everything
 
@@ -27,7 +27,7 @@ def trained_state_bytes(parameters: ParameterCount, optimizer: str, trained: Tra
 
 def matrix_state_bytes(optimizer: str, shape: Shape) -> int:
     """The state of one of the blocks' matrices in fp32, without its step count."""
-    kept = state_layout(optimizer if len(shape) == 2 else "adamw", shape).values()
+    kept = OPTIMIZERS[optimizer if len(shape) == 2 else "adamw"].state(shape).values()
     return sum(4 * prod(tensor.shape) for tensor in kept if tensor.shape)
 
 
@@ -40,10 +40,9 @@ def optimizer_scratch_bytes(
     cautious: bool = False,
     n_shares: int = 1,
 ) -> int:
-    """Fused AdamW needs none; with moments in 8 bits both stand in fp32, and a third tensor, for a piece of a matrix.
-    Muon and NorMuon make the updates of some matrices of one shape at a time, in bf16. SOAP multiplies a preconditioner
-    with its basis, sorts that and factors it. Cautious decay takes the signs of a piece of a matrix; where others than
-    AdamW in fp32 do so, what they needed is freed by then.
+    """Peak memory of an update, beyond weights, gradients and state. Fused AdamW needs none; of moments in 8 bits, both
+    are in fp32 for a piece of a matrix, with a third tensor. Cautious decay takes the signs of a piece of a matrix; an
+    optimizer other than AdamW in fp32 has freed what it needed by then.
 
     Args:
         cautious: whether matrices are decayed so.
@@ -63,15 +62,4 @@ def optimizer_scratch_bytes(
     least = 4 * min(decayed, CPU_AT_ONCE if on_cpu else AT_ONCE)
     if moments == "int8":
         return max(least, 12 * min(largest, CPU_AT_ONCE if on_cpu else AT_ONCE))
-    if optimizer == "adamw":
-        return least
-    if optimizer == "soap":
-        widest = max(map(max, trained.matrices), default=0)
-        return max(least, 4 * 4 * widest**2 + 8 * widest)
-    most = least
-    for shape, n in shapes.items():
-        a, b = shape
-        together = min(n, max(1, MUON_TOGETHER // (a * b)))
-        making, orthogonalizing = 4 * a * b + 2 * together * a * b, 4 * together * (a * b + min(a, b) ** 2)
-        most = max(most, making, orthogonalizing)
-    return most
+    return max(least, OPTIMIZERS[optimizer].scratch_bytes(shapes))

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from gptworks.config import ADAPTED_MODULES, FreezeConfig, LoRAConfig, ModelConfig
+from gptworks.config.optimizers import LEAST_IN_8_BITS, SCALED_TOGETHER
 from gptworks.model.outline import ENTRY_GROUPS
-from gptworks.planning.optimizers import LEAST_IN_8_BITS, SCALED_TOGETHER
 from gptworks.planning.params import ParameterCount, Shape, count_parameters
 
 
@@ -21,7 +21,7 @@ class Trained:
     share: float
     """Of the model's own parameters, those that are trained."""
     matrices: tuple[Shape, ...]
-    """Of the blocks' own matrices, those that are trained: what Muon or SOAP optimizes."""
+    """Of the blocks' own matrices, those that are trained: all that an optimizer other than AdamW updates."""
     head: bool
     """Whether the head's matrix, or the embedding that it is tied to, is trained."""
     embedding: bool

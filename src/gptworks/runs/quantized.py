@@ -10,7 +10,8 @@ from torch import Tensor
 
 from gptworks.checkpoint import LoadedRun, Report, load_run, save_checkpoint
 from gptworks.choices import HeadWeights, Rounding, Weights
-from gptworks.config import NextTokenObjective, Recipe, TextSource, ValidationSplit
+from gptworks.config import Recipe, TextSource, ValidationSplit
+from gptworks.config.objective import NextTokenObjective
 from gptworks.data.batches import evaluation_windows
 from gptworks.data.opened import Prepared, find_of_run
 from gptworks.data.prepare import prepare as prepare_data

@@ -11,6 +11,7 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from gptworks.config import Recipe
+from gptworks.config.optimizers import OPTIMIZERS
 from gptworks.describe.parts import Part, parts
 from gptworks.describe.sheet import describe, summary, traits
 from gptworks.errors import UserError
@@ -138,10 +139,7 @@ def _training_facts(recipe: Recipe, whole: Figures) -> Iterator[tuple[str, str]]
         yield "the adapter's parameters", f"{whole.adapter_parameters:,}"
     yield "weights in training", readable(whole.weights_bytes, "B")
     yield "gradients in training", readable(whole.gradients_bytes, "B")
-    name = {"adamw": "AdamW", "muon": "Muon and AdamW", "normuon": "NorMuon and AdamW", "soap": "SOAP and AdamW"}[
-        recipe.train.optimizer
-    ]
-    yield f"optimizer state, {name}", readable(whole.optimizer_bytes, "B")
+    yield f"optimizer state, {OPTIMIZERS[recipe.train.optimizer].name}", readable(whole.optimizer_bytes, "B")
 
 
 def _tensor_names(part: Part, layer: int, shapes: dict[str, Shape]) -> list[str]:

@@ -1,7 +1,6 @@
 """What a run learns, and from what: the one place where objectives differ. The loop knows only `Objective`.
 
-To add one, write its settings in `gptworks.config.objective`, a subclass of `Objective` in a file here, and an entry in
-`choose.OBJECTIVES`.
+To add one, write its settings in `gptworks.config.objective`, and a subclass of `Objective` in a file here.
 """
 
 from collections.abc import Callable, Iterator

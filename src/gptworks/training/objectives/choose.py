@@ -1,21 +1,14 @@
 """The objective of a recipe."""
 
 from pathlib import Path
+from pkgutil import resolve_name
 
 from gptworks.config import Recipe
+from gptworks.config.objective import OBJECTIVE_SETTINGS
 from gptworks.training.objectives.base import Objective
-from gptworks.training.objectives.distillation import Distillation
-from gptworks.training.objectives.odds_ratio import OddsRatio
-from gptworks.training.objectives.preference import Preference
-from gptworks.training.objectives.reward import Reward
 
 OBJECTIVES: dict[str, type[Objective]] = {
-    "next_token": Objective,
-    "instruction": Objective,
-    "preference": Preference,
-    "odds_ratio": OddsRatio,
-    "distillation": Distillation,
-    "reward": Reward,
+    name: resolve_name(f"gptworks.training.objectives.{settings.code}") for name, settings in OBJECTIVE_SETTINGS.items()
 }
 """By `objective.type`."""
 

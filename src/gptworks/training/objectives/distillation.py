@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from gptworks.checkpoint import Checkpoint, checkpoint_of_step, choose_checkpoint, load_run
-from gptworks.config import DistillationObjective, Recipe, TrainConfig
-from gptworks.config.objective import ObjectiveSettings
+from gptworks.config import Recipe, TrainConfig
+from gptworks.config.objective import DistillationObjective, ObjectiveSettings
 from gptworks.errors import UserError
 from gptworks.files import read_regular, sealed_json, unsealed_json, write_whole
 from gptworks.model import GPT

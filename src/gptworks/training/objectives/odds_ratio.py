@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptworks.config import OddsRatioObjective, TrainConfig
-from gptworks.config.objective import ObjectiveSettings
+from gptworks.config import TrainConfig
+from gptworks.config.objective import ObjectiveSettings, OddsRatioObjective
 from gptworks.model import GPT
 from gptworks.training.objectives.next_token import Batch, Losses, LossFunction, Routing, with_routing
 from gptworks.training.objectives.pairs import PairsObjective, answer_lengths, answer_logprobs

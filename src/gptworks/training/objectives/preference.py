@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from gptworks.config import PreferenceObjective, TrainConfig
-from gptworks.config.objective import ObjectiveSettings
+from gptworks.config import TrainConfig
+from gptworks.config.objective import ObjectiveSettings, PreferenceObjective
 from gptworks.device import Precision
 from gptworks.errors import UserError
 from gptworks.evaluation.loss import Workers

@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gptworks.config import IGNORED, Recipe, RewardObjective, TrainConfig
-from gptworks.config.objective import ObjectiveSettings
+from gptworks.config import IGNORED, Recipe, TrainConfig
+from gptworks.config.objective import ObjectiveSettings, RewardObjective
 from gptworks.data.conversations.packing import Examples
 from gptworks.data.permutation import Int64s, shuffled
 from gptworks.data.rows import Row

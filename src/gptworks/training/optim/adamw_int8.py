@@ -12,14 +12,22 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
-from gptworks.planning.optimizers import AT_ONCE, CPU_AT_ONCE, LEAST_IN_8_BITS, SCALED_TOGETHER
-from gptworks.training.optim.cautious import decay_where_agreed
+from gptworks.config import TrainConfig
+from gptworks.config.optimizers import AT_ONCE, CPU_AT_ONCE, LEAST_IN_8_BITS, SCALED_TOGETHER, n_scales
+from gptworks.training.optim.cautious import decay
 
 LEAST, BLOCK = LEAST_IN_8_BITS, SCALED_TOGETHER
 
 SLOTS = ("exp_avg", "exp_avg_sq")
+
+
+def build(
+    groups: list[dict[str, Any]], train: TrainConfig, replicas: distributed.ProcessGroup | None
+) -> torch.optim.Optimizer:
+    """The optimizer as the recipe sets it; see `gptworks.training.optim.optimizer.Build`."""
+    return AdamWInt8(groups, train.betas, train.eps, train.cautious_weight_decay)
 
 
 class AdamWInt8(torch.optim.Optimizer):
@@ -50,7 +58,7 @@ class AdamWInt8(torch.optim.Optimizer):
             state["step"] = torch.tensor(0.0)
             for slot, dtype in zip(SLOTS, (torch.int8, torch.uint8), strict=True):
                 state[slot] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
-                state[f"{slot}_scale"] = parameter.new_zeros(n_blocks(parameter.numel()), dtype=torch.float32)
+                state[f"{slot}_scale"] = parameter.new_zeros(n_scales(parameter.shape), dtype=torch.float32)
         state["step"] += 1
         n_steps = state["step"].item()
         rate, root = group["lr"] / (1 - beta1**n_steps), (1 - beta2**n_steps) ** 0.5
@@ -61,11 +69,7 @@ class AdamWInt8(torch.optim.Optimizer):
             parts = [(state[slot].view(-1)[piece], state[f"{slot}_scale"][blocks]) for slot in SLOTS]
             first = unpack_signed(*parts[0]).lerp_(gradient, 1 - beta1)
             second = unpack_unsigned(*parts[1]).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            decay = group["lr"] * group["weight_decay"]
-            if self._cautious:
-                decay_where_agreed(weights[piece], first.clone(), decay)
-            else:
-                weights[piece].mul_(1 - decay)
+            decay(weights[piece], first, group["lr"] * group["weight_decay"], self._cautious)
             weights[piece].addcdiv_(first, second.sqrt().div_(root).add_(group["eps"]), value=-rate)
             pack_unsigned(second, *parts[1])
             pack_signed(first, *parts[0])
@@ -81,17 +85,12 @@ class AdamWInt8(torch.optim.Optimizer):
             }
 
 
-def n_blocks(n_elements: int) -> int:
-    """Blocks of a tensor, the last of which may be short."""
-    return -(-n_elements // BLOCK)
-
-
 def _pieces(parameter: Tensor) -> Iterator[tuple[slice, slice]]:
     """Elements that are updated at once, and the blocks in which they lie."""
     at_once = CPU_AT_ONCE if parameter.device.type == "cpu" else AT_ONCE
     for start in range(0, parameter.numel(), at_once):
         end = min(start + at_once, parameter.numel())
-        yield slice(start, end), slice(start // BLOCK, n_blocks(end))
+        yield slice(start, end), slice(start // BLOCK, n_scales((end,)))
 
 
 def unpack_signed(codes: Tensor, scale: Tensor) -> Tensor:

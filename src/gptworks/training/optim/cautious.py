@@ -1,65 +1,25 @@
-"""Weight decay of only the elements that the update moves towards zero (Chen et al., 2025, "Cautious Weight Decay",
-arXiv 2510.12402, algorithm 1):
+"""Decoupled weight decay; cautious decay is of only the elements that the update moves towards zero (Chen et al., 2025,
+"Cautious Weight Decay", arXiv 2510.12402, algorithm 1):
 
     weight -= rate · (update + decay · weight where update · weight ≥ 0)
 """
 
-from typing import Any
+from torch import Tensor
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from gptworks.planning.optimizers import AT_ONCE, CPU_AT_ONCE
+def decay(weights: Tensor, update: Tensor, amount: float, cautious: bool) -> None:
+    """Multiply weights by 1 - `amount`, before their update.
+
+    Args:
+        update: what the rate is multiplied by and the weights lose, of their shape.
+        amount: the rate times the decay.
+    """
+    if cautious:
+        decay_where_agreed(weights, update.to(weights.dtype, copy=True), amount)
+    else:
+        weights.mul_(1 - amount)
 
 
 def decay_where_agreed(weights: Tensor, update: Tensor, amount: float) -> None:
-    """Multiply the weights whose sign is that of their update, or zero, by 1 - `amount`.
-
-    Args:
-        update: what the rate is multiplied by and the weights lose, of their shape, float32. Its memory is used.
-        amount: the rate times the decay.
-    """
+    """The same for weights whose sign is that of their update, or zero. Uses the update's memory; it is float32."""
     weights.mul_(update.sign_().mul_(weights).ge_(0).mul_(-amount).add_(1))
-
-
-class CautiousAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` with cautious weight decay: the sign of its update is that of the first moment."""
-
-    def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
-        decays = [group | {"weight_decay": 0.0, "cautious_decay": group["weight_decay"]} for group in groups]
-        super().__init__(decays, **settings)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the parameters from their gradients."""
-        assert closure is None, "no closure is used here"
-        for group in self.param_groups:
-            amount = group["lr"] * group["cautious_decay"]
-            for parameter in group["params"] if amount else ():
-                if parameter.grad is not None:
-                    _decay(parameter, self.state[parameter].get("exp_avg"), amount, group["betas"][0])
-        super().step()
-
-
-def _decay(parameter: nn.Parameter, moment: Tensor | None, amount: float, beta: float) -> None:
-    """Decay what this rank has of a parameter before its update, a piece at a time.
-
-    Args:
-        moment: the first, without this step's gradient; None before the first step.
-    """
-    assert parameter.grad is not None
-    weights, gradients = _local(parameter).view(-1), _local(parameter.grad).reshape(-1)
-    moments = None if moment is None else _local(moment).view(-1)
-    at_once = CPU_AT_ONCE if weights.device.type == "cpu" else AT_ONCE
-    for start in range(0, weights.numel(), at_once):
-        piece = slice(start, start + at_once)
-        decay_where_agreed(
-            weights[piece],
-            gradients[piece].clone() if moments is None else moments[piece].lerp(gradients[piece], 1 - beta),
-            amount,
-        )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

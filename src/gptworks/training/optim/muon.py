@@ -14,13 +14,31 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from gptworks.config import TrainConfig
+from gptworks.config.optimizers import MUON_TOGETHER as TOGETHER
 from gptworks.kernels.optimizer import muon_library, muon_updates
-from gptworks.planning.optimizers import MUON_TOGETHER as TOGETHER
-from gptworks.training.optim.cautious import decay_where_agreed
+from gptworks.training.optim.cautious import decay
 from gptworks.training.optim.polynomials import Polynomial, polynomials
 
 ROW_EPS = 1e-10
 """The least that a row of NorMuon is divided by."""
+
+
+def build(
+    groups: list[dict[str, Any]],
+    train: TrainConfig,
+    replicas: distributed.ProcessGroup | None,
+    row_beta: float | None = None,
+) -> torch.optim.Optimizer:
+    """The optimizer as the recipe sets it; see `gptworks.training.optim.optimizer.Build`."""
+    return Muon(
+        groups,
+        momentum=train.muon_momentum,
+        orthogonalizing=polynomials(train.muon_coefficients, train.muon_iterations),
+        cautious=train.cautious_weight_decay,
+        row_beta=row_beta,
+        replicas=replicas,
+    )
 
 
 class Muon(torch.optim.Muon):
@@ -92,12 +110,8 @@ class Muon(torch.optim.Muon):
     def _apply(self, matrices: list[nn.Parameter], updates: Tensor, group: dict[str, Any]) -> None:
         rows, columns = matrices[0].shape
         rate = group["lr"] * max(1, rows / columns) ** 0.5
-        decay = group["lr"] * group["weight_decay"]
         for parameter, update in zip(matrices, updates, strict=True):
-            if self._cautious:
-                decay_where_agreed(parameter, update.float(), decay)
-            else:
-                parameter.mul_(1 - decay)
+            decay(parameter, update, group["lr"] * group["weight_decay"], self._cautious)
             if self._row_beta is None:
                 parameter.add_(update, alpha=-rate)
             else:

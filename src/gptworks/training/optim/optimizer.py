@@ -1,25 +1,25 @@
-"""Optimizers: AdamW for all, its moments of the blocks' matrices in fp32 or in 8 bits; or Muon, NorMuon or SOAP for the
-blocks' matrices and AdamW for the rest. Only matrices are decayed."""
+"""The optimizer of a run: that of its recipe for the blocks' matrices and AdamW for the rest, driven as one. Only
+matrices are decayed. Each optimizer is a file here, and an entry of `gptworks.config.optimizers.OPTIMIZERS`."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 
 from gptworks.config import RateFactors, TrainConfig
+from gptworks.config.optimizers import LEAST_IN_8_BITS, OPTIMIZERS
 from gptworks.model import GPT
-from gptworks.planning.optimizers import state_layout
 from gptworks.tensors import Expected
-from gptworks.training.optim.adamw_int8 import LEAST, AdamWInt8
-from gptworks.training.optim.cautious import CautiousAdamW
-from gptworks.training.optim.muon import Muon
-from gptworks.training.optim.polynomials import polynomials
-from gptworks.training.optim.soap import SOAP
 
 Group = dict[str, Any]
 """Parameters that share a peak learning rate and a weight decay, as torch's optimizers take them."""
+
+Build = Callable[[list[Group], TrainConfig, distributed.ProcessGroup | None], torch.optim.Optimizer]
+"""`build` in the file of an optimizer's name. Its last argument: the ranks that hold the same whole model and divide
+what need not be computed by each; None: there is only this one."""
 
 
 def parameter_groups(parameters: dict[str, nn.Parameter], train: TrainConfig) -> dict[str, list[Group]]:
@@ -28,7 +28,7 @@ def parameter_groups(parameters: dict[str, nn.Parameter], train: TrainConfig) ->
     for name, parameter in parameters.items():
         kind = "head" if name.startswith("untied_head.") else "embeddings"
         kind = "vectors" if parameter.ndim < 2 else "matrices" if name.startswith("blocks.") else kind
-        if train.optimizer_state == "int8" and kind == "matrices" and parameter.numel() >= LEAST:
+        if train.optimizer_state == "int8" and kind == "matrices" and parameter.numel() >= LEAST_IN_8_BITS:
             kind = "in 8 bits"
         mesh = getattr(parameter, "device_mesh", None)  # fused updates take tensors that are divided alike
         members.setdefault((kind, mesh), []).append(name)
@@ -63,25 +63,11 @@ class Optimizer:
         self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._optimizers: dict[str, tuple[torch.optim.Optimizer, list[str]]] = {}  # by kind; names of parameters
         for kind, groups in parameter_groups(self.parameters, train).items():
-            optimizer: torch.optim.Optimizer
-            if kind == "adamw":
-                fused = all(parameter.device.type in ("cpu", "cuda", "mps") for parameter in self.parameters.values())
-                adamw = CautiousAdamW if train.cautious_weight_decay else torch.optim.AdamW
-                optimizer = adamw(groups, betas=train.betas, eps=train.eps, fused=fused)
-            elif kind == "adamw_int8":
-                optimizer = AdamWInt8(groups, train.betas, train.eps, train.cautious_weight_decay)
-            elif kind == "soap":
-                optimizer = SOAP(groups, train.betas, train.eps, train.soap_frequency, train.cautious_weight_decay)
-            else:
-                optimizer = Muon(
-                    groups,
-                    momentum=train.muon_momentum,
-                    orthogonalizing=polynomials(train.muon_coefficients, train.muon_iterations),
-                    cautious=train.cautious_weight_decay,
-                    row_beta=train.normuon_beta if kind == "normuon" else None,
-                    replicas=replicas,
-                )
-            self._optimizers[kind] = optimizer, [name for group in groups for name in group["names"]]
+            build: Build = import_module(f"gptworks.training.optim.{kind}").build
+            self._optimizers[kind] = (
+                build(groups, train, replicas),
+                [name for group in groups for name in group["names"]],
+            )
 
     def set_rate(self, factor: float) -> None:
         """Set every group's learning rate to `factor` times its peak."""
@@ -127,7 +113,7 @@ class Optimizer:
         expected = {key: Expected(shapes[key.rpartition("/")[0]]) for key in own}
         for kind, (_, names) in self._optimizers.items():
             for name in filter(begun.__contains__, names):
-                for key, kept in state_layout(kind, shapes[name]).items():
+                for key, kept in OPTIMIZERS[kind].state(shapes[name]).items():
                     least = -math.inf if kept.signed else 0
                     expected[f"{name}/{key}"] = Expected(kept.shape, getattr(torch, kept.dtype), least)
         return expected

@@ -12,12 +12,20 @@ As in the authors' code the first gradient only makes the preconditioners, and a
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
+from gptworks.config import TrainConfig
 from gptworks.model.cpu import product
-from gptworks.training.optim.cautious import decay_where_agreed
+from gptworks.training.optim.cautious import decay
 
 SIDES = ("left", "right")
+
+
+def build(
+    groups: list[dict[str, Any]], train: TrainConfig, replicas: distributed.ProcessGroup | None
+) -> torch.optim.Optimizer:
+    """The optimizer as the recipe sets it; see `gptworks.training.optim.optimizer.Build`."""
+    return SOAP(groups, train.betas, train.eps, train.soap_frequency, train.cautious_weight_decay)
 
 
 class SOAP(torch.optim.Optimizer):
@@ -66,11 +74,7 @@ class SOAP(torch.optim.Optimizer):
         update.div_(state["exp_avg_sq"].sqrt().div_(root).add_(group["eps"])).div_(1 - beta1**n_steps)
         update = product(left, update)
         update = product(update, right.mT)
-        decay = group["lr"] * group["weight_decay"]
-        if self._cautious:
-            decay_where_agreed(parameter, update.clone(), decay)
-        else:
-            parameter.mul_(1 - decay)
+        decay(parameter, update, group["lr"] * group["weight_decay"], self._cautious)
         parameter.add_(update, alpha=-group["lr"])
         del update
 

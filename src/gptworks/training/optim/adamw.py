@@ -1,0 +1,62 @@
+"""AdamW in fp32, torch's own; with cautious decay, that is done before torch's step."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
+
+from gptworks.config import TrainConfig
+from gptworks.config.optimizers import AT_ONCE, CPU_AT_ONCE
+from gptworks.training.optim.cautious import decay_where_agreed
+
+
+def build(
+    groups: list[dict[str, Any]], train: TrainConfig, replicas: distributed.ProcessGroup | None
+) -> torch.optim.Optimizer:
+    """The optimizer as the recipe sets it; see `gptworks.training.optim.optimizer.Build`."""
+    fused = all(p.device.type in ("cpu", "cuda", "mps") for group in groups for p in group["params"])
+    kind = CautiousAdamW if train.cautious_weight_decay else torch.optim.AdamW
+    return kind(groups, betas=train.betas, eps=train.eps, fused=fused)
+
+
+class CautiousAdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW` with cautious weight decay: the sign of its update is that of the first moment."""
+
+    def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
+        decays = [group | {"weight_decay": 0.0, "cautious_decay": group["weight_decay"]} for group in groups]
+        super().__init__(decays, **settings)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update the parameters from their gradients."""
+        assert closure is None, "no closure is used here"
+        for group in self.param_groups:
+            amount = group["lr"] * group["cautious_decay"]
+            for parameter in group["params"] if amount else ():
+                if parameter.grad is not None:
+                    _decay(parameter, self.state[parameter].get("exp_avg"), amount, group["betas"][0])
+        super().step()
+
+
+def _decay(parameter: nn.Parameter, moment: Tensor | None, amount: float, beta: float) -> None:
+    """Decay what this rank has of a parameter before its update, a piece at a time.
+
+    Args:
+        moment: the first, without this step's gradient; None before the first step.
+    """
+    assert parameter.grad is not None
+    weights, gradients = _local(parameter).view(-1), _local(parameter.grad).reshape(-1)
+    moments = None if moment is None else _local(moment).view(-1)
+    at_once = CPU_AT_ONCE if weights.device.type == "cpu" else AT_ONCE
+    for start in range(0, weights.numel(), at_once):
+        piece = slice(start, start + at_once)
+        decay_where_agreed(
+            weights[piece],
+            gradients[piece].clone() if moments is None else moments[piece].lerp(gradients[piece], 1 - beta),
+            amount,
+        )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
