@@ -20,7 +20,6 @@ from browser import chromium, new_page, page, studio
 
 __all__ = ["chromium", "new_page", "page", "studio"]
 
-os.environ.setdefault("GPTWORKS_NATIVE", "1")  # where both can compute, no measurement decides which does
 os.fsync = lambda descriptor: None  # a disk's waits; test_crash_consistency.py holds what is flushed, unpatched
 torch.set_num_threads(1)  # at the sizes of tests, threads wait for one another more than they work
 

@@ -495,7 +495,7 @@ def test_models_that_are_refused_are_computed_by_torch(
     settings: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, ids = random_model(plain_model(**{**BASE, **settings})), text(30)
-    monkeypatch.setattr(choice, "_said", set())
+    monkeypatch.setattr(choice, "_warned", set())
     with pytest.raises(UserError, match=f"backend=native cannot compute this model here: .*{reason}"):
         choice.choose_backend(model, 1, CONTEXT, name="native")
     with pytest.warns(UserWarning, match=f"the native engine is not used: .*{reason}.* torch computes instead"):

@@ -5,11 +5,9 @@ Without a C++ compiler these tests are skipped; what is said then, is tested non
 
 import concurrent.futures
 import ctypes
-import errno
 import grp
 import hashlib
 import io
-import json
 import os
 import platform
 import pwd
@@ -26,6 +24,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from gptworks.choices import Weights
 from gptworks.errors import UserError
 from gptworks.infer.backends import choice, native
 from gptworks.infer.backends.backend import Chunk, TorchBackend
@@ -35,6 +34,7 @@ from gptworks.kernels import library as native_library
 from gptworks.kernels.levels import LEVELS, Level
 from gptworks.kernels.library import Unavailable, library
 from gptworks.model import GPT, cpu
+from gptworks.quantize.convert import quantize_model
 from gptworks.recipe import parse_recipe
 from gptworks.training.loop import train
 from gptworks.training.record.display import Display
@@ -121,7 +121,7 @@ def test_a_compiler_that_fails_leaves_nothing_and_is_not_asked_again(
     assert [file.name for file in fresh.iterdir() if file.name != "lock"] == []
     monkeypatch.setattr(subprocess, "run", None)  # is not called
     model = GPT(plain_model(vocab_size=9, context_length=8, n_layers=1, d_model=16, n_heads=1)).eval()
-    monkeypatch.setattr(choice, "_said", set())
+    monkeypatch.setattr(choice, "_warned", set())
     with pytest.warns(UserWarning, match=r"native engine is not used: .* torch computes instead"):
         assert isinstance(choose_backend(model, 1, 8), TorchBackend)
     with pytest.raises(UserError, match="backend=native cannot compute this model here"):
@@ -425,49 +425,21 @@ def small(**settings: Any) -> GPT:
     return GPT(plain_model(**shape | settings)).eval()
 
 
-@pytest.mark.parametrize(("ours", "theirs", "native_wins"), [(1.0, 2.0, True), (1.05, 1.0, True), (2.0, 1.0, False)])
-def test_the_faster_one_computes_and_says_why(
-    built: bytes, monkeypatch: pytest.MonkeyPatch, ours: float, theirs: float, native_wins: bool
+@pytest.mark.parametrize(("weights", "takes_native"), [("fp16", False), ("bf16", True), ("int8", True), ("int4", True)])
+def test_without_wide_vectors_torch_computes_weights_in_fp16(
+    built: bytes, monkeypatch: pytest.MonkeyPatch, weights: Weights, takes_native: bool
 ) -> None:
-    monkeypatch.delenv("GPTWORKS_NATIVE", raising=False)
-    monkeypatch.setattr(choice, "seconds_of_both", lambda kind: (ours, theirs))
-    monkeypatch.setattr(choice, "_said", set())
-    if native_wins:
-        chosen = choose_backend(small(), 1, 16)
-        assert isinstance(chosen, native.NativeBackend)
-        assert chosen.description.startswith(f"native ({library().instructions}, ")
+    model = quantize_model(small(), weights)
+    assert isinstance(choose_backend(model, 1, 16), native.NativeBackend)
+    monkeypatch.setattr(native_library.Library, "has_wide_vectors", False)
+    monkeypatch.setattr(choice, "_warned", set())
+    if takes_native:
+        assert isinstance(choose_backend(model, 1, 16), native.NativeBackend)
     else:
-        with pytest.warns(UserWarning, match="it is slower here .*2000 ms natively and 1000 ms with torch"):
-            chosen = choose_backend(small(), 1, 16)
-        assert isinstance(chosen, TorchBackend)
-    assert f"{1e3 * ours:.0f} ms natively and {1e3 * theirs:.0f} ms with torch" in chosen.description
-    assert isinstance(choose_backend(small(), 1, 16, name="native"), native.NativeBackend)
-    monkeypatch.setenv("GPTWORKS_NATIVE", "1")
-    assert isinstance(choose_backend(small(), 1, 16), native.NativeBackend)
-
-
-@pytest.mark.parametrize("kind", [torch.float32, torch.int8, torch.uint8, torch.bfloat16])
-def test_a_measurement_is_made_once_and_kept_for_later_processes(
-    builds: list[str], fresh: Path, monkeypatch: pytest.MonkeyPatch, kind: torch.dtype
-) -> None:
-    monkeypatch.setattr(choice, "TRIES", 1)
-    monkeypatch.setattr(choice, "_SHAPE", {**choice._SHAPE, "d_model": 128, "vocab_size": 256})
-    state = torch.get_rng_state()
-    first = choice.seconds_of_both(kind)
-    assert torch.equal(torch.get_rng_state(), state) and min(first) > 0
-    monkeypatch.setattr(choice, "measure", None)  # is not called
-    assert choice.seconds_of_both(kind) == first
-    monkeypatch.setattr(choice, "measure", lambda _: (1.0, 2.0))
-    for text_of_it in ("[]", "{", json.dumps(dict.fromkeys(json.loads((fresh / "choice.json").read_text()), "x"))):
-        (fresh / "choice.json").write_text(text_of_it, encoding="utf-8")
-        assert choice.seconds_of_both(kind) == (1.0, 2.0)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    (fresh / "choice.json").unlink()
-    monkeypatch.setattr(os, "fsync", full)
-    assert choice.seconds_of_both(kind) == (1.0, 2.0), "what cannot be kept is measured again next time"
+        with pytest.warns(UserWarning, match="the native engine is not used: without AVX2"):
+            assert isinstance(choose_backend(model, 1, 16), TorchBackend)
+    chosen = choose_backend(model, 1, 16, name="native")
+    assert chosen.description.startswith(f"native ({library().instructions}, ")
 
 
 # --------------------------------------------------------------------------------------------------- plain processors

@@ -88,7 +88,7 @@ class Library:
     origin: str
     """`compiled here` or `from the package`."""
     folder: Path
-    """Where it is kept: this user's, for figures about it too."""
+    """Where it is kept: a folder of this user's."""
     has_amx: bool
     """Whether it multiplies weights in bf16 and int8 with AMX."""
 
@@ -145,7 +145,7 @@ def library() -> Library:
 def _library() -> Library | str:
     """The library, or why there is none."""
     if (wish := os.environ.get("GPTWORKS_NATIVE", "")) not in ("", "0", "1"):
-        return f"GPTWORKS_NATIVE={wish!r} means nothing: set 0 to do without the C++, or 1 to take it without a timing."
+        return f"GPTWORKS_NATIVE={wish!r} means nothing: set 0 to do without the C++, or leave it out."
     if wish == "0":
         return "GPTWORKS_NATIVE=0 is set."
     try:
