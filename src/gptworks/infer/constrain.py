@@ -25,7 +25,6 @@ from gptworks.confined.grammar import compile_grammar, read_tokenizer
 from gptworks.errors import UserError, not_installed
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.scheduler import QueueFull
-from gptworks.infer.schema import check_regex, check_schema
 from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import encode_text, token_spellings, vocabulary_size
 
@@ -176,7 +175,6 @@ class Constraints:
         """llguidance's form of what the settings ask for."""
         matcher = self._library.LLMatcher
         if settings.regex is not None:
-            check_regex(settings.regex)
             source: str = matcher.grammar_from_regex(settings.regex)
             return source
         schema = settings.json_schema
@@ -184,11 +182,7 @@ class Constraints:
             tree = json.loads(schema) if isinstance(schema, str) else schema
             if not isinstance(tree, Mapping | bool):
                 raise ValueError("a schema is an object")
-            text = json.dumps(tree)
-            check_schema(json.loads(text))
-            source = matcher.grammar_from_json_schema(text, defaults=_SPACING)
-        except UserError:
-            raise
+            source = matcher.grammar_from_json_schema(json.dumps(tree), defaults=_SPACING)
         except RecursionError:
             raise UserError(f"json_schema={_shown(schema)} is nested too deeply.") from None
         except (ValueError, TypeError) as error:
