@@ -4,13 +4,11 @@ A tokenizer that comes from this module reads text as text: `<|endoftext|>` writ
 characters, never the special token. Special tokens are placed by their ids (`document_frame`, `prompt_ids`).
 """
 
-import base64
 import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 
 from tokenizers import AddedToken, Encoding, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -19,7 +17,8 @@ from tokenizers.pre_tokenizers import PreTokenizer
 from gptworks.config import BPETokenizer, CharTokenizer, DatasetTokenizer, FileTokenizer, TokenizerConfig, WordTokenizer
 from gptworks.confined.tokenizers import check_normalized, check_tokenizer
 from gptworks.errors import UserError
-from gptworks.files import SUMS_FILE, check_sums, read_regular, read_text, write_whole
+from gptworks.files import SUMS_FILE, check_sums, read_text, write_whole
+from gptworks.gpt2_vocabulary import BYTE_CHARACTERS, N_RANKS, read_gpt2_vocabulary
 from gptworks.special_tokens import (
     SEPARATOR,
     TOKENIZER_CONFIG,
@@ -33,7 +32,7 @@ from gptworks.special_tokens import (
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 1 << 28
-"""Of a tokenizer.json or a file of ranks; those with 260,000 tokens and their merges have 35 MB."""
+"""Of a tokenizer.json; those with 260,000 tokens and their merges have 35 MB."""
 
 # What one BPE token may span. `code`: a word with the sign or space before it; up to three digits; a run of signs; a
 # line break with the blank lines before it and the indentation after it; other white space. With 4,096 tokens on the
@@ -46,7 +45,6 @@ BPE_PATTERNS = {
 }
 _WORD_PATTERN = r"\b\w+\b|[^\w\s]"
 _WORD_SPECIALS = ("<pad>", "<unk>", "<bos>", "<eos>")
-_GPT2_RANKS = 50_256
 
 
 # ----------------------------------------------------------------------------------------------------- make
@@ -98,30 +96,6 @@ def bpe_words(config: BPETokenizer, training: bool = False) -> PreTokenizer:
     return pre_tokenizers.Sequence([split, *cut, to_bytes])
 
 
-class _LongWords:
-    """Counts the words of texts that are cut."""
-
-    def __init__(self, config: BPETokenizer) -> None:
-        self._split = pre_tokenizers.Split(Regex(BPE_PATTERNS[config.pattern]), "isolated")
-        self.n_words = 0
-
-    def passing(self, texts: Iterable[str]) -> Iterator[str]:
-        for text in texts:
-            if max(map(len, text.split()), default=0) > BPE_WORD_CHARACTERS or _LONG_SPACE.search(text):
-                for run in _LONG_RUN.findall(text):  # it may hold several words
-                    lengths = [end - start for _, (start, end) in self._split.pre_tokenize_str(run)]
-                    self.n_words += sum(length > BPE_WORD_CHARACTERS for length in lengths)
-            yield text
-
-    @property
-    def line(self) -> str:
-        words = f"{self.n_words:,} words are" if self.n_words > 1 else "1 word is"
-        return (
-            f"tokenizer: {words} longer than {BPE_WORD_CHARACTERS} characters, such as a line of base64 or dashes. BPE "
-            f"learns from pieces of them"
-        )
-
-
 _LONG_SPACE = re.compile(rf"\s{{{BPE_WORD_CHARACTERS + 1},}}")
 _LONG_RUN = re.compile(rf"\s?\S{{{BPE_WORD_CHARACTERS},}}|\s{{{BPE_WORD_CHARACTERS + 1},}}")
 
@@ -137,11 +111,26 @@ def _train_bpe(config: BPETokenizer, texts: Iterable[str], report: Callable[[str
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    long_words = _LongWords(config)
-    tokenizer.train_from_iterator(long_words.passing(texts), trainer)
+    split = pre_tokenizers.Split(Regex(BPE_PATTERNS[config.pattern]), "isolated")
+    n_long = 0
+
+    def counting_long_words() -> Iterator[str]:
+        nonlocal n_long
+        for text in texts:
+            if max(map(len, text.split()), default=0) > BPE_WORD_CHARACTERS or _LONG_SPACE.search(text):
+                for run in _LONG_RUN.findall(text):  # it may hold several words
+                    lengths = [end - start for _, (start, end) in split.pre_tokenize_str(run)]
+                    n_long += sum(length > BPE_WORD_CHARACTERS for length in lengths)
+            yield text
+
+    tokenizer.train_from_iterator(counting_long_words(), trainer)
     tokenizer.pre_tokenizer = bpe_words(config)
-    if long_words.n_words:
-        report(long_words.line)
+    if n_long:
+        words = f"{n_long:,} words are" if n_long > 1 else "1 word is"
+        report(
+            f"tokenizer: {words} longer than {BPE_WORD_CHARACTERS} characters, such as a line of base64 or dashes. BPE "
+            f"learns from pieces of them"
+        )
     reached = tokenizer.get_vocab_size()
     if reached < config.vocab_size:
         raise UserError(
@@ -197,12 +186,9 @@ def _load_gpt2(path: Path | None) -> Tokenizer:
     elif path.is_dir() or path.suffix == ".json" or not path.exists():
         tokenizer = load_tokenizer(path)
     else:
-        ranks = _read_ranks(path)
-        vocabulary = {_printable(token): rank for token, rank in ranks.items()}
-        pairs = (_merge_of(token, ranks) for token in ranks if len(token) > 1)
-        tokenizer = _gpt2_tokenizer(vocabulary, [(_printable(left), _printable(right)) for left, right in pairs])
-    if (size := vocabulary_size(tokenizer)) != _GPT2_RANKS + 1:
-        raise UserError(f"{path} has {size} tokens and GPT-2 has {_GPT2_RANKS + 1}. Use tokenizer.type=file.")
+        tokenizer = _gpt2_tokenizer(*read_gpt2_vocabulary(path))
+    if (size := vocabulary_size(tokenizer)) != N_RANKS + 1:
+        raise UserError(f"{path} has {size} tokens and GPT-2 has {N_RANKS + 1}. Use tokenizer.type=file.")
     return tokenizer
 
 
@@ -215,50 +201,6 @@ def _gpt2_tokenizer(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([SEPARATOR])
     return tokenizer
-
-
-def _read_ranks(path: Path) -> dict[bytes, int]:
-    """The published file: on each line a token in base64 and its rank, in the order of the ranks."""
-    ranks: dict[bytes, int] = {}
-    fault = ""
-    try:
-        for line in read_regular(path, MAX_TOKENIZER_BYTES).splitlines():
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-    except ValueError:
-        fault = f"line {len(ranks) + 1}: not `base64-token rank`"
-    if not fault and list(ranks.values()) != list(range(_GPT2_RANKS)):
-        fault = f"it holds {len(ranks)} ranks and GPT-2 has {_GPT2_RANKS}, in order: it is cut short, or another file"
-    elif not fault and any(bytes([byte]) not in ranks for byte in range(256)):
-        fault = "it lacks some of the 256 bytes"
-    if fault:
-        raise UserError(f"{path}: {fault}. tokenizer.path takes r50k_base.tiktoken as published.")
-    return ranks
-
-
-def _merge_of(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """The last merge that makes `token`: merge its bytes by every earlier rank, and two parts are left."""
-    parts = [token[i : i + 1] for i in range(len(token))]
-    while len(parts) > 2:
-        pairs = [ranks.get(left + right, _GPT2_RANKS) for left, right in pairwise(parts)]
-        best = min(range(len(pairs)), key=pairs.__getitem__)
-        parts[best : best + 2] = [parts[best] + parts[best + 1]]
-    return parts[0], parts[1]
-
-
-def _byte_characters() -> list[str]:
-    """GPT-2's printable character for each byte: itself where it prints, else the next free one from U+0100 on."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    free = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(free)) for byte in range(256)]
-
-
-BYTE_CHARACTERS = _byte_characters()
-"""The character for each byte in the names of byte-level tokens."""
-
-
-def _printable(token: bytes) -> str:
-    return "".join(BYTE_CHARACTERS[byte] for byte in token)
 
 
 # -------------------------------------------------------------------------------------------- load and save

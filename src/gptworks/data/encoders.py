@@ -17,7 +17,8 @@ from tokenizers import Regex, Tokenizer, models, normalizers
 
 from gptworks.data.shards import Ids
 from gptworks.errors import not_installed
-from gptworks.tokenizer import BPE_PATTERNS, BYTE_CHARACTERS, encodings
+from gptworks.gpt2_vocabulary import BYTE_CHARACTERS
+from gptworks.tokenizer import BPE_PATTERNS, encodings
 
 _CACHED_CHARACTERS = 1 << 26
 """After so much text gigatoken starts anew: it never forgets a word."""
