@@ -14,8 +14,6 @@ from gptworks.infer.logprobs import PromptScores
 from gptworks.infer.request import Listener, Overflow, Prompt, Request
 from gptworks.infer.room import Room
 from gptworks.infer.sampling import SamplingSettings
-from gptworks.infer.sampling_task import SamplingTask
-from gptworks.infer.scoring_task import ScoringTask
 from gptworks.infer.text import Sample
 from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import encodings, prompt_ids, vocabulary_size
@@ -89,14 +87,12 @@ class Admission:
         self._check_ids("stop_token_ids", settings.stop_token_ids)
         constrained = settings.json_schema is not None or settings.regex is not None
         grammar = self.constraints().grammar(settings) if constrained else None
-        scores = PromptScores(ids, score_from, prompt_logprobs)
-        if not generates:
-            return ScoringTask(next(self._numbers), ids, 1, listener, scores)
         samples = [
             Sample(i, ids, settings, self._tokenizer, self._special.ends, None if grammar is None else grammar.begin())
-            for i in range(n_samples)
+            for i in range(n_samples if generates else 0)
         ]
-        return SamplingTask(next(self._numbers), ids, samples, overflow, scores, listener)
+        scores = PromptScores(ids, score_from, prompt_logprobs)
+        return Request(next(self._numbers), ids, samples, overflow, scores, listener)
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, after the token that begins a document where the tokenizer has one for it.

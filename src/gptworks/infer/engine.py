@@ -11,8 +11,7 @@ For one text at a time there are `generate`, `stream`, `complete`, `chat`, `piec
         for piece in request.take(): ...                      # or submit(..., listener=function of a Piece or an error)
     engine.cancel(request)                                    # from any thread; its slots are free at once
 
-`EngineLoop` (loop.py) runs the steps in a thread, for readers in asyncio. What is done with the logits depends on the
-kind of request (sampling_task.py, scoring_task.py).
+`EngineLoop` (loop.py) runs the steps in a thread, for readers in asyncio. drawing.py says what is done with the logits.
 
 The prompt and its continuation together may fill the context. When it is full, a request ends (`overflow="error"`), or
 its window restarts (`overflow="slide"`): the last half of the context is computed anew, from position 0. Learned
@@ -40,10 +39,10 @@ from gptworks.errors import RunError
 from gptworks.infer.admission import Admission
 from gptworks.infer.backends.backend import Backend, Chunk
 from gptworks.infer.client import Client
+from gptworks.infer.drawing import draft_tokens, draw_tokens, use_logits
 from gptworks.infer.request import OpenRequests, Prompt, Request, Statistics
 from gptworks.infer.room import Room
 from gptworks.infer.sampling import SamplingSettings
-from gptworks.infer.sampling_task import draft_tokens, draw_tokens
 from gptworks.infer.scheduler import PREFILL_TOKENS, QueueFull, Reuse
 from gptworks.infer.speculate import Drafter
 from gptworks.model import GPT
@@ -231,7 +230,7 @@ class Engine(Client):
         for work, logits in zip(plan, computed, strict=True):
             is_padded = logits.size(-1) > self.admission.n_ids  # a padded vocabulary's last rows stand for no token
             known = logits[:, : self.admission.n_ids] if is_padded else logits
-            draws += requests.of(work.job).on_logits(work, known, requests)
+            draws += use_logits(work, known, requests)
         draw_tokens(draws + ready, requests)
 
     def _receive(self) -> None:

@@ -1,9 +1,8 @@
-"""A request to the engine: what its caller holds, what the engine asks of each kind, and the set of those in work."""
+"""A request to the engine: what its caller holds, and the set of all requests that have not ended."""
 
 import contextlib
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -80,20 +79,28 @@ Listener = Callable[[Piece | Exception], None]
 """Called in the thread that steps with each piece, or with an error, after which no more pieces come."""
 
 
-class Request(ABC):
+class Request:
     """A submitted request: `take` returns its pieces as they come, unless it has a listener.
 
-    What is computed for it, and what becomes of the logits, depends on its kind: `SamplingTask`, `ScoringTask`.
+    It has samples, which continue the prompt. Without samples, only the log-probabilities of the prompt's tokens are
+    computed, and one piece reports that this is done; the last token is not read, so that the prompt may be one token
+    longer than the context.
     """
 
     def __init__(
-        self, number: int, prompt_ids: list[int], n_samples: int, listener: Listener | None, scores: PromptScores
+        self,
+        number: int,
+        prompt_ids: list[int],
+        samples: list[Sample],
+        overflow: Overflow,
+        scores: PromptScores,
+        listener: Listener | None,
     ) -> None:
-        self.id, self.prompt_ids, self.n_samples = number, prompt_ids, n_samples
+        self.id, self.prompt_ids, self.samples, self.overflow = number, prompt_ids, samples, overflow
         self.done = False
         """No more pieces will come."""
         self.error: Exception | None = None
-        """Why it failed, where it did."""
+        """Why it failed, if it did."""
         self.prompt_logprobs = scores.logprobs
         """If asked for: the log-probabilities of the prompt's tokens (None before `score_from`), by the first piece."""
         self.n_reused_tokens = 0
@@ -104,6 +111,13 @@ class Request(ABC):
         self._listener, self.scores = listener, scores
         self.jobs: dict[Job, int] = {}
         """For the engine: what it computes for the request, each with the index of its sample."""
+        self.first_logits: Tensor | None = None
+        """For the engine: [1, V] after the prompt, from which the other samples begin."""
+
+    @property
+    def n_samples(self) -> int:
+        """Texts that are computed: one for each sample, or the prompt only."""
+        return len(self.samples) or 1
 
     def take(self) -> list[Piece]:
         """The pieces that came since the last call."""
@@ -137,39 +151,24 @@ class Request(ABC):
 
     def close(self) -> None:
         """For the engine: the request has ended."""
-        self.done = True
+        self.done, self.first_logits = True, None
 
     def first_job(self, room: Room) -> Job:
         """What is computed first: the prompt, or the window of it that the context allows."""
-        return Job(room.window(self.ids_to_read), score_from=self.scores.score_from)
-
-    # ----------------------------------------------------------------------------------------- what each kind defines
-
-    @property
-    def ids_to_read(self) -> list[int]:
-        """The prompt's tokens that are to be computed."""
-        return self.prompt_ids
+        ids = self.prompt_ids if self.samples else self.prompt_ids[:-1] or self.prompt_ids
+        return Job(room.window(ids), score_from=self.scores.score_from)
 
     @property
     def n_to_come(self) -> int:
         """Jobs that wait for the first job to read the prompt."""
-        return 0
+        return max(0, sum(one.finish_reason is None for one in self.samples) - len(self.jobs))
 
     def most_tokens(self, job: Job) -> int:
-        """Tokens that the job's text may come to, were there no context to fill."""
-        return len(job.tokens)
-
-    @abstractmethod
-    def on_logits(self, work: Work, logits: Tensor, requests: "OpenRequests") -> list["Draw"]:
-        """Use the logits [n_logits, V] of a work; return the draws that they allow."""
-
-    def on_ready(self, job: Job) -> "Draw":
-        """The draw of a job that has nothing to compute, since its logits are known."""
-        raise NotImplementedError
-
-    def on_drawn(self, draw: "Draw", requests: "OpenRequests") -> None:
-        """The step has drawn all the tokens that it can from a draw of this request."""
-        raise NotImplementedError
+        """Tokens that the job's text may reach, if the context had room for all."""
+        if not self.samples:
+            return len(job.tokens)
+        one = self.samples[self.jobs[job]]
+        return len(job.tokens) + one.settings.max_tokens - one.n_generated
 
 
 @dataclass
@@ -255,7 +254,7 @@ class OpenRequests:
         self._has_new_jobs = False
 
     def admit(self) -> list[Draw]:
-        """Assign free slots to the jobs that wait; return the draws of those that have nothing to compute."""
+        """Assign free slots to the jobs that wait; return the draws of those whose logits are known."""
         admitted = self.room.admit()
         for job in admitted:
             request = self.of(job)
@@ -264,7 +263,13 @@ class OpenRequests:
                 request.n_reused_tokens += job.n_reused
                 self.statistics.prefix_hits += 1
                 self.statistics.reused_tokens += job.n_reused
-        return [self.of(job).on_ready(job) for job in admitted if job.n_computed == len(job.tokens)]
+        return [self._draw_known(job) for job in admitted if job.n_computed == len(job.tokens)]
+
+    def _draw_known(self, job: Job) -> Draw:
+        """The draw of a job that begins from its request's first logits."""
+        request = self.of(job)
+        assert request.first_logits is not None
+        return Draw(request, request.samples[request.jobs[job]], job, request.first_logits)
 
     # ------------------------------------------------------------------------------------------------ come and go
 

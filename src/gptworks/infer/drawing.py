@@ -1,0 +1,173 @@
+"""What a step does with logits: score prompts, draw the next tokens of all texts together, end what has ended.
+
+A prompt is read once; its other samples begin from the same logits. With a drafter, draft tokens are computed with a
+text's last token (speculative decoding). A draft token is accepted if the model draws the same token itself, so that
+the draws of a step continue as long as they equal the draft.
+"""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from gptworks.errors import RunError, UserError
+from gptworks.infer.logprobs import TokenLogprob, token_logprobs
+from gptworks.infer.request import Draw, ListenerFailed, OpenRequests
+from gptworks.infer.sampling import sample
+from gptworks.infer.scheduler import Job, Work
+from gptworks.infer.speculate import Draftable
+from gptworks.infer.text import Piece
+
+
+def use_logits(work: Work, logits: Tensor, requests: OpenRequests) -> list[Draw]:
+    """Score the prompt's tokens by the logits [n_logits, V] of a work; return the draws that these allow."""
+    job, request = work.job, requests.of(work.job)
+    request.scores.read(work, logits)
+    if not work.n_draft:
+        requests.room.scheduler.commit(work)
+    if not work.is_last:
+        return []
+    if not request.samples:
+        try:
+            request.deliver(Piece(0, "", None, "length"))
+        except ListenerFailed as error:
+            requests.fail(request, error)
+        else:
+            requests.finish(request)
+        return []
+    draft = work.tokens[len(work.tokens) - work.n_draft :]
+    last = logits if work.n_logits == 1 else logits[-1 - work.n_draft :]
+    draws = [Draw(request, request.samples[request.jobs[job]], job, last, draft, work)]
+    if request.first_logits is None and len(request.samples) > 1:
+        request.first_logits = logits[-1:].clone()
+        others = {Job(list(job.tokens), knows_logits=True): i for i in range(1, len(request.samples))}
+        requests.add(request, others, first=True)  # they continue the prompt that the first sample has read
+        draws += requests.admit()
+    return draws
+
+
+def draft_tokens(requests: OpenRequests) -> None:
+    """Let the drafter propose what may follow the texts that are being generated."""
+    room = requests.room
+    if room.drafter is None:
+        return
+    texts = [(job, text) for job in room.scheduler.running if (text := _draftable(job, requests)) is not None]
+    if not texts:
+        return
+    for (job, text), draft in zip(texts, room.drafter.draft([text for _, text in texts]), strict=True):
+        constraint = text.sample.constraint
+        job.draft = draft if constraint is None else draft[: constraint.accepts(draft)]
+
+
+def _draftable(job: Job, requests: OpenRequests) -> Draftable | None:
+    """What a drafter needs to know of a running job; None: it is not generating, or about to end."""
+    request, room, length = requests.of(job), requests.room, len(job.tokens)
+    if not request.samples:
+        return None
+    assert room.backend is not None and job.slot is not None
+    one, capacity = request.samples[request.jobs[job]], room.backend.capacity
+    if room.turns_at is not None and length <= room.turns_at:
+        capacity = min(capacity, room.turns_at)  # what is longer is computed with other factors
+    n_wanted = min(one.settings.max_tokens - one.n_generated - 1, capacity - length)
+    if not one.n_generated or n_wanted <= 0 or length != job.n_computed + 1:
+        return None
+    return Draftable(one, job.slot, job.tokens, n_wanted)
+
+
+def draw_tokens(draws: list[Draw], requests: OpenRequests) -> None:
+    """Draw the next token of each sample, and continue those whose token is the draft's."""
+    live = draws
+    while live:
+        tokens = _sample(live, requests)
+        drawn = list(zip([draw for draw in live if not draw.request.done], tokens, strict=True))  # some may have failed
+        for draw, (token, processed) in drawn:
+            _push(draw, token, processed, requests)
+        live = [
+            draw
+            for draw, (token, _) in drawn
+            if not draw.request.done
+            and draw.n_drawn <= len(draw.draft)
+            and draw.draft[draw.n_drawn - 1] == token
+            and draw.sample.finish_reason is None
+        ]
+    for draw in draws:
+        if not draw.request.done:
+            try:
+                _end_step(draw, requests)
+            except (UserError, ListenerFailed) as error:
+                requests.fail(draw.request, error)
+
+
+def _end_step(draw: Draw, requests: OpenRequests) -> None:
+    """After a draw's last token of the step: keep what was computed of accepted draft tokens; end what has ended."""
+    request, job, one, room = draw.request, draw.job, draw.sample, requests.room
+    if draw.work is not None and draw.draft:
+        n_accepted = draw.n_drawn - 1
+        requests.statistics.draft_tokens += len(draw.draft)
+        requests.statistics.accepted_tokens += n_accepted
+        room.scheduler.commit(draw.work, len(draw.work.tokens) - len(draw.draft) + n_accepted)
+    if one.finish_reason is None and len(job.tokens) > room.context:
+        if request.overflow == "slide":
+            room.scheduler.restart(job, one.ids[-room.restart_tokens :])
+        else:
+            request.deliver(one.finish("context"))
+    elif one.finish_reason is None and 0 < job.n_computed <= (room.turns_at or 0) < len(job.tokens):
+        room.scheduler.restart(job, job.tokens)
+    if one.finish_reason is not None:
+        requests.drop(job)
+        if all(other.finish_reason is not None for other in request.samples):
+            requests.finish(request)
+
+
+def _sample(draws: list[Draw], requests: OpenRequests) -> list[tuple[int, TokenLogprob | None]]:
+    """A token for each draw, and where asked for what it was drawn from, except for requests that fail, because a score
+    is not a number for instance."""
+    masks = [_allowed(draw, requests) for draw in draws]
+    live = [(draw, mask) for draw, mask in zip(draws, masks, strict=True) if not draw.request.done]
+    if not live:
+        return []
+    rows = [draw.row for draw, _ in live]
+    allowed = [mask for _, mask in live] if any(mask is not None for mask in masks) else None
+    wanted = any(draw.sample.settings.processed_logprobs is not None for draw, _ in live)
+    processed: dict[int, TokenLogprob] | None = {} if wanted else None
+    try:
+        tokens = sample(rows, [draw.sample.sampler for draw, _ in live], allowed, processed)
+        return [(token, processed.get(row) if processed else None) for row, token in enumerate(tokens)]
+    except RunError as error:
+        for (draw, _), row in zip(live, rows, strict=True):
+            if row.isnan().any() and not draw.request.done:
+                requests.fail(draw.request, error)
+        return _sample([draw for draw, _ in live], requests)
+
+
+def _allowed(draw: Draw, requests: OpenRequests) -> Tensor | None:
+    """The tokens that a draw's constraint allows; its request fails where the constraint cannot say."""
+    if draw.sample.constraint is None or draw.request.done:
+        return None
+    try:
+        return draw.sample.constraint.allowed()
+    except UserError as error:
+        requests.fail(draw.request, error)
+        return None
+
+
+def _push(draw: Draw, token: int, processed: TokenLogprob | None, requests: OpenRequests) -> None:
+    """Append a token to its text, and deliver the piece that comes of it."""
+    if draw.request.done:  # another of its samples has failed
+        return
+    one, row = draw.sample, draw.row
+    draw.n_drawn += 1
+    try:
+        piece = one.push(token)
+    except UserError as error:  # its constraint cannot go on, or its tokens cannot be decoded
+        requests.fail(draw.request, error)
+        return
+    if piece.token_id is not None:
+        wanted = one.settings.logprobs
+        logprob = None if wanted is None else token_logprobs(row, [token], wanted)[0]
+        piece = replace(piece, logprob=logprob, processed=processed, worked=requests.clock.seconds)
+        draw.job.tokens.append(token)
+        requests.statistics.generated_tokens += 1
+    try:
+        draw.request.deliver(piece)
+    except ListenerFailed as error:
+        requests.fail(draw.request, error)
