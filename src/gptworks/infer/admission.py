@@ -1,4 +1,4 @@
-"""From a prompt and settings to a request that has been checked."""
+"""Makes checked requests of prompts and settings."""
 
 import itertools
 import threading
@@ -20,10 +20,10 @@ from gptworks.tokenizer import encodings, prompt_ids, vocabulary_size
 
 
 class Admission:
-    """Makes an engine's requests, and refuses what the engine cannot do. From any thread."""
+    """Makes an engine's requests, and refuses those that it cannot serve. From any thread."""
 
     def __init__(self, tokenizer: Tokenizer, room: Room) -> None:
-        """Raises a UserError if the tokenizer makes ids that the model does not have."""
+        """Raises a UserError if the tokenizer has ids that the model lacks."""
         self.n_ids, n_rows = vocabulary_size(tokenizer), room.model.config.vocab_size
         if self.n_ids > n_rows:
             raise UserError(
@@ -50,15 +50,14 @@ class Admission:
         listener: Listener | None = None,
         **changes: Any,
     ) -> Request:
-        """A request with a number of its own.
+        """A new request.
 
         Args:
             prompt, settings, n_samples, overflow, changes: as in `Engine.pieces`.
             prompt_logprobs: report in `Request.prompt_logprobs` the log-probabilities of the prompt's tokens, and of
-                this many of the likeliest tokens in each place.
-            score_from: the first token of the prompt to report; what stands before may be reused from other texts.
-            generates: False: the prompt alone is computed, for its log-probabilities; one piece reports that it is
-                done. Its last token is not read, so that the prompt may be one token longer than the context.
+                this many of the likeliest tokens at each position.
+            score_from: the first token of the prompt to report; tokens before it may be reused from other texts.
+            generates: False: score the prompt only; see `Request`.
             listener: called with each piece in the thread that steps, or with an error that ends the request.
 
         Raises:
@@ -95,12 +94,12 @@ class Admission:
         return Request(next(self._numbers), ids, samples, overflow, scores, listener)
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt, after the token that begins a document where the tokenizer has one for it.
+        """The token ids of a prompt, after the token that begins a document if the tokenizer has one.
 
         Warns (UserWarning) of characters or words that the tokenizer does not know.
 
         Raises:
-            UserError: no tokens come of it, or ids outside the vocabulary.
+            UserError: it has no tokens, or ids outside the vocabulary.
         """
         if not isinstance(prompt, str):
             self._check_ids("the prompt", prompt)
@@ -116,7 +115,7 @@ class Admission:
         return ids
 
     def constraints(self) -> Constraints:
-        """What compiles the grammars of constrained texts, for this tokenizer.
+        """The compiler of grammars for this tokenizer.
 
         Raises:
             UserError: llguidance is not installed, or the tokens do not spell text by themselves.

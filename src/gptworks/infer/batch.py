@@ -1,10 +1,10 @@
-"""A file of prompts in, a file of continuations out. Work that was cut short goes on where it stopped.
+"""A file of prompts in, a file of continuations out. Interrupted work continues where it stopped.
 
 Input, one JSON object a line: `prompt`, a text; `id`, a string or whole number (default: the line's number, from 1);
-`settings`, an object that wins over the settings of the whole (`{"max_tokens": 20}`). Other keys are passed over.
+`settings`, an object that overrides the settings of the call (`{"max_tokens": 20}`). Other keys are ignored.
 
-Output, one line for each prompt, as they finish: `id`; `completions`, each with its text, finish_reason and number
-of tokens; `prompt_tokens`. Or `id` and `error`, for a prompt that cannot be continued.
+Output, one line for each prompt as it finishes: `id`; `completions`, each with its text, finish_reason and number of
+tokens; `prompt_tokens`. For a prompt that cannot be continued: `id` and `error`.
 """
 
 import itertools
@@ -22,24 +22,24 @@ from gptworks.infer.request import Overflow, Prompt, Request
 from gptworks.infer.sampling import SamplingSettings
 
 _IN_FLIGHT = 64
-"""Requests that the engine is given at once: enough that none of its slots is ever idle."""
+"""Requests that the engine has at once: enough that none of its slots is ever idle."""
 _MOST_BYTES = 1 << 38
-"""Of a file of prompts."""
+"""Limit for a file of prompts."""
 
 _BEGINNING = b'{"id": '
 
 
 @dataclass
 class BatchReport:
-    """What a batch came to."""
+    """The outcome of a batch."""
 
     total: int
     """Prompts in the input."""
     skipped: int = 0
-    """Of these, done by an earlier call."""
+    """Prompts finished by an earlier call."""
     done: int = 0
     failed: int = 0
-    """Prompts that could not be continued."""
+    """Prompts that ended in an error."""
     generated_tokens: int = 0
     errors: list[str] = field(default_factory=list)
     """The first few failures, with their ids."""
@@ -63,60 +63,44 @@ def generate_file(
     encode: Callable[[str], Prompt] = lambda text: text,
     report: Callable[[BatchReport], None] = lambda _: None,
 ) -> BatchReport:
-    """Continue every prompt of a file that the output does not hold yet; lines are appended as they are finished.
+    """Continue every prompt of a file that is not yet in the output; lines are appended as prompts finish.
 
     Args:
         source, target: see the module.
         settings, n_samples, overflow: as in `Engine.complete`, for all prompts.
-        encode: makes what the engine reads of a line's prompt; default: the text itself.
+        encode: turns a line's prompt into the engine's; default: the text itself.
         report: called after each prompt.
 
     Raises:
-        UserError: an input line is not as described, two have one id, or the output holds something else.
+        UserError: an input line is not as described, two have the same id, or the output holds something else.
     """
-    source, target, settings = Path(source), Path(target), settings or SamplingSettings()
-    with open_given(source, _MOST_BYTES) as lines:
-        return _generate(engine, lines, source, target, settings, n_samples, overflow, encode, report)
-
-
-def _generate(
-    engine: Engine,
-    lines: BinaryIO,
-    source: Path,
-    target: Path,
-    settings: SamplingSettings,
-    n_samples: int,
-    overflow: Overflow,
-    encode: Callable[[str], Prompt],
-    report: Callable[[BatchReport], None],
-) -> BatchReport:
-    ids: dict[str | int, None] = {}
-    for task in _tasks(lines, source, settings):
-        if task.id in ids:
-            raise UserError(
-                f"{source}: two prompts have the id {task.id!r}. Each needs its own, so that work can go on."
-            )
-        ids[task.id] = None
-    finished = _finished(target)
-    progress = BatchReport(total=len(ids), skipped=sum(one in finished for one in ids))
-    left = (task for task in _tasks(lines, source, settings) if task.id not in finished)
+    source, target, defaults = Path(source), Path(target), settings or SamplingSettings()
 
     def submit(task: _Task) -> Request:
         return engine.submit(encode(task.prompt), task.settings, n_samples=n_samples, overflow=overflow)
 
-    with open_to_append(target) as out:
-        for task, ended in run_many(engine, lambda n: itertools.islice(left, n), submit, _IN_FLIGHT):
-            outcome = _outcome(ended)
-            out.write((json.dumps({"id": task.id, **outcome}, ensure_ascii=False) + "\n").encode("utf-8"))
-            out.flush()
-            if "error" in outcome:
-                progress.failed += 1
-                if len(progress.errors) < 3:
-                    progress.errors.append(f"{task.id}: {outcome['error']}")
-            else:
-                progress.done += 1
-                progress.generated_tokens += sum(one["tokens"] for one in outcome["completions"])
-            report(progress)
+    with open_given(source, _MOST_BYTES) as lines:
+        ids: set[str | int] = set()
+        for task in _tasks(lines, source, defaults):
+            if task.id in ids:
+                raise UserError(f"{source}: two prompts have the id {task.id!r}. Give each its own, to resume by.")
+            ids.add(task.id)
+        finished = _finished(target)
+        progress = BatchReport(total=len(ids), skipped=len(ids & finished))
+        left = (task for task in _tasks(lines, source, defaults) if task.id not in finished)
+        with open_to_append(target) as out:
+            for task, ended in run_many(engine, lambda n: itertools.islice(left, n), submit, _IN_FLIGHT):
+                outcome = _outcome(ended)
+                out.write((json.dumps({"id": task.id, **outcome}, ensure_ascii=False) + "\n").encode("utf-8"))
+                out.flush()
+                if "error" in outcome:
+                    progress.failed += 1
+                    if len(progress.errors) < 3:
+                        progress.errors.append(f"{task.id}: {outcome['error']}")
+                else:
+                    progress.done += 1
+                    progress.generated_tokens += sum(one["tokens"] for one in outcome["completions"])
+                report(progress)
     return progress
 
 
@@ -164,22 +148,22 @@ def _task(line: str, number: int, place: str, settings: SamplingSettings) -> _Ta
 
 
 def _finished(target: Path) -> set[str | int]:
-    """The ids of a file's whole lines; a last line that was cut short is taken away."""
+    """The ids of a file's complete lines; an incomplete last line is removed."""
     if not target.exists():
         return set()
-    finished, whole_bytes = set(), 0
+    finished, complete_bytes = set(), 0
     with open_regular(target) as lines:
         for number, line in enumerate(lines, 1):
             try:
                 if line.endswith(b"\n"):
                     finished.add(json.loads(line)["id"])
-                    whole_bytes += len(line)
+                    complete_bytes += len(line)
                 elif line[: len(_BEGINNING)] != _BEGINNING[: len(line)]:
-                    raise ValueError("not the beginning of a line of ours")
+                    raise ValueError("not the beginning of an output line")
             except (ValueError, KeyError, TypeError):
                 raise UserError(
                     f"{target}, line {number}: not an output of this command. Give another --output."
                 ) from None
     with open_to_append(target) as file:
-        file.truncate(whole_bytes)
+        file.truncate(complete_bytes)
     return finished

@@ -1,23 +1,23 @@
-"""The inference engine: prompts go in, text comes out as it is made, for many requests at once.
+"""The inference engine: prompts in, text out as it is generated, for many requests at once.
 
     submit ─► waiting ─► slot: prefill ─► sample a token ─┬─► hold back stop strings ─► pieces
               (scheduler)             ▲                   │
                                       └── compute it ◄────┘  (backend; all running texts together)
 
-For one text at a time there are `generate`, `stream`, `complete`, `chat`, `pieces` and `score` (client.py). For many:
+For one text at a time: `generate`, `stream`, `complete`, `chat`, `pieces` and `score` (client.py). For many:
 
     request = engine.submit(prompt, settings, n_samples=1)    # from any thread; checked at once (admission.py)
-    while engine.step():                                      # one step of all requests; False: nothing is left to do
+    while engine.step():                                      # one step of all requests; False: all have ended
         for piece in request.take(): ...                      # or submit(..., listener=function of a Piece or an error)
     engine.cancel(request)                                    # from any thread; its slots are free at once
 
 `EngineLoop` (loop.py) runs the steps in a thread, for readers in asyncio. drawing.py says what is done with the logits.
 
 The prompt and its continuation together may fill the context. When it is full, a request ends (`overflow="error"`), or
-its window restarts (`overflow="slide"`): the last half of the context is computed anew, from position 0. Learned
-positions so stay those the model was trained with, and each token is computed about twice.
+its window restarts (`overflow="slide"`): the last half of the context is computed again, from position 0. Positions so
+stay those that the model was trained with, and each token is computed about twice.
 
-A request's tokens do not depend on the requests beside it, as far as the backend's numbers do not (see `Backend`).
+A request's tokens depend on other requests only as far as the backend's numbers do (see `Backend`).
 """
 
 import contextlib
@@ -51,12 +51,12 @@ from gptworks.tokenizer import load_tokenizer
 
 
 class EngineFailed(RunError):
-    """The engine is dead: every request it had has ended with this, and it takes no more."""
+    """The engine is dead: all its requests have ended with this error, and it accepts no more."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
-        """The name of the error's type."""
+        """The name of the type of the error that ended it."""
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
@@ -67,7 +67,7 @@ class EngineFailed(RunError):
         return made
 
     def again(self) -> "EngineFailed":
-        """The same, to be raised: one object raised by many threads would mix their tracebacks."""
+        """A copy to raise: one object raised by several threads would mix their tracebacks."""
         return EngineFailed(self.kind, str(self))
 
 
@@ -91,18 +91,18 @@ class Engine(Client):
     ) -> None:
         """
         Args:
-            n_slots: texts generated at once. None: as many as are asked for, up to 32; room is made as it is needed.
+            n_slots: texts generated at once. None: as many as requested, up to 32; slots are allocated when needed.
             slot_tokens: tokens of a text, prompt and continuation; None: as needed, up to the model's context.
-            max_waiting: texts that may wait for a slot; with as many, no more requests are taken. None: any number.
-            reuse: whether a prompt that begins like an earlier text starts from what was computed for that; see
-                `scheduler.Reuse`. Not done for a model in training.
-            prefill_tokens: prompt tokens computed at once; exact reuse shares whole such parts.
-            drafter: proposes draft tokens (speculate.py); texts stay the same.
+            max_waiting: texts that may wait for a slot; beyond it, requests are refused. None: any number.
+            reuse: whether a prompt that begins like an earlier text reuses its keys and values; see `scheduler.Reuse`.
+                Off for a model in training.
+            prefill_tokens: prompt tokens computed at once; exact reuse shares complete parts of this length.
+            drafter: proposes draft tokens (speculate.py); it does not change the texts.
             backend, cache_dtype: see `choose_backend`.
-            chat_template: how conversations become text; None: a model without turns.
+            chat_template: turns conversations into text; None: a base model.
 
         Raises:
-            UserError: the tokenizer makes ids that the model does not have, or a number is below 1.
+            UserError: the tokenizer has ids that the model lacks, or a number is below 1.
         """
         self.model, self.tokenizer, self.chat_template, self.max_waiting = model, tokenizer, chat_template, max_waiting
         self._room = Room(
@@ -116,14 +116,14 @@ class Engine(Client):
         self._inbox: deque[tuple[bool, Request]] = deque()  # (submitted, not cancelled)
         self._inbox_lock, self._stepping = threading.Lock(), threading.Lock()
         self.failure: EngineFailed | None = None
-        """Why the engine is dead, where it is; see `fail`."""
+        """Why the engine is dead; None: it is not. See `fail`."""
 
     def submit(self, prompt: Prompt, settings: SamplingSettings | None = None, **arguments: Any) -> Request:
         """Queue a request, with the arguments of `Admission.request`; `step` makes its pieces. From any thread.
 
         Raises:
             UserError: as `pieces`.
-            QueueFull: `max_waiting` texts wait already.
+            QueueFull: `max_waiting` texts are waiting.
         """
         request = self.admission.request(prompt, settings, **arguments)
         self.enqueue(request)
@@ -133,7 +133,7 @@ class Engine(Client):
         """Queue a request that `admission` has made. From any thread.
 
         Raises:
-            QueueFull: `max_waiting` texts wait already.
+            QueueFull: `max_waiting` texts are waiting.
             EngineFailed: the engine is dead.
         """
         with self._inbox_lock:
@@ -145,7 +145,7 @@ class Engine(Client):
             self._inbox.append((True, request))
 
     def cancel(self, request: Request) -> None:
-        """End a request where it is, without more pieces. From any thread; its slots are free by the next step."""
+        """End a request without more pieces. From any thread; its slots are free by the next step."""
         with self._inbox_lock:
             if self.failure is not None:
                 return
@@ -161,11 +161,11 @@ class Engine(Client):
     def step(self, on_failure: Callable[[BaseException], None] = lambda _: None) -> bool:
         """Take one step with all requests; return whether any is left.
 
-        on_failure: called with what ended the step, before any request learns of it.
+        on_failure: called with the error that ended the step, before any request receives it.
 
         Raises:
-            EngineFailed: the step ended in a way after which nothing can be computed; see `fail`.
-            Exception: what the backend raised. Every request has then ended with it.
+            EngineFailed: the step failed in a way after which nothing can be computed; see `fail`.
+            Exception: what the backend raised. Every request has ended with it.
         """
         with self._stepping:
             if self.failure is not None:
@@ -179,7 +179,7 @@ class Engine(Client):
             return bool(self._requests or self._inbox)
 
     def fail(self, error: BaseException) -> None:
-        """End the engine: every request, running or waiting, ends with an EngineFailed, and no more are taken."""
+        """End the engine: every request, running or waiting, ends with an EngineFailed, and no more are accepted."""
         with self._inbox_lock:
             self.failure = self.failure or EngineFailed.of(error)
             waiting = [request for submitted, request in self._inbox if submitted]
@@ -191,11 +191,11 @@ class Engine(Client):
 
     @contextlib.contextmanager
     def _failing(self, on_failure: Callable[[BaseException], None]) -> Iterator[None]:
-        """Whatever ends the work inside ends its requests: none is left without an answer.
+        """End all requests with any error raised inside, so that none is left without an answer.
 
-        After an `Exception` the next requests may succeed: nothing computed counts any more. After a MemoryError or
-        what is no `Exception`, such as a panic of a library in Rust, the engine is dead; an interrupt only ends what
-        there is, as Python's prompt goes on after it.
+        After an `Exception` the next requests may succeed; computed keys and values are discarded. After a MemoryError,
+        or an error that is not an `Exception`, such as a panic of a library in Rust, the engine is dead. A
+        KeyboardInterrupt ends only the requests, since an interactive session continues after it.
         """
         try:
             yield
@@ -216,7 +216,7 @@ class Engine(Client):
             raise
 
     def _step(self) -> None:
-        """Make room, draft, admit, plan, compute, let each request use its logits, and draw the next tokens."""
+        """Allocate slots, draft, admit, plan, compute, use the logits, and draw the next tokens."""
         room, requests = self._room, self._requests
         requests.make_room()
         draft_tokens(requests)
@@ -228,15 +228,15 @@ class Engine(Client):
         requests.statistics.steps += 1
         draws = []
         for work, logits in zip(plan, computed, strict=True):
-            is_padded = logits.size(-1) > self.admission.n_ids  # a padded vocabulary's last rows stand for no token
+            is_padded = logits.size(-1) > self.admission.n_ids  # the last rows of a padded vocabulary are not tokens
             known = logits[:, : self.admission.n_ids] if is_padded else logits
             draws += use_logits(work, known, requests)
         draw_tokens(draws + ready, requests)
 
     def _receive(self) -> None:
-        """Take in what was submitted and cancelled."""
+        """Open the submitted requests and end the cancelled ones."""
         while True:
-            with self._inbox_lock:  # one at a time: those after one that fails stay
+            with self._inbox_lock:  # one at a time: if one fails, the rest stay in the inbox
                 if not self._inbox:
                     return
                 submitted, request = self._inbox.popleft()
@@ -246,17 +246,17 @@ class Engine(Client):
                 self._requests.cancel(request)
 
     def _rest(self) -> None:
-        """Between requests, release the slots of a model in training, whose weights are about to change."""
+        """Release the slots of a model in training when there are no requests: its weights are about to change."""
         if not self._requests and self.model.training:
             self._room.release()
 
     def _n_waiting(self) -> int:
-        """Texts without a slot: of requests that no step has seen, those that wait for their prompt, and the rest."""
+        """Texts without a slot: in the inbox, waiting for their prompt to be read, or waiting for a slot."""
         submitted = sum(request.n_samples for is_new, request in tuple(self._inbox) if is_new)
         return submitted + self._requests.n_to_come + len(self._room.scheduler.waiting)
 
     def statistics(self) -> Statistics:
-        """What the engine does and has done, as of now."""
+        """Counts of what the engine does and has done."""
         scheduler = self._room.scheduler
         return dataclasses.replace(
             self._requests.statistics,
@@ -268,35 +268,35 @@ class Engine(Client):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the weights, and of the slots' keys and values when all of them are full."""
+        """Bytes of the weights and of all slots' keys and values."""
         backend = self._room.backend
         weights = sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
         return weights + (0 if backend is None else backend.cache.bytes_of(backend.n_slots, backend.capacity))
 
     @property
     def weights(self) -> str:
-        """How the matrices are kept: `fp32`, or as they are quantized, such as `int4, int8`."""
+        """Storage of the matrices: `fp32`, or how they are quantized, such as `int4, int8`."""
         return weights_of(self.model)
 
     def reader(self) -> Backend:
-        """A backend of the model beside the engine's, for one thread: `read` gives the features of a text."""
+        """Another backend of the model, for one thread: `read` gives the features of a text."""
         return self._room.reader()
 
     @property
     def backend_description(self) -> str | None:
-        """What computes, with what, and where it was chosen why; None before anything was computed."""
+        """The backend in words; None before anything was computed."""
         return None if self._room.backend is None else self._room.backend.description
 
     def warm_up(self, *, promised_bytes: int = 0) -> int:
         """Allocate all slots, each as long as a text may become, and compute a token.
 
-        After it no request makes the engine allocate more, or waits for that.
+        No later request allocates memory or waits for it.
 
         Args:
-            promised_bytes: of the available memory, what others have allocated and not yet touched.
+            promised_bytes: available memory that others have allocated and not yet touched.
 
         Returns:
-            Bytes of the slots' keys and values, when all of them are full.
+            Bytes of all slots' keys and values.
 
         Raises:
             UserError: the slots do not fit in memory.
@@ -307,7 +307,7 @@ class Engine(Client):
         return needed_bytes
 
     def begin(self) -> None:
-        """Make the backend and compute a token: the first request does not wait for that."""
+        """Make the backend and compute a token, so that the first request does not wait for it."""
         self.generate([0], max_tokens=1)
         self._requests.statistics = Statistics()
 
@@ -326,15 +326,15 @@ def load(
 
     Args:
         checkpoint: best, last, or a step.
-        overrides: settings that win over the run's, such as `model.context_length=1024` for a longer context.
+        overrides: settings that replace the run's, such as `model.context_length=1024` for a longer context.
         device: auto, cpu, cuda or mps.
-        weights: how the matrices are kept: auto (as the run keeps them), fp32, bf16, int8 or int4. Those of a run that
-            is not quantized are rounded as they are loaded, each to the nearest value; no file is written.
+        weights: how the matrices are kept: auto (as in the run), fp32, bf16, int8 or int4. Weights of a run that is not
+            quantized are rounded to the nearest value while they are loaded; no file is written.
         report: called with a message for each fallback, such as from a damaged checkpoint.
         options: of `Engine`, such as n_slots=8.
 
     Raises:
-        UserError: no such run, checkpoint or device, damaged files, or a run that is quantized to other weights.
+        UserError: no such run, checkpoint or device; damaged files; or the run is quantized to other weights.
     """
     run = load_run(
         run_dir, str(checkpoint), overrides=overrides, device=choose_device(device), weights=weights, report=report

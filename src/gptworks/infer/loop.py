@@ -1,4 +1,4 @@
-"""An engine that steps in a thread of its own, for programs that wait for many texts at once (asyncio).
+"""Runs an engine in its own thread, for programs that wait for many texts at once (asyncio).
 
 with EngineLoop(engine) as loop:
     stream = loop.open(max_unread=1000)         # one reader's requests, read together
@@ -24,17 +24,17 @@ from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.text import Piece
 
 Batch = list[tuple[int, Piece, float]]
-"""Pieces, each with the number of its request and the time at which it came."""
+"""Pieces, each with the number of its request and the time at which it arrived."""
 
 _LOG = logging.getLogger("gptworks.engine")
 
 
 class EngineStopped(RunError):
-    """The engine takes no more requests, or has ended those it had."""
+    """The engine accepts no more requests, or has ended those it had."""
 
 
 class SlowReader(RunError):
-    """A reader left more pieces unread than it may; its requests were cancelled."""
+    """A reader left too many pieces unread; its requests were cancelled."""
 
 
 class EngineLoop:
@@ -45,29 +45,29 @@ class EngineLoop:
         self._wake, self._ending = threading.Event(), False
         self._streams: set[Stream] = set()
         self._to_wake: deque[Stream] = deque()
-        self._left: deque[Stream] = deque()  # by their readers, who may be gone with asyncio's loop held up
+        self._left: deque[Stream] = deque()  # streams that their readers have left
         self._thread = threading.Thread(target=self._run, name="gptworks engine", daemon=True)
 
     def start(self) -> Self:
-        """Begin to step."""
+        """Start the thread."""
         self._thread.start()
         return self
 
     def close(self, *, drain: bool = True) -> None:
         """Stop, and wait until no step runs.
 
-        drain: finish the requests that have a reader, or may still get one; else they end with a RunError. An asyncio
-        loop that this call holds up can neither read nor finalize generators that were abandoned: each text of its
-        readers goes on for one context at most, and then ends with a SlowReader.
+        drain: finish the requests that have a reader, or may still get one; otherwise they end with a RunError. If this
+        call blocks an asyncio loop, that loop cannot read or finalize abandoned generators: each text of its readers
+        continues for one context at most, and then ends with a SlowReader.
         """
         if not drain:
             for stream in list(self._streams):
                 stream.cancel()
                 stream.hand(0, EngineStopped("the engine was stopped."))
             self._wake_readers()
-        held_up = asyncio._get_running_loop()
+        blocked = asyncio._get_running_loop()
         for stream in list(self._streams):
-            if stream._asyncio is held_up:
+            if stream._asyncio is blocked:
                 stream.bound(self.engine.context)
         self._ending = True
         self._wake.set()
@@ -84,23 +84,23 @@ class EngineLoop:
 
     @property
     def alive(self) -> bool:
-        """Whether requests are worked on."""
+        """Whether the thread works on requests."""
         return self._thread.is_alive() and not self._ending and self.engine.failure is None
 
     def check(self) -> EngineFailed | None:
-        """Why the engine is dead, where it is. Readers of one whose thread is gone without a word learn of it."""
+        """Why the engine is dead; None: it is not. Also ends an engine whose thread has died silently."""
         has_begun = self._thread.ident is not None
         if has_begun and not self._thread.is_alive() and not self._ending and self.engine.failure is None:
             self._fail(RuntimeError("its thread has ended"))
         return self.engine.failure
 
     def open(self, *, max_unread: int | None = None, patience: int = 1) -> "Stream":
-        """A stream without requests yet. To be called where an asyncio loop runs.
+        """A stream without requests. Call it inside a running asyncio loop.
 
         Args:
-            max_unread: pieces that may wait for the reader; with more, the stream is cancelled (SlowReader).
-            patience: pieces after which the reader is woken, if no text has ended before. Waking it costs a step's
-                CPU; raise this if only the final text matters.
+            max_unread: pieces that may wait for the reader; beyond it, the stream is cancelled (SlowReader).
+            patience: pieces after which the reader is woken, unless a text ends earlier. Waking it costs a step's CPU;
+                raise this if only the final text matters.
 
         Raises:
             EngineStopped: the loop is closed.
@@ -109,13 +109,13 @@ class EngineLoop:
         if (failure := self.check()) is not None:
             raise failure.again()
         if self._ending:
-            raise EngineStopped("the engine is stopping: no more requests are taken.")
+            raise EngineStopped("the engine is stopping: no more requests are accepted.")
         return Stream(self, max_unread, patience)
 
     def _run(self) -> None:
         try:
             self._steps()
-        except BaseException as error:  # whatever it is, nobody is left who would answer
+        except BaseException as error:  # of any kind: the thread ends, and all requests need an answer
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
@@ -132,7 +132,7 @@ class EngineLoop:
                 busy = self.engine.step(on_failure=_log_failure)
             except EngineFailed:
                 raise
-            except Exception:  # every request has got the error, and later ones may succeed
+            except Exception:  # every request has received the error, and later ones may succeed
                 busy = True
             self._wake_readers()
             if busy:
@@ -143,7 +143,7 @@ class EngineLoop:
             self._wake.clear()
 
     def _wake_readers(self) -> None:
-        """Wake the readers that got pieces, once a step: a call to another thread's loop costs as much as a step."""
+        """Wake the readers of new pieces, once a step: a call to another thread's loop costs as much as a step."""
         together: dict[asyncio.AbstractEventLoop, list[Stream]] = {}
         while self._to_wake:
             stream = self._to_wake.popleft()
@@ -157,8 +157,8 @@ class EngineLoop:
 
 
 def _log_failure(error: BaseException) -> None:
-    _LOG.error("a step failed, and with it the requests that it was for", exc_info=error)
-    with contextlib.suppress(AttributeError):  # a type of a library in C may take no attributes
+    _LOG.error("a step failed, and with it its requests", exc_info=error)
+    with contextlib.suppress(AttributeError):  # types defined in C may not accept attributes
         error.is_logged = True  # type: ignore[attr-defined]
 
 
@@ -170,7 +170,7 @@ def _wake_all(streams: list["Stream"]) -> None:
 
 
 class Stream:
-    """The pieces of some requests, for one reader. Leaving the iteration cancels them; without one, call `cancel`."""
+    """The pieces of some requests, for one reader. Leaving the iteration cancels them; before it, call `cancel`."""
 
     def __init__(self, loop: EngineLoop, max_unread: int | None = None, patience: int = 1) -> None:
         self._loop, self._max_unread, self._patience = loop, max_unread, patience
@@ -193,13 +193,13 @@ class Stream:
         request = self._loop.engine.submit(prompt, settings, listener=listener, **arguments)
         self.requests.append(request)
         self._n_unfinished += arguments.get("n_samples", 1)
-        if self.cancelled:  # while the prompt was read
+        if self.cancelled:  # while the prompt was encoded
             self._loop.engine.cancel(request)
         self._loop._wake.set()
         return request
 
     def hand(self, number: int, piece: Piece | Exception) -> None:
-        """For the engine: pass a piece of a request to the reader, which is woken after the step. From any thread."""
+        """For the engine: pass a piece to the reader, which is woken after the step. From any thread."""
         full = self._max_unread is not None and len(self._unread) >= self._max_unread
         if full and isinstance(piece, Piece):
             if self.cancelled:
@@ -218,7 +218,7 @@ class Stream:
         self._max_unread = most if self._max_unread is None else min(most, self._max_unread)
 
     def cancel(self) -> None:
-        """End the requests where they are. From any thread, any number of times."""
+        """End the requests. From any thread, any number of times."""
         self.cancelled = True
         self._loop._streams.discard(self)
         for request in list(self.requests):
@@ -232,7 +232,7 @@ class Stream:
             self._loop._left.append(self)
 
     def batches(self) -> "_Reading":
-        """What came since the last batch, again and again until all requests have ended."""
+        """An iterator over the pieces since the last batch, until all requests have ended."""
         return _Reading(self, self._batches())
 
     async def _batches(self) -> AsyncGenerator[Batch]:
@@ -257,9 +257,9 @@ class Stream:
 
 
 class _Reading(AsyncIterator[Batch]):
-    """What a reader iterates over. The stream is left when this goes away, by `break` for instance.
+    """The reader's iterator. Deleting it, as after `break`, leaves the stream.
 
-    A bare generator would be finalized by asyncio's loop, later: never, while `EngineLoop.close` holds that loop up.
+    asyncio's loop would finalize a bare generator, but later: never, while `EngineLoop.close` blocks that loop.
     """
 
     def __init__(self, stream: Stream, generator: AsyncGenerator[Batch]) -> None:
@@ -269,7 +269,7 @@ class _Reading(AsyncIterator[Batch]):
         return anext(self._generator)
 
     async def aclose(self) -> None:
-        """Leave now."""
+        """Leave the stream now."""
         await self._generator.aclose()
 
     def __del__(self) -> None:

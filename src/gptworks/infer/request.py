@@ -29,20 +29,20 @@ class Completion:
     """One finished sample."""
 
     text: str
-    """What follows the prompt, up to and without the stop string."""
+    """The text after the prompt, up to the stop string and without it."""
     token_ids: list[int]
-    """Every token generated, those of a stop string too, the end-of-text token not."""
+    """Every generated token, including those of a stop string, without the end-of-text token."""
     finish_reason: FinishReason
     prompt_tokens: int
     logprobs: list[TokenLogprob] | None = None
-    """Of each token, where the setting `logprobs` asks for it."""
+    """Of each token, if the setting `logprobs` is given."""
     processed_logprobs: list[TokenLogprob] | None = None
-    """Of each token, where the setting `processed_logprobs` asks for it."""
+    """Of each token, if the setting `processed_logprobs` is given."""
 
 
 @dataclass
 class Statistics:
-    """What an engine does and has done: counts since it was made; running, waiting and slots as of now."""
+    """Counts since an engine was made; running, waiting and slots are current numbers."""
 
     running: int = 0
     """Texts in a slot."""
@@ -57,26 +57,26 @@ class Statistics:
     generated_tokens: int = 0
     steps: int = 0
     prefix_hits: int = 0
-    """Prompts that began with what a slot held."""
+    """Prompts that began with tokens in a slot."""
     reused_tokens: int = 0
-    """Prompt tokens that were not computed for that reason."""
+    """Prompt tokens that were therefore not computed."""
     draft_tokens: int = 0
     """Draft tokens of speculative decoding."""
     accepted_tokens: int = 0
-    """Draft tokens that the model drew itself."""
+    """Draft tokens that the model also drew."""
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Share of the draft tokens that were accepted; None: there were none."""
+        """Accepted share of the draft tokens; None: there were none."""
         return self.accepted_tokens / self.draft_tokens if self.draft_tokens else None
 
 
 class ListenerFailed(RunError):
-    """A request's listener raised an error; the request has ended with it."""
+    """A request's listener raised an error, which has ended the request."""
 
 
 Listener = Callable[[Piece | Exception], None]
-"""Called in the thread that steps with each piece, or with an error, after which no more pieces come."""
+"""Called in the stepping thread with each piece, or with an error, after which no more pieces come."""
 
 
 class Request:
@@ -141,7 +141,7 @@ class Request:
             raise ListenerFailed(f"the reader of a request failed: {type(error).__name__}: {error}") from error
 
     def fail(self, error: Exception) -> None:
-        """For the engine: no more pieces will come. A listener that raises does not keep others from learning of it."""
+        """For the engine: the request has failed. If its listener raises an error, that is only logged."""
         self.error = error
         if self._listener is not None:
             try:
@@ -173,7 +173,7 @@ class Request:
 
 @dataclass
 class Draw:
-    """Rows of logits from which a sample draws its next token and, where draft tokens were checked, those after it."""
+    """Rows of logits from which a sample draws its next token and, if draft tokens were checked, those after it."""
 
     request: Request
     sample: Sample
@@ -190,7 +190,7 @@ class Draw:
 
 
 class WorkClock:
-    """Counts the seconds inside of `running`: an engine's steps."""
+    """Counts the seconds spent inside `running`: those of an engine's steps."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now, self._before = now, 0.0
@@ -198,7 +198,7 @@ class WorkClock:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, the seconds count."""
+        """A context whose seconds are counted."""
         self._since = self._now()
         try:
             yield
@@ -212,7 +212,7 @@ class WorkClock:
 
 
 class OpenRequests:
-    """The requests that have not ended, and their jobs. Not thread-safe."""
+    """The requests that have not ended, and their jobs. Not thread-safe, except as stated."""
 
     def __init__(self, room: Room) -> None:
         self.room, self.statistics = room, Statistics()
@@ -226,27 +226,27 @@ class OpenRequests:
 
     @property
     def n_to_come(self) -> int:
-        """Texts that have no job yet, since their prompt is not read. From any thread."""
+        """Texts without a job, since their prompt has not been read. From any thread."""
         return sum(request.n_to_come for request in tuple(self._open.values()))
 
     def of(self, job: Job) -> Request:
-        """The request that a job is for."""
+        """A job's request."""
         return self._request_of[job]
 
     def most_tokens(self, job: Job) -> int:
-        """Tokens that a job's text may come to in its slot."""
+        """Tokens that a job's text may reach in its slot."""
         return min(self.room.context, self.of(job).most_tokens(job))
 
     def rotary_length(self, job: Job) -> int:
-        """The length that rotary scaling goes by: a text's own for LongRoPE, and for dynamic scaling what it may come
-        to, since every cached key was turned for it."""
+        """The length for rotary scaling: with LongRoPE a text's own, with dynamic scaling the length that it may reach,
+        for which every cached key is rotated."""
         turns_at = self.room.turns_at
         if turns_at is None:
             return self.most_tokens(job)
         return turns_at if len(job.tokens) <= turns_at else self.room.model.config.context_length
 
     def make_room(self) -> None:
-        """Have slots for all that is to be computed; what a job needs does not grow while it runs."""
+        """Allocate slots for all jobs; what a job needs does not grow while it runs."""
         if not self._has_new_jobs:
             return
         jobs = [*self.room.scheduler.running, *self.room.scheduler.waiting]
@@ -274,9 +274,9 @@ class OpenRequests:
     # ------------------------------------------------------------------------------------------------ come and go
 
     def open(self, request: Request) -> None:
-        """Take in a request that was submitted."""
+        """Add a submitted request."""
         is_first = not self._open
-        self._open[request.id] = request  # before anything that may fail, so that it learns of that
+        self._open[request.id] = request  # before anything that may fail, so that it receives the error
         self.statistics.requests += 1
         if is_first:
             self.room.release_stale()
@@ -284,7 +284,7 @@ class OpenRequests:
         self.add(request, {request.first_job(self.room): 0})
 
     def add(self, request: Request, jobs: dict[Job, int], *, first: bool = False) -> None:
-        """Queue jobs of an open request, each with the index of its sample; `first`: before all others."""
+        """Queue jobs of an open request, each with the index of its sample. first: before all others."""
         request.jobs |= jobs
         self._request_of |= dict.fromkeys(jobs, request)
         self._has_new_jobs = True
@@ -296,12 +296,12 @@ class OpenRequests:
         del self._request_of.pop(job).jobs[job]
 
     def finish(self, request: Request) -> None:
-        """End a request that has got all its pieces."""
+        """End a request that has received all its pieces."""
         self.statistics.finished += 1
         self._close(request)
 
     def cancel(self, request: Request) -> None:
-        """End a request where it is, if it has not ended yet."""
+        """End a request, unless it has ended."""
         if request.id in self._open:
             self.statistics.cancelled += 1
             self._close(request)
@@ -318,7 +318,7 @@ class OpenRequests:
             self.fail(request, error)
 
     def abandon_all(self, error: Exception) -> None:
-        """End all requests with an error, for good: what they held is in no known state and is left as it is."""
+        """End all requests with an error, and leave their slots, whose state is unknown, as they are."""
         for request in list(self._open.values()):
             self.statistics.failed += 1
             request.fail(error)

@@ -1,6 +1,6 @@
 """The slots of an engine: the backend that computes and caches texts in them, and the scheduler that assigns them.
 
-Slots and their capacity grow as texts need them. They are released where what they hold no longer counts.
+The number and capacity of slots grow with the texts. They are released when the weights change.
 """
 
 import torch
@@ -17,16 +17,16 @@ from gptworks.planning.setting import ANSWERS_AT_ONCE
 from gptworks.units import readable
 
 MOST_SLOTS = ANSWERS_AT_ONCE
-"""Texts generated at once where `n_slots` is not given."""
+"""Texts generated at once if `n_slots` is not given."""
 
 LEAST_CAPACITY = 256
 LEAST_CAPACITY_CPU = 2048
-"""Least tokens of a slot where `slot_tokens` is not given. Capacities are powers of two, so that slots seldom grow.
-On a CPU the least is generous, since pages that no text reaches take no memory there."""
+"""Least tokens of a slot if `slot_tokens` is not given. Capacities are powers of two, so that slots seldom grow. A CPU
+allocates only the pages that are used, so the least is generous there."""
 
 
 class Room:
-    """A backend and its scheduler, with as many slots as the texts at hand need, each as long as they need."""
+    """A backend and its scheduler, with as many slots as the current texts need, of the length that they need."""
 
     def __init__(
         self,
@@ -40,17 +40,17 @@ class Room:
         backend: BackendName = "auto",
         cache_dtype: torch.dtype | None = None,
     ) -> None:
-        """Takes no memory before the first text. Arguments and errors: see `Engine`."""
+        """Allocates nothing before the first text. Arguments and errors: see `Engine`."""
         for name, number in (("n_slots", n_slots), ("slot_tokens", slot_tokens), ("prefill_tokens", prefill_tokens)):
             if number is not None and number < 1:
                 raise UserError(f"{name}={number}: it must be 1 or more.")
         self.model, self.drafter = model, drafter
         self.context = min(slot_tokens or model.config.context_length, model.config.context_length)
-        """Tokens that a text may come to before it is full."""
+        """Tokens of a full text."""
         self.restart_tokens = max(1, self.context // 2)
-        """Tokens that a sliding window restarts from when the context is full: the last half of the context."""
+        """Tokens that a full sliding window keeps: the last half of the context."""
         self.most_texts = n_slots or MOST_SLOTS
-        """Texts generated at once, at most."""
+        """Limit of texts generated at once."""
         self._n_slots, self._slot_tokens = n_slots, slot_tokens
         self._backend_name: BackendName = backend
         self._cache_dtype, self._prefill_tokens = cache_dtype, prefill_tokens
@@ -58,43 +58,43 @@ class Room:
         by_length = scaling is not None and scaling.by_length  # a token's keys depend on the text's length
         self._reuse: Reuse = "off" if by_length else reuse
         self.turns_at = model.config.original_context_length if scaling is not None and scaling.long_factors else None
-        """LongRoPE: a text that grows longer than this is computed again, with the long factors."""
+        """LongRoPE: a text that outgrows this length is computed again, with the long factors."""
         self._weights: object = None
         self.release()
 
     def reader(self) -> Backend:
-        """A backend of one slot of its own, for texts that are read beside those that are generated."""
-        on_cpu = self.model.device.type == "cpu"  # there, memory that no text reaches is not taken
+        """A separate backend with one slot, for texts that are only read."""
+        on_cpu = self.model.device.type == "cpu"  # there, only pages that are used take memory
         return choose_backend(self.model, 1, self.context if on_cpu else 1, name=self._backend_name)
 
     def window(self, ids: list[int]) -> list[int]:
-        """The tokens that are read of a prompt: all, or those that a sliding window starts from."""
+        """The tokens of a prompt that are read: all, or those that a sliding window keeps."""
         return list(ids if len(ids) <= self.context else ids[-self.restart_tokens :])
 
     def release(self) -> None:
-        """Free the slots and forget what they hold."""
+        """Free the slots and their contents."""
         self.backend: Backend | None = None
         self.scheduler = Scheduler(0, prefill_tokens=self._prefill_tokens, reuse=self._reuse)
 
     def release_stale(self) -> None:
-        """Release the slots if the weights have changed since they were made, or are about to: in training."""
+        """Release the slots if the weights have changed since they were filled, or the model is in training."""
         if self.backend is not None and (self.model.training or self._weights != _versions(self.model)):
             self.release()
 
     def forget(self) -> None:
-        """After a failed step: nothing computed counts, and a backend that failed to grow is dropped."""
+        """After a failed step: discard what was computed, and a backend that failed to grow."""
         self.scheduler.forget()
         if self.backend is None:
             self.release()
 
     def fit(self, n_texts: int, longest_tokens: int) -> None:
-        """Grow if need be: slots for `n_texts` texts, the longest of which may come to `longest_tokens`."""
+        """Grow if necessary: slots for `n_texts` texts of up to `longest_tokens` tokens."""
         least = LEAST_CAPACITY_CPU if self.model.device.type == "cpu" else LEAST_CAPACITY
         capacity = min(self._slot_tokens or _power_of_two(max(least, longest_tokens)), self.context)
         self._grow(self._n_slots or _power_of_two(min(n_texts, MOST_SLOTS)), capacity)
 
     def admit(self) -> list[Job]:
-        """Assign free slots to the jobs that wait, and copy what they share with other texts; the jobs admitted."""
+        """Assign free slots to waiting jobs and copy the prefixes that they reuse; returns the admitted jobs."""
         admitted, copies = self.scheduler.admit()
         for copy in copies:
             assert self.backend is not None
@@ -102,7 +102,7 @@ class Room:
         return admitted
 
     def fill(self, *, promised_bytes: int = 0) -> int:
-        """Allocate all slots, each as long as a text may become; arguments and errors: see `Engine.warm_up`."""
+        """Allocate all slots with the capacity of a full text; arguments and errors: see `Engine.warm_up`."""
         n_slots = self.most_texts
         self._grow(1, 1)
         assert self.backend is not None
@@ -124,17 +124,17 @@ class Room:
         return needed_bytes
 
     def _grow(self, n_slots: int, capacity: int) -> None:
-        """Make the backend, or grow it to at least this many slots and tokens in each. What it holds stays."""
+        """Make the backend, or grow it to at least this many slots and tokens in each. It keeps its contents."""
         backend = self.backend
         if backend is None:
             backend = choose_backend(self.model, n_slots, capacity, dtype=self._cache_dtype, name=self._backend_name)
-            self._weights = None if self.model.training else _versions(self.model)  # a backend may have moved them
+            self._weights = None if self.model.training else _versions(self.model)  # after the backend has moved them
             self.scheduler.invariant = backend.invariant
             if self.drafter is not None:
                 self.drafter.reset(backend)
         elif n_slots > backend.n_slots or capacity > backend.capacity:
             n_slots, capacity = max(n_slots, backend.n_slots), max(capacity, backend.capacity)
-            self.backend = None  # a backend that fails to grow is of no use
+            self.backend = None  # a backend that fails to grow is unusable
             backend.grow(n_slots, capacity, self.scheduler.held)
             if self.drafter is not None:
                 self.drafter.grow(n_slots, capacity)
@@ -143,10 +143,10 @@ class Room:
 
 
 def _versions(model: GPT) -> tuple[tuple[int, int], ...]:
-    """Where the weights are and how often each was written to: equal while nobody changes them."""
+    """Address and version of each weight: equal until one is changed."""
     return tuple((parameter.data_ptr(), parameter._version) for parameter in model.parameters())
 
 
 def _power_of_two(n: int) -> int:
-    """The least power of two that is not below n."""
+    """The least power of two ≥ n."""
     return 1 << max(0, n - 1).bit_length()

@@ -1,14 +1,14 @@
-"""Which tokens are computed next, and in which slot: plain Python, without a model or tensors.
+"""Decides which tokens are computed next, and in which slot: plain Python, without a model or tensors.
 
     add ─► waiting (first come, first served) ─► running, each in its slot ─► finish: the slot is free
 
-Texts join and leave between steps. A step computes one token of each text that is being generated, beside its draft
-tokens, and up to `prefill_tokens` of those whose prompts are still being read, so that a long prompt does not hold up
-the others. Prompts are cut at multiples of `prefill_tokens` of their own text, whatever is computed beside them.
+Texts join and leave between steps. A step computes one token of each text in generation, with its draft tokens, and up
+to `prefill_tokens` tokens of prompts, so that a long prompt does not delay the other texts. Prompts are cut at multiples
+of `prefill_tokens`, whatever else the step computes.
 
-A slot keeps what it holds when its text ends. A new text that begins alike starts from there (prefix reuse). What the
-scheduler says of a slot is never more than what is in it: `plan` forgets what a work will overwrite, and `commit` adds
-what it has computed. So a text may be admitted, and copied from, at any moment.
+A slot keeps its tokens when its text ends, and a new text with the same beginning starts from them (prefix reuse). The
+scheduler's record of a slot never exceeds its contents: `plan` removes what a work will overwrite, and `commit` adds what
+it has computed. So a text may be admitted, and copied from, at any time.
 """
 
 import itertools
@@ -18,39 +18,39 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 PREFILL_TOKENS = 512
-"""Prompt tokens computed at once: bounds the memory of a long prompt's activations, and how long others wait."""
+"""Prompt tokens computed at once: bounds the memory of a long prompt's activations, and the delay of other texts."""
 
 Reuse = Literal["exact", "all", "off"]
-"""exact: what was computed as it would be computed anew, so that results are equal to the bit. all: every common
-beginning; where the backend is not invariant, numbers may differ in their last digits. off: nothing."""
+"""exact: reuse a prefix only if computing it again would give the same bits. all: reuse every common prefix; if the
+backend is not invariant, numbers may differ in their last digits. off: reuse nothing."""
 
 
 class QueueFull(RuntimeError):
-    """No more requests can wait now."""
+    """The queue is full: no more requests can wait."""
 
 
 @dataclass(eq=False)
 class Job:
-    """One text in the making."""
+    """One text that is being computed."""
 
     tokens: list[int]
-    """All of it that is to be in the slot; its owner appends what is generated."""
+    """The tokens that belong in the slot; the owner appends generated ones."""
     score_from: int | None = None
-    """Logits are wanted for all tokens from this one on, not for the last alone; what stands before may be reused."""
+    """Logits are needed from this token on, not only for the last; tokens before it may be reused. None: for the last."""
     knows_logits: bool = False
-    """The logits after `tokens` are known to the owner: where all tokens can be reused, none is computed."""
+    """The owner has the logits after `tokens`: if all tokens can be reused, none is computed."""
     draft: list[int] = field(default_factory=list)
-    """Draft tokens, to be computed in the next step beside the last token."""
+    """Draft tokens, which the next step computes with the last token."""
     slot: int | None = None
     n_computed: int = 0
     """Tokens whose keys and values are in the slot."""
     n_reused: int = 0
-    """Of these, what another text had computed when this one was admitted."""
+    """Tokens of these that were reused when the job was admitted."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Tokens of a job to compute in this step."""
+    """Tokens of a job that this step computes."""
 
     job: Job
     slot: int
@@ -58,17 +58,17 @@ class Work:
     tokens: list[int]
     n_logits: int
     n_draft: int = 0
-    """The last of the tokens are draft tokens, not known to belong to the text."""
+    """The last tokens are this many draft tokens, which may not belong to the text."""
 
     @property
     def is_last(self) -> bool:
-        """Whether all of the job's tokens are computed with this work."""
+        """Whether this work completes the job's tokens."""
         return self.start + len(self.tokens) - self.n_draft >= len(self.job.tokens)
 
 
 @dataclass(frozen=True)
 class Copy:
-    """The first tokens of a slot that another one takes over."""
+    """A copy of a slot's first tokens into another slot."""
 
     source: int
     target: int
@@ -77,11 +77,11 @@ class Copy:
 
 @dataclass
 class _Slot:
-    tokens: list[int] = field(default_factory=list)  # held, as they were computed; no other statement says what is
-    n_whole: int = 0  # of these, computed in whole prefill chunks from the beginning
-    end: int = 0  # tokens that were read as one prompt: what any prompt equal to them would hold
+    tokens: list[int] = field(default_factory=list)  # computed
+    n_whole: int = 0  # of these, computed in complete prefill chunks from the beginning
+    end: int = 0  # tokens read as one prompt: an equal prompt would have the same bits
     job: Job | None = None
-    used: int = 0  # when it was last given away or freed
+    used: int = 0  # time of the last assignment or release
 
     def truncate(self, n_tokens: int) -> None:
         """Forget all but the first `n_tokens`."""
@@ -92,11 +92,11 @@ class _Slot:
 
 
 class Scheduler:
-    """Divides a backend's slots among jobs, and each step's work. Not thread-safe."""
+    """Assigns a backend's slots and each step's work to jobs. Not thread-safe."""
 
     def __init__(self, n_slots: int, *, prefill_tokens: int = PREFILL_TOKENS, reuse: Reuse = "exact") -> None:
         self.prefill_tokens, self.reuse = prefill_tokens, reuse
-        self.invariant = False  # whether the backend computes a token alike however its text is cut
+        self.invariant = False  # see `Backend.invariant`
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []
         self._slots = [_Slot() for _ in range(n_slots)]
@@ -105,7 +105,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------- coming and going
 
     def add(self, *jobs: Job, first: bool = False) -> None:
-        """Queue jobs, in this order; `first`: before those that wait already."""
+        """Queue jobs, in this order. first: before those that are waiting."""
         assert all(job.tokens for job in jobs), "a job has at least one token"
         if first:
             self.waiting.extendleft(reversed(jobs))
@@ -113,7 +113,7 @@ class Scheduler:
             self.waiting.extend(jobs)
 
     def finish(self, job: Job) -> None:
-        """Remove a job, waiting or running; its slot is free at once, and keeps what it holds."""
+        """Remove a job, waiting or running; its slot is free at once and keeps its tokens."""
         if job in self.waiting:
             self.waiting.remove(job)
         if job in self.running:
@@ -124,24 +124,24 @@ class Scheduler:
         job.slot = None
 
     def restart(self, job: Job, tokens: list[int]) -> None:
-        """Go on with other tokens, computed from the first one on, in the job's slot."""
+        """Give a job other tokens, all of which are computed again in its slot."""
         job.tokens, job.n_computed, job.draft = tokens, 0, []
 
     def forget(self) -> None:
-        """Nothing computed counts any more: running jobs are computed anew, and no text is reused."""
+        """Discard all that was computed: running jobs start again, and no text is reused."""
         for slot in self._slots:
             slot.truncate(0)
         for job in self.running:
             job.n_computed = 0
 
     def grow(self, n_slots: int) -> None:
-        """More slots, empty ones, beside those there are."""
+        """Add empty slots up to this number."""
         self._slots += [_Slot() for _ in range(n_slots - self.n_slots)]
 
     # -------------------------------------------------------------------------------------------------- a step
 
     def admit(self) -> tuple[list[Job], list[Copy]]:
-        """Assign free slots to waiting jobs; return the jobs, and what to copy for them, in order."""
+        """Assign free slots to waiting jobs; return the jobs and their copies, in order."""
         admitted, copies = [], []
         while self.waiting and self.n_slots_used < self.n_slots:
             admitted.append(self.waiting.popleft())
@@ -149,7 +149,7 @@ class Scheduler:
         return admitted, copies
 
     def plan(self) -> list[Work]:
-        """What to compute in this step; what it overwrites is forgotten now. Then call `commit` for each work."""
+        """The works of this step; what they overwrite is removed now. Afterwards call `commit` for each."""
         plan, budget = [], self.prefill_tokens
         for job in self.running:
             n_left = len(job.tokens) - job.n_computed
@@ -166,9 +166,9 @@ class Scheduler:
         return plan
 
     def commit(self, work: Work, n_kept: int | None = None) -> None:
-        """The work has been computed, and its first `n_kept` tokens (default: all) belong to the text."""
+        """Record a computed work, of which the first `n_kept` tokens (default: all) belong to the text."""
         job, slot = work.job, self._slots[work.slot]
-        if job.slot != work.slot:  # it ended meanwhile
+        if job.slot != work.slot:  # the job has ended
             return
         n_kept = len(work.tokens) if n_kept is None else n_kept
         assert len(slot.tokens) == work.start, f"a work from {work.start} in a slot that holds {len(slot.tokens)}"
@@ -181,7 +181,7 @@ class Scheduler:
 
     @property
     def held(self) -> list[int]:
-        """Tokens that each slot holds."""
+        """Number of tokens in each slot."""
         return [len(slot.tokens) for slot in self._slots]
 
     @property
@@ -190,7 +190,7 @@ class Scheduler:
 
     @property
     def n_slots_used(self) -> int:
-        """Slots that jobs have."""
+        """Number of slots in use."""
         return sum(slot.job is not None for slot in self._slots)
 
     def _next(self, job: Job) -> Work:
@@ -214,7 +214,7 @@ class Scheduler:
         if n_shared and self._slots[source].job is None:
             n_lost = len(self._slots[source].tokens) - n_shared
             if n_lost < self.prefill_tokens or target == source:
-                target = source  # goes on in place
+                target = source  # continue in place
         if n_shared and target != source:
             copies.append(self._copy(source, target, n_shared))
         job.slot, self._slots[target].job = target, job
@@ -228,7 +228,7 @@ class Scheduler:
         return bool(self._slots[index].tokens), self._slots[index].used
 
     def _longest_prefix(self, job: Job) -> tuple[int, int]:
-        """The slot that holds most of what the job begins with, rather a free one, and how many tokens that is."""
+        """The slot with the longest reusable prefix of the job, preferably a free one, and its length in tokens."""
         best, n_best = 0, 0
         if self.reuse == "off":
             return best, n_best
@@ -239,7 +239,7 @@ class Scheduler:
         return best, n_best
 
     def _reusable(self, slot: _Slot, job: Job) -> int:
-        n_needed = len(job.tokens) - (not job.knows_logits)  # one token at least is computed, to have its logits
+        n_needed = len(job.tokens) - (not job.knows_logits)  # unless known, the last logits are computed
         if job.score_from is not None:
             n_needed = min(n_needed, job.score_from)
         n_common = n_common_tokens(slot.tokens, job.tokens)
@@ -259,9 +259,9 @@ class Scheduler:
 
 
 def n_common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the longest common beginning."""
+    """Length of the longest common prefix."""
     low, high = 0, min(len(one), len(other))
-    while low < high:  # slices are compared at once
+    while low < high:  # bisect: Python compares slices fast
         middle = (low + high + 1) // 2
         if one[low:middle] == other[low:middle]:
             low = middle

@@ -1,7 +1,7 @@
 """Speculative decoding: draft tokens, which the model checks in one step instead of several (Leviathan et al., 2023).
 
-A draft token is accepted where the model draws the same token itself, with the text's own random number. The text is
-the same with and without drafts, greedy or sampled; only the time differs.
+A draft token is accepted if the model draws the same token with the text's own random number. So drafts change only the
+speed, not the text, greedy or sampled.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from gptworks.model.lab.future import future_features
 
 @dataclass(frozen=True)
 class Draftable:
-    """A text to draft for: its slot, the tokens in it and the one to be computed next, and how many to draft."""
+    """A text to draft for: its slot, its tokens (the last is computed next), and the number of draft tokens wanted."""
 
     sample: Sample
     slot: int
@@ -35,34 +35,34 @@ class Drafter:
     """Proposes draft tokens."""
 
     def draft(self, texts: Sequence[Draftable]) -> list[list[int]]:
-        """For each text, at most `n_wanted` tokens that may follow it."""
+        """At most `n_wanted` tokens that may follow each text."""
         raise NotImplementedError
 
     def check(self, n_ids: int, model: GPT) -> None:
-        """Called once by the engine with the number of its tokenizer's ids, and its model.
+        """Check the number of the tokenizer's ids and the model; the engine calls this once.
 
         Raises:
-            UserError: it cannot draft for these.
+            UserError: the drafter does not fit them.
         """
 
     def reset(self, backend: Backend) -> None:
-        """The engine computes with this backend now, whose slots hold nothing."""
+        """Called when the engine has a new backend, whose slots are empty."""
 
     def grow(self, n_slots: int, capacity: int) -> None:
-        """The engine has more or longer slots now, and what the slots held is still there."""
+        """Called when the engine has more or longer slots, which have kept their contents."""
 
 
 class PromptLookup(Drafter):
-    """Drafts what followed the last few tokens where they stood before (Saxena, 2023): free; good if texts repeat."""
+    """Drafts what followed the last tokens at their previous occurrence (Saxena, 2023): free; good if texts repeat."""
 
     def __init__(self, n_tokens: int = 8, ngram: int = 3) -> None:
         """
         Args:
-            n_tokens: draft tokens at most.
-            ngram: length of what must have stood before; also tried with one token less.
+            n_tokens: limit of draft tokens.
+            ngram: tokens that must have occurred before; one token fewer is also tried.
 
         Raises:
-            UserError: a number below its least.
+            UserError: a number below its minimum.
         """
         if n_tokens < 1 or ngram < 2:
             raise UserError(f"n_tokens={n_tokens}, ngram={ngram}: they must be at least 1 and 2.")
@@ -86,14 +86,14 @@ def _at_least_one(n_tokens: int) -> int:
 
 
 def _drawn(logits: Tensor, texts: Sequence[Draftable], ahead: int) -> list[int]:
-    """A token of each row [n, V], drawn with the random number that will check draft token number `ahead`."""
+    """A token of each row [n, V], drawn with the random number that will check draft token `ahead`."""
     settings = [text.sample.settings for text in texts]
     shares = [1.0 if text.sample.settings.greedy else text.sample.sampler.share(ahead) for text in texts]
     return pick(logits, settings, shares)
 
 
 def _last_place(tokens: list[int], n: int) -> int | None:
-    """Where the last n tokens stood before, most recently."""
+    """Start of the last previous occurrence of the last n tokens."""
     if len(tokens) <= n:
         return None
     end, last = tokens[-n:], tokens[-1]
@@ -104,12 +104,12 @@ def _last_place(tokens: list[int], n: int) -> int | None:
 
 
 class DraftModel(Drafter):
-    """A smaller model of the same tokenizer, which draws each draft token with the random number that will check it."""
+    """A smaller model with the same tokenizer; it draws each draft token with the random number that will check it."""
 
     def __init__(self, model: GPT, n_tokens: int = 4, *, backend: BackendName = "auto") -> None:
         """
         Args:
-            n_tokens: draft tokens at most.
+            n_tokens: limit of draft tokens.
             backend: see `choose_backend`.
 
         Raises:
@@ -117,7 +117,7 @@ class DraftModel(Drafter):
         """
         self.model, self.n_tokens, self._backend_name = model, _at_least_one(n_tokens), backend
         self._backend: Backend | None = None
-        self._held: list[list[int]] = []  # by slot, as in the engine
+        self._held: list[list[int]] = []  # the tokens in each slot; slots are numbered as in the engine
         self._n_ids = 0
 
     def check(self, n_ids: int, model: GPT) -> None:
@@ -129,7 +129,7 @@ class DraftModel(Drafter):
         self._n_ids = n_ids
 
     def reset(self, backend: Backend) -> None:
-        self._backend = None  # its memory is free before the new one's is taken
+        self._backend = None  # frees its memory before the new one is allocated
         room = min(backend.capacity, self.model.config.context_length)
         self._backend = choose_backend(self.model, backend.n_slots, room, name=self._backend_name)
         self._held = [[] for _ in range(backend.n_slots)]
@@ -161,12 +161,12 @@ class DraftModel(Drafter):
         return 0 if self._backend is None else self._backend.capacity
 
     def _read(self, texts: list[tuple[int, list[int]]]) -> Tensor:
-        """The logits [n, V] after each text, given with its slot; what the slot does not hold is computed."""
+        """The logits [n, V] after each text, given with its slot; tokens that the slot lacks are computed."""
         assert self._backend is not None
         last = []
         for slot, tokens in texts:
             start = min(n_common_tokens(self._held[slot], tokens), len(tokens) - 1)
-            self._held[slot] = tokens[:start]  # what is overwritten is not held, also where computing fails
+            self._held[slot] = tokens[:start]  # if computing fails, the rest is overwritten
             while len(tokens) - start > PREFILL_TOKENS:
                 self._backend.compute([Chunk(slot, start, tokens[start : start + PREFILL_TOKENS], 0)])
                 start += PREFILL_TOKENS
@@ -178,13 +178,13 @@ class DraftModel(Drafter):
 
 
 class HeadsDraft(Drafter):
-    """The model's own heads of tokens beyond the next (model.n_future_tokens), as in Gloeckle et al. (2024): each draws
-    its draft token from the features that the last token was drawn from. No other model is run."""
+    """The model's own heads of tokens beyond the next (model.n_future_tokens; Gloeckle et al., 2024): each draws a draft
+    token from the features that the last token was drawn from. No other model is run."""
 
     def __init__(self, n_tokens: int = 4) -> None:
         """
         Args:
-            n_tokens: draft tokens at most; the model has a head for each, or there are fewer.
+            n_tokens: limit of draft tokens, as is the number of the model's heads.
 
         Raises:
             UserError: n_tokens below 1.
@@ -222,7 +222,7 @@ class HeadsDraft(Drafter):
         return drafts
 
     def _features(self, text: Draftable) -> Tensor | None:
-        """The features [C] that a text's last token was drawn from; None: its slot was not computed since a copy."""
+        """The features [C] that a text's last token was drawn from; None: its slot has only been copied."""
         assert self._backend is not None and self._backend.features is not None
         first, rows = self._backend.features.get(text.slot, (0, ()))
         row = len(text.tokens) - 2 - first

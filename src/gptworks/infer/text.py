@@ -1,4 +1,4 @@
-"""One text in the making: from tokens to the pieces of text that are certain, until something ends it."""
+"""One sample: from tokens to pieces of certain text, until a stop string, a token or a limit ends it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,37 +12,37 @@ from gptworks.infer.sampling import Sampler, SamplingSettings
 from gptworks.tokenizer import StreamDecoder
 
 FinishReason = Literal["stop", "length", "context"]
-"""stop: a token that ends the text, a stop string, or a constraint that is complete. length: max_tokens. context: the
-context is full."""
+"""stop: a token that ends the text, a stop string, or a completed constraint. length: max_tokens. context: the context
+is full."""
 
 DECODER_CONTEXT_TOKENS = 16
-"""Prompt tokens the decoder sees: what a token reads as may depend on the one before it (a joining space)."""
+"""Prompt tokens that the decoder reads: a token's text may depend on the one before it (a joining space)."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One step of one sample. The last piece of a sample, and no other, has a `finish_reason`."""
+    """One step of one sample. Only the last piece of a sample has a `finish_reason`."""
 
     sample: int
     """Index of the sample within its request."""
     text: str
-    """Text that is now certain; often empty: an unfinished character, or what may become a stop string."""
+    """Text that is now certain; often empty: after part of a character, or of a possible stop string."""
     token_id: int | None
-    """The token generated; None where the step ends the sample without one (end-of-text, a full context)."""
+    """The generated token; None if the step ends the sample without one (end-of-text, a full context)."""
     finish_reason: FinishReason | None = None
     logprob: TokenLogprob | None = None
-    """The token's log-probability, where `logprobs` was set."""
+    """The token's log-probability, if `logprobs` is set."""
     processed: TokenLogprob | None = None
-    """The same of what the token was drawn from, where `processed_logprobs` was set."""
+    """The same in the distribution that the token was drawn from, if `processed_logprobs` is set."""
     worked: float = field(default=0.0, compare=False)
-    """Seconds that the engine's steps had taken, since the engine was made, when the token was drawn."""
+    """Seconds spent in the engine's steps when the token was drawn."""
 
 
 @dataclass
 class Pace:
-    """How fast one sample is decoded, by the engine's own time: what its reader does between steps does not count.
+    """The decoding speed of one sample, by the time spent in the engine's steps, not by its reader between them.
 
-    Each token after the first is decoded; the first one comes of the prompt, whose reading (prefill) is no decoding.
+    The first token does not count: it follows from the prompt, whose reading (prefill) is not decoding.
     """
 
     n_tokens: int = 0
@@ -50,24 +50,24 @@ class Pace:
     _last: float = field(default=0.0, init=False)
 
     def push(self, piece: Piece) -> None:
-        """Take the sample's next piece."""
+        """Add the sample's next piece."""
         if piece.token_id is not None:
             self._first = piece.worked if not self.n_tokens else self._first
             self._last, self.n_tokens = piece.worked, self.n_tokens + 1
 
     @property
     def decode_seconds(self) -> float:
-        """Seconds of the steps after the one that drew the first token, up to the last token."""
+        """Seconds spent in steps from the first token to the last."""
         return self._last - self._first
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens after the first, by `decode_seconds`; None: there are none."""
+        """Tokens after the first per second; None: there are none."""
         return (self.n_tokens - 1) / self.decode_seconds if self.n_tokens > 1 and self.decode_seconds > 0 else None
 
 
 class Sample:
-    """A continuation of a prompt: its tokens, its sampler, and the text not yet certain."""
+    """A continuation of a prompt: its tokens, its sampler, and text that is not yet certain."""
 
     def __init__(
         self,
@@ -80,9 +80,9 @@ class Sample:
     ) -> None:
         self.index, self.settings, self.constraint = index, settings, constraint
         self.ends = () if settings.ignore_eos else ends
-        """Tokens that end the text, besides those that the settings name."""
+        """Tokens that end the text, without those in the settings."""
         self.ids = list(prompt)
-        """The prompt and what was generated."""
+        """The prompt and the generated tokens."""
         self.n_generated = 0
         self.sampler = Sampler(settings, prompt, index, self.ends)
         self.finish_reason: FinishReason | None = None
@@ -92,7 +92,7 @@ class Sample:
             self._decoder.push(token_id)  # not shown
 
     def push(self, token_id: int) -> Piece:
-        """Take the next token."""
+        """Add the next token."""
         settings = self.settings
         if token_id in self.ends or token_id in settings.stop_token_ids:
             return self.finish("stop")
@@ -109,7 +109,7 @@ class Sample:
         return Piece(self.index, text, token_id)
 
     def finish(self, reason: FinishReason, token_id: int | None = None, text: str = "") -> Piece:
-        """End here, with all the text held back, unless it holds a stop string after all."""
+        """End the sample with the text held back, or before a stop string in it."""
         if not self._stops.found:
             text += self._stops.push(self._decoder.flush())
         text += self._stops.flush()
@@ -119,10 +119,10 @@ class Sample:
 
 @dataclass
 class StopStrings:
-    """Passes text on up to the stop string that is completed first, holding back what may be the beginning of one.
+    """Passes text up to the first completed stop string, holding back a possible beginning of one.
 
-    The result does not depend on how the text is cut into parts. Of strings completed by the same character, the
-    longest counts.
+    The result does not depend on how the text is cut into parts. If a character completes several strings, the longest
+    counts.
     """
 
     strings: tuple[str, ...]
@@ -143,7 +143,7 @@ class StopStrings:
         return text[: len(text) - n_held]
 
     def flush(self) -> str:
-        """What is held back, when no more text will come."""
+        """The text held back, at the end."""
         text, self.held = self.held, ""
         return text
 
