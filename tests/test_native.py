@@ -484,10 +484,10 @@ def large_page_bytes(address: int) -> int:
         ({"attention_softcap": 30.0}, "no attention_softcap"),
         ({"layer_repeats": 2}, "no layer_repeats"),
         ({"bigram_vocab_size": 100}, "no bigram_vocab_size"),
-        ({"window": 9, "window_rope_theta": 500.0}, "no rotary base of windowed layers alone"),
+        ({"window": 9, "window_rope_theta": 500.0}, "no separate rotary base of windowed layers"),
         ({"qk_norm": "whole"}, "no norm over all heads together"),
-        ({"d_head": 24}, "d_head=24 is no multiple of 16"),
-        ({"d_ff": 100}, "d_ff=100 is no multiple of 16"),
+        ({"d_head": 24}, "d_head=24 is not a multiple of 16"),
+        ({"d_ff": 100}, "d_ff=100 is not a multiple of 16"),
         *((settings, f"no {name.partition(',')[0]}") for name, settings in ON.items()),
     ],
 )

@@ -1,4 +1,4 @@
-"""A conversation: turns, where the run has a chat template; with a base model, one transcript that it continues."""
+"""A conversation: turns, if the run has a chat template; with a base model, a transcript that it continues."""
 
 import json
 from collections import deque
@@ -18,14 +18,14 @@ from gptworks.infer.text import FinishReason, Pace, Piece
 from gptworks.tokenizer import encode_text
 
 MOST_FILE_BYTES = 1 << 24
-"""Of a file of conversations that a chat reads."""
+"""Limit for a file of conversations that a chat reads."""
 
 
 class ChatSession:
-    """A transcript of what was sent and what the model wrote.
+    """A transcript of the user's and the model's texts.
 
-    A base model has no notion of turns: it continues the transcript as plain text. When the transcript outgrows the
-    context, its oldest tokens fall out for good, down to the last half of the context.
+    A base model has no turns: it continues the transcript as plain text. When the transcript outgrows the context, its
+    oldest tokens are removed, down to half the context.
     """
 
     system = ""
@@ -44,24 +44,24 @@ class ChatSession:
         """Forget the transcript."""
         self.token_ids: list[int] = []
         self.said: list[Message] = []
-        """All that was sent and that the model wrote, as messages of user and assistant."""
+        """All texts as messages of user and assistant."""
         self.n_turns = 0
         self.n_forgotten_tokens = 0
-        """Tokens that fell out of the transcript; the caller should warn the user when it leaves 0."""
+        """Tokens removed from the transcript; the caller should warn the user when the number leaves 0."""
         self.pace = Pace()
-        """Of the last answer, as far as it was read."""
+        """The speed of the last answer, as far as it was read."""
         self.finish_reason: FinishReason | None = None
-        """Why the last answer ended; None where it was not read to its end."""
-        self._n_hidden = 0  # of the first messages: a context of turns has no room for them
+        """Why the last answer ended; None if it was not read to its end."""
+        self._n_hidden = 0  # first messages that do not fit into the context
         self._before: tuple[int, list[int], int, int] | None = None
 
     def send(self, text: str) -> Iterator[str]:
-        """Append text to the transcript and stream the model's continuation, which is appended as it comes.
+        """Append text to the transcript and stream the model's continuation, which is appended as it arrives.
 
-        Empty text lets the model go on. A stream that is not read to its end leaves what was generated so far.
+        After an empty text the model continues. If the stream is not read to its end, the text so far stays.
 
         Raises:
-            UserError: no tokens come of the first text, or the tokenizer cannot read the text.
+            UserError: the first text has no tokens, or the tokenizer cannot read the text.
         """
         before = self._state()
         if not self.token_ids:
@@ -74,20 +74,20 @@ class ChatSession:
 
     @property
     def last_text(self) -> str:
-        """What was sent last.
+        """The user's last text.
 
         Raises:
-            UserError: nothing was sent, or it was taken back.
+            UserError: there is none, or it was taken back.
         """
         if self._before is None:
             raise UserError("there is no last text: write one first.")
         return str(self.said[-2]["content"])
 
     def take_back(self) -> str:
-        """Forget the last text that was sent, and its answer; returns the text.
+        """Remove the user's last text and its answer; returns the text.
 
         Raises:
-            UserError: nothing was sent, or it was taken back already.
+            UserError: there is none, or it was taken back.
         """
         text, before = self.last_text, self._before
         assert before is not None
@@ -97,7 +97,7 @@ class ChatSession:
         return text
 
     def set_system(self, text: str) -> None:
-        """Give the conversation another system message, or none with an empty text, from the next turn on.
+        """Replace the system message from the next turn on; an empty text removes it.
 
         Raises:
             UserError: a base model has none.
@@ -105,10 +105,10 @@ class ChatSession:
         raise UserError("a base model has no system message: it continues what you write.")
 
     def save(self, path: Path) -> int:
-        """Add the conversation to a .jsonl file, as a record of `messages`; returns how many messages it has.
+        """Append the conversation to a .jsonl file, as a record of `messages`; returns its number of messages.
 
         Raises:
-            UserError: there is none yet; or the file is no .jsonl file, or cannot be written.
+            UserError: the conversation is empty; or the file is not a .jsonl file, or cannot be written.
         """
         if not self.said:
             raise UserError("there is nothing to save yet.")
@@ -126,10 +126,10 @@ class ChatSession:
         return len(system) + len(self.said)
 
     def load(self, path: Path) -> int:
-        """Go on from the last conversation of a .jsonl file, whatever its shape; returns how many messages it has.
+        """Continue the last conversation of a .jsonl file in any known format; returns its number of messages.
 
         Raises:
-            UserError: the file is missing, too large or broken, or its turns do not alternate; nothing changes then.
+            UserError: the file is missing, too large or broken, or its turns do not alternate; nothing has changed.
         """
         _check_name(path)
         try:
@@ -150,7 +150,7 @@ class ChatSession:
         roles = [message["role"] for message in said]
         if not roles or roles != ["user", "assistant"] * (len(roles) // 2):
             raise UserError(
-                f"{path}: a chat goes on from turns of user and assistant that alternate and end with an answer; these "
+                f"{path}: a chat continues turns of user and assistant that alternate and end with an answer; these "
                 f"are {', '.join(roles[:8])}{', …' if len(roles) > 8 else ''}."
             )
         before, ids = self._encoded(said[:-2]), self._encoded(said)
@@ -162,7 +162,7 @@ class ChatSession:
         self._before = len(said) - 2, before[-self.engine.context :], 0, 0
 
     def _encoded(self, said: Sequence[Message]) -> list[int]:
-        """The tokens of a transcript; none where there is no text."""
+        """The tokens of a transcript; none if it is empty."""
         text = "".join(message["content"] for message in said)
         return self.engine.encode_prompt(text) if text else []
 
@@ -170,7 +170,7 @@ class ChatSession:
         return len(self.said), list(self.token_ids), self.n_forgotten_tokens, self._n_hidden
 
     def _next_seed(self) -> int | None:
-        """Each turn draws anew."""
+        """Each turn has its own seed."""
         return None if self.settings.seed is None else self.settings.seed + self.n_turns
 
     def _answer(self, text: str, before: tuple[int, list[int], int, int], pieces: Iterator[Piece]) -> Iterator[str]:
@@ -196,7 +196,7 @@ class ChatSession:
         self._forget()
 
     def _forget(self) -> None:
-        """Drop what the engine's window drops, so that the next turn goes on with what the model still sees."""
+        """Drop what the engine's window drops, so that the next turn continues what the model has read."""
         if len(self.token_ids) > self.engine.context:
             n_dropped = len(self.token_ids) - self.engine.restart_tokens
             self.token_ids = self.token_ids[n_dropped:]
@@ -204,9 +204,9 @@ class ChatSession:
 
 
 class TurnSession(ChatSession):
-    """Turns of a user and an assistant, written as the run's chat template has them.
+    """Turns of a user and an assistant, in the format of the run's chat template.
 
-    When a conversation outgrows the context, its oldest turns are forgotten, the system's excepted.
+    When a conversation outgrows the context, its oldest turns are removed, but not the system message.
     """
 
     def __init__(
@@ -225,19 +225,19 @@ class TurnSession(ChatSession):
 
     @property
     def messages(self) -> list[Message]:
-        """The turns that the model sees, the system's first."""
+        """The messages that the model reads, the system message first."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *self.said[self._n_hidden :]]
 
     def set_system(self, text: str) -> None:
-        """Give the conversation another system message, or none with an empty text, from the next turn on."""
+        """Replace the system message from the next turn on; an empty text removes it."""
         self.system = text
 
     def send(self, text: str) -> Iterator[str]:
         """Add the user's turn and stream the assistant's, which is added as far as it is read.
 
         Raises:
-            UserError: the template refuses the turns, or this one alone is longer than the context.
+            UserError: the template refuses the turns, or this turn is longer than the context.
         """
         before = self._state()
         n_hidden, ids, n_forgotten = self._fitting([*self.messages, {"role": "user", "content": text}])
@@ -248,18 +248,18 @@ class TurnSession(ChatSession):
         return self._answer(text, before, pieces)
 
     def _encoded(self, said: Sequence[Message]) -> list[int]:
-        return []  # each turn encodes those before it anew
+        return []  # each turn encodes all turns before it
 
     def _written(self, token: int) -> None:
         """An answer is encoded with the next turn."""
 
     def _fitting(self, messages: list[Message]) -> tuple[int, list[int], int]:
-        """How many of the oldest turns leave no room for an answer; the tokens of the others; those that this costs."""
+        """The number of oldest messages to hide so that an answer fits; the tokens of the rest; the tokens lost."""
         room = self.engine.context - min(self.settings.max_tokens, self.engine.context // 2)
         ids = self._template.encode(messages, add_generation_prompt=True)
         n_before, n_hidden, first = len(ids), 0, 1 if self.system else 0
         while len(ids) > room and len(messages) > first + 2:
-            messages = messages[:first] + messages[first + 2 :]  # without a question and its answer
+            messages = messages[:first] + messages[first + 2 :]  # drop a question and its answer
             n_hidden += 2
             ids = self._template.encode(messages, add_generation_prompt=True)
         return n_hidden, ids, n_before - len(ids)
@@ -267,13 +267,13 @@ class TurnSession(ChatSession):
 
 def _check_name(path: Path) -> None:
     if path.suffix != ".jsonl":
-        raise UserError(f"{path}: a file of conversations, a line each, has a name that ends in .jsonl.")
+        raise UserError(f"{path}: the name of a file of conversations must end in .jsonl.")
 
 
 def chat_session(
     engine: Engine, settings: SamplingSettings | None = None, system: str = "", **changes: Any
 ) -> ChatSession:
-    """Turns where the run has a chat template, a growing text where it has none.
+    """A session of turns if the run has a chat template, otherwise of a growing text.
 
     Raises:
         UserError: an unknown or impossible setting, or a system message for a base model.

@@ -1,4 +1,4 @@
-"""One text at a time: what an engine's methods `generate`, `stream`, `complete`, `chat`, `pieces` and `score` do.
+"""One text at a time: the engine's methods `generate`, `stream`, `complete`, `chat`, `pieces` and `score`.
 
 They enqueue a request and take steps until it is done. Calls from several threads take turns.
 """
@@ -20,7 +20,7 @@ J = TypeVar("J", bound=Hashable)
 
 
 class Client(ABC):
-    """Generates and scores through the requests and steps of an engine, which derives from it."""
+    """Generates and scores by requests and steps; the engine is its subclass."""
 
     admission: Admission
     chat_template: ChatTemplate | None
@@ -42,13 +42,13 @@ class Client(ABC):
         return "".join(self.stream(prompt, settings, **arguments))
 
     def stream(self, prompt: Prompt, settings: SamplingSettings | None = None, **arguments: Any) -> Iterator[str]:
-        """The text that follows the prompt, in parts, as they come. Arguments and errors are those of `pieces`."""
+        """The text that follows the prompt, in parts, as they arrive. Arguments and errors are those of `pieces`."""
         return (piece.text for piece in self.pieces(prompt, settings, **arguments) if piece.text)
 
     def complete(
         self, prompt: Prompt, settings: SamplingSettings | None = None, *, n_samples: int = 1, **arguments: Any
     ) -> list[Completion]:
-        """Several finished continuations, with their tokens and why they ended. See `pieces`."""
+        """Several finished continuations, with their tokens and reasons for ending. See `pieces`."""
         ids = self.encode_prompt(prompt)
         return completions(self.pieces(ids, settings, n_samples=n_samples, **arguments), n_samples, len(ids))
 
@@ -57,17 +57,17 @@ class Client(ABC):
     ) -> str:
         """The assistant's answer to a conversation: `engine.chat([{"role": "user", "content": "Hello"}])`.
 
-        One text stands for one message of a user. Arguments and errors are those of `pieces`.
+        A plain text is one user message. Arguments and errors are those of `pieces`.
 
         Raises:
-            UserError: the run has no chat template, or that refuses the messages.
+            UserError: the run has no chat template, or the template refuses the messages.
         """
         return "".join(self.stream_chat(messages, settings, **arguments))
 
     def stream_chat(
         self, messages: str | Sequence[Message], settings: SamplingSettings | None = None, **arguments: Any
     ) -> Iterator[str]:
-        """The answer of `chat` in parts, as they come."""
+        """The answer of `chat` in parts, as they arrive."""
         if self.chat_template is None:
             raise UserError(
                 "this run has no chat template: it is a base model, which has no turns. Let it continue a text, with "
@@ -89,16 +89,16 @@ class Client(ABC):
     ) -> Iterator[Piece]:
         """Generate step by step; `generate`, `stream` and `complete` are views of it.
 
-        A request is checked when it is made, before the first piece is asked for.
+        The request is checked at once, before the first piece is read.
 
         Args:
-            prompt: text, or token ids. Empty text starts a new document, where the tokenizer has a token for that.
+            prompt: text, or token ids. Empty text starts a new document, if the tokenizer has a token for that.
             settings: how to sample; default: SamplingSettings().
-            n_samples: continuations of the one prompt, which is computed once. With a seed, sample i draws the same
-                random numbers whatever n_samples is.
-            overflow: when the context is full. error: a longer prompt is refused, and a sample ends with the reason
-                "context". slide: the window restarts from the last context_length / 2 tokens, recomputed; of a prompt
-                longer than the context, the last context_length / 2 tokens are read.
+            n_samples: continuations of the prompt, which is computed once. With a seed, the random numbers of sample i
+                do not depend on n_samples.
+            overflow: what happens when the context is full. error: a longer prompt is refused, and a sample ends with
+                the reason "context". slide: the window restarts from the last context_length / 2 tokens, recomputed;
+                of a prompt longer than the context, the last context_length / 2 tokens are read.
             changes: settings by name, such as temperature=0.8.
 
         Raises:
@@ -108,7 +108,7 @@ class Client(ABC):
         return self._run(self.admission.request(prompt, settings, n_samples=n_samples, overflow=overflow, **changes))
 
     def score(self, prompt: Prompt, *, top: int = 0) -> list[TokenLogprob | None]:
-        """The log-probability of each token of a text, in nats, and the `top` likeliest ones; None for the first.
+        """The log-probability of each token of a text, in nats, with the `top` likeliest tokens; None for the first.
 
         Raises:
             UserError: as `pieces`.
@@ -124,7 +124,7 @@ class Client(ABC):
         return self.admission.encode_prompt(prompt)
 
     def _run(self, request: Request) -> Iterator[Piece]:
-        """Enqueue a request and step until it is done; a reader who goes away cancels it."""
+        """Enqueue a request and step until it is done; if the reader leaves, it is cancelled."""
         self.enqueue(request)
         try:
             while not request.done:
@@ -139,7 +139,7 @@ class Client(ABC):
 
 
 def answer_settings(settings: SamplingSettings, template: ChatTemplate) -> SamplingSettings:
-    """The settings with the tokens that end an assistant's answer, unless they ignore such tokens."""
+    """The settings with the tokens that end an assistant's answer, unless `ignore_eos` is set."""
     ends = () if settings.ignore_eos else template.end_token_ids()
     return replace(settings, stop_token_ids=tuple(dict.fromkeys((*settings.stop_token_ids, *ends))))
 
@@ -147,11 +147,11 @@ def answer_settings(settings: SamplingSettings, template: ChatTemplate) -> Sampl
 def run_many(
     engine: Client, next_jobs: Callable[[int], Iterable[J]], submit: Callable[[J], Request], most: int
 ) -> Generator[tuple[J, Request | Exception]]:
-    """Each job with its finished request, or with the error that it ended in, as they end.
+    """Each job with its finished request, or with its error, as they end.
 
     Args:
-        next_jobs: at most so many jobs that are to be submitted now; asked before each step.
-        submit: may raise a UserError, which ends the one job.
+        next_jobs: returns at most this many jobs to submit now; called before each step.
+        submit: may raise a UserError, which ends only this job.
         most: requests in the engine at a time, enough that it is never idle.
     """
     running: dict[J, Request] = {}
@@ -172,7 +172,7 @@ def run_many(
 
 
 def completions(pieces: Iterable[Piece], n_samples: int, n_prompt_tokens: int) -> list[Completion]:
-    """The finished samples that a request's pieces make."""
+    """The finished samples of a request's pieces."""
     made: list[list[Piece]] = [[] for _ in range(n_samples)]
     for piece in pieces:
         made[piece.sample].append(piece)

@@ -1,10 +1,8 @@
 """Text that follows a JSON schema or a regular expression: which tokens may come next, by llguidance.
 
-The extra `constrain` holds the library.
-
-llguidance bounds neither the time nor the memory of a compilation, and does not stop one. Each grammar is therefore
-compiled first in a process with limits (`gptworks.confined`), which dies where it passes them. What has proved cheap
-there is compiled again here, at the same cost, and kept: for one tokenizer, a grammar costs that once.
+The extra `constrain` installs llguidance. It bounds neither the time nor the memory of a compilation, and cannot stop
+one. Each grammar is therefore compiled first in a process with limits (`gptworks.confined`), which dies if it exceeds
+them. A grammar that is cheap there is compiled again here, at the same cost, once for each tokenizer, and kept.
 """
 
 import hashlib
@@ -29,26 +27,26 @@ from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import encode_text, token_spellings, vocabulary_size
 
 _SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As `json.dumps` writes it. Where any white space may stand, a small model may write nothing else."""
+"""The spacing of `json.dumps`. If any white space were allowed, a small model might write nothing else."""
 
 COMPILE_LIMITS = Limits(seconds=2, n_bytes=1 << 27)
-"""Of one grammar's compilation."""
+"""Limits of one grammar's compilation."""
 _START_LIMITS = Limits(seconds=60, n_bytes=1 << 31)
-"""Of reading the vocabulary, which is the model's own."""
+"""Limits of reading the vocabulary, which is the model's own."""
 MAX_LIVE_BYTES = 1 << 29
-"""Limit for all grammars in use; beyond it, a new one is refused with QueueFull."""
+"""Limit of all grammars in use; beyond it, a new one is refused with QueueFull."""
 _MAX_KEPT_BYTES = 1 << 26
 _MAX_KEPT = 64
-"""Grammars kept for later requests, though no text uses them."""
+"""Unused grammars kept for later requests."""
 _MAX_REFUSALS = 256
-"""Grammars remembered as impossible to compile."""
+"""Refused grammars that are remembered."""
 _MASK_SECONDS = 1.0
 _MASK_SECONDS_PER_TOKEN = 0.02
-"""CPU time in which a text's tokens must be masked, since all texts wait meanwhile."""
+"""CPU time for the masks of a text's tokens; all texts wait for them."""
 
 
 class Grammar:
-    """A compiled grammar; `begin` starts a text that follows it."""
+    """A compiled grammar; `begin` gives the constraint of a new text."""
 
     def __init__(self, matcher: Any, n_tokens: int, n_bytes: int) -> None:
         self._matcher, self._n_tokens = matcher, n_tokens
@@ -59,17 +57,17 @@ class Grammar:
 
 
 class Constraint:
-    """What one text may go on with. Tokens are those of the tokenizer, V of them."""
+    """The tokens that may continue one text. V: size of the tokenizer's vocabulary."""
 
     def __init__(self, matcher: Any, n_tokens: int) -> None:
         self._matcher, self._n_tokens = matcher, n_tokens
         self._seconds_left = _MASK_SECONDS
 
     def allowed(self) -> Tensor:
-        """Which tokens may come next, bool [V]; the end-of-text token where the text may end here.
+        """Which tokens may come next, bool [V]; the end-of-text token if the text may end here.
 
         Raises:
-            UserError: none may, or the computation exceeds llguidance's limit or ours.
+            UserError: no token may follow, or the computation exceeds llguidance's limit or ours.
         """
         began = time.thread_time()
         bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
@@ -84,19 +82,19 @@ class Constraint:
         return mask
 
     def push(self, token: int) -> bool:
-        """Take a token; whether the text is complete, so that nothing can follow."""
+        """Add a token; whether the text is complete, so that nothing can follow."""
         if not self._matcher.consume_token(token):
             raise UserError(f"the constraint cannot go on: {self._matcher.get_error()}")
         return bool(self._matcher.is_stopped())
 
     def accepts(self, tokens: list[int]) -> int:
-        """How many of these tokens may follow, one after another."""
+        """The number of these tokens that may follow in this order."""
         n: int = self._matcher.validate_tokens(tokens)
         return n
 
 
 class Constraints:
-    """Makes constraints for one tokenizer, whose tokens it reads once. From any thread."""
+    """Compiles grammars for one tokenizer. From any thread."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Raises a UserError if llguidance is not installed, or the tokens do not spell text by themselves."""
@@ -117,14 +115,14 @@ class Constraints:
         self._refusals: OrderedDict[str, str] = OrderedDict()
 
     def grammar(self, settings: SamplingSettings, task: Task | None = None) -> Grammar:
-        """The grammar that the settings ask for, compiled if need be, and shared while anything refers to it.
+        """The grammar of the settings, compiled if necessary, and shared while it is in use.
 
         Args:
             task: lets another thread abandon the compilation.
 
         Raises:
-            UserError: no such schema or expression, or one that takes too much time or memory.
-            QueueFull: the grammars in use take all the memory that they may.
+            UserError: an invalid schema or expression, or one that takes too much time or memory.
+            QueueFull: the grammars in use take all their memory.
             Abandoned: the task was abandoned.
         """
         source = self._source(settings)
@@ -143,10 +141,10 @@ class Constraints:
         raise _unfollowable(settings, refusal)
 
     def find(self, settings: SamplingSettings, source: str | None = None) -> Grammar | None:
-        """The grammar that the settings ask for if it has been compiled; None if not.
+        """The grammar of the settings if it has been compiled; None if not.
 
         Raises:
-            UserError: no such schema or expression, or one that is known to take too much.
+            UserError: an invalid schema or expression, or one that has been refused.
         """
         key = _key(self._source(settings) if source is None else source)
         with self._lock:
@@ -156,7 +154,7 @@ class Constraints:
         return grammar
 
     def close(self) -> None:
-        """End the processes that wait for the next grammar."""
+        """End the processes that compile grammars."""
         self._children.close()
 
     def _compile(self, source: str, task: Task | None) -> Grammar:
@@ -172,7 +170,7 @@ class Constraints:
         return grammar
 
     def _source(self, settings: SamplingSettings) -> str:
-        """llguidance's form of what the settings ask for."""
+        """The settings' schema or expression in llguidance's form."""
         matcher = self._library.LLMatcher
         if settings.regex is not None:
             source: str = matcher.grammar_from_regex(settings.regex)
@@ -191,7 +189,7 @@ class Constraints:
 
 
 def _setup(tokenizer: Tokenizer, n_tokens: int) -> dict[str, Any]:
-    """The tokenizer as `read_tokenizer` takes it. Without an end-of-text token, one is made up."""
+    """The tokenizer in the form of `read_tokenizer`. If it has no end-of-text token, one is added."""
     special, spellings = special_tokens(tokenizer), token_spellings(tokenizer)
     if spellings is not None:
         added = tokenizer.get_added_tokens_decoder()

@@ -74,7 +74,7 @@ def _draftable(job: Job, requests: OpenRequests) -> Draftable | None:
 
 
 def draw_tokens(draws: list[Draw], requests: OpenRequests) -> None:
-    """Draw the next token of each sample, and continue those whose token is the draft's."""
+    """Draw the next token of each sample, and further ones while they equal the draft."""
     live = draws
     while live:
         tokens = _sample(live, requests)
@@ -119,8 +119,8 @@ def _end_step(draw: Draw, requests: OpenRequests) -> None:
 
 
 def _sample(draws: list[Draw], requests: OpenRequests) -> list[tuple[int, TokenLogprob | None]]:
-    """A token for each draw, and where asked for what it was drawn from, except for requests that fail, because a score
-    is not a number for instance."""
+    """A token for each draw, with its processed log-probabilities if wanted. Draws of requests that fail, for example
+    because a logit is NaN, are left out."""
     masks = [_allowed(draw, requests) for draw in draws]
     live = [(draw, mask) for draw, mask in zip(draws, masks, strict=True) if not draw.request.done]
     if not live:
@@ -140,7 +140,7 @@ def _sample(draws: list[Draw], requests: OpenRequests) -> list[tuple[int, TokenL
 
 
 def _allowed(draw: Draw, requests: OpenRequests) -> Tensor | None:
-    """The tokens that a draw's constraint allows; its request fails where the constraint cannot say."""
+    """The tokens that a draw's constraint allows. If the constraint fails, the request does."""
     if draw.sample.constraint is None or draw.request.done:
         return None
     try:
@@ -151,7 +151,7 @@ def _allowed(draw: Draw, requests: OpenRequests) -> Tensor | None:
 
 
 def _push(draw: Draw, token: int, processed: TokenLogprob | None, requests: OpenRequests) -> None:
-    """Append a token to its text, and deliver the piece that comes of it."""
+    """Append a token to its text, and deliver the resulting piece."""
     if draw.request.done:  # another of its samples has failed
         return
     one, row = draw.sample, draw.row

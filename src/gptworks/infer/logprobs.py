@@ -1,4 +1,4 @@
-"""Log-probabilities, in nats, that a model gives tokens: the tokens it generates, and those of a prompt."""
+"""Log-probabilities, in nats, of generated tokens and of a prompt's tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ class TokenLogprob:
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     rank: int | None = None
-    """1: no token is likelier. None where it was not asked for."""
+    """1: no token is likelier. None: not computed."""
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], n_top: int) -> list[TokenLogprob]:
-    """The log-probability of one token for each row of logits [T, V], and those of the `n_top` likeliest."""
+    """For each row of logits [T, V], the log-probability of its token and of the `n_top` likeliest tokens."""
     logits = logits.float()
     normalizer = logits.logsumexp(-1, keepdim=True)
     of_chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])  # T 1
@@ -35,10 +35,10 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], n_top: int) -> list[To
 
 
 class PromptScores:
-    """Reads the log-probabilities of a prompt's tokens from the logits, as they are computed."""
+    """Collects the log-probabilities of a prompt's tokens while its logits are computed."""
 
     def __init__(self, prompt_ids: list[int], first: int, n_top: int | None) -> None:
-        """From the token `first` on, from 1, with the `n_top` likeliest tokens in each place; None: no scores."""
+        """Scores the tokens from number `first` (≥ 1) on, with the `n_top` likeliest tokens each; None: no scores."""
         self._prompt_ids, self._n_top = prompt_ids, n_top or 0
         self.score_from = None if n_top is None else first - 1
         self.logprobs: list[TokenLogprob | None] | None = None

@@ -1,9 +1,9 @@
-"""From logits to tokens, for many texts at once, each with settings and a source of chance of its own.
+"""From logits to tokens, for many texts at once, each with its own settings and random numbers.
 
     logits ─► bias, penalties, bans ─► greedy: the likeliest
                                     └► temperature ─► top-k ─► top-p ─► min-p ─► draw
 
-The order is Hugging Face's. A text's tokens do not depend on the texts beside it: each row is computed by itself.
+The order is Hugging Face's. Each row is computed by itself, so that a text's tokens do not depend on other texts.
 
 Shapes: B texts, V vocabulary, K candidates.
 """
@@ -25,16 +25,16 @@ from gptworks.errors import RunError, UserError, nearest
 from gptworks.infer.logprobs import TokenLogprob
 
 _GREEDY_BELOW = 1e-5
-"""Temperatures below it would overflow float32, and their limit is the greedy choice."""
+"""Lower temperatures would overflow float32; their limit is the greedy choice."""
 
 CANDIDATES = 256
-"""The likeliest tokens among which filters look first. Where they do not end within them, all tokens are sorted."""
+"""Filters first search this many likeliest tokens. If they keep more, all tokens are sorted."""
 
 _BLOCK = 256
-"""A draw finds its token's block of this many weights by the blocks' sums, and then the token within the block."""
+"""A draw first finds the block of this many weights by the blocks' sums, then the token within the block."""
 
 _LOGITS_AT_ONCE = 2**18
-"""On a CPU, logits that are sampled from together: they stay in its cache (32 texts, 50,257 tokens: 7 for 27 ms)."""
+"""Logits that a CPU samples from at once: they stay in its cache (32 texts, 50,257 tokens: 7 instead of 27 ms)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,41 +48,41 @@ class SamplingSettings:
     temperature: float = 0.8
     """Divides the logits. 0 (or below 1e-5): greedy, always the likeliest token."""
     top_k: int = 0
-    """Keep the k likeliest tokens, and those that tie with the last of them. 0: all."""
+    """Keep the k likeliest tokens and those tied with the last. 0: all."""
     top_p: float = 1.0
     """Keep the fewest likeliest tokens whose probabilities reach top_p (Holtzman et al., 2020). 1: all."""
     min_p: float = 0.0
     """Keep tokens at least min_p times as likely as the likeliest (Nguyen et al., 2024). 0: all."""
     repetition_penalty: float = 1.0
-    """Above 1, tokens that occurred, in the prompt too, become less likely (Keskar et al., 2019). 1: off."""
+    """Above 1, tokens in the prompt or the text become less likely (Keskar et al., 2019). 1: off."""
     frequency_penalty: float = 0.0
-    """Taken from a token's logit for each time it was generated (OpenAI's definition). 0: off."""
+    """Subtracted from a token's logit each time it was generated (OpenAI's definition). 0: off."""
     presence_penalty: float = 0.0
-    """Taken from a token's logit once it was generated (OpenAI's definition). 0: off."""
+    """Subtracted from the logits of generated tokens (OpenAI's definition). 0: off."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of these token ids. −inf: never; a large number: nearly always."""
+    """Added to the logits of these token ids. −inf: never chosen; a large number: nearly always."""
     seed: int | None = None
-    """The same seed gives the same text. None: a new one each time."""
+    """The same seed gives the same text. None: a random seed."""
     max_tokens: int = 200
-    """Tokens generated at most."""
+    """Limit of generated tokens."""
     min_tokens: int = 0
-    """No token that ends the text is chosen before this many are generated. Stop strings still end a text."""
+    """Tokens that end the text are not chosen before this many tokens. Stop strings still end a text."""
     ignore_eos: bool = False
-    """The end-of-text token does not end the text; it counts as a token like another."""
+    """Treat the end-of-text token like any other."""
     stop: tuple[str, ...] = ()
     """The text ends before the first of these strings to be completed."""
     stop_token_ids: tuple[int, ...] = ()
-    """The text ends before one of these tokens, as before the end-of-text token; for the ends of turns in a chat."""
+    """The text ends before these tokens, as before the end-of-text token; for the ends of turns in a chat."""
     logprobs: int | None = None
-    """Report each token's log-probability, and those of this many of the likeliest tokens. They are the model's own:
-    before penalties, temperature and filters. None: report nothing."""
+    """Report the log-probabilities of each token and of this many likeliest tokens, by the model: before penalties,
+    temperature and filters. None: report nothing."""
     processed_logprobs: int | None = None
-    """Report these also of what each token was drawn from: after bias, penalties, bans, grammar, temperature and
-    filters, without the tokens that these drop. A greedy choice has one token. None: report nothing."""
+    """Report them also for the distribution that each token was drawn from: after bias, penalties, bans, grammar,
+    temperature and filters, without dropped tokens. A greedy choice has one token. None: report nothing."""
     json_schema: str | Mapping[str, Any] | None = None
-    """The text is JSON that this schema allows ({}: any JSON). Needs the `constrain` extra."""
+    """The text is JSON that satisfies this schema ({}: any JSON). Needs the `constrain` extra."""
     regex: str | None = None
-    """The whole text matches this regular expression. Needs the `constrain` extra."""
+    """The complete text matches this regular expression. Needs the `constrain` extra."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -109,17 +109,17 @@ class SamplingSettings:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
+        """Whether the likeliest token is always chosen."""
         return self.temperature < _GREEDY_BELOW
 
     @property
     def filtered(self) -> bool:
-        """Whether some tokens are dropped before the draw."""
+        """Whether filters drop tokens before the draw."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @classmethod
     def of(cls, settings: Self | None = None, **changes: Any) -> Self:
-        """`settings` (default: the defaults) with the changes given as keywords.
+        """`settings` (default: SamplingSettings()) with the changes given as keywords.
 
         Raises:
             UserError: an unknown keyword, or a value outside its range.
@@ -134,7 +134,7 @@ class SamplingSettings:
 
 
 class Sampler:
-    """One text's settings, its own source of chance, and what its settings need to know of its tokens."""
+    """One text's settings, its random numbers, and the counts of tokens that its settings need."""
 
     def __init__(
         self, settings: SamplingSettings, prompt: Sequence[int] = (), index: int = 0, ends: tuple[int, ...] = ()
@@ -142,8 +142,8 @@ class Sampler:
         """
         Args:
             prompt: the tokens that the text continues.
-            index: of the sample within its request; with a seed, each has its own random numbers.
-            ends: tokens that end the text, which settings.min_tokens holds back.
+            index: of the sample within its request; each has its own random numbers.
+            ends: tokens that end the text, which settings.min_tokens delays.
         """
         self.settings = settings
         self.n_generated = 0
@@ -154,20 +154,20 @@ class Sampler:
         self.generated = Counter[int]() if settings.frequency_penalty or settings.presence_penalty else None
 
     def push(self, token: int) -> None:
-        """Take the token that the text goes on with."""
+        """Add the text's next token."""
         self.n_generated += 1
         for counts in (self.seen, self.generated):
             if counts is not None:
                 counts[token] += 1
 
     def share(self, ahead: int = 0) -> float:
-        """The random number in (0, 1] that decides the draw after `ahead` more."""
+        """The random number in (0, 1] of the draw that follows after `ahead` other draws."""
         while len(self._drawn) <= ahead:
             self._drawn.append(1 - self._chance.random())
         return self._drawn[ahead]
 
     def next_share(self) -> float:
-        """The random number that decides the next draw; it is used up."""
+        """The random number of the next draw, which is used up."""
         share = self.share()
         self._drawn.popleft()
         return share
@@ -181,7 +181,7 @@ class Sampler:
 
     @property
     def adjusts(self) -> bool:
-        """Whether the logits are changed before anything else."""
+        """Whether the logits are adjusted before the choice."""
         return bool(self.seen or self.generated or self.settings.logit_bias or self.banned)
 
 
@@ -193,12 +193,12 @@ def sample(
 ) -> list[int]:
     """Choose the next token of each text. The caller pushes it into the text's sampler.
 
-    One random number decides each text's draw, on the CPU, so that a seed means the same on every device.
+    One random number from the CPU decides each draw, so that a seed means the same on every device.
 
     Args:
-        logits: [B, V] or its rows, each [1, V]; any float dtype; computed with in float32.
+        logits: [B, V] or its rows, each [1, V]; any float dtype; converted to float32.
         allowed: for each text, which tokens may come next, bool [V]; None: all.
-        processed: filled, by row, for the texts whose settings ask for `processed_logprobs`.
+        processed: receives, by row, the results of texts whose settings have `processed_logprobs`.
 
     Raises:
         RunError: a logit is NaN.
@@ -222,9 +222,10 @@ def pick(
     shares: Sequence[float],
     processed: dict[int, TokenLogprob] | None = None,
 ) -> list[int]:
-    """The token of each row [B, V] at a share in (0, 1] of its probability after temperature and filters.
+    """For each row [B, V], the token at which the cumulative probability, after temperature and filters, reaches a
+    share in (0, 1]. Probabilities are summed in the order of token ids.
 
-    Probabilities are added up in the order of token ids. `processed` is filled as by `sample`.
+    processed: see `sample`.
     """
     tokens = torch.empty(len(settings), dtype=torch.int64)
     share = torch.tensor(shares, dtype=torch.float64)
@@ -236,8 +237,8 @@ def pick(
         n_at_once = max(1, _LOGITS_AT_ONCE // logits.size(-1)) if logits.device.type == "cpu" else len(settings)
         for first in range(0, len(rows), n_at_once):
             some = rows[first : first + n_at_once]
-            beside = some[-1] - some[0] + 1 == len(some)
-            part = logits[some[0] : some[-1] + 1] if beside else logits[some]
+            adjacent = some[-1] - some[0] + 1 == len(some)
+            part = logits[some[0] : some[-1] + 1] if adjacent else logits[some]
             drawn, pools = choose(part, [settings[i] for i in some], share[some])
             tokens[some] = drawn.cpu()
             _report(processed, some, settings, tokens, pools)
@@ -246,7 +247,7 @@ def pick(
 
 
 Pools = Callable[[int], tuple[Tensor, Tensor]]
-"""What each row was drawn from: its tokens [K], and their weights [K]."""
+"""Gives the distribution that a row's token was drawn from: tokens [K] and weights [K]."""
 
 
 def _pick_likeliest(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> tuple[Tensor, Pools]:
@@ -255,9 +256,9 @@ def _pick_likeliest(logits: Tensor, settings: Sequence[SamplingSettings], share:
 
 
 def _likeliest(logits: Tensor) -> tuple[int, float]:
-    """The likeliest token of logits [V], the first of those that tie, and its logit: NaN where any is.
+    """The likeliest token of logits [V], the first of tied ones, and its logit: NaN if any logit is.
 
-    Numpy finds it in a tenth of the time that torch takes.
+    Numpy takes a tenth of torch's time.
     """
     scores = logits.float().cpu().numpy()
     token = int(scores.argmax())
@@ -275,7 +276,7 @@ def _pick_of_all(logits: Tensor, settings: Sequence[SamplingSettings], share: Te
 
 
 def _pick_of_candidates(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> tuple[Tensor, Pools]:
-    """Filter and draw among the likeliest tokens; rows whose filters do not end there are filtered whole."""
+    """Filter and draw among the likeliest tokens; rows that keep more tokens are filtered over the vocabulary."""
     scores = logits / _column([s.temperature for s in settings], logits)
     size = scores.size(-1)
     n = min(CANDIDATES, size)
@@ -302,7 +303,7 @@ def _report(
     tokens: Sequence[int] | Tensor,
     pools: Pools,
 ) -> None:
-    """Add to `processed` what the tokens of these rows were drawn from, where their settings ask for it."""
+    """Add to `processed` the distributions of the rows whose settings have `processed_logprobs`."""
     for i, row in enumerate(rows if processed is not None else ()):
         n_top = settings[row].processed_logprobs
         if processed is not None and n_top is not None:
@@ -314,9 +315,9 @@ def _report(
 
 
 def _filter_candidates(scores: Tensor, values: Tensor, settings: Sequence[SamplingSettings]) -> tuple[Tensor, Tensor]:
-    """Which of the K best values [B, K] of the scores [B, V] the filters keep, and [B] whether that is all they keep.
+    """Which of the K best values [B, K] of the scores [B, V] the filters keep, and whether these are all, [B].
 
-    Not certain: a filter ends beyond the candidates, or at values that tie.
+    Not certain: a filter ends beyond the candidates, or at tied values.
     """
     size, n = scores.size(-1), values.size(-1)
     rank = torch.arange(n, device=values.device)
@@ -334,7 +335,7 @@ def _filter_candidates(scores: Tensor, values: Tensor, settings: Sequence[Sampli
     mass_before = probabilities.cumsum(-1) - probabilities
     by_p = (mass_before < top_p) | (rank == 0) | (top_p == 1)
     ends_by_p = all_seen | ~by_p[:, -1:]
-    n_by_p = by_p.sum(-1, keepdim=True)  # a nucleus is a beginning of the ranks
+    n_by_p = by_p.sum(-1, keepdim=True)  # a nucleus is a prefix of the ranks
     last, following = values.gather(1, n_by_p - 1), values.gather(1, n_by_p.clamp(max=n - 1))
     tied = (n_by_p < n) & (last == following) & by_k.gather(1, n_by_p.clamp(max=n - 1))
 
@@ -344,20 +345,20 @@ def _filter_candidates(scores: Tensor, values: Tensor, settings: Sequence[Sampli
 
 
 def filter_whole(scores: Tensor, settings: SamplingSettings) -> Tensor:
-    """The three filters by their definitions, over all tokens; [B, V] → [B, V], −inf for what is dropped."""
+    """The three filters by their definitions, over all tokens; [B, V] → [B, V], −inf for dropped tokens."""
     return keep_min_p(keep_top_p(keep_top_k(scores, settings.top_k), settings.top_p), settings.min_p)
 
 
 def draw(scores: Tensor, share: Tensor) -> Tensor:
-    """The first token of each row [B, V] at which the probabilities, added up, reach its share in (0, 1] of them; [B].
+    """The first token of each row [B, V] at which the cumulative probability reaches its share in (0, 1]; [B].
 
-    Sums of blocks are added up first, so that no row is added up token by token in double precision.
+    The blocks' sums are accumulated first, so that no row is summed token by token in double precision.
     """
     return _draw_by_blocks(_weights(scores), share)
 
 
 def _weights(scores: Tensor) -> Tensor:
-    """Probabilities [B, V] of scores, but for a factor."""
+    """Unnormalized probabilities [B, V] of scores."""
     return (scores - scores.amax(-1, keepdim=True)).exp().cpu()
 
 
@@ -373,12 +374,12 @@ def _draw_by_blocks(weights: Tensor, share: Tensor) -> Tensor:
 
 
 def adjust(logits: Tensor, samplers: Sequence[Sampler], allowed: Sequence[Tensor | None] | None = None) -> Tensor:
-    """Bias, penalties and bans of each text; [B, V] → [B, V]. Not allowed: −inf."""
+    """Bias, penalties and bans of each text; [B, V] → [B, V], −inf for banned tokens."""
     logits = logits.clone()
     device = logits.device
 
     def places(parts: Callable[[Sampler], Any]) -> Iterator[list[Tensor]]:
-        """Rows, token ids and numbers, of all texts one after another; nothing where there are none."""
+        """Rows, token ids and numbers of all texts, concatenated; nothing if there are none."""
         found = [(row, *part) for row, sampler in enumerate(samplers) if (part := parts(sampler)) and len(part[0])]
         if found:
             rows = np.repeat([row for row, _, _ in found], [len(ids) for _, ids, _ in found])
@@ -414,7 +415,7 @@ def _frequency_and_presence(sampler: Sampler) -> tuple[np.ndarray, np.ndarray]:
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """−inf for what scores less than the k-th best; logits [B, V] → [B, V]. 0, or k ≥ V, keeps all."""
+    """−inf for logits below the k-th best; [B, V] → [B, V]. 0, or k ≥ V, keeps all."""
     if not 0 < k < logits.size(-1):
         return logits
     kth_best = logits.topk(k).values[:, -1:]
@@ -422,7 +423,7 @@ def keep_top_k(logits: Tensor, k: int) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """−inf for what follows the fewest likeliest tokens whose probabilities reach p; logits [B, V] → [B, V]."""
+    """−inf for all but the fewest likeliest tokens whose probabilities reach p; logits [B, V] → [B, V]."""
     if p == 1:
         return logits
     ordered, order = logits.sort(descending=True, stable=True)
@@ -434,12 +435,12 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
 
 
 def keep_min_p(logits: Tensor, p: float) -> Tensor:
-    """−inf for what is less than p times as likely as the likeliest; logits [B, V] → [B, V]."""
+    """−inf for tokens less than p times as likely as the likeliest; logits [B, V] → [B, V]."""
     if p == 0:
         return logits
     return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), -math.inf)
 
 
 def _column(numbers: Sequence[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Numbers as [B, 1], where `like` is."""
+    """Numbers as [B, 1] on the device of `like`, and in its dtype if none is given."""
     return torch.tensor(numbers, dtype=dtype or like.dtype, device=like.device)[:, None]

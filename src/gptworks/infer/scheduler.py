@@ -2,13 +2,13 @@
 
     add ─► waiting (first come, first served) ─► running, each in its slot ─► finish: the slot is free
 
-Texts join and leave between steps. A step computes one token of each text in generation, with its draft tokens, and up
-to `prefill_tokens` tokens of prompts, so that a long prompt does not delay the other texts. Prompts are cut at multiples
-of `prefill_tokens`, whatever else the step computes.
+Texts join and leave between steps. A step computes one token of each text in generation, with its draft tokens, and
+up to `prefill_tokens` tokens of prompts, so that a long prompt does not delay the other texts. Prompts are cut at
+multiples of `prefill_tokens`, whatever else the step computes.
 
 A slot keeps its tokens when its text ends, and a new text with the same beginning starts from them (prefix reuse). The
-scheduler's record of a slot never exceeds its contents: `plan` removes what a work will overwrite, and `commit` adds what
-it has computed. So a text may be admitted, and copied from, at any time.
+scheduler's record of a slot never exceeds its contents: `plan` removes what a work will overwrite, and `commit` adds
+what it has computed. So a text may be admitted, and copied from, at any time.
 """
 
 import itertools
@@ -36,7 +36,7 @@ class Job:
     tokens: list[int]
     """The tokens that belong in the slot; the owner appends generated ones."""
     score_from: int | None = None
-    """Logits are needed from this token on, not only for the last; tokens before it may be reused. None: for the last."""
+    """Logits are needed from this token on; tokens before it may be reused. None: only for the last token."""
     knows_logits: bool = False
     """The owner has the logits after `tokens`: if all tokens can be reused, none is computed."""
     draft: list[int] = field(default_factory=list)

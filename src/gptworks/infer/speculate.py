@@ -178,8 +178,8 @@ class DraftModel(Drafter):
 
 
 class HeadsDraft(Drafter):
-    """The model's own heads of tokens beyond the next (model.n_future_tokens; Gloeckle et al., 2024): each draws a draft
-    token from the features that the last token was drawn from. No other model is run."""
+    """The model's own heads of tokens beyond the next (model.n_future_tokens; Gloeckle et al., 2024): each draws a
+    draft token from the features that the last token was drawn from. No other model is run."""
 
     def __init__(self, n_tokens: int = 4) -> None:
         """

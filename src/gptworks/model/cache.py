@@ -30,8 +30,8 @@ class SlotRows:
     ) -> None:
         """
         Args:
-            parts: in the batch's order, each text's slot, the tokens it has already, and how many are new.
-            capacity: tokens that the texts may come to, on which rotary scaling by length depends.
+            parts: in the batch's order, each text's slot, the number of its tokens, and of its new ones.
+            capacity: tokens that the texts may reach, on which rotary scaling by length depends.
             layers: keys and values of each layer.
             tokens: ids in the slots, int32 [n_slots, capacity], for a model that reads the previous token.
             device: of the cache.

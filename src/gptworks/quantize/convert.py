@@ -1,8 +1,8 @@
 """A model → its quantized form, in memory.
 
-The blocks' matrices become what is asked for. Norms, biases, positions, gates and the routers of experts stay fp32:
-they are a thousandth of the weights. With int4, the embedding is kept in int8, and so is a matrix whose rows are no
-whole number of groups, and the head unless int4 is asked for it.
+The blocks' matrices get the requested kind. Norms, biases, positions, gates and the routers of experts stay fp32:
+they are a thousandth of the weights. With int4, some are kept in int8: the embedding, matrices whose rows are not a
+multiple of a group, and the head unless int4 is requested for it.
 """
 
 import copy
@@ -21,7 +21,7 @@ from gptworks.quantize.linear import QuantizedGPT, packed_matrices
 from gptworks.quantize.rounding import Rounded, gptq, round_int4, round_int8
 
 Packed = tuple[Tensor, Tensor | None]
-"""Weight and scale, as `formats` says."""
+"""Weight and scale, see `formats`."""
 
 
 @torch.no_grad()
@@ -33,13 +33,13 @@ def quantize_model(
     *,
     head: HeadWeights = "int8",
 ) -> QuantizedGPT:
-    """A quantized copy of the model, on its device, in eval mode. What is not packed is shared with the model.
+    """A quantized copy of the model, on its device, in eval mode. Unpacked tensors are shared with the model.
 
     Args:
         calibration: batches of token ids, int64 [B, T], on which int4's rounding is calibrated (GPTQ). Empty: each
             weight is rounded to the nearest value.
-        step: receives what is quantized next.
-        head: with int4 alone: how the head, and with it a tied embedding, is kept.
+        step: receives the name of what is quantized next.
+        head: only with int4: the kind of the head, and of a tied embedding.
 
     Raises:
         UserError: an unknown kind, or one that the head cannot have; the model is quantized already; a weight that the
@@ -73,7 +73,7 @@ def quantize_model(
 
 
 def matrix_kinds(model: GPT, weights: Weights, head: HeadWeights = "int8") -> dict[str, Weights]:
-    """How each matrix of the model is kept, by its module's name.
+    """The kind of each matrix of the model, by its module's name.
 
     Raises:
         UserError: an unknown kind, or one that the head cannot have; or the model is quantized already.
@@ -102,18 +102,18 @@ def matrix_kinds(model: GPT, weights: Weights, head: HeadWeights = "int8") -> di
 
 
 def head_name(model: GPT) -> str:
-    """The name of the module that holds the head's matrix; of a tied one, the embedding's."""
+    """The name of the module with the head's matrix: the embedding, if they are tied."""
     return "token_embedding" if model.untied_head is None else "untied_head"
 
 
 def check_known(weights: str, known: Sequence[str], of: str = "weights") -> None:
-    """Refuse a kind of weights that is not among those known.
+    """Refuse an unknown kind of weights.
 
     Args:
         of: the setting's name, for the message.
 
     Raises:
-        UserError: it is not; the nearest one is named.
+        UserError: it is unknown; names the nearest one.
     """
     if weights not in known:
         near = nearest(weights, known)
@@ -123,12 +123,12 @@ def check_known(weights: str, known: Sequence[str], of: str = "weights") -> None
 
 
 def base_kinds(model: GPT, weights: Weights) -> dict[str, Weights]:
-    """How the matrices of the blocks are kept beneath an adapter, by module's name; all else stays fp32."""
+    """The kinds of the blocks' matrices under an adapter, by module's name; all others stay fp32."""
     return {name: kind for name, kind in matrix_kinds(model, weights).items() if name.startswith("blocks.")}
 
 
 def pack_for(model: GPT, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights in fp32 as the model holds them: those of its packed matrices packed, each to the nearest value.
+    """The fp32 weights, with those of the model's packed matrices packed, each to the nearest value.
 
     Raises:
         UserError: a weight that the kind cannot hold.
@@ -140,7 +140,7 @@ def pack_for(model: GPT, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def packed_parts(name: str, matrix: Tensor, kind: Weights) -> dict[str, Tensor]:
-    """A module's matrix packed, each weight to the nearest value: its weight and scale by their names in a checkpoint.
+    """A module's matrix, packed to the nearest values: weight and scale by their names in a checkpoint.
 
     Raises:
         UserError: a weight that the kind cannot hold.
@@ -151,7 +151,7 @@ def packed_parts(name: str, matrix: Tensor, kind: Weights) -> dict[str, Tensor]:
 
 
 def unpack_all(tensors: Mapping[str, Tensor], kinds: Mapping[str, Weights]) -> dict[str, Tensor]:
-    """The tensors with the packed matrices among them unpacked, in fp32."""
+    """The tensors, with packed matrices unpacked to fp32."""
     whole = dict(tensors)
     for name in kinds:
         whole[f"{name}.weight"] = unpacked(whole[f"{name}.weight"], whole.pop(f"{name}.scale", None), torch.float32)
@@ -159,7 +159,7 @@ def unpack_all(tensors: Mapping[str, Tensor], kinds: Mapping[str, Weights]) -> d
 
 
 def packed_kinds(model: GPT, dtypes: Mapping[str, object]) -> dict[str, Weights]:
-    """How each packed matrix among a checkpoint's tensors is kept, by its module's name; empty for one in fp32.
+    """The kind of each packed matrix in a checkpoint, by its module's name; empty if all are fp32.
 
     Args:
         model: the unpacked model, on any device. dtypes: of the stored tensors, by name.
@@ -211,10 +211,10 @@ def _check_holds(name: str, matrix: Tensor, weights: Weights) -> None:
 def _calibrated(
     model: GPT, kinds: dict[str, Weights], batches: Sequence[Tensor], step: Callable[[str], None]
 ) -> dict[str, Packed]:
-    """The int4 matrices, each rounded for the inputs it gets where the blocks before it are rounded already."""
+    """The int4 matrices, each rounded for its inputs from already rounded blocks."""
     packed: dict[str, Packed] = {}
     inputs = _inputs_of_block(model, batches, 0)
-    rounding = copy.deepcopy(model) if model.config.laboratory else None  # where blocks read more than the one before
+    rounding = copy.deepcopy(model) if model.config.laboratory else None  # blocks may read more than one output
     for i, block in enumerate(model.blocks):
         step(f"block {i + 1} of {len(model.blocks)}")
         rounded = copy.deepcopy(block).eval()
@@ -237,7 +237,7 @@ def _calibrated(
 
 
 def _calibrate_head(packed: Any, whole: Any, model: QuantizedGPT, batches: Iterable[Tensor]) -> None:
-    """Round the model's head again, to int4 for the features that it gets where all else is rounded already."""
+    """Round the model's head again, to int4, for its features after all other matrices are rounded."""
     hessian = whole.weight.new_zeros(packed.columns, packed.columns)
     for tokens in batches:
         features = model.features(tokens.to(model.device)).flatten(0, -2).float()
@@ -246,7 +246,7 @@ def _calibrate_head(packed: Any, whole: Any, model: QuantizedGPT, batches: Itera
 
 
 def _inputs_of_block(model: GPT, batches: Iterable[Tensor], layer: int) -> list[tuple[Any, ...]]:
-    """What a block is called with, batch by batch."""
+    """The arguments of a block's calls, batch by batch."""
     calls: list[tuple[Any, ...]] = []
     hook = model.blocks[layer].register_forward_pre_hook(lambda _, given: calls.append(given))
     training = model.training

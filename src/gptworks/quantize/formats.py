@@ -1,4 +1,4 @@
-"""Packed matrices: the bytes of each kind, and the values they stand for.
+"""Packed matrices: the bytes and values of each kind.
 
     kind        weight              scale                   value
     bf16, fp16  the kind's [N, K]   none                    weight
@@ -25,17 +25,17 @@ DTYPES: dict[Weights, torch.dtype] = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8, "int4": torch.uint8,
 }  # fmt: skip
 CPU_AT_ONCE, AT_ONCE = UNPACKED_ON_CPU, UNPACKED_ELSEWHERE
-"""Weights that are unpacked at once, on a CPU and elsewhere: on a CPU they are used while they are in its cache."""
+"""Weights that are unpacked at once, on a CPU and elsewhere: a CPU uses them while they are in its cache."""
 
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
-"""The kind that a stored matrix's dtype stands for; fp32 is none of them."""
+"""The kind of a stored matrix by its dtype; fp32 is not packed."""
 
 
 def empty(kind: Weights, rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
-    """Weight and scale of a matrix [rows, columns] of this kind, not filled.
+    """Uninitialized weight and scale of a matrix [rows, columns] of this kind.
 
     Raises:
-        ValueError: int4, and the columns are no whole number of groups.
+        ValueError: int4, and the columns are not a multiple of a group.
     """
     if kind == "int4":
         _check_groups(columns)
@@ -48,7 +48,7 @@ def pack_int4(levels: Tensor) -> Tensor:
     """Integers −8 … 7 [N, K] → uint8 [N, K/2].
 
     Raises:
-        ValueError: K is no whole number of groups.
+        ValueError: K is not a multiple of a group.
     """
     _check_groups(levels.size(1))
     grouped = (levels + 8).to(torch.uint8).view(levels.size(0), -1, 2, GROUP // 2)
@@ -76,7 +76,7 @@ def rows_at_once(weight: Tensor, columns: int) -> int:
 
 
 def unpacked(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`dequantize` of a whole matrix [N, K], some rows at a time, so that little but the result stands in memory."""
+    """`dequantize` of a matrix [N, K], some rows at a time, which needs little memory in addition to the result."""
     columns = weight.size(1) * (2 if weight.dtype == torch.uint8 else 1)
     n_rows = rows_at_once(weight, columns)
     matrix = torch.empty(weight.size(0), columns, dtype=dtype, device=weight.device)
@@ -88,4 +88,4 @@ def unpacked(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor
 
 def _check_groups(columns: int) -> None:
     if columns % GROUP:
-        raise ValueError(f"int4 has groups of {GROUP} along a row, and {columns} columns are no whole number of them")
+        raise ValueError(f"int4 has groups of {GROUP} along a row, and {columns} columns are not a multiple")

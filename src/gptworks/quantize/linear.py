@@ -1,7 +1,7 @@
-"""Modules that hold packed matrices, and the GPT made of them.
+"""Modules with packed matrices, and the GPT made of them.
 
-They compute in the dtype of what they are given, so that everything that runs a GPT runs a quantized one. Casting the
-model (`.bfloat16()`) casts what it computes in; what is packed stays as it is.
+They compute in the dtype of their inputs, so that whatever runs a GPT runs a quantized one. Casting the model
+(`.bfloat16()`) changes the dtype of its computations, not its packed matrices.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,12 +20,12 @@ from gptworks.quantize.panels import from_panels, rows_from_panels
 
 
 class PackedMatrix(nn.Module):
-    """A matrix [N, K] kept packed, as `formats` says."""
+    """A packed matrix [N, K], see `formats`."""
 
     weight: Tensor
     scale: Tensor | None
     panel = 0
-    """Rows of a panel, where the matrix lies in panels (panels.py): `weight`, and the scale of int4, are flat then."""
+    """Rows of a panel, if the matrix is in panels (panels.py): `weight`, and the scale of int4, are then flat."""
 
     def __init__(self, kind: Weights, rows: int, columns: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class PackedMatrix(nn.Module):
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
         self.dtype = torch.float32
-        """What it was cast to: the dtype of its values where no input gives one."""
+        """The dtype to which the module was cast, which its values have if no input gives another."""
 
     @property
     def kind(self) -> Weights:
@@ -42,7 +42,7 @@ class PackedMatrix(nn.Module):
 
     @property
     def row_by_row(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and scale as `formats` says; where they lie in panels, copies."""
+        """Weight and scale in the layout of `formats`; copies if they are in panels."""
         weight, scale = self.weight, self.scale
         if weight.dim() == 1:
             weight = from_panels(weight, self.rows, self.panel)[:, : self._row_elements]
@@ -56,7 +56,7 @@ class PackedMatrix(nn.Module):
         return self.columns // 2 if self.weight.dtype == torch.uint8 else self.columns
 
     def dequantized(self) -> Tensor:
-        """The whole matrix [N, K], in this module's dtype."""
+        """The matrix [N, K], in this module's dtype."""
         return dequantize(*self.row_by_row, self.dtype)
 
     def product(self, x: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class PackedMatrix(nn.Module):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """A cast changes what is computed in; packed numbers are moved between devices, and stay as they are."""
+        """A cast changes only `dtype`; packed numbers are only moved between devices."""
         packed = {"weight": self.weight, "scale": self.scale}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
@@ -80,7 +80,7 @@ class PackedMatrix(nn.Module):
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Row by row: panels are for one machine."""
+        """Save row by row: panels depend on the machine."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, tensor in zip(("weight", "scale"), self.row_by_row, strict=True):
             if tensor is not None:
@@ -91,14 +91,14 @@ class PackedMatrix(nn.Module):
 
 
 class QuantizedLinear(PackedMatrix):
-    """A linear layer with a packed matrix; its bias, where it has one, is not packed."""
+    """A linear layer with a packed matrix and, optionally, an unpacked bias."""
 
     def __init__(self, kind: Weights, rows: int, columns: int, bias: bool = False) -> None:
         super().__init__(kind, rows, columns)
         self.bias = nn.Parameter(torch.zeros(rows)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] → [..., N], in x's dtype; where x has a gradient, in that of the products here."""
+        """x [..., K] → [..., N], in x's dtype; if x has a gradient, in `product_dtype`."""
         if x.requires_grad and torch.is_grad_enabled():
             y: Tensor = _Product.apply(x.to(product_dtype(x)), *self.row_by_row)  # type: ignore[no-untyped-call]
         else:
@@ -110,7 +110,7 @@ class LoRAQuantizedLinear(LowRank, QuantizedLinear):
     """A packed layer with an adapter (QLoRA; Dettmers et al., 2023)."""
 
     def __init__(self, base: QuantizedLinear, config: LoRAConfig) -> None:
-        """Takes over what the base holds."""
+        """Takes over the base's tensors."""
         with torch.device("meta"):
             super().__init__(base.kind, base.rows, base.columns, base.bias is not None)
         (self.weight, self.scale), self.bias = base.row_by_row, base.bias
@@ -124,7 +124,7 @@ def _(base: QuantizedLinear, config: LoRAConfig) -> LowRank:
 
 
 class _Product(torch.autograd.Function):
-    """x · matrixᵀ. The backward pass keeps the packed matrix, and unpacks it again."""
+    """x · matrixᵀ. Keeps the packed matrix for the backward pass, and unpacks it again there."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
@@ -138,7 +138,7 @@ class _Product(torch.autograd.Function):
 
 
 class QuantizedEmbedding(PackedMatrix):
-    """An embedding with a packed matrix: rows are unpacked as they are asked for."""
+    """An embedding with a packed matrix, which unpacks the rows that it reads."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids [...] → [..., K]."""
@@ -153,20 +153,20 @@ class QuantizedEmbedding(PackedMatrix):
 
 
 class QuantizedGPT(GPT):
-    """A GPT some of whose matrices are packed."""
+    """A GPT with packed matrices."""
 
     def __init__(self, config: ModelConfig, kinds: Mapping[str, Weights]) -> None:
-        """Not initialized: weights are to be loaded. Built on the meta device, it takes no memory until then.
+        """Not initialized: load weights. Built on the meta device, it takes no memory until then.
 
         Args:
-            kinds: how each packed matrix is kept, by its module's name, such as `blocks.0.mlp.up`.
+            kinds: the kind of each packed matrix, by its module's name, such as `blocks.0.mlp.up`.
         """
         super().__init__(config)
         hold_packed(self, kinds)
 
     @property
     def head_weight(self) -> Tensor:
-        """The head's matrix [V, C], unpacked anew at each call."""
+        """The head's matrix [V, C], unpacked at each call."""
         return self._head.dequantized() if isinstance(self._head, PackedMatrix) else self._head.weight
 
     def logits(self, features: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class QuantizedGPT(GPT):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that the model computes in."""
+        """The dtype of the computations."""
         return next(self.norm.parameters()).dtype
 
     @property
@@ -192,19 +192,19 @@ class QuantizedGPT(GPT):
 
 
 def weights_of(model: GPT) -> str:
-    """How a model's matrices are kept, in words: `fp32`, or the kinds of packed ones, such as `int4, int8`."""
+    """The kinds of a model's matrices in words: `fp32`, or those of packed ones, such as `int4, int8`."""
     return model.weights if isinstance(model, QuantizedGPT) else KINDS.get(model.dtype, "fp32")
 
 
 def hold_packed(model: GPT, kinds: Mapping[str, Weights]) -> GPT:
-    """Put packed matrices, not filled, in the place of those named. Changes the model and returns it."""
+    """Replace the named matrices by uninitialized packed ones. Changes the model and returns it."""
     for name, kind in kinds.items():
         model.set_submodule(name, _packed(model.get_submodule(name), kind))
     return model
 
 
 def weight_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All that a model computes with, by name: parameters, and what packed matrices hold."""
+    """All tensors that a model computes with, by name: parameters, and the buffers of packed matrices."""
     packed = {f"{name}.{part}": x for name, matrix in packed_matrices(model) for part, x in matrix.named_buffers()}
     return dict(model.named_parameters()) | packed
 
@@ -215,7 +215,7 @@ def packed_matrices(model: nn.Module) -> list[tuple[str, PackedMatrix]]:
 
 
 def _packed(module: nn.Module, kind: Weights) -> PackedMatrix:
-    """The module's packed twin, not filled."""
+    """The module's packed counterpart, uninitialized."""
     if isinstance(module, nn.Linear):
         return QuantizedLinear(kind, module.out_features, module.in_features, module.bias is not None)
     assert isinstance(module, nn.Embedding), f"{type(module).__name__} has no packed form"

@@ -1,6 +1,6 @@
-"""Weights that are packed as a run is loaded: read, merged with their adapter and rounded, one matrix at a time.
+"""Packs weights while a run is loaded: read, merge with the adapter and round, one matrix at a time.
 
-In memory it is what `gptworks quantize --rounding nearest` writes. GPTQ needs a text, and stays with that command.
+The result equals a run of `gptworks quantize --rounding nearest`. GPTQ needs a text, and only that command offers it.
 """
 
 from collections.abc import Mapping
@@ -21,22 +21,22 @@ from gptworks.tensors import TensorFile
 
 
 def kinds_to_pack(model: GPT, weights: LoadedWeights, stored: Mapping[str, Weights], run: str) -> dict[str, Weights]:
-    """The matrices that are to be packed as they are read, by module's name; empty: they stay as they are stored.
+    """The matrices to pack while they are read, by module's name; empty: they stay as stored.
 
     Args:
         model: the unpacked model, on any device.
-        stored: how the run's packed matrices are kept, by module's name; not those beneath an adapter.
+        stored: the kinds of the run's packed matrices, by module's name, except those under an adapter.
         run: its name, for the message.
 
     Raises:
-        UserError: weights that are not known, or that a quantized run does not have.
+        UserError: unknown weights, or other ones than those of a quantized run.
     """
     check_known(weights, get_args(LoadedWeights))
     if weights == "auto":
         return {}
     asked = {} if weights == "fp32" else matrix_kinds(model, weights)
-    beside = head_name(model)  # it may be smaller than what int4 gives it
-    if stored and {**stored, beside: None} != {**asked, beside: None}:
+    head = head_name(model)  # int4 runs have it in int8 or int4
+    if stored and {**stored, head: None} != {**asked, head: None}:
         raise UserError(
             f"weights={weights}: {run} is quantized already, to {', '.join(sorted(set(stored.values())))}. Leave "
             f"--weights out, or take the run that it was made from; its model-card.md names it."
@@ -52,22 +52,22 @@ def read_packed(
     adapter: LoRAConfig | None,
     device: torch.device | str,
 ) -> dict[str, Tensor]:
-    """A run's weights, packed on the device. Of those in fp32 one matrix is in memory at a time.
+    """A run's weights, packed on the device, with one fp32 matrix in memory at a time.
 
     Args:
-        kinds: how each matrix is to be kept, by its module's name.
-        beneath: how those beneath an adapter are kept in the file, by module's name.
-        adapter: what the file's adapter is, which is added to the weights.
+        kinds: the kinds of the matrices to pack, by module's name.
+        beneath: the kinds of matrices under an adapter in the file, by module's name.
+        adapter: the settings of the file's adapter, which is merged into the weights.
 
     Raises:
-        UserError: as `TensorFile.read`; or a weight that its kind cannot hold.
+        UserError: as `TensorFile.read`; or a weight exceeds its kind's range.
     """
     tensors: dict[str, Tensor] = {}
     for name in file.stored:
         module, _, part = name.rpartition(".")
         if is_adapter(name) or (part == "scale" and module in beneath):
             continue
-        whole = partial(_whole, file, name, module in beneath, adapter)  # kept by no variable here
+        whole = partial(_whole, file, name, module in beneath, adapter)  # no variable here keeps it in memory
         if part == "weight" and module in kinds:
             tensors |= packed_parts(module, whole().to(device), kinds[module])
         else:
@@ -76,7 +76,7 @@ def read_packed(
 
 
 def _whole(file: TensorFile, name: str, is_packed: bool, adapter: LoRAConfig | None) -> Tensor:
-    """A tensor in fp32, with what an adapter adds to it."""
+    """A tensor in fp32, with its adapter merged."""
     module, _, part = name.rpartition(".")
     tensor = file.read(name)[name]
     if part != "weight":

@@ -1,8 +1,8 @@
-"""Packed matrices in panels, as the native kernels multiply them.
+"""Packed matrices in panels, the layout of the native kernels.
 
-A row is words of four bytes, or of two for the scales of int4. Of P rows come the first words, then the second ones,
-and so on; then those of the next P rows. The last panel has the rows that are left, rounded up to 16, with zeros. So a
-vector takes the same word of 16 rows, and memory is read in one stream.
+A row consists of words of four bytes, or of two for the scales of int4. A panel has the first words of its P rows, then
+their second words, and so on; the next P rows follow. The last panel has the remaining rows, padded with zeros to a
+multiple of 16. So a vector holds the same word of 16 rows, and memory is read in one stream.
 """
 
 from collections.abc import Iterator
@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 UNIT = 16
-"""Rows that a panel has, or a multiple; and words of rows in bf16 and int8, as a tile of AMX has."""
+"""A panel has a multiple of this many rows; rows in bf16 and int8 have a multiple of this many words (AMX tiles)."""
 
 
 def to_panels(matrix: Tensor, panel: int, out: Tensor | None = None) -> Tensor:
     """Lay a matrix [N, K] out in panels of `panel` rows.
 
-    Returns a flat tensor of `size_in_panels(N) · K` elements: `out`, where it is given.
+    Returns a flat tensor of `size_in_panels(N) · K` elements: `out`, if it is given.
     """
     if out is None:
         out = matrix.new_empty(size_in_panels(matrix.size(0)) * matrix.size(1))
@@ -33,8 +33,8 @@ def to_panels(matrix: Tensor, panel: int, out: Tensor | None = None) -> Tensor:
 
 
 def whole_lines(weight: Tensor) -> Tensor:
-    """A matrix [N, …] with zeros behind each row up to a multiple of 64 bytes, as panels of bf16 and int8 have. Of int4
-    the matrix itself."""
+    """A matrix [N, …] with rows padded with zeros to a multiple of 64 bytes, for panels of bf16 and int8; int4 is not
+    padded."""
     n_missing = 0 if weight.dtype == torch.uint8 else -weight.size(1) % (4 * UNIT // weight.element_size())
     return F.pad(weight, (0, n_missing)) if n_missing else weight
 
@@ -61,12 +61,12 @@ def rows_from_panels(flat: Tensor, which: Tensor, rows: int, panel: int) -> Tens
 
 
 def size_in_panels(rows: int) -> int:
-    """The rows of a matrix in panels, with those that only fill up the last."""
+    """The rows of a matrix in panels, including padding."""
     return -(-rows // UNIT) * UNIT
 
 
 def panel_of(rows: int, n_threads: int, widest: int) -> int:
-    """The rows of a matrix's panels: `widest`, or fewer where the thread with most would keep the others waiting."""
+    """The rows of a matrix's panels: `widest`, or fewer if threads would otherwise wait for the one with most rows."""
 
     def most_rows(panel: int) -> int:
         return -(-rows // (panel * n_threads)) * panel
@@ -79,7 +79,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _panels(words: Tensor, rows: int, panel: int) -> Iterator[tuple[int, Tensor]]:
-    """The whole panels among words, and the narrower one behind them: the first row, and [panels, words, rows]."""
+    """The full panels among words, and the narrower last one: the first row, and [panels, words, rows]."""
     n_words, whole = len(words) // size_in_panels(rows), rows // panel * panel
     if whole:
         yield 0, words[: whole * n_words].view(-1, n_words, panel)

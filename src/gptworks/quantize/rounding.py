@@ -1,4 +1,4 @@
-"""Which of the representable values each weight becomes."""
+"""Rounding of weights to representable values."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,16 @@ from torch import Tensor
 from gptworks.quantize.formats import GROUP, LEVELS
 
 _STEPS = torch.linspace(5.5, 8.5, 13).tolist()
-"""Scales that are tried for a group: its largest magnitude over each of these, with either sign."""
+"""The scales tried for a group are its largest magnitude divided by these, with either sign."""
 
 _ROWS_AT_ONCE = 2**18
-"""Weights whose scales are searched at once, so that the tries stay in cache."""
+"""Weights whose scales are searched at once, so that they stay in cache."""
 
 _COLUMNS_AT_ONCE = 128
-"""Columns after which GPTQ carries the errors on to the rest of the matrix."""
+"""Columns after which GPTQ passes the errors to the rest of the matrix."""
 
 _DAMPING = 0.01
-"""Share of a hessian's mean diagonal that is added to its diagonal."""
+"""Share of a Hessian's mean diagonal that is added to its diagonal."""
 
 
 @dataclass(frozen=True)
@@ -31,23 +31,23 @@ class Rounded:
 
 
 def round_int8(matrix: Tensor) -> Rounded:
-    """Each row by its own scale, symmetric: the largest magnitude becomes ±127."""
+    """Round each row by its own scale, symmetric: the largest magnitude becomes ±127."""
     scale = matrix.float().abs().amax(1) / 127
     return Rounded(_levels(matrix.float(), scale[:, None], "int8"), scale)
 
 
 def round_int4(matrix: Tensor) -> Rounded:
-    """Each weight to the nearest value of its group of 32, whose scale has the least squared error."""
+    """Round each weight to the nearest value of its group of 32, whose scale has the least squared error."""
     groups = matrix.float().view(len(matrix), -1, GROUP)  # N K/32 32
     scale = best_scales(groups)
     return Rounded(_levels(groups, scale[..., None], "int4").flatten(1), scale)
 
 
 def best_scales(groups: Tensor, importance: Tensor | None = None) -> Tensor:
-    """The scale of each group with the least squared error of rounding to −8 … 7 times it, fp16 [N, G].
+    """The scale of each group with the least squared error of rounding to multiples of it from −8 to 7, fp16 [N, G].
 
     Args:
-        groups: [N, G, 32]. importance: weights of the squared errors, [G, 32]; None: all equal.
+        groups: [N, G, 32]. importance: weights of the squared errors, [G, 32]; None: equal ones.
     """
     parts = torch.split(groups, max(1, _ROWS_AT_ONCE // groups[0].numel()))
     return torch.cat([_best_scales(part, importance) for part in parts])
@@ -67,14 +67,14 @@ def _best_scales(groups: Tensor, importance: Tensor | None) -> Tensor:
 
 
 def gptq(matrix: Tensor, hessian: Tensor) -> Rounded:
-    """int4 levels that keep a matrix's outputs: what rounding a column spoils, the columns not yet rounded make up for.
+    """int4 levels that preserve a matrix's outputs: columns not yet rounded compensate the error of each rounded one.
 
-    GPTQ (Frantar et al., 2023). The columns with the largest inputs come first; scales are found beforehand, for the
-    squared errors weighted by the inputs' squares.
+    GPTQ (Frantar et al., 2023). The columns with the largest inputs come first; scales minimize the squared errors
+    weighted by the inputs' squares.
 
     Args:
-        matrix: [N, K]. hessian: the sum of x·xᵀ over the inputs, [K, K]. Where there were none, each weight is rounded
-            to the nearest value.
+        matrix: [N, K]. hessian: the sum of x·xᵀ over the inputs, [K, K]. Without inputs, each weight is rounded to the
+            nearest value.
     """
     n_columns, diagonal = matrix.size(1), hessian.diagonal().float()
     if not diagonal.any():
@@ -83,7 +83,7 @@ def gptq(matrix: Tensor, hessian: Tensor) -> Rounded:
     scales = scale.float().T.contiguous()  # K/32 N
     order = diagonal.argsort(descending=True).tolist()
     root = _inverse_root(hessian[order][:, order])  # K K
-    rest = matrix.float().T[order].contiguous()  # K N, of which the columns not yet rounded still change
+    rest = matrix.float().T[order].contiguous()  # K N; the columns not yet rounded change
     levels = torch.empty(rest.shape, dtype=torch.int8, device=rest.device)
     for start in range(0, n_columns, _COLUMNS_AT_ONCE):
         end = min(start + _COLUMNS_AT_ONCE, n_columns)
@@ -98,7 +98,7 @@ def gptq(matrix: Tensor, hessian: Tensor) -> Rounded:
 
 
 def _inverse_root(hessian: Tensor) -> Tensor:
-    """The upper Cholesky factor of the damped hessian's inverse, float32."""
+    """The upper Cholesky factor of the damped Hessian's inverse, float32."""
     damped = hessian.double()
     damped.diagonal().add_(_DAMPING * damped.diagonal().mean())
     root: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)

@@ -1,6 +1,6 @@
-"""What computes a model for the engine: tokens of many texts in, logits out. Each text has a slot that keeps its cache.
+"""Backends compute a model for the engine: tokens of many texts in, logits out. Each text has a slot with its cache.
 
-    chunks ─┬─► long ones (prefill), each by itself ────────────────────┬─► logits wanted
+    chunks ─┬─► long ones (prefill), one at a time ─────────────────────┬─► logits wanted
             └─► short ones (decode, speculation), as one flat batch ────┘
 
 `TorchBackend` runs the model itself, on any device, also during training. The native backend (native.py) computes the
@@ -18,52 +18,52 @@ from gptworks.infer.backends.cache import SlotCache
 from gptworks.model.gpt import GPT, eval_mode
 
 SHORT_TOKENS = 16
-"""Chunks of up to so many tokens are computed together: they decode, or check draft tokens."""
+"""Chunks of up to this many tokens, which decode or check draft tokens, are computed together."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens of one text to compute: positions start … start + len(tokens) of its slot."""
+    """Tokens of one text to compute, at the positions start … start + len(tokens) - 1 of its slot."""
 
     slot: int
     start: int
-    """Tokens already in the slot before these; what lies beyond is forgotten (a rollback)."""
+    """Number of tokens that the slot keeps; later ones are overwritten (a rollback)."""
     tokens: Sequence[int]
     n_logits: int = 1
-    """Logits wanted for the last n tokens; 0: none."""
+    """Logits are wanted for the last n tokens."""
     room: int | None = None
-    """Tokens that the text may come to. It matters to rotary scaling by length alone; None: the slot's capacity."""
+    """Tokens that the text may reach, which only rotary scaling by length uses. None: the slot's capacity."""
 
 
 class Backend(ABC):
-    """A model, and room for the caches of `n_slots` texts.
+    """A model and the caches of `n_slots` texts.
 
-    A slot appears at most once in a call. What is computed for a token depends on its own text alone.
+    A slot appears at most once in a call. The result for a token depends only on its own text.
     """
 
     description: str
-    """What computes, and with what, for people to read."""
+    """What computes, for people to read."""
     model: GPT
     cache: SlotCache
     invariant: bool
-    """Whether a token's numbers are the same, bit for bit, however its text was cut into chunks and whatever was
-    computed beside it. Then any common beginning of two texts can be shared; else whole prefill chunks alone."""
+    """Whether a token's numbers are the same, bit for bit, however its text is cut into chunks and whatever else is
+    computed. If so, any common prefix of two texts can be shared, otherwise only complete prefill chunks."""
 
     features: dict[int, tuple[int, Tensor]] | None = None
-    """A dictionary is given, by slot, what the last logits were made from: the position of the first, and the features
-    [n_logits, C] of all. See `gptworks.infer.speculate.HeadsDraft`."""
+    """If a dictionary, receives by slot the position of the first of the last logits, and the features [n_logits, C] of
+    all of them. See `gptworks.infer.speculate.HeadsDraft`."""
 
     @abstractmethod
     def compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
-        """Compute the chunks and extend their slots; for each, float32 logits [n_logits, V], on the CPU."""
+        """Compute the chunks and extend their slots; returns each chunk's logits, float32 [n_logits, V], on the CPU."""
 
     def logits(self, features: Tensor) -> Tensor:
-        """The logits of features [..., C], such as those kept: float32 [..., V], on the CPU."""
+        """The logits of features [..., C]: float32 [..., V], on the CPU."""
         with torch.inference_mode():
             return self.model.logits(features.to(self.model.dtype)).float().cpu()
 
     def read(self, tokens: Sequence[int]) -> Tensor:
-        """The features [T, C] of a text's tokens, float32, on the CPU. What slot 0 held counts no more."""
+        """The features [T, C] of a text's tokens, float32, on the CPU. Overwrites slot 0."""
         with eval_mode(self.model), torch.inference_mode():
             return self.model.features(torch.tensor([tokens], device=self.model.device))[0].float().cpu()
 
@@ -73,39 +73,39 @@ class Backend(ABC):
 
     @property
     def capacity(self) -> int:
-        """Tokens that a slot holds."""
+        """Tokens that fit into a slot."""
         return self.cache.capacity
 
     def copy(self, source: int, target: int, n_tokens: int) -> None:
-        """Copy the first n tokens' keys and values into another slot, where texts begin alike."""
+        """Copy the keys and values of a slot's first n tokens into another slot."""
         with torch.inference_mode():
             self.cache.copy(source, target, n_tokens)
         if self.features is not None:
             self.features.pop(target, None)
 
     def _keep(self, chunks: Sequence[Chunk], features: Tensor) -> None:
-        """Keep the features [n, C] of the logits that the chunks wanted."""
+        """Keep the features [n, C] of the chunks' logits."""
         parts = torch.split(features, [chunk.n_logits for chunk in chunks])
         for chunk, part in zip(chunks, parts, strict=True):
             if self.features is not None and chunk.n_logits:
                 self.features[chunk.slot] = chunk.start + len(chunk.tokens) - chunk.n_logits, part
 
     def grow(self, n_slots: int, capacity: int, held: Sequence[int]) -> None:
-        """Have more and longer slots. The first `held[i]` tokens of each slot i that there is stay.
+        """Make more and longer slots, and keep the first `held[i]` tokens of each old slot i.
 
-        Where it fails, the backend is of no use any more.
+        If this fails, the backend is unusable.
         """
         with torch.inference_mode():
             self.cache.grow(n_slots, capacity, held)
 
 
 class TorchBackend(Backend):
-    """The model's own forward pass, on its device and in its dtype. Reads the weights as they are at each call."""
+    """The model's own forward pass, on its device and in its dtype. Uses the current weights at each call."""
 
     invariant = False
 
     def __init__(self, model: GPT, n_slots: int, capacity: int, *, dtype: torch.dtype | None = None) -> None:
-        """Room for `n_slots` texts of `capacity` tokens, kept in `dtype` (default: the model's)."""
+        """Slots for `n_slots` texts of `capacity` tokens, in `dtype` (default: the model's)."""
         self.model = model
         self.description = f"torch on {model.device}"
         self.cache = SlotCache(model.config, n_slots, capacity, dtype=dtype or model.dtype, device=model.device)
@@ -119,15 +119,15 @@ class TorchBackend(Backend):
         return [results[chunk.slot] for chunk in chunks]
 
     def _batches(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-        """Chunks that are computed together: short ones, of equal room where rotary tables depend on it."""
+        """Chunks that are computed together: short ones, of equal room if rotary tables depend on it."""
         together: dict[int | None, list[Chunk]] = {}
-        alone = []
+        long = []
         for chunk in chunks:
             if len(chunk.tokens) > SHORT_TOKENS:
-                alone.append([chunk])
+                long.append([chunk])
             else:
                 together.setdefault(chunk.room if self._by_room else None, []).append(chunk)
-        return [*together.values(), *alone]
+        return [*together.values(), *long]
 
     def _compute(self, chunks: list[Chunk]) -> list[Tensor]:
         tokens = torch.tensor([[token for chunk in chunks for token in chunk.tokens]], device=self.model.device)  # 1 N

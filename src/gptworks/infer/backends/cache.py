@@ -1,4 +1,4 @@
-"""The key/value cache: what attention has already computed for the tokens seen, handed in explicitly.
+"""The key/value cache of texts: an explicit argument of the model.
 
 Keys are stored after the rotary embedding. The model takes `SlotCache.rows`: the places of new tokens in the cache.
 """
@@ -16,17 +16,17 @@ from gptworks.model.cache import SlotRows
 class Vectors:
     """Keys or values of one layer and many texts, [n_slots, G, capacity, D]; in int8, each vector has a scale.
 
-    Written and read by slot, head and position, as a tensor is. What is read in int8 has the dtype that was written.
+    Read and written by slot, head and position, like a tensor. int8 is read in the dtype in which it was written.
     """
 
     @staticmethod
     def room(n_tokens: int) -> int:
-        """The positions that so many tokens take."""
+        """The positions that this many tokens take."""
         return n_tokens
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        # On a CPU, memory that no text has reached is never touched. Elsewhere products go over all of it, under a
-        # mask, and what lay there before may be no numbers.
+        # A CPU never reads positions that were not written. Elsewhere products read all of them, under a mask, and
+        # uninitialized memory may hold NaN.
         make = torch.empty if device.type == "cpu" else torch.zeros
         shape = (*shape[:2], self.room(shape[2]), shape[3])
         self.data = make(shape, dtype=dtype, device=device)
@@ -34,7 +34,7 @@ class Vectors:
         self.scale = make(shape[:3], device=device) if dtype == torch.int8 else None
 
     def grown(self, n_slots: int, capacity: int, held: Sequence[int]) -> "Vectors":
-        """More and longer slots, with the first `held[i]` tokens of each slot i that there is."""
+        """A copy with more and longer slots, and the first `held[i]` tokens of each old slot i."""
         groups, width = self.data.size(1), self.data.size(3)
         new = type(self)((n_slots, groups, capacity, width), self.data.dtype, self.data.device)
         new.dtype = self.dtype
@@ -69,11 +69,11 @@ class Vectors:
 
 
 class SlotCache:
-    """Keys and values of many texts at once: each has a slot, [G, capacity, D] a layer, and a length of its own.
+    """Keys and values of many texts: each has a slot, [G, capacity, D] in each layer, and its own length.
 
-    A block that is run several times has keys and values of each run. Windowed layers keep all tokens and mask, so that
-    a text can be rolled back to any length. Where a token's embedding depends on the one before it, the ids are kept
-    too, int32.
+    A block that is run several times has keys and values for each run. Windowed layers keep all tokens and mask, so
+    that a text can be rolled back to any length. If embeddings depend on the previous token, the ids are kept too,
+    int32.
     """
 
     of_keys: type[Vectors] = Vectors
@@ -88,7 +88,7 @@ class SlotCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Room for `n_slots` texts of `capacity` tokens (at most the context). dtype: floating point, or int8."""
+        """Slots for `n_slots` texts of `capacity` tokens (at most the context). dtype: floating point, or int8."""
         self.config = config
         self.n_slots, self.capacity = n_slots, min(capacity, config.context_length)
         self.dtype, self.device = dtype, torch.device(device)
@@ -102,7 +102,7 @@ class SlotCache:
         return torch.zeros(self.n_slots, self.capacity, dtype=torch.int32, device=self.device)
 
     def bytes_of(self, n_slots: int, capacity: int) -> int:
-        """Bytes of all buffers of such a cache with so many slots of so many tokens."""
+        """Bytes of all buffers of such a cache with `n_slots` slots of `capacity` tokens."""
         config, capacity = self.config, min(capacity, self.config.context_length)
         vector_bytes = config.d_head * self.dtype.itemsize + (4 if self.dtype == torch.int8 else 0)
         slot_bytes = config.n_kv_heads * self.of_keys.room(capacity) * vector_bytes
@@ -110,9 +110,9 @@ class SlotCache:
         return n_slots * (2 * len(config.layer_uses) * slot_bytes + tokens_bytes)
 
     def grow(self, n_slots: int, capacity: int, held: Sequence[int]) -> None:
-        """Have more and longer slots. The first `held[i]` tokens of each slot i that there is stay.
+        """Make more and longer slots, and keep the first `held[i]` tokens of each old slot i.
 
-        The memory of one layer at a time is taken twice.
+        One layer at a time is in memory twice.
         """
         assert n_slots >= self.n_slots and capacity >= self.capacity
         capacity = min(capacity, self.config.context_length)
@@ -135,8 +135,8 @@ class SlotCache:
         """The places of new tokens of several texts, which the model computes as one flat batch [1, N].
 
         Args:
-            parts: in the batch's order, each text's slot, the tokens it has already, and how many are new.
-            room: tokens that the texts may come to, on which rotary scaling by length depends; None: the capacity.
+            parts: in the batch's order, each text's slot, the number of its tokens, and of its new ones.
+            room: tokens that the texts may reach, on which rotary scaling by length depends; None: the capacity.
 
         Raises:
             ValueError: more tokens than a slot holds.

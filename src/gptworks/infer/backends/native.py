@@ -29,14 +29,14 @@ from gptworks.quantize.panels import panel_of, size_in_panels, to_panels
 from gptworks.units import counted
 
 STEP_TOKENS, STEP_TOKENS_WITH_AMX = 128, 512
-"""Tokens of one chunk in a step: enough that reading the weights again for the next ones costs little."""
+"""Tokens of a chunk in one step: enough that reading the weights again for the next chunk costs little."""
 
 _ACTIVATIONS = ("gelu", "gelu_tanh", "relu2", "swiglu", "geglu")
 WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8)
 """The dtypes of matrices that are multiplied."""
 
 _AT_ONCE_BYTES = 64
-"""Bytes of a row that a product takes at once: rows are padded to a multiple."""
+"""Bytes of a row that a product reads at once: rows are padded to a multiple."""
 
 
 # ------------------------------------------------------------------------------------------------------ the backend
@@ -61,26 +61,26 @@ def refusal(model: GPT) -> str | None:
     if config.qk_norm == "whole":
         return "it has no norm over all heads together."
     if config.window_rope_theta is not None:
-        return "it has no rotary base of windowed layers alone."
+        return "it has no separate rotary base of windowed layers."
     if config.rope_scaling is not None and config.rope_scaling.by_length:
         return f"it has no {config.rope_scaling.type} rotary scaling."
     if has_adapter(name for name, _ in model.named_parameters()):
         return "it adds no adapter to the weights."
     for name in ("d_head", "d_model", "d_ff"):
         if (width := getattr(config, name)) % 16:
-            return f"{name}={width} is no multiple of 16."
+            return f"{name}={width} is not a multiple of 16."
     strange = {module.weight.dtype for module in model.modules() if hasattr(module, "weight")} - set(WEIGHTS)
     return f"it has no weights in {strange.pop()}." if strange else None
 
 
 class NativeBackend(Backend):
-    """Decodes in C++ on the CPU. Places the model's matrices (placement.py) and reads them where they are from then on:
-    those in fp32 may change in place, and none may be replaced."""
+    """Decodes in C++ on the CPU. Moves the model's matrices (placement.py) and keeps their addresses: afterwards, fp32
+    matrices may be changed in place, and none may be replaced."""
 
     invariant = True
 
     def __init__(self, model: GPT, n_slots: int, capacity: int, *, dtype: torch.dtype | None = None) -> None:
-        """Room for `n_slots` texts of `capacity` tokens.
+        """Slots for `n_slots` texts of `capacity` tokens.
 
         Args:
             model: fp32, or with its matrices in bf16, fp16, int8 or int4 (gptworks.quantize).
@@ -139,7 +139,7 @@ class NativeBackend(Backend):
         self._model = self._structure(self.model)
 
     def _compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
-        """One step over all rows of the chunks; the logits that each wants, fp32 [n, V]."""
+        """One step over all rows of the chunks; each chunk's logits, fp32 [n, V]."""
         n_wanted = sum(chunk.n_logits for chunk in chunks)
         logits = torch.empty(n_wanted, self.vocab_size)
         features = None if self.features is None else torch.empty(n_wanted, self.model.config.d_model)
@@ -149,7 +149,7 @@ class NativeBackend(Backend):
         return list(torch.split(logits, [chunk.n_logits for chunk in chunks]))
 
     def _run(self, chunks: Sequence[Chunk], logits: Tensor | None, features: Tensor | None) -> None:
-        """One step over all rows of the chunks. Fills what there is, a row for each logit that is wanted."""
+        """One step over all rows of the chunks. Fills `logits` and `features`, if given, with a row for each logit."""
         tokens, slots, positions, wanted = (array("q") for _ in range(4))
         for chunk in chunks:
             n = len(chunk.tokens)
@@ -223,7 +223,7 @@ class NativeBackend(Backend):
         return Norm(self._vector(norm.weight, width), self._vector(getattr(norm, "bias", None), width), width)
 
     def _matrix(self, module: Any, rows: int, columns: int) -> Matrix:
-        """A matrix [rows, columns]: in panels; or row by row, each padded to whole steps of a product."""
+        """A matrix [rows, columns]: in panels, or row by row with each row padded to a multiple of _AT_ONCE_BYTES."""
         if module is None:
             return Matrix()
         bias = self._vector(getattr(module, "bias", None), rows)
@@ -245,7 +245,7 @@ class NativeBackend(Backend):
         if n_missing := 0 if panel else n_elements - columns // each:
             weight = F.pad(weight, (0, n_missing), value=0x88 if each == 2 else 0)
             scale = F.pad(scale, (0, n_missing // 16)) if each == 2 else scale
-        if in_panels and not panel:  # a module that has no form for them
+        if in_panels and not panel:  # not a PackedMatrix
             panel = panel_of(rows, torch.get_num_threads(), self._widest[kind])
             weight, scale = to_panels(weight, panel), to_panels(scale, panel) if each == 2 else scale
         return Matrix(
@@ -259,7 +259,7 @@ class NativeBackend(Backend):
         return None if tensor is None else self._address(tensor.detach().float(), torch.float32, *shape)
 
     def _address(self, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:
-        """Where a tensor of this dtype and shape lies, one element after the other; it is kept alive."""
+        """Address of a tensor of this dtype and shape, made contiguous; the tensor is kept alive."""
         if tensor is None:
             return None
         tensor = tensor.contiguous()
@@ -270,10 +270,10 @@ class NativeBackend(Backend):
 
 
 def _check(tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> None:
-    """Refuse what the kernels would read wrongly, or beyond its end: they get an address and compute sizes themselves.
+    """Refuse a tensor that the kernels, which receive only its address, would read wrongly or beyond its end.
 
     Raises:
-        TypeError: another dtype, shape or device than is due.
+        TypeError: its dtype, shape or device differs from the expected one.
     """
     if tensor is None or tensor.dtype != dtype or tuple(tensor.shape) != shape or tensor.device.type != "cpu":
         found = "no tensor" if tensor is None else f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
@@ -281,7 +281,7 @@ def _check(tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> None:
 
 
 def _part(chunk: Chunk, first: int, n: int) -> Chunk:
-    """`n` of the chunk's tokens, from `first` on, for one step, wanting those of its logits."""
+    """`n` of the chunk's tokens from `first` on, for one step, with their share of the logits."""
     tokens = chunk.tokens[first : first + n]
     after = len(chunk.tokens) - first - len(tokens)
     n_logits = min(len(tokens), max(0, chunk.n_logits - after))

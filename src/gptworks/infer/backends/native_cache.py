@@ -1,7 +1,7 @@
-"""Keys and values as the native kernels multiply them (cached_attention.h): in blocks of 16 positions.
+"""Keys and values in the layout of the native kernels (cached_attention.h): blocks of 16 positions.
 
-A word of four bytes has one number in fp32, two in bf16, four in int8. Keys lie in panels of 16 (quantize/panels.py);
-values have, for each element, a word of as many positions as it has numbers.
+A word of four bytes has one number in fp32, two in bf16, four in int8. Keys are in panels of 16 (quantize/panels.py).
+A word of the values holds one element at as many positions as it has numbers.
 """
 
 from typing import Any
@@ -14,21 +14,21 @@ from gptworks.quantize.panels import UNIT, from_panels, size_in_panels
 
 
 class Blocks(Vectors):
-    """Keys or values of one layer, [n_slots, G, positions, D]; those of a block lie in an order of their own."""
+    """Keys or values of one layer, [n_slots, G, positions, D], which are reordered within each block."""
 
     @staticmethod
     def room(n_tokens: int) -> int:
         return size_in_panels(n_tokens)
 
     def _by_position(self, blocks: Tensor) -> Tensor:
-        """Vectors [G, positions, D] in the order of their positions."""
+        """The vectors [G, positions, D] in the order of their positions."""
         raise NotImplementedError
 
     def __setitem__(self, place: Any, x: Tensor) -> None:
         raise TypeError("the kernels write keys and values")
 
     def __getitem__(self, place: Any) -> Tensor:
-        """Of one slot, by head and position."""
+        """Read one slot, by head and position."""
         slot, *places = place
         vectors = self._by_position(self.data[slot])
         if self.scale is not None:
@@ -49,6 +49,6 @@ class ValueBlocks(Blocks):
 
 
 class BlockCache(SlotCache):
-    """A cache that only the kernels write."""
+    """A cache that only the native kernels write."""
 
     of_keys, of_values = KeyBlocks, ValueBlocks

@@ -1,4 +1,4 @@
-"""Where a model's matrices lie: in one block of large pages, and in panels where the kernels multiply them so."""
+"""Places a model's matrices in one block of large pages, and in panels if the kernels multiply them so."""
 
 import contextlib
 import mmap
@@ -16,17 +16,17 @@ from gptworks.quantize.linear import PackedMatrix
 from gptworks.quantize.panels import panel_of, size_in_panels, to_panels, whole_lines
 
 _PLACING = threading.Lock()
-"""Two backends of one model may be made at once."""
+"""Several threads may make backends of one model."""
 
 
 def widest_panels(kernels: Library) -> dict[torch.dtype, int]:
-    """The kinds of matrices that are multiplied in panels, and the most rows that a panel of each may have."""
+    """The dtypes of matrices that are multiplied in panels, with the largest number of rows in a panel."""
     widest = {dtype: kernels.functions.gptworks_widest_panel(kind) for dtype, kind in NUMBERS.items()}
     return {dtype: rows for dtype, rows in widest.items() if rows}
 
 
 def matrices(model: GPT) -> Iterator[Any]:
-    """The modules with the matrices that a step reads, in the order in which it does."""
+    """The modules whose matrices a step reads, in that order."""
     for module in model.blocks.modules():
         weight = getattr(module, "weight", None)
         if isinstance(module, PackedMatrix) or (weight is not None and weight.dim() == 2):
@@ -37,35 +37,31 @@ def matrices(model: GPT) -> Iterator[Any]:
 
 
 def settle(modules: Sequence[Any], widest: Mapping[torch.dtype, int]) -> None:
-    """Put the matrices of modules into one block in large pages; packed ones in panels, as `widest_panels` says.
+    """Move the matrices of modules into one block in large pages; packed ones in panels, as `widest_panels` says.
 
     A step reads every weight once. With pages of 4 KiB the processor looks up 512 times as many addresses.
     """
     with _PLACING:
-        _settle(modules, widest)
-
-
-def _settle(modules: Sequence[Any], widest: Mapping[torch.dtype, int]) -> None:
-    panels = []
-    for module in modules:
-        most = widest.get(module.weight.dtype, 0) if isinstance(module, PackedMatrix) else 0
-        panels.append(panel_of(module.rows, torch.get_num_threads(), most) if most else 0)
-    storages = {module.weight.untyped_storage().data_ptr() for module in modules}
-    placed = [(module.weight.dim() == 1) == (panel > 0) for module, panel in zip(modules, panels, strict=True)]
-    if len(storages) == 1 and all(placed):
-        return
-    wanted = [
-        (part.dtype, (size_in_panels(len(part)) if panel else len(part)) * part.size(1))
-        for module, panel in zip(modules, panels, strict=True)
-        for part in _parts(module, panel > 0).values()
-    ]
-    rooms = iter(rooms_in_large_pages(wanted))
-    for module, panel in zip(modules, panels, strict=True):
-        _place(module, panel, rooms)
+        panels = []
+        for module in modules:
+            most = widest.get(module.weight.dtype, 0) if isinstance(module, PackedMatrix) else 0
+            panels.append(panel_of(module.rows, torch.get_num_threads(), most) if most else 0)
+        storages = {module.weight.untyped_storage().data_ptr() for module in modules}
+        placed = [(module.weight.dim() == 1) == (panel > 0) for module, panel in zip(modules, panels, strict=True)]
+        if len(storages) == 1 and all(placed):
+            return
+        wanted = [
+            (part.dtype, (size_in_panels(len(part)) if panel else len(part)) * part.size(1))
+            for module, panel in zip(modules, panels, strict=True)
+            for part in _parts(module, panel > 0).values()
+        ]
+        rooms = iter(rooms_in_large_pages(wanted))
+        for module, panel in zip(modules, panels, strict=True):
+            _place(module, panel, rooms)
 
 
 def _place(module: Any, panel: int, rooms: Iterator[Tensor]) -> None:
-    """Move a module's parts into the next rooms. What it had before is freed as this returns."""
+    """Move a module's parts into the next rooms. Their old memory is freed when this returns."""
     parts = _parts(module, panel > 0)
     if isinstance(module, PackedMatrix):
         module.panel = panel
@@ -79,7 +75,7 @@ def _place(module: Any, panel: int, rooms: Iterator[Tensor]) -> None:
 
 
 def _parts(module: Any, in_panels: bool) -> dict[str, Tensor]:
-    """What a step reads of a module, row by row: its matrix, and the scales of int4."""
+    """The tensors of a module that a step reads, row by row: its matrix, and the scales of int4."""
     if not isinstance(module, PackedMatrix):
         return {"weight": module.weight.detach()}
     weight, scale = module.row_by_row
@@ -88,17 +84,17 @@ def _parts(module: Any, in_panels: bool) -> dict[str, Tensor]:
 
 
 def rooms_in_large_pages(wanted: Sequence[tuple[torch.dtype, int]]) -> list[Tensor]:
-    """Zeroed tensors [n] of these dtypes and sizes, one after the other in a `large_block`."""
+    """Zeroed tensors [n] of these dtypes and sizes, consecutive in a `large_block`."""
     sizes = [-(-size * dtype.itemsize // 64) * 64 for dtype, size in wanted]
     parts = torch.split(large_block(sum(sizes)), sizes)
     return [part[: size * dtype.itemsize].view(dtype) for part, (dtype, size) in zip(parts, wanted, strict=True)]
 
 
 def large_block(n_bytes: int) -> Tensor:
-    """Zeroed memory, uint8 [n_bytes], for which pages of 2 MiB are asked where the system has such a request.
+    """Zeroed memory, uint8 [n_bytes], with pages of 2 MiB if the system supports requests for them.
 
-    It is private: memory shared between processes has another switch (`shmem_enabled`), which is off nearly everywhere.
-    The kernel gives large pages to whole aligned stretches of 2 MiB, and grants or refuses them without a word.
+    It is private: memory shared between processes has another switch (`shmem_enabled`), which is nearly always off.
+    Linux gives large pages to complete aligned ranges of 2 MiB, and does not report whether it did.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(n_bytes, dtype=torch.uint8)
