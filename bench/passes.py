@@ -1,4 +1,4 @@
-"""The passes and float32 products of gptworks.model.cpu, and Muon, beside torch's own, forward and backward.
+"""The passes and float32 products of gptworks.kernels, and Muon, beside torch's own, forward and backward.
 
 python bench/passes.py
 """
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptworks.device import device_name, keep_freed_memory
-from gptworks.model import cpu
+from gptworks.kernels import dispatch
 from gptworks.model.loss import linear_cross_entropy
 from gptworks.model.rotary import rotate
 from gptworks.model.scores import Scores, attend, causal_mask
@@ -100,13 +100,13 @@ def main() -> None:
     x, weight = torch.randn(8192, 256, requires_grad=True), torch.ones(256, requires_grad=True)
     compare(
         "RMSNorm, 8192 × 256 to bf16",
-        lambda x, weight: cpu.rms_norm(x, weight, 1e-5, torch.bfloat16),
+        lambda x, weight: dispatch.norm(x, weight, None, 1e-5, torch.bfloat16, False)[1],
         lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-5).bfloat16(),
         x,
         weight,
     )
     compare_rotation(8, 3, 512, 64)
-    compare("dropout 0.05, 8192 × 256", lambda x: cpu.dropout(x, 0.05), lambda x: F.dropout(x, 0.05), x)
+    compare("dropout 0.05, 8192 × 256", lambda x: dispatch.dropout(x, 0.05), lambda x: F.dropout(x, 0.05), x)
     for n_tokens, width, vocab_size in ((2048, 768, 50_257), (4096, 128, 4096)):
         compare_losses(n_tokens, width, vocab_size)
     for n, rows, columns in ((16, 256, 256), (8, 1024, 256), (96, 256, 192)):
@@ -114,9 +114,9 @@ def main() -> None:
     for n_rows, width, n_out in ((4096, 384, 1536), (2048, 3072, 768)):
         x, weight = torch.randn(n_rows, width, requires_grad=True), torch.randn(n_out, width, requires_grad=True)
         name = f"linear layer, fp32, {n_rows} × {width} × {n_out}"
-        compare(name, cpu.linear, F.linear, x, weight)
+        compare(name, dispatch.linear, F.linear, x, weight)
     h = torch.randn(8192, 1024).bfloat16().requires_grad_()
-    compare("ReLU², bf16, 8192 × 1024", lambda x: cpu.activate(x, "relu2"), lambda x: F.relu(x).square(), h)
+    compare("ReLU², bf16, 8192 × 1024", lambda x: dispatch.activate(x, "relu2"), lambda x: F.relu(x).square(), h)
 
 
 if __name__ == "__main__":

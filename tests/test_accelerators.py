@@ -57,7 +57,7 @@ def test_one_graph_serves_every_width_where_widths_vary(monkeypatch: pytest.Monk
     """With the passes over memory that only a CPU has out of the way, blocks are traced as on CUDA."""
     counter, compiled = CompileCounter(), nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compiled(self, backend=counter, **options))
-    monkeypatch.setattr("gptworks.model.cpu.trains", lambda x: False)
+    monkeypatch.setattr("gptworks.kernels.dispatch.trains", lambda *x: False)
     torch._dynamo.reset()
     config = plain_model(
         vocab_size=31, context_length=96, n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, norm="rmsnorm", mlp="swiglu"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptworks.model import cpu
+from gptworks.kernels import cpu
 from gptworks.model.rotary import Rotary, rotate
 from gptworks.model.scores import Scores, attend, attend_banded, attend_reference, causal_mask
 from tiny import plain_model

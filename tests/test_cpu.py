@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptworks.model import cpu
+from gptworks.kernels import cpu, dispatch
 from gptworks.model.scores import Scores, attend, attend_reference
 
 
@@ -19,7 +19,7 @@ def test_rms_norm_equals_torch(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(shape[-1], dtype=torch.float64, requires_grad=True)
-    ours = cpu.rms_norm(x, weight, 1e-5, torch.float64)
+    ours = dispatch.norm(x, weight, None, 1e-5, torch.float64, False)[1]
     theirs = F.rms_norm(x, weight.shape, weight, 1e-5)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     for a, b in zip(gradients(ours, x, weight), gradients(theirs, x, weight), strict=True):
@@ -30,7 +30,7 @@ def test_rms_norm_of_bf16_computes_in_float32() -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 32).bfloat16().requires_grad_()
     weight = torch.randn(32, requires_grad=True)
-    ours = cpu.rms_norm(x, weight, 1e-5, torch.bfloat16)
+    ours = dispatch.norm(x, weight, None, 1e-5, torch.bfloat16, False)[1]
     exact = F.rms_norm(x.double(), weight.shape, weight.double(), 1e-5)
     assert ours.dtype == torch.bfloat16
     torch.testing.assert_close(ours.double(), exact, rtol=2**-8, atol=1e-6)  # one rounding to bf16
@@ -40,7 +40,7 @@ def test_rms_norm_of_bf16_computes_in_float32() -> None:
 
 def test_relu2_equals_its_definition() -> None:
     x = torch.randn(7, 9, dtype=torch.float64, requires_grad=True)
-    ours, theirs = cpu.activate(x, "relu2"), F.relu(x).square()
+    ours, theirs = dispatch.activate(x, "relu2"), F.relu(x).square()
     assert torch.equal(ours, theirs)
     assert torch.equal(*gradients(ours, x), *gradients(theirs, x))
 
@@ -49,7 +49,7 @@ def test_relu2_equals_its_definition() -> None:
 def test_dropout_keeps_the_right_share_and_the_mean(probability: float) -> None:
     torch.manual_seed(0)
     x = torch.ones(1000, 333, requires_grad=True)
-    out = cpu.dropout(x, probability)
+    out = dispatch.dropout(x, probability)
     n, dropped = x.numel(), int((out == 0).sum())
     deviation = (n * probability * (1 - probability)) ** 0.5
     assert abs(dropped - n * probability) < 4 * deviation
@@ -61,9 +61,9 @@ def test_dropout_keeps_the_right_share_and_the_mean(probability: float) -> None:
 def test_dropout_follows_the_seed_and_differs_between_calls() -> None:
     x = torch.ones(64, 64, requires_grad=True)
     torch.manual_seed(5)
-    first, second = cpu.dropout(x, 0.5), cpu.dropout(x, 0.5)
+    first, second = dispatch.dropout(x, 0.5), dispatch.dropout(x, 0.5)
     torch.manual_seed(5)
-    again = cpu.dropout(x, 0.5)
+    again = dispatch.dropout(x, 0.5)
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from gptworks import device, machine
-from gptworks.kernels import gemm, passes
+from gptworks.kernels import dispatch, gemm, passes
 from gptworks.kernels.library import training_library
-from gptworks.model import GPT, cpu
+from gptworks.model import GPT
 from gptworks.model.loss import linear_cross_entropy
 from gptworks.training.rehearsal.trace import LiveBytes
 from tiny import plain_model
@@ -124,7 +124,7 @@ def test_a_linear_layer_equals_float64(taken: Any, shape: tuple[int, ...], has_b
     inputs = [torch.randn(*rows, n_in), torch.randn(n_out, n_in), *([torch.randn(n_out)] if has_bias else [])]
     inputs = [x.requires_grad_() for x in inputs]
     weights = torch.randn(*rows, n_out)
-    ours = with_gradients(cpu.linear, *inputs, weights=weights)
+    ours = with_gradients(dispatch.linear, *inputs, weights=weights)
     exact = with_gradients(F.linear, *(x.detach().double().requires_grad_() for x in inputs), weights=weights)
     assert len(taken) == 3
     for one, wanted in zip(ours, exact, strict=True):
@@ -135,7 +135,7 @@ def test_a_linear_layer_equals_float64(taken: Any, shape: tuple[int, ...], has_b
 def test_inputs_and_gradients_may_be_laid_out_anyhow(taken: Any) -> None:
     x = torch.randn(40, 24, 16).transpose(0, 1).requires_grad_()
     weight = torch.randn(16, 12).T.requires_grad_()
-    cpu.linear(x, weight).sum().backward()  # an expanded 1
+    dispatch.linear(x, weight).sum().backward()  # an expanded 1
     wide, heavy = (t.detach().double().requires_grad_() for t in (x, weight))
     F.linear(wide, heavy).sum().backward()
     assert taken and x.grad is not None and weight.grad is not None
@@ -151,7 +151,7 @@ def test_what_needs_no_gradient_gets_none_and_keeps_nothing(taken: Any, trains: 
         x.requires_grad_(name == trains)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        out = cpu.linear(*inputs.values())
+        out = dispatch.linear(*inputs.values())
     assert [x.shape for x in kept] == {"x": [(16, 32)], "weight": [(64, 32)]}.get(trains, [])
     if trains != "nothing":
         out.sum().backward()
@@ -168,9 +168,9 @@ def test_a_product_holds_the_memory_that_torchs_does(taken: Any) -> None:
         return live.peak_bytes
 
     theirs = peak(F.linear)
-    assert peak(cpu.linear) == theirs and len(taken) == 3
+    assert peak(dispatch.linear) == theirs and len(taken) == 3
     with FakeTensorMode():
-        assert peak(cpu.linear) == theirs
+        assert peak(dispatch.linear) == theirs
     assert len(taken) == 6
 
 
@@ -207,15 +207,15 @@ def test_a_device_is_measured_by_the_products_that_training_does(taken: Any, mon
 def test_a_plain_product_that_is_differentiated_has_a_gradient(taken: Any, learned: int) -> None:
     factors = [torch.randn(64, 32), torch.randn(32, 16)]
     factors[learned].requires_grad_()
-    cpu.product(*factors).sum().backward()
+    dispatch.product(*factors).sum().backward()
     assert factors[learned].grad is not None
     with torch.no_grad():
-        cpu.product(*factors)
+        dispatch.product(*factors)
     assert taken == [(64, 16, 32)]
 
 
 def test_factors_that_do_not_fit_get_torchs_error(taken: Any) -> None:
-    for multiply in (cpu.product, lambda a, b: cpu.linear(a, b.T)):
+    for multiply in (dispatch.product, lambda a, b: dispatch.linear(a, b.T)):
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             multiply(torch.ones(64, 32), torch.ones(16, 8))
     assert not taken
@@ -224,15 +224,15 @@ def test_factors_that_do_not_fit_get_torchs_error(taken: Any) -> None:
 def test_where_torch_multiplies_no_library_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "is_faster", lambda: False)
     monkeypatch.setattr(passes, "training_library", lambda: pytest.fail("it is asked for"))
-    assert cpu.linear(torch.ones(256, 256), torch.ones(256, 256)).sum() == 256**3
+    assert dispatch.linear(torch.ones(256, 256), torch.ones(256, 256)).sum() == 256**3
 
 
 def test_other_dtypes_and_autocast_are_torchs(taken: Any) -> None:
     x, weight = torch.randn(64, 32), torch.randn(16, 32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert cpu.linear(x, weight).dtype == torch.bfloat16
+        assert dispatch.linear(x, weight).dtype == torch.bfloat16
     for dtype in (torch.float64, torch.bfloat16):
-        assert cpu.linear(x.to(dtype), weight.to(dtype)).dtype == dtype
+        assert dispatch.linear(x.to(dtype), weight.to(dtype)).dtype == dtype
     assert not taken
 
 

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from gptworks.config import IGNORED
+from gptworks.kernels import passes
 from gptworks.kernels.library import training_library
 from gptworks.model import loss as loss_module
 from gptworks.model.loss import linear_cross_entropy, linear_cross_entropy_reference
@@ -15,7 +16,7 @@ TOKENS, WIDTH, VOCABULARY = 37, 16, 101
 @pytest.fixture(autouse=True, params=["C++", "torch"])
 def _both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "torch":
-        monkeypatch.setattr(loss_module, "_is_native", lambda logits: False)
+        monkeypatch.setattr(passes, "training_library", lambda: None)
     elif training_library() is None:
         pytest.skip("no native kernels here")
 

@@ -18,8 +18,9 @@ from gptworks.config import LoRAConfig, ModelConfig, optimizers
 from gptworks.infer.backends.cache import SlotCache
 from gptworks.interop.huggingface import import_huggingface
 from gptworks.kernels import attention as native_attention
+from gptworks.kernels import dispatch
 from gptworks.kernels import passes as native_passes
-from gptworks.model import GPT, cost, lora, scores
+from gptworks.model import GPT, lora, scores
 from gptworks.model.cost import MLP_INNER, Shapes
 from gptworks.model.lora import remove_lora
 from gptworks.planning import memory, state
@@ -171,7 +172,7 @@ def test_variants(variant: str, precision: str, checkpointing: str, device: str)
 def test_variants_without_the_native_library(
     monkeypatch: pytest.MonkeyPatch, variant: str, precision: str, checkpointing: str
 ) -> None:
-    monkeypatch.setattr(cost, "trains_in_cpp", lambda: False)
+    monkeypatch.setattr(dispatch, "trains_in_cpp", lambda: False)
     for module in (native_attention, native_passes):
         monkeypatch.setattr(module, "training_library", lambda: None)
     model = plain_model(**SMALL | VARIANTS[variant])

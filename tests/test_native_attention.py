@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from gptworks.kernels import attention as native
+from gptworks.kernels import cpu
 from gptworks.kernels.library import training_library
-from gptworks.model import cpu
 from gptworks.model.scores import Scores, as_bias, attend, attend_reference, causal_mask, texts_bias
 
 pytestmark = pytest.mark.skipif(training_library() is None, reason="training's C++ cannot be built or used here")

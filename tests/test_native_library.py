@@ -30,10 +30,11 @@ from gptworks.infer.backends import choice, native
 from gptworks.infer.backends.backend import Chunk, TorchBackend
 from gptworks.infer.backends.choice import choose_backend
 from gptworks.infer.engine import load
+from gptworks.kernels import dispatch
 from gptworks.kernels import library as native_library
 from gptworks.kernels.levels import LEVELS, Level
 from gptworks.kernels.library import Unavailable, library
-from gptworks.model import GPT, cpu
+from gptworks.model import GPT
 from gptworks.quantize.convert import quantize_model
 from gptworks.recipe import parse_recipe
 from gptworks.training.loop import train
@@ -132,7 +133,7 @@ def test_training_says_once_that_torch_computes_it_and_evaluation_says_nothing(
     fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    assert cpu.linear(torch.ones(256, 256), torch.ones(256, 256)).sum() == 256**3
+    assert dispatch.linear(torch.ones(256, 256), torch.ones(256, 256)).sum() == 256**3
     assert not caplog.messages
     out = io.StringIO()
     recipe = parse_recipe(recipe_tree(tmp_path, max_steps=3, device="cpu"))

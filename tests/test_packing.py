@@ -104,7 +104,7 @@ def gradients(model: GPT, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
 def test_packed_equals_unpacked(shards: TokenShards, shape: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss and gradients of packed rows, and of each example in a row of its own, in fp32."""
     if path == "sdpa":
-        monkeypatch.setattr("gptworks.model.cpu.LONGEST", 0)
+        monkeypatch.setattr("gptworks.kernels.cpu.LONGEST", 0)
     packed, alone = Examples(shards, T), Examples(shards, T, packing=False)
     config = plain_model(context_length=T, n_layers=2, d_model=32, n_heads=4, vocab_size=302, **SHAPES[shape])
     torch.manual_seed(0)

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptworks.config import IGNORED
-from gptworks.kernels import passes
+from gptworks.kernels import cpu, dispatch, passes
 from gptworks.kernels.library import training_library
-from gptworks.model import cpu
 from gptworks.model.rotary import rotate
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -69,21 +68,21 @@ def exact_activation(kind: str) -> Callable[[Tensor], Tensor]:
 def test_activations_equal_float64(kind: str, dtype: torch.dtype) -> None:
     x = torch.cat([torch.randn(700), torch.linspace(-30, 30, 307), torch.tensor([-1e18, 1e4, 0.0])])
     x = x.to(dtype).requires_grad_()
-    check(lambda x: cpu.activate(x, kind), exact_activation(kind), x)
+    check(lambda x: dispatch.activate(x, kind), exact_activation(kind), x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["swiglu", "geglu", "geglu_tanh"])
 def test_gates_equal_float64(kind: str, dtype: torch.dtype, threads: int) -> None:
     gate, up = (torch.randn(33, 1031).to(dtype).requires_grad_() for _ in range(2))
-    check(lambda g, u: cpu.gated(g, u, kind), lambda g, u: exact_activation(kind)(g) * u, gate, up)
+    check(lambda g, u: dispatch.gated(g, u, kind), lambda g, u: exact_activation(kind)(g) * u, gate, up)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_gates_of_other_layouts_equal_float64(dtype: torch.dtype) -> None:
     gate, up = (torch.randn(9, 7).to(dtype).T.requires_grad_() for _ in range(2))
     assert not passes.serve(gate)
-    ours, exact = cpu.gated(gate, up, "swiglu"), F.silu(gate.double()) * up.double()
+    ours, exact = dispatch.gated(gate, up, "swiglu"), F.silu(gate.double()) * up.double()
     torch.testing.assert_close(ours.double(), exact, rtol=2**-7, atol=1e-3 if dtype != torch.float64 else 1e-12)
     for a, b in zip(gradients(ours, [gate, up]), gradients(exact, [gate, up]), strict=True):
         torch.testing.assert_close(a, b, rtol=2**-6, atol=2e-2 if dtype != torch.float64 else 1e-12)
@@ -96,12 +95,15 @@ def test_norms_equal_float64(width: int, dtype: torch.dtype, threads: int) -> No
     weight, bias = torch.randn(width).requires_grad_(), torch.randn(width).requires_grad_()
     for out in DTYPES:
         check(
-            lambda x, w, b, out=out: cpu.layer_norm(x, w, b, 1e-5, out),
+            lambda x, w, b, out=out: dispatch.norm(x, w, b, 1e-5, out, True)[1],
             lambda x, w, b: F.layer_norm(x, w.shape, w, b, 1e-5),
             x, weight, bias,
         )  # fmt: skip
         check(
-            lambda x, w, out=out: cpu.rms_norm(x, w, 1e-5, out), lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), x, weight
+            lambda x, w, out=out: dispatch.norm(x, w, None, 1e-5, out, False)[1],
+            lambda x, w: F.rms_norm(x, w.shape, w, 1e-5),
+            x,
+            weight,
         )
 
 
@@ -147,7 +149,7 @@ def test_norms_of_transposed_heads_equal_float64() -> None:
     x = torch.randn(2, 17, 3, 16).bfloat16().requires_grad_()
     weight = torch.randn(16).requires_grad_()
     check(
-        lambda x, w: cpu.rms_norm(x.transpose(1, 2), w, 1e-5, torch.bfloat16),
+        lambda x, w: dispatch.norm(x.transpose(1, 2), w, None, 1e-5, torch.bfloat16, False)[1],
         lambda x, w: F.rms_norm(x.transpose(1, 2), w.shape, w, 1e-5),
         x, weight,
     )  # fmt: skip
@@ -164,10 +166,10 @@ def test_a_sum_and_its_norm_equal_float64(alpha: float, branch_dtype: torch.dtyp
         return stream, F.layer_norm(stream, weight.shape, weight, bias, 1e-5)
 
     check(
-        lambda x, y, w, b: cpu.norm(x, w, b, 1e-5, torch.bfloat16, layer=True, branch=y, alpha=alpha),
+        lambda x, y, w, b: dispatch.norm(x, w, b, 1e-5, torch.bfloat16, layer=True, branch=y, alpha=alpha),
         exact, x, branch, weight, bias,
     )  # fmt: skip
-    check(lambda x, y: cpu.add(x, y, alpha), lambda x, y: x + alpha * y, x, branch)
+    check(lambda x, y: dispatch.add(x, y, alpha), lambda x, y: x + alpha * y, x, branch)
 
 
 def test_results_do_not_depend_on_the_number_of_threads() -> None:
@@ -176,7 +178,7 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
     results, before = [], torch.get_num_threads()
     for n in (1, 2, 5):
         torch.set_num_threads(n)
-        both = cpu.norm(x, weight, bias, 1e-5, torch.bfloat16, layer=True, branch=branch)
+        both = dispatch.norm(x, weight, bias, 1e-5, torch.bfloat16, layer=True, branch=branch)
         results.append([*both, *gradients(both, [x, branch, weight, bias])])
     torch.set_num_threads(before)
     assert all(torch.equal(a, b) for others in results[1:] for a, b in zip(results[0], others, strict=True))
@@ -189,17 +191,20 @@ def test_what_is_no_number_stays_none(dtype: torch.dtype) -> None:
     x.requires_grad_()
     weight = torch.ones(33, requires_grad=True)
     for kind in ("gelu", "gelu_tanh", "relu2", "swiglu"):
-        y = cpu.activate(x, kind)
+        y = dispatch.activate(x, kind)
         assert torch.equal(y.isnan(), x.isnan())
         assert torch.equal(gradients(y, [x])[0].isnan(), x.isnan())
-    for y in (cpu.rms_norm(x, weight, 1e-5, dtype), cpu.layer_norm(x, weight, None, 1e-5, dtype)):
+    for y in (
+        dispatch.norm(x, weight, None, 1e-5, dtype, False)[1],
+        dispatch.norm(x, weight, None, 1e-5, dtype, True)[1],
+    ):
         assert torch.equal(y.isnan().all(1), x.isnan().any(1)) and not y[0].isnan().any()
         assert gradients(y, [weight])[0].isnan().all()
 
 
 def test_a_second_derivative_is_refused() -> None:
     x = torch.randn(8, requires_grad=True)
-    (d_x,) = torch.autograd.grad(cpu.activate(x, "gelu").square().sum(), x, create_graph=True)
+    (d_x,) = torch.autograd.grad(dispatch.activate(x, "gelu").square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         d_x.sum().backward()
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from gptworks.errors import UserError
+from gptworks.kernels import dispatch
 from gptworks.machine import NATIVE_BF16, available_memory_bytes, cpu_flags, cpu_name, cpu_quota
-from gptworks.model import cpu
 from gptworks.planning.devices import LOOPBACK, Device
 from gptworks.units import counted
 
@@ -273,7 +273,7 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of large square products here, measured now. Draws nothing from torch's global generator."""
     side = _side(device)
     x = torch.randn(side, side, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    return 2 * side**3 / _best_seconds(lambda: cpu.product(x, x), device)
+    return 2 * side**3 / _best_seconds(lambda: dispatch.product(x, x), device)
 
 
 def _side(device: torch.device) -> int:

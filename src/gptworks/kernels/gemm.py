@@ -6,9 +6,11 @@ so that a run and its repetition multiply alike.
 """
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gptworks.kernels.passes import KINDS, are_here, call
 from gptworks.machine import is_amd
@@ -51,6 +53,31 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None
     bias = bias if bias is None else bias.contiguous()
     call("gemm", (a, b, bias, out))
     return out
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., I] · weightᵀ [I, O] + bias [O]: [..., O], as autograd knows it."""
+    out: Tensor = _Linear.apply(x.reshape(-1, x.size(-1)), weight, bias)  # type: ignore[no-untyped-call]
+    return out.view(*x.shape[:-1], weight.size(0))
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        wants_x, wants_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
+        return product(x, weight.T, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        d_out, (wants_x, wants_weight, wants_bias) = gradients[0], ctx.needs_input_grad
+        return (
+            product(d_out, weight) if wants_x else None,
+            product(d_out.T, x) if wants_weight else None,
+            d_out.sum(0) if wants_bias else None,
+        )
 
 
 def _laid_out(x: Tensor) -> Tensor:

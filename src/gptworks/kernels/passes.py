@@ -1,7 +1,7 @@
 """What training computes between its matrix products, in C++ (passes.cpp), as autograd functions.
 
-`gptworks.model.cpu` chooses between these and torch's own. Values are float32 or bf16, sums are float32, and results
-are the same on any number of threads. Fake tensors get outputs of the right shape, which nothing is written to.
+`gptworks.kernels.dispatch` chooses between these and torch's own. Values are float32 or bf16, sums are float32, and
+results are the same on any number of threads. Fake tensors get outputs of the right shape and no values.
 """
 
 from collections.abc import Sequence
@@ -68,7 +68,6 @@ def norm(
     bias: Tensor | None,
     eps: float,
     dtype: torch.dtype,
-    *,
     layer: bool,
     branch: Tensor | None = None,
     alpha: float = 1.0,

@@ -12,10 +12,11 @@ Shapes: B batch, T time, C width, E experts, G key/value heads, D head width.
 from torch import Tensor
 
 from gptworks.config import ModelConfig
+from gptworks.kernels.dispatch import add
 from gptworks.model.attention import Attention, AttentionInputs
 from gptworks.model.cost import DROPOUT, Shapes, Stage
 from gptworks.model.lab.stream import Carried, LabInputs, LabParts
-from gptworks.model.layers import MLP, Dropout, Norm, add, build_norm, product_dtype
+from gptworks.model.layers import MLP, Dropout, Norm, build_norm, product_dtype
 from gptworks.model.moe import MoE
 
 BlockOutput = tuple[Tensor, Tensor | None, Tensor | None]

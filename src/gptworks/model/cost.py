@@ -3,7 +3,7 @@
 Each module has its `cost` next to its `forward`: one `Stage` an operation, in the order of the forward pass. Sizes
 follow what autograd saves: an operation's inputs or its results, whichever its derivative is written in; a view costs
 nothing, a tensor that two operations save counts once, at the one whose backward pass is later. The model keeps
-other tensors on a CPU (`gptworks.model.cpu`) than on an accelerator, where attention is a fused kernel.
+other tensors on a CPU (`gptworks.kernels`) than on an accelerator, where attention is a fused kernel.
 
 Under autocast the residual stream stays float32, products and what lies between them are of two bytes, and each matrix
 has a two-byte copy that lives until its gradient is made.
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gptworks.config import ModelConfig
-from gptworks.kernels.library import trains_in_cpp
+from gptworks.kernels import dispatch
 
 RESIDUAL, ATTENTION, WEIGHTS_KEPT = "residual_stream_and_norms", "attention", "attention_weights"
 MLP_INNER, COPIES, DROPOUT, ADAPTER = "mlp", "weight_copies", "dropout_masks", "adapter_inputs"
@@ -86,8 +86,8 @@ class Shapes:
 
     @property
     def native(self) -> bool:
-        """Whether C++ computes a training step."""
-        return self.on_cpu and trains_in_cpp()
+        """Whether C++ computes what training does between its products."""
+        return dispatch.planned("attention", self.on_cpu) == dispatch.CPP
 
     def products(self, width: int) -> int:
         """Bytes of [N, width] in the products' precision."""

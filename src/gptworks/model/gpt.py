@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gptworks.config import ModelConfig, computes_again
-from gptworks.model import cpu
+from gptworks.kernels import dispatch
 from gptworks.model.attention import Attention, AttentionInputs
 from gptworks.model.block import Block
 from gptworks.model.cache import SlotRows
@@ -181,7 +181,7 @@ class GPT(nn.Module):
 
     def logits(self, features: Tensor) -> Tensor:
         """[..., C] → [..., V]."""
-        return cap(cpu.linear(features, self.head_weight), self.config.logit_softcap)
+        return cap(dispatch.linear(features, self.head_weight), self.config.logit_softcap)
 
     def forward(self, tokens: Tensor, cache: SlotRows | None = None) -> Tensor:
         """Token ids [B, T] → logits [B, T, V]: at each position, the scores of the token that follows."""

@@ -11,11 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptworks.config import ModelConfig
-from gptworks.model import cpu
+from gptworks.kernels import dispatch
 from gptworks.model.cost import DROPOUT, MLP_INNER, RESIDUAL, Shapes, Stage
 
 
@@ -35,11 +34,11 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 class Linear(nn.Linear):
-    """torch's linear layer, whose products on a CPU are those of `gptworks.model.cpu`."""
+    """torch's linear layer, whose products are those of `gptworks.kernels.dispatch`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., I] → [..., O]."""
-        return cpu.linear(x, self.weight, self.bias)
+        return dispatch.linear(x, self.weight, self.bias)
 
 
 class Norm(nn.Module):
@@ -52,11 +51,12 @@ class Norm(nn.Module):
     def of_sum(self, x: Tensor, branch: Tensor | None = None, alpha: float = 1.0) -> tuple[Tensor, Tensor]:
         """x + alpha · branch, or x where there is no branch; and its norm. One kernel computes both in a CPU's training
         step; the gradient of the sum is added in the norm's own backward pass."""
-        if cpu.trains(x) or (branch is not None and cpu.trains(branch)):
-            layer, dtype = isinstance(self, LayerNorm), product_dtype(x)
-            return cpu.norm(x, self.weight, self.bias, self.eps, dtype, layer=layer, branch=branch, alpha=alpha)
-        stream = x if branch is None else torch.add(x, branch, alpha=alpha)
-        return stream, self(stream)
+        layer, dtype = isinstance(self, LayerNorm), product_dtype(x)
+        return dispatch.norm(x, self.weight, self.bias, self.eps, dtype, layer, branch, alpha)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., C] → [..., C], in the dtype of the products that follow."""
+        return self.of_sum(x)[1]
 
     @staticmethod
     def cost(s: Shapes, name: str, saves_input: bool = True, reads_entry: bool = False) -> Stage:
@@ -104,11 +104,6 @@ class LayerNorm(Norm):
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        if cpu.trains(x):
-            return cpu.layer_norm(x, self.weight, self.bias, self.eps, product_dtype(x))
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps).to(product_dtype(x))
-
 
 class RMSNorm(Norm):
     """RMSNorm (Zhang & Sennrich, 2019)."""
@@ -117,12 +112,6 @@ class RMSNorm(Norm):
         super().__init__()
         self.eps = eps
         self.weight, self.bias = nn.Parameter(torch.ones(width)), None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if cpu.trains(x):
-            return cpu.rms_norm(x, self.weight, self.eps, product_dtype(x))
-        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        return F.rms_norm(wide, self.weight.shape, self.weight.to(wide.dtype), self.eps).to(product_dtype(x))
 
 
 class HeadsNorm(RMSNorm):
@@ -161,11 +150,6 @@ def build_norm(config: ModelConfig) -> Norm:
     return LayerNorm(config.d_model, config.norm_eps, config.norm_bias)
 
 
-def add(x: Tensor, branch: Tensor, alpha: float) -> Tensor:
-    """x + alpha · branch."""
-    return cpu.add(x, branch, alpha) if cpu.trains(branch) else torch.add(x, branch, alpha=alpha)
-
-
 class Dropout(nn.Module):
     """Dropout (Srivastava et al., 2014)."""
 
@@ -176,7 +160,7 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or not self.probability:
             return x
-        return cpu.dropout(x, self.probability) if cpu.trains(x) else F.dropout(x, self.probability)
+        return dispatch.dropout(x, self.probability)
 
 
 class Scale(nn.Module):
@@ -200,14 +184,6 @@ def cap(x: Tensor, softcap: float | None) -> Tensor:
     return x if softcap is None else softcap * torch.tanh(x / softcap)
 
 
-def relu2(x: Tensor) -> Tensor:
-    """ReLU squared (So et al., 2021)."""
-    return F.relu(x).square()
-
-
-ACTIVATIONS = cpu.ACTIVATIONS | {"relu2": relu2}
-
-
 class MLP(nn.Module):
     """Two matrices around an activation, or three where the activation gates (Shazeer, 2020)."""
 
@@ -223,11 +199,9 @@ class MLP(nn.Module):
         """x [..., C] → [..., C]."""
         inner = self.up(x)
         if self.gate is None:
-            inner = cpu.activate(inner, self.kind) if cpu.trains(inner) else ACTIVATIONS[self.kind](inner)
+            inner = dispatch.activate(inner, self.kind)
         else:
-            gate = self.gate(x)
-            trains = cpu.trains(gate) or cpu.trains(inner)
-            inner = cpu.gated(gate, inner, self.kind) if trains else ACTIVATIONS[self.kind](gate) * inner
+            inner = dispatch.gated(self.gate(x), inner, self.kind)
         out: Tensor = self.down(self.dropout(inner))
         return out
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gptworks.config import LoRAConfig
-from gptworks.model import cpu
+from gptworks.kernels import dispatch
 from gptworks.model.gpt import GPT
 from gptworks.model.layers import Dropout, Linear
 
@@ -36,9 +36,9 @@ class LowRank(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., I] → [..., O]."""
-        small = cpu.linear(self.dropout(x), self.lora_a)  # ... r
+        small = dispatch.linear(self.dropout(x), self.lora_a)  # ... r
         plain: Tensor = super().forward(x)
-        return plain + self.factor * cpu.linear(small, self.lora_b)
+        return plain + self.factor * dispatch.linear(small, self.lora_b)
 
 
 class LoRALinear(LowRank, Linear):

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptworks.config import IGNORED
-from gptworks.kernels import passes
-from gptworks.model import cpu
+from gptworks.kernels import dispatch
 from gptworks.model.cost import Shapes
 from gptworks.model.layers import cap, without_autocast
 
@@ -116,7 +115,8 @@ def token_nats(features: Tensor, weight: Tensor, targets: Tensor, softcap: float
     head, chunk = weight.to(features.dtype), chunk_tokens(features.device, weight.size(0))
 
     def nats(rows: slice) -> list[Tensor]:  # whose logits are gone before the next chunk's are made
-        return [_nats(cap(part, softcap), wanted[of]) for part, of in _in_cache(cpu.product(flat[rows], head.T), rows)]
+        logits = dispatch.product(flat[rows], head.T)
+        return [_nats(cap(part, softcap), wanted[of]) for part, of in _in_cache(logits, rows)]
 
     parts = [part for start in range(0, len(flat), chunk) for part in nats(slice(start, start + chunk))]
     return torch.cat(parts).view(targets.shape) if parts else _wide(features.new_zeros(targets.shape))
@@ -160,7 +160,7 @@ def distillation_loss(
     teacher_head = teacher_weight.detach().to(y.dtype)
 
     def into_gradient(logits: Tensor, rows: slice) -> Tensor:
-        taught = cpu.product(y[rows], teacher_head.T)
+        taught = dispatch.product(y[rows], teacher_head.T)
         return _sum(
             distilled(part, taught[of.start - rows.start : of.stop - rows.start], wanted[of])
             for part, of in _in_cache(logits, rows)
@@ -250,10 +250,10 @@ def _sums_and_gradients(
     for start in range(0, len(features), chunk):
         rows = slice(start, min(start + chunk, len(features)))
         x = features[rows]  # N C
-        d_logits = cpu.product(x, head.T)
+        d_logits = dispatch.product(x, head.T)
         total += into_gradient(d_logits, rows)
         if d_features is not None:
-            cpu.product(d_logits, head, out=d_features[rows])
+            dispatch.product(d_logits, head, out=d_features[rows])
         if wants[1]:
             adds = d_weight is not None
             d_weight = torch.empty_like(weight, dtype=wide) if d_weight is None else d_weight
@@ -266,7 +266,7 @@ def _add_products(d_weight: Tensor, d_logits: Tensor, x: Tensor, adds: bool) -> 
     """Add d_logitsᵀ [V, N] · x [N, C] to d_weight [V, C], or write it there, some rows at a time."""
     n_rows = head_rows(x.device, len(d_weight))
     for part, to in zip(torch.split(d_logits.T, n_rows), torch.split(d_weight, n_rows), strict=True):
-        product = cpu.product(part, x)
+        product = dispatch.product(part, x)
         to.add_(product) if adds else to.copy_(product)
         del product
 
@@ -296,8 +296,9 @@ def _in_cache(logits: Tensor, rows: slice) -> Iterator[tuple[Tensor, slice]]:
 def _into_gradient(logits: Tensor, targets: Tensor, factors: Tensor | None = None) -> Tensor:
     """Write softmax − one-hot over rows of logits [n, V], times a factor [n] for each; returns the sum of their
     −log softmax(logits)[target]."""
-    if _is_native(logits):
-        return passes.cross_entropy(logits, targets, factors, gradient=True).sum()
+    if (kernel := dispatch.chosen("cross_entropy", logits)).by == dispatch.CPP:
+        nats: Tensor = kernel.compute(logits, targets, factors, gradient=True)
+        return nats.sum()
     return _sum(
         _rows_to_gradient(part, targets[of], None if factors is None else factors[of])
         for part, of in _in_cache(logits, slice(0, len(logits)))
@@ -306,13 +307,10 @@ def _into_gradient(logits: Tensor, targets: Tensor, factors: Tensor | None = Non
 
 def _nats(logits: Tensor, targets: Tensor) -> Tensor:
     """−log softmax(logits [n, V])[target], 0 where it is −100; float32 [n]."""
-    if _is_native(logits):
-        return passes.cross_entropy(logits, targets, gradient=False)
+    if (kernel := dispatch.chosen("cross_entropy", logits)).by == dispatch.CPP:
+        nats: Tensor = kernel.compute(logits, targets, gradient=False)
+        return nats
     return F.cross_entropy(_wide(logits), targets, ignore_index=IGNORED, reduction="none")
-
-
-def _is_native(logits: Tensor) -> bool:
-    return logits.device.type == "cpu" and passes.serve(logits)
 
 
 def _rows_to_gradient(logits: Tensor, targets: Tensor, factors: Tensor | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from gptworks.config import ModelConfig, expert_rows
-from gptworks.model import cpu
+from gptworks.kernels import dispatch
 from gptworks.model.cost import MLP_INNER, RESIDUAL, Shapes, Stage
 from gptworks.model.layers import MLP, without_autocast
 
@@ -39,7 +39,7 @@ class MoE(nn.Module):
             logits = F.linear(tokens.float(), self.router.weight.float())  # N E
         weights, chosen = route(logits, self.n_per_token)  # N K, N K
         sent = tokens_per_expert(chosen, len(self.experts))
-        rows, places, sizes = arrange(chosen, sent, even=cpu.trains(tokens))
+        rows, places, sizes = arrange(chosen, sent, even=dispatch.trains(tokens))
         parts = torch.split(send(tokens, rows, places), sizes)
         given = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
         given = collect(given, places).view(*chosen.shape, -1)  # N K C

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gptworks.config import ModelConfig
-from gptworks.kernels import passes
+from gptworks.kernels import dispatch
 from gptworks.model.cost import Shapes
 from gptworks.model.layers import Tables
 
@@ -113,12 +113,7 @@ def frequencies(config: ModelConfig, length: int, device: torch.device | None = 
 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     """Turn each pair (i, i + R/2) of the first R elements of x [..., T, D] by the angle of its position."""
-    cos, sin = table
-    if passes.rotates(x, cos, sin):
-        return passes.rotate(x, cos, sin)
-    turned, rest = x[..., : 2 * cos.size(-1)], x[..., 2 * cos.size(-1) :]
-    a, b = turned.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+    return dispatch.rotate(x, *table)
 
 
 def rotary_tables_bytes(s: Shapes) -> int:

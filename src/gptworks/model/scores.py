@@ -4,15 +4,13 @@ Shapes: B batch, T queries, S keys, H query heads, G key/value heads, D head wid
 """
 
 import math
-from collections.abc import Callable
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptworks.model import cpu
+from gptworks.kernels import cpu, dispatch
 from gptworks.model.cache import SlotLayer
 from gptworks.model.cost import ATTENTION, DROPOUT, WEIGHTS_KEPT, Shapes, Stage
 from gptworks.model.layers import cap
@@ -42,8 +40,8 @@ PLAIN = Scores()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores = PLAIN) -> Tensor:
-    """Scaled dot-product attention in which the T queries are the last T of the S key positions, by the first of
-    KERNELS that serves.
+    """Scaled dot-product attention in which the T queries are the last T of the S key positions, by the first
+    kernel of `gptworks.kernels.dispatch` that serves.
 
     Args:
         q: [B, H, T, D]. k, v: [B, G, S, D] with S ≥ T; each key/value head serves H / G query heads.
@@ -51,34 +49,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores = PLAIN) -> Tensor:
     Returns:
         [B, H, T, D], in q's dtype.
     """
-    for serves, compute in KERNELS:
-        if serves(q, k, v, scores):
-            return compute(q, k, v, scores)
-    raise AssertionError("torch serves everything")
-
-
-def _native() -> ModuleType:
-    """`gptworks.kernels.attention`, imported by the first training step: loading torch's compiler takes long."""
-    from gptworks.kernels import attention
-
-    return attention
-
-
-def _native_serves(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> bool:
-    return cpu.trains(q) and bool(_native().takes(q, k, v))
-
-
-def _attend_native(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+    kernel = dispatch.chosen("attention", q, k, v, training=dispatch.trains(q))
     window, dropout, _, softcap, bias = scores
-    out: Tensor = _native().attention(q, k, v, bias, window, dropout, scores.factor(q), softcap)
-    return out
-
-
-def _attend_blocked(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
-    window, dropout, scale, softcap, bias = scores
-    if bias is None:
+    if kernel.by == dispatch.TORCH:
+        in_bands = bias is None and window is not None and q.size(2) == k.size(2) >= 2 * window
+        return attend_banded(q, k, v, scores) if in_bands else _attend_torch(q, k, v, scores)
+    if bias is None and kernel.by == dispatch.BLOCKS:
         bias = as_bias(causal_mask(q.size(2), k.size(2), window, q.device), q.dtype)
-    return cpu.attention(q, k, v, bias, window, dropout, scale, softcap)
+    out: Tensor = kernel.compute(q, k, v, bias, window, dropout, scores.factor(q), softcap)
+    return out
 
 
 def _attend_torch(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
@@ -131,10 +110,6 @@ def takes_groups(device: torch.device, masked: bool) -> bool:
     return not (masked and device.type == "cuda")
 
 
-def _banded_serves(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> bool:
-    return scores.bias is None and scores.window is not None and q.size(2) == k.size(2) >= 2 * scores.window
-
-
 def attend_banded(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     """`attend` for a window much shorter than the text (S = T), in T × 2·window scores instead of T × T.
 
@@ -158,19 +133,6 @@ def attend_banded(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     y = fused(q, k, v, mask, scores)
     y = y.view(batch, n_blocks, *y.shape[1:]).transpose(1, 2)  # B H n W D
     return y.flatten(2, 3)[:, :, :length]
-
-
-Serves = Callable[[Tensor, Tensor, Tensor, Scores], bool]
-Compute = Callable[[Tensor, Tensor, Tensor, Scores], Tensor]
-
-KERNELS: tuple[tuple[Serves, Compute], ...] = (
-    (_native_serves, _attend_native),
-    (lambda q, k, v, scores: cpu.trains(q) and k.size(2) <= cpu.LONGEST, _attend_blocked),
-    (_banded_serves, attend_banded),
-    (lambda q, k, v, scores: True, _attend_torch),
-)
-"""What computes attention, best first, and whether it serves: C++ and torch's products a block of queries at a time in
-a CPU's training step; blocks of a window; torch's own kernels."""
 
 
 def attend_slots(q: Tensor, k: Tensor, v: Tensor, cache: SlotLayer, scores: Scores) -> Tensor:
@@ -255,7 +217,7 @@ def bias_bytes(s: Shapes) -> int:
 
 
 def is_blocked(s: Shapes) -> bool:
-    """Whether a layer trains on `gptworks.model.cpu.attention`, which keeps the weights of blocks of queries."""
+    """Whether a layer trains on `gptworks.kernels.cpu.attention`, which keeps the weights of blocks of queries."""
     return s.on_cpu and not s.native and s.length <= cpu.LONGEST
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from gptworks.choices import HeadWeights, Weights
 from gptworks.errors import UserError, nearest
+from gptworks.kernels.dispatch import product
 from gptworks.model import GPT
-from gptworks.model.cpu import product
 from gptworks.quantize.formats import DTYPES, GROUP, KINDS, dequantize, empty, pack_int4, rows_at_once, unpacked
 from gptworks.quantize.linear import QuantizedGPT, packed_matrices
 from gptworks.quantize.rounding import Rounded, gptq, round_int4, round_int8

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from gptworks.choices import Weights
 from gptworks.config import LoRAConfig, ModelConfig
-from gptworks.model import GPT, cpu
+from gptworks.kernels import dispatch
+from gptworks.model import GPT
 from gptworks.model.layers import cap, product_dtype
 from gptworks.model.lora import LowRank, adapted
 from gptworks.quantize.formats import KINDS, dequantize, empty, rows_at_once, unpacked
@@ -65,7 +66,7 @@ class PackedMatrix(nn.Module):
         n_rows = self.rows if x.device.type != "cpu" else rows_at_once(weight, self.columns)
         weights = torch.split(weight, n_rows)
         scales = [None] * len(weights) if scale is None else torch.split(scale, n_rows)
-        parts = [cpu.linear(x, dequantize(w, s, x.dtype)) for w, s in zip(weights, scales, strict=True)]
+        parts = [dispatch.linear(x, dequantize(w, s, x.dtype)) for w, s in zip(weights, scales, strict=True)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -129,12 +130,12 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
         ctx.save_for_backward(weight, scale)
-        return cpu.linear(x, unpacked(weight, scale, x.dtype))
+        return dispatch.linear(x, unpacked(weight, scale, x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         weight, scale = ctx.saved_tensors
-        return cpu.linear(gradients[0], unpacked(weight, scale, gradients[0].dtype).T), None, None
+        return dispatch.linear(gradients[0], unpacked(weight, scale, gradients[0].dtype).T), None, None
 
 
 class QuantizedEmbedding(PackedMatrix):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from gptworks.config import TrainConfig
-from gptworks.model.cpu import product
+from gptworks.kernels.dispatch import product
 from gptworks.training.optim.cautious import decay
 
 SIDES = ("left", "right")

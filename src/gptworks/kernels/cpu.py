@@ -1,10 +1,9 @@
-"""The same arithmetic in fewer passes over memory for training on a CPU, and products by the faster library.
+"""Training's operations on a CPU in fewer passes over memory than torch's own, in torch.
 
 There, a model of a few million parameters spends more time on the operations between its matrix products than on the
-products. Each function here computes what its plain twin does, which tests hold it to: `linear` for `F.linear`,
-`product` for `torch.mm`, `attention` for `attend`, `layer_norm` and `rms_norm` for torch's, `activate` for an
-activation, `gated` for one times a tensor, `dropout` for `F.dropout`. C++ (`passes` and `gemm` in gptworks.kernels)
-computes where it is built and the dtypes are its own; torch elsewhere.
+products. Each function computes what its plain twin does, and tests compare the two: `attention` and
+`gptworks.model.scores.attend`, `norm` and torch's LayerNorm and RMSNorm, `activate`, `gated` and an activation,
+`dropout` and `F.dropout`. `gptworks.kernels.dispatch` chooses among these, the C++ and torch.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,52 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-from gptworks.kernels import gemm, passes
-
-
-def trains(x: Tensor) -> bool:
-    """Whether x is part of a training step on a CPU."""
-    return x.device.type == "cpu" and x.requires_grad and torch.is_grad_enabled()
-
-
-# ------------------------------------------------------------------------------------------------- products
-
-
-def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a [M, K] · b [K, N], in `out` where it is given. Where it is differentiated, torch's: see `linear`."""
-    differentiated = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
-    return torch.mm(a, b, out=out) if differentiated or not gemm.serves(a, b) else gemm.product(a, b, out=out)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., I] · weightᵀ [I, O] + bias [O]: [..., O]."""
-    if not gemm.serves(x, weight.T) or torch.is_autocast_enabled("cpu"):
-        return F.linear(x, weight, bias)
-    out: Tensor = _Linear.apply(x.reshape(-1, x.size(-1)), weight, bias)  # type: ignore[no-untyped-call]
-    return out.view(*x.shape[:-1], weight.size(0))
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        wants_x, wants_weight, _ = ctx.needs_input_grad
-        ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
-        return gemm.product(x, weight.T, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        d_out, (wants_x, wants_weight, wants_bias) = gradients[0], ctx.needs_input_grad
-        return (
-            gemm.product(d_out, weight) if wants_x else None,
-            gemm.product(d_out.T, x) if wants_weight else None,
-            d_out.sum(0) if wants_bias else None,
-        )
-
-
-# ------------------------------------------------------------------------------------------------ attention
 
 
 def attention(
@@ -168,53 +121,14 @@ def _drop(weights: Tensor, kept: Tensor | None, dropout: float) -> Tensor:
     return weights if kept is None else weights * kept / (1 - dropout)
 
 
-# -------------------------------------------------------------------------------------------- normalization
-
-
 def norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    dtype: torch.dtype,
-    *,
-    layer: bool,
-    branch: Tensor | None = None,
-    alpha: float = 1.0,
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype, layer: bool, *_: Any
 ) -> tuple[Tensor, Tensor]:
-    """x + alpha · branch, or x where there is no branch; and its LayerNorm, or RMSNorm, over the last dimension.
-
-    The norm is computed in float32 and given in `dtype`.
-    """
-    if _takes(x, weight, dtype) and (branch is None or passes.serve(branch)):
-        return passes.norm(x, weight, bias, eps, dtype, layer=layer, branch=branch, alpha=alpha)
-    stream = x if branch is None else torch.add(x, branch, alpha=alpha)
-    return stream, (layer_norm(stream, weight, bias, eps, dtype) if layer else rms_norm(stream, weight, eps, dtype))
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
-    """LayerNorm over the last dimension, computed in float32, given in `dtype`."""
-    if _takes(x, weight, dtype):
-        return passes.norm(x, weight, bias, eps, dtype, layer=True)[1]
-    return F.layer_norm(x, weight.shape, weight, bias, eps).to(dtype)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension, computed in float32, given in `dtype`."""
-    if _takes(x, weight, dtype):
-        return passes.norm(x, weight, None, eps, dtype, layer=False)[1]
+    """x, and its LayerNorm or RMSNorm over the last dimension, computed in float32 and given in `dtype`."""
+    if layer:
+        return x, F.layer_norm(x, weight.shape, weight, bias, eps).to(dtype)
     out: Tensor = _RMSNorm.apply(x, weight, eps, dtype)  # type: ignore[no-untyped-call]
-    return out
-
-
-def add(x: Tensor, branch: Tensor, alpha: float) -> Tensor:
-    """x + alpha · branch, in x's dtype."""
-    return passes.add(x, branch, alpha) if passes.serve(x, branch) else torch.add(x, branch, alpha=alpha)
-
-
-def _takes(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the C++ normalizes x."""
-    return weight.dtype == torch.float32 and dtype in (torch.float32, torch.bfloat16) and passes.serve(x, weight)
+    return x, out
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -241,18 +155,13 @@ class _RMSNorm(torch.autograd.Function):
         return d_x.to(x.dtype), d_weight, None, None
 
 
-# ----------------------------------------------------------------------------------------------- activation
-
-
 def activate(x: Tensor, kind: str) -> Tensor:
     """What an activation, by its name in `model.mlp`, makes of x."""
-    return passes.activate(x, kind) if passes.serve(x) else ACTIVATIONS[kind](x)
+    return ACTIVATIONS[kind](x)
 
 
 def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """activation(gate) · up, for which gate and up alone are kept."""
-    if gate.dtype == up.dtype and passes.serve(gate, up) and gate.stride() == up.stride():
-        return passes.gated(gate, up, kind)
+    """activation(gate) · up, for which only gate and up are kept."""
     out: Tensor = _Gated.apply(gate, up, ACTIVATIONS[kind])  # type: ignore[no-untyped-call]
     return out
 
@@ -301,9 +210,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "geglu_tanh": partial(F.gelu, approximate="tanh"),
 }
 """By their names in `model.mlp`."""
-
-
-# -------------------------------------------------------------------------------------------------- dropout
 
 
 def dropout(x: Tensor, probability: float) -> Tensor:
