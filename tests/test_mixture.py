@@ -296,8 +296,8 @@ def test_a_run_over_one_dataset_is_the_run_over_its_sources_bit_for_bit(tmp_path
 
 def test_the_run_says_how_often_it_reads_each_dataset(run: Recipe) -> None:
     objective = choose_objective(run, prepare(run).folder)
-    epochs = objective.epochs(32)
-    windows = [(n - 32) // 32 for n in (s.n_tokens for s in objective.train_shards.stretches)]
+    epochs = objective.samples.epochs(32)
+    windows = [(n - 32) // 32 for n in (s.n_tokens for s in objective.samples.train_shards.stretches)]
     read = [epochs[name] * n for name, n in zip(("web", "code"), windows, strict=True)]
     assert sum(read) == pytest.approx(32) and read[1] > 16  # of equal weights, then 1 to 9
     card = (run.run_dir / "model-card.md").read_text(encoding="utf-8")

@@ -174,10 +174,7 @@ def plan(
         from gptworks.training.rehearsal.measure import measure_step
         from gptworks.training.rehearsal.trace import Rehearsal, trace_step
 
-        rehearsal = Rehearsal(
-            sheet.recipe.model, sheet.one_step, place.kind, sheet.setting.precision, sheet.recipe.adapter,
-            sheet.recipe.freeze, sheet.recipe.objective, sheet.setting.several_texts,
-        )  # fmt: skip
+        rehearsal = Rehearsal.of(sheet, place.kind)
         if trace:
             with working("tracing a step"):
                 sheet = replace(sheet, traced_bytes=trace_step(rehearsal).peak_bytes)

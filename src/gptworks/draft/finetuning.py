@@ -17,6 +17,7 @@ from gptworks.data.conversations.inspection import inspect_records
 from gptworks.data.conversations.packing import Examples
 from gptworks.data.opened import Prepared
 from gptworks.data.prepare import prepare
+from gptworks.data.samples import open_samples
 from gptworks.data.shards import TokenShards
 from gptworks.data.sources.base import stamps
 from gptworks.device import choose_device
@@ -31,7 +32,6 @@ from gptworks.planning.run import plan as plan_recipe
 from gptworks.recipe import load_recipe, run_name, with_vocab_size
 from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import load_tokenizer
-from gptworks.training.objectives.choose import choose_objective
 from gptworks.training.rehearsal.measure import measure_speed
 from gptworks.training.rehearsal.preflight import this_device
 from gptworks.training.rehearsal.trace import Rehearsal
@@ -140,12 +140,8 @@ def draft_tuning(
             f"{run}: not even an adapter of int4 weights fits in memory: {readable(plan.peak.total_bytes, 'B')} at "
             f"the peak, and {readable(plan.device.memory_bytes, 'B')} are free. Take a smaller model."
         )
-    recipe, setting = plan.recipe, plan.setting
-    step = Rehearsal(
-        setting.model, plan.one_step, device.type, setting.precision, recipe.adapter, recipe.freeze, recipe.objective,
-        setting.several_texts,
-    )  # fmt: skip
-    plan, inspection = replace(plan, measured=(measure or measure_speed)(step)), inspect_records(recipe, prepared)
+    inspection = inspect_records(plan.recipe, prepared)
+    plan = replace(plan, measured=(measure or measure_speed)(Rehearsal.of(plan, device.type)))
     return Tuning(draft.sections(), plan, inspection.lines(), inspection.findings)
 
 
@@ -169,7 +165,7 @@ class _Draft:
         self.context = min(self.context, max(LEAST_CONTEXT, -(-wanted // LEAST_CONTEXT) * LEAST_CONTEXT))
         if "added_tokens" in self.template and self.base.vocab_size >= prepared.manifest.vocab_size:
             self.vocab_size = self.base.vocab_size  # it has spare rows
-        rows = choose_objective(self.recipe(prepared), prepared.folder).samples_per_epoch
+        rows = open_samples(self.recipe(prepared), prepared.folder).per_epoch
         n_examples = len(lengths) // (2 if self.preference else 1)
         self.epochs = 1 if self.preference else next(n for least, n in EPOCHS if n_examples >= least)
         while self.batch < LARGEST_BATCH and rows >= 2 * self.batch * STEPS_AN_EPOCH:
@@ -181,7 +177,7 @@ class _Draft:
         for micro in divisors(self.batch):
             self.micro = micro
             recipe = self.recipe(prepared)
-            samples = choose_objective(recipe, prepared.folder).samples_per_epoch
+            samples = open_samples(recipe, prepared.folder).per_epoch
             n_tokens = prepared.manifest.splits["train"].tokens
             plan = plan_recipe(recipe, n_tokens, samples_per_epoch=samples, device=device)
             if plan.fits:

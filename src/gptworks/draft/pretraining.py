@@ -223,7 +223,7 @@ class Search:
                 f"{plan.device.memory_bytes / 1e6:,.0f} MB are free on {plan.device.name}: end other programs."
             )
         self.report(f"measuring a step of {plan.parameters.total:,} parameters")
-        step = Rehearsal(plan.recipe.model, plan.one_step, self.device.type, plan.setting.precision)
+        step = Rehearsal.of(plan, self.device.type)
         return replace(candidate, plan=replace(plan, measured=self.measure(step)))
 
     # ------------------------------------------------------------------------------------------- settings

@@ -20,6 +20,7 @@ from gptworks.data.opened import Prepared, find_of_run, open_prepared
 from gptworks.data.permutation import Int64s
 from gptworks.data.prepare import find_prepared
 from gptworks.data.rows import Row
+from gptworks.data.samples import Samples, open_samples
 from gptworks.data.search import SearchIndex
 from gptworks.data.shards import MANIFEST_FILE, Split, TokenShards, redo
 from gptworks.data.spelling import Speller
@@ -27,8 +28,6 @@ from gptworks.errors import UserError
 from gptworks.recipe import load_dataset_recipe, load_recipe
 from gptworks.tokenizer import StreamDecoder, fingerprint, load_tokenizer, token_bytes
 from gptworks.training.cut import cut_windows
-from gptworks.training.objectives.base import Objective
-from gptworks.training.objectives.choose import choose_objective
 from gptworks.training.samples import StepSamples, samples_of_step, steps_done
 
 MOST_CONTEXT = 1 << 20
@@ -80,8 +79,8 @@ class RunData:
     _info: Info | None = None
 
     @cached_property
-    def objective(self) -> Objective:
-        """The objective that training uses.
+    def samples(self) -> Samples:
+        """The samples that training reads.
 
         Raises:
             UserError: a file was changed or lacks what the recipe needs; or there is no recipe.
@@ -94,7 +93,7 @@ class RunData:
                 f"tokens are shown. Its documents can be read."
             )
         with self.checked():
-            return choose_objective(self.recipe, self.prepared.folder, verify=True)
+            return open_samples(self.recipe, self.prepared.folder, verify=True)
 
     @cached_property
     def _token_bytes(self) -> Int64s | None:
@@ -170,10 +169,10 @@ class RunData:
             UserError: the number is too large.
         """
         with self.checked():
-            self.objective.train_shards.verify()
-            if number >= (n := self.objective.n_items):
+            self.samples.train_shards.verify()
+            if number >= (n := self.samples.n_items):
                 raise UserError(f"there is no window {number}: an epoch has {n}, numbered from 0.")
-            return self.objective.rows(number, epoch)
+            return self.samples.rows(number, epoch)
 
     def rows_of_step(
         self, step: int, first: int, n: int, check: Check = lambda: None
@@ -183,7 +182,7 @@ class RunData:
         Raises:
             UserError: the run has not reached the step, or the step has no such sample.
         """
-        samples, whole = self.step(step), self.objective.context_length
+        samples, whole = self.step(step), self.samples.context_length
         assert self.recipe is not None  # or there would be no step
         length = self.recipe.train.length_at(step - 1, whole)
         runs = cut_windows(samples.position, samples.n_samples, whole // length)
@@ -193,7 +192,7 @@ class RunData:
         rows: list[tuple[Sample, Row]] = []
         for sample, (position, part) in enumerate(places[first : first + n], first):
             check()
-            epoch, number = self.objective.item(position)
+            epoch, number = self.samples.item(position)
             found = self.rows(number, epoch)
             if length < whole:
                 found = [row.part(part * length, length) for row in found]

@@ -96,15 +96,15 @@ async def about(request: Request) -> Response:
 
     def describe(data: RunData, _: GPT | None, check: Check) -> Tree:
         with data.checked():
-            objective, splits = data.objective, data.prepared.manifest.splits
+            samples, splits = data.samples, data.prepared.manifest.splits
             return {
                 "folder": str(data.prepared.folder).encode("utf-8", "backslashreplace").decode(),
                 "splits": {
                     name: {"n_documents": one.documents, "n_tokens": one.tokens, "text_bytes": one.text_bytes}
                     for name, one in splits.items()
                 },
-                "objective": objective.recipe.objective.type, "context": objective.context_length,
-                "n_windows": objective.n_items, "n_steps": data.steps_done,
+                "objective": samples.recipe.objective.type, "context": samples.context_length,
+                "n_windows": samples.n_items, "n_steps": data.steps_done,
             }  # fmt: skip
 
     return await _answer(request, body, describe)
@@ -140,7 +140,7 @@ async def step(request: Request) -> Response:
     body = await body_of(request, StepRequest)
 
     def read(data: RunData, model: GPT | None, check: Check) -> Tree:
-        n_samples = min(body.n_samples, max(1, MOST_HELD // data.objective.context_length))
+        n_samples = min(body.n_samples, max(1, MOST_HELD // data.samples.context_length))
         samples, shown = data.rows_of_step(body.step, body.sample, n_samples, check)
         rows = [row for _, row in shown]
         about = [{"sample": one.sample, "window": one.number, "epoch": one.epoch} for one, _ in shown]

@@ -3,24 +3,26 @@
 import math
 
 from gptworks.config import Recipe
+from gptworks.data.samples import Samples
 from gptworks.errors import UserError
-from gptworks.training.objectives.base import Objective
+from gptworks.planning.steps import planned_steps
 from gptworks.training.progress import Progress
 from gptworks.training.record.display import clock
 
 
 class Length:
-    """The length of a recipe's run, in steps of its objective's samples."""
+    """The length of a recipe's run, in steps."""
 
-    def __init__(self, recipe: Recipe, objective: Objective) -> None:
-        self._recipe, self._train, self._objective = recipe, recipe.train, objective
+    def __init__(self, recipe: Recipe, samples: Samples) -> None:
+        self._recipe, self._train, self._samples = recipe, recipe.train, samples
 
     def total_steps(self, progress: Progress) -> int | None:
         """Optimizer steps of the whole run, where that is known; after a change of batch_size, from where it is."""
-        train, planned = self._train, self._objective.total_steps
+        train, samples = self._train, self._samples.per_epoch
+        planned = planned_steps(train, self._samples.context_length, None, windows_per_epoch=samples)[0]
         if train.epochs is None or progress.samples == progress.step * train.batch_size:
             return planned
-        left = train.epochs * self._objective.samples_per_epoch - progress.samples
+        left = train.epochs * samples - progress.samples
         by_epochs = progress.step + max(0, math.floor(left / train.batch_size + 0.5))
         return min(by_epochs, train.max_steps or by_epochs)
 

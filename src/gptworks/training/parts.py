@@ -41,9 +41,11 @@ class RunParts:
             self.model, recipe.train, loss or self.objective.loss, setup.precision, self.parallel, ranks
         )
         self.prefetcher = Prefetcher(self.objective, self.parallel, device)
-        self.length = Length(recipe, self.objective)
-        held_out_sha256 = self.objective.validation_shards.manifest.validation_text_sha256 or ""
-        start = Progress(data_fingerprint=self.objective.data_fingerprint, validation_text_sha256=held_out_sha256)
+        self.length = Length(recipe, self.objective.samples)
+        manifest = self.objective.samples.train_shards.manifest
+        start = Progress(
+            data_fingerprint=manifest.fingerprint, validation_text_sha256=manifest.validation_text_sha256 or ""
+        )
         self.state = TrainingState(recipe, self.step, start, self.length, display)
         self.reporter = Reporter(recipe, self.objective, self.step, self.length, display, setup.precision)
         self.engine = training_engine(setup, self.model)

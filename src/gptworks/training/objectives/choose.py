@@ -5,6 +5,7 @@ from pkgutil import resolve_name
 
 from gptworks.config import Recipe
 from gptworks.config.objective import OBJECTIVE_SETTINGS
+from gptworks.data.samples import open_samples
 from gptworks.training.objectives.base import Objective
 
 OBJECTIVES: dict[str, type[Objective]] = {
@@ -14,5 +15,5 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 
 def choose_objective(recipe: Recipe, data_folder: Path, verify: bool = False) -> Objective:
-    """The objective that `recipe.objective` names; arguments as for `Objective`."""
-    return OBJECTIVES[recipe.objective.type](recipe, data_folder, verify)
+    """The objective that `recipe.objective` names; arguments and errors as for `open_samples`."""
+    return OBJECTIVES[recipe.objective.type](recipe, open_samples(recipe, data_folder, verify))

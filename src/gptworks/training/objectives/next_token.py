@@ -4,13 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from gptworks.config import IGNORED, TrainConfig
-from gptworks.data.permutation import Int64s
 from gptworks.model import GPT
 from gptworks.model.lab.future import future_features
 from gptworks.model.loss import linear_cross_entropies, linear_cross_entropy
@@ -142,23 +139,3 @@ def counted(batch: Batch) -> Tensor:
 def count_targets(batch: Batch) -> int:
     """The same as a number; of a batch on an accelerator, it waits for that."""
     return int(counted(batch))
-
-
-_ROUND_TOKENS = 32
-"""Padded batches are as long as their longest row, rounded up to this: fewer shapes for kernels to meet."""
-
-
-def padded_width(longest: int, context_length: int) -> int:
-    """Tokens of each row of a batch whose longest row has `longest` inputs."""
-    return min(context_length, -(-longest // _ROUND_TOKENS) * _ROUND_TOKENS)
-
-
-def padded(rows: Sequence[tuple[Int64s, npt.NDArray[np.bool_]]], context_length: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, int64 [B, T], of rows that each hold one text: its tokens [n], and which are learned [n]."""
-    width = padded_width(max(len(ids) for ids, _ in rows) - 1, context_length)
-    inputs = torch.zeros(len(rows), width, dtype=torch.int64)
-    targets = torch.full_like(inputs, IGNORED)
-    for row, (ids, learned) in enumerate(rows):
-        inputs[row, : len(ids) - 1] = torch.from_numpy(ids[:-1])
-        targets[row, : len(ids) - 1] = torch.from_numpy(np.where(learned[1:], ids[1:], IGNORED))
-    return inputs, targets

@@ -17,8 +17,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from gptworks.config import TrainConfig
+from gptworks.config import Recipe, TrainConfig
 from gptworks.config.objective import ObjectiveSettings, PreferenceObjective
+from gptworks.data.samples import Samples
 from gptworks.device import Precision
 from gptworks.errors import UserError
 from gptworks.evaluation.loss import Workers
@@ -79,10 +80,10 @@ class Preference(PairsObjective):
     kept_files = (REFERENCE, "reference.json")
     figures = ("reward_margin", "reward_chosen", "accuracy")
 
-    def _open(self) -> None:
-        assert isinstance(self.recipe.objective, PreferenceObjective)
-        self._settings = self.recipe.objective
-        super()._open()
+    def __init__(self, recipe: Recipe, samples: Samples) -> None:
+        super().__init__(recipe, samples)
+        assert isinstance(recipe.objective, PreferenceObjective)
+        self._settings = recipe.objective
         self._reference: dict[str, Tensor] = {}  # [n pairs, 2] by split
 
     @classmethod
@@ -98,13 +99,14 @@ class Preference(PairsObjective):
         if not run.is_new:
             self._reference = self._read_reference(path)
             return
-        n_pairs = sum(map(len, self._pairs.values()))
+        pairs = self.pairs.pairs
+        n_pairs = sum(map(len, pairs.values()))
         run.report(f"computing what the model gives {n_pairs:,} pairs of answers at the start")
-        self._reference = {split: self._logprobs(run.model, run.precision, split, run.workers) for split in self._pairs}
+        self._reference = {split: self._logprobs(run.model, run.precision, split, run.workers) for split in pairs}
         if run.ranks.is_rank_zero:
             data = save(self._reference)
             described = {
-                "data": self.data_fingerprint,
+                "data": self.pairs.train_shards.manifest.fingerprint,
                 "weights": weights_fingerprint(run.model),
                 "tensors": hashlib.sha256(data).hexdigest(),
             }
@@ -117,7 +119,7 @@ class Preference(PairsObjective):
         Raises:
             UserError: it is missing, damaged or of other data.
         """
-        n_pairs = sum(map(len, self._pairs.values()))
+        n_pairs = sum(map(len, self.pairs.pairs.values()))
         try:
             described, data = (
                 unsealed_json(read_regular(path.with_suffix(".json"), _MOST_NOTE_BYTES, inside=path.parent)),
@@ -132,7 +134,7 @@ class Preference(PairsObjective):
                 f"{path} is missing or damaged: it holds what the model gave the answers before the run began, which "
                 f"cannot be computed now. Restore it from a copy, or start anew with another run_dir=."
             )
-        if described["data"] != self.data_fingerprint:
+        if described["data"] != self.pairs.train_shards.manifest.fingerprint:
             raise UserError(f"{path} is of other pairs than these: restore the data, or give another run_dir=.")
         return reference
 
@@ -141,9 +143,9 @@ class Preference(PairsObjective):
 
         Gradients stay enabled, though unused, so that the kernels are those of training, and round alike.
         """
-        given = torch.zeros(len(self._pairs[split]), 2, device=model.device)
+        given = torch.zeros(len(self.pairs.pairs[split]), 2, device=model.device)
         chunks = self._chunks(list(range(len(given))))
-        batches = ((*self._rows(split, pairs), torch.tensor(pairs)) for pairs in chunks)
+        batches = ((*self.pairs.of(split, pairs), torch.tensor(pairs)) for pairs in chunks)
         with eval_mode(model):
             for inputs, targets, chosen in workers.split_batches(batches):
                 with precision.autocast():
@@ -152,9 +154,9 @@ class Preference(PairsObjective):
                     given[chosen.to(model.device)] = logprobs.detach().view(2, -1).T.float()
         return workers.all_reduce(given).cpu()  # all but one process have zeros
 
-    def _batch_of(self, split: str, pairs: list[int]) -> Batch:
+    def batch_of(self, split: str, pairs: list[int]) -> Batch:
         """Rows, and the reference of each, [2P]."""
-        return (*self._rows(split, pairs), self._reference[split][pairs].T.flatten())
+        return (*self.pairs.of(split, pairs), self._reference[split][pairs].T.flatten())
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
         return preference(self._settings, model, batch, self._routing)

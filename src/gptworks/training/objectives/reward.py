@@ -21,9 +21,8 @@ from torch import Tensor
 
 from gptworks.config import IGNORED, Recipe, TrainConfig
 from gptworks.config.objective import ObjectiveSettings, RewardObjective
-from gptworks.data.conversations.packing import Examples
 from gptworks.data.permutation import Int64s, shuffled
-from gptworks.data.rows import Row
+from gptworks.data.samples import Prompts, Samples, padded
 from gptworks.device import Precision
 from gptworks.errors import RunError, UserError
 from gptworks.evaluation.loss import LossReport, Workers
@@ -46,7 +45,6 @@ from gptworks.training.objectives.next_token import (
     LossFunction,
     Routing,
     StepBatches,
-    padded,
     with_routing,
 )
 from gptworks.training.objectives.reward_function import REWARD_FILE, Prompt, keep_reward_file, load_reward, reward_of
@@ -162,11 +160,10 @@ class Reward(Objective):
     generates = True
     kept_files = (REFERENCE_MODEL, REWARD_FILE, ROLLOUTS)
 
-    def _open(self) -> None:
-        assert isinstance(self.recipe.objective, RewardObjective)
-        self._settings = self.recipe.objective
-        self._examples = {"train": Examples(self.train_shards, self.context_length, False),
-                          "validation": Examples(self.validation_shards, self.context_length, False)}  # fmt: skip
+    def __init__(self, recipe: Recipe, samples: Samples) -> None:
+        super().__init__(recipe, samples)
+        assert isinstance(recipe.objective, RewardObjective) and isinstance(samples, Prompts)
+        self._settings, self._examples = recipe.objective, samples.examples
         train, shared = self.recipe.train, self._settings.steps_per_rollout
         self._prompts_per_step = train.batch_size // self._settings.group_size
         n_behind = (train.keep_checkpoints + 2) * -(-train.checkpoint_every // shared)  # a run may go back so far
@@ -184,28 +181,8 @@ class Reward(Objective):
             raise UserError(f"{error} It must take any text, the empty one too.") from None
 
     @property
-    def samples_per_epoch(self) -> int:
-        """Answers to all prompts, each taken in as many steps as a rollout has."""
-        n_prompts = len(self._examples["train"].n_tokens)
-        return n_prompts * self._settings.group_size * self._settings.steps_per_rollout
-
-    @property
     def n_validation(self) -> int:
         return len(self._prompts["validation"])
-
-    @property
-    def n_items(self) -> int:
-        return len(self._examples["train"].rows)
-
-    def item(self, position: int) -> tuple[int, int]:
-        raise UserError(
-            "a step of objective.type=reward trains on answers that the model wrote in it, and they are not kept. "
-            "The windows show the conversations that its prompts are from."
-        )
-
-    def rows(self, number: int, epoch: int = 0) -> list[Row]:
-        """The conversation that a prompt is from, with its own answer."""
-        return [self._examples["train"].shown(number)]
 
     # --------------------------------------------------------------------------------------------------- begin
 

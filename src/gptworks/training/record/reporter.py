@@ -60,10 +60,11 @@ class Reporter(Listener):
         part = "" if trained == total else f", {trained:,} of them trained" if self.recipe.adapter is None else (
             f" and an adapter of {trained:,}, which alone is trained ({trained / total:.2%})"
         )  # fmt: skip
+        n_tokens = self.objective.samples.train_shards.n_tokens
         self.display.message(
             f"{self.recipe.run_dir}: {total:,} parameters{part}\n"
-            f"{self.precision.name} on {device_name(self._device)}; {self.objective.train_shards.n_tokens:,} training "
-            f"tokens, and the run ends after {self.length.words(progress)}{self._epochs(progress)}"
+            f"{self.precision.name} on {device_name(self._device)}; {n_tokens:,} training tokens, and the run "
+            f"ends after {self.length.words(progress)}{self._epochs(progress)}"
         )
         if self.recipe.data.mixture:
             self.display.message(self._mixture(progress))
@@ -76,7 +77,7 @@ class Reporter(Listener):
             return ""
         left = self._samples_left(progress, steps)
         tokens = progress.tokens + left * objective.rows_per_sample * self.recipe.model.context_length
-        epochs = significant((progress.samples + left) / self.objective.samples_per_epoch, 3)
+        epochs = significant((progress.samples + left) / self.objective.samples.per_epoch, 3)
         return f", {'at most ' if objective.varying_widths else ''}{tokens:,} tokens or {epochs} epochs"
 
     def _samples_left(self, progress: Progress, steps: int) -> int:
@@ -87,7 +88,7 @@ class Reporter(Listener):
         """How often the run reads each dataset, and where their weights change."""
         total, first = self.length.total_steps(progress), self.recipe.anneal_from
         left = 0 if total is None else self._samples_left(progress, total)
-        epochs = self.objective.epochs(progress.position + left)
+        epochs = self.objective.samples.epochs(progress.position + left)
         words = "" if total is None else f"epochs of each dataset: {epochs_words(epochs)}"
         then = [] if first is None else [f"the weights change at sample {first:,}"]
         return "; ".join(filter(None, [words, *then])) or f"datasets: {', '.join(epochs)}"
@@ -193,10 +194,10 @@ class Reporter(Listener):
 
     def _describe(self, progress: Progress, reason: str | None = None, memory: MemoryPeaks | None = None) -> None:
         """Draw the curves and write the card, as of now."""
-        folder, samples = self.recipe.run_dir, self.objective.samples_per_epoch
+        folder, samples = self.recipe.run_dir, self.objective.samples.per_epoch
         self._described = time.monotonic()
         draw_curves(folder / "metrics.jsonl", folder / "curves.svg", self.recipe.name)
-        epochs = self.objective.epochs(progress.position)
+        epochs = self.objective.samples.epochs(progress.position)
         write_model_card(self.recipe, progress, reason, samples, self.precision, memory, self._layout, epochs)
 
     def sample(self, progress: Progress, prompt: str, text: str) -> None:

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from gptworks.config import Recipe
 from gptworks.data.opened import Prepared
 from gptworks.data.prepare import find_prepared
+from gptworks.data.samples import AnswerPairs, open_samples
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from gptworks.planning.devices import UTILIZATION, Device
@@ -14,9 +14,6 @@ from gptworks.planning.run import Plan, plan
 from gptworks.planning.tokens import DataSize, data_size, of_datasets
 from gptworks.planning.work import training_work
 from gptworks.recipe import with_vocab_size
-
-if TYPE_CHECKING:
-    from gptworks.training.objectives.base import Objective
 
 
 def estimate(
@@ -34,7 +31,7 @@ def estimate(
     Raises:
         UserError: as `gptworks.planning.run.plan`; or the vocabulary is not known yet and the data is missing.
     """
-    planned, data, objective = _with_data(recipe)
+    planned, data, pairs = _with_data(recipe)
 
     def apply(overrides: Sequence[str], n_ranks: int) -> Recipe:
         changed = read(overrides)
@@ -46,8 +43,8 @@ def estimate(
         dataset_tokens=data.datasets,
         device=device, n_ranks=n_ranks, utilization=utilization, apply=apply,
     )  # fmt: skip
-    if objective is not None and found.recipe.objective.rows_per_sample == 2 and found.steps is not None:
-        found = _with_lengths(found, objective)
+    if pairs is not None and found.steps is not None:
+        found = _with_lengths(found, pairs, found.steps)
     return found, data.missing
 
 
@@ -55,13 +52,10 @@ MOST_SAMPLES = 1_000_000
 """Samples of which lengths are looked up; if there are more, these represent all."""
 
 
-def _with_lengths(found: Plan, objective: "Objective") -> Plan:
+def _with_lengths(found: Plan, pairs: AnswerPairs, steps: int) -> Plan:
     """The plan with the lengths that pairs really have: attention works over those too."""
-    from gptworks.training.objectives.pairs import PairsObjective
-
-    assert found.steps is not None and isinstance(objective, PairsObjective)
-    n_samples = min(found.train.samples_before(found.steps), MOST_SAMPLES)
-    per_sample = objective.tokens_read(n_samples, found.setting.micro_batch_size) / n_samples
+    n_samples = min(found.train.samples_before(steps), MOST_SAMPLES)
+    per_sample = pairs.tokens_read(n_samples, found.setting.micro_batch_size) / n_samples
     model = found.recipe.model
     width = max(1, round(per_sample / found.recipe.objective.rows_per_sample))
     shorter = found.recipe.model_copy(update={"model": model.model_copy(update={"context_length": width})})
@@ -76,9 +70,9 @@ def with_what_is_prepared(recipe: Recipe) -> tuple[Recipe, Prepared | None]:
     return with_vocab_size(recipe, prepared.manifest.vocab_size), prepared
 
 
-def _with_data(recipe: Recipe) -> tuple[Recipe, DataSize, "Objective | None"]:
-    """The recipe with its vocabulary where that is known, and the size of its data: exact where it is prepared; and
-    what reads records that are."""
+def _with_data(recipe: Recipe) -> tuple[Recipe, DataSize, AnswerPairs | None]:
+    """The recipe with its vocabulary where that is known; the size of its data, exact where it is prepared; and its
+    pairs of answers, if it has such and they are prepared."""
     recipe, prepared = with_what_is_prepared(recipe)
     if prepared is None:
         size = data_size(recipe)
@@ -89,10 +83,7 @@ def _with_data(recipe: Recipe) -> tuple[Recipe, DataSize, "Objective | None"]:
         stretches = TokenShards(prepared.folder, "train", verify=False).stretches
         sizes = {one.name: part.n_tokens for one, part in zip(recipe.data.mixture, stretches, strict=True)}
         return recipe, of_datasets(recipe, sizes, estimated=False), None
-    samples, objective = None, None
-    if recipe.data.records:
-        from gptworks.training.objectives.choose import choose_objective
-
-        objective = choose_objective(recipe, prepared.folder)
-        samples = objective.samples_per_epoch
-    return recipe, DataSize(prepared.manifest.splits["train"].tokens, samples, estimated=False), objective
+    samples = open_samples(recipe, prepared.folder) if recipe.data.records else None
+    per_epoch = None if samples is None else samples.per_epoch
+    size = DataSize(prepared.manifest.splits["train"].tokens, per_epoch, estimated=False)
+    return recipe, size, samples if isinstance(samples, AnswerPairs) else None

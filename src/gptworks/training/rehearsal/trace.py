@@ -9,7 +9,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from gptworks.config import FreezeConfig, LoRAConfig, ModelConfig, ObjectiveConf
 from gptworks.config.objective import NEXT_TOKEN
 from gptworks.device import choose_precision
 from gptworks.errors import UserError
+from gptworks.planning.run import Plan
 from gptworks.training.distributed.parallel import Parallel
 from gptworks.training.objectives.choose import OBJECTIVES
 from gptworks.training.objectives.next_token import Batch, count_targets
@@ -42,6 +43,15 @@ class Rehearsal:
     objective: ObjectiveConfig = NEXT_TOKEN
     several_texts: bool = False
     """Whether rows hold texts one after the other."""
+
+    @classmethod
+    def of(cls, plan: Plan, device: str) -> Self:
+        """One step of a planned run, of at most two micro-batches. Its data need not be there."""
+        recipe, setting = plan.recipe, plan.setting
+        return cls(
+            recipe.model, plan.one_step, device, setting.precision, recipe.adapter, recipe.freeze, recipe.objective,
+            setting.several_texts,
+        )  # fmt: skip
 
     def new_step(self) -> TrainStep:
         """The step, its blocks not compiled."""

@@ -1,0 +1,253 @@
+"""What a run reads: windows of text, rows of conversations, pairs of answers, or prompts.
+
+Batches are a function of only (shards, seed, position): exact resume relies on it. A position counts samples from the
+start of the run, including those that rollbacks have passed.
+
+Shapes: B samples, T tokens.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gptworks.config import IGNORED, Recipe
+from gptworks.data.batches import Batches, evaluation_windows
+from gptworks.data.conversations.packing import ExampleBatches, Examples, evaluation_rows
+from gptworks.data.conversations.preferences import Pairs
+from gptworks.data.permutation import Int64s, shuffled
+from gptworks.data.rows import Piece, Row, pieces_of
+from gptworks.data.shards import TokenShards
+from gptworks.data.shares import weights_over_run
+from gptworks.errors import UserError
+
+Batch = tuple[Tensor, ...]
+"""Inputs and targets, int64 [B, T] each, and what else a kind of samples has."""
+
+
+class Samples(ABC):
+    """The samples of a recipe's run, as `train.batch_size` counts them, and what evaluations read."""
+
+    per_epoch: int
+    """Samples in the training split."""
+    n_validation: int
+    """Sequences in the validation split."""
+    held_out_bytes: int | None = None
+    """Bytes of the text that all sequences of the validation split hold, where they are known."""
+
+    def __init__(self, recipe: Recipe, folder: Path, verify: bool = False) -> None:
+        """
+        Args:
+            folder: what `prepare` made.
+            verify: compare every byte of it with its sha256.
+
+        Raises:
+            UserError: files are missing or changed, or there is too little text.
+        """
+        self.recipe, self.context_length = recipe, recipe.model.context_length
+        self.train_shards = TokenShards(folder, "train", verify=verify)
+        self.validation_shards = TokenShards(folder, "validation", verify=verify)
+
+    @property
+    def n_items(self) -> int:
+        """Windows, rows, pairs or prompts of the training split, as `rows` counts them."""
+        return self.per_epoch
+
+    @abstractmethod
+    def batch(self, position: int, micro_step: int, size: int) -> Batch:
+        """Micro-batch number `micro_step`, of `size` samples, of the step that begins at a position, on the CPU."""
+
+    @abstractmethod
+    def rows(self, number: int, epoch: int = 0) -> list[Row]:
+        """An item of the training split as a batch has it; windows begin elsewhere in each epoch."""
+
+    def item(self, position: int) -> tuple[int, int]:
+        """The epoch of the sample at a position, and its number among the items.
+
+        Raises:
+            UserError: the run folder does not keep it.
+        """
+        return position // self.per_epoch, int(self._shuffled(position, 1)[0])
+
+    def _shuffled(self, first: int, size: int) -> Int64s:
+        """The items of `size` samples from a position on, each once an epoch."""
+        return shuffled(np.arange(first, first + size), self.per_epoch, self.recipe.seed)
+
+    def epochs(self, position: int) -> dict[str, float]:
+        """How often the samples before a position read each dataset of a mixture, by its name."""
+        return {}
+
+    def held_out(self, n_sequences: int) -> Iterator[Batch]:
+        """Sequences [T] of the validation split for its loss, evenly spaced. 0: all."""
+        raise NotImplementedError
+
+
+class Windows(Samples):
+    """Windows of text."""
+
+    def __init__(self, recipe: Recipe, folder: Path, verify: bool = False) -> None:
+        super().__init__(recipe, folder, verify)
+        shards, held_out, phases = self.train_shards, self.validation_shards, weights_over_run(recipe)
+        self._batches = Batches(shards, self.context_length, recipe.seed, shards.stretches, phases)
+        self.per_epoch = self._batches.windows_per_epoch
+        self.n_validation = max(1, -(-(held_out.n_tokens - 1) // self.context_length))
+        self.held_out_bytes = held_out.text_bytes if held_out.manifest.round_trips else None
+
+    def batch(self, position: int, micro_step: int, size: int) -> Batch:
+        return self._batches.batch(position + micro_step * size, size)
+
+    def item(self, position: int) -> tuple[int, int]:
+        epochs, windows = self._batches.items(np.array([position]))
+        return int(epochs[0]), int(windows[0])
+
+    def epochs(self, position: int) -> dict[str, float]:
+        names = [member.name for member in self.recipe.data.mixture]
+        return dict(zip(names, self._batches.epochs(position), strict=True)) if names else {}
+
+    def rows(self, number: int, epoch: int = 0) -> list[Row]:
+        start = self._batches.start(epoch, number)
+        window = torch.from_numpy(self.train_shards.read(start, self.context_length + 1))
+        pieces = pieces_of(self._document_starts, start, len(window))
+        return [Row.of(window[:-1], window[1:], None, [(self.context_length, pieces)])]
+
+    @cached_property
+    def _document_starts(self) -> Int64s:
+        return self.train_shards.document_starts()
+
+    def held_out(self, n_sequences: int) -> Iterator[Batch]:
+        return evaluation_windows(self.validation_shards, self.context_length, n_sequences)
+
+
+class Conversations(Samples):
+    """Rows of conversations, several a row where the objective packs them."""
+
+    def __init__(self, recipe: Recipe, folder: Path, verify: bool = False) -> None:
+        super().__init__(recipe, folder, verify)
+        train, self._held_out = (
+            Examples(shards, self.context_length, recipe.objective.packs)
+            for shards in (self.train_shards, self.validation_shards)
+        )
+        self._batches = ExampleBatches(train, recipe.seed)
+        self.per_epoch, self.n_validation = self._batches.rows_per_epoch, len(self._held_out.rows)
+
+    def batch(self, position: int, micro_step: int, size: int) -> Batch:
+        return self._batches.batch(position + micro_step * size, size)
+
+    def rows(self, number: int, epoch: int = 0) -> list[Row]:
+        return [self._batches.examples.shown(number)]
+
+    def held_out(self, n_sequences: int) -> Iterator[Batch]:
+        return evaluation_rows(self._held_out, n_sequences)
+
+
+class AnswerPairs(Samples):
+    """Pairs of answers."""
+
+    def __init__(self, recipe: Recipe, folder: Path, verify: bool = False) -> None:
+        super().__init__(recipe, folder, verify)
+        self.pairs = {
+            "train": Pairs(self.train_shards, self.context_length),
+            "validation": Pairs(self.validation_shards, self.context_length),
+        }
+        self.per_epoch, self.n_validation = map(len, self.pairs.values())
+
+    def batch(self, position: int, micro_step: int, size: int) -> Batch:
+        """Inputs and targets, int64 [2B, T]: the chosen conversations, then the rejected."""
+        return self.of("train", self.chosen(position, micro_step, size))
+
+    def chosen(self, position: int, micro_step: int, size: int) -> list[int]:
+        """The pairs of a micro-batch."""
+        numbers: list[int] = self._shuffled(position + micro_step * size, size).tolist()
+        return numbers
+
+    def of(self, split: str, pairs: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Both answers of some pairs, as `batch` has them."""
+        answers = [self.pairs[split].answer(pair, side) for side in (0, 1) for pair in pairs]
+        return padded(answers, self.context_length)
+
+    def tokens_read(self, n_samples: int, micro_batch_size: int) -> int:
+        """Tokens of the first samples of a run, padding counted, in micro-batches of this size."""
+        lengths, order, tokens = self.pairs["train"].lengths, self._shuffled(0, n_samples), 0
+        for first in range(0, n_samples, micro_batch_size):
+            chosen = lengths[order[first : first + micro_batch_size]]
+            tokens += chosen.size * padded_width(int(chosen.max()), self.context_length)
+        return tokens
+
+    def rows(self, number: int, epoch: int = 0) -> list[Row]:
+        """The chosen conversation, then the rejected."""
+        inputs, targets = self.of("train", [number])
+        lengths = [len(self.pairs["train"].answer(number, side)[0]) - 1 for side in (0, 1)]
+        texts = [[(n, [Piece(2 * number + side, 0, 0)])] for side, n in enumerate(lengths)]
+        return [
+            Row.of(inputs[0], targets[0], None, texts[0], "chosen"),
+            Row.of(inputs[1], targets[1], None, texts[1], "rejected"),
+        ]
+
+
+class Prompts(Samples):
+    """Conversations whose last answer the model writes itself: the objective makes batches of them."""
+
+    def __init__(self, recipe: Recipe, folder: Path, verify: bool = False) -> None:
+        super().__init__(recipe, folder, verify)
+        self.examples = {
+            "train": Examples(self.train_shards, self.context_length, False),
+            "validation": Examples(self.validation_shards, self.context_length, False),
+        }
+        rollouts = recipe.objective.rollouts
+        assert rollouts is not None
+        self.per_epoch = self.n_items * rollouts.group_size * rollouts.steps
+        self.n_validation = len(self.examples["validation"].rows)
+
+    @property
+    def n_items(self) -> int:
+        return len(self.examples["train"].rows)
+
+    def batch(self, position: int, micro_step: int, size: int) -> Batch:
+        raise NotImplementedError
+
+    def item(self, position: int) -> tuple[int, int]:
+        raise UserError(
+            "a step of objective.type=reward trains on answers that the model wrote in it, and they are not kept. "
+            "The windows show the conversations that its prompts are from."
+        )
+
+    def rows(self, number: int, epoch: int = 0) -> list[Row]:
+        """The conversation that a prompt is from, with its own answer."""
+        return [self.examples["train"].shown(number)]
+
+
+def open_samples(recipe: Recipe, folder: Path, verify: bool = False) -> Samples:
+    """The samples of a recipe's run; arguments and errors as for `Samples`."""
+    objective = recipe.objective
+    if objective.rollouts is not None:
+        return Prompts(recipe, folder, verify)
+    if "preferences" in objective.sources:
+        return AnswerPairs(recipe, folder, verify)
+    if objective.several_texts and recipe.data.conversations:
+        return Conversations(recipe, folder, verify)
+    return Windows(recipe, folder, verify)
+
+
+_ROUND_TOKENS = 32
+"""Padded batches are as long as their longest row, rounded up to this: fewer shapes for kernels to meet."""
+
+
+def padded_width(longest: int, context_length: int) -> int:
+    """Tokens of each row of a batch whose longest row has `longest` inputs."""
+    return min(context_length, -(-longest // _ROUND_TOKENS) * _ROUND_TOKENS)
+
+
+def padded(rows: Sequence[tuple[Int64s, npt.NDArray[np.bool_]]], context_length: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, int64 [B, T], of rows that each hold one text: its tokens [n], and which are learned [n]."""
+    width = padded_width(max(len(ids) for ids, _ in rows) - 1, context_length)
+    inputs = torch.zeros(len(rows), width, dtype=torch.int64)
+    targets = torch.full_like(inputs, IGNORED)
+    for row, (ids, learned) in enumerate(rows):
+        inputs[row, : len(ids) - 1] = torch.from_numpy(ids[:-1])
+        targets[row, : len(ids) - 1] = torch.from_numpy(np.where(learned[1:], ids[1:], IGNORED))
+    return inputs, targets
