@@ -112,7 +112,7 @@ def test_each_changed_setting_has_its_answer(done: Path, answer: str, override: 
     with pytest.raises(UserError) as unasked:
         check_changes(before, now)
     if answer == "refused":
-        with pytest.raises(UserError, match=f"Resume with {re.escape(f'{key}={old}')}, or start anew") as asked:
+        with pytest.raises(UserError, match=f"Resume with {re.escape(f'{key}={old}')}, or start a new run") as asked:
             check_changes(before, now, [key])
         assert f"started with {key}={old}, and it is now" in str(asked.value) == str(unasked.value)
         return

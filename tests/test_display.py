@@ -131,5 +131,5 @@ def test_an_adapter_says_its_share(tmp_path: Path) -> None:
     }  # fmt: skip
     train(parse_recipe(tree), display=Display(Console(file=out, width=200)))
     assert re.search(
-        r"26,176 parameters and an adapter of [\d,]+, which alone is trained \(\d+\.\d\d%\)", out.getvalue()
+        r"26,176 parameters and an adapter of [\d,]+, the only part trained \(\d+\.\d\d%\)", out.getvalue()
     )

@@ -88,7 +88,7 @@ def test_a_resumed_student_learns_from_the_teacher_of_its_start_or_not_at_all(tm
     longest = longer | {"train": short["train"] | {"max_steps": 4}}
     more = teacher["train"] | {"max_steps": 8}
     train(parse_recipe(teacher | {"run_dir": str(moved), "train": more}), resume=True, change=["train.max_steps"])
-    with pytest.raises(UserError, match=r"step 4, which this run has learned from, is not there or has changed"):
+    with pytest.raises(UserError, match=r"step 4, which this run learned from, is missing or has changed"):
         train(parse_recipe(longest), resume=True, change=["train.max_steps"])
 
 

@@ -130,8 +130,8 @@ def test_what_a_run_cannot_change_is_refused_as_resume_refuses_it(run: Path, tmp
 @pytest.mark.parametrize(
     ("place", "overrides", "words"),
     [
-        ("{run}@5", [], r"no such checkpoint\. Training can go on from 2, 4, 6, 7; initialize_from="),
-        ("{run}@{weights}", [], r"at step \d: there are weights only\. Training can go on from 2, 4, 6, 7"),
+        ("{run}@5", [], r"no such checkpoint\. Training can continue from 2, 4, 6, 7; initialize_from="),
+        ("{run}@{weights}", [], r"at step \d: there are weights only\. Training can continue from 2, 4, 6, 7"),
         ("{run}@x", [], "what follows @ is a step, best or last"),
         (f"{{run}}@{'9' * 30}", [], "what follows @ is a step, best or last"),
         ("{run}/nothing", [], "not a run folder"),

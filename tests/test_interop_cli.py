@@ -114,7 +114,7 @@ def test_the_imported_run_is_evaluated_on_its_recipes_text_and_trained_further(f
     )
     assert after == pytest.approx(before, abs=1e-6)
 
-    with pytest.raises(UserError, match="was imported and has no training to go on with"):
+    with pytest.raises(UserError, match="was imported and has no training to resume"):
         gptworks("train", folder / "back", "--resume", "train.device=cpu")
     gptworks("train", folder / "back", f"initialize_from={folder / 'back'}", f"run_dir={folder / 'further'}",
              "train.max_steps=3", "train.warmup_steps=0", "train.device=cpu", "train.precision=fp32")  # fmt: skip

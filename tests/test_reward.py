@@ -204,7 +204,7 @@ def test_a_resumed_run_is_the_same(folder: Path, objective: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("reward", "words"),
     [
-        ("nowhere.py:f", "there is no file nowhere.py"),
+        ("nowhere.py:f", "nowhere.py does not exist"),
         ("{folder}/rewards.py:digit", "has no function digit"),
         ("{folder}/rewards.py:broken", "ZeroDivisionError.*the empty one too"),
         ("{folder}/rewards.py:words", "gives 'good'"),

@@ -1,8 +1,8 @@
-"""What a resumed run may change, and the run folder's record of where it is from and what it has changed:
-`changes.json`.
+"""The settings that a resumed run may change, and `changes.json`: the run folder's record of the run's origin and
+changes.
 
 A change on which the loss curve depends must be asked for by name; any other is made and recorded. The record also
-keeps the settings of the command line, so that a resumed run has them though they are not given again.
+keeps the settings of the command line for a resumed run.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ CHANGES = "changes.json"
 _MOST_BYTES = 1 << 24
 
 Changes = dict[str, tuple[Any, Any]]
-"""Old and new value by the setting's path; None where there was or is none."""
+"""Old and new value by the setting's path; None: unset."""
 
 
 @dataclass(frozen=True)
@@ -44,39 +44,39 @@ class Origin:
 
 @dataclass(frozen=True)
 class Change:
-    """What was changed at a step."""
+    """Settings changed at a step."""
 
     step: int
-    """From which on."""
+    """The first step with the new settings."""
     settings: dict[str, Annotated[list[Any], Field(min_length=2, max_length=2)]]
     """Path → [old, new]."""
     exact: bool
-    """Whether the steps before would be the same with them."""
+    """Whether the earlier steps would be the same with them."""
 
 
 @dataclass
 class History:
-    """Where a run is from, what its command lines have set, and what its settings were changed to on the way."""
+    """A run's origins, its command lines' settings, and the changes of its settings."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     overrides: list[str] = field(default_factory=list)
-    """`key.path=value` in the order in which they were given, each key once."""
+    """`key.path=value` in the order given, each key once."""
     changes: list[Change] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
-    """Of a fork: where it began; then where that run began, if it is a fork itself."""
+    """Of a fork: its checkpoint, then that of its source if that is a fork too, and so on."""
 
     @property
     def exact(self) -> bool:
-        """Whether the run's last settings would make the same steps from the first on."""
+        """Whether the run's last settings repeat all its steps."""
         return all(change.exact for change in self.changes)
 
     def origin_rows(self) -> dict[str, str]:
-        """Where the run was forked from, if it was, and where that one was."""
+        """The origins, for a table."""
         return {"and that one from" if n else "forked from": str(one) for n, one in enumerate(self.origins)}
 
     def change_rows(self) -> dict[str, str]:
-        """What was changed at each step; twice at one where the run was stopped again before its next checkpoint."""
+        """The changes by step, for a table; a step has two if the run stopped again before its next checkpoint."""
         rows: dict[str, str] = {}
         for change in self.changes:
             step, words = f"from step {change.step:,}", change_words(change.settings)
@@ -84,13 +84,13 @@ class History:
         return rows
 
     def lines(self) -> list[str]:
-        """The origin and the changes in words, a line for each step at which some were made."""
+        """The origins and the changes in words, a line each."""
         forked = [f"forked from {origin}" for origin in self.origins]
         return forked + [f"from step {change.step:,}: {change_words(change.settings)}" for change in self.changes]
 
 
 def read_history(run_dir: Path) -> History:
-    """What the run folder has recorded; empty where nothing was changed.
+    """The run folder's record; empty if there is none.
 
     Raises:
         UserError: the record is damaged.
@@ -105,12 +105,12 @@ def read_history(run_dir: Path) -> History:
         problem = error if first is None else f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise UserError(
             f"{path} is damaged ({problem}): restore it from a copy, or delete it and give again the settings that "
-            f"{run_dir / 'recipe.yaml'} has and your recipe file has not."
+            f"{run_dir / 'recipe.yaml'} has and your recipe file lacks."
         ) from None
 
 
 def settings_at(run_dir: Path, step: int) -> list[str]:
-    """Overrides that take a run's recipe back to the settings with which it went on from a step."""
+    """Overrides that take a run's recipe back to the settings that it had after a step."""
     later = [change.settings for change in read_history(run_dir).changes if change.step > step]
     undone = [(path, old) for settings in reversed(later) for path, (old, _) in settings.items()]
     return [f"{path}={_yaml(old)}" for path, old in undone if path.partition(".")[0] != "sweep"]  # of no run's steps
@@ -126,7 +126,7 @@ def _yaml(value: Any) -> str:
 
 def load_to_resume(source: RecipeLike, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
     """The recipe of a resumed run: the file's, with the settings of the run's earlier command lines, then these.
-    What none of them says of model and training is as the run has it, whatever has become of the defaults.
+    Settings of model and training that none of them gives are the run's own, not today's defaults.
 
     Returns the recipe, and the earlier settings that are used again.
 
@@ -143,14 +143,14 @@ def load_to_resume(source: RecipeLike, overrides: Sequence[str] = ()) -> tuple[R
 
 
 def _settled(run: Recipe) -> dict[str, dict[str, Any]]:
-    """A run's settings of model and training, less those that follow from others or from the tokenizer."""
+    """A run's settings of model and training, without those that follow from others or from the tokenizer."""
     tree = run.model_dump(mode="json", include={"model", "train"})
     del tree["model"]["vocab_size"], tree["train"]["micro_batch_size"]
     return tree
 
 
 def changed(before: Recipe, now: Recipe) -> Changes:
-    """The settings in which a run's recipe differs from what it was. Where the folder lies is none of them."""
+    """The settings that differ between two recipes of a run; its name and folder do not count."""
     old, new = ({s.path: to_jsonable_python(s.value) for s in settings(recipe)} for recipe in (before, now))
     if now.model.vocab_size == 0:  # not known before the data is prepared
         new["model.vocab_size"] = old["model.vocab_size"]
@@ -163,15 +163,15 @@ def changed(before: Recipe, now: Recipe) -> Changes:
 
 
 def check_changes(before: Recipe, now: Recipe, asked: Collection[str] = (), forked_at: int | None = None) -> Changes:
-    """What a resumed run changes.
+    """The changes of a resumed run, if it may make them.
 
     Args:
-        asked: paths of settings, or of sections of them, that the run may change though its loss curve depends on them.
+        asked: paths of settings, or of sections, that the run may change though its loss curve depends on them.
         forked_at: the step from which a fork continues; None: this run does, from its newest checkpoint.
 
     Raises:
-        UserError: a setting that a run may not change, or that it may and was not asked to; or it ends before the step
-            that it has reached; or `asked` names no setting.
+        UserError: a run may not change a setting, or was not asked to; the run would end before the step that it has
+            reached; or `asked` names no setting.
     """
     changes, folder = changed(before, now), now.run_dir
     known = {setting.path for recipe in (before, now) for setting in settings(recipe)}
@@ -186,13 +186,13 @@ def check_changes(before: Recipe, now: Recipe, asked: Collection[str] = (), fork
             why = why or role_of(recipe, path).words
             raise UserError(
                 f"{folder} was started with {path}={_text(old)}, and it is now {_text(new)}: {why}, so a run cannot "
-                f"change it. Resume with {path}={_text(old)}, or start anew with another run_dir=."
+                f"change it. Resume with {path}={_text(old)}, or start a new run with another run_dir=."
             )
     done = next((checkpoint.step for checkpoint in checkpoints(folder)), 0) if forked_at is None else forked_at
     if now.train.max_steps is not None and now.train.max_steps < done:
         has_done = f"{folder} has done {done:,} steps" if forked_at is None else f"the fork begins at step {done:,}"
         raise UserError(
-            f"train.max_steps={now.train.max_steps} and {has_done}: give more than those to go on, or use its "
+            f"train.max_steps={now.train.max_steps} and {has_done}: give more to continue, or use its "
             f"checkpoints as they are."
         )
     _check_anneal(before, now, done)
@@ -201,18 +201,18 @@ def check_changes(before: Recipe, now: Recipe, asked: Collection[str] = (), fork
         asking = " ".join(f"--change {path}" for path in unasked)
         keeping = " ".join(f"{path}={_text(changes[path][0])}" for path in unasked)
         raise UserError(
-            f"{folder} has done {done:,} steps with other settings than it is to go on with:\n{lines}\n"
+            f"{folder} has done {done:,} steps with other settings than these:\n{lines}\n"
             f"To change this from here on, add {asking}; changes.json and the model card will say so. "
-            f"To go on as before, resume with {keeping}."
+            f"To continue as before, resume with {keeping}."
         )
     return changes
 
 
 def _check_anneal(before: Recipe, now: Recipe, done: int) -> None:
-    """Refuse other weights for samples that are read already: which sample comes next follows from all before it.
+    """Refuse other weights for samples that were read already: each sample follows from all before it.
 
     Raises:
-        UserError: it says from which sample on the run could have others.
+        UserError: it names the first sample that may have others.
     """
     old, new = (None if r.data.anneal is None else (r.anneal_from, r.data.anneal.weights) for r in (before, now))
     shared = [r.data.anneal for r in (before, now) if r.data.anneal is not None and r.data.anneal.share is not None]
@@ -230,15 +230,15 @@ def _check_anneal(before: Recipe, now: Recipe, done: int) -> None:
     if position > first:
         was = "no data.anneal" if old is None else f"data.anneal from sample {old[0]:,} on"
         raise UserError(
-            f"{now.run_dir} was started with {was} and has read {position:,} samples; it is now to have had other "
-            f"weights from sample {first:,} on. Weights can change only from sample {position:,} on; to leave them as "
-            f"they are where the run gets longer, set data.anneal.share=null data.anneal.from_sample="
+            f"{now.run_dir} was started with {was} and has read {position:,} samples, and data.anneal now "
+            f"changes the weights from sample {first:,} on. They can change only from sample {position:,} on; to keep "
+            f"them in a longer run, set data.anneal.share=null data.anneal.from_sample="
             f"{old[0] if old else position}."
         )
 
 
 def inexact(before: Recipe, now: Recipe, changes: Iterable[str], done: int) -> list[str]:
-    """Those of the changed settings with which the steps that are done would have been others."""
+    """The changed settings that would have made the steps so far different."""
     return [
         path
         for path in changes
@@ -253,7 +253,7 @@ _LENGTH = {f"train.{name}" for name in ENDS}
 
 
 def _same_rates(before: Recipe, now: Recipe, done: int) -> bool:
-    """Whether a run of another length has had the same learning rates: they have not yet begun to follow the length."""
+    """Whether a run of another length has had the same learning rates: the schedule has not depended on it yet."""
     trains, step = (before.train, now.train), done - 1
     if any(train.future_weights_fall for train in trains):
         return False
@@ -273,7 +273,7 @@ def _why(recipe: Recipe, path: str) -> str:
 
 
 def _covers(asked: Iterable[str], paths: Collection[str]) -> bool:
-    """Whether one of the paths is asked for, or lies inside or around what is."""
+    """Whether one of the paths, or a section inside or around it, is asked for."""
     pairs = ((f"{one}.", f"{path}.") for one in asked for path in paths)
     return any(one.startswith(path) or path.startswith(one) for one, path in pairs)
 
@@ -281,10 +281,10 @@ def _covers(asked: Iterable[str], paths: Collection[str]) -> bool:
 def record(
     run_dir: Path, step: int, changes: Changes, overrides: Sequence[str], before: Recipe | None, exact: bool = True
 ) -> History:
-    """Add to the run folder's record what holds from a step on; written before the new recipe.yaml.
+    """Add a change to the run folder's record, before the new recipe.yaml is written.
 
-    `exact` says of the changes whether the steps before would have been the same with them. Changes that a crash kept
-    from `recipe.yaml` are taken out, and those of steps that are run again hold from here.
+    Changes that did not reach `recipe.yaml` because of a crash are removed; those of steps that will run again hold
+    from this step.
     """
     history = read_history(run_dir)
     values = {} if before is None else {s.path: to_jsonable_python(s.value) for s in settings(before)}
@@ -303,7 +303,7 @@ def record(
 
 
 def write_history(run_dir: Path, history: History) -> None:
-    """Replace the run folder's record. What a run has none of is left out."""
+    """Replace the run folder's record; empty parts are left out."""
     write_whole(run_dir / CHANGES, sealed_json({key: value for key, value in asdict(history).items() if value}))
 
 
@@ -315,7 +315,7 @@ def change_words(settings: Mapping[str, Sequence[Any]]) -> str:
 def _role(recipe: Recipe, path: str) -> str:
     try:
         return role_of(recipe, path).on_resume
-    except KeyError:  # of a section that is not there any more
+    except KeyError:  # of a section that was removed
         return "recorded"
 
 

@@ -23,7 +23,7 @@ def training_engine(setup: PreparedRun, model: GPT) -> Engine:
 
 
 def continuation(setup: PreparedRun, engine: Engine, prompt: str) -> str:
-    """What the model writes after one of the recipe's prompts; the same seed each time shows what training changed."""
+    """The model's continuation of a prompt; the seed is always the same, so that only training changes it."""
     tokens, seed = setup.recipe.train.sample_tokens, setup.recipe.seed
     sampling = SamplingSettings(max_tokens=tokens, temperature=0.8, top_k=50, seed=seed)
     with generating(setup.precision):

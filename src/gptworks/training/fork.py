@@ -1,7 +1,7 @@
 """A run that continues from a checkpoint of another, in its own folder, with some settings changed.
 
-The new folder is what the other's was at that step, so that `--resume` continues it: with nothing changed, bit for
-bit as the other did.
+The new folder is what the other's was at that step, so that `--resume` continues it; with nothing changed, bit for bit
+as the other did.
 """
 
 import threading
@@ -29,32 +29,31 @@ from gptworks.training.objectives.choose import OBJECTIVES
 from gptworks.training.progress import Progress
 from gptworks.training.record.metrics import LOG, MOST_LOG_BYTES, MetricsLog
 
-_one_at_a_time = threading.Lock()  # two of one name would write to one place
+_one_at_a_time = threading.Lock()  # two forks of one name would write to one folder
 
 
 def fork(source: Path, step: int | None, into: Path, overrides: Sequence[str] = ()) -> Path:
     """Make a run folder that continues from a checkpoint of a run; `gptworks train INTO --resume` trains it.
 
-    It is there whole or not at all, and needs the source no more: the checkpoint's files are linked, since no run
-    ever writes to them again, and the rest is copied.
+    It appears complete or not at all, and does not need the source: the checkpoint's files, which no run changes, are
+    linked, and the rest is copied.
 
     Args:
         step: the step of the checkpoint; None: the last that a run can resume from.
-        into: a folder that is not there, or is empty.
-        overrides: `key.path=value` settings that hold from that step on. Settings that the source changed after it are
-            as they were before.
+        into: a new or empty folder.
+        overrides: `key.path=value` settings from that step on. Changes that the source made after it do not hold.
 
     Returns:
         `into`.
 
     Raises:
-        UserError: there is no such checkpoint, it is damaged or cannot be resumed from; a setting is wrong, or one
-            that a run cannot change; `into` is in use.
+        UserError: the checkpoint is missing, damaged or has only weights; a setting is wrong or cannot change; or
+            `into` is in use.
         RunError: the disk is full, fails or refuses.
     """
     checkpoint = _checkpoint_of(source, step)
     if into.name in ("", ".."):
-        raise UserError(f"{into} is no name of a new folder: give one, such as {source}-forked.")
+        raise UserError(f"{into} is not a name of a new folder: give one, such as {source}-forked.")
     if into.absolute().resolve().is_relative_to(source.resolve()):
         raise UserError(f"{into} lies in {source}, and would be deleted with it: give another folder.")
     keys = [override.partition("=")[0].strip() for override in overrides]
@@ -88,7 +87,7 @@ def origin_of(text: str) -> tuple[Path, int | None]:
     """The run and the step of `RUN`, `RUN@STEP`, `RUN@best` or `RUN@last`; for `fork`.
 
     Raises:
-        UserError: it is of another form, or no checkpoint is known as the best.
+        UserError: it has another form, or no checkpoint names the best.
     """
     folder, at, which = text.rpartition("@")
     if not at or Path(text).is_dir():
@@ -121,13 +120,13 @@ def _checkpoint_of(source: Path, step: int | None) -> Checkpoint:
     why = "there are weights only" if step is None or step in weights else "there is no such checkpoint"
     steps = ", ".join(str(one.step) for one in reversed(found)) or "no step"
     raise UserError(
-        f"{source} cannot be forked{at}: {why}. Training can go on from {steps}; initialize_from={source} and another "
-        f"run_dir= start a new run from its best weights."
+        f"{source} cannot be forked{at}: {why}. Training can continue from {steps}; initialize_from={source} and "
+        f"another run_dir= start a new run from its best weights."
     )
 
 
 def _progress_of(checkpoint: Checkpoint, before: Recipe, now: Recipe, changes: Changes) -> Progress:
-    """The progress of the run, if it can continue from there with the new settings."""
+    """The progress at a checkpoint, refused if the run cannot continue from there with the new settings."""
     progress, train = Progress.from_json(checkpoint.state(), checkpoint.folder / "state.json"), now.train
     progress.require_training(before.run_dir)
     if "train.max_minutes" in changes and train.max_minutes and progress.seconds > 60 * train.max_minutes:
@@ -139,7 +138,7 @@ def _progress_of(checkpoint: Checkpoint, before: Recipe, now: Recipe, changes: C
 
 
 def _take_files(source: Path, checkpoint: Checkpoint, progress: Progress, recipe: Recipe, aside: Path) -> None:
-    """Put there what the source has of the run up to the checkpoint."""
+    """Copy or link the source's files up to the checkpoint."""
     best = checkpoint_of_step(source, progress.best_step)
     start = Checkpoint(source / "checkpoints" / "weights-000000")
     for taken in [checkpoint, *(one for one in dict.fromkeys([best, start]) if one != checkpoint and one.is_whole)]:
@@ -154,13 +153,13 @@ def _take_files(source: Path, checkpoint: Checkpoint, progress: Progress, recipe
 
 
 def _link(file: Path, to: Path, source: Path) -> None:
-    """Give a file a second name, or copy it where the disk has no such names."""
+    """Hard-link a file, or copy it where the disk cannot."""
     check_regular(file, inside=source)
     link_or_copy(file.resolve(), to)
 
 
 def _copy(source: Path, name: str, aside: Path) -> None:
-    """Copy a file, or the files of a folder, if they are there."""
+    """Copy a file, or the files of a folder, if it exists."""
     if name == "tokenizer" or (source / name).is_dir():
         copy_folder(source / name, aside / name, inside=source)
     elif (source / name).exists():

@@ -1,4 +1,4 @@
-"""How a model in training generates: in the precision that it trains in, and never compiled."""
+"""Generation by a model in training: in its precision, and never compiled."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ from gptworks.device import Precision
 def generating(precision: Precision) -> Iterator[None]:
     """Inside, an engine may run a model that is being trained.
 
-    Products are done as in a training step, so that answers come from the policy that is trained, not from one of
-    another rounding. Compiled blocks run as they are written: a cache that grows is another shape at each token.
+    Products are rounded as in a training step, so that answers come from the policy in training. Compiled blocks run
+    uncompiled: a growing cache has another shape at each token.
     """
     with torch.compiler.set_stance("force_eager"), precision.autocast():
         yield

@@ -1,4 +1,4 @@
-"""How long a run is: its steps, epochs or minutes, whichever end it first."""
+"""How long a run is: its steps, epochs or minutes, whichever ends it first."""
 
 import math
 
@@ -17,7 +17,7 @@ class Length:
         self._recipe, self._train, self._samples = recipe, recipe.train, samples
 
     def total_steps(self, progress: Progress) -> int | None:
-        """Optimizer steps of the whole run, where that is known; after a change of batch_size, from where it is."""
+        """Optimizer steps of the run; None: unknown. After a change of batch_size, the rest counts in the new size."""
         train, samples = self._train, self._samples.per_epoch
         planned = planned_steps(train, self._samples.context_length, None, windows_per_epoch=samples)[0]
         if train.epochs is None or progress.samples == progress.step * train.batch_size:
@@ -35,7 +35,7 @@ class Length:
         return min(1.0, max(shares))
 
     def due(self, progress: Progress, every: int) -> bool:
-        """Whether something done every `every` steps, and at the end, is to be done now."""
+        """Whether something done every `every` steps, and at the end, is due now."""
         return every > 0 and (progress.step % every == 0 or self.share_done(progress) >= 1)
 
     def end_reason(self, progress: Progress, stop_asked: str | None) -> str | None:
@@ -52,7 +52,7 @@ class Length:
         return None
 
     def words(self, progress: Progress) -> str:
-        """What ends the run."""
+        """What ends the run, in words."""
         total, minutes = self.total_steps(progress), self._train.max_minutes
         length = [f"{total:,} steps"] if total else []
         return " or ".join(length + ([f"{minutes:g} minutes"] if minutes is not None else []))
@@ -87,6 +87,6 @@ class Length:
         else:
             return
         raise UserError(
-            f"train.{name}={getattr(train, name):g} and {self._recipe.run_dir} has done {done}: give more to go on, or "
-            f"use its checkpoints as they are."
+            f"train.{name}={getattr(train, name):g} and {self._recipe.run_dir} has done {done}: give more to continue, "
+            f"or use its checkpoints as they are."
         )

@@ -1,4 +1,4 @@
-"""The training loop: read `train` first; the methods of `Run` follow in the order in which they run."""
+"""The training loop: read `train` first; the methods of `Run` follow in the order of their calls."""
 
 import contextlib
 import time
@@ -56,8 +56,8 @@ def train(
 
     Args:
         recipe: what to train, on what, for how long.
-        resume: continue from the newest undamaged checkpoint of `recipe.run_dir`, bit for bit as if the run had never
-            stopped; a folder without one starts at step 0.
+        resume: continue from the newest undamaged checkpoint of `recipe.run_dir`, bit for bit as without the stop; a
+            folder without one starts at step 0.
         change: settings by path that a resumed run may change, though its loss curve depends on them.
         force: start even if the plan says that the run does not fit in memory.
         objective: a loss of your own instead of the recipe's.
@@ -67,7 +67,7 @@ def train(
 
     Raises:
         UserError: the recipe, its data or the run folder cannot be used, or the run does not fit in memory.
-        RunError: loss or gradients stayed non-finite, or a checkpoint could not be written.
+        RunError: losses or gradients stay non-finite, or a checkpoint cannot be written.
     """
     display = display or Display(None if ranks.is_rank_zero else Console(quiet=True))
     setup = prepare_run(
@@ -95,17 +95,17 @@ def train(
 
 
 class Run(RunParts):
-    """The steps of a run; what listens to their events is in `RunParts`."""
+    """The steps of a run; `RunParts` has the listeners to their events."""
 
     @property
     def progress(self) -> Progress:
-        """How far the run has come."""
+        """The progress of the run."""
         return self.state.progress
 
     def begin(self) -> None:
         """Start a new run folder, or restore its newest undamaged checkpoint.
 
-        With `keep_every`, a new run saves its first weights: 0 is a multiple too.
+        With `keep_every`, a new run saves its initial weights: 0 is a multiple too.
         """
         beginning = start_or_resume(self.setup, self.state, self.length, self.display)
         with self.parallel.inference_mode():
@@ -123,7 +123,7 @@ class Run(RunParts):
         self.reporter.opening(self.model, self.progress)
 
     def training_step(self) -> None:
-        """One optimizer step: gradients of the whole batch, clipped and applied; or skipped where they would harm."""
+        """One optimizer step: compute and apply the batch's gradients, or skip the step if they would do harm."""
         started = time.perf_counter()
         progress, settings = self.progress, self.settings
         self.state.writer.check()
@@ -145,7 +145,7 @@ class Run(RunParts):
             self.reporter.rolled_back(self.progress, from_step)
 
     def _batches(self) -> StepBatches:
-        """This rank's micro-batches of the next step; the targets and tokens of all ranks."""
+        """This rank's micro-batches of the next step, with the targets and tokens of all ranks."""
         position, part = self.progress.position, self.step.stopwatch.part
         with part("data"):
             own = self.prefetcher.step(position, self.progress.step)
@@ -157,7 +157,7 @@ class Run(RunParts):
             return own._replace(n_targets=round(sums[0]), n_tokens=round(sums[1]))
 
     def _update(self, batch: StepBatches, factor: float) -> Step:
-        """Compute the gradients and apply them, unless they would harm."""
+        """Compute the gradients and apply them, unless they would do harm."""
         progress, train_step = self.progress, self.step
         losses = train_step.accumulate(batch.rows, batch.n_targets, (self.recipe.seed, progress.step), batch.numbers)
         with train_step.stopwatch.part("optimizer"):
@@ -179,8 +179,8 @@ class Run(RunParts):
         return step
 
     def evaluate(self) -> bool:
-        """Compute the loss of the validation split, or of the part that the recipe asks for; false: a signal cut the
-        evaluation short."""
+        """Compute the loss of the validation split, or of the part that the recipe asks for; false: a signal cut it
+        short."""
         progress = self.progress
         try:
             with (
@@ -192,7 +192,7 @@ class Run(RunParts):
                 report, figures = self.objective.evaluate(self.model, self.parallel, self.setup.precision)
         except StopAsked:
             progress.evaluation_cut = True
-            self.display.message(f"step {progress.step:,}: the evaluation is cut short, and made up for by --resume")
+            self.display.message(f"step {progress.step:,}: the evaluation was cut short; --resume repeats it")
             return False
         progress.evaluation_cut = False
         total, n_counted, *means = self.ranks.broadcast([report.total_nats, report.n_tokens, *figures.values()])

@@ -21,7 +21,7 @@ from gptworks.training.step import TrainStep
 
 
 class RunParts:
-    """A model in training with everything around it; `loop.Run` has its steps."""
+    """A model in training and its collaborators; `loop.Run` has the steps."""
 
     def __init__(self, setup: PreparedRun, display: Display, loss: LossFunction | None = None) -> None:
         """

@@ -1,4 +1,4 @@
-"""Prefetched batches: a thread makes the next step's while the model is busy with this one's."""
+"""Prefetched batches: a thread makes the next step's while this one is computed."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -21,7 +21,7 @@ class Prefetcher:
         self._next: tuple[tuple[int, int], Future[tuple[range, list[Batch]]]] | None = None
 
     def step(self, position: int, step: int) -> StepBatches:
-        """The micro-batches of a step, from 0, that begins at a position (in samples), on the device. Starts to make
+        """The micro-batches of a step (from 0) that begins at a position (in samples), on the device. Starts to make
         those of the next step."""
         is_prefetched = self._next is not None and self._next[0] == (position, step)
         numbers, made = self._next[1].result() if self._next and is_prefetched else self._make(position, step)

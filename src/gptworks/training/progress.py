@@ -64,7 +64,7 @@ class Progress:
         """
         if not self.data_fingerprint:
             raise UserError(
-                f"{run_dir} was imported and has no training to go on with: start one from it with "
+                f"{run_dir} was imported and has no training to resume: start a run from it with "
                 f"initialize_from={run_dir} and another run_dir=."
             )
 
@@ -88,6 +88,6 @@ class Progress:
         if problem:
             raise UserError(
                 f"{path or 'state.json'} is damaged: {problem}. Restore it from a copy, or delete the checkpoint: "
-                f"--resume then goes on from the one before it."
+                f"--resume then continues from the one before it."
             )
         return progress

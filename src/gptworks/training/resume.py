@@ -1,4 +1,4 @@
-"""Where a run begins: at the newest checkpoint of its folder, at another run's weights, or new."""
+"""The beginning of a session: from the run's newest checkpoint, from another run's weights, or from new ones."""
 
 from dataclasses import dataclass
 
@@ -27,12 +27,11 @@ class Beginning:
     is_new: bool
     """Whether the run starts at step 0, not at a checkpoint."""
     before: Recipe | None
-    """The recipe in the run folder, on rank 0; None: there is none, or another rank."""
+    """The recipe in the run folder; None: there is none, or this is not rank 0."""
 
 
 def start_or_resume(setup: PreparedRun, state: TrainingState, length: Length, display: Display) -> Beginning:
-    """Restore the newest checkpoint that matches its manifest, bit for bit; without one, take the weights of
-    `initialize_from`.
+    """Restore the newest undamaged checkpoint, bit for bit; without one, take the weights of `initialize_from`.
 
     Raises:
         UserError: the run folder or its checkpoints cannot be used; or the run has already reached its length.

@@ -79,7 +79,7 @@ def check_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ())
     if (folder / "recipe.yaml").exists():
         if not resume:
             raise UserError(
-                f"{folder} already holds a run, and a run is never overwritten: add --resume to go on with it, "
+                f"{folder} already holds a run, and a run is never overwritten: add --resume to continue it, "
                 f"give another run_dir=, or delete the folder."
             )
         check_changes(load_recipe(folder), recipe, change)

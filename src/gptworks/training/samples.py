@@ -1,4 +1,4 @@
-"""Which samples a step of a run trained on, by what the run folder has recorded."""
+"""The samples that a step of a run trained on, from the records of the run folder."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,7 +23,7 @@ class StepSamples:
     """Of the first one, from the start of the run."""
     n_samples: int
     skipped: bool
-    """Whether its gradients were not applied, because they would have done harm."""
+    """Whether its gradients were not applied."""
 
 
 def steps_done(run_dir: Path) -> int:
@@ -35,7 +35,7 @@ def samples_of_step(recipe: Recipe, run_dir: Path, step: int) -> StepSamples:
     """The samples of a step; the first step of a run is 1.
 
     Raises:
-        UserError: the run has not come to it, or its records are damaged or do not agree.
+        UserError: the run has not reached it, or its records are damaged or disagree.
     """
     done = steps_done(run_dir)
     if not 1 <= step <= done:
@@ -50,7 +50,7 @@ def samples_of_step(recipe: Recipe, run_dir: Path, step: int) -> StepSamples:
 
 
 def _batch_sizes(recipe: Recipe, run_dir: Path) -> list[tuple[int, int]]:
-    """After how many steps the run has had which batch size, ascending."""
+    """Batch sizes, each with the number of steps before it, ascending."""
     try:
         changes = [
             (change.step, *map(int, change.settings[_BATCH_SIZE]))
@@ -59,7 +59,7 @@ def _batch_sizes(recipe: Recipe, run_dir: Path) -> list[tuple[int, int]]:
         ]
         sizes = [(0, changes[0][1] if changes else recipe.train.batch_size)]
         sizes += [(step, new) for step, _, new in changes]
-        if smaller := recipe.train.smaller_batches:  # until the last of them batch_size is not asked
+        if smaller := recipe.train.smaller_batches:  # up to the last of them, batch_size has no effect
             last = smaller[-1][0]
             then = next(size for first, size in reversed(sizes) if first <= last)
             starts = [0, *(until for until, _ in smaller)]
@@ -78,7 +78,7 @@ def _position(sizes: list[tuple[int, int]], jumps: list[tuple[int, int]], n_step
     """Where the data continues after `n_steps` steps, in samples.
 
     Args:
-        jumps: of each rollback, the step that the run went back to, and the step from which; its samples are passed.
+        jumps: for each rollback, the step that the run went back to, and the step that it came from.
     """
 
     def samples(step: int) -> int:
@@ -86,7 +86,7 @@ def _position(sizes: list[tuple[int, int]], jumps: list[tuple[int, int]], n_step
         parts = zip(sizes, ends, strict=True)
         return sum(size * max(0, min(end, step) - first) for (first, size), end in parts)
 
-    passed = [(0, 0)]  # from which step on, how many
+    passed = [(0, 0)]  # samples passed from a step on
     for to, from_step in jumps:
         before = next(n for step, n in reversed(passed) if step <= from_step)
         passed = [one for one in passed if one[0] < to] or [(0, 0)]
@@ -97,7 +97,7 @@ def _position(sizes: list[tuple[int, int]], jumps: list[tuple[int, int]], n_step
 def _check(
     run_dir: Path, recipe: Recipe, sizes: list[tuple[int, int]], jumps: list[tuple[int, int]], step: int
 ) -> None:
-    """Compare with the checkpoint after the step, which knows its position; or with the last one."""
+    """Compare with the position of the first checkpoint after the step, or of the last one."""
     found = sorted(all_checkpoints(run_dir), key=lambda one: one.step)
     near = next((one for one in found if one.step >= step), found[-1] if found else None)
     if near is None:

@@ -1,4 +1,4 @@
-"""Which checkpoints a run keeps, and the thread that writes them while training continues."""
+"""The checkpoints that a run keeps, and the thread that writes them during training."""
 
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,16 +16,16 @@ Signature = tuple[tuple[str, int, int, int], ...]
 
 
 def remove_old(run_dir: Path, keep: int, keep_every: int = 0, known: dict[str, Signature] | None = None) -> None:
-    """Delete checkpoints, and what an interrupted write or deletion left.
+    """Delete old checkpoints, and what an interrupted write or deletion left.
 
-    It keeps the newest `keep` that a run can resume from and that match their manifests, the best that each of them
-    names, and multiples of `keep_every` steps, with the weights of step 0. It also keeps damaged ones and one saved
-    while steps were being skipped, which do not count because a run never goes back to them. Of those with weights
-    only, which do not count either, it keeps such bests, and the newest if no newer one can be resumed from.
+    Kept are the newest `keep` undamaged ones that a run can resume from, the best that each of them names, and
+    multiples of `keep_every` steps, with the weights of step 0. Damaged ones, and one saved while steps were skipped,
+    are kept but not counted, because a run never goes back to them. Of those with only weights, such bests are kept,
+    and the newest if it is newer than all that can be resumed from.
 
     Args:
-        known: folders that have matched their manifests, with what they looked like then. They are not read again while
-            they look the same; those read now are added.
+        known: signatures of folders that matched their manifests; these are not read again while they stay the same.
+            Those read now are added.
 
     Raises:
         RunError: the disk refuses.
@@ -60,10 +60,10 @@ def remove_old(run_dir: Path, keep: int, keep_every: int = 0, known: dict[str, S
 
 
 def remove_newer(run_dir: Path, step: int, *, weights_only: bool = False) -> None:
-    """Delete the checkpoints after a step, the newest first, so that a run interrupted here does the same again.
+    """Delete the checkpoints after a step, the newest first, so that an interrupted run can do it again.
 
     Args:
-        weights_only: leave those that a run can resume from.
+        weights_only: delete only those without optimizer state.
 
     Raises:
         RunError: the disk refuses.
@@ -86,15 +86,15 @@ def _is_whole(checkpoint: Checkpoint, known: dict[str, Signature]) -> bool:
 
 
 def _signature(checkpoint: Checkpoint) -> Signature:
-    """Name, bytes, time of change and inode of each file."""
+    """Name, bytes, modification time and inode of each file."""
     stats = [(path.name, path.stat()) for path in sorted(checkpoint.folder.iterdir())]
     return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
 
 
 class CheckpointWriter:
-    """Saves while training continues: copies the tensors, which a thread then writes.
+    """Saves during training: copies the tensors, which a thread then writes.
 
-    At most one save is in flight. A failure is raised by the next call, or at the end of the `with`.
+    At most one save is in flight. The next call, or the end of the `with`, raises its failure.
     """
 
     def __init__(self, run_dir: Path, keep: int, keep_every: int = 0) -> None:
@@ -102,7 +102,7 @@ class CheckpointWriter:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: Future[None] | None = None
         self.copied_bytes = 0
-        """Of the largest copy that was made."""
+        """Of the largest copy."""
         self._known: dict[str, Signature] = {}
 
     def __enter__(self) -> Self:
@@ -116,9 +116,10 @@ class CheckpointWriter:
             self.wait()
 
     def save(self, step: int, tensors: dict[str, Iterable[tuple[str, Tensor]]], state: dict[str, Any]) -> None:
-        """Copy and begin to write; returns once the copy is made and an earlier save has ended.
+        """Copy the tensors and begin to write them, after an earlier save has ended.
 
-        The tensors, by name, are those of the `model` and, unless it is to hold weights only, of the `optimizer`.
+        Args:
+            tensors: names and tensors of the `model` and, unless only weights are saved, of the `optimizer`.
 
         Raises:
             RunError: the earlier save failed.
@@ -138,12 +139,12 @@ class CheckpointWriter:
         remove_old(self.run_dir, self.keep, self.keep_every, self._known)
 
     def check(self) -> None:
-        """Raise the error of a save that has failed meanwhile."""
+        """Raise the error of a save that has failed."""
         if self._in_flight is not None and self._in_flight.done():
             self.wait()
 
     def wait(self) -> None:
-        """Until nothing is in flight.
+        """Wait until nothing is in flight.
 
         Raises:
             RunError: the save failed.

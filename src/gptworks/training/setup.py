@@ -1,4 +1,4 @@
-"""The one gate to a run: every way to start one passes `prepare_run`, which refuses it or returns what it needs."""
+"""The one gate to a run: `prepare_run` refuses it or returns what it needs."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
@@ -33,7 +33,7 @@ class PreparedRun:
     """A run that may start."""
 
     recipe: Recipe
-    """Resolved: with the vocabulary of its tokenizer, and the threads that it computes with."""
+    """Resolved: with the vocabulary of its tokenizer, and the number of threads."""
     prepared: Prepared
     device: torch.device
     precision: Precision
@@ -60,7 +60,7 @@ def prepare_run(
 ) -> PreparedRun:
     """Check a run, prepare its data and resolve its recipe; all ranks call it together. Arguments as for `loop.train`.
 
-    Memory is checked before the data is prepared; again after it if the size of the vocabulary was not known before.
+    Memory is checked before the data is prepared, and again if the size of the vocabulary was not known before.
 
     Raises:
         UserError: the recipe, its data or the run folder cannot be used, or the run does not fit in memory.
@@ -91,12 +91,12 @@ def prepare_run(
         threads, words = free
         display.message(words)
         resolved = resolved.model_copy(update={"train": recipe.train.model_copy(update={"threads": threads})})
-        overrides = [*overrides, f"train.threads={threads}"]  # a resumed run needs as many, to repeat each bit
+        overrides = [*overrides, f"train.threads={threads}"]  # a resumed run needs the same, to repeat each bit
     return PreparedRun(resolved, prepared, device, precision, ranks, layout, peak, resume, change, overrides)
 
 
 def check_train(recipe: Recipe, resume: bool = False, n_ranks: int = 1, change: Collection[str] = ()) -> None:
-    """Refuse a run that cannot start, before any work is done; a launcher does so before it starts processes.
+    """Refuse a run that cannot start, before any work is done; a launcher calls this before it starts processes.
 
     Raises:
         UserError: the run folder, the run to start from, a logger or the number of ranks cannot be used.

@@ -1,4 +1,4 @@
-"""Being asked to stop."""
+"""Signals that ask a run to stop."""
 
 import signal
 import threading
@@ -18,7 +18,7 @@ def stop_signals() -> Iterator[Callable[[], str | None]]:
         asked.append(signal.Signals(number).name)
         signal.signal(number, previous[signal.Signals(number)])
 
-    if threading.current_thread() is threading.main_thread():  # elsewhere, whoever started us handles signals
+    if threading.current_thread() is threading.main_thread():  # only there can handlers be set
         previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: asked[0] if asked else None

@@ -1,4 +1,4 @@
-"""Where a run's weights come from: chance, or another run."""
+"""The weights that a run starts from: random ones, or those of another run."""
 
 from pathlib import Path
 
@@ -17,10 +17,10 @@ from gptworks.training.distributed.ranks import ALONE, Ranks
 
 
 def check_start(recipe: Recipe, resume: bool = False) -> None:
-    """Refuse a run to start from that has another model, before any work is done. A resumed run needs none.
+    """Refuse to start from a run with another model, before any work is done. A resumed run needs none.
 
     Raises:
-        UserError: `initialize_from` is no run folder, or a field of its model differs; the weights are quantized.
+        UserError: `initialize_from` is not a run folder, has another model, or its weights are quantized.
     """
     source = recipe.initialize_from
     if resume and (own := checkpoints(recipe.run_dir)):
@@ -45,12 +45,12 @@ def check_start(recipe: Recipe, resume: bool = False) -> None:
 
 
 def _check_new_tokens(recipe: Recipe, source: Path) -> None:
-    """Refuse tokens that are new to the model and that nothing would teach it: all would stay alike."""
+    """Refuse tokens that are new to the model and whose embeddings would not be trained: all would stay equal."""
     adapter, freeze = recipe.adapter, recipe.freeze
     if adapter is not None and not adapter.embeddings:
-        leaves, change = "an adapter leaves the embeddings alone", "adapter.embeddings=true"
+        leaves, change = "an adapter does not train the embeddings", "adapter.embeddings=true"
     elif freeze is not None and freeze.freezes("token_embedding.weight"):
-        leaves, change = "freeze leaves the embeddings alone", "freeze.embeddings=false"
+        leaves, change = "freeze does not train the embeddings", "freeze.embeddings=false"
     else:
         return
     if not recipe.tokenizer.added_tokens:
@@ -59,7 +59,7 @@ def _check_new_tokens(recipe: Recipe, source: Path) -> None:
     if new := [token for token in recipe.tokenizer.added_tokens if known.token_to_id(token) is None]:
         raise UserError(
             f"tokenizer.added_tokens has {', '.join(new)}, new to initialize_from={source}, and {leaves}, "
-            f"so the model could not tell them apart. Set {change}, or use a chat "
+            f"so the model could not distinguish them. Set {change}, or use a chat "
             f"template without new tokens (alpaca, plain)."
         )
 
@@ -68,7 +68,7 @@ def starting_weights(recipe: Recipe, tokenizer: Tokenizer, report: Report, ranks
     """The best weights of the run that `initialize_from` names, the same on every rank.
 
     Raises:
-        UserError: its model or its tokenizer is another one, or its checkpoints are damaged.
+        UserError: its model or its tokenizer differs, or its checkpoints are damaged.
     """
     check_start(recipe)
     source = recipe.initialize_from
@@ -98,7 +98,7 @@ def starting_weights(recipe: Recipe, tokenizer: Tokenizer, report: Report, ranks
 
 
 def with_future_heads(weights: dict[str, Tensor], model: ModelConfig, report: Report) -> dict[str, Tensor]:
-    """The weights with the heads of tokens beyond the next that the model has: new ones begin as in a new model."""
+    """The weights with the model's heads of tokens beyond the next; new heads begin as in a new model."""
     names = [f"{FUTURE_HEADS}{i}.weight" for i in range(model.n_future_tokens - 1)]
     dropped = [name for name in weights if name.startswith(FUTURE_HEADS) and name not in names]
     new = {name: torch.zeros(model.d_model, model.d_model) for name in names if name not in weights}
@@ -109,10 +109,10 @@ def with_future_heads(weights: dict[str, Tensor], model: ModelConfig, report: Re
 
 
 def with_new_tokens(weights: dict[str, Tensor], n_before: int, n_now: int, n_rows: int) -> dict[str, Tensor]:
-    """The weights with embeddings for tokens n_before … n_now - 1: each the mean of those before (Hewitt, 2021).
+    """The weights with embeddings for tokens n_before … n_now - 1, each the mean of the earlier ones (Hewitt, 2021).
 
     Args:
-        n_rows: of the new embedding; rows beyond n_now belong to no token. Fewer than there are: left as they are.
+        n_rows: rows of the new embedding, at least as many as there are; those beyond n_now belong to no token.
     """
     if n_now == n_before:
         return weights

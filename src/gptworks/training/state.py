@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run in training, saved and restored: a resumed run continues bit for bit."""
+"""The state of a run in checkpoints, saved and restored: a resumed run continues bit for bit."""
 
 import itertools
 from collections import deque
@@ -40,14 +40,14 @@ class TrainingState(Listener):
         self.average.update(progress.step, self._length.total_steps(progress))
 
     def newest_checkpoint(self, up_to_step: int | None = None) -> Checkpoint | None:
-        """The newest checkpoint of the run that rank 0 finds whole, on every rank."""
+        """The newest undamaged checkpoint of the run, chosen by rank 0, on every rank."""
         folder, report = self._recipe.run_dir, self._display.message
         return agreed_checkpoint(
             self._step.ranks, folder, lambda: newest_verified(folder, report, up_to_step=up_to_step)
         )
 
     def start_from(self, weights: dict[str, Tensor]) -> None:
-        """Take over the weights of another run; of an adapter's run, those of the model that it adapts."""
+        """Take the weights of another run; for an adapter, they are those of the model that it adapts."""
         model = self._step.model
         weights = pack_for(model, weights)
         model.load_state_dict(self._step.parallel.shard_tensors(weights), strict=self._recipe.adapter is None)
@@ -57,7 +57,7 @@ class TrainingState(Listener):
         """Go back to a checkpoint.
 
         Raises:
-            UserError: it is of other data, of an import, or damaged.
+            UserError: it has other data, is of an import, or damaged.
         """
         progress = Progress.from_json(checkpoint.state(), checkpoint.folder / "state.json")
         folder = self._recipe.run_dir
@@ -65,7 +65,8 @@ class TrainingState(Listener):
         if progress.data_fingerprint != self.progress.data_fingerprint:
             raise UserError(
                 f"the data has changed since {folder} began: its shards were {progress.data_fingerprint[:12]} and are "
-                f"now {self.progress.data_fingerprint[:12]}. Restore the text, or start anew with another run_dir=."
+                f"now {self.progress.data_fingerprint[:12]}. Restore the text, or start a new run with another "
+                f"run_dir=."
             )
         self.progress = progress
         self._saved_step = progress.step
@@ -77,7 +78,7 @@ class TrainingState(Listener):
             self._step.scaler.load_state_dict(progress.scaler)
 
     def roll_back(self, reason: str) -> int:
-        """After many skipped steps, restore the last good checkpoint, to continue after the batches that broke the run.
+        """After many skipped steps, restore the last good checkpoint and continue after the batches that broke the run.
 
         Args:
             reason: why the last step was skipped.
@@ -86,7 +87,7 @@ class TrainingState(Listener):
             The step from which the run went back.
 
         Raises:
-            RunError: there is no such checkpoint, or the run has gone back too often.
+            RunError: there is no such checkpoint, or the run has gone back too often already.
         """
         train, ranks, broken = self._recipe.train, self._step.ranks, self.progress
         with ranks.busy():
@@ -129,6 +130,6 @@ class TrainingState(Listener):
                     self.writer.wait()
                 self.writer.save(self.progress.step, tensors, asdict(self.progress))
             else:
-                deque(itertools.chain(*tensors.values()), maxlen=0)  # our part in making them whole
+                deque(itertools.chain(*tensors.values()), maxlen=0)  # each rank takes part in gathering
         if not weights_only:
             self._saved_step = self.progress.step

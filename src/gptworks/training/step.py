@@ -1,5 +1,5 @@
 """The training step: forward and backward over micro-batches, then an update. The loop, the trace and the measurement
-of a step all run this one."""
+of a step all run it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,10 +30,7 @@ class StepLosses:
 
 
 class TrainStep:
-    """What changes a model: its optimizer, and the gradients of an objective.
-
-    A step is `accumulate`, then `apply`, or `skip` where its gradients would do harm.
-    """
+    """A model, its optimizer and a loss. A step is `accumulate`, then `apply`, or `skip` if gradients would do harm."""
 
     def __init__(
         self,
@@ -62,13 +59,13 @@ class TrainStep:
         seed: tuple[int, ...] = (0,),
         numbers: Sequence[int] | None = None,
     ) -> StepLosses:
-        """Add up the gradients of the mean loss over every target, however the step is cut into micro-batches.
+        """Add up the gradients of the mean loss over all targets of the step, whatever the micro-batches.
 
         Args:
             micro_batches: this rank's, on the model's device.
             n_targets: of all micro-batches of all ranks.
-            seed: of the step. Dropout is a function of it and of the micro-batch's number within the step, so that a
-                resumed run needs no generator state.
+            seed: of the step. Dropout is a function of it and of the micro-batch's number, so that a resumed run needs
+                no generator state.
             numbers: of this rank's micro-batches within the step; None: from 0.
         """
         total = torch.zeros((), device=self.model.device)
@@ -104,7 +101,7 @@ class TrainStep:
         return StepLosses((self.parallel.all_reduce(total) / max(1, n_targets)).item(), figures, expert_tokens)
 
     def gradient_norm(self) -> float:
-        """The norm of the step's gradients, of all ranks together; after it they are no longer scaled."""
+        """The norm of the step's gradients over all ranks. Unscales them."""
         self.optimizer.unscale(self.scaler)
         return self.parallel.gradient_norm()
 

@@ -1,5 +1,5 @@
-"""What all ranks must find alike in the run folder: the folder itself, and the checkpoint that rank 0 chooses, since a
-folder may change between two looks at it."""
+"""What all ranks must see alike: the run folder, and the checkpoint that rank 0 chooses, since the folder may change
+meanwhile."""
 
 import secrets
 import time
@@ -12,16 +12,16 @@ from gptworks.files import read_regular, write_whole
 from gptworks.training.distributed.ranks import Ranks
 
 SHARED = ".shared"
-"""A file of random characters that is in a run folder while the ranks look for it."""
+"""A file of random characters in a run folder, while the ranks look for it."""
 
 SHARED_SECONDS = 5.0
 
 
 def agreed_checkpoint(ranks: Ranks, run_dir: Path, choose: Callable[[], Checkpoint | None]) -> Checkpoint | None:
-    """What `choose` returns on rank 0, on every rank. The other ranks find it by its name and the sum of its manifest.
+    """The checkpoint that `choose` returns on rank 0, on every rank, found by its name and the sha256 of its manifest.
 
     Raises:
-        UserError: a rank does not see that checkpoint in `run_dir`; on all ranks.
+        UserError: a rank does not see it in `run_dir`; on all ranks.
     """
 
     def chosen() -> tuple[str, str | None] | None:
@@ -39,12 +39,11 @@ def agreed_checkpoint(ranks: Ranks, run_dir: Path, choose: Callable[[], Checkpoi
 
 
 def check_shared(ranks: Ranks, run_dir: Path) -> None:
-    """Refuse a run folder that some rank does not see: rank 0 writes random characters there, and all look for them.
-
-    A rank looks for `SHARED_SECONDS`, since a network's file system may show a new file late.
+    """Refuse a run folder that a rank does not see: rank 0 writes random characters there, and all look for them for
+    `SHARED_SECONDS`, since a network file system may show a new file late.
 
     Raises:
-        UserError: a rank finds nothing, or another text; on all ranks.
+        UserError: a rank does not find them; on all ranks.
         RunError: rank 0 cannot write there.
     """
     if ranks.size == 1:
@@ -79,11 +78,11 @@ def refuse_blind(ranks: Ranks, sees: bool, what: str, rule: str) -> None:
     """Refuse on all ranks, naming those on which `sees` is false.
 
     Args:
-        what: what they do not see, in words.
-        rule: what else must hold, in addition to a shared disk.
+        what: what they do not see.
+        rule: what must hold in addition to a shared disk.
 
     Raises:
-        UserError: there is one.
+        UserError: there is such a rank.
     """
     blind = ranks.all_reduce([float(rank == ranks.rank and not sees) for rank in range(ranks.size)])
     if not any(blind):

@@ -1,7 +1,7 @@
 """Several processes of one command on this machine, as `torchrun --standalone` starts them.
 
-What differs from torchrun: signals are handed on to every rank, the first failure's exit code is ours, and nothing but
-the ranks' own messages is printed. For several machines, use torchrun.
+Unlike torchrun, it passes signals to every rank, exits with the code of the first failure, and prints only the ranks'
+own messages. For several machines, use torchrun.
 """
 
 import os
@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from gptworks.machine import usable_cpus
 
 GRACE_SECONDS = 5.0
-"""For the others to end by themselves, once one has failed."""
+"""Time for the others to end by themselves after one has failed."""
 
 _POLL_SECONDS = 0.05
 
@@ -36,12 +36,12 @@ def launch(n_ranks: int, arguments: Sequence[str]) -> int:
     }
     ranks: list[subprocess.Popen[bytes]] = []
 
-    def hand_on(number: int, _: FrameType | None) -> None:
+    def forward(number: int, _: FrameType | None) -> None:
         for rank in ranks:
             if rank.poll() is None:
                 rank.send_signal(number)
 
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         for number in map(str, range(n_ranks)):
             environment = os.environ | common | {"RANK": number, "LOCAL_RANK": number}
@@ -57,7 +57,7 @@ def launch(n_ranks: int, arguments: Sequence[str]) -> int:
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Until all have ended, or one has failed and the others had their time."""
+    """Wait until all have ended, or one has failed and the others had their time."""
     code, deadline = 0, float("inf")
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)

@@ -1,16 +1,16 @@
-"""How a model and its batches lie on many devices, and what the devices do together.
+"""How a model and its batches are divided among devices, and what the devices do together.
 
     ranks = data × tensor    a mesh of two dimensions, tensor the inner one
 
-    data      each rank has its own micro-batches of the step. ddp: a whole model each, gradients added up as the last
-              micro-batch's backward pass makes them (sums.py). fsdp: a share of every tensor each, blocks
-              gathered as they are used (FSDP2).
-    tensor    ranks have the same micro-batches and a share of each block's heads and inner width. Embeddings, norms and
-              the head are whole on each.
+    data      each rank has its own micro-batches of the step. ddp: each has the complete model, and gradients are
+              reduced during the last micro-batch's backward pass (sums.py). fsdp: each has a shard of every tensor, and
+              blocks are gathered as they are used (FSDP2).
+    tensor    ranks have the same micro-batches and a shard of each block's heads and inner width. Embeddings, norms and
+              the head are replicated.
 
-Gradients are sums over ranks, because the loss is divided by the targets of the whole step beforehand. They are float32
-between ranks. A block's matrices are gathered in the precision of the products, which rounds them as autocast would;
-shares, embedding, head, vectors and routers are float32, and so is the residual stream.
+Gradients are sums over ranks, because the loss is divided by the targets of the step beforehand; they are float32. A
+block's matrices are gathered in the precision of the products, which rounds them as autocast would; shards, embedding,
+head, vectors, routers and the residual stream are float32.
 """
 
 import logging
@@ -47,7 +47,7 @@ Rows = tuple[Tensor, ...]
 
 
 class StopAsked(Exception):
-    """A signal has asked the run to stop, and an evaluation was cut short."""
+    """A signal asked the run to stop, which cut an evaluation short."""
 
 
 class Parallel:
@@ -57,16 +57,16 @@ class Parallel:
     samples = True
     """Whether this rank takes part in making samples."""
     replicas: distributed.ProcessGroup | None = None
-    """The ranks that hold the same whole model, this one included; None where there is none but this."""
+    """The ranks with the same complete model, this one included; None: there is only this one."""
 
     def __init__(self, train: TrainConfig, varying_widths: bool = False) -> None:
         """
         Args:
-            varying_widths: whether batches are as long as what they hold, so that blocks are compiled for any length.
+            varying_widths: whether batches have different lengths, so that blocks are compiled for any length.
         """
         self.compile, self.varying_widths = train.compile, varying_widths
         self.stop_asked: Callable[[], str | None] = lambda: None
-        """The signal that has asked this process to stop; an evaluation ends at its next batch."""
+        """The signal that asked this process to stop; an evaluation ends at its next batch."""
         self.micro_batch_size = train.micro_batch_size
         self._data_rank, self._n_data = 0, 1
 
@@ -75,13 +75,13 @@ class Parallel:
         return range(self._data_rank, batch_size // self.micro_batch_size, self._n_data)
 
     def place(self, model: GPT, device: torch.device) -> GPT:
-        """The model on the device, or this rank's share of it."""
+        """The model on the device, or this rank's shard of it."""
         compile_blocks(model, self.compile, device, self.varying_widths)
         self.parameters = dict(model.to(device).named_parameters())
         return model
 
     def all_reduce(self, value: Tensor) -> Tensor:
-        """The sum over the ranks that divide a step's batches, in place."""
+        """The sum over the data-parallel ranks, in place."""
         return value
 
     def all_reduce_numbers(self, numbers: list[float]) -> list[float]:
@@ -89,13 +89,13 @@ class Parallel:
         return numbers
 
     def begin_all_reduce(self, timed: Timed) -> None:
-        """Before the last micro-batch's backward pass, in which gradients may be added up; it waits within `timed`."""
+        """Before the last micro-batch's backward pass, which may reduce gradients; waits are counted by `timed`."""
 
     def finish_gradients(self) -> None:
-        """After the last micro-batch: make the gradients those of the whole step."""
+        """After the last micro-batch: make the gradients those of the step."""
 
     def gradient_norm(self, prefix: str = "") -> float:
-        """The norm of all gradients, or of those of the parameters whose names begin so."""
+        """The norm of all gradients, or of those of parameters with this prefix."""
         named = self.parameters.items()
         return nn.utils.get_total_norm([p.grad for n, p in named if p.grad is not None and n.startswith(prefix)]).item()
 
@@ -104,16 +104,16 @@ class Parallel:
         nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, torch.tensor(norm))
 
     def shard_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's shard of whole tensors, by `parameter` or `parameter/key`."""
+        """This rank's shards of tensors, by `parameter` or `parameter/key`."""
         return tensors
 
     def gather_tensors(self, tensors: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
-        """Names and whole tensors, one by one. All ranks iterate over them to the end together."""
+        """Names and complete tensors, one by one. All ranks iterate over them to the end together."""
         return tensors.items()
 
     @contextmanager
     def inference_mode(self) -> Iterator[None]:
-        """Inside, the model is used without training it."""
+        """Inside, the model is used without being trained."""
         yield
 
     def split_batches(self, batches: Iterator[Rows]) -> Iterator[Rows]:
@@ -129,10 +129,10 @@ class Parallel:
 
 
 def run_layout(recipe: Recipe, ranks: Ranks, device: torch.device) -> Layout:
-    """How the recipe's model lies on these ranks, as `gptworks.planning.arrange` says.
+    """The layout of the recipe's model on these ranks; see `gptworks.planning.arrange`.
 
     Raises:
-        UserError: it cannot be trained on them; which setting prevents it, and what to do.
+        UserError: a setting prevents it; how to change that.
     """
     return layout_of(recipe, ranks.size, this_device(device, ranks.local_size))
 
@@ -148,17 +148,17 @@ def choose_parallel(recipe: Recipe, ranks: Ranks, device: torch.device, layout: 
 
 
 def check_parallel(recipe: Recipe, n_ranks: int, precision: str = "auto") -> None:
-    """Refuse what `n_ranks` ranks cannot do, before any work; the rules are those of `gptworks.planning.arrange`.
+    """Refuse a recipe that `n_ranks` ranks cannot train, before any work; see `gptworks.planning.arrange`.
 
     Raises:
-        UserError: as it says.
+        UserError: they cannot.
     """
     if (refused := refusal(recipe, n_ranks, precision)) is not None:
         raise UserError(str(refused))
 
 
 class ManyDevices(Parallel):
-    """This rank's part of a model in training on several."""
+    """This rank's part of a model that is trained on several devices."""
 
     def __init__(
         self, train: TrainConfig, ranks: Ranks, mesh: DeviceMesh, layout: Layout, varying_widths: bool = False
@@ -223,8 +223,8 @@ class ManyDevices(Parallel):
             with torch.autocast(self._mesh.device_type, dtype=torch.bfloat16, enabled=gathered):
                 yield
         finally:
-            for module in _sharded_modules(self.model):  # without a backward pass what is not resharded after the
-                module.reshard()  # forward pass would stay gathered: averaged weights, or those of a step before
+            for module in _sharded_modules(self.model):  # without a backward pass, what the forward pass does not
+                module.reshard()  # reshard would stay gathered: averaged weights, or those of an earlier step
 
     # --------------------------------------------------------------------------------------- gradients
 
@@ -248,10 +248,10 @@ class ManyDevices(Parallel):
             self._sums.finish()
 
     def _agree_over_tensor_ranks(self) -> None:
-        """Gradients of what is whole on each tensor rank.
+        """Make gradients of replicated parameters equal on all tensor ranks.
 
-        A head's norm has seen only this rank's heads: its parts are added up. The others are equal but for the order in
-        which some kernels add: all take the first rank's, so that copies never drift apart.
+        The norms of queries and keys have seen only this rank's heads: their gradients are reduced. The others differ
+        only by the order in which some kernels add: all take the first rank's, so that copies never drift apart.
         """
         group = self._tensor.get_group()
         for name, gradient in self._local_gradients().items():
@@ -300,7 +300,7 @@ class ManyDevices(Parallel):
     # --------------------------------------------------------------------------------------- evaluation
 
     def split_batches(self, batches: Iterator[Rows]) -> Iterator[Rows]:
-        """Every n-th; a rank without one in the last round computes that round's first and counts nothing, because
+        """Every n-th; a rank without a batch in the last round computes the round's last and counts nothing, because
         gathering blocks needs all ranks."""
         n, index = self._data.size(), self._data.get_local_rank()
         while turn := list(islice(batches, n)):
@@ -311,11 +311,11 @@ class ManyDevices(Parallel):
 
 
 def compile_blocks(model: GPT, setting: str, device: torch.device, varying_widths: bool = False) -> None:
-    """Have each block compiled when it first runs, if the setting says so; auto: on CUDA, but not over packed matrices,
-    which a compiled block might keep unpacked until the backward pass.
+    """Compile each block at its first run, if the setting says so; auto: on CUDA, but not with packed matrices, which a
+    compiled block might keep unpacked until the backward pass.
 
-    A graph for each width would soon pass torch's limit of 8, beyond which blocks run as they are written: where widths
-    vary, one graph serves all.
+    A graph for each width would soon pass torch's limit of 8, beyond which blocks are not compiled: if widths vary, one
+    graph serves all.
     """
     if setting == "block" or (setting == "auto" and device.type == "cuda" and not packed_matrices(model)):
         for block in model.blocks:
@@ -323,9 +323,9 @@ def compile_blocks(model: GPT, setting: str, device: torch.device, varying_width
 
 
 def tensor_plan(model: ModelConfig) -> dict[str, ParallelStyle]:
-    """How a block is divided: heads and inner width by columns, what leads back to the residual stream by rows.
+    """How a block is divided: heads and inner width by columns, projections to the residual stream by rows.
 
-    The input is taken up once for all the products that share it, so that its gradient is added up once.
+    Products that share an input take it once, so that its gradient is reduced once.
     """
     gate: dict[str, ParallelStyle] = {"mlp.gate": ColwiseParallel()} if model.gated else {}
     whole = Replicate()
@@ -342,13 +342,13 @@ def tensor_plan(model: ModelConfig) -> dict[str, ParallelStyle]:
 
 
 def is_whole(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter of a block stays whole and float32 on each data-parallel rank where the rest is in shares:
-    vectors and routers, which are small, and which no product rounds."""
+    """Whether a parameter of a block is replicated in float32 where the rest is sharded: vectors and routers, which are
+    small, and which no product rounds."""
     return parameter.ndim < 2 or name == "mlp.router.weight"
 
 
 def divided_over(parameter: Tensor) -> list[str]:
-    """The mesh dimensions over which a tensor is in shares."""
+    """The mesh dimensions over which a tensor is sharded."""
     if not isinstance(parameter, DTensor):
         return []
     names = parameter.device_mesh.mesh_dim_names or ()

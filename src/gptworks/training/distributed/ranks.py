@@ -1,14 +1,14 @@
-"""The processes of a run: what they agree on, who speaks for them all, and how one that hangs is named.
+"""The processes of a run: what they agree on, which one speaks for all, and how a rank that hangs is found.
 
 A launcher (torchrun, or `gptworks launch`) starts the processes and gives each a rank, from 0, through the environment.
 They train the same model in step: any decision that depends on a clock, a signal or a file is made by one rank, or
-agreed on by all, since ranks that disagree wait for one another for ever.
+agreed on by all, since ranks that disagree would wait for one another for ever.
 
-The launcher's store is where they meet. Each rank writes a beat there every few seconds, from a thread of its own, with
-counts of what it has done: common points passed, forward passes begun, collectives issued. A rank whose beats stop
-(killed, or its machine gone) is named by the others within `timeout_seconds`, and the run ends. So it is where all
-beats go on and no rank's counts rise: every batch of training, evaluation, sampling or a reference is a forward pass,
-which a hook on the model counts (`ManyDevices.place`), so a run that computes anything is not taken for one that hangs.
+They meet in the launcher's store. A thread of each rank writes a heartbeat there every few seconds, with counts of its
+work: common points passed, forward passes begun, collectives issued. A rank whose heartbeats stop (killed, or its
+machine lost) is named by the others within `timeout_seconds`, and the run ends. It also ends if all heartbeats continue
+and no rank's counts rise. Every batch of training, evaluation, sampling or a reference is a forward pass, which a hook
+on the model counts (`ManyDevices.place`), so a run that computes is not taken for one that hangs.
 """
 
 import contextlib
@@ -38,32 +38,32 @@ _DONE, _FAILED = "done", "failed"
 
 
 class Ranks:
-    """A run of one process, which agrees with itself."""
+    """A run of one process."""
 
     rank, size, local_rank, local_size = 0, 1, 0, 1
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this process writes the run folder and speaks to the user."""
+        """Whether this process writes the run folder and prints messages."""
         return self.rank == 0
 
     def from_rank_zero(self, work: Callable[[], T]) -> T:
-        """What `work` returns on rank 0 (any JSON value), on every rank, however long it takes.
+        """The result of `work` on rank 0 (any JSON value), on every rank, however long it takes.
 
         An error on rank 0 ends all ranks.
         """
         return work()
 
     def rank_zero_first(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0, then on the others, which find what it has written."""
+        """Run `work` on rank 0, then on the others, which find what rank 0 wrote."""
         return work()
 
     def agree_to_stop(self, stop: str | None) -> str | None:
-        """The name of the signal that has asked any rank to stop, on all ranks at the same step."""
+        """The name of a signal that asked any rank to stop, on all ranks at the same step."""
         return stop
 
     def all_reduce_max(self, seconds: float) -> float:
-        """The maximum over all ranks, so that what is due by the clock is due for all."""
+        """The maximum over all ranks: decisions by the clock must be the same on all."""
         return seconds
 
     def all_reduce(self, numbers: list[float]) -> list[float]:
@@ -71,19 +71,19 @@ class Ranks:
         return numbers
 
     def broadcast(self, numbers: list[float]) -> list[float]:
-        """Rank 0's numbers, on every rank: what decides how the run continues must not differ by a bit."""
+        """Rank 0's numbers, on every rank: decisions must not differ by a bit."""
         return numbers
 
     def count_point(self) -> None:
         """Count a point that all ranks pass."""
 
     def count_work(self) -> None:
-        """Count work that this rank has begun, such as a forward pass; others may have more or less of it."""
+        """Count work that this rank has begun, such as a forward pass; ranks may differ in it."""
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Inside, this rank does work of unknown length in which nothing can be counted, such as reading files: no rank
-        takes the wait for a hang."""
+        """Inside, this rank does work of unknown length that cannot be counted, such as reading files: no rank takes
+        the wait for a hang."""
         yield
 
 
@@ -92,14 +92,14 @@ ALONE = Ranks()
 
 @contextmanager
 def join(timeout_seconds: float, device: torch.device) -> Iterator[Ranks]:
-    """The run's processes, where a launcher has started several; else only this one.
+    """The run's processes, if a launcher has started several; else only this one.
 
     Args:
-        timeout_seconds: how long a rank may be silent, or training stop, before the run ends.
+        timeout_seconds: how long a rank may be silent, or all counts stay the same, before the run ends.
         device: the kind of device that each rank has.
 
     Raises:
-        UserError: there are more ranks than devices, or the environment is not a launcher's.
+        UserError: a rank has no device, or the environment is not a launcher's.
         RunError: inside, a rank has died or hangs; it is named.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -124,7 +124,7 @@ def join(timeout_seconds: float, device: torch.device) -> Iterator[Ranks]:
 
 
 def _is_of_a_collective(error: RuntimeError) -> bool:
-    """Whether ranks could not reach one another. Gloo's errors have no class of their own."""
+    """Whether a collective failed. Gloo's errors have no class of their own."""
     return isinstance(error, distributed.DistError) or "gloo" in str(error).lower()
 
 
@@ -211,7 +211,7 @@ class _Joined(Ranks):
             yield
 
     def leave(self, how: str) -> None:
-        """Tell the others that this rank needs no watching any more, and how it has ended."""
+        """Write how this rank has ended, in place of its heartbeats."""
         error = sys.exc_info()[1]
         with contextlib.suppress(RuntimeError):  # the launcher and its store may be gone
             if how == _FAILED and self.is_rank_zero:
@@ -238,10 +238,9 @@ def _take_device(device: torch.device, local_rank: int) -> None:
 
 
 def _collectives_issued() -> int:
-    """How many collectives this rank has begun, in all process groups.
+    """Number of collectives that this rank has begun, in all process groups.
 
-    The rank that the others wait for has begun fewer than they have. That holds for NCCL too, whose calls return at
-    once, while the main thread waits somewhere else.
+    A rank that others wait for has begun fewer, with NCCL too, whose calls return at once.
     """
     total = 0
     if distributed.is_initialized():
@@ -255,7 +254,7 @@ def _collectives_issued() -> int:
 
 @dataclass(frozen=True)
 class _Beat:
-    """What a rank writes of itself."""
+    """A heartbeat."""
 
     number: int
     marks: int
@@ -267,12 +266,12 @@ class _Beat:
 
     @property
     def done(self) -> tuple[int, int, int]:
-        """What rises while the rank does anything."""
+        """Counts that rise while the rank works."""
         return self.marks, self.moves, self.collectives
 
 
 class _Watch(threading.Thread):
-    """Beats for this rank and listens to the others'."""
+    """Writes this rank's heartbeats and reads the others'."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout_seconds: float) -> None:
         super().__init__(name="watch", daemon=True)
@@ -291,13 +290,13 @@ class _Watch(threading.Thread):
         self._marks += 1
 
     def count_work(self) -> None:
-        """Count work that has begun."""
+        """Count work."""
         self._moves += 1
 
     @contextmanager
     def patience(self, busy: bool) -> Iterator[None]:
-        """Inside, this rank's training may pause. busy: it works, and all ranks may wait for it; else it waits
-        for one that works, whose beats still count."""
+        """Inside, training may pause: this rank works (`busy`), and the others may wait for it; or it waits for one
+        that does, whose heartbeats still count."""
         before = self._patient, self._busy
         self._patient, self._busy = True, busy or self._busy
         try:
@@ -307,7 +306,7 @@ class _Watch(threading.Thread):
             self.count_point()
 
     def stop(self, how: str) -> None:
-        """Stop beating; `how` replaces the last beat."""
+        """Stop; `how` replaces the last heartbeat."""
         self._over.set()
         if self.is_alive():
             self.join(self._interval)
@@ -327,7 +326,7 @@ class _Watch(threading.Thread):
                 self._end(verdict)
 
     def verdict(self) -> str | None:
-        """Why the run is over, in words; None while it lives."""
+        """Why the run must end; None: it need not."""
         silent = self._still(self._timeout)
         stuck = time.monotonic() - self._moved_at > self._timeout
         if not silent and not stuck:
@@ -335,8 +334,8 @@ class _Watch(threading.Thread):
         return self._accuse(silent or self._still(3 * self._interval) or self._behind())
 
     def who_is_gone(self) -> str | None:
-        """After a failed collective: whose beats have stopped, in words; "" where a rank has failed that speaks for
-        itself; None where all are well."""
+        """After a failed collective, the ranks whose heartbeats have stopped, in words; "": a rank has failed and says
+        so itself; None: all are well."""
         try:
             deadline = time.monotonic() + 4 * self._interval
             while time.monotonic() < deadline:
@@ -350,7 +349,7 @@ class _Watch(threading.Thread):
         return self._accuse(silent) if silent else None
 
     def may_speak(self) -> bool:
-        """Whether this rank is the first that has something to say about the others: one message is enough."""
+        """Whether this rank is the first to report others: one message is enough."""
         try:
             return self._store.add("spoken", 1) == 1  # type: ignore[no-any-return]
         except RuntimeError:
@@ -380,7 +379,7 @@ class _Watch(threading.Thread):
             self._moved_at = now
 
     def _still(self, seconds: float) -> list[int]:
-        """The ranks that should beat and have not for so long."""
+        """The running ranks without a new heartbeat for this time."""
         now = time.monotonic()
         return [
             rank
@@ -389,8 +388,7 @@ class _Watch(threading.Thread):
         ]
 
     def _behind(self) -> list[int]:
-        """The ranks for which the others wait: those that have begun fewer collectives than others, or else passed
-        fewer common points. None where all are alike."""
+        """The ranks that the others wait for: those with fewer collectives begun, else fewer common points passed."""
         beats = {rank: beat for rank, (beat, _) in self._heard.items() if isinstance(beat, _Beat)}
         collectives = {rank: beat.collectives for rank, beat in beats.items()}
         marks = {rank: beat.marks for rank, beat in beats.items()}
@@ -413,7 +411,7 @@ class _Watch(threading.Thread):
         )
 
     def _end(self, message: str) -> None:
-        """End the process from here: its main thread waits inside a collective, where no exception reaches it."""
+        """End the process from this thread: the main thread is inside a collective, where no exception reaches it."""
         if self.may_speak():
             sys.stderr.write(f"error: {message}\n")
             sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Gradients added up over ranks, a bucket at a time, while the backward pass makes those of the next."""
+"""Gradients reduced over ranks, a bucket at a time, while the backward pass computes the next bucket's."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,19 +14,19 @@ Timed = Callable[[], AbstractContextManager[None]]
 
 
 class GradientSums:
-    """Adds up, over the ranks of a group, the gradients of parameters that are the same on each.
+    """Reduces the gradients of replicated parameters over the ranks of a group.
 
-    Buckets and their order follow only from the parameters: whichever gradients a rank has, and whenever they come,
-    all ranks send alike. One bucket at most is under way, so its copy is all the memory that this takes.
+    Buckets and their order follow only from the parameters: all ranks send the same, whichever gradients they have and
+    whenever these are ready. At most one bucket is in flight, so only its copy takes memory.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: distributed.ProcessGroup) -> None:
         """
         Args:
-            parameters: about in the order in which a backward pass makes their gradients.
+            parameters: roughly in the order in which a backward pass computes their gradients.
         """
         self._buckets: list[list[nn.Parameter]] = []  # of about BUCKET_BYTES
-        self._awaited: list[int] = []  # gradients of each that the last backward pass has yet to make
+        self._awaited: list[int] = []  # gradients of each that the last backward pass has not computed yet
         self._n_sent = 0
         self._under_way: tuple[list[nn.Parameter], list[int], Tensor, distributed.Work] | None = None
         self._group = group
@@ -39,15 +39,15 @@ class GradientSums:
             parameter.register_post_accumulate_grad_hook(made)  # type: ignore[no-untyped-call]
 
     def begin(self, timed: Timed) -> None:
-        """Before the last backward pass of a step: send each bucket once its gradients, and all before it, are made.
+        """Before the last backward pass of a step: from now on, send each bucket once it and all before it are ready.
 
         Args:
-            timed: the context in which that pass waits for other ranks.
+            timed: the context of waiting for other ranks.
         """
         self._awaited, self._timed = [len(bucket) for bucket in self._buckets], timed
 
     def finish(self) -> None:
-        """After the last backward pass: make gradients sums. One that no rank has stays None."""
+        """After the last backward pass: finish all sums. A gradient that no rank has stays None."""
         self._awaited = []
         while self._n_sent < len(self._buckets):
             self._send()
@@ -55,7 +55,7 @@ class GradientSums:
         self._n_sent = 0
 
     def _made(self, number: int, _: Tensor) -> None:
-        if self._awaited:  # else a later micro-batch adds to it
+        if self._awaited:  # else a later micro-batch will add to it
             self._awaited[number] -= 1
             while self._n_sent < len(self._buckets) and not self._awaited[self._n_sent]:
                 with self._timed():

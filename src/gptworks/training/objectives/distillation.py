@@ -1,4 +1,4 @@
-"""Distillation (Hinton et al., 2015): a student learns a teacher's distribution over the next token, and the text."""
+"""Distillation (Hinton et al., 2015): the model learns the text, and a teacher's distribution over the next token."""
 
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from gptworks.training.objectives.base import Objective, RunContext
 from gptworks.training.objectives.next_token import Batch, Losses, LossFunction, Routing, counted, with_routing
 
 TEACHER = "teacher.json"
-"""In the run folder: the checkpoint of the teacher that the run learns from."""
+"""In the run folder: which checkpoint of the teacher the run learns from."""
 
 
 def distillation(
@@ -53,7 +53,7 @@ def _teacher_of_the_start(folder: Path, kept: Path) -> Checkpoint:
     """The checkpoint of the teacher that the run began with.
 
     Raises:
-        UserError: it is gone or has changed, or the note of it is missing or damaged.
+        UserError: it is missing or has changed, or the note of it is missing or damaged.
     """
     try:
         note = unsealed_json(read_regular(kept, _MOST_NOTE_BYTES, inside=kept.parent))
@@ -61,17 +61,19 @@ def _teacher_of_the_start(folder: Path, kept: Path) -> Checkpoint:
     except UserError:
         raise
     except (FileNotFoundError, ValueError, KeyError) as error:
-        raise UserError(f"{kept} is missing or damaged ({error}): restore it from a copy, or start anew.") from None
+        raise UserError(
+            f"{kept} is missing or damaged ({error}): restore it from a copy, or start a new run."
+        ) from None
     if checkpoint.manifest_sha256 != note["manifest_sha256"]:
         raise UserError(
-            f"objective.teacher={folder}: step {checkpoint.step}, which this run has learned from, is not there or has "
-            f"changed. Restore {checkpoint.folder} from a copy, or start anew with another run_dir=."
+            f"objective.teacher={folder}: step {checkpoint.step}, which this run learned from, is missing or has "
+            f"changed. Restore {checkpoint.folder} from a copy, or start a new run with another run_dir=."
         )
     return checkpoint
 
 
 class Distillation(Objective):
-    """Text or conversations, read by teacher and student alike."""
+    """Text or conversations, which both teacher and student read."""
 
     kept_files = (TEACHER,)
 

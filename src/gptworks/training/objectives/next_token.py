@@ -1,4 +1,4 @@
-"""The cross-entropy of the next token, and what the losses of all objectives have in common."""
+"""The cross-entropy of the next token, and the parts that all objectives' losses share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +15,7 @@ from gptworks.model.moe import balance_loss, expert_tokens, z_loss
 
 Batch = tuple[Tensor, ...]
 """Inputs and targets, int64 [B, T] each; the target of a position is the token that follows it, or −100. A third,
-positions [B, T], is there where a row holds several texts: each token's place in its own (see `GPT.features`)."""
+positions [B, T], is there if rows hold several texts: each token's place in its own (see `GPT.features`)."""
 
 
 class StepBatches(NamedTuple):
@@ -39,9 +39,9 @@ class Losses:
     expert_tokens: Tensor | None = None
     """Tokens that each expert of each layer got, int64 [L, E]."""
     figures: dict[str, Tensor] = field(default_factory=dict)
-    """Other sums, whose means are reported by their names."""
+    """Other sums, whose means are reported by name."""
     counts: dict[str, Tensor] = field(default_factory=dict)
-    """What such a sum is over, where that is not the batch's targets."""
+    """The number of terms of such a sum, if that is not the batch's targets."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ def next_token(model: GPT, batch: Batch, routing: Routing = Routing(), future_we
     """Cross-entropy of each target, in nats; with experts, also the two losses of each layer's router.
 
     Args:
-        future_weights: of the same of each token beyond the next, nearest first; none: the model's heads of these are
-            not trained. As in DeepSeek-V3 (2024, section 2.2), their sums too are divided by the next tokens' count.
+        future_weights: weights of the same loss for each token beyond the next, nearest first; none: the heads of these
+            are not trained. As in DeepSeek-V3 (2024, section 2.2), their sums are divided by the count of next tokens.
     """
     inputs, targets, *positions = batch
     router_logits: list[Tensor] = []
@@ -87,11 +87,11 @@ def next_token(model: GPT, batch: Batch, routing: Routing = Routing(), future_we
 def future_targets(targets: Tensor, n_tokens: int, text_positions: Tensor | None = None) -> Tensor:
     """Targets of the next token [B, T] → those of the next `n_tokens`, [n_tokens, B, T]; −100 where a row ends before.
 
-    A target that carries no loss for the token before it carries none here.
+    A target without loss for the token before it has none here.
 
     Args:
-        text_positions: int64 [B, T], where rows hold several texts: each token's place in its own. A target is of the
-            same text as the token that it is predicted from.
+        text_positions: int64 [B, T], if rows hold several texts: each token's place in its own. A target is in the same
+            text as the token that predicts it.
     """
     ahead_of = [targets]
     for ahead in range(1, n_tokens):
@@ -132,10 +132,10 @@ def with_routing(
 
 
 def counted(batch: Batch) -> Tensor:
-    """How many targets of a batch carry loss, int64, where the batch is: an accelerator is not waited for."""
+    """The number of a batch's targets with loss, int64, on its device: does not wait for an accelerator."""
     return (batch[1] != IGNORED).sum()
 
 
 def count_targets(batch: Batch) -> int:
-    """The same as a number; of a batch on an accelerator, it waits for that."""
+    """The same as a number; waits for an accelerator."""
     return int(counted(batch))

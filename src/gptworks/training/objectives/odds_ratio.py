@@ -14,11 +14,11 @@ from gptworks.training.objectives.pairs import PairsObjective, answer_lengths, a
 
 
 def odds_ratio_loss(weight: float, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The sum of the pairs' losses (eq. 6), and sums that are reported.
+    """The sum of the pairs' losses (eq. 6), and sums to report.
 
     Args:
         weight: λ.
-        logprobs: log P(answer), the mean over the answer's tokens (eq. 3), [2P]: of the chosen ones, then the others.
+        logprobs: log P(answer), the mean over its tokens (eq. 3), [2P]: of the chosen answers, then of the rejected.
     """
     below_1 = logprobs.clamp(max=-torch.finfo(logprobs.dtype).eps)  # the odds of a certain answer are infinite
     log_odds = below_1 - torch.log(-torch.expm1(below_1))  # eq. 4

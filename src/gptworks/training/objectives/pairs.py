@@ -1,4 +1,4 @@
-"""What objectives on pairs of answers have in common: batches of both answers, and their evaluation.
+"""What objectives on pairs of answers share: log-probabilities of answers, batches and evaluation.
 
 Shapes: P pairs, T tokens of the longest conversation among them.
 """
@@ -26,7 +26,7 @@ def answer_logprobs(model: GPT, inputs: Tensor, targets: Tensor, router_logits: 
 
 
 def answer_lengths(targets: Tensor) -> Tensor:
-    """Learned tokens of each row, [B], at least 1: what its sum of log-probabilities is divided by."""
+    """Number of learned tokens of each row, [B], at least 1."""
     return (targets != IGNORED).sum(-1).clamp(min=1)
 
 
@@ -34,7 +34,7 @@ class PairsObjective(Objective):
     """Pairs of answers; a step's batch_size counts pairs."""
 
     figures: tuple[str, ...]
-    """Names of the other figures that the loss reports, means over pairs."""
+    """Names of the other means over pairs that the loss reports."""
 
     @property
     def pairs(self) -> AnswerPairs:
@@ -49,7 +49,7 @@ class PairsObjective(Objective):
         return self.pairs.of(split, pairs)
 
     def _chunks(self, pairs: list[int]) -> Iterator[list[int]]:
-        """A micro-batch of them at a time."""
+        """The pairs in micro-batches."""
         size = self.recipe.train.micro_batch_size
         return (pairs[first : first + size] for first in range(0, len(pairs), size))
 
@@ -58,7 +58,7 @@ class PairsObjective(Objective):
 
     @torch.no_grad()
     def evaluate(self, model: GPT, workers: Workers, precision: Precision) -> tuple[LossReport, dict[str, float]]:
-        """The held-out pairs' mean loss, and the means of its figures."""
+        """The mean loss of held-out pairs, and the means of its figures."""
         n_pairs = self.n_validation
         n_chosen = self.n_evaluated or n_pairs
         chosen = [place * n_pairs // n_chosen for place in range(n_chosen)]

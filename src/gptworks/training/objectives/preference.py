@@ -37,7 +37,7 @@ REFERENCE = "reference.safetensors"
 def preference_loss(
     objective: PreferenceObjective, logratios: Tensor, n_tokens: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The sum of the pairs' losses, and sums that are reported.
+    """The sum of the pairs' losses, and sums to report.
 
     Args:
         logratios: log π(answer) − log π_ref(answer), [2P]: of the chosen answers, then of the rejected ones.
@@ -101,7 +101,7 @@ class Preference(PairsObjective):
             return
         pairs = self.pairs.pairs
         n_pairs = sum(map(len, pairs.values()))
-        run.report(f"computing what the model gives {n_pairs:,} pairs of answers at the start")
+        run.report(f"computing the reference log-probabilities of {n_pairs:,} pairs of answers")
         self._reference = {split: self._logprobs(run.model, run.precision, split, run.workers) for split in pairs}
         if run.ranks.is_rank_zero:
             data = save(self._reference)
@@ -131,17 +131,17 @@ class Preference(PairsObjective):
             reference = {}
         if not reference:
             raise UserError(
-                f"{path} is missing or damaged: it holds what the model gave the answers before the run began, which "
-                f"cannot be computed now. Restore it from a copy, or start anew with another run_dir=."
+                f"{path} is missing or damaged: it holds the answers' log-probabilities before the run began, which "
+                f"cannot be computed now. Restore it from a copy, or start a new run with another run_dir=."
             )
         if described["data"] != self.pairs.train_shards.manifest.fingerprint:
             raise UserError(f"{path} is of other pairs than these: restore the data, or give another run_dir=.")
         return reference
 
     def _logprobs(self, model: GPT, precision: Precision, split: str, workers: Workers) -> Tensor:
-        """log π of both answers of every pair, float32 [n, 2] on the CPU; each process computes some pairs.
+        """log π of both answers of every pair, float32 [n, 2] on the CPU; each process computes a part of the pairs.
 
-        Gradients stay enabled, though unused, so that the kernels are those of training, and round alike.
+        Gradients stay enabled, though unused, so that the kernels are those of training and round alike.
         """
         given = torch.zeros(len(self.pairs.pairs[split]), 2, device=model.device)
         chunks = self._chunks(list(range(len(given))))
@@ -168,6 +168,6 @@ def weights_fingerprint(model: GPT) -> str:
     for name, parameter in sorted(weight_tensors(model).items()):
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         digest.update(name.encode("utf-8"))
-        copied = local.detach().float().cpu().clone()  # a storage that numpy has seen cannot be freed by FSDP any more
+        copied = local.detach().float().cpu().clone()  # FSDP cannot free a storage that numpy refers to
         digest.update(copied.numpy().tobytes())
     return digest.hexdigest()

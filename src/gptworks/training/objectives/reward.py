@@ -53,14 +53,14 @@ from gptworks.training.objectives.rollouts import ROLLOUTS, RolloutStore
 REFERENCE_MODEL = "reference-model.safetensors"
 
 EVALUATED_AT_ONCE = 64
-"""Held-out prompts that are answered together: between two such lots a run checks for a signal to stop."""
+"""Held-out prompts that are answered together; a run checks for a signal to stop between two such lots."""
 
 _LEAST_DEVIATION = 1e-6
 
 
 def advantages(rewards: Tensor, group_size: int, scale: bool = True) -> Tensor:
-    """How far each reward is above its group's mean, [B], in standard deviations of the group (Shao et al., 2024,
-    section 4.1.2), or unscaled. 0 where all of a group are equal."""
+    """Each reward less its group's mean, [B], in standard deviations of the group (Shao et al., 2024, section 4.1.2),
+    or unscaled. 0 where all rewards of a group are equal."""
     groups = rewards.view(-1, group_size)
     above = groups - groups.mean(-1, keepdim=True)
     return (above / (groups.std(-1, keepdim=True) + _LEAST_DEVIATION) if scale else above).flatten()
@@ -74,7 +74,7 @@ def policy_loss(
     advantage: Tensor,
     counted: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The sum over answers of what is minimized (Shao et al., 2024, eq. 3 and 4), and sums that are reported.
+    """The sum of the answers' losses (Shao et al., 2024, eq. 3 and 4), and sums to report.
 
     Args:
         logprobs, old, reference: of each token, under the policy, the one that sampled, and the start, [B, T].
@@ -115,12 +115,12 @@ def policy_gradient(settings: RewardObjective, model: GPT, batch: Batch, routing
 
 @dataclass(frozen=True)
 class _WithoutAnswers:
-    """`policy_gradient` of inputs and targets, with zeros for what answers would have."""
+    """`policy_gradient` of only inputs and targets, with zeros for all else."""
 
     settings: RewardObjective
     routing: Routing
     start: list[Tensor]
-    """As large as the model at the start, which a run keeps in memory."""
+    """Tensors as large as the model at the start, which a run keeps in memory."""
 
     def __call__(self, model: GPT, batch: Batch) -> Losses:
         of_answers, of_tokens = (torch.zeros(batch[0].shape[:n], device=model.device) for n in (1, 2))
@@ -129,17 +129,17 @@ class _WithoutAnswers:
 
 
 def trains_adapters_only(model: GPT) -> bool:
-    """Whether the model without its adapter remains what it was at the start of the run."""
+    """Whether the model without its adapter stays as it was at the start of the run."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return all(name.endswith(LORA_PARTS) for name in trained)
 
 
 def sampling_gap(logprobs: Tensor, prompt_tokens: Sequence[int], answers: Sequence[Completion]) -> Tensor:
-    """How far the engine's log-probabilities lie from the training step's: of each answer, the mean |difference| over
-    the tokens it generated, in nats; float32 [B].
+    """The mean |difference| between the log-probabilities of the engine and of the training step, over the generated
+    tokens of each answer, in nats; float32 [B].
 
-    The policy gradient takes answers for samples of the policy that is trained. This is how far they are from that: the
-    engine adds in another order, or rounds otherwise.
+    The policy gradient assumes that answers are samples of the policy in training. The engine adds in another order and
+    may round differently; this measures by how much.
 
     Args:
         logprobs: of each target at temperature 1, as training computes them, [B, T].
@@ -155,7 +155,7 @@ def sampling_gap(logprobs: Tensor, prompt_tokens: Sequence[int], answers: Sequen
 
 
 class Reward(Objective):
-    """Prompts, and answers that the model makes itself; a step's batch_size counts answers."""
+    """Prompts, and answers that the model generates; a step's batch_size counts answers."""
 
     generates = True
     kept_files = (REFERENCE_MODEL, REWARD_FILE, ROLLOUTS)
@@ -166,7 +166,7 @@ class Reward(Objective):
         self._settings, self._examples = recipe.objective, samples.examples
         train, shared = self.recipe.train, self._settings.steps_per_rollout
         self._prompts_per_step = train.batch_size // self._settings.group_size
-        n_behind = (train.keep_checkpoints + 2) * -(-train.checkpoint_every // shared)  # a run may go back so far
+        n_behind = (train.keep_checkpoints + 2) * -(-train.checkpoint_every // shared)  # a run may go back that far
         self._store = RolloutStore(self.recipe.run_dir, n_behind)
         self._round: tuple[int, dict[int, Batch]] | None = None  # its number, and answers by micro-step
         self._start: GPT | None = None
@@ -233,7 +233,7 @@ class Reward(Objective):
         return prompts
 
     def _starting_model(self) -> GPT | None:
-        """The model at the start of the run; None if that is the model without its adapter."""
+        """The model at the start of the run; None: it is the model without its adapter."""
         if trains_adapters_only(self._run.model):
             return None
         path = self.recipe.run_dir / REFERENCE_MODEL
@@ -244,16 +244,14 @@ class Reward(Objective):
                     save_file({name: p.detach().cpu() for name, p in weight_tensors(start).items()}, aside)
             return start
         wanted = {name: Expected.like(tensor) for name, tensor in weight_tensors(start).items()}
-        fix = (
-            "It holds the weights that the run began with: restore it from a copy, or start anew with another run_dir=."
-        )
+        fix = "It holds the weights that the run began with: restore it from a copy, or give another run_dir=."
         start.load_state_dict(read_tensors(path, wanted, inside=path.parent, owner="the reference model", fix=fix))
         return start
 
     # ------------------------------------------------------------------------------------------------- rollouts
 
     def batch(self, position: int, micro_step: int, size: int) -> Batch:
-        """Which prompts a micro-batch answers, int64 [size / G]."""
+        """The numbers of the prompts that a micro-batch answers, int64 [size / G]."""
         number = self._round_of(position)
         n_here = size // self._settings.group_size
         first = number * self._prompts_per_step + micro_step * n_here
@@ -287,8 +285,8 @@ class Reward(Objective):
         """Inputs and targets, int64 [B, T]; rewards, advantages and `sampling_gap`, [B]; log-probabilities under the
         policy that answered, and under the start if that is asked for, [B, T].
 
-        The policy's are computed as a training step computes them, not taken from the engine: the first step on these
-        answers has ratios of 1 exactly, whatever the engine's kernels round."""
+        The policy's are computed as in a training step, not taken from the engine, whose kernels round differently: the
+        first step on these answers has ratios of exactly 1."""
         settings, model = self._settings, self._run.model
         prompts = [self._prompts["train"][i] for i in chosen]
         seeds = np.random.SeedSequence((self.recipe.seed, number, micro_step)).generate_state(len(chosen), np.uint32)
@@ -312,7 +310,7 @@ class Reward(Objective):
         return reward_of(self._function, self._settings.reward, answer.text, prompt)
 
     def _answers(self, prompts: list[Prompt], seeds: list[int], n_samples: int) -> list[list[Completion]]:
-        """Generated answers to each prompt. An answer ends with the one end token that the model is to learn."""
+        """Generated answers to each prompt. An answer ends at the end token that the model is to learn."""
         engine, requests = self._run.engine, []
         for prompt, seed in zip(prompts, seeds, strict=True):
             sampling = SamplingSettings(
@@ -381,7 +379,7 @@ class Reward(Objective):
 
 @contextmanager
 def without_adapter(model: GPT) -> Iterator[None]:
-    """Inside, the model is what it was before its adapter."""
+    """Inside, the model computes without its adapter."""
     adapters = [module for module in model.modules() if isinstance(module, LowRank)]
     factors = [module.factor for module in adapters]
     for module in adapters:

@@ -1,4 +1,4 @@
-"""The user's reward function: found, called, and kept in the run folder."""
+"""The user's reward function: loaded, called, and copied to the run folder."""
 
 import importlib.util
 import math
@@ -12,10 +12,10 @@ from gptworks.errors import RunError, UserError
 from gptworks.files import read_regular, write_whole
 
 REWARD_FILE = "reward.py"
-"""In the run folder: the file of the reward as the run began."""
+"""In the run folder: the file with the reward function, as it was when the run began."""
 
 RewardFunction = Callable[..., float]
-"""Called as function(completion, prompt=..., answer=...), all text; answer is the one in the conversation."""
+"""Called as function(completion, prompt=..., answer=...), all text; `answer` is the conversation's own."""
 
 
 @dataclass(frozen=True)
@@ -25,18 +25,18 @@ class Prompt:
     ids: list[int]
     text: str
     answer: str
-    """The answer in the conversation."""
+    """The conversation's own answer."""
 
 
 def load_reward(name: str) -> RewardFunction:
-    """The function that `path/to/file.py:function` names. The file is run.
+    """The function that `path/to/file.py:function` names. Runs the file.
 
     Raises:
-        UserError: it is not there, or does not run.
+        UserError: it does not exist, or fails.
     """
     path, _, function = name.rpartition(":")
     if not Path(path).is_file():
-        raise UserError(f"objective.reward={name}: there is no file {path}.")
+        raise UserError(f"objective.reward={name}: {path} does not exist.")
     spec = importlib.util.spec_from_file_location("gptworks_reward", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -55,7 +55,7 @@ def reward_of(function: RewardFunction, name: str, completion: str, prompt: Prom
     """The reward of an answer.
 
     Raises:
-        RunError: the function fails, or gives no finite number.
+        RunError: the function fails or does not return a finite number.
     """
     try:
         reward = function(completion, prompt=prompt.text, answer=prompt.answer)
@@ -84,6 +84,6 @@ def keep_reward_file(name: str, run_dir: Path, is_new: bool, writes: bool) -> No
         write_whole(kept, now)
     elif not is_new and kept.exists() and read_regular(kept, _MOST_BYTES, inside=run_dir) != now:
         raise UserError(
-            f"objective.reward={name} has changed since the run began: put {kept} in its place, or start anew with "
-            f"another run_dir=."
+            f"objective.reward={name} has changed since the run began: put {kept} in its place, or start a new run "
+            f"with another run_dir=."
         )

@@ -1,4 +1,4 @@
-"""Generated answers that several steps use, kept in the run folder, so that a resumed run uses the same."""
+"""Generated answers that several steps use, kept in the run folder for a resumed run."""
 
 import contextlib
 from pathlib import Path
@@ -20,7 +20,7 @@ class RolloutStore:
     def __init__(self, run_dir: Path, n_kept: int) -> None:
         """
         Args:
-            n_kept: rounds that are kept.
+            n_kept: rounds to keep.
         """
         self._folder, self._n_kept = run_dir / ROLLOUTS, n_kept
 
@@ -28,7 +28,7 @@ class RolloutStore:
         return self._folder / f"round-{number:06d}-{micro_step}.safetensors"
 
     def write(self, number: int, made: dict[int, Batch], prompts: dict[int, list[int]]) -> None:
-        """Write a round's batches with the numbers of their prompts, by micro-step, and delete rounds that are old."""
+        """Write a round's batches with the numbers of their prompts, by micro-step, and delete old rounds."""
         self._folder.mkdir(exist_ok=True)
         for micro_step, batch in made.items():
             named = {str(i): x.contiguous() for i, x in enumerate(batch)}

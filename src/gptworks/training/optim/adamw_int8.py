@@ -3,9 +3,9 @@
     first moment    int8    sign(code) · (code / 127)² · largest magnitude of the block
     second moment   uint8   (code / 255)⁴ · largest of the block
 
-Roots give small values as many codes as large ones: the least that is not zero is 6e-5 and 2e-10 of the largest. The
-second moment is rounded to no less than its least code, because a step divides by its root. A step computes in float32,
-a piece of a matrix at a time.
+Roots give small values as many codes as large ones: the least above zero is 6e-5 and 2e-10 of the largest. The second
+moment is rounded to no less than its least code, because a step divides by its root. A step computes in float32, on a
+piece of a matrix at a time.
 """
 
 from collections.abc import Iterator
@@ -76,7 +76,7 @@ class AdamWInt8(torch.optim.Optimizer):
             del first, second  # before those of the next piece are made
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave; torch's would cast the codes to the parameters' dtype."""
+        """Restore the result of `state_dict`; torch's would cast the codes to the parameters' dtype."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, state in state_dict["state"].items():
             device = parameters[index].device
@@ -86,7 +86,7 @@ class AdamWInt8(torch.optim.Optimizer):
 
 
 def _pieces(parameter: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Elements that are updated at once, and the blocks in which they lie."""
+    """Elements that are updated at once, and their blocks."""
     at_once = CPU_AT_ONCE if parameter.device.type == "cpu" else AT_ONCE
     for start in range(0, parameter.numel(), at_once):
         end = min(start + at_once, parameter.numel())
@@ -115,7 +115,7 @@ def pack_unsigned(values: Tensor, codes: Tensor, scale: Tensor) -> None:
 
 
 def _ratios(values: Tensor, scale: Tensor) -> Tensor:
-    """Values that are not negative, over the largest of their block, which becomes its scale; in place."""
+    """Non-negative values, divided in place by the largest of their block, which becomes its scale."""
     whole, rest = _blocks(values)
     scale[: len(whole)] = whole.amax(1)
     if len(rest):
@@ -132,6 +132,6 @@ def _scaled(values: Tensor, scale: Tensor) -> Tensor:
 
 
 def _blocks(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of the whole blocks of [n], and of a last, short one, which may be empty."""
+    """Views of the full blocks of [n], and of a last, short one, which may be empty."""
     n_whole = values.numel() // BLOCK * BLOCK
     return values[:n_whole].view(-1, BLOCK), values[n_whole:]

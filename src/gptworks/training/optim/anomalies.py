@@ -1,4 +1,4 @@
-"""Steps that would do harm: a loss or gradient that is not finite, or a gradient far larger than those before it."""
+"""Steps that would do harm: a non-finite loss or gradient, or a gradient far larger than those before it."""
 
 import math
 from dataclasses import dataclass
@@ -9,22 +9,22 @@ from pydantic import Field
 from gptworks.config import TrainConfig
 
 MEMORY_STEPS = 100
-"""Time constant with which the running estimate forgets."""
+"""Time constant of the running estimate."""
 
 WARMUP_STEPS = 20
-"""Steps that the estimate must have seen before it judges one."""
+"""Steps that the estimate needs before it judges one."""
 
 
 @dataclass
 class GradientEstimate:
-    """Mean and variance of the logarithm of the gradient norm, over the steps that were taken. Part of the progress."""
+    """Mean and variance of the logarithm of the gradient norm over applied steps. Part of the progress."""
 
     n_steps: Annotated[int, Field(ge=0)] = 0
     mean: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     variance: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
     def take(self, norm: float) -> None:
-        """Count a step that was taken."""
+        """Count an applied step."""
         value = math.log(max(norm, 1e-30))
         weight = 1 / min(self.n_steps + 1, MEMORY_STEPS)
         difference = value - self.mean
@@ -33,14 +33,14 @@ class GradientEstimate:
         self.n_steps += 1
 
     def deviations(self, norm: float) -> float:
-        """How many standard deviations the logarithm of a norm lies above the mean; 0 while too little is known."""
+        """Standard deviations of the logarithm of a norm above the mean; 0 while too few steps are known."""
         if self.n_steps < WARMUP_STEPS:
             return 0.0
         return (math.log(max(norm, 1e-30)) - self.mean) / max(math.sqrt(self.variance), 0.05)
 
 
 def anomaly(train: TrainConfig, estimate: GradientEstimate, loss: float, norm: float) -> str | None:
-    """Why a step with this loss and gradient norm is not to be taken; None: take it."""
+    """Why a step with this loss and gradient norm must be skipped; None: it need not."""
     if not math.isfinite(loss):
         return "its loss is not finite"
     if not math.isfinite(norm):

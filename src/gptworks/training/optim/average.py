@@ -1,4 +1,4 @@
-"""An average of the weights over the steps: often better than the last step's, and never trained on itself."""
+"""An average of the weights over the steps, often better than the last step's weights. It does not change training."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ class WeightAverage:
     """The average of a model's weights over its steps, float32, by parameter name (Polyak & Juditsky, 1992).
 
     With `ema_decay` it is exponential; the decay of step n is at most (1 + n) / (10 + n), so that the initial weights
-    fade soon. With `average_last` all of the last steps count alike (Izmailov et al., 2018), and before these it is the
+    fade soon. With `average_last` it is the mean over the last steps (Izmailov et al., 2018), and before these the
     weights.
     """
 
@@ -28,10 +28,10 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, step: int, total_steps: int | None = None) -> None:
-        """Take in the weights after optimizer step number `step`, from 0.
+        """Add the weights after optimizer step number `step`, from 0.
 
         Args:
-            total_steps: of the whole run, where that is known.
+            total_steps: of the run; None: unknown.
         """
         decay = min(self.train.ema_decay, (1 + step) / (10 + step))
         if self.train.average_last:
@@ -44,16 +44,16 @@ class WeightAverage:
 
     @property
     def model_tensors(self) -> dict[str, Tensor]:
-        """What is published: the average; the weights where there is no average, or where they are frozen."""
+        """The tensors to publish: averages, or the weights that have none."""
         return {name: p.detach() for name, p in self.parameters.items()} | self.tensors
 
     @property
     def own_tensors(self) -> dict[str, Tensor]:
-        """What a resumed run needs in addition: the weights themselves, as `parameter/own`."""
+        """The weights that have averages, as `parameter/own`: a resumed run needs both."""
         return {f"{name}/{_OWN}": self.parameters[name].detach() for name in self.tensors}
 
     def restore(self, model_tensors: dict[str, Tensor], optimizer_tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Take back what was saved, into the model too; the optimizer's tensors without the weights among them."""
+        """Restore weights and averages; returns the optimizer's tensors."""
         own = {key.removesuffix(f"/{_OWN}"): t for key, t in optimizer_tensors.items() if key.endswith(f"/{_OWN}")}
         self._set(model_tensors | own)
         self.tensors = {name: model_tensors[name].to(tensor.device).clone() for name, tensor in self.tensors.items()}
@@ -61,7 +61,7 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The model has the average's weights inside, and its own again after. Without an average: nothing."""
+        """Inside, the model has the averaged weights; without an average, its own."""
         own = {name: self.parameters[name].detach().clone() for name in self.tensors}
         self._set(self.tensors)
         try:

@@ -1,4 +1,5 @@
-"""A head that is the token embedding at first, and later trains as a copy of it (modded-nanogpt, pull request 178).
+"""A head that is tied to the token embedding at first, and later trains as a copy of it (modded-nanogpt, pull request
+178).
 
 The head's matrix exists from the start, so that every checkpoint is of one model: until the head is untied, it is
 saved equal to the embedding, without optimizer state.
@@ -14,7 +15,7 @@ EMBEDDING, HEAD = "token_embedding.weight", "untied_head.weight"
 
 
 class LateUntying:
-    """Unties at a step number, so that a resumed run does the same."""
+    """Unties the head at a step number, so that a resumed run does the same."""
 
     def __init__(self, model: GPT, optimizer: Optimizer, untie_after_steps: int) -> None:
         """
@@ -33,7 +34,7 @@ class LateUntying:
         self._model.head_is_embedding = step < self._steps
 
     def before_saving(self, average: WeightAverage) -> None:
-        """Have the head's matrix be what the model computes with."""
+        """Make the head's matrix equal to what the model computes with."""
         if self._model.head_is_embedding:
             self._copy(average)
 

@@ -1,10 +1,10 @@
 """Muon (Jordan et al., 2024) with the matrices of one shape orthogonalized together.
 
-torch's own goes matrix by matrix, which takes up to twice as long where they are small and many, as in a small model or
-in experts (bench/passes.py). The arithmetic is the same (tests/test_optim.py); on most CPUs C++ does it
+torch's own takes one matrix at a time, up to twice as long for many small ones, as in a small model or in experts
+(bench/passes.py). The arithmetic is the same (tests/test_optim.py); on most CPUs it is in C++
 (`gptworks.kernels.optimizer`).
 
-Ranks that hold the same model divide the matrices: each orthogonalizes its part, and all receive every update.
+Ranks with the same model divide the matrices: each orthogonalizes its part, and all receive every update.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from gptworks.training.optim.cautious import decay
 from gptworks.training.optim.polynomials import Polynomial, polynomials
 
 ROW_EPS = 1e-10
-"""The least that a row of NorMuon is divided by."""
+"""Least divisor of a row of NorMuon."""
 
 
 def build(
@@ -42,7 +42,7 @@ def build(
 
 
 class Muon(torch.optim.Muon):
-    """`torch.optim.Muon` with the settings it has by default, Nesterov's momentum included."""
+    """`torch.optim.Muon` with its default settings, Nesterov's momentum included."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class Muon(torch.optim.Muon):
         Args:
             orthogonalizing: the polynomial of each iteration.
             cautious: decay as in `gptworks.training.optim.cautious`.
-            row_beta: of the rows' second moments of NorMuon; None: Muon.
-            replicas: the ranks that hold the same parameters and gradients and step together; None: only this one.
+            row_beta: decay of the second moments of NorMuon's rows; None: Muon.
+            replicas: the ranks with the same parameters and gradients, which step together; None: only this one.
         """
         super().__init__(*arguments, **settings)
         self._polynomials, self._cautious, self._row_beta = orthogonalizing, cautious, row_beta
@@ -75,7 +75,7 @@ class Muon(torch.optim.Muon):
                 self._turn(turn, group)
 
     def _turn(self, turn: tuple[list[nn.Parameter] | None, ...], group: dict[str, Any]) -> None:
-        """One batch of each rank, None where it has no more: a rank holds its own updates and those of one other."""
+        """Update one batch of each rank, None: it has no more. A rank holds its own updates and those of one other."""
         mine = turn[self._rank]
         updates = None if mine is None else self._updates(mine, group)
         for rank, matrices in enumerate(turn):
@@ -94,7 +94,7 @@ class Muon(torch.optim.Muon):
                 del theirs  # before those of the next rank are made
 
     def _send(self, updates: Tensor, rank: int) -> None:
-        """The rank's updates to all others, which receive them into theirs."""
+        """Broadcast a rank's updates."""
         if self._replicas is not None:
             distributed.broadcast(updates.view(torch.uint8), group=self._replicas, group_src=rank)
 
@@ -118,9 +118,9 @@ class Muon(torch.optim.Muon):
                 parameter.add_(update * self._row_factors(parameter, update, self._row_beta)[:, None], alpha=-rate)
 
     def _row_factors(self, parameter: nn.Parameter, update: Tensor, beta: float) -> Tensor:
-        """What each row of an orthogonal update [rows, columns] is multiplied by, [rows] in float32: the inverse root
-        of the average over the steps of its mean square, and for all rows what keeps the update's norm (Li et al.,
-        2025, "NorMuon", arXiv 2510.05491, algorithm 1; the norm as in the authors' code, so that Muon's rates stay).
+        """The factor of each row of an orthogonal update [rows, columns], [rows] in float32: the inverse root of the
+        running average of its mean square, scaled to keep the update's norm (Li et al., 2025, "NorMuon", arXiv
+        2510.05491, algorithm 1; the norm as in the authors' code, so that Muon's rates hold).
         """
         norms = torch.linalg.vector_norm(update, dim=1, dtype=torch.float32)
         state = self.state[parameter]
@@ -131,8 +131,8 @@ class Muon(torch.optim.Muon):
         return factors.mul_(norms.norm() / (norms * factors).norm().clamp(min=ROW_EPS))
 
     def _momentum(self, parameter: nn.Parameter, momentum: float) -> Tensor:
-        """The parameter's momentum with this step's gradient in it. Every rank keeps it for every matrix, so that any
-        rank can save it and any number of ranks can resume with it."""
+        """The parameter's momentum, updated with this step's gradient. Every rank keeps it for every matrix, so that
+        any rank can save it and any number of ranks can resume with it."""
         assert parameter.grad is not None
         state = self.state[parameter]
         if "momentum_buffer" not in state:
@@ -142,7 +142,7 @@ class Muon(torch.optim.Muon):
 
 
 def directions(gradients: list[Tensor], momenta: list[Tensor], momentum: float) -> Tensor:
-    """Where Nesterov's momentum points, [N, rows, columns] in bfloat16."""
+    """The directions of Nesterov's momentum, [N, rows, columns] in bfloat16."""
     made = torch.empty(len(gradients), *gradients[0].shape, dtype=torch.bfloat16, device=gradients[0].device)
     for gradient, average, direction in zip(gradients, momenta, made, strict=True):
         direction.copy_(gradient.lerp(average, momentum))
@@ -150,7 +150,7 @@ def directions(gradients: list[Tensor], momenta: list[Tensor], momentum: float) 
 
 
 def orthogonalized(x: Tensor, quintics: tuple[Polynomial, ...], eps: float) -> Tensor:
-    """U Vᵀ of each matrix U S Vᵀ, roughly, by Newton–Schulz iterations: S over its Frobenius norm, through one
+    """U Vᵀ of each matrix U S Vᵀ, approximately, by Newton–Schulz iterations: S over its Frobenius norm, through one
     polynomial after the other.
 
     x [N, rows, columns], bfloat16; its memory is used. Returns the same shape.
@@ -177,9 +177,9 @@ def batches(matrices: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def divided(matrices: list[nn.Parameter], n_ranks: int) -> list[list[nn.Parameter]]:
-    """A share of the matrices for each rank, about equal in work: the costliest first, each to whom has least to do.
+    """The matrices of each rank, about equal in work: the costliest first, each to the rank with the least work.
 
-    It follows only from shapes and order, so all ranks divide alike. One rank has all, in their order.
+    All ranks divide alike, since only shapes and order matter. A single rank has all, in their order.
     """
     if n_ranks == 1:
         return [matrices]

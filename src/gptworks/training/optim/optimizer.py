@@ -30,7 +30,7 @@ def parameter_groups(parameters: dict[str, nn.Parameter], train: TrainConfig) ->
         kind = "vectors" if parameter.ndim < 2 else "matrices" if name.startswith("blocks.") else kind
         if train.optimizer_state == "int8" and kind == "matrices" and parameter.numel() >= LEAST_IN_8_BITS:
             kind = "in 8 bits"
-        mesh = getattr(parameter, "device_mesh", None)  # fused updates take tensors that are divided alike
+        mesh = getattr(parameter, "device_mesh", None)  # fused updates need tensors that are sharded alike
         members.setdefault((kind, mesh), []).append(name)
     groups: dict[str, list[Group]] = {}
     for (kind, _), names in members.items():
@@ -53,7 +53,7 @@ def parameter_groups(parameters: dict[str, nn.Parameter], train: TrainConfig) ->
 
 
 class Optimizer:
-    """One or two of torch's optimizers, driven as one. State is kept by parameter name."""
+    """One or two of torch's optimizers, as one. State is kept by parameter name."""
 
     def __init__(self, model: GPT, train: TrainConfig, replicas: distributed.ProcessGroup | None = None) -> None:
         """
@@ -93,7 +93,7 @@ class Optimizer:
             parameter.grad = None
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The whole state as `parameter/key` → tensor."""
+        """The state as `parameter/key` → tensor."""
         return {
             f"{name}/{key}": value
             for optimizer, names in self._optimizers.values()
@@ -105,8 +105,8 @@ class Optimizer:
         """The state that a checkpoint may hold: all of a parameter's tensors, or none before its first step.
 
         Args:
-            stored: names of the stored tensors, `parameter/key`. own: tensors kept next to the state, `parameter/own`,
-                of their parameter's shape.
+            stored: names of the stored tensors, `parameter/key`.
+            own: tensors stored next to the state, `parameter/own`, of their parameter's shape.
         """
         begun = {name.rpartition("/")[0] for name in stored if name not in own}
         shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
@@ -126,7 +126,7 @@ class Optimizer:
                 optimizer.state[self.parameters[target]] = {key: value.clone() for key, value in state.items()}
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Restore what `state_tensors` gave."""
+        """Restore the result of `state_tensors`."""
         by_name: dict[str, dict[str, Tensor]] = {}
         for key, value in tensors.items():
             name, _, slot = key.rpartition("/")

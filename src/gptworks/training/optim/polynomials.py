@@ -23,8 +23,8 @@ POLAR_EXPRESS: tuple[Polynomial, ...] = (
 it take [0.001, 1] (Amsel et al., 2025, "The Polar Express", arXiv 2505.16932, implementation 1)."""
 
 SAFETY = 1.01
-"""By so much the argument of every polynomial but the last is divided, and once more that of the first: a value that
-rounding has made larger than the interval would grow (the same paper, on finite precision)."""
+"""Divisor of the argument of every polynomial but the last, and once more of the first: a value that rounding has made
+larger than the interval would grow (the same paper, on finite precision)."""
 
 
 def polynomials(kind: Literal["jordan", "polar_express"], n_iterations: int) -> tuple[Polynomial, ...]:

@@ -2,11 +2,11 @@
 Adam in the basis of the eigenvectors of Shampoo's two preconditioners, for a matrix with gradient G [rows, columns]:
 
     left, right               averages of G Gᵀ and Gᵀ G, which forget with β2
-    left_basis, right_basis   their eigenvectors in columns, refreshed every few steps
+    left_basis, right_basis   their eigenvectors in columns, updated every few steps
     exp_avg                   average of G, as Adam's, which forgets with β1
     exp_avg_sq                average of (left_basisᵀ G right_basis)², by element, which forgets with β2
 
-As in the authors' code the first gradient only makes the preconditioners, and a matrix stays as it is in that step.
+As in the authors' code, the first gradient only makes the preconditioners; that step leaves the matrix unchanged.
 """
 
 from typing import Any
@@ -99,7 +99,7 @@ def refresh(average: Tensor, basis: Tensor, squares: Tensor, axis: int) -> None:
     """One step of power iteration towards the eigenvectors of `average` [n, n], then QR: algorithm 4.
 
     Args:
-        basis: those so far in columns [n, n]; changed.
+        basis: the eigenvectors of the last refresh, in columns [n, n]; changed.
         squares: the second moments in that basis, whose rows (axis 0) or columns belong to its vectors. They follow the
             vectors, which are put in order of their eigenvalues; changed.
     """

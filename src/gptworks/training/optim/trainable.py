@@ -1,4 +1,4 @@
-"""Which part of a model is trained: an adapter, all but what is frozen, or all of it."""
+"""The part of a model that is trained: an adapter, all that is not frozen, or everything."""
 
 import fnmatch
 
@@ -14,8 +14,8 @@ from gptworks.quantize.linear import hold_packed, weight_tensors
 
 
 def trainable_model(config: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> GPT:
-    """A new model of which only what is to be trained has gradients. With packed matrices beneath an adapter, what is
-    frozen is zero until the base is loaded: such a model is never held unpacked."""
+    """A new model in which only trained parameters have gradients. Under an adapter with a packed base, frozen weights
+    are zero until the base is loaded: the model is never in memory unpacked."""
     if adapter is None or adapter.base == "full":
         return trained_part(GPT(config), adapter, freeze)
     here = torch.get_default_device()
@@ -29,7 +29,7 @@ def trainable_model(config: ModelConfig, adapter: LoRAConfig | None, freeze: Fre
 
 
 def trained_part(model: GPT, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> GPT:
-    """Add an adapter to the model, or freeze what is not to be trained. Changes the model."""
+    """Add an adapter to the model, or freeze parameters; changes the model."""
     if adapter is not None:
         return add_lora(model, adapter)
     if freeze is not None:
@@ -39,10 +39,10 @@ def trained_part(model: GPT, adapter: LoRAConfig | None, freeze: FreezeConfig | 
 
 
 def check_trained(recipe: Recipe) -> None:
-    """Refuse a pattern that names nothing, and a recipe that leaves nothing to train.
+    """Check that patterns match, and that something is trained.
 
     Raises:
-        UserError: one of these.
+        UserError: a pattern names no parameter, or nothing is left to train.
     """
     model = recipe.model.model_copy(update={"vocab_size": recipe.model.vocab_size or 1})
     names = list(count_parameters(model).shapes)

@@ -32,12 +32,12 @@ class MemoryPeaks:
     """The peak memory of a run, planned and measured."""
 
     predicted_bytes: int
-    """Tensors of a step, and the copy from which a checkpoint is written."""
+    """Of tensors, the copy for a checkpoint included."""
     measured_bytes: int | None
-    """The same, measured: on CUDA over the whole run, on a CPU in one step of the run. None: not measured."""
+    """The same, measured: on CUDA during the run, on a CPU in one step. None: not measured."""
     grown_bytes: int | None = None
-    """Growth of this process's resident memory since the run began, on a CPU. None: unknown, for example because the
-    process had freed that much before."""
+    """Growth of this process's resident memory during the run, on a CPU. None: unknown, for example because the process
+    had freed that much before."""
 
 
 def write_model_card(
@@ -53,8 +53,8 @@ def write_model_card(
     """Write the card and `outcome.json` into the run folder, the results from the run's own metrics.
 
     Args:
-        reason: why the run has ended; None while it trains: no outcome is written.
-        epochs: number of passes over each dataset of a mixture.
+        reason: why the run has ended; None: it has not, and no outcome is written.
+        epochs: passes over each dataset of a mixture.
     """
     validation = [record for record in read_metrics(recipe.run_dir / "metrics.jsonl") if record["kind"] == "validation"]
     training = _training(recipe, progress, reason, samples_per_epoch, precision) | _layout(layout) | _memory(memory)
@@ -88,7 +88,7 @@ def write_model_card(
             training=training,
         )  # fmt: skip
         write_whole(recipe.run_dir / FILE, outcome.model_dump_json(indent=2) + "\n")
-    with contextlib.suppress(UserError):  # do not fail because of a damaged evaluation
+    with contextlib.suppress(UserError):  # a damaged evaluation must not end a run
         write_card_section(recipe.run_dir)
 
 

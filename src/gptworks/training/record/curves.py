@@ -22,13 +22,13 @@ def points(records: Sequence[Record], key: str) -> list[Point]:
 
 
 def dot_titles(records: Sequence[Record], key: str = "loss") -> list[str]:
-    """The text shown under the pointer at each point of `points`."""
+    """The text shown at each point of `points`."""
     drawn = (record for record in records if is_figure(record.get(key)))
     return [f"step {r['step']:,}, {r['tokens']:,} tokens: {r[key]:.4f}" for r in drawn]
 
 
 def smoothed(curve: Sequence[Point], decay: float = 0.8) -> list[Point]:
-    """The mean of two moving averages, from the left and from the right, so that the curve does not lag."""
+    """The mean of a moving average from the left and one from the right, so that the curve does not lag."""
     values = np.array([y for _, y in curve], float)
     pairs = (moving_average(values, decay) + moving_average(values[::-1], decay)[::-1]) / 2
     return list(zip((x for x, _ in curve), pairs.tolist(), strict=True))
@@ -38,10 +38,9 @@ _BLOCK = 64
 
 
 def moving_average(values: NDArray[np.float64], decay: float) -> NDArray[np.float64]:
-    """Exponential moving average without the bias of its start (Kingma & Ba, 2015, section 3).
+    """Exponential moving average, corrected for the bias of its start (Kingma & Ba, 2015, section 3).
 
-    Non-finite values do not change the average. Computed in blocks: a matrix product within each block, and a loop over
-    blocks.
+    Non-finite values do not change it. Computed by a matrix product within each block, and a loop over blocks.
     """
     finite = np.isfinite(values)
     known = values[finite]
@@ -67,7 +66,7 @@ def moving_average(values: NDArray[np.float64], decay: float) -> NDArray[np.floa
 def training_chart(
     train: Sequence[Record], validation: Sequence[Record], title: str, unit: str, *, rewarded: bool, best: str = ""
 ) -> Chart:
-    """The loss over the tokens; for a run that maximizes a reward, the reward, since its loss is not a likelihood.
+    """The loss by tokens; of a run that maximizes a reward, the reward: its loss is not a likelihood.
 
     Args:
         best: appended to the name of the validation's curve.
@@ -89,7 +88,7 @@ def validation_chart(series: Sequence[Series], unit: str) -> Chart:
 
 
 def draw_curves(metrics: Path, path: Path, title: str) -> None:
-    """Write the loss and the learning rate over the tokens as SVG; without training records, nothing."""
+    """Write the loss and the learning rate by tokens as SVG; nothing without training records."""
     records: dict[str, list[Record]] = {"train": [], "validation": []}
     for record in read_metrics(metrics):
         if record["kind"] in records:
@@ -100,7 +99,7 @@ def draw_curves(metrics: Path, path: Path, title: str) -> None:
 
 
 def curves_picture(train: Sequence[Record], validation: Sequence[Record], title: str) -> str:
-    """The loss and the learning rate over the tokens, as an SVG file; empty where there is nothing to draw."""
+    """The loss and the learning rate by tokens, as an SVG file; empty without points."""
     rewarded = any("reward" in record for record in train)
     unit = next((record["unit"] for record in validation if "unit" in record), "nats per token")
     values = [y for _, y in points(validation, "reward" if rewarded else "loss") if math.isfinite(y)]

@@ -1,4 +1,4 @@
-"""How a run looks while it goes: a live line on a terminal, plain lines elsewhere."""
+"""The progress of a run: a live line on a terminal, plain lines elsewhere."""
 
 import math
 import time
@@ -14,13 +14,13 @@ from gptworks.terminal import Console
 
 PLAIN_LINE_SECONDS = 10.0
 SLOW_SECONDS = 2.0
-"""What takes longer than this is named in the line, with the time that it has taken."""
+"""An activity that takes longer is named in the line, with its duration."""
 LOSS_MEMORY = 0.95
-"""The share of the mean loss that each step keeps: the line shows a mean over some 20 steps."""
+"""Decay of the mean loss that the line shows: a mean over some 20 steps."""
 
 
 class _Figures(ProgressColumn):
-    """Loss, speed and the time that is left, which goes down between steps too."""
+    """Loss, speed and the time left, which is updated between steps too."""
 
     max_refresh = None
 
@@ -33,7 +33,7 @@ class _Figures(ProgressColumn):
 
 
 class Display:
-    """Shows progress, and messages above it."""
+    """Shows progress, with messages above it."""
 
     every_seconds = PLAIN_LINE_SECONDS
     """Between lines of progress that are not on a terminal."""
@@ -64,20 +64,20 @@ class Display:
             self._progress = None
 
     def message(self, text: str) -> None:
-        """Say something that stays."""
+        """Print a message that stays."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def line(self, text: str) -> None:
-        """Say where the run is, where that is not on a terminal."""
+        """Print the progress where there is no terminal."""
         self.message(text)
 
     def validation(self, step: int, loss: float, note: str) -> None:
-        """Say the result of an evaluation."""
+        """Show the result of an evaluation."""
         self._validation = f"  val {loss:.4f}"
         self.message(f"step {step:>6,}  validation loss {loss:.4f}{note}")
 
     def sample(self, step: int, prompt: str, text: str) -> None:
-        """Show what the model writes now, the prompt apart from what the model made of it."""
+        """Show a prompt and, set apart, its continuation."""
         line = Text(f"step {step:>6,}  ")
         line.append(prompt, style="dim")
         line.append("▸", style="bold")
@@ -86,7 +86,7 @@ class Display:
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """Inside, the line names what the run does besides its steps, once that takes long."""
+        """Inside, the line names what the run is doing, once that takes long."""
         self._doing, self._since = what, time.monotonic()
         try:
             yield
@@ -94,13 +94,13 @@ class Display:
             self._doing, self._since = "this step", time.monotonic()
 
     def step(self, where: str, share_done: float, loss: float, eta: float) -> None:
-        """Show where the run is, after each step.
+        """Show the progress after a step.
 
         Args:
-            where: such as "step 40/500", or "step 40  1:05 of 3:30" where the clock ends the run.
-            share_done: 0 to 1, by whatever ends the run.
+            where: such as "step 40/500", or "step 40  1:05 of 3:30" if the clock ends the run.
+            share_done: 0 to 1, by what ends the run.
             loss: of this step; a running mean is shown.
-            eta: seconds until the end, at the pace so far.
+            eta: seconds until the end.
         """
         if math.isfinite(loss):
             self._loss = LOSS_MEMORY * self._loss + (1 - LOSS_MEMORY) * loss
@@ -114,7 +114,7 @@ class Display:
             self.line(f"{where}  {self.figures()}")
 
     def speed(self, tokens_per_second: float, utilization: float | None, note: str = "") -> None:
-        """Set the figures that are measured over several steps."""
+        """Set the figures measured over several steps."""
         used = "" if utilization is None else f", {utilization:.0%} MFU"
         self._speed = f"{note}  {tokens_per_second:,.0f} tokens/s{used}"
 

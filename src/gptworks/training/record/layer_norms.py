@@ -1,4 +1,4 @@
-"""How large each block's output and gradients are, at the steps that are reported: where a deep model goes wrong."""
+"""Norms of each block's output and gradients at reported steps: they show where a deep model diverges."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ class LayerNorms(Listener):
         step.by_layer = self.finish()
 
     def begin(self, step: int) -> None:
-        """Before a step's forward passes: watch them if the step is one to be reported."""
+        """Before a step's forward passes: watch them if the step will be reported."""
         self._model.watched = [] if (step + 1) % self._every == 0 else None
 
     def finish(self) -> dict[str, Any]:

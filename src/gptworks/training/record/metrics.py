@@ -1,4 +1,4 @@
-"""metrics.jsonl, from which everything that shows a run is made, and samples.md."""
+"""metrics.jsonl, from which all displays of a run are made, and samples.md."""
 
 import json
 import math
@@ -24,11 +24,11 @@ MEASURED = (
     "seconds", "tokens_per_second", "flops_per_second", "utilization", "seconds_by_part",
     "resident_bytes", "peak_allocated_bytes", "allocated_bytes",
 )  # fmt: skip
-"""The keys of a record that the machine determines; all others repeat exactly when a run is repeated or resumed."""
+"""Keys that depend on the machine; all others repeat exactly when a run is repeated or resumed."""
 
 
 class Writer(Protocol):
-    """What is handed each record beside the file."""
+    """Receives each record, as the file does."""
 
     def __init__(self, recipe: Recipe) -> None: ...
     def write(self, record: Record) -> None: ...
@@ -41,10 +41,8 @@ class MetricsLog:
     def __init__(
         self, path: Path, resume_step: int, writers: Sequence[Writer] = (), *, resume_rollbacks: int = 0
     ) -> None:
-        """Open the log; records after `resume_step`, which the resumed run will make again, are dropped.
-
-        So are records of rollbacks beyond the first `resume_rollbacks`: one that was interrupted is made again too.
-        Writers are given the records that stay, and then each that is written.
+        """Open the log without records that the resumed run will write again: those after `resume_step`, and of
+        rollbacks beyond the first `resume_rollbacks`. Writers get the records that stay, then each new one.
         """
         with replacing(path) as file:
             file.writelines(_line(record).encode("utf-8") for record in self._kept(path, resume_step, resume_rollbacks))
@@ -82,21 +80,18 @@ class MetricsLog:
 
 
 class NoLog:
-    """What ranks other than the first write to: one log is enough."""
+    """The log of ranks other than the first: one log is enough."""
 
-    def write(self, record: Record) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
+    def write(self, record: Record) -> None: ...
+    def close(self) -> None: ...
 
 
 @dataclass
 class Skipped:
-    """What a log held that is no record: how many lines for each reason, and the first of them."""
+    """Lines of a log that are not records."""
 
     reasons: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """By reason: how many lines, and the number of the first."""
+    """By reason: the number of lines, and the first one's."""
 
     def add(self, reason: str, line: int) -> None:
         count, first = self.reasons.get(reason, (0, line))
@@ -114,19 +109,19 @@ class Skipped:
 
 
 def open_log_file(path: Path) -> BufferedReader:
-    """A run's log, which no link may take out of the run's folder; errors: see `open_regular`."""
+    """A run's log; a link out of the run's folder is refused. Errors: see `open_regular`."""
     return open_regular(path, inside=path.parent, max_bytes=MOST_LOG_BYTES)
 
 
 def read_metrics(path: Path, skipped: Skipped | None = None) -> Iterator[Record]:
-    """The records of a log, one at a time, each of the form that its kind has.
+    """The records of a log, one at a time, checked by their kind.
 
-    A log may be cut short by a crash or damaged: lines that are no record are left out and counted in `skipped`. In a
-    record, a value of a type that no figure has is left out. Memory: one line of at most 4 MiB.
+    A log may be cut short by a crash or damaged: lines that are not records are left out and counted in `skipped`, and
+    values that are not figures are left out of their records. Memory: one line of at most 4 MiB.
     """
     reader = MetricsReader(path, skipped)
     if path.exists():
-        open_log_file(path).close()  # names what is no file
+        open_log_file(path).close()  # raises an error for what is not a file
     while not reader.at_end:
         for _, record in reader.read():
             yield record
@@ -134,30 +129,30 @@ def read_metrics(path: Path, skipped: Skipped | None = None) -> Iterator[Record]
 
 
 MOST_LOG_BYTES = 1 << 34
-"""More than ten million steps write; a sparse file may say that it has more."""
+"""More than ten million steps write; a sparse file may claim more."""
 _MOST_LINE_BYTES = 1 << 22
 _BLOCK_BYTES = 1 << 18
 _KNOWN_BYTES = 256
-"""Before the place that was read to: if others stand there, the file was rewritten."""
+"""The bytes before the offset: if they have changed, the file was rewritten."""
 
 
 class MetricsReader:
-    """Reads a log that may grow: each call reads on where the last one stopped.
+    """Reads a log that may grow: each call continues where the last one stopped.
 
-    A line without an end is a record where it is whole JSON; otherwise the reader waits for the rest of it.
+    A line without an end is a record if it is complete JSON; otherwise the reader waits for the rest of it.
     """
 
     def __init__(self, path: Path, skipped: Skipped | None = None) -> None:
         self.path, self.skipped = path, Skipped() if skipped is None else skipped
         self.at_end = False
-        """Whether the last call came to the end of the file."""
+        """Whether the last call reached the end of the file."""
         self._offset = self._line = 0
         self._rest, self._known = b"", b""
         self._is_too_long = self._ended_open = self._was_no_line = False
         self._inode: int | None = None
 
     def read(self) -> list[tuple[int, Record]]:
-        """The records of the next 256 KiB, each with the byte at which its line begins; none where there is no file."""
+        """The records of the next 256 KiB, each with the offset of its line; none without a file."""
         if not self.path.is_file():
             self.at_end = True
             return []
@@ -186,16 +181,16 @@ class MetricsReader:
 
     @property
     def offset(self) -> int:
-        """The byte at which the next call reads on, less the line that is not whole yet."""
+        """The offset at which the next call continues: that of the incomplete line, if there is one."""
         return self._offset - len(self._rest)
 
     def finish(self) -> None:
-        """Count a line that was cut short: nothing more is written."""
+        """Count a line that was cut short: nothing more will be written."""
         if self._rest or self._is_too_long:
             self._finished(self._rest)
 
     def continues(self) -> bool:
-        """Whether the file still begins with what was read. Where it does not, a new reader has to read it."""
+        """Whether the file still begins with what was read; if not, a new reader must read it."""
         if not self.path.is_file():
             return self._offset == 0
         with open_log_file(self.path) as file:
@@ -204,8 +199,8 @@ class MetricsReader:
             return same and not self._was_no_line and self._inode in (None, os.fstat(file.fileno()).st_ino)
 
     def _finished(self, line: bytes) -> Record | None:
-        """The record of a whole line, if it is one."""
-        if self._ended_open:  # its record was taken; whatever follows on the line makes it none
+        """The record of a complete line, if it is one."""
+        if self._ended_open:  # its record was taken; more on the line makes it invalid
             self._ended_open = False
             self._was_no_line = self._is_too_long or bool(line.strip())
             return None
@@ -221,7 +216,7 @@ class MetricsReader:
 
 
 def read_record(path: Path, offset: int) -> Record | None:
-    """The record whose line begins at a byte; None where none does."""
+    """The record whose line begins at an offset; None: there is none."""
     with open_log_file(path) as file:
         file.seek(offset)
         record = _parsed(file.readline(_MOST_LINE_BYTES))
@@ -229,7 +224,7 @@ def read_record(path: Path, offset: int) -> Record | None:
 
 
 def read_kinds(path: Path, *kinds: str) -> Iterator[Record]:
-    """The records of rare kinds, in order: the other lines are not read as JSON. Memory: one line."""
+    """The records of rare kinds, in order; other lines are not parsed. Memory: one line."""
     if not path.exists():
         return
     named = [f'"{kind}"'.encode() for kind in kinds]
@@ -241,11 +236,11 @@ def read_kinds(path: Path, *kinds: str) -> Iterator[Record]:
 
 
 _SKIM_BYTES = 1 << 13
-"""Read at each place of a log that is skimmed; lines that are longer are passed by."""
+"""Read at each place of a log that is skimmed; longer lines are skipped."""
 
 
 def skim_metrics(path: Path, n: int) -> Iterator[tuple[int, Record]]:
-    """At most n records at even distances in the file, each with the byte at which its line begins."""
+    """At most n records, evenly spaced in the file, each with the offset of its line."""
     if not path.exists():
         return
     with open_log_file(path) as file:
@@ -260,7 +255,7 @@ def skim_metrics(path: Path, n: int) -> Iterator[tuple[int, Record]]:
 
 
 _TAIL_BYTES = 1 << 16
-"""Of a log, in which its last record mostly is."""
+"""End of a log, which usually holds its last record."""
 
 
 def last_step(path: Path) -> int:
@@ -279,12 +274,12 @@ def last_step(path: Path) -> int:
 
 
 def _parsed(line: bytes) -> Record | str:
-    """The record of a line; or why it is none, in words that follow a number of lines."""
+    """The record of a line; or why it is not one, in words that follow a number of lines."""
     try:
         record = from_json(line)
     except ValueError:
         try:
-            record = json.loads(line)  # six times slower; knows other encodings too, and halves of surrogate pairs
+            record = json.loads(line)  # six times slower; accepts other encodings, and halves of surrogate pairs
         except (ValueError, RecursionError):  # also a number of more than 4,300 digits
             return "not whole JSON"
     return _fault(record) or _checked(record)
@@ -292,7 +287,7 @@ def _parsed(line: bytes) -> Record | str:
 
 _TEXTS = ("kind", "prompt", "text", "unit")
 _NOT_FINITE = ("nan", "inf", "-inf")
-"""JSON has no such numbers: a figure that is one of them is written as its name."""
+"""JSON lacks these numbers: they are written by name."""
 
 
 def _is_number(value: Any) -> bool:
@@ -308,7 +303,7 @@ def _is_figure(value: Any) -> bool:
 
 
 def _is_duration(value: Any) -> bool:
-    return _is_number(value) and 0 <= value < 2**63  # neither nan nor inf, which the clock of no machine shows
+    return _is_number(value) and 0 <= value < 2**63  # neither nan nor inf
 
 
 def _is_text(value: Any) -> bool:
@@ -321,11 +316,11 @@ _NEEDED: dict[str, dict[str, Callable[[Any], bool]]] = {
     "sample": {"prompt": _is_text, "text": _is_text},
     "rollback": {"from_step": _is_count},
 }
-"""The values without which a record of each kind is none, and how each is checked."""
+"""The values that a record of each kind must have, and how each is checked."""
 
 
 def _fault(record: Any) -> str | None:
-    """Why this is no record, in words that follow a number of lines; None: it is one."""
+    """Why this is not a record, in words that follow a number of lines; None: it is one."""
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
         return "without a kind"
     if not _is_count(record.get("step")):
@@ -337,7 +332,7 @@ def _fault(record: Any) -> str | None:
 
 
 def _checked(record: Record) -> Record:
-    """The record with its figures as numbers, less values that are none; of an unknown kind as it is."""
+    """The record with its figures as numbers, without invalid values; one of an unknown kind is not changed."""
     if record["kind"] not in (*_NEEDED, "skipped"):
         return record
     for key in [key for key, value in record.items() if type(value) is not float]:  # nearly all are
@@ -345,7 +340,7 @@ def _checked(record: Record) -> Record:
         if key not in _TEXTS and _is_number(value):
             continue
         if isinstance(value, str) and key in _TEXTS:
-            record[key] = value.encode("utf-8", "replace").decode("utf-8")  # half of a pair is no text
+            record[key] = value.encode("utf-8", "replace").decode("utf-8")  # replaces halves of surrogate pairs
         elif isinstance(value, str) and value in _NOT_FINITE and key not in _TEXTS:
             record[key] = float(value)
         elif key in _TEXTS or not (
@@ -367,7 +362,7 @@ def _line(record: Record) -> str:
 
 
 def write_samples(metrics: Path, path: Path) -> None:
-    """Write the run's samples as Markdown, oldest first: what was given, and below it how the model went on."""
+    """Write the run's samples as Markdown, oldest first: each prompt with its continuation."""
     samples = [record for record in read_metrics(metrics) if record["kind"] == "sample"]
     if not samples:
         return
@@ -379,7 +374,7 @@ def write_samples(metrics: Path, path: Path) -> None:
 
 
 def fenced(text: str) -> str:
-    """The text as a block of Markdown that nothing in it can end."""
+    """The text as a block of Markdown that its content cannot end."""
     longest = max((len(ticks) for ticks in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{text}\n{fence}"

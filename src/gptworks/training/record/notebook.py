@@ -1,4 +1,4 @@
-"""The display of a run in a notebook: one output below the cell, which is updated as the run trains."""
+"""The display of a run in a notebook: one output below the cell, updated during the run."""
 
 import io
 from collections import deque
@@ -9,18 +9,18 @@ from gptworks.terminal import Console
 from gptworks.training.record.display import Display
 
 MOST_LINES = 30
-"""Most messages in the output: the newest. All figures are in the run folder."""
+"""Messages in the output, the newest ones; the run folder has all figures."""
 MOST_CHARACTERS = 100
-"""Longest sample, which is one line here; the run folder has all of it."""
+"""Longest sample, shown on one line; the run folder has all of it."""
 
 
 def in_notebook() -> bool:
-    """Whether a kernel shows what this process prints."""
+    """Whether this process prints to a notebook."""
     return Console().is_jupyter
 
 
 class NotebookDisplay(Display):
-    """Shows the newest messages, and below them the line of progress, in one output."""
+    """Shows the newest messages with the progress below, in one output."""
 
     every_seconds = 1.0
 
@@ -47,5 +47,5 @@ class NotebookDisplay(Display):
             self._output.update(shown, raw=True)
 
     def preparing(self, stage: str, done_bytes: int, total_bytes: int | None) -> None:
-        """Show how far the text is prepared."""
+        """Show the progress of preparing the text."""
         self.line(f"{stage}: {done_bytes / total_bytes:.0%}" if total_bytes else stage)

@@ -26,18 +26,18 @@ class RunOutcome(BaseModel):
     skipped_steps: int = Field(ge=0)
     best_step: int = Field(ge=0)
     best_validation_loss: float | None
-    """null: there was no finite evaluation."""
+    """null: no evaluation had a finite loss."""
     predicted_memory_bytes: int | None
     measured_memory_bytes: int | None
-    """Of tensors, as what is predicted is."""
+    """Of tensors, as the prediction."""
     grown_memory_bytes: int | None = None
     """Of resident memory on a CPU: tensors, and code, files and freed memory that is kept."""
     training: dict[str, str]
-    """The model card's section on the training: each fact by its name."""
+    """The model card's section on training: facts by name."""
 
 
 def read_outcome(run_dir: Path) -> RunOutcome | str:
-    """How the run in a folder last ended, or why that is not known."""
+    """How the run in a folder last ended, or why that is unknown."""
     path = run_dir / FILE
     try:
         if path.stat().st_size > _MOST_BYTES:

@@ -1,4 +1,4 @@
-"""What a run says of itself, as it goes: to the terminal, to metrics.jsonl and what is drawn of that, to its card."""
+"""Reports a run: on the terminal, in metrics.jsonl and the curves drawn from it, and on its card."""
 
 import math
 import shlex
@@ -24,14 +24,14 @@ from gptworks.training.step import TrainStep
 from gptworks.units import epochs_words, significant
 
 DESCRIBED_EVERY_SECONDS = 60.0
-"""How often an evaluation writes curves.svg and the card anew; the first and the end of a run always do."""
+"""Least time between updates of curves.svg and the card; the first evaluation and the end always update them."""
 
 PACE_KNOWN_SECONDS = 10.0
-"""Into a session, when the line on its expected end is shown; a run that is nearly done by then has none."""
+"""After this time, a session shows when it will end, unless it is nearly done."""
 
 
 class Reporter(Listener):
-    """Reports a run. Every rank has one; those but the first are silent."""
+    """Reports a run. All ranks but the first are silent."""
 
     def __init__(
         self,
@@ -50,15 +50,15 @@ class Reporter(Listener):
         self._throughput = Throughput(recipe.model, self._device, precision, self._ranks.size)
         self._cores, self._advised = BusyCores(), False
         self._described = -math.inf  # when the curves and the card were written, on the monotonic clock
-        self._started: tuple[float, float] | None = None  # the session's first second, and how much of the run was done
+        self._started: tuple[float, float] | None = None  # the session's start, and the share of the run done before it
         self._end_announced = False
 
     def opening(self, model: torch.nn.Module, progress: Progress) -> None:
-        """What is trained, where, on how much text and for how long."""
+        """Say what is trained, where, on how much text and for how long."""
         total = count_parameters(self.recipe.model).total
         trained = sum(math.prod(p.shape) for p in model.parameters() if p.requires_grad)
         part = "" if trained == total else f", {trained:,} of them trained" if self.recipe.adapter is None else (
-            f" and an adapter of {trained:,}, which alone is trained ({trained / total:.2%})"
+            f" and an adapter of {trained:,}, the only part trained ({trained / total:.2%})"
         )  # fmt: skip
         n_tokens = self.objective.samples.train_shards.n_tokens
         self.display.message(
@@ -71,7 +71,7 @@ class Reporter(Listener):
         self._started = time.monotonic(), self.length.share_done(progress)
 
     def _epochs(self, progress: Progress) -> str:
-        """How often the run reads its text, where its steps are known."""
+        """How often the run reads its text; empty if its length in steps is unknown."""
         steps, objective = self.length.total_steps(progress), self.recipe.objective
         if steps is None:
             return ""
@@ -94,14 +94,14 @@ class Reporter(Listener):
         return "; ".join(filter(None, [words, *then])) or f"datasets: {', '.join(epochs)}"
 
     def begin(self, progress: Progress) -> None:
-        """Open the log where the run stands, after a start, a resume or a rollback."""
+        """Open the log after a start, a resume or a rollback."""
         self.log.close()
         self._throughput.start(progress.tokens, progress.seconds)
         if self._ranks.is_rank_zero:
             self.log = open_log(self.recipe, progress.step, progress.rollbacks)
 
     def _count_short(self, progress: Progress) -> None:
-        """Tell the throughput of a step that is done where its rows were shorter than the context."""
+        """Report a step with rows shorter than the context to the throughput."""
         train, whole, step = self.recipe.train, self.recipe.model.context_length, progress.step - 1
         if (length := train.length_at(step, whole)) < whole:
             self._throughput.count_short(train.batch_size_at(step) * whole, length)
@@ -140,7 +140,7 @@ class Reporter(Listener):
         self.display.step(self.length.reached(progress), done, losses.loss, self._seconds_left(progress, done))
 
     def _seconds_left(self, progress: Progress, done: float) -> float:
-        """Until the end, at the pace of this session with its evaluations and samples; said once it is known."""
+        """Seconds until the end at this session's pace, evaluations and samples included; announced once known."""
         began, done_before = self._started or (0.0, 0.0)
         if self._started is None or done <= done_before:
             return progress.seconds / done * (1 - done) if done else 0.0
@@ -160,7 +160,7 @@ class Reporter(Listener):
             self._advised = advice is not None
 
     def rolled_back(self, progress: Progress, from_step: int) -> None:
-        """The run went back to where it stands now."""
+        """The run went back to this step."""
         self.begin(progress)
         self.log.write({"kind": "rollback", "step": progress.step, "from_step": from_step})
         self.display.message(f"back to step {progress.step:,}, and on past the batches of the skipped steps")
@@ -193,7 +193,7 @@ class Reporter(Listener):
             self._describe(progress)
 
     def _describe(self, progress: Progress, reason: str | None = None, memory: MemoryPeaks | None = None) -> None:
-        """Draw the curves and write the card, as of now."""
+        """Draw the curves and write the card."""
         folder, samples = self.recipe.run_dir, self.objective.samples.per_epoch
         self._described = time.monotonic()
         draw_curves(folder / "metrics.jsonl", folder / "curves.svg", self.recipe.name)
@@ -201,24 +201,24 @@ class Reporter(Listener):
         write_model_card(self.recipe, progress, reason, samples, self.precision, memory, self._layout, epochs)
 
     def sample(self, progress: Progress, prompt: str, text: str) -> None:
-        """A text that the model has written."""
+        """Record a sample."""
         self.log.write({"kind": "sample", "step": progress.step, "prompt": prompt, "text": text})
         self.display.sample(progress.step, prompt, text)
 
     def sampled(self) -> None:
-        """All texts of a step are there."""
+        """Write samples.md after all samples of a step."""
         if self._ranks.is_rank_zero:
             write_samples(self.recipe.run_dir / "metrics.jsonl", self.recipe.run_dir / "samples.md")
 
     def end(self, progress: Progress, reason: str, memory: MemoryPeaks, talks: bool) -> None:
-        """The run's end: the curves, the card, a line, and what one can do next. On the first rank.
+        """Report the end: the curves, the card, a line, and commands to run next. On rank 0.
 
         Args:
             talks: whether the model has a chat template.
         """
         self.log.close()
         self._describe(progress, reason, memory)
-        left = " Go on with --resume." if self.length.share_done(progress) < 1 else ""
+        left = " Continue with --resume." if self.length.share_done(progress) < 1 else ""
         self.display.message(
             f"{reason} at step {progress.step:,} after {clock(progress.seconds)}, {progress.tokens:,} tokens. "
             f"Saved in {self.recipe.run_dir}.{left}"

@@ -1,4 +1,4 @@
-"""Where the time of a run goes, in seconds by part."""
+"""Seconds of a run by part."""
 
 import time
 from collections import deque
@@ -13,9 +13,8 @@ from gptworks.device import synchronize
 class Stopwatch:
     """Adds up durations by name.
 
-    A part on CUDA is timed between two events on the device's own stream, so that no step waits for its parts: what
-    the device does for a part counts there, and where the device waits for Python, that counts too. On MPS, whose
-    events do not time, each part ends with a wait for the device.
+    On CUDA, a part is timed between two events on the device's stream, so that no step waits for its parts; time in
+    which the device waits for Python counts too. On MPS, whose events have no time, each part waits for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,7 +25,7 @@ class Stopwatch:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Count what runs inside as `name`, and no longer as the part around it."""
+        """Count the time inside as `name`, not as the enclosing part."""
         self._open.append(name)
         on_cuda = self._device.type == "cuda"
         began = self._event() if on_cuda else None
@@ -45,7 +44,7 @@ class Stopwatch:
                 self._add(names, time.perf_counter() - started)
 
     def take(self) -> dict[str, float]:
-        """The sums since the last call, in seconds rounded to 0.1 ms. Waits for the device."""
+        """Seconds by part since the last call, rounded to 0.1 ms. Waits for the device."""
         if self._running:
             self._running[-1][2].synchronize()
         while self._running:

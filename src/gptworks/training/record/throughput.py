@@ -1,4 +1,4 @@
-"""How fast a run goes: tokens and model FLOPs a second, and their share of what this device's matrix products reach."""
+"""The speed of a run: tokens and model FLOPs a second, and the share of this device's rate of matrix products."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,10 @@ from gptworks.device import Precision, product_rate
 from gptworks.planning.flops import forward_flops
 
 MEASURE_AFTER_SECONDS = 10.0
-"""Of training in this process: a run too short for it is not held up by measuring the device."""
+"""Training time before the device is measured: short runs do without."""
 
 MOST_MEASURED = 4
-"""Times. The device is measured again where training is faster than it: other programs kept it busy before."""
+"""Measurements of the device: it is measured again if training is faster, since other programs kept it busy then."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Pace:
     flops_per_second: float
     """Of the model's matrix products, forward and backward, attention in full; recomputation is not counted."""
     utilization: float | None
-    """Of the rate of large products in the same precision, as measured on this device, times the devices. None before
-    it is measured, and where what was measured is too little to be true."""
+    """Share of the measured rate of large products in the same precision, times the devices. None: not measured yet, or
+    the measured rate is too low to be right."""
 
     @property
     def record(self) -> dict[str, float]:
@@ -38,7 +38,7 @@ class Pace:
 
 
 class Throughput:
-    """Turns the tokens and seconds that a run has counted into rates. Seconds are those of training steps alone."""
+    """Turns the tokens and seconds of training steps into rates."""
 
     def __init__(self, model: ModelConfig, device: torch.device, precision: Precision, n_devices: int) -> None:
         self._model = model
@@ -50,7 +50,7 @@ class Throughput:
         self.start(0, 0.0)
 
     def count_short(self, tokens: int, length: int) -> None:
-        """Take note of tokens of a step whose rows are shorter than the context, and take fewer operations each."""
+        """Count tokens of rows that are shorter than the context, which take fewer operations each."""
         self._saved_flops += tokens * (
             self._flops_per_token - forward_flops(self._model, length).training_per_token_dense
         )
@@ -61,7 +61,7 @@ class Throughput:
         self._begun_seconds = seconds
 
     def pace(self, tokens: int, seconds: float) -> Pace:
-        """Rates since the last call, from what the run has counted in all."""
+        """Rates since the last call, from the run's totals."""
         taken = seconds - self._seconds
         speed = (tokens - self._tokens) / taken if taken > 0 else 0.0
         self._tokens, self._seconds = tokens, seconds

@@ -14,7 +14,7 @@ from gptworks.training.record.metrics import MetricsLog, Record, Writer
 
 
 def check_writers(names: Sequence[str]) -> None:
-    """Refuse a writer that is not installed, before any work is done.
+    """Refuse loggers that are not installed, before any work is done.
 
     Raises:
         UserError: as it says.
@@ -25,7 +25,7 @@ def check_writers(names: Sequence[str]) -> None:
 
 
 def open_log(recipe: Recipe, resume_step: int, resume_rollbacks: int = 0) -> MetricsLog:
-    """The log of a run with the recipe's writers, which are given the records that stay; see `MetricsLog`."""
+    """The log of a run with the recipe's writers, which first get the records that stay; see `MetricsLog`."""
     writers = [WRITERS[name](recipe) for name in recipe.train.loggers]
     return MetricsLog(recipe.run_dir / "metrics.jsonl", resume_step, writers, resume_rollbacks=resume_rollbacks)
 
@@ -51,7 +51,7 @@ def texts(record: Record) -> dict[str, str]:
 
 
 class TensorBoard:
-    """Event files in the run folder's `tensorboard/`. They are written anew when a run goes on, so none is double."""
+    """Event files in the run folder's `tensorboard/`. A resumed run writes them again, so that no record is doubled."""
 
     def __init__(self, recipe: Recipe) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -62,23 +62,23 @@ class TensorBoard:
         self._events: Any = SummaryWriter(str(folder))
 
     def write(self, record: Record) -> None:
-        """Hand on a record."""
+        """Send a record."""
         for name, value in scalars(record).items():
             self._events.add_scalar(name, value, record["step"])
         for name, text in texts(record).items():
             self._events.add_text(name, f"```\n{text}\n```", record["step"])
 
     def close(self) -> None:
-        """Write what is still to be written."""
+        """Write what is buffered."""
         self._events.close()
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases, the same one for a run folder however often it goes on.
+    """A run of Weights & Biases; a resumed run continues the same one.
 
-    Offline (`WANDB_MODE=offline`), its files in the run folder's `wandb/` are written anew when a run goes on. A server
-    takes no step twice: it keeps the first of those that are made again, which differ after a rollback or where the
-    schedule was changed.
+    Offline (`WANDB_MODE=offline`), a resumed run writes its files in the run folder's `wandb/` again. A server accepts
+    a step only once: of a step that is run again it keeps the first record, which differs from the second after a
+    rollback or a change of the schedule.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -105,12 +105,12 @@ class WeightsAndBiases:
         self._first_step: int = self._run.step  # 0 for a new run; else the one after those that the server has
 
     def write(self, record: Record) -> None:
-        """Hand on a record; those of one step become one point."""
+        """Send a record; those of one step become one point."""
         if record["step"] >= self._first_step:
             self._run.log({**scalars(record), **texts(record)}, step=record["step"])
 
     def close(self) -> None:
-        """Wait until everything is sent."""
+        """Wait until all is sent."""
         self._run.finish()
 
 

@@ -1,4 +1,4 @@
-"""The plan of a recipe, with what is known of its data."""
+"""The plan of a recipe, with the known size of its data."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,10 +23,10 @@ def estimate(
     n_ranks: int = 1,
     utilization: float = UTILIZATION,
 ) -> tuple[Plan, str | None]:
-    """The plan, and which source of the data is missing: what depends on its tokens is unknown then.
+    """The plan, and the missing source of the data, if any: figures that depend on its tokens are then unknown.
 
     Args:
-        read: reads the recipe again, with overrides: advice is tried as a user would.
+        read: reads the recipe again with overrides, to try advice.
 
     Raises:
         UserError: as `gptworks.planning.run.plan`; or the vocabulary is not known yet and the data is missing.
@@ -49,11 +49,11 @@ def estimate(
 
 
 MOST_SAMPLES = 1_000_000
-"""Samples of which lengths are looked up; if there are more, these represent all."""
+"""Samples whose lengths are read; they represent the rest."""
 
 
 def _with_lengths(found: Plan, pairs: AnswerPairs, steps: int) -> Plan:
-    """The plan with the lengths that pairs really have: attention works over those too."""
+    """The plan with the pairs' real lengths, over which attention works too."""
     n_samples = min(found.train.samples_before(steps), MOST_SAMPLES)
     per_sample = pairs.tokens_read(n_samples, found.setting.micro_batch_size) / n_samples
     model = found.recipe.model
@@ -63,7 +63,7 @@ def _with_lengths(found: Plan, pairs: AnswerPairs, steps: int) -> Plan:
 
 
 def with_what_is_prepared(recipe: Recipe) -> tuple[Recipe, Prepared | None]:
-    """The recipe with the vocabulary of its prepared data, and that data; None if it is not prepared."""
+    """The recipe with the vocabulary of its prepared data, and that data; None: it is not prepared."""
     prepared = find_prepared(recipe)
     if prepared is None:
         return recipe, None

@@ -1,7 +1,6 @@
-"""The memory that the tensors of one training step hold, counted during the step, to compare with the plan.
+"""The memory of a training step's tensors, counted during the step, to compare with the plan.
 
-The growth of the process is another figure: it includes freed memory that the allocator keeps, the code that torch
-loads, and the files that are read.
+The growth of the process is another figure: it includes freed memory that the allocator keeps, torch's code, and files.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,8 +17,7 @@ from gptworks.training.setup import PreparedRun
 
 
 class StepBytes(LiveBytes):  # type: ignore[no-untyped-call]
-    """Counts, in addition to what operations make, the storages that they find: weights, moments, tokens. These are
-    taken to live throughout."""
+    """Also counts the storages that operations read: weights, moments, tokens. These are assumed to live throughout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,22 +34,22 @@ class StepBytes(LiveBytes):  # type: ignore[no-untyped-call]
 
 
 class StepMemory:
-    """Counts in one step of a run. It costs some hundredths of a second, and changes nothing that is computed."""
+    """Counts in one step of a run, which costs some hundredths of a second and changes no result."""
 
     def __init__(self, setup: PreparedRun) -> None:
-        """Made before the model: the growth of the process is counted from here."""
+        """Create it before the model: the growth of the process is counted from here."""
         self._setup, self._n_whole = setup, 0
         self._counts = setup.device.type == "cpu" and setup.ranks.size == 1 and setup.recipe.train.compile != "block"
         self._before_bytes = reset_peak(setup.device)
         self.peak_bytes: int | None = None
-        """The most that was held at once in that step; None: the step has not been taken."""
+        """Peak of that step; None: it has not been taken."""
 
     @contextmanager
     def counted(self, is_whole: bool) -> Iterator[None]:
-        """Around each step: counts in the second that is whole, in which the optimizer has its state.
+        """Around each step: counts in the second full one, when the optimizer has its state.
 
         Args:
-            is_whole: whether the step is as large as the plan takes them to be.
+            is_whole: whether the step is full: as large as the plan assumes.
         """
         self._n_whole += is_whole
         if not (self._counts and is_whole and self._n_whole == 2):
@@ -62,14 +60,14 @@ class StepMemory:
         self.peak_bytes = held.found_bytes + held.peak_bytes
 
     def peaks(self, copied_bytes: int) -> MemoryPeaks:
-        """What was planned, and what was held.
+        """The planned and the measured peak.
 
         Args:
-            copied_bytes: of the largest copy from which a checkpoint was written.
+            copied_bytes: of the largest copy for a checkpoint.
         """
         setup, step_bytes = self._setup, self.peak_bytes
         grown_bytes = peak_growth_bytes(setup.device, self._before_bytes) or None
-        if setup.device.type == "cuda":  # which counts what tensors hold
+        if setup.device.type == "cuda":  # where growth is of tensors
             step_bytes, grown_bytes = grown_bytes, None
         elif step_bytes is not None:
             step_bytes += copied_bytes

@@ -22,17 +22,17 @@ from gptworks.training.objectives.next_token import Batch
 from gptworks.training.rehearsal.trace import Rehearsal, take
 
 SPEED_SECONDS, SPEED_STEPS = 2.0, 9
-"""How long steps are taken, and how many at most, where only the speed is measured."""
+"""Duration and number of steps, at most, if only the speed is measured."""
 
 
 def measure_step(rehearsal: Rehearsal) -> Measured:
-    """Measure in new processes, so that nothing else's memory is counted.
+    """Measure in new processes, so that no other memory is counted.
 
-    On a CPU there are two: one gives freed memory back at once, so that what it has resident is what is in use; the
-    other keeps it as `gptworks train` does, and has the speed.
+    On a CPU there are two: for memory, one that returns freed memory at once, so that its resident memory is in use;
+    for speed, one that keeps it as `gptworks train` does.
 
     Raises:
-        RunError: a process failed; where memory did not suffice, the system may have ended it.
+        RunError: a process failed, perhaps for lack of memory.
     """
     as_trained = _in_new_process(rehearsal, "keep")
     if rehearsal.device != "cpu":
@@ -41,7 +41,7 @@ def measure_step(rehearsal: Rehearsal) -> Measured:
 
 
 def measure_speed(rehearsal: Rehearsal) -> Measured:
-    """Measure only the speed, in this process: the median of the steps that `SPEED_SECONDS` allow, one at least.
+    """Measure only the speed, in this process: the median of the steps within `SPEED_SECONDS`, at least one.
 
     Raises:
         RunError: a step failed.
@@ -54,7 +54,7 @@ def measure_speed(rehearsal: Rehearsal) -> Measured:
             if sum(seconds) + taken > SPEED_SECONDS or len(seconds) == SPEED_STEPS:
                 break
     except RuntimeError as error:
-        raise RunError(f"the measured step failed: {error}. It may be that memory did not suffice.") from error
+        raise RunError(f"the measured step failed: {error}. Perhaps memory did not suffice.") from error
     return Measured(None, None, rehearsal.train.batch_size * rehearsal.model.context_length / median(seconds))
 
 
@@ -67,14 +67,14 @@ def _in_new_process(rehearsal: Rehearsal, freed_memory: str) -> Measured:
     if result.returncode:
         errors = result.stderr.decode(errors="replace").strip().splitlines()
         why = (errors or [f"ended by signal {-result.returncode}"])[-1]
-        raise RunError(f"the measured step failed: {why}. It may be that memory did not suffice.")
+        raise RunError(f"the measured step failed: {why}. Perhaps memory did not suffice.")
     return Measured(**json.loads(result.stdout))
 
 
 def _measure(rehearsal: Rehearsal) -> Measured:
     model, device = rehearsal.model, torch.device(rehearsal.device)
     plain = Rehearsal(_small(model), rehearsal.train, rehearsal.device, rehearsal.precision)
-    next(_step_seconds(plain))  # what torch loads at its first step belongs to no step
+    next(_step_seconds(plain))  # torch loads code at its first step
     before = reset_peak(device)
     seconds = next(_step_seconds(rehearsal))
     peak = peak_growth_bytes(device, before) or 0
@@ -87,20 +87,19 @@ WARM_FIELDS = (
     "attention_softcap", "logit_softcap", "tie_embeddings", "n_future_tokens", "n_experts", "n_experts_per_token",
     "dropout_embedding", "dropout_attention", "dropout_residual", "dropout_mlp",
 )  # fmt: skip
-"""Of a model, those settings that choose kernels and whose rules do not depend on its sizes."""
+"""Settings of a model that choose kernels and whose rules do not depend on its sizes."""
 
 
 def _small(model: ModelConfig) -> ModelConfig:
-    """A model of one narrow layer that loads what this one loads. It is made by `ModelConfig`, whose rules it keeps,
-    from a fixed list of settings: all others (an init or gates that need more layers or channels) have their defaults.
-    """
+    """A model of one narrow layer that loads the same code. Settings that are not in `WARM_FIELDS` have their defaults:
+    some, such as gates, would need more layers or channels."""
     kept = {name: getattr(model, name) for name in WARM_FIELDS}
     shared = {"d_ff_shared": 64} if model.d_ff_shared else {}
     return ModelConfig(vocab_size=64, context_length=64, n_layers=1, d_model=64, n_heads=2, d_ff=64, **kept, **shared)
 
 
 def _step_seconds(rehearsal: Rehearsal) -> Iterator[float]:
-    """Of each step after the first, which makes the optimizer's state."""
+    """Seconds of each step after the first, which makes the optimizer's state."""
     model, train, device = rehearsal.model, rehearsal.train, torch.device(rehearsal.device)
     step = rehearsal.new_step()
     tokens = torch.randint(model.vocab_size, (train.batch_size, model.context_length), device=device)

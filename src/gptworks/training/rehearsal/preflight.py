@@ -23,21 +23,20 @@ from gptworks.planning.setting import Setting
 from gptworks.units import readable
 
 KEPT_SHARE = 1.5
-"""What a process has resident where the allocator keeps freed memory, over what is in use: 1.2 to 1.45 as measured
-(docs/benchmarks.md), from holes between blocks of unlike sizes."""
+"""Resident memory over memory in use where the allocator keeps freed memory: 1.2 to 1.45 as measured
+(docs/benchmarks.md), from fragmentation."""
 
 
 def run_setting(recipe: Recipe, device: torch.device, precision: Precision, layout: Layout = ONE_DEVICE) -> Setting:
-    """The step of one device with checkpoints; the least that it may be where the vocabulary is not known yet."""
+    """The step of one device, with checkpoints; a lower bound while the vocabulary is not known yet."""
     return rank_setting(recipe, precision.name, device.type == "cpu", layout)
 
 
 def this_device(device: torch.device, n_local_ranks: int = 1, n_ranks: int = 1) -> Device:
-    """What one of this machine's ranks trains on, as a plan sees it: its share of the memory, the memory of its host,
-    rates unknown.
+    """The device of one of this machine's ranks, for a plan: its share of the memory and its host's; rates unknown.
 
     Args:
-        n_ranks: of the run. More than this machine's: each machine is taken to have as many as this one.
+        n_ranks: of the run. If there are more than on this machine, each machine is assumed to have as many.
     """
     memory, host = rank_memory_bytes(device, n_local_ranks), host_memory_bytes(device, n_local_ranks)
     bf16, there = multiplies_bf16_natively(device), torch.cuda.device_count() if device.type == "cuda" else 1
@@ -56,10 +55,10 @@ def check_memory(
     layout: Layout = ONE_DEVICE,
     n_local_ranks: int = 1,
 ) -> Peak:
-    """The most that a device will hold at once.
+    """The planned peak memory of a device.
 
     Args:
-        n_local_ranks: processes that share this machine, and its memory where they run on the CPU.
+        n_local_ranks: processes on this machine; on the CPU they share its memory.
 
     Raises:
         UserError: device or host do not hold the run, and `force` is false; the message names what would make it fit.
@@ -70,30 +69,30 @@ def check_memory(
         return needed.peak
     advice = "".join(f" {_advised(change)}." for change in changes_that_fit(recipe, layout.world_size, place)[:1])
     raise UserError(
-        f"this run does not fit: {needed.missing}.{advice} `gptworks plan` shows more, and --force tries nevertheless."
+        f"this run does not fit: {needed.missing}.{advice} `gptworks plan` shows more, and --force starts it anyway."
     )
 
 
 def _advised(change: Change) -> str:
-    """A change as one makes it where training starts, and what is needed then."""
+    """A change in the words of `gptworks train`, and the memory that is needed with it."""
     what = list(change.overrides)
     if change.n_ranks != change.n_ranks_before:
         what += [f"on {change.n_ranks} devices (`gptworks launch --nproc`, or torchrun)"]
     if change.ranks_per_node is not None:
         what += [f"with {change.ranks_per_node} of {change.n_ranks} ranks on each machine (`torchrun --nnodes`)"]
     host = change.need.host
-    besides = "" if host is None or host.limit_bytes is None else f", and a host {readable(host.total_bytes, 'B')}"
+    and_host = "" if host is None or host.limit_bytes is None else f", and a host {readable(host.total_bytes, 'B')}"
     would = "would hold" if change.fits else "would still hold"
-    return f"{' '.join(what)} {would} {readable(change.peak_bytes, 'B')}{besides}"
+    return f"{' '.join(what)} {would} {readable(change.peak_bytes, 'B')}{and_host}"
 
 
 def rank_memory_bytes(device: torch.device, n_local_ranks: int) -> int:
-    """What one of this machine's ranks may take."""
+    """Memory of one of this machine's ranks."""
     return memory_bytes(device) // (1 if device.type == "cuda" else n_local_ranks)
 
 
 def choose_allocation(peak: Peak, device: torch.device, n_local_ranks: int = 1) -> None:
-    """Let the allocator keep freed memory, which is faster, where there is room for the holes it leaves."""
+    """Let the allocator keep freed memory, which is faster, if there is room for fragmentation."""
     if peak.total_bytes * KEPT_SHARE <= rank_memory_bytes(device, n_local_ranks):
         keep_freed_memory()
     else:

@@ -1,8 +1,7 @@
 """The memory of a training step, counted from the step itself, with nothing allocated.
 
 The step runs on torch's fake tensors, which have shapes, dtypes and storages but no contents, and every storage is
-counted from its birth to its death. Not seen is what kernels take inside themselves, what the allocator keeps, and
-Python.
+counted while it lives. Scratch memory inside kernels, memory that the allocator keeps, and Python are not counted.
 """
 
 import math
@@ -66,7 +65,7 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Trace:
-    """Bytes that stood at once, at most, in each part of a training step, model and optimizer included."""
+    """Peak bytes in each part of a training step, model and optimizer included."""
 
     forward_backward_bytes: int
     optimizer_bytes: int
@@ -77,10 +76,10 @@ class Trace:
 
 
 def trace_step(rehearsal: Rehearsal) -> Trace:
-    """The peak of a step after the first, in which the optimizer has its state. Experts are taken as evenly used.
+    """The peak of a step after the first, when the optimizer has its state. Experts are assumed to be evenly used.
 
     Raises:
-        UserError: this torch cannot follow the step on that device: cuda needs a GPU, though nothing runs there.
+        UserError: torch cannot trace on that device: cuda needs a GPU, though nothing runs there.
     """
     train, place = rehearsal.train, torch.device(rehearsal.device)
     if place.type not in ("cpu", "cuda"):
@@ -91,7 +90,7 @@ def trace_step(rehearsal: Rehearsal) -> Trace:
     with FakeTensorMode(), live:
         step = rehearsal.new_step()
         tokens = torch.zeros(train.batch_size, rehearsal.model.context_length, dtype=torch.int64, device=place)
-        for parameter in step.optimizer.parameters.values():  # as good as a first step for making the optimizer's state
+        for parameter in step.optimizer.parameters.values():  # makes the optimizer's state as a first step would
             parameter.grad = torch.zeros_like(parameter)
         step.apply(step.gradient_norm())
         live.peak_bytes = 0
@@ -110,15 +109,15 @@ def accumulate(step: TrainStep, train: TrainConfig, batch: Batch) -> None:
 
 
 def take(step: TrainStep, train: TrainConfig, batch: Batch) -> None:
-    """A whole step of a batch of `train.batch_size` rows."""
+    """A step, update included, of a batch of `train.batch_size` rows."""
     accumulate(step, train, batch)
     step.apply(step.gradient_norm())
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the storages that operations make, while they live, and the most there were at once.
+    """Counts the bytes of the storages that operations make, while they live, and their peak.
 
-    `torch.distributed._tools.mem_tracker.MemTracker` counts the same, which a test holds, in six times the time.
+    `torch.distributed._tools.mem_tracker.MemTracker` counts the same, as a test checks, but takes six times as long.
     """
 
     def __init__(self) -> None:
@@ -150,7 +149,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _run(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An operation; where it takes what a fake mask is true for, it takes all."""
+    """Run an operation; a fake mask selects everything."""
     masks = function in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default)
     if masks and isinstance(args[0], torch._subclasses.FakeTensor):
         x, indices, *rest = args
@@ -163,4 +162,4 @@ _ANSWERS: dict[Any, Any] = {
     torch.ops.aten._local_scalar_dense.default: lambda tensor: 1,
     torch.ops.aten.bincount.default: lambda tensor, weights=None, minlength=0: tensor.new_zeros(minlength),
 }
-"""What is said where a step asks a fake tensor for its numbers: `.item()`, and the tokens of each expert."""
+"""Results where a step needs the numbers of a fake tensor: `.item()`, and the tokens of each expert."""
