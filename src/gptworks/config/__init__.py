@@ -13,6 +13,7 @@ from gptworks.config.base import (
     role_of,
     settings,
 )
+from gptworks.config.batches import IGNORED, ParallelConfig, computes_again
 from gptworks.config.data import DataConfig, ValidationSplit
 from gptworks.config.defaults import ENDS, train_defaults
 from gptworks.config.mixture import Anneal, MixtureMember
@@ -49,5 +50,5 @@ from gptworks.config.tokenizer import (
     TokenizerConfig,
     WordTokenizer,
 )
-from gptworks.config.train import IGNORED, ParallelConfig, TrainConfig, computes_again
+from gptworks.config.train import TrainConfig
 from gptworks.config.trained import ADAPTED_MODULES, FreezeConfig, LoRAConfig

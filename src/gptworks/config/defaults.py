@@ -7,10 +7,10 @@ docs/benchmarks.md.
 from collections.abc import Mapping
 from typing import Any
 
+from gptworks.config.batches import FUTURE_WEIGHT
 from gptworks.config.model import ModelConfig
 from gptworks.config.objective import ObjectiveConfig
 from gptworks.config.optimizers import OPTIMIZERS
-from gptworks.config.train import FUTURE_WEIGHT
 
 RATE, RATE_WIDTH = 0.02, 512
 """AdamW's rate beside Muon, for embeddings, head and vectors, up to the widest model that was tried; in inverse

@@ -12,6 +12,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from gptworks.config.base import Fixed, Fraction, PositiveInt, Section, Steering
+from gptworks.config.batches import BatchSettings
 from gptworks.config.model import Shape
 
 MUON_TOGETHER = 2**22
@@ -122,7 +123,7 @@ class RateFactors(Section):
     vectors: Steering[float] = Field(1.0, ge=0, description="Norms, biases and other vectors and scalars.")
 
 
-class OptimizerSettings(Section):
+class OptimizerSettings(BatchSettings):
     """Which optimizer changes the weights, and how far at each step."""
 
     optimizer: Fixed[Literal["adamw", "muon", "normuon", "soap"]] = Field(

@@ -11,18 +11,19 @@ from gptworks.data.opened import Prepared
 from gptworks.data.prepare import prepare as prepare_data
 from gptworks.device import BusyCores, Precision, choose_device, choose_precision, free_threads
 from gptworks.kernels.library import torch_trains_because
+from gptworks.planning.arrange import layout_of
 from gptworks.planning.fit import layout_words
 from gptworks.planning.layout import ONE_DEVICE, Layout
 from gptworks.planning.memory import Peak
 from gptworks.recipe import with_vocab_size
 from gptworks.tokenizer import vocabulary_size
-from gptworks.training.distributed.parallel import check_parallel, run_layout
+from gptworks.training.distributed.parallel import check_parallel
 from gptworks.training.distributed.ranks import ALONE, Ranks
 from gptworks.training.objectives.choose import OBJECTIVES
 from gptworks.training.optim.trainable import check_trained
 from gptworks.training.record.display import Display
 from gptworks.training.record.writers import check_writers
-from gptworks.training.rehearsal.preflight import check_memory, choose_allocation
+from gptworks.training.rehearsal.preflight import check_memory, choose_allocation, this_device
 from gptworks.training.run_folder import check_run_folder
 from gptworks.training.start import check_start
 from gptworks.units import readable
@@ -70,7 +71,8 @@ def prepare_run(
     precision = choose_precision(recipe.train.precision, device)
 
     def fitted(recipe: Recipe) -> tuple[Layout, Peak]:
-        layout = Layout(**ranks.from_rank_zero(lambda: asdict(run_layout(recipe, ranks, device))))
+        here = this_device(device, ranks.local_size)
+        layout = Layout(**ranks.from_rank_zero(lambda: asdict(layout_of(recipe, ranks.size, here))))
         forced = force or not ranks.is_rank_zero
         return layout, check_memory(recipe, device, precision, forced, layout, ranks.local_size)
 

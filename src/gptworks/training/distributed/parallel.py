@@ -36,12 +36,11 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from gptworks.config import IGNORED, ModelConfig, Recipe, TrainConfig
 from gptworks.errors import UserError
 from gptworks.model import GPT
-from gptworks.planning.arrange import layout_of, refusal
+from gptworks.planning.arrange import refusal
 from gptworks.planning.layout import ONE_DEVICE, Layout
 from gptworks.quantize.linear import packed_matrices
 from gptworks.training.distributed.ranks import Ranks
 from gptworks.training.distributed.sums import GradientSums, Timed, local
-from gptworks.training.rehearsal.preflight import this_device
 
 Rows = tuple[Tensor, ...]
 
@@ -126,15 +125,6 @@ class Parallel:
             if self.stop_asked():
                 raise StopAsked
             yield batch
-
-
-def run_layout(recipe: Recipe, ranks: Ranks, device: torch.device) -> Layout:
-    """The layout of the recipe's model on these ranks; see `gptworks.planning.arrange`.
-
-    Raises:
-        UserError: a setting prevents it; how to change that.
-    """
-    return layout_of(recipe, ranks.size, this_device(device, ranks.local_size))
 
 
 def choose_parallel(recipe: Recipe, ranks: Ranks, device: torch.device, layout: Layout) -> Parallel:

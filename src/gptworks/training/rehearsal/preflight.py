@@ -19,17 +19,11 @@ from gptworks.planning.devices import Device
 from gptworks.planning.fit import need
 from gptworks.planning.layout import ONE_DEVICE, Layout
 from gptworks.planning.memory import Peak
-from gptworks.planning.setting import Setting
 from gptworks.units import readable
 
 KEPT_SHARE = 1.5
 """Resident memory over memory in use where the allocator keeps freed memory: 1.2 to 1.45 as measured
 (docs/benchmarks.md), from fragmentation."""
-
-
-def run_setting(recipe: Recipe, device: torch.device, precision: Precision, layout: Layout = ONE_DEVICE) -> Setting:
-    """The step of one device, with checkpoints; a lower bound while the vocabulary is not known yet."""
-    return rank_setting(recipe, precision.name, device.type == "cpu", layout)
 
 
 def this_device(device: torch.device, n_local_ranks: int = 1, n_ranks: int = 1) -> Device:
@@ -55,7 +49,7 @@ def check_memory(
     layout: Layout = ONE_DEVICE,
     n_local_ranks: int = 1,
 ) -> Peak:
-    """The planned peak memory of a device.
+    """The planned peak memory of a device; a lower bound while the vocabulary is not known yet.
 
     Args:
         n_local_ranks: processes on this machine; on the CPU they share its memory.
@@ -64,7 +58,7 @@ def check_memory(
         UserError: device or host do not hold the run, and `force` is false; the message names what would make it fit.
     """
     place = this_device(device, n_local_ranks, layout.world_size)
-    needed = need(run_setting(recipe, device, precision, layout), place)
+    needed = need(rank_setting(recipe, precision.name, device.type == "cpu", layout), place)
     if force or needed.fits:
         return needed.peak
     advice = "".join(f" {_advised(change)}." for change in changes_that_fit(recipe, layout.world_size, place)[:1])

@@ -1,0 +1,199 @@
+"""How long a run is, and the batches of its steps, on how many devices."""
+
+import math
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from gptworks.config.base import Fixed, Free, PositiveInt, PositiveTime, Section, Steering
+
+IGNORED = -100
+"""A target that carries no loss, as `torch.nn.functional.cross_entropy` has it."""
+
+
+FUTURE_WEIGHT = 0.3
+"""Of the loss of each token beyond the next, where a recipe does not say: that with which DeepSeek-V3 began."""
+
+Weight = Annotated[float, Field(ge=0, le=1000)]
+
+
+def computes_again(activation_checkpointing: str, layer: int) -> bool:
+    """Whether training keeps of a block its input alone: of each, or with `selective` of every second one."""
+    return activation_checkpointing == "block" or (activation_checkpointing == "selective" and layer % 2 == 0)
+
+
+class ParallelConfig(Section):
+    """How processes share a run. The launcher sets their number."""
+
+    strategy: Free[Literal["auto", "ddp", "fsdp"]] = Field(
+        "auto",
+        description="ddp: the whole model on each device, gradients added up. fsdp: weights, gradients and optimizer "
+        "state in equal shares (Zhao et al., 2023). auto: fsdp where a step of the whole model does not fit.",
+    )
+    tensor_parallel: Free[PositiveInt] = Field(
+        1,
+        le=65_536,
+        description="Devices that share each block's matrices: heads and inner width (Shoeybi et al., 2019).",
+    )
+    reshard_after_forward: Free[bool] = Field(
+        True, description="fsdp: free a block's gathered weights after its forward pass and gather them again."
+    )
+    timeout_seconds: Free[PositiveTime] = Field(
+        600, description="A rank that is silent, or makes all others wait, for this long ends the run."
+    )
+
+
+def _least_batch(given: dict[str, Any]) -> Any:
+    smaller = given.get("smaller_batches")
+    return smaller[0][1] if smaller else given["batch_size"]
+
+
+class BatchSettings(Section):
+    """The length of a run is the first reached of max_steps, epochs and max_minutes."""
+
+    max_steps: Steering[PositiveInt | None] = Field(None, description="Optimizer steps.")
+    epochs: Steering[float | None] = Field(
+        None,
+        gt=0,
+        le=10**9,
+        description="Passes over the training text. Default if no length is set: 4; from trained weights 2.",
+    )
+    max_minutes: Steering[PositiveTime | None] = Field(
+        None, description="Minutes of training. Such a run follows the clock and is not repeatable."
+    )
+
+    batch_size: Steering[PositiveInt] = Field(32, le=10_000_000, description="Sequences in one optimizer step.")
+    smaller_batches: Fixed[tuple[tuple[PositiveInt, PositiveInt], ...]] = Field(
+        (),
+        max_length=100,
+        description="Batches that grow (Smith et al., 2018): pairs of a step and the batch_size up to it, ascending in "
+        "both; from the last of these steps on it is batch_size. Rates stay as the schedule has them.",
+    )
+    shorter_contexts: Fixed[tuple[tuple[PositiveInt, PositiveInt], ...]] = Field(
+        (),
+        max_length=100,
+        description="Texts that grow (Li et al., 2022): pairs of a step and the length in tokens up to it, ascending "
+        "in both. Windows of the context are cut into rows of this length, so a step has as many tokens as any other; "
+        "the rows of a step come from different windows.",
+    )
+    micro_batch_size: Free[PositiveInt] = Field(
+        default_factory=_least_batch,
+        le=10_000_000,
+        description="Sequences in one forward and backward pass; divides batch_size. Gradients are accumulated. With "
+        "several devices, each takes this many, or its whole part of the batch if that is less.",
+    )
+    parallel: ParallelConfig = ParallelConfig()
+    activation_checkpointing: Free[Literal["none", "selective", "block"]] = Field(
+        "none",
+        description="block: keep only each block's input and compute the block again in the backward pass. "
+        "selective: the same for every second block."
+        " Gradients are the same bit for bit; block computes a quarter to a third more, selective half of that.",
+    )
+    compile: Free[Literal["auto", "none", "block"]] = Field(
+        "auto", description="block: compile each block with torch.compile; auto: on CUDA, where it pays."
+    )
+    router_balance_weight: Steering[float] = Field(
+        0.01, ge=0, description="Weight of the experts' load-balancing loss (Fedus et al., 2021)."
+    )
+    router_z_weight: Steering[float] = Field(
+        0.001, ge=0, description="Weight of the routers' z-loss (Zoph et al., 2022)."
+    )
+
+    future_weights: Steering[tuple[Weight, ...]] = Field(
+        (),
+        description="Of the mean losses of the tokens beyond the next, nearest first, where model.n_future_tokens is "
+        f"more than 1. Default: {FUTURE_WEIGHT} each; an adapter trains no heads and has none.",
+    )
+    future_weights_fall: Steering[bool] = Field(
+        False, description="They fall linearly to 0 over the run, as modded-nanogpt lets its own fall."
+    )
+
+    @model_validator(mode="after")
+    def _check_batches(self) -> Self:
+        if self.max_steps is None and self.epochs is None and self.max_minutes is None:
+            raise ValueError("the run has no end: set one of max_steps, epochs, max_minutes")
+        if self.batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"batch_size={self.batch_size} is not a multiple of micro_batch_size={self.micro_batch_size}: "
+                f"a step is a whole number of micro-batches"
+            )
+        self._check_smaller_batches()
+        if self.future_weights_fall and not self.future_weights:
+            raise ValueError(
+                "future_weights_fall=true and no tokens beyond the next are learned: set model.n_future_tokens to 2 or "
+                "more, or leave it out"
+            )
+        return self
+
+    def _check_smaller_batches(self) -> None:
+        if self.smaller_batches and self.epochs is not None:
+            raise ValueError(
+                f"smaller_batches and epochs={self.epochs:g}: sizes are set by step; set max_steps instead of epochs"
+            )
+        until = size = 0
+        for step, smaller in self.smaller_batches:
+            if step <= until or smaller <= size or smaller >= self.batch_size:
+                raise ValueError(
+                    f"smaller_batches has [{step}, {smaller}] after [{until}, {size}] and before batch_size="
+                    f"{self.batch_size}: steps and sizes must ascend, and batch_size is the largest"
+                )
+            if smaller % self.micro_batch_size:
+                raise ValueError(
+                    f"smaller_batches has {smaller}, which is not a multiple of micro_batch_size="
+                    f"{self.micro_batch_size}: a step is a whole number of micro-batches"
+                )
+            until, size = step, smaller
+
+    def future_weights_at(self, share_done: float) -> tuple[float, ...]:
+        """The weights of the tokens beyond the next where so much of the run is done, from 0 to 1."""
+        factor = 1 - share_done if self.future_weights_fall else 1.0
+        return tuple(factor * weight for weight in self.future_weights)
+
+    def length_at(self, step: int, context_length: int) -> int:
+        """Tokens of a row in optimizer step number `step`, from 0."""
+        return next((length for until, length in self.shorter_contexts if step < until), context_length)
+
+    def samples_by_length(self, steps: int, context_length: int) -> dict[int, int]:
+        """Sequences of `context_length` tokens in the first `steps` optimizer steps, by the length of the rows into
+        which they are cut."""
+        found, before = dict[int, int](), 0
+        for until, length in (*self.shorter_contexts, (steps, context_length)):
+            samples = self.samples_before(min(until, steps))
+            found[length], before = samples - before, samples
+        return found
+
+    def batch_size_at(self, step: int) -> int:
+        """Sequences in optimizer step number `step`, from 0."""
+        return next((size for until, size in self.smaller_batches if step < until), self.batch_size)
+
+    def samples_before(self, step: int) -> int:
+        """Sequences in the first `step` optimizer steps."""
+        samples = first = 0
+        for until, size in self.smaller_batches:
+            samples += size * (min(until, step) - min(first, step))
+            first = until
+        return samples + self.batch_size * max(0, step - first)
+
+    def steps_with(self, samples: int) -> int:
+        """The fewest optimizer steps that have so many sequences."""
+        steps = 0
+        for until, size in self.smaller_batches:
+            needed = steps + max(0, math.ceil((samples - self.samples_before(steps)) / size))
+            if needed <= until:
+                return needed
+            steps = until
+        return steps + max(0, math.ceil((samples - self.samples_before(steps)) / self.batch_size))
+
+    @property
+    def common_batch_size(self) -> int:
+        """The most sequences by which the batches of all steps can be divided; `batch_size` where that is one size."""
+        return math.gcd(self.batch_size, *(size for _, size in self.smaller_batches))
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches in one optimizer step."""
+        return self.batch_size // self.micro_batch_size
+
+    def rank_micro_batch_size(self, n_ranks: int) -> int:
+        """Sequences in one pass of one of `n_ranks` devices that divide the batch."""
+        return max(1, min(self.micro_batch_size, self.common_batch_size // n_ranks))
