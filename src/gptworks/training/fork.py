@@ -145,17 +145,12 @@ def _take_files(source: Path, checkpoint: Checkpoint, progress: Progress, recipe
         to = aside / "checkpoints" / taken.folder.name
         to.mkdir(parents=True)
         for name in (*taken.files, "manifest.json"):
-            _link(taken.folder / name, to / name, source)
+            check_regular(taken.folder / name, inside=source)
+            link_or_copy((taken.folder / name).resolve(), to / name)
     check_sums(source / "tokenizer", MAX_TOKENIZER_BYTES)
     for name in ("tokenizer", LOG, *OBJECTIVES[recipe.objective.type].kept_files):
         _copy(source, name, aside)
     MetricsLog(aside / LOG, checkpoint.step, resume_rollbacks=progress.rollbacks).close()
-
-
-def _link(file: Path, to: Path, source: Path) -> None:
-    """Hard-link a file, or copy it where the disk cannot."""
-    check_regular(file, inside=source)
-    link_or_copy(file.resolve(), to)
 
 
 def _copy(source: Path, name: str, aside: Path) -> None:

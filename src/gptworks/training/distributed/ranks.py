@@ -178,20 +178,17 @@ class _Joined(Ranks):
 
     def agree_to_stop(self, stop: str | None) -> str | None:
         self.count_point()
-        number = torch.tensor(signal.Signals[stop].value if stop else 0)
-        distributed.all_reduce(number, distributed.ReduceOp.MAX)
-        return signal.Signals(int(number)).name if number else None
+        number = int(self.all_reduce_max(float(signal.Signals[stop].value if stop else 0)))
+        return signal.Signals(number).name if number else None
 
     def all_reduce_max(self, seconds: float) -> float:
-        clock = torch.tensor(seconds, dtype=torch.float64)
-        distributed.all_reduce(clock, distributed.ReduceOp.MAX)
-        return clock.item()
+        return self.all_reduce([seconds], largest=True)[0]
 
-    def all_reduce(self, numbers: list[float]) -> list[float]:
-        sums = torch.tensor(numbers, dtype=torch.float64)
-        distributed.all_reduce(sums)
-        added: list[float] = sums.tolist()
-        return added
+    def all_reduce(self, numbers: list[float], largest: bool = False) -> list[float]:
+        received = torch.tensor(numbers, dtype=torch.float64)
+        distributed.all_reduce(received, distributed.ReduceOp.MAX if largest else distributed.ReduceOp.SUM)
+        values: list[float] = received.tolist()
+        return values
 
     def broadcast(self, numbers: list[float]) -> list[float]:
         received = torch.tensor(numbers, dtype=torch.float64)

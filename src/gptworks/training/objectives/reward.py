@@ -11,7 +11,6 @@ Shapes: B answers, G of a group, T tokens of the longest prompt with its answer.
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -111,21 +110,6 @@ def policy_gradient(settings: RewardObjective, model: GPT, batch: Batch, routing
     loss, figures = policy_loss(settings, logprobs, old, start[0] if start else None, advantage, counted)
     figures |= {"reward": rewards.sum(), "answer_tokens": counted.sum(), "sampling_gap": gap.sum()}
     return with_routing(loss, loss, router_logits, model, len(inputs), routing, figures)
-
-
-@dataclass(frozen=True)
-class _WithoutAnswers:
-    """`policy_gradient` of only inputs and targets, with zeros for all else."""
-
-    settings: RewardObjective
-    routing: Routing
-    start: list[Tensor]
-    """Tensors as large as the model at the start, which a run keeps in memory."""
-
-    def __call__(self, model: GPT, batch: Batch) -> Losses:
-        of_answers, of_tokens = (torch.zeros(batch[0].shape[:n], device=model.device) for n in (1, 2))
-        scores = (of_answers,) * 3 + (of_tokens,) * (2 if self.settings.beta else 1)
-        return policy_gradient(self.settings, model, (*batch, *scores), self.routing)
 
 
 def trains_adapters_only(model: GPT) -> bool:
@@ -353,9 +337,16 @@ class Reward(Objective):
     @classmethod
     def loss_without_data(cls, settings: ObjectiveSettings, train: TrainConfig, model: GPT) -> LossFunction:
         assert isinstance(settings, RewardObjective)
-        keeps_start = settings.beta > 0 and not trains_adapters_only(model)
+        keeps_start, routing = settings.beta > 0 and not trains_adapters_only(model), Routing.of(train)
         tensors = [*model.parameters(), *model.buffers()] if keeps_start else []
-        return _WithoutAnswers(settings, Routing.of(train), [torch.zeros_like(each) for each in tensors])
+        held = [torch.zeros_like(each) for each in tensors]  # as large as the model at the start
+
+        def without_answers(model: GPT, batch: Batch, start: list[Tensor] = held) -> Losses:
+            of_answers, of_tokens = (torch.zeros(batch[0].shape[:n], device=model.device) for n in (1, 2))
+            scores = (of_answers,) * 3 + (of_tokens,) * (2 if settings.beta else 1)
+            return policy_gradient(settings, model, (*batch, *scores), routing)
+
+        return without_answers
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
         return policy_gradient(self._settings, model, batch, self._routing)
