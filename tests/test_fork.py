@@ -155,7 +155,7 @@ def test_nothing_is_overwritten_and_nothing_half_made_is_left(
     (tmp_path / "there" / "mine").write_text("kept")
     with pytest.raises(UserError, match="there exists and is not an empty folder"):
         fork(run, 4, tmp_path / "there")
-    with pytest.raises(UserError, match="is no name of a new folder"):
+    with pytest.raises(UserError, match="is not a name of a new folder"):
         fork(run, 4, Path())
     with pytest.raises(UserError, match="would be deleted with it"):
         fork(run, 4, run / "inside")
@@ -214,7 +214,7 @@ def test_what_was_never_trained_here_names_another_way(run: Path, tmp_path: Path
         fork(imported, None, tmp_path / "new")
     tensors = load_file(checkpoints(run)[0].folder / "model.safetensors")
     save_checkpoint(imported, 0, tensors, {}, asdict(Progress()))
-    with pytest.raises(UserError, match=r"was imported and .* start one from it with initialize_from="):
+    with pytest.raises(UserError, match=r"was imported and .* start a run from it with initialize_from="):
         fork(imported, None, tmp_path / "new")
     packed = {name: tensor.half() for name, tensor in tensors.items()}
     save_checkpoint(imported, 0, packed, {}, json.loads((checkpoints(run)[0].folder / "state.json").read_text()))
