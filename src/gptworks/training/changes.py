@@ -113,7 +113,7 @@ def settings_at(run_dir: Path, step: int) -> list[str]:
     """Overrides that take a run's recipe back to the settings that it had after a step."""
     later = [change.settings for change in read_history(run_dir).changes if change.step > step]
     undone = [(path, old) for settings in reversed(later) for path, (old, _) in settings.items()]
-    return [f"{path}={_yaml(old)}" for path, old in undone if path.partition(".")[0] != "sweep"]  # of no run's steps
+    return [f"{path}={_yaml(old)}" for path, old in undone if path.partition(".")[0] != "sweep"]  # which no run reads
 
 
 def _yaml(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""How far a run has come."""
+"""The progress of a run."""
 
 import json
 import math
@@ -48,12 +48,12 @@ class Progress:
     """Whether a signal ended the evaluation of this step before it was done."""
     data_fingerprint: str = ""
     validation_text_sha256: str = ""
-    """Of the held-out text itself: shows whether runs with other tokenizers were evaluated on the same text."""
+    """Of the held-out text: shows whether runs with different tokenizers were evaluated on the same text."""
     scaler: dict[str, float] = field(default_factory=dict)
 
     @property
     def position(self) -> int:
-        """Where the data continues, in samples from the start of the run."""
+        """The next sample, counted from the start of the run."""
         return self.samples + self.samples_passed
 
     def require_training(self, run_dir: Path) -> None:

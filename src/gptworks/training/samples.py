@@ -20,7 +20,7 @@ class StepSamples:
     """The samples of one step."""
 
     position: int
-    """Of the first one, from the start of the run."""
+    """Samples before the first one."""
     n_samples: int
     skipped: bool
     """Whether its gradients were not applied."""
@@ -75,7 +75,7 @@ def _batch_sizes(recipe: Recipe, run_dir: Path) -> list[tuple[int, int]]:
 
 
 def _position(sizes: list[tuple[int, int]], jumps: list[tuple[int, int]], n_steps: int) -> int:
-    """Where the data continues after `n_steps` steps, in samples.
+    """Samples read, or passed by rollbacks, in the first `n_steps` steps.
 
     Args:
         jumps: for each rollback, the step that the run went back to, and the step that it came from.

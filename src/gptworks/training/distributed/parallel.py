@@ -88,10 +88,10 @@ class Parallel:
         return numbers
 
     def begin_all_reduce(self, timed: Timed) -> None:
-        """Before the last micro-batch's backward pass, which may reduce gradients; waits are counted by `timed`."""
+        """Call before the last micro-batch's backward pass, which may reduce gradients; `timed` counts waits."""
 
     def finish_gradients(self) -> None:
-        """After the last micro-batch: make the gradients those of the step."""
+        """Call after the last micro-batch: makes the gradients those of the step."""
 
     def gradient_norm(self, prefix: str = "") -> float:
         """The norm of all gradients, or of those of parameters with this prefix."""

@@ -33,9 +33,9 @@ class Losses:
     """Sums over a batch's targets."""
 
     objective: Tensor
-    """What is differentiated."""
+    """The loss to differentiate."""
     loss: Tensor
-    """What is reported, without auxiliary terms."""
+    """The loss to report, without auxiliary terms."""
     expert_tokens: Tensor | None = None
     """Tokens that each expert of each layer got, int64 [L, E]."""
     figures: dict[str, Tensor] = field(default_factory=dict)

@@ -45,7 +45,7 @@ class PairsObjective(Objective):
         return self.batch_of("train", self.pairs.chosen(position, micro_step, size))
 
     def batch_of(self, split: str, pairs: list[int]) -> Batch:
-        """What the loss of these pairs is computed from."""
+        """The batch of these pairs."""
         return self.pairs.of(split, pairs)
 
     def _chunks(self, pairs: list[int]) -> Iterator[list[int]]:

@@ -71,7 +71,7 @@ def preference(objective: PreferenceObjective, model: GPT, batch: Batch, routing
 
 _MOST_NOTE_BYTES = 1 << 16
 _LOGPROB_BYTES = 8
-"""Of a pair: two answers in fp32."""
+"""Bytes of a pair: two answers in fp32."""
 
 
 class Preference(PairsObjective):

@@ -320,7 +320,8 @@ class Reward(Objective):
         return ids, np.arange(len(ids)) >= len(prompt.ids)
 
     def _logprobs(self, model: GPT, inputs: Tensor, targets: Tensor, also_plain: bool = False) -> tuple[Tensor, Tensor]:
-        """Of each target at the sampling temperature, and at temperature 1 if asked for; float32 [B, T] on the CPU.
+        """Log-probabilities of targets at the sampling temperature, also at temperature 1 if asked for; float32 [B, T]
+        on the CPU.
 
         Without dropout. Gradients stay enabled, though unused, so that the kernels are those of training.
         """

@@ -1,1 +1,1 @@
-"""How weights change: the optimizer, its schedule, and what guards it."""
+"""Updates of the weights: optimizers, their schedule and their guards."""

@@ -1,1 +1,1 @@
-"""What a run writes about itself."""
+"""Records and displays of a run."""

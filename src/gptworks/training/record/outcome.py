@@ -22,16 +22,16 @@ class RunOutcome(BaseModel):
     tokens: int = Field(ge=0)
     """Targets trained on."""
     seconds: float = Field(ge=0, lt=2**63)
-    """Of training, over all sessions."""
+    """Training time of all sessions."""
     skipped_steps: int = Field(ge=0)
     best_step: int = Field(ge=0)
     best_validation_loss: float | None
     """null: no evaluation had a finite loss."""
     predicted_memory_bytes: int | None
     measured_memory_bytes: int | None
-    """Of tensors, as the prediction."""
+    """Of tensors, like the prediction."""
     grown_memory_bytes: int | None = None
-    """Of resident memory on a CPU: tensors, and code, files and freed memory that is kept."""
+    """Growth of resident memory on a CPU: tensors, code, files, and freed memory that the allocator keeps."""
     training: dict[str, str]
     """The model card's section on training: facts by name."""
 

@@ -85,7 +85,7 @@ class Reporter(Listener):
         return before(steps) - before(progress.step)
 
     def _mixture(self, progress: Progress) -> str:
-        """How often the run reads each dataset, and where their weights change."""
+        """How often the run reads each dataset, and the sample at which their weights change."""
         total, first = self.length.total_steps(progress), self.recipe.anneal_from
         left = 0 if total is None else self._samples_left(progress, total)
         epochs = self.objective.samples.epochs(progress.position + left)

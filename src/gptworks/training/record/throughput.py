@@ -21,14 +21,14 @@ class Pace:
 
     tokens_per_second: float
     flops_per_second: float
-    """Of the model's matrix products, forward and backward, attention in full; recomputation is not counted."""
+    """The model's matrix products, forward and backward, attention in full, without recomputation."""
     utilization: float | None
     """Share of the measured rate of large products in the same precision, times the devices. None: not measured yet, or
     the measured rate is too low to be right."""
 
     @property
     def record(self) -> dict[str, float]:
-        """For metrics.jsonl."""
+        """Its figures for metrics.jsonl."""
         known = {} if self.utilization is None else {"utilization": round(self.utilization, 4)}
         return {
             "tokens_per_second": round(self.tokens_per_second, 1),
