@@ -3,18 +3,16 @@
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gptworks.config import TrainConfig
 from gptworks.config.optimizers import AT_ONCE, CPU_AT_ONCE
-from gptworks.training.optim.cautious import decay_where_agreed
+from gptworks.training.optim.base import Group, Replicas, decay_where_agreed
 
 
-def build(
-    groups: list[dict[str, Any]], train: TrainConfig, replicas: distributed.ProcessGroup | None
-) -> torch.optim.Optimizer:
-    """The optimizer as the recipe sets it; see `gptworks.training.optim.optimizer.Build`."""
+def build(groups: list[Group], train: TrainConfig, replicas: Replicas) -> torch.optim.Optimizer:
+    """See `Build`."""
     fused = all(p.device.type in ("cpu", "cuda", "mps") for group in groups for p in group["params"])
     kind = CautiousAdamW if train.cautious_weight_decay else torch.optim.AdamW
     return kind(groups, betas=train.betas, eps=train.eps, fused=fused)

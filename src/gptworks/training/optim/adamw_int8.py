@@ -12,47 +12,26 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from gptworks.config import TrainConfig
 from gptworks.config.optimizers import AT_ONCE, CPU_AT_ONCE, LEAST_IN_8_BITS, SCALED_TOGETHER, n_scales
-from gptworks.training.optim.cautious import decay
+from gptworks.training.optim.base import AdamLike, Group, Replicas, decay
 
 LEAST, BLOCK = LEAST_IN_8_BITS, SCALED_TOGETHER
 
 SLOTS = ("exp_avg", "exp_avg_sq")
 
 
-def build(
-    groups: list[dict[str, Any]], train: TrainConfig, replicas: distributed.ProcessGroup | None
-) -> torch.optim.Optimizer:
-    """The optimizer as the recipe sets it; see `gptworks.training.optim.optimizer.Build`."""
+def build(groups: list[Group], train: TrainConfig, replicas: Replicas) -> torch.optim.Optimizer:
+    """See `Build`."""
     return AdamWInt8(groups, train.betas, train.eps, train.cautious_weight_decay)
 
 
-class AdamWInt8(torch.optim.Optimizer):
+class AdamWInt8(AdamLike):
     """`torch.optim.AdamW` with moments in 8 bits."""
 
-    def __init__(
-        self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float, cautious: bool = False
-    ) -> None:
-        """
-        Args:
-            cautious: decay as in `gptworks.training.optim.cautious`.
-        """
-        super().__init__(groups, {"betas": betas, "eps": eps})
-        self._cautious = cautious
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the parameters from their gradients."""
-        assert closure is None, "no closure is used here"
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-
-    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         if not state:
             state["step"] = torch.tensor(0.0)
@@ -62,8 +41,7 @@ class AdamWInt8(torch.optim.Optimizer):
         state["step"] += 1
         n_steps = state["step"].item()
         rate, root = group["lr"] / (1 - beta1**n_steps), (1 - beta2**n_steps) ** 0.5
-        assert parameter.grad is not None
-        weights, gradients = parameter.view(-1), parameter.grad.reshape(-1)
+        weights, gradients = parameter.view(-1), gradient.reshape(-1)
         for piece, blocks in _pieces(parameter):
             gradient = gradients[piece].float()
             parts = [(state[slot].view(-1)[piece], state[f"{slot}_scale"][blocks]) for slot in SLOTS]

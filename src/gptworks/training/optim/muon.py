@@ -17,7 +17,7 @@ from torch import Tensor, distributed, nn
 from gptworks.config import TrainConfig
 from gptworks.config.optimizers import MUON_TOGETHER as TOGETHER
 from gptworks.kernels.optimizer import muon_library, muon_updates
-from gptworks.training.optim.cautious import decay
+from gptworks.training.optim.base import Group, Replicas, decay
 from gptworks.training.optim.polynomials import Polynomial, polynomials
 
 ROW_EPS = 1e-10
@@ -25,12 +25,9 @@ ROW_EPS = 1e-10
 
 
 def build(
-    groups: list[dict[str, Any]],
-    train: TrainConfig,
-    replicas: distributed.ProcessGroup | None,
-    row_beta: float | None = None,
+    groups: list[Group], train: TrainConfig, replicas: Replicas, row_beta: float | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer as the recipe sets it; see `gptworks.training.optim.optimizer.Build`."""
+    """See `Build`."""
     return Muon(
         groups,
         momentum=train.muon_momentum,
@@ -56,7 +53,7 @@ class Muon(torch.optim.Muon):
         """
         Args:
             orthogonalizing: the polynomial of each iteration.
-            cautious: decay as in `gptworks.training.optim.cautious`.
+            cautious: decay as in `gptworks.training.optim.base`.
             row_beta: decay of the second moments of NorMuon's rows; None: Muon.
             replicas: the ranks with the same parameters and gradients, which step together; None: only this one.
         """

@@ -2,24 +2,17 @@
 matrices are decayed. Each optimizer is a file here, and an entry of `gptworks.config.optimizers.OPTIMIZERS`."""
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from importlib import import_module
-from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from gptworks.config import RateFactors, TrainConfig
 from gptworks.config.optimizers import LEAST_IN_8_BITS, OPTIMIZERS
 from gptworks.model import GPT
 from gptworks.tensors import Expected
-
-Group = dict[str, Any]
-"""Parameters that share a peak learning rate and a weight decay, as torch's optimizers take them."""
-
-Build = Callable[[list[Group], TrainConfig, distributed.ProcessGroup | None], torch.optim.Optimizer]
-"""`build` in the file of an optimizer's name. Its last argument: the ranks that hold the same whole model and divide
-what need not be computed by each; None: there is only this one."""
+from gptworks.training.optim.base import Build, Group, Replicas
 
 
 def parameter_groups(parameters: dict[str, nn.Parameter], train: TrainConfig) -> dict[str, list[Group]]:
@@ -55,11 +48,7 @@ def parameter_groups(parameters: dict[str, nn.Parameter], train: TrainConfig) ->
 class Optimizer:
     """One or two of torch's optimizers, as one. State is kept by parameter name."""
 
-    def __init__(self, model: GPT, train: TrainConfig, replicas: distributed.ProcessGroup | None = None) -> None:
-        """
-        Args:
-            replicas: the ranks that hold the same whole model and divide what need not be computed by each.
-        """
+    def __init__(self, model: GPT, train: TrainConfig, replicas: Replicas = None) -> None:
         self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._optimizers: dict[str, tuple[torch.optim.Optimizer, list[str]]] = {}  # by kind; names of parameters
         for kind, groups in parameter_groups(self.parameters, train).items():

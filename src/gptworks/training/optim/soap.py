@@ -9,56 +9,38 @@ Adam in the basis of the eigenvectors of Shampoo's two preconditioners, for a ma
 As in the authors' code, the first gradient only makes the preconditioners; that step leaves the matrix unchanged.
 """
 
-from typing import Any
-
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from gptworks.config import TrainConfig
 from gptworks.kernels.dispatch import product
-from gptworks.training.optim.cautious import decay
+from gptworks.training.optim.base import AdamLike, Group, Replicas, decay
 
 SIDES = ("left", "right")
 
 
-def build(
-    groups: list[dict[str, Any]], train: TrainConfig, replicas: distributed.ProcessGroup | None
-) -> torch.optim.Optimizer:
-    """The optimizer as the recipe sets it; see `gptworks.training.optim.optimizer.Build`."""
+def build(groups: list[Group], train: TrainConfig, replicas: Replicas) -> torch.optim.Optimizer:
+    """See `Build`."""
     return SOAP(groups, train.betas, train.eps, train.soap_frequency, train.cautious_weight_decay)
 
 
-class SOAP(torch.optim.Optimizer):
+class SOAP(AdamLike):
     """SOAP for matrices, in their own dtype; with decoupled weight decay."""
 
     def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        betas: tuple[float, float],
-        eps: float,
-        frequency: int,
-        cautious: bool = False,
+        self, groups: list[Group], betas: tuple[float, float], eps: float, frequency: int, cautious: bool = False
     ) -> None:
         """
         Args:
             frequency: steps from one refresh of the bases to the next.
-            cautious: decay as in `gptworks.training.optim.cautious`.
         """
-        super().__init__(groups, {"betas": betas, "eps": eps})
-        self._frequency, self._cautious = frequency, cautious
+        super().__init__(groups, betas, eps, cautious)
+        self._frequency = frequency
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the parameters from their gradients."""
-        assert closure is None, "no closure is used here"
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and not self.state[parameter]:
-                    self.state[parameter] = begun(parameter.grad, group["betas"][1])
-                elif parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
-
-    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
+        if not self.state[parameter]:
+            self.state[parameter] = begun(gradient, group["betas"][1])
+            return
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         left, right = (state[f"{side}_basis"] for side in SIDES)
         state["step"] += 1
