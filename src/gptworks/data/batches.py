@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gptworks.config import IGNORED
-from gptworks.data.permutation import ROUNDS, Int64s, random_keys, shuffled
+from gptworks.data.permutation import ROUNDS, Int64s, evenly_spaced, random_keys, shuffled
 from gptworks.data.shards import Stretch
 from gptworks.data.shares import Shares, Weights, windows_per_epoch
 from gptworks.errors import UserError
@@ -159,8 +159,7 @@ def evaluation_windows(
     _check_length(shards.split, shards.n_tokens, 1)
     n_targets = shards.n_tokens - 1
     n_windows = 1 + -(-max(0, n_targets - context_length) // stride)
-    chosen = min(n_sequences or n_windows, n_windows)
-    for window in (place * n_windows // chosen for place in range(chosen)):
+    for window in evenly_spaced(n_windows, n_sequences):
         start = window * stride
         tokens = torch.from_numpy(shards.read(start, min(context_length, n_targets - start) + 1))
         inputs, targets = tokens[:-1], tokens[1:].clone()

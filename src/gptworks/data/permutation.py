@@ -22,6 +22,12 @@ def shuffled(samples: Int64s, n: int, seed: int) -> Int64s:
     return items
 
 
+def evenly_spaced(total: int, n: int = 0) -> list[int]:
+    """At most n of the numbers below `total`, evenly spaced; n = 0: all."""
+    chosen = min(n or total, total)
+    return [place * total // chosen for place in range(chosen)]
+
+
 @lru_cache(maxsize=64)
 def random_keys(*seeds: int) -> Uint64s:
     """Random numbers [ROUNDS + 1] of a seed and of what it is for: the keys of a permutation, and one more.

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from gptworks.config import IGNORED, Recipe
-from gptworks.data.permutation import shuffled
+from gptworks.data.permutation import evenly_spaced, shuffled
 from gptworks.data.rows import Piece, Row
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
@@ -81,10 +81,8 @@ class ExampleBatches:
 
 def evaluation_rows(examples: Examples, n_rows: int = 0) -> Iterator[Rows]:
     """The rows in order, [T] each; or this many of them, evenly spaced."""
-    total = len(examples.rows)
-    chosen = min(n_rows or total, total)
-    for place in range(chosen):
-        yield examples.row(place * total // chosen)
+    for row in evenly_spaced(len(examples.rows), n_rows):
+        yield examples.row(row)
 
 
 def held_out_rows(shards: TokenShards, recipe: Recipe) -> Iterator[Rows]:

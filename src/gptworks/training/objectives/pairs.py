@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gptworks.config import IGNORED
+from gptworks.data.permutation import evenly_spaced
 from gptworks.data.samples import AnswerPairs
 from gptworks.device import Precision
 from gptworks.evaluation.loss import LossReport, Workers
@@ -59,9 +60,7 @@ class PairsObjective(Objective):
     @torch.no_grad()
     def evaluate(self, model: GPT, workers: Workers, precision: Precision) -> tuple[LossReport, dict[str, float]]:
         """The mean loss of held-out pairs, and the means of its figures."""
-        n_pairs = self.n_validation
-        n_chosen = self.n_evaluated or n_pairs
-        chosen = [place * n_pairs // n_chosen for place in range(n_chosen)]
+        chosen = evenly_spaced(self.n_validation, self.n_evaluated)
         sums = dict.fromkeys(("loss", *self.figures), 0.0)
         with eval_mode(model):
             batches = (self.batch_of("validation", pairs) for pairs in self._chunks(chosen))
@@ -72,8 +71,8 @@ class PairsObjective(Objective):
                     for name, value in {"loss": losses.loss, **losses.figures}.items():
                         sums[name] += value.item()
         total, *figures = workers.all_reduce_numbers(list(sums.values()))
-        means = {name: value / n_chosen for name, value in zip(self.figures, figures, strict=True)}
-        return LossReport(total, n_chosen, unit=self.recipe.objective.loss_unit), means
+        means = {name: value / len(chosen) for name, value in zip(self.figures, figures, strict=True)}
+        return LossReport(total, len(chosen), unit=self.recipe.objective.loss_unit), means
 
 
 def counts(targets: Tensor) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gptworks.config import IGNORED, Recipe, TrainConfig
 from gptworks.config.objective import ObjectiveSettings, RewardObjective
-from gptworks.data.permutation import Int64s, shuffled
+from gptworks.data.permutation import Int64s, evenly_spaced, shuffled
 from gptworks.data.samples import Prompts, Samples, padded
 from gptworks.device import Precision
 from gptworks.errors import RunError, UserError
@@ -356,8 +356,8 @@ class Reward(Objective):
         """The mean reward of one answer to each held-out prompt, sampled with the same seeds each time; the loss is its
         negative. Each process answers some of them."""
         prompts, numbers = self._prompts["validation"], self._numbers["validation"]
-        n_chosen = self.n_evaluated or len(numbers)
-        chosen = torch.tensor([numbers[place * len(numbers) // n_chosen] for place in range(n_chosen)])
+        chosen = torch.tensor([numbers[place] for place in evenly_spaced(len(numbers), self.n_evaluated)])
+        n_chosen = len(chosen)
         lots = (chosen[first : first + EVALUATED_AT_ONCE] for first in range(0, n_chosen, EVALUATED_AT_ONCE))
         total = 0.0
         for _, lot in workers.split_batches((lot, lot) for lot in lots):
