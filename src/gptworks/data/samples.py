@@ -52,6 +52,11 @@ class Samples(ABC):
         self.recipe, self.context_length = recipe, recipe.model.context_length
         self.train_shards = TokenShards(folder, "train", verify=verify)
         self.validation_shards = TokenShards(folder, "validation", verify=verify)
+        self._open()
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Arrange the splits in samples."""
 
     @property
     def n_items(self) -> int:
@@ -90,10 +95,9 @@ class Samples(ABC):
 class Windows(Samples):
     """Windows of text."""
 
-    def __init__(self, recipe: Recipe, folder: Path, verify: bool = False) -> None:
-        super().__init__(recipe, folder, verify)
-        shards, held_out, phases = self.train_shards, self.validation_shards, weights_over_run(recipe)
-        self._batches = Batches(shards, self.context_length, recipe.seed, shards.stretches, phases)
+    def _open(self) -> None:
+        shards, held_out, phases = self.train_shards, self.validation_shards, weights_over_run(self.recipe)
+        self._batches = Batches(shards, self.context_length, self.recipe.seed, shards.stretches, phases)
         self.per_epoch = self._batches.windows_per_epoch
         self.n_validation = max(1, -(-(held_out.n_tokens - 1) // self.context_length))
         self.held_out_bytes = held_out.text_bytes if held_out.manifest.round_trips else None
@@ -126,13 +130,12 @@ class Windows(Samples):
 class Conversations(Samples):
     """Rows of conversations, several a row where the objective packs them."""
 
-    def __init__(self, recipe: Recipe, folder: Path, verify: bool = False) -> None:
-        super().__init__(recipe, folder, verify)
+    def _open(self) -> None:
         train, self._held_out = (
-            Examples(shards, self.context_length, recipe.objective.packs)
+            Examples(shards, self.context_length, self.recipe.objective.packs)
             for shards in (self.train_shards, self.validation_shards)
         )
-        self._batches = ExampleBatches(train, recipe.seed)
+        self._batches = ExampleBatches(train, self.recipe.seed)
         self.per_epoch, self.n_validation = self._batches.rows_per_epoch, len(self._held_out.rows)
 
     def batch(self, position: int, micro_step: int, size: int) -> Batch:
@@ -148,8 +151,7 @@ class Conversations(Samples):
 class AnswerPairs(Samples):
     """Pairs of answers."""
 
-    def __init__(self, recipe: Recipe, folder: Path, verify: bool = False) -> None:
-        super().__init__(recipe, folder, verify)
+    def _open(self) -> None:
         self.pairs = {
             "train": Pairs(self.train_shards, self.context_length),
             "validation": Pairs(self.validation_shards, self.context_length),
@@ -192,13 +194,12 @@ class AnswerPairs(Samples):
 class Prompts(Samples):
     """Conversations whose last answer the model writes itself: the objective makes batches of them."""
 
-    def __init__(self, recipe: Recipe, folder: Path, verify: bool = False) -> None:
-        super().__init__(recipe, folder, verify)
+    def _open(self) -> None:
         self.examples = {
             "train": Examples(self.train_shards, self.context_length, False),
             "validation": Examples(self.validation_shards, self.context_length, False),
         }
-        rollouts = recipe.objective.rollouts
+        rollouts = self.recipe.objective.rollouts
         assert rollouts is not None
         self.per_epoch = self.n_items * rollouts.group_size * rollouts.steps
         self.n_validation = len(self.examples["validation"].rows)

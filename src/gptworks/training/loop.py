@@ -217,7 +217,7 @@ class Run(RunParts):
                 self.state.average.applied(),
                 self.parallel.inference_mode(),
             ):
-                text = continuation(self.setup, self.engine, prompt)
+                text = continuation(self.recipe, self.setup.precision, self.engine, prompt)
             self.reporter.sample(self.progress, prompt, text)
         self.reporter.sampled()
 

@@ -48,6 +48,6 @@ class RunParts:
         )
         self.state = TrainingState(recipe, self.step, start, self.length, display)
         self.reporter = Reporter(recipe, self.objective, self.step, self.length, display, setup.precision)
-        self.engine = training_engine(setup, self.model)
+        self.engine = training_engine(recipe, setup.prepared, setup.precision, self.model)
         norms = LayerNorms(self.model, self.parallel, recipe.train.log_every)
         self.listeners: tuple[Listener, ...] = (norms, self.state, self.reporter)
