@@ -43,7 +43,6 @@ class PreparedRun:
     peak: Peak | None = None
     """The planned memory of one device; None: not planned."""
     resume: bool = False
-    change: Collection[str] = ()
     overrides: Sequence[str] = ()
     """The command line's `key.path=value` settings, kept in the run folder for a resumed run."""
 
@@ -94,7 +93,7 @@ def prepare_run(
         display.message(words)
         resolved = resolved.model_copy(update={"train": recipe.train.model_copy(update={"threads": threads})})
         overrides = [*overrides, f"train.threads={threads}"]  # a resumed run needs the same, to repeat each bit
-    return PreparedRun(resolved, prepared, device, precision, ranks, layout, peak, resume, change, overrides)
+    return PreparedRun(resolved, prepared, device, precision, ranks, layout, peak, resume, overrides)
 
 
 def check_train(recipe: Recipe, resume: bool = False, n_ranks: int = 1, change: Collection[str] = ()) -> None:
