@@ -267,7 +267,7 @@ class TurnSession(ChatSession):
 
 def _check_name(path: Path) -> None:
     if path.suffix != ".jsonl":
-        raise UserError(f"{path}: the name of a file of conversations must end in .jsonl.")
+        raise UserError(f"{path}: a file of conversations needs a name that ends in .jsonl.")
 
 
 def chat_session(
