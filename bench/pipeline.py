@@ -53,7 +53,7 @@ def answers_in_form(run_dir: Path, asked: list[Conversation]) -> dict[str, float
     """The shares of answers that end, that have the right form, that do both, and that equal the real one."""
     engine = load(run_dir)
     template = engine.chat_template or ChatTemplate(BUILT_IN["alpaca"], engine.tokenizer)
-    settings = SamplingSettings(temperature=0, max_tokens=MAX_TOKENS, stop_token_ids=template.end_token_ids())
+    settings = SamplingSettings(temperature=0, max_tokens=MAX_TOKENS, stop_token_ids=template.end_token_ids)
     count: Counter[str] = Counter()
     for one in asked:
         *before, answer = one.messages

@@ -81,10 +81,10 @@ def test_a_special_token_in_a_message_is_text(tokenizer: Tokenizer) -> None:
 
 def test_end_tokens(tokenizer: Tokenizer) -> None:
     eos, end = tokenizer.token_to_id("<|endoftext|>"), tokenizer.token_to_id("<|im_end|>")
-    assert ChatTemplate(BUILT_IN["chatml"], tokenizer).end_token_ids() == (end, eos)
-    assert ChatTemplate(BUILT_IN["alpaca"], tokenizer).end_token_ids() == (eos,)
+    assert ChatTemplate(BUILT_IN["chatml"], tokenizer).end_token_ids == (end, eos)
+    assert ChatTemplate(BUILT_IN["alpaca"], tokenizer).end_token_ids == (eos,)
     assert ChatTemplate("{{ messages[1].content }}", tokenizer).written_end() is None
-    assert ChatTemplate("{{ raise_exception('no') }}", tokenizer).end_token_ids() == (eos,)
+    assert ChatTemplate("{{ raise_exception('no') }}", tokenizer).end_token_ids == (eos,)
 
 
 def test_tokens_that_the_tokenizer_lacks() -> None:

@@ -81,7 +81,7 @@ def test_a_released_layout_goes_in_and_out_as_it_is(name: str, tmp_path: Path) -
             assert template.render(chat, add_generation_prompt=True) == rendered(original, chat)
     else:
         assert template is not None or original.chat_template is None
-    assert template is None or set(template.end_token_ids()) >= set(ends_of(generation))
+    assert template is None or set(template.end_token_ids) >= set(ends_of(generation))
 
     export_huggingface(run, tmp_path / "back")
     back = t.AutoTokenizer.from_pretrained(tmp_path / "back")

@@ -293,7 +293,7 @@ def test_a_chat_model_is_asked_by_its_template(tmp_path: Path) -> None:
     (shot,) = task.shots_for(ITEMS[0])
     turns = [("system", "Add."), ("user", shot["question"]), ("assistant", shot["sum"]), ("user", ITEMS[0]["question"])]
     ids = template.encode([{"role": role, "content": text} for role, text in turns], add_generation_prompt=True)
-    written = chat.generate(ids, temperature=0, max_tokens=5, stop_token_ids=template.end_token_ids())
+    written = chat.generate(ids, temperature=0, max_tokens=5, stop_token_ids=template.end_token_ids)
     assert run_task(chat, task, chat=True).items[0]["written"] == written
     pairs = Asked(chat, load_task(write(tmp_path, {**CHOICE, "shots": 0})), chat=True).pairs(ITEMS[0], ["4", "many"])
     assert [tokenizer.decode(answer) for _, answer in pairs] == ["4", "many"]

@@ -1,8 +1,8 @@
-"""Chat templates: from messages to the text, and the tokens, that a model reads.
+"""Chat templates: from messages to the text and the tokens that a model reads.
 
-A template is Jinja, as in `transformers`, kept as `tokenizer/chat_template.jinja` of a run. Training, `chat`, the
-server and an export use that one file. A template that is not one of ours may come from anywhere: it is compiled and
-rendered in Jinja's sandbox in a process of its own, with limits of time and memory (`gptworks.confined`).
+A template is Jinja, as in `transformers`, in the file `tokenizer/chat_template.jinja` of a run, which training, `chat`,
+the server and exports use. Any template that is not built in is untrusted: it is compiled and rendered in Jinja's
+sandbox, in a separate process with limits of time and memory (`gptworks.confined`).
 """
 
 import json
@@ -29,7 +29,7 @@ TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templat
 _OTHERS_FILE, _ORIGINAL_FILE = "other_templates.json", "original.json"
 MAX_TEMPLATE_BYTES = 1 << 20
 LIMITS = Limits(seconds=2, n_bytes=1 << 28)
-"""For compiling a template that is not one of ours, and for rendering a conversation with it."""
+"""Limits for compiling an untrusted template, and for rendering a conversation with it."""
 
 Message = dict[str, Any]
 """{"role": "system" | "user" | "assistant", "content": str}."""
@@ -74,7 +74,7 @@ BUILT_IN = {
 {%- endif %}
 """,
 }
-"""Templates by name. `chatml` needs the special tokens <|im_start|> and <|im_end|>; the others what a tokenizer has."""
+"""Templates by name. `chatml` needs the special tokens <|im_start|> and <|im_end|>; the others use bos and eos."""
 
 _PROBE = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
 
@@ -83,7 +83,7 @@ class ChatTemplate:
     """A Jinja template with the tokenizer whose special tokens it writes."""
 
     def __init__(self, source: str, tokenizer: Tokenizer) -> None:
-        """Raises a UserError if the template does not compile, within the limits."""
+        """Raises a UserError if the template does not compile within the limits."""
         self.source, self.tokenizer = source, tokenizer
         self._names = special_token_names(tokenizer)
         self._render: _Render = _in_process(source) if source in BUILT_IN.values() else _confined(source)
@@ -99,10 +99,10 @@ class ChatTemplate:
             task: lets another thread abandon the rendering.
 
         Raises:
-            UserError: the template refuses these messages, fails on them, or takes too long; the text says how.
+            UserError: the template refuses these messages, fails on them, or exceeds the limits.
             Abandoned: the task was abandoned.
         """
-        plain = json.loads(json.dumps(list(messages)))  # the template gets data alone, nothing with methods of ours
+        plain = json.loads(json.dumps(list(messages)))  # the template receives only plain data
         variables = {
             "messages": plain, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt,
         } | self._names  # fmt: skip
@@ -111,12 +111,12 @@ class ChatTemplate:
     def encode(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False, task: Task | None = None
     ) -> list[int]:
-        """The token ids of `render`. What the template writes as a special token is one; a message's text never is."""
+        """The token ids of `render`. Special tokens come only from the template, never from a message's text."""
         guarded, guard = self.guarded(messages)
         return self.encode_text(self.render(guarded, add_generation_prompt=add_generation_prompt, task=task), guard)
 
     def encode_text(self, text: str, guard: str) -> list[int]:
-        """Token ids of rendered text; `guard` inside a special token's name marks it as plain text."""
+        """Token ids of rendered text. `guard` inside a special token's name marks it as plain text."""
         if guard not in text:
             return encode_text(self._reader, text)
         parts = self._special.split(text) if self._special.pattern else [text]
@@ -129,27 +129,22 @@ class ChatTemplate:
         return ids
 
     def before_special(self, text: str) -> str:
-        """Rendered text up to the first special token that the template wrote in it."""
+        """Rendered text up to the template's first special token."""
         return self._special.split(text, maxsplit=1)[0] if self._special.pattern else text
 
-    def end_token_ids(self) -> tuple[int, ...]:
-        """What ends an assistant's turn: the special token that the template writes after it, and what ends any text.
-
-        Empty where there is neither.
-        """
-        return self._end_token_ids
-
     @cached_property
-    def _end_token_ids(self) -> tuple[int, ...]:
+    def end_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an assistant's turn: the special token that the template writes after it, and those that
+        end any text."""
         written = [] if (found := self.written_end()) is None else [found]
         return tuple(dict.fromkeys([*written, *special_tokens(self.tokenizer).ends]))
 
     def written_end(self) -> int | None:
-        """The special token that the template writes after an assistant's answer; None: it writes none."""
+        """The special token that the template writes after an assistant's answer, or None."""
         special = self.special_ids
         try:
             answered = self.render(_PROBE)
-        except UserError:  # a template that wants other turns: then eos alone ends an answer
+        except UserError:  # the template requires other turns
             return None
         after = answered[answered.rindex(_PROBE[1]["content"]) :] if _PROBE[1]["content"] in answered else ""
         return next((i for i in encode_text(self._reader, after) if i in special), None)
@@ -159,14 +154,14 @@ class ChatTemplate:
         return frozenset(i for i, token in self.tokenizer.get_added_tokens_decoder().items() if token.special)
 
     def missing_tokens(self) -> tuple[str, ...]:
-        """Names like <|this|> that the template writes and that are no tokens of the tokenizer, only plain text."""
+        """Names like <|this|> that the template writes, but the tokenizer reads as plain text."""
         known = {token.content for token in self.tokenizer.get_added_tokens_decoder().values()}
         written = _NAMES.findall(self.render(_PROBE, add_generation_prompt=False))
         return tuple(name for name in dict.fromkeys(written) if name not in known)
 
     @cached_property
     def _reader(self) -> Tokenizer:
-        """The tokenizer, but a special token's name is that token."""
+        """The tokenizer, reading a special token's name as that token."""
         reader = Tokenizer.from_str(self.tokenizer.to_str())
         reader.encode_special_tokens = False
         return reader
@@ -178,7 +173,7 @@ class ChatTemplate:
         return re.compile(f"({'|'.join(map(re.escape, longest_first))})" if longest_first else "")
 
     def guarded(self, messages: Sequence[Message]) -> tuple[list[Message], str]:
-        """The messages with a character that none of them holds inside each special token's name; and the character."""
+        """The messages, with a character that none of them holds in each special token's name; and the character."""
         guard = _unused_character(messages)
 
         def mark(value: Any) -> Any:
@@ -195,10 +190,10 @@ _NAMES = re.compile(r"<\|[^|<>\s]+\|>")
 
 
 def _unused_character(messages: Sequence[Message]) -> str:
-    """A private-use character that no message holds.
+    """A private-use character that no message contains.
 
     Raises:
-        UserError: they hold all 6,400 of them.
+        UserError: they contain all 6,400.
     """
     held = set(json.dumps(list(messages), ensure_ascii=False))
     free = next((chr(code) for code in range(0xE000, 0xF900) if chr(code) not in held), None)
@@ -213,7 +208,7 @@ _Render = Callable[[dict[str, Any], Task | None], str]
 
 
 def _in_process(source: str) -> _Render:
-    """Render a built-in template, whose time and memory are proportional to the conversation."""
+    """A renderer for a built-in template, whose time and memory are proportional to the conversation."""
     template = environment().from_string(source)
 
     def render(variables: dict[str, Any], task: Task | None) -> str:
@@ -226,7 +221,7 @@ def _in_process(source: str) -> _Render:
 
 
 def _confined(source: str) -> _Render:
-    """Render an untrusted template in a child process with limits."""
+    """A renderer for an untrusted template, in a child process with limits."""
     children = Confined("gptworks.confined.template", source, LIMITS)
     try:
         children.start()
@@ -251,7 +246,7 @@ def _confined(source: str) -> _Render:
 
 
 def load_chat_template(tokenizer_folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template of a run's tokenizer folder; None: it has none.
+    """The template in a run's tokenizer folder, or None.
 
     Raises:
         UserError: it does not compile.
@@ -267,25 +262,25 @@ class FolderTemplates:
     """The chat templates of a folder of transformers."""
 
     named: Mapping[str, str]
-    """By name. A single one is `default`; `tool_use` is for conversations with tools."""
+    """By name. A single template is `default`; `tool_use` is for conversations with tools."""
     source: str
-    """Where they are, for messages."""
+    """Their file, for messages."""
 
     @property
     def default(self) -> str | None:
-        """The template of a conversation; None: the folder has none, or only ones for other purposes."""
+        """The template of conversations, or None."""
         return self.named.get("default")
 
 
 def read_templates(folder: Path) -> FolderTemplates:
-    """The chat templates of a folder, with the precedence that transformers 5 gives its files.
+    """The chat templates of a folder, with the precedence of transformers 5.
 
-    chat_template.jinja and additional_chat_templates/NAME.jinja count first, and what tokenizer_config.json has does
-    not count then: one template, or a list of `name` and `template`. Last comes chat_template.json, which
-    transformers reads for processors only.
+    chat_template.jinja and additional_chat_templates/NAME.jinja come first, then tokenizer_config.json with one
+    template or a list of `name` and `template`, and last chat_template.json, which transformers reads for processors
+    only.
 
     Raises:
-        UserError: a file is not readable, too large, or holds something else than templates.
+        UserError: a file is not readable, too large, or has something else instead of templates.
     """
     files = {"default": folder / TEMPLATE_FILE}
     files |= {file.stem: file for file in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
@@ -300,7 +295,7 @@ def read_templates(folder: Path) -> FolderTemplates:
 
 
 def _named(given: Any, file: str) -> dict[str, str]:
-    """The templates of a setting: one, or a list of them with names."""
+    """The templates of a setting, by name."""
     listed = [{"name": "default", "template": given}] if isinstance(given, str) else given
     rule = "one template, or a list of `name` and `template`, is expected."
     if not isinstance(listed, list):
@@ -319,12 +314,12 @@ def _named(given: Any, file: str) -> dict[str, str]:
 
 
 def other_templates(folder: Path) -> dict[str, str]:
-    """A folder's templates by name, of transformers or of a run's tokenizer, without the one of conversations.
+    """The templates of a transformers or tokenizer folder by name, without the default one.
 
-    An imported run has them in `original.json`, a run that was tuned on it in `other_templates.json`.
+    An imported run has them in `original.json`, a run that was tuned from it in `other_templates.json`.
 
     Raises:
-        UserError: a file is not readable, or holds something else than templates.
+        UserError: a file is not readable, or has something else instead of templates.
     """
     named = dict(read_templates(folder).named)
     for file in (_ORIGINAL_FILE, _OTHERS_FILE):
@@ -338,7 +333,7 @@ def other_templates(folder: Path) -> dict[str, str]:
 
 
 def find_other_templates(config: TokenizerConfig) -> dict[str, str]:
-    """The other templates of the folder whose template a recipe's tokenizer section takes; empty: there are none.
+    """The other templates of the folder that provides the template of a recipe's tokenizer section.
 
     Raises:
         UserError: as `other_templates`.
@@ -350,20 +345,20 @@ def find_other_templates(config: TokenizerConfig) -> dict[str, str]:
 
 
 def save_other_templates(named: Mapping[str, str], tokenizer_folder: Path) -> None:
-    """Keep templates by their names, for exports; without any, nothing is written."""
+    """Write templates for exports, if there are any."""
     if named:
         write_whole(tokenizer_folder / _OTHERS_FILE, json.dumps({"templates": named}, indent=1) + "\n")
 
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-"""A template's name, which an export makes a file's name."""
+"""A template's name, which exports use as a file name."""
 
 
 def find_chat_template(config: TokenizerConfig) -> str | None:
-    """The source of the template that a recipe's tokenizer section names; None: it has none.
+    """The source of the template in a recipe's tokenizer section, or None.
 
     Raises:
-        UserError: no built-in template and no file has that name.
+        UserError: neither a built-in template nor a file has that name.
     """
     if config.chat_template is None:
         path = config.path if isinstance(config, FileTokenizer | GPT2Tokenizer) else None

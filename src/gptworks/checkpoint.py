@@ -1,15 +1,15 @@
-"""Crash-safe checkpoints: written aside, flushed to disk, described by a manifest of sha256 sums, then renamed.
+"""Crash-safe checkpoints: written to a temporary folder, flushed to disk, described by a manifest, then renamed.
 
-    checkpoints/step-000500/    what training can go on from
+    checkpoints/step-000500/    training can resume from it
         model.safetensors       the weights
         optimizer.safetensors   `parameter/key` → tensor
         state.json              counters of the run
         manifest.json           bytes and sha256 of the three and of itself, written last
-    checkpoints/weights-000450/ weights only: the best of the run so far, at a step between two of those above; or those
-                                of step 0, before any training
+    checkpoints/weights-000450/ weights only: the best of the run so far, at a step between two checkpoints; or those of
+                                step 0, before any training
         model.safetensors, state.json, manifest.json
 
-A folder with the final name is complete: a crash at any moment leaves either it or nothing. The manifest reveals later
+A folder with the final name is complete: a crash at any time leaves either it or nothing. The manifest reveals later
 damage.
 """
 
@@ -55,13 +55,13 @@ from gptworks.tensors import Expected, Stored, TensorFile, Wanted, read_tensors,
 
 FORMAT = 2
 MAX_JSON_BYTES = 1 << 24
-"""Of a manifest or a state, which have a few thousand."""
+"""Limit for a manifest or a state, which have a few thousand bytes."""
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder whose name says its step."""
+    """A checkpoint folder, whose name contains its step."""
 
     folder: Path
 
@@ -77,24 +77,24 @@ class Checkpoint:
 
     @property
     def weights_only(self) -> bool:
-        """Whether it lacks the optimizer's state, so that it can be used and not trained on."""
+        """Whether it lacks the optimizer's state, so that training cannot resume from it."""
         return self.folder.name.startswith("weights-")
 
     @property
     def is_start(self) -> bool:
-        """Whether it has the weights that a run began with: used where step 0 is asked for, neither best nor last."""
+        """Whether it has the run's initial weights: used only as step 0, not as best or last."""
         return self.weights_only and self.step == 0
 
     @property
     def files(self) -> tuple[str, ...]:
-        """What its manifest describes."""
+        """The files that its manifest describes."""
         return ("model.safetensors", *(() if self.weights_only else ("optimizer.safetensors",)), "state.json")
 
     def verify(self, *names: str) -> None:
-        """Compare every file, or those of these names, with the manifest.
+        """Compare every file, or only these, with the manifest.
 
         Raises:
-            UserError: a file is missing, truncated or changed; it is named.
+            UserError: a file is missing, truncated or changed.
         """
         described = self._described_files()
         for name in names or described:
@@ -113,7 +113,7 @@ class Checkpoint:
                 raise UserError(f"{path} is damaged: its sha256 differs from the manifest's.")
 
     def _described_files(self) -> dict[str, dict[str, Any]]:
-        """Bytes and sha256 of each file, by the manifest."""
+        """Bytes and sha256 of each file, from the manifest."""
         manifest = self.folder / "manifest.json"
         try:
             tree = unsealed_json(read_regular(manifest, MAX_JSON_BYTES, inside=self.run_dir))
@@ -148,7 +148,7 @@ class Checkpoint:
 
     @property
     def weights_sha256(self) -> str:
-        """The sha256 of its weights, by its manifest.
+        """The sha256 of its weights, from its manifest.
 
         Raises:
             UserError: the manifest is missing or damaged.
@@ -157,7 +157,7 @@ class Checkpoint:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every file is as the manifest says."""
+        """Whether every file agrees with the manifest."""
         try:
             self.verify()
         except UserError:
@@ -165,13 +165,13 @@ class Checkpoint:
         return True
 
     def model_tensors(self, wanted: Wanted | None = None) -> dict[str, Tensor]:
-        """The weights by name; see `read_tensors`, which refuses those that are not as `wanted` says."""
+        """The weights by name; see `read_tensors`, which checks them against `wanted`."""
         return read_tensors(self.folder / "model.safetensors", wanted, inside=self.run_dir)
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its matrices are packed, as `gptworks quantize` does it, not beneath an adapter, whose weights can be
-        had; of a damaged file, false."""
+        """Whether its matrices are packed by `gptworks quantize`. False for packed matrices under an adapter, which can
+        be merged, and for a damaged file."""
         try:
             stored = stored_tensors(self.folder / "model.safetensors", inside=self.run_dir)
         except UserError:
@@ -187,7 +187,7 @@ class Checkpoint:
         if self.weights_only:
             run = shlex.quote(str(self.run_dir))
             raise UserError(
-                f"{self.folder} has weights only: training goes on from a checkpoint with the optimizer's state. "
+                f"{self.folder} has weights only: training resumes from a checkpoint with the optimizer's state. "
                 f"`gptworks train {run} --resume` takes the newest such checkpoint; "
                 f"initialize_from={run} and another run_dir= start a new run from the best weights."
             )
@@ -198,7 +198,7 @@ class Checkpoint:
         """The counters of the run, a JSON object.
 
         Raises:
-            OSError: it cannot be read. UserError: it is no JSON object.
+            OSError: it cannot be read. UserError: it is not a JSON object.
         """
         path = self.folder / "state.json"
         try:
@@ -210,7 +210,7 @@ class Checkpoint:
 
     @property
     def best_step(self) -> int | None:
-        """The step with the lowest validation loss, by its state; None where that is damaged."""
+        """The step with the lowest validation loss, from its state; None if the state is damaged."""
         try:
             step = self.state().get("best_step")
         except (OSError, UserError):
@@ -225,10 +225,10 @@ def save_checkpoint(
     optimizer_tensors: dict[str, Tensor] | None,
     state: dict[str, Any],
 ) -> Checkpoint:
-    """Write `checkpoints/step-<step>`, or without optimizer_tensors `weights-<step>`: it is there whole or not at all.
+    """Write `checkpoints/step-<step>`, or without optimizer_tensors `weights-<step>`, completely or not at all.
 
     Raises:
-        RunError: the disk is full or refuses; earlier checkpoints are untouched and nothing half-written stays.
+        RunError: it could not be written; earlier checkpoints are unchanged and no partial one is left.
     """
     parent = run_dir / "checkpoints"
     final = parent / f"{'weights' if optimizer_tensors is None else 'step'}-{step:06d}"
@@ -236,8 +236,8 @@ def save_checkpoint(
     try:
         with new_folder(final, inside=run_dir) as aside:
             for name, tensors in parts.items():
-                whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
-                save_file(whole, aside / f"{name}.safetensors", {"format": "pt"})
+                contiguous = {key: tensor.contiguous() for key, tensor in tensors.items()}
+                save_file(contiguous, aside / f"{name}.safetensors", {"format": "pt"})
             write_whole(aside / "state.json", json.dumps(state, indent=2), new=True)
             files = {
                 path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
@@ -246,7 +246,7 @@ def save_checkpoint(
             write_whole(
                 aside / "manifest.json", sealed_json({"format": FORMAT, "step": step, "files": files}), new=True
             )
-            if final.exists():  # a damaged one that a resumed run has come past again
+            if final.exists():  # a damaged one, before which the run was resumed
                 remove_checkpoint(Checkpoint(final))
     except (OSError, SafetensorError, RunError) as error:
         needed_bytes = sum(tensor.nbytes for tensors in parts.values() for tensor in tensors.values())
@@ -260,7 +260,7 @@ def save_checkpoint(
 
 
 def remove_checkpoint(checkpoint: Checkpoint) -> None:
-    """Delete a checkpoint. A crash leaves it whole, or what is left of it under another name: never a damaged one."""
+    """Delete a checkpoint. A crash leaves it complete, or its remains under another name: never a damaged one."""
     aside = checkpoint.folder.with_name(f".removing-{checkpoint.folder.name}")
     remove_tree(aside)
     checkpoint.folder.rename(aside)
@@ -269,26 +269,26 @@ def remove_checkpoint(checkpoint: Checkpoint) -> None:
 
 
 def checkpoint_of_step(run_dir: Path, step: int) -> Checkpoint:
-    """The checkpoint of a step: what training can go on from, or weights only where that alone is there."""
+    """The checkpoint of a step: preferably one to resume from, otherwise weights only."""
     there = (checkpoint for checkpoint in all_checkpoints(run_dir) if checkpoint.step == step)
     return next(there, Checkpoint(run_dir / "checkpoints" / f"step-{step:06d}"))
 
 
 def all_checkpoints(run_dir: Path) -> list[Checkpoint]:
-    """Those of both kinds, which hold weights to use, newest first; of two of a step, that with weights only last."""
+    """The checkpoints of both kinds, newest first; of two for a step, the one with weights only comes last."""
     paths = [path for path in (run_dir / "checkpoints").glob("*-*") if re.fullmatch(r"(step|weights)-\d+", path.name)]
     return sorted(map(Checkpoint, paths), key=lambda each: (-each.step, each.weights_only))
 
 
 def checkpoints(run_dir: Path) -> list[Checkpoint]:
-    """Those that training can go on from, newest first."""
+    """The checkpoints from which training can resume, newest first."""
     return [checkpoint for checkpoint in all_checkpoints(run_dir) if not checkpoint.weights_only]
 
 
 def newest_verified(
     run_dir: Path, report: Report = lambda _: None, *, up_to_step: int | None = None
 ) -> Checkpoint | None:
-    """The newest checkpoint to go on from that matches its manifest, up to a step; damaged ones are reported."""
+    """The newest intact checkpoint to resume from, up to a step; damaged ones are reported."""
     return _first_whole((c for c in checkpoints(run_dir) if up_to_step is None or c.step <= up_to_step), report)
 
 
@@ -304,13 +304,13 @@ def _first_whole(found: Iterable[Checkpoint], report: Report) -> Checkpoint | No
 
 
 def choose_checkpoint(run_dir: Path, which: str = "best", report: Report = lambda _: None) -> Checkpoint:
-    """The run's `best` or `last` weights, or those of a step, verified. `last` are the newest of either kind; neither
-    are those that the run began with.
+    """The run's `best` or `last` weights, or those of a step, verified. `last` is the newest checkpoint of either kind;
+    the initial weights are neither best nor last.
 
-    A damaged best falls back to the best before it that is whole, or to the newest, and says so.
+    A damaged best is reported, and replaced by the best intact one before it, or by the newest.
 
     Raises:
-        UserError: the folder is no run, has no checkpoint, lacks the step asked for, or everything is damaged.
+        UserError: the folder is not a run, has no checkpoint, lacks the step, or all checkpoints are damaged.
     """
     if not (run_dir / "recipe.yaml").exists():
         raise UserError(f"{run_dir} is not a run folder: it has no recipe.yaml. `gptworks train RECIPE` makes one.")
@@ -326,7 +326,7 @@ def choose_checkpoint(run_dir: Path, which: str = "best", report: Report = lambd
         asked.verify()
         return asked
     order = available
-    if which == "best":  # where the best by the newest is damaged, the best by the one before it comes next
+    if which == "best":  # first the best step that the newest checkpoint names, then the one before it names
         best_steps = dict.fromkeys(checkpoint.best_step for checkpoint in available)
         best = [checkpoint for step in best_steps for checkpoint in available if checkpoint.step == step]
         order = list(dict.fromkeys([*best, *available]))
@@ -338,7 +338,7 @@ def choose_checkpoint(run_dir: Path, which: str = "best", report: Report = lambd
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run's model with the checkpoint's weights, and the recipe and tokenizer that belong to it."""
+    """A run's model with the checkpoint's weights, and its recipe and tokenizer."""
 
     model: GPT
     recipe: Recipe
@@ -360,9 +360,9 @@ def load_run(
     """Load a run's model for use, in eval mode.
 
     Args:
-        overrides: settings that win over the recipe's and leave the weights as they are, such as
+        overrides: settings that replace the recipe's and do not change the weights, such as
             `model.context_length=1024` and `model.rope_scaling.type=yarn`.
-        full: refuse a quantized run, for what needs the weights as they were trained.
+        full: refuse a quantized run.
         merge, weights: see `load_model`.
 
     Raises:
@@ -384,11 +384,7 @@ def load_run(
 
 
 def require_full_weights(checkpoint: Checkpoint) -> None:
-    """Refuse a quantized checkpoint.
-
-    Raises:
-        UserError: it is one.
-    """
+    """Raise a UserError if the checkpoint is quantized."""
     if checkpoint.is_quantized:
         raise UserError(
             f"{checkpoint.run_dir} is quantized: it can be used and evaluated, not trained, exported or "
@@ -405,18 +401,18 @@ def load_model(
     merge: bool = True,
     weights: LoadedWeights = "auto",
 ) -> GPT:
-    """The model with a checkpoint's weights, in eval mode; a QuantizedGPT where matrices are packed. Those beneath an
+    """The model with a checkpoint's weights, in eval mode; a QuantizedGPT if matrices are packed. Matrices under an
     adapter are unpacked.
 
     Args:
-        adapter: what the checkpoint's adapter is, where it holds one.
-        merge: add the adapter to the weights; False: leave it beside them.
-        weights: how the matrices are kept. auto: as in the checkpoint. Packed ones have an adapter merged, and each
-            weight rounded to the nearest value as it is read: the whole model is never in memory in fp32.
+        adapter: the settings of the checkpoint's adapter, if it has one.
+        merge: merge the adapter into the weights; False: keep it separate.
+        weights: how the matrices are kept. auto: as in the checkpoint. Others are merged with an adapter and rounded to
+            the nearest value while they are read, so that only one matrix at a time is in memory in fp32.
 
     Raises:
-        UserError: names, shapes or dtypes of the weights are not those of `config`, one is not finite, or they are
-            packed and cannot be had as `weights` says.
+        UserError: names, shapes or dtypes of the weights do not fit `config`, one is not finite, or they are packed
+            differently from `weights`.
     """
     with torch.device("meta"):
         model, plain = GPT(config), GPT(config)
@@ -435,7 +431,7 @@ def load_model(
     file = TensorFile(checkpoint.folder / "model.safetensors", wanted, inside=checkpoint.run_dir)
     adapted = has_adapter(file.stored)
     if asked := kinds_to_pack(plain, weights, {} if adapted else kinds, str(checkpoint.run_dir)):
-        assert merge, "an adapter beside packed weights is for training"
+        assert merge, "a separate adapter on packed weights is for training"
         with torch.device("meta"):
             model = QuantizedGPT(config, asked)
         tensors = read_packed(file, asked, kinds if adapted else {}, adapter, device)

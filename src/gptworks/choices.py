@@ -1,27 +1,27 @@
-"""Names of which one is chosen, in Python and on the command line; here, since help lists them and imports little."""
+"""Choices by name, in Python and on the command line. They are here so that `--help` imports little."""
 
 from typing import Literal
 
 DeviceName = Literal["auto", "cpu", "cuda", "mps"]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
-"""Of matrix products."""
+"""Precision of matrix products."""
 BackendName = Literal["auto", "torch", "native"]
-"""What computes for the inference engine; see `choose_backend`."""
+"""Backend of the inference engine; see `choose_backend`."""
 CacheName = Literal["auto", "fp32", "bf16", "int8"]
-"""How keys and values are kept."""
+"""Storage of keys and values."""
 Sharding = Literal["auto", "none", "zero2", "fsdp"]
-"""What a plan sets of train.parallel; auto: as little as fits."""
+"""What a plan shards (train.parallel); auto: as little as fits."""
 
 Weights = Literal["bf16", "fp16", "int8", "int4"]
-"""How the matrices of a quantized run are kept."""
+"""Storage of a quantized run's matrices."""
 HeadWeights = Literal["int8", "int4"]
-"""How the head is kept beside int4 matrices."""
+"""Storage of the head in an int4 run."""
 LoadedWeights = Literal["auto", "fp32", "bf16", "int8", "int4"]
-"""How the matrices of a run are kept once it is loaded; auto: as the run keeps them."""
+"""Storage of the matrices of a loaded run; auto: as in the run."""
 Rounding = Literal["nearest", "gptq"]
 
 ExportFormat = Literal["hf", "gguf"]
 ExportPrecision = Literal["fp32", "bf16", "fp16"]
-"""Of the weights in a Hugging Face folder."""
+"""Precision of the weights in a Hugging Face folder."""
 GGUFType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
-"""Of the matrices in a GGUF file."""
+"""Type of the matrices in a GGUF file."""

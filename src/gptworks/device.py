@@ -1,4 +1,4 @@
-"""Which device a model runs on, and in which precision it multiplies."""
+"""The device of a model, the precision of its products, and this machine's speed and load."""
 
 import contextlib
 import ctypes
@@ -25,7 +25,7 @@ def choose_device(name: str = "auto") -> torch.device:
     """The device called `name`; auto takes CUDA, then MPS, then the CPU.
 
     Raises:
-        UserError: the device asked for is not on this machine.
+        UserError: this machine has no such device.
     """
     follow_quota()
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
@@ -39,10 +39,10 @@ def choose_device(name: str = "auto") -> torch.device:
 
 @functools.cache
 def follow_quota() -> None:
-    """Have torch and the native kernels compute with no more threads than a container's quota of processors grants.
+    """Limit the threads of torch and the native kernels to a container's quota of processors.
 
-    Once in a process, where its first device is chosen; not where OMP_NUM_THREADS says how many. OpenMP follows the
-    processors that a process may run on by itself.
+    Runs once in a process, when its first device is chosen, unless OMP_NUM_THREADS is set. OpenMP itself follows the
+    processors that a process may run on.
     """
     quota = cpu_quota()
     if quota is not None and "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > quota:
@@ -51,14 +51,14 @@ def follow_quota() -> None:
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtype of matrix products. Weights, their gradients and the optimizer stay float32."""
+    """The dtype of matrix products. Weights, gradients and the optimizer's state stay float32."""
 
     name: str
     device_type: str
     dtype: torch.dtype
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The context in which the forward pass runs."""
+        """The context for the forward pass."""
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device_type, dtype=self.dtype)
@@ -70,10 +70,10 @@ class Precision:
 
 
 def choose_precision(name: str, device: torch.device) -> Precision:
-    """The precision called `name` on this device; auto takes bf16 where it is native, fp16 on older GPUs, else fp32.
+    """The precision called `name` on this device; auto takes bf16 if it is native, fp16 on older GPUs, otherwise fp32.
 
     Raises:
-        UserError: fp16 away from CUDA, where no loss scaling exists.
+        UserError: fp16 on a device other than CUDA, which has no loss scaling.
     """
     if name == "auto":
         slower = "fp16" if device.type == "cuda" else "fp32"
@@ -85,7 +85,7 @@ def choose_precision(name: str, device: torch.device) -> Precision:
 
 
 def multiplies_bf16_natively(device: torch.device) -> bool:
-    """Whether bf16 products are faster than fp32 here rather than emulated."""
+    """Whether bf16 products are native, and so faster than fp32 ones."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type == "cpu":
@@ -94,7 +94,7 @@ def multiplies_bf16_natively(device: torch.device) -> bool:
 
 
 def device_name(device: torch.device) -> str:
-    """The device as a person would name it."""
+    """The device's name for people."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     model = cpu_name() if device.type == "cpu" else ""
@@ -102,35 +102,35 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """What a run on this device may take: all of a GPU's memory, what is available of the host's."""
+    """Memory that a run on this device may take: all of a GPU's, the available part of the host's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return available_memory_bytes()
 
 
 def host_memory_bytes(device: torch.device, n_processes: int = 1) -> int | None:
-    """What a run on this device may take of its host's memory, its processes included, of which so many are there
-    already, as large as this one; None on a CPU, where that is the device's memory."""
+    """Host memory that a run on this device may take, including that of its `n_processes` processes, which are taken to
+    be as large as this one; None on a CPU, where it is the device's memory."""
     if device.type == "cpu":
         return None
     return available_memory_bytes() + n_processes * (_resident("VmRSS") or 0)
 
 
 def reset_peak(device: torch.device) -> int:
-    """Forget the most memory held so far; returns what is held now, to be given to `peak_growth_bytes`."""
+    """Reset the peak of memory; returns the current memory for `peak_growth_bytes`."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
-    with contextlib.suppress(OSError):  # no Linux, or a container that does not let it
+    with contextlib.suppress(OSError):  # not Linux, or a container forbids it
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc_pid_clear_refs(5)
     return _resident("VmRSS") or 0
 
 
 def peak_growth_bytes(device: torch.device, before_bytes: int) -> int | None:
-    """By how much the most memory held since `reset_peak` exceeded what was held then; None if that is unknown.
+    """The peak of memory since `reset_peak`, less the memory then; None if unknown.
 
-    On CUDA the memory of tensors, on a CPU the resident memory of the process: 0 where it used what had been freed
-    before. Linux counts resident pages for each thread and adds them up late, so the peak can read as a little less.
+    On CUDA the memory of tensors, on a CPU the resident memory of the process: 0 if it reused freed memory. Linux
+    counts resident pages per thread and adds them up late, so the peak can be slightly too low.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) - before_bytes
@@ -139,18 +139,18 @@ def peak_growth_bytes(device: torch.device, before_bytes: int) -> int | None:
 
 
 def memory_figures(device: torch.device) -> dict[str, int]:
-    """The memory that this process takes on a device, in bytes, for metrics.jsonl; empty where that is unknown.
+    """This process's memory on a device, in bytes, for metrics.jsonl; empty if unknown.
 
-    On CUDA the most that tensors took since `reset_peak`, on MPS what they take now, on a CPU what is resident now.
+    On CUDA the peak of tensors since `reset_peak`, on MPS the current memory of tensors, on a CPU the resident memory.
     """
     if device.type == "cuda":
         return {"peak_allocated_bytes": torch.cuda.max_memory_allocated(device)}
     if device.type == "mps":
         return {"allocated_bytes": torch.mps.current_allocated_memory()}
     try:
-        with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 the quickest way: it is read for each record
+        with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 fastest: it is read for each record
             return {"resident_bytes": int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")}
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return {}
 
 
@@ -164,7 +164,7 @@ def _resident(field: str) -> int | None:
 
 @contextlib.contextmanager
 def cpu_threads(n: int | None) -> Iterator[None]:
-    """torch and the native kernels compute with n threads inside; None: as many as before."""
+    """A context in which torch and the native kernels use n threads; None: no change."""
     before = torch.get_num_threads()
     if n is not None:
         torch.set_num_threads(n)
@@ -175,19 +175,19 @@ def cpu_threads(n: int | None) -> Iterator[None]:
 
 
 class BusyCores:
-    """How many cores other programs keep busy, by the system's own counts."""
+    """The number of cores that other programs keep busy, from the system's counts."""
 
     def __init__(self) -> None:
         self._before = self._counts()
 
     def soon_by_others(self) -> float | None:
-        """The same, once a second has passed."""
+        """`by_others` for the second since the last call, for which it waits."""
         if self._before is not None:
             time.sleep(max(0.0, 1.01 - (time.monotonic() - self._before[0])))
         return self.by_others()
 
     def by_others(self) -> float | None:
-        """Cores, on average since the last call; None if the system does not report it, or within a second of it."""
+        """Average number of cores since the last call; None within a second of it, or if the system has no counts."""
         before, self._before = self._before, self._counts()
         if before is None or self._before is None:
             return None
@@ -196,20 +196,20 @@ class BusyCores:
 
     @staticmethod
     def _counts() -> tuple[float, float, float] | None:
-        """Seconds by the clock, of all cores at work, and of this process and its children at work."""
+        """Seconds of the clock, of work on all cores, and of work by this process and its children."""
         try:
             fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
             ticks = os.sysconf("SC_CLK_TCK")
         except (OSError, ValueError):
             return None
         user, nice, system, _, _, irq, soft_irq, *_ = map(int, fields)
-        if os.nice(0) <= 0:  # programs that have been niced give way to this process
+        if os.nice(0) <= 0:  # niced programs yield to this process
             nice = 0
         return time.monotonic(), (user + nice + system + irq + soft_irq) / ticks, sum(os.times()[:4])
 
 
 def fewer_threads(by_others: float | None, device: torch.device) -> int | None:
-    """With how many threads to compute if other programs take cores that this process has threads for; else None."""
+    """The number of threads to use if other programs take cores that this process has threads for; otherwise None."""
     n_threads, n_cores = torch.get_num_threads(), os.cpu_count() or 1
     if device.type != "cpu" or by_others is None or n_threads < 2 or n_threads + by_others < n_cores + 0.5:
         return None
@@ -218,7 +218,7 @@ def fewer_threads(by_others: float | None, device: torch.device) -> int | None:
 
 
 def advice_on_threads(by_others: float | None, device: torch.device) -> str | None:
-    """Advice for a run whose threads have to wait for other programs; else None."""
+    """Advice for a run whose threads wait for other programs; otherwise None."""
     if by_others is None or (fewer := fewer_threads(by_others, device)) is None:
         return None
     return (
@@ -228,9 +228,9 @@ def advice_on_threads(by_others: float | None, device: torch.device) -> str | No
 
 
 def free_threads(cores: BusyCores, device: torch.device) -> tuple[int, str] | None:
-    """How many threads a new run takes where other programs keep cores busy, and a line on it; None: as many as ever.
+    """The number of threads of a new run if other programs keep cores busy, and a line about it; None: no change.
 
-    Not where OMP_NUM_THREADS says it. Takes up to a second, to see what the others do.
+    None if OMP_NUM_THREADS is set. Takes up to a second, to observe the other programs.
     """
     if device.type != "cpu" or torch.get_num_threads() < 2 or "OMP_NUM_THREADS" in os.environ:
         return None
@@ -248,11 +248,11 @@ def _busy(by_others: float) -> str:
 
 
 PROBE_SECONDS = 0.4
-"""How long each rate is measured."""
+"""Time in which each rate is measured."""
 
 
 def measured_device(device: torch.device) -> Device:
-    """This machine's device with the rates of large products and of copies as they are measured now."""
+    """This machine's device, with rates of large products and copies that are measured now."""
     a = torch.ones(_side(device), _side(device), device=device)
     copy = torch.empty_like(a)
     return Device(
@@ -270,19 +270,19 @@ def measured_device(device: torch.device) -> Device:
 
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of large square products here, measured now. Draws nothing from torch's global generator."""
+    """Measured FLOP/s of large square products. Draws nothing from torch's global generator."""
     side = _side(device)
     x = torch.randn(side, side, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     return 2 * side**3 / _best_seconds(lambda: dispatch.product(x, x), device)
 
 
 def _side(device: torch.device) -> int:
-    """Of a square matrix that is large here."""
+    """Side of a square matrix that is large for the device."""
     return 2048 if device.type == "cpu" else 8192
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until an accelerator has finished its queue."""
+    """Wait for an accelerator's queue."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -290,7 +290,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The shortest time of a call, of those that `PROBE_SECONDS` allow."""
+    """The shortest time of the calls within `PROBE_SECONDS`."""
     best, end = float("inf"), time.perf_counter() + PROBE_SECONDS
     work()
     synchronize(device)
@@ -303,10 +303,10 @@ def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def keep_freed_memory() -> None:
-    """Ask the allocator to keep large freed blocks instead of giving them back to the system.
+    """Ask the allocator to keep large freed blocks instead of returning them to the system.
 
-    A training step on the CPU frees and takes the same hundreds of megabytes again and again; with glibc's defaults
-    every one of those pages is handed back, faulted in and zeroed anew. No effect where there is no glibc.
+    A training step on the CPU frees and allocates the same hundreds of megabytes; with glibc's defaults each of those
+    pages is returned, faulted in and zeroed again. No effect without glibc.
     """
     if platform.libc_ver()[0] != "glibc":
         return
@@ -317,10 +317,10 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Ask the allocator to give blocks of 128 KiB or more back to the system as soon as they are freed.
+    """Ask the allocator to return blocks of 128 KiB or more to the system as soon as they are freed.
 
-    The opposite of `keep_freed_memory`: slower, but the process holds what is in use and no more. glibc's default lies
-    between the two, since its threshold rises with the blocks it sees.
+    The opposite of `keep_freed_memory`: slower, but the process holds only memory in use. glibc's default is in
+    between, since its threshold rises with the blocks' sizes.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)

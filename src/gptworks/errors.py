@@ -1,4 +1,4 @@
-"""The two kinds of error that a command reports to the user."""
+"""The two kinds of errors that a command reports to the user."""
 
 import difflib
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """Something the user gave cannot work. The message states the value, the rule and the fix. Exit code 2."""
+    """The user's input cannot work. The message states the value, the rule and the fix. Exit code 2."""
 
     exit_code = 2
 
@@ -15,22 +15,22 @@ def not_installed(package: str, extra: str, what: str, advice: str = "") -> User
     """The error of a package that is missing, with the command that installs it.
 
     Args:
-        extra: the one of gptworks' optional dependencies that holds it.
-        what: needs it, such as "a sweep".
-        advice: another way out, as a sentence.
+        extra: gptworks' extra that installs it.
+        what: what needs it, such as "a sweep".
+        advice: an alternative, as a sentence.
     """
     command = f"pip install 'gptworks[{extra}]', or in a clone of gptworks pip install '.[{extra}]'"
     return UserError(f"{what} needs {package}, which is not installed: {command}.{advice and ' ' + advice}")
 
 
 class RunError(RuntimeError):
-    """The input was right and the work failed (a full disk, a diverging run). Exit code 1."""
+    """The input was valid but the work failed (a full disk, a diverging run). Exit code 1."""
 
     exit_code = 1
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name most like `name`, or with these initials (`lr`: `learning_rate`); None where nothing is close."""
+    """The known name closest to `name`, or with these initials (`lr`: `learning_rate`); None if none is close."""
     names = list(known)
     matches = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     matches += [one for one in names if name == "".join(word[:1] for word in one.split("_"))]
@@ -38,14 +38,14 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def refuse_unused(because: str, **options: Any) -> None:
-    """Refuse options that were given and would do nothing, by name.
+    """Refuse given options that would have no effect.
 
     Args:
         because: the reason, as it follows the option: `does nothing with --input`, `is for text: give --text FILE, or`.
         options: the values by parameter name; false or None means not given.
 
     Raises:
-        UserError: one was given.
+        UserError: one was given; names it.
     """
     for name, value in options.items():
         if value is not None and value is not False:

@@ -25,7 +25,7 @@ def read_gpt2_vocabulary(path: Path) -> tuple[dict[str, int], list[tuple[str, st
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
-    """The published file: on each line a token in base64 and its rank, in the order of the ranks."""
+    """The ranks in the published file: on each line a token in base64 and its rank, in ascending order."""
     ranks: dict[bytes, int] = {}
     fault = ""
     try:
@@ -44,7 +44,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def _merge_of(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """The last merge that makes `token`: merge its bytes by every earlier rank, and two parts are left."""
+    """The last merge of `token`: merging its bytes by all earlier ranks leaves two parts."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         pairs = [ranks.get(left + right, N_RANKS) for left, right in pairwise(parts)]
@@ -54,7 +54,7 @@ def _merge_of(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
 
 
 def _byte_characters() -> list[str]:
-    """GPT-2's printable character for each byte: itself where it prints, else the next free one from U+0100 on."""
+    """GPT-2's character for each byte: the byte's own if it is printable, otherwise the next from U+0100 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     free = iter(range(256, 512))
     return [chr(byte if byte in printable else next(free)) for byte in range(256)]

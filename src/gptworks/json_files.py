@@ -1,4 +1,4 @@
-"""JSON settings that anyone may have written: a mapping, bounded, and without a key that is given twice."""
+"""Untrusted JSON settings: a mapping, bounded in size, without repeated keys."""
 
 import codecs
 import json
@@ -10,17 +10,17 @@ from gptworks.errors import UserError
 from gptworks.files import read_regular
 
 MAX_JSON_BYTES = 1 << 26
-"""Of a file of settings. The largest published ones list each of a tokenizer's 6,000 added tokens in 1.2 MB."""
+"""Limit for a file of settings. The largest published ones, with 6,000 added tokens, have 1.2 MB."""
 
 
 def read_json(path: Path, fix: str = "") -> dict[str, Any]:
-    """The mapping in a JSON file, which no link may take out of its folder.
+    """The mapping in a JSON file. No link may lead out of its folder.
 
     Args:
         fix: what to do if the file does not exist.
 
     Raises:
-        UserError: the file does not exist, or does not hold a readable mapping.
+        UserError: the file does not exist, or is not a readable mapping.
     """
     try:
         return mapping_of(read_regular(path, MAX_JSON_BYTES, inside=path.parent))
@@ -34,7 +34,7 @@ def mapping_of(data: bytes) -> dict[str, Any]:
     """The mapping in a JSON text.
 
     Raises:
-        ValueError: it is not UTF-8, not JSON, nested too deep, has a key twice, or holds no mapping.
+        ValueError: it is not UTF-8, not JSON, nested too deep, has a repeated key, or is not a mapping.
     """
     if data.startswith(codecs.BOM_UTF8):
         raise ValueError("it begins with a byte order mark, which JSON does not allow; save it without one")

@@ -1,4 +1,4 @@
-"""What this machine grants this process: processors, their instructions, memory; in a container too. Without torch."""
+"""This process's processors, instructions and memory, also in a container. Imports no torch."""
 
 import functools
 import os
@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 NATIVE_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
-"""Processor features with which bf16 products are faster than float32 ones."""
+"""Processor features that make bf16 products faster than float32 ones."""
 
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """The processor's feature names as Linux gives them; empty elsewhere. Read once, since they stay."""
+    """The processor's feature names on Linux; empty elsewhere. Read once."""
     for line in _lines("/proc/cpuinfo"):
         if line.lower().startswith(("flags", "features")):
             return frozenset(line.partition(":")[2].split())
@@ -21,19 +21,19 @@ def cpu_flags() -> frozenset[str]:
 
 
 def cpu_name() -> str:
-    """The processor's model as Linux gives it; empty elsewhere."""
+    """The processor's model on Linux; empty elsewhere."""
     names = (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
     return next(names, "")
 
 
 def is_amd() -> bool:
-    """Whether the processor is one of AMD's, as Linux or Windows names its maker."""
+    """Whether AMD made the processor, according to Linux or Windows."""
     names = (line for line in _lines("/proc/cpuinfo") if line.startswith("vendor_id"))
     return "AuthenticAMD" in next(names, platform.processor())
 
 
 def cpu_identity() -> str:
-    """What distinguishes this processor where Linux does not list features: macOS' own description; empty elsewhere."""
+    """macOS' description of the processor, which replaces Linux's list of features; empty elsewhere."""
     if platform.system() != "Darwin":
         return ""
     command = ["/usr/sbin/sysctl", "machdep.cpu", "hw.optional", "hw.cputype", "hw.cpusubtype", "hw.cpufamily"]
@@ -44,10 +44,10 @@ def cpu_identity() -> str:
 
 
 def available_memory_bytes() -> int:
-    """Memory that a new run may take: what Linux calls available, or less where a control group allows less.
+    """Memory that a new run may take: what Linux calls available, or less if a control group limits it.
 
-    Of what a control group uses, files in the page cache that are not in use count as free: the system gives them up.
-    Where neither is known (not Linux), all memory.
+    Unused files in the page cache of a control group count as free, since the system reclaims them. If neither is known
+    (not Linux), all memory.
     """
     free = (line for line in _lines("/proc/meminfo") if line.startswith("MemAvailable:"))
     bounds = [int(line.split()[1]) * 1024 for line in free]
@@ -68,27 +68,27 @@ _MEMORY_FILES = {
 
 
 def cpu_quota() -> float | None:
-    """The processors whose time a control group grants this process, such as 1.5; None: it sets no bound."""
+    """The number of processors whose time a control group grants this process, such as 1.5; None: no limit."""
     granted = []
     for version, folder in _control_groups("cpu"):
         if version == 2:
             words = next(iter(_lines(f"{folder}/cpu.max")), "").split()
         else:
             words = [next(iter(_lines(f"{folder}/cpu.cfs_{name}_us")), "").strip() for name in ("quota", "period")]
-        if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):  # "max" and -1 are no bound
+        if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):  # "max" and -1: no limit
             granted.append(int(words[0]) / int(words[1]))
     return min(granted, default=None)
 
 
 def usable_cpus() -> int:
-    """Processors that this process may keep busy: those it may run on, or as many whole ones as its quota grants."""
+    """Processors that this process may keep busy: those that it may run on, limited by its quota, rounded down."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota()
     return allowed if quota is None else max(1, min(allowed, int(quota)))
 
 
 def _control_groups(controller: str) -> Iterator[tuple[int, str]]:
-    """Version and folder of each control group that bounds this process, from its own to the outermost that it sees."""
+    """Version and folder of each control group that limits this process, from its own to the outermost visible one."""
     own: dict[str, str] = {}  # by controller; version 2 has none
     for line in _lines("/proc/self/cgroup"):
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
@@ -103,7 +103,7 @@ def _control_groups(controller: str) -> Iterator[tuple[int, str]]:
             continue
         path = own[name]
         root, folder = fields[3].rstrip("/"), fields[4]
-        # Without a namespace of its own a container sees the host's path, and mounts what is below a part of it.
+        # Without its own namespace a container sees the host's path, and mounts what is below a part of it.
         below = path[len(root) :] if path == root or path.startswith(f"{root}/") else ""
         names = [name for name in below.split("/") if name and name != ".."]
         for n in range(len(names), -1, -1):
@@ -111,7 +111,7 @@ def _control_groups(controller: str) -> Iterator[tuple[int, str]]:
 
 
 def _number(path: str) -> int | None:
-    """The number in a file; None where there is none, such as "max"."""
+    """The number in a file; None if it has none, such as "max"."""
     word = next(iter(_lines(path)), "").strip()
     return int(word) if word.isdigit() else None
 

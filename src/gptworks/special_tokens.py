@@ -1,16 +1,16 @@
-"""Special tokens: which tokens begin, end and pad a text, what stands for the unknown, and where a model stops.
+"""Special tokens: those that begin, end and pad a text, that replace unknown text, and that end generation.
 
-A tokenizer that gptworks trains has well-known names, by which they are found. A folder of transformers states them in
-several files, whose precedence is that of transformers 5:
+In a tokenizer trained by gptworks they are found by their well-known names. A folder of transformers states them in
+several files, with the precedence of transformers 5:
 
-tokenizer.json          its post-processor puts tokens around a text; `add_bos_token` and `add_eos_token` of
+tokenizer.json          its post-processor adds tokens around a text; `add_bos_token` and `add_eos_token` of
                         tokenizer_config.json do not count.
 tokenizer_config.json   bos_token, eos_token, unk_token, pad_token, …: a text, or a mapping with `content`; null: none.
-special_tokens_map.json the same, and it wins, where tokenizer_config.json has no `added_tokens_decoder`.
+special_tokens_map.json the same; it has precedence if tokenizer_config.json has no `added_tokens_decoder`.
 generation_config.json  the ids that end generation (`eos_token_id`, one or a list), begin and pad it.
-config.json             the same ids, where there is no generation_config.json.
+config.json             the same ids, if there is no generation_config.json.
 
-What a folder states is kept in a run's `tokenizer/` in the same files, so that one function reads both.
+A run's `tokenizer/` keeps them in the same files, so that one function reads both.
 """
 
 import json
@@ -26,12 +26,12 @@ from gptworks.json_files import read_json
 
 SEPARATOR = "<|endoftext|>"
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""The special tokens that transformers has names for, which its chat templates may write."""
+"""transformers' names of special tokens, which chat templates may write."""
 
 TOKENIZER_CONFIG, TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 GENERATION_CONFIG, MODEL_CONFIG = "generation_config.json", "config.json"
 OUR_CLASS = "PreTrainedTokenizerFast"
-"""The class that a run's tokenizer_config.json names: it takes tokenizer.json as it is."""
+"""The class in a run's tokenizer_config.json: it uses tokenizer.json unchanged."""
 
 _BOS = ("<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>", "<｜begin▁of▁sentence｜>", "[BOS]")
 _EOS = ("<eos>", "</s>", SEPARATOR, "<|end_of_text|>", "<|im_end|>", "<｜end▁of▁sentence｜>", "[EOS]")
@@ -48,14 +48,14 @@ _CLASS_DEFAULTS: dict[str, dict[str, str]] = {
         "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask>",
     },
 }  # fmt: skip
-"""The special tokens of a class of transformers for which its files state none."""
+"""The default special tokens of transformers' classes."""
 _CLASS_OF_MODEL = {
     **dict.fromkeys(("gpt2", "gpt_neo", "starcoder2"), "GPT2Tokenizer"),
     **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "GemmaTokenizer"),
     "gpt_neox": "GPTNeoXTokenizer",
 }
-"""The class that transformers takes for a model type where tokenizer_config.json names none."""
+"""The class that transformers uses for a model type if tokenizer_config.json names none."""
 
 
 @dataclass(frozen=True)
@@ -65,47 +65,47 @@ class SpecialTokens:
     bos: int | None
     eos: int | None
     unk: int | None
-    """What stands for a text that the tokenizer does not know; None: it knows every text."""
+    """Replaces text that the tokenizer does not know; None: it knows every text."""
     pad: int | None
     separator: bool
-    """Whether `eos` is one token that separates documents, as GPT-2's `<|endoftext|>`: it is bos too, or there is no
-    bos, and nothing is put before a text."""
+    """Whether `eos` separates documents, like GPT-2's `<|endoftext|>`: it is also bos, or there is no bos, and nothing
+    is put before a text."""
     ends: tuple[int, ...]
     """Generation ends at any of these."""
     before: tuple[int, ...]
     """Put before the text of a prompt."""
     after: tuple[int, ...]
-    """Put after the text of a prompt; empty but for the rare tokenizer that says so (`add_eos_token`)."""
+    """Put after the text of a prompt; rarely not empty (`add_eos_token`)."""
     start: tuple[int, ...]
-    """What an empty prompt is: the beginning of a document. Empty: the tokenizer has no token for it."""
+    """The tokens of an empty prompt, which begin a document. Empty: the tokenizer has none."""
     document: tuple[tuple[int, ...], tuple[int, ...]]
     """Put before and after each document."""
     names: Mapping[str, str]
-    """bos_token, … as chat templates and transformers have them."""
+    """By the names of chat templates and transformers: bos_token, …"""
 
     @property
     def end(self) -> int | None:
-        """The token that ends a document and generation; of several, the tokenizer's own eos."""
+        """The token that ends a document and generation; if there are several, the tokenizer's own eos."""
         return self.eos if self.eos in self.ends or not self.ends else self.ends[0]
 
 
 @dataclass(frozen=True)
 class Stated:
-    """What the files of a folder state of a tokenizer's special tokens."""
+    """The special tokens that a folder's files state."""
 
     names: Mapping[str, str]
-    """By role. A role that is missing has no token."""
+    """By role; missing roles have no token."""
     ends: tuple[int, ...]
     """Generation ends at any of these."""
     bos: int | None = None
-    """What generation without a prompt begins with; often the tokenizer's bos."""
+    """Begins generation without a prompt; often the tokenizer's bos."""
     pad: int | None = None
     generation: Mapping[str, Any] = field(default_factory=dict)
-    """generation_config.json, without those ids: settings of sampling, which an export gives back."""
+    """generation_config.json without those ids: settings of sampling, which an export writes again."""
     others: tuple[str, ...] = ()
-    """More tokens of the vocabulary that are special, whatever tokenizer.json says."""
+    """More special tokens, which tokenizer.json does not mark as special."""
     notes: tuple[str, ...] = ()
-    """What was stated and is not followed, in words."""
+    """Statements that are ignored, in words."""
 
     def to_json(self) -> dict[str, Any]:
         return {"names": dict(self.names), "ends": list(self.ends), "bos": self.bos, "pad": self.pad,
@@ -116,7 +116,7 @@ class Stated:
         return cls(tree["names"], tuple(tree["ends"]), tree["bos"], tree["pad"], tree["generation"])
 
     def files(self) -> dict[str, dict[str, Any]]:
-        """The files of a run's tokenizer folder that state it, besides tokenizer.json: name → contents."""
+        """The files of a run's tokenizer folder with these statements, without tokenizer.json: name → contents."""
         return {TOKENIZER_CONFIG: our_config(self.names), GENERATION_CONFIG: self.generation_config()}
 
     def generation_config(self) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class Stated:
 
 
 def by_name(tokenizer: Tokenizer) -> SpecialTokens:
-    """The special tokens by their well-known names. A name in the plain vocabulary does not count."""
+    """The special tokens with well-known names. A name in the plain vocabulary does not count."""
     ids = {token.content: index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
 
     def first(names: tuple[str, ...]) -> int | None:
@@ -146,7 +146,7 @@ def by_name(tokenizer: Tokenizer) -> SpecialTokens:
 
 
 def as_stated(tokenizer: Tokenizer, stated: Stated) -> SpecialTokens:
-    """The special tokens that a folder states, around a text as the tokenizer's post-processor puts them."""
+    """The special tokens that a folder states, arranged around a text by the tokenizer's post-processor."""
     ids = {role: tokenizer.token_to_id(name) for role, name in stated.names.items()}
     bos, eos = ids.get("bos_token", stated.bos), ids.get("eos_token", next(iter(stated.ends), None))
     before, after = post_processed(tokenizer)
@@ -160,10 +160,10 @@ def as_stated(tokenizer: Tokenizer, stated: Stated) -> SpecialTokens:
 
 
 def post_processed(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids that a tokenizer's post-processor puts before and after a text.
+    """The ids that a tokenizer's post-processor adds before and after a text.
 
     Raises:
-        UserError: it does something else to a text.
+        UserError: it changes a text in another way.
     """
     if tokenizer.post_processor is None:
         return (), ()
@@ -171,7 +171,7 @@ def post_processed(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ..
 
 
 def _around(step: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The same of a step, as tokenizer.json has it."""
+    """`post_processed` for one step in tokenizer.json."""
     kind = step["type"]
     if kind == "ByteLevel":  # it changes offsets only
         return (), ()
@@ -200,7 +200,7 @@ def _some(token: int | None) -> tuple[int, ...]:
 
 
 def read_stated(folder: Path, tokenizer: Tokenizer) -> Stated | None:
-    """What a folder states of its tokenizer's special tokens; None: nothing, or what `by_name` finds.
+    """The special tokens that a folder states; None: none, or those that `by_name` finds.
 
     Raises:
         UserError: a file is not readable JSON, or a value has a wrong type.
@@ -233,7 +233,7 @@ def read_stated(folder: Path, tokenizer: Tokenizer) -> Stated | None:
 
 
 def stating_files(folder: Path) -> list[Path]:
-    """The files of a folder that state its special tokens; none where they are found by name.
+    """The files of a folder that state its special tokens; none if they are found by name.
 
     Raises:
         UserError: tokenizer_config.json is not readable JSON.
@@ -244,7 +244,7 @@ def stating_files(folder: Path) -> list[Path]:
 
 
 def our_config(names: Mapping[str, str]) -> dict[str, Any]:
-    """tokenizer_config.json of a run: transformers takes tokenizer.json as it is, with these special tokens."""
+    """tokenizer_config.json of a run: transformers uses tokenizer.json unchanged, with these special tokens."""
     return {"tokenizer_class": OUR_CLASS, "clean_up_tokenization_spaces": False, **names}
 
 
@@ -253,7 +253,7 @@ def _optional(path: Path) -> dict[str, Any]:
 
 
 def _is_ours(config: Mapping[str, Any]) -> bool:
-    """Whether this is what a run has for a tokenizer whose special tokens are found by name, or nothing."""
+    """Whether this is empty, or a run's own file for special tokens that are found by name."""
     if not config:
         return True
     return {key: value for key, value in config.items() if key not in ROLES} == our_config({})
@@ -262,7 +262,7 @@ def _is_ours(config: Mapping[str, Any]) -> bool:
 def _names(
     config: Mapping[str, Any], by_map: Mapping[str, Any], model_type: str, tokenizer: Tokenizer
 ) -> tuple[dict[str, str], list[str]]:
-    """The tokens by role, and notes on those that the tokenizer does not have."""
+    """The tokens by role, and notes on tokens that the tokenizer lacks."""
     wins = {} if "added_tokens_decoder" in config else by_map
     kind = str(config.get("tokenizer_class") or _CLASS_OF_MODEL.get(model_type)).removesuffix("Fast")
     defaults = _CLASS_DEFAULTS.get(kind, {})
@@ -286,7 +286,7 @@ def _names(
 
 
 def _ids(source: Mapping[str, Any], file: str, key: str, n_rows: int | None, notes: list[str]) -> tuple[int, ...]:
-    """The token ids that a setting has: none, one, or a list. Those that no model row has are noted and left out."""
+    """The token ids of a setting: none, one, or a list. Ids beyond the model's rows are noted and left out."""
     given = source.get(key)
     values = given if isinstance(given, list) else [] if given is None else [given]
     for value in values:
@@ -303,7 +303,7 @@ def _ids(source: Mapping[str, Any], file: str, key: str, n_rows: int | None, not
 def _others(
     config: Mapping[str, Any], by_map: Mapping[str, Any], tokenizer: Tokenizer, notes: list[str]
 ) -> tuple[str, ...]:
-    """The special tokens without a role, and notes on tokens that tokenizer.json does not have, or by another id."""
+    """The special tokens without a role, and notes on tokens that tokenizer.json lacks or gives another id."""
     listed: list[Any] = []
     for key in ("additional_special_tokens", "extra_special_tokens"):
         for given in (config.get(key), by_map.get(key)):
@@ -323,7 +323,7 @@ def _others(
 
 
 def _adding(config: Mapping[str, Any], tokenizer: Tokenizer, names: Mapping[str, str]) -> list[str]:
-    """Notes on flags that say otherwise than the post-processor does."""
+    """Notes on flags that contradict the post-processor."""
     notes = []
     before, after = post_processed(tokenizer)
     for flag, role, found in (("add_bos_token", "bos_token", before), ("add_eos_token", "eos_token", after)):
@@ -340,7 +340,7 @@ def _adding(config: Mapping[str, Any], tokenizer: Tokenizer, names: Mapping[str,
 
 
 def attach(tokenizer: Tokenizer, stated: Stated | None) -> Tokenizer:
-    """The tokenizer, which now has the special tokens that a folder states; None: those found by name."""
+    """Give the tokenizer the special tokens that a folder states, and return it; None: those found by name."""
     vars(tokenizer).pop(_KEY, None)
     if stated is not None:
         special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
@@ -351,13 +351,13 @@ def attach(tokenizer: Tokenizer, stated: Stated | None) -> Tokenizer:
 
 
 def stated_of(tokenizer: Tokenizer) -> Stated | None:
-    """What was attached."""
+    """The statements that were attached."""
     found = vars(tokenizer).get(_KEY)
     return found and found[0]
 
 
 def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
-    """The special tokens of a tokenizer: those that its folder states, or by their well-known names."""
+    """The special tokens of a tokenizer: those that its folder states, or those with well-known names."""
     found = vars(tokenizer).get(_KEY)
     return by_name(tokenizer) if found is None else found[1]
 

@@ -1,7 +1,7 @@
-"""Tensors read from safetensors files. Each is checked against what its reader expects before anything uses it.
+"""Reads tensors from safetensors files, and checks each against its reader's expectation before anything uses it.
 
-A file may come from anyone, and sums prove only that it is as its author made it. A tensor of another shape or dtype
-would be read beyond its end by code that computes addresses, and one NaN makes every logit NaN.
+A file may come from anyone, and sums only prove that it is unchanged. Code that computes addresses would read a tensor
+of another shape or dtype beyond its end, and one NaN makes every logit NaN.
 """
 
 import json
@@ -30,17 +30,17 @@ _MOST_HEADER_BYTES = 100_000_000
 """safetensors' own limit."""
 
 _ELEMENTS_AT_ONCE = 2**20
-"""Elements checked at once for being finite: they stay in the processor's cache, and nothing is copied."""
+"""Elements whose finiteness is checked at once: they stay in the processor's cache, and nothing is copied."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a reader expects of one tensor."""
+    """A reader's expectation of one tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     least: float = -math.inf
-    """No element may be smaller."""
+    """Minimum of all elements."""
 
     @classmethod
     def like(cls, tensor: Tensor) -> "Expected":
@@ -53,28 +53,28 @@ class Expected:
 
 @dataclass(frozen=True)
 class Stored:
-    """What a file's header says of one tensor."""
+    """One tensor in a file's header."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | str
-    """safetensors' name where it is none of the dtypes that gptworks knows."""
+    """safetensors' name if gptworks does not know the dtype."""
 
     def __str__(self) -> str:
         return _describe(self.dtype, self.shape)
 
 
 Wanted = Mapping[str, Expected] | Callable[[Mapping[str, Stored]], Mapping[str, Expected]]
-"""The expected tensors by name, or a function of what the header says that returns them."""
+"""The expected tensors by name, or a function that returns them for a header."""
 
 
 def stored_tensors(path: Path, *, inside: Path | None = None) -> dict[str, Stored]:
-    """The tensors in a safetensors file by name, from its header alone.
+    """The tensors in a safetensors file by name, from its header.
 
     Args:
-        inside: a folder which no link may lead out of; see `gptworks.files.open_regular`.
+        inside: a folder that no link may lead out of; see `gptworks.files.open_regular`.
 
     Raises:
-        UserError: it is missing, no regular file, outside, or its header is damaged or contradicts the file's size.
+        UserError: it is missing, not a regular file, outside, or its header is damaged or contradicts the file's size.
     """
     try:
         with open_regular(path, inside=inside) as held:
@@ -94,7 +94,7 @@ def stored_tensors(path: Path, *, inside: Path | None = None) -> dict[str, Store
 
 
 class TensorFile:
-    """A safetensors file that holds what its reader expects, by its header. Its tensors are read on the CPU."""
+    """A safetensors file whose header agrees with its reader's expectation. Its tensors are read on the CPU."""
 
     def __init__(
         self,
@@ -107,13 +107,13 @@ class TensorFile:
     ) -> None:
         """
         Args:
-            wanted: exactly these tensors; None: any that are finite and of a dtype that gptworks knows.
+            wanted: exactly these tensors; None: any that are finite and of a known dtype.
             inside: see `stored_tensors`.
-            owner: what expects them, for the message. fix: what a user can do about a tensor that is not as expected.
+            owner: what expects them, for the message. fix: what a user can do about an unexpected tensor.
 
         Raises:
             UserError: the file is missing or damaged, or a tensor is missing, unexpected, or of another shape or dtype.
-                The tensor, what was found and what was expected are named.
+                Names the tensor and its found and expected form.
         """
         self.path, self.stored, self._fix = path, stored_tensors(path, inside=inside), fix
         self._expected = wanted(self.stored) if callable(wanted) else wanted
@@ -130,13 +130,13 @@ class TensorFile:
                 )
 
     def read(self, *names: str) -> dict[str, Tensor]:
-        """The tensors of these names, or all; each floating-point one must be finite (125 ms a GB on one core of an
-        EPYC, Zen 4).
+        """The tensors of these names, or all; checks that floating-point ones are finite (125 ms per GB on one core of
+        an EPYC, Zen 4).
 
-        Nothing is copied: they are the file's pages, which take no memory any more once all tensors of a call are gone.
+        Nothing is copied: they are the file's pages, whose memory is freed with the last tensor of a call.
 
         Raises:
-            UserError: the file is damaged, or an element is not finite or smaller than it may be.
+            UserError: the file is damaged, or an element is not finite or below its minimum.
         """
         tensors = {}
         try:
@@ -160,9 +160,9 @@ def read_tensors(
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Callable[[str], Any]]:
-    """A safetensors file of which parts are read while the `with` lasts: `opened(name)[10:20, 32:64]` is a tensor.
+    """A safetensors file, open for reading parts of tensors: `opened(name)[10:20, 32:64]` is a tensor.
 
-    Compare shapes and dtypes with what `stored_tensors` returns first.
+    Compare shapes and dtypes with `stored_tensors` first.
 
     Raises:
         UserError: it cannot be read.
@@ -178,7 +178,7 @@ def check_finite(name: str, tensor: Tensor, path: Path, *, least: float = -math.
     """Refuse a floating-point tensor with NaN, an infinity, or an element below `least`.
 
     Raises:
-        UserError: as said; the tensor and the element are named.
+        UserError: it has one; names the tensor and the element.
     """
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return
@@ -192,7 +192,7 @@ def check_finite(name: str, tensor: Tensor, path: Path, *, least: float = -math.
 
 
 def _check_names(file: BinaryIO) -> None:
-    """Refuse a header that names a tensor twice, of which safetensors reads one."""
+    """Refuse a header with a repeated name, of which safetensors would read one tensor."""
     n_bytes = int.from_bytes(file.read(8), "little")
     if n_bytes > min(_MOST_HEADER_BYTES, max(0, os.fstat(file.fileno()).st_size - 8)):
         raise ValueError(f"its header is said to be of {n_bytes:,} bytes")

@@ -1,8 +1,7 @@
-"""The one place where text meets a terminal: what comes from models, files and names cannot drive it.
+"""Protects the terminal: texts of models, files and names cannot control it.
 
-`guard` puts a filter in front of standard output and standard error where they are terminals, whoever writes there:
-commands, warnings, tracebacks, libraries. Only `Console` writes past it, and filters the text of what it renders.
-Where the output is no terminal, texts stay as they are.
+If standard output or standard error is a terminal, `guard` filters all that is written there: by commands, warnings,
+tracebacks, libraries. Only `Console` bypasses it, and filters the text that it renders. Elsewhere texts are unchanged.
 """
 
 import io
@@ -15,27 +14,27 @@ from rich import console as rich
 from rich.segment import Segment
 
 _DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-"""Characters that turn the direction of the text after them, beyond their own."""
+"""Characters that change the direction of the text after them."""
 UNPRINTABLE = dict.fromkeys(
     (*range(9), 0x0B, 0x0C, *range(0x0E, 0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000), 0xFFFE, 0xFFFF,
      *_DIRECTIONS),
     "\ufffd",
 )  # fmt: skip
-"""Control characters and what cannot be shown, without tabs and ends of lines."""
+"""Control characters and characters that cannot be shown, without tabs and line ends."""
 _ON_TERMINALS = UNPRINTABLE | {0x0D: "\ufffd"}
 
 
 def clean(text: str) -> str:
-    """The text with U+FFFD for each character that drives a terminal or cannot be shown; tabs and new lines stay."""
+    """The text with U+FFFD for each character that controls a terminal or cannot be shown; tabs and new lines stay."""
     return text.translate(_ON_TERMINALS)
 
 
 class _Guarded:
-    """A stream of text that is cleaned. It has no `buffer`, through which bytes would pass by."""
+    """A stream that cleans its text. It has no `buffer`, which would let bytes bypass it."""
 
     def __init__(self, stream: TextIO) -> None:
         self.rich_proxied_file = stream
-        """Where consoles of rich write, whose own sequences must arrive."""
+        """The unfiltered stream, to which rich's consoles write their own control sequences."""
 
     def write(self, text: str) -> int:
         self.rich_proxied_file.write(clean(text))
@@ -52,7 +51,7 @@ class _Guarded:
 
 
 def guard() -> None:
-    """Clean what this process writes to its standard output and error, where these are terminals."""
+    """Clean what this process writes to its standard output and error, if they are terminals."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Guarded) and stream.isatty():
@@ -61,7 +60,7 @@ def guard() -> None:
 
 @contextmanager
 def unguarded() -> Iterator[None]:
-    """Inside, standard error is as it was: for the bars of a library, which move the cursor."""
+    """A context in which standard error is unfiltered, for progress bars of libraries, which move the cursor."""
     before = sys.stderr
     sys.stderr = getattr(before, "rich_proxied_file", before)
     try:
@@ -71,7 +70,7 @@ def unguarded() -> Iterator[None]:
 
 
 class Console(rich.Console):
-    """A console that takes texts as they are, without markup, and cleans them where it is a terminal."""
+    """A console that prints texts without markup, and cleans them if it is a terminal."""
 
     def __init__(self, *, stderr: bool = False, **options: Any) -> None:
         if "file" not in options:
@@ -88,7 +87,7 @@ class Console(rich.Console):
 
 
 def lines_of(value: rich.RenderableType) -> list[str]:
-    """What rich prints of a value 100 columns wide, without styles."""
+    """The lines that rich prints of a value, 100 columns wide, without styles."""
     console = Console(file=io.StringIO(), width=100, color_system=None, force_jupyter=False)
     with console.capture() as shown:
         console.print(value)

@@ -1,7 +1,7 @@
 """Train, load and save tokenizers. Each is a plain `tokenizers.Tokenizer`, kept as a tokenizer.json.
 
-A tokenizer that comes from this module reads text as text: `<|endoftext|>` written in a document is a run of ordinary
-characters, never the special token. Special tokens are placed by their ids (`document_frame`, `prompt_ids`).
+A tokenizer from this module reads text as text: `<|endoftext|>` written in a document is ordinary characters, never the
+special token. Special tokens are placed by their ids (`document_frame`, `prompt_ids`).
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from gptworks.special_tokens import (
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 1 << 28
-"""Of a tokenizer.json; those with 260,000 tokens and their merges have 35 MB."""
+"""Limit for a tokenizer.json; one with 260,000 tokens and their merges has 35 MB."""
 
 # What one BPE token may span. `code`: a word with the sign or space before it; up to three digits; a run of signs; a
 # line break with the blank lines before it and the indentation after it; other white space. With 4,096 tokens on the
@@ -53,12 +53,12 @@ _WORD_SPECIALS = ("<pad>", "<unk>", "<bos>", "<eos>")
 def train_tokenizer(
     config: TokenizerConfig, texts: Iterable[str], report: Callable[[str], None] = lambda _: None
 ) -> Tokenizer:
-    """The tokenizer that `config` describes: trained on `texts`, or loaded where it is published.
+    """The tokenizer of `config`: trained on `texts`, or loaded if it is published.
 
-    The same texts give the same tokenizer. `gpt2` and `file` leave `texts` unread.
+    The same texts give the same tokenizer. `gpt2` and `file` do not read `texts`.
 
     Args:
-        report: called with a line where BPE learned from pieces of words that are too long.
+        report: called with a line if BPE cuts words that are too long.
 
     Raises:
         UserError: too little text for the vocabulary, or a tokenizer file that is missing or broken.
@@ -78,18 +78,18 @@ def _make(config: TokenizerConfig, texts: Iterable[str], report: Callable[[str],
 
 
 def add_tokens(tokenizer: Tokenizer, names: Iterable[str]) -> Tokenizer:
-    """The tokenizer, changed to have these special tokens; those that are new get the next free ids, in this order."""
+    """Add special tokens to the tokenizer and return it; new ones get the next free ids, in this order."""
     tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in names])
     return tokenizer
 
 
 BPE_WORD_CHARACTERS = 256
-"""BPE learns its merges from no longer words: its work grows with the square of a word's length. Longer ones (base64,
-DNA, a rule of dashes) are cut for training only; texts are encoded whole."""
+"""Longest word from which BPE learns merges: its work grows with the square of a word's length. Longer ones (base64,
+DNA, a line of dashes) are cut, but only in training."""
 
 
 def bpe_words(config: BPETokenizer, training: bool = False) -> PreTokenizer:
-    """What divides text into the words within which BPE merges; for training also those that are too long."""
+    """Divides text into the words within which BPE merges; in training, also words that are too long."""
     split = pre_tokenizers.Split(Regex(BPE_PATTERNS[config.pattern]), "isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     cut = [pre_tokenizers.FixedLength(BPE_WORD_CHARACTERS)] if training else []
@@ -207,11 +207,11 @@ def _gpt2_tokenizer(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Read a tokenizer.json, or the one in a folder, with the special tokens that the folder's other files state.
+    """Read a tokenizer.json, or the one in a folder, with the special tokens from the folder's other files.
 
     Raises:
-        UserError: it is missing or broken, a file does not state a token in a way that can be read, or a file next to
-            it is not the one whose sum a run has kept.
+        UserError: it is missing or broken, a file states a token wrongly, or a file differs from the sum that a run has
+            kept.
     """
     path = Path(path).expanduser()
     file = path / TOKENIZER_FILE if path.is_dir() else path
@@ -234,8 +234,8 @@ def tokenizer_from_json(text: str) -> Tokenizer:
     """The tokenizer written as JSON (`tokenizer.to_str()`), reading text as text.
 
     Raises:
-        UserError: the library gives up on it, or it can lengthen a text, or work on it, without bound.
-        Exception: it is no such JSON.
+        UserError: the library panics, or the tokenizer could lengthen a text or work on it without bound.
+        Exception: the text is not such JSON.
     """
     with library_panics("this tokenizer is broken"):
         tokenizer = _plain_text(Tokenizer.from_str(text))
@@ -245,10 +245,10 @@ def tokenizer_from_json(text: str) -> Tokenizer:
 
 @contextmanager
 def library_panics(what: str) -> Iterator[None]:
-    """Turn a panic of the `tokenizers` library into a UserError that says `what`.
+    """Turn a panic of the `tokenizers` library into a UserError that begins with `what`.
 
-    A tokenizer's own regular expression can exhaust the library's matcher, which panics. The panic is no `Exception`,
-    so that nothing else that handles errors sees it.
+    A tokenizer's regular expression can exhaust the library's matcher, which panics. The panic is not an `Exception`,
+    so that usual error handling misses it.
     """
     try:
         yield
@@ -259,12 +259,12 @@ def library_panics(what: str) -> Iterator[None]:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether it is a panic of a library in Rust, which is no `Exception`."""
+    """Whether it is a panic of a library in Rust, which is not an `Exception`."""
     return type(error).__name__ == "PanicException"
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text alone.
+    """The ids of a text, without special tokens.
 
     Raises:
         UserError: as `encodings`.
@@ -276,14 +276,14 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
 def encodings(
     tokenizer: Tokenizer, texts: Sequence[str], *, offsets: bool = False, add_special_tokens: bool = False
 ) -> list[Encoding]:
-    """The library's encoding of each text. All encoding happens here, in batches, which let other threads run.
+    """The library's encoding of each text. All encoding happens here, in batches, during which other threads run.
 
     Args:
-        offsets: also the range of characters of each id, which takes longer.
-        add_special_tokens: add those that the tokenizer's own post-processor adds.
+        offsets: also give the range of characters of each id, which takes longer.
+        add_special_tokens: add the special tokens of the tokenizer's post-processor.
 
     Raises:
-        UserError: a text is no Unicode, the tokenizer cannot read it, or its normalizer makes it too long.
+        UserError: a text is not Unicode, the tokenizer cannot read it, or its normalizer makes it too long.
     """
     read = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
     try:
@@ -296,7 +296,7 @@ def encodings(
         if half := next(filter(None, map(_HALF_A_PAIR.search, texts)), None):
             raise UserError(
                 f"the text holds U+{ord(half[0]):04X}, half of a surrogate pair, at character {half.start()}: it was "
-                f"no UTF-8. Give valid UTF-8."
+                f"not UTF-8. Give valid UTF-8."
             ) from None
         raise UserError(f"this tokenizer cannot read the text: {_one_line(error)}") from None
     return found
@@ -313,8 +313,8 @@ def _plain_text(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokenizer.json, and tokenizer_config.json so that `transformers.AutoTokenizer` reads the folder; where the
-    special tokens are those that a folder stated, also generation_config.json. Sums of what was there are removed."""
+    """Write tokenizer.json, and tokenizer_config.json so that `transformers.AutoTokenizer` reads the folder; if a
+    folder stated the special tokens, also generation_config.json. Old sums are removed."""
     stated = stated_of(tokenizer)
     files = {TOKENIZER_CONFIG: our_config(special_token_names(tokenizer))} if stated is None else stated.files()
     folder.mkdir(parents=True, exist_ok=True)
@@ -325,25 +325,25 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def pack_tokenizer(tokenizer: Tokenizer) -> str:
-    """A tokenizer with its special tokens as text, for another process: `unpack_tokenizer` reads it."""
+    """A tokenizer with its special tokens as text for another process; `unpack_tokenizer` is the inverse."""
     stated = stated_of(tokenizer)
     return json.dumps(stated and stated.to_json()) + "\n" + tokenizer.to_str()
 
 
 def unpack_tokenizer(text: str) -> Tokenizer:
-    """The tokenizer that `pack_tokenizer` was given."""
+    """The tokenizer from the text of `pack_tokenizer`."""
     stated, _, tokenizer = text.partition("\n")
     tree = json.loads(stated)
     return attach(tokenizer_from_json(tokenizer), None if tree is None else Stated.from_json(tree))
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
-    """The largest token id plus one: the rows an embedding needs."""
+    """The largest token id plus one: the number of rows of an embedding."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[int] | None:
-    """Bytes of text that each id spells, special ones 0; None where that depends on the neighbours (word pieces)."""
+    """Bytes of text for each id, 0 for special ones; None if they depend on the neighbours (word pieces)."""
     spellings, added = token_spellings(tokenizer), tokenizer.get_added_tokens_decoder()
     if spellings is None:
         return None
@@ -351,7 +351,7 @@ def token_bytes(tokenizer: Tokenizer) -> list[int] | None:
 
 
 def token_spellings(tokenizer: Tokenizer) -> list[bytes] | None:
-    """The bytes of each token; None where they depend on the token's neighbours."""
+    """The bytes of each token; None if they depend on the token's neighbours."""
     names = {index: name for name, index in tokenizer.get_vocab(with_added_tokens=True).items()}
     in_order = [names.get(index, "") for index in range(vocabulary_size(tokenizer))]
     if isinstance(tokenizer.decoder, decoders.Fuse):
@@ -367,7 +367,7 @@ def token_spellings(tokenizer: Tokenizer) -> list[bytes] | None:
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """sha256, in hex, of the tokenizer's canonical JSON; saving and loading keeps it."""
+    """sha256, in hex, of the tokenizer's canonical JSON, which does not change by saving and loading."""
     canonical = json.dumps(json.loads(tokenizer.to_str()), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode("utf-8")).hexdigest()
 
@@ -376,18 +376,18 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 
 
 def special_token_names(tokenizer: Tokenizer) -> dict[str, str]:
-    """The special tokens under the names that `transformers` and its chat templates have for them: bos_token, …"""
+    """The special tokens by their names in `transformers` and its chat templates: bos_token, …"""
     return dict(special_tokens(tokenizer).names)
 
 
 def document_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The ids put before and after each document: bos and eos, or a lone separator before it."""
+    """The ids before and after each document: bos and eos, or only a separator before it."""
     before, after = special_tokens(tokenizer).document
     return list(before), list(after)
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids a model continues: the text, after bos where there is one. An empty text starts a new document."""
+    """The ids that a model continues: the text, after bos if there is one. An empty text starts a new document."""
     special = special_tokens(tokenizer)
     if not text:
         return list(special.start)
@@ -398,31 +398,31 @@ def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 class StreamDecoder:
-    """Text from tokens as they come. What is pushed and flushed, joined, equals `tokenizer.decode` of all the ids.
+    """Decodes tokens as they arrive. The joined results of push and flush equal `tokenizer.decode` of all the ids.
 
-    A character split over tokens is held back until it is whole. Each step decodes a few tokens, however long the text.
+    A character that several tokens spell is held back until it is complete. Each step decodes only a few tokens.
 
-    Its methods raise a UserError where the library cannot decode the tokens.
+    Its methods raise a UserError if the library cannot decode the tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._context: list[int] = []  # the tokens shown last: what follows them may depend on them (a joining space)
+        self._context: list[int] = []  # the last shown tokens, on which the next may depend (a joining space)
         self._held: list[int] = []
 
     def push(self, *token_ids: int) -> str:
-        """The text that these tokens complete; empty while a character is unfinished."""
+        """The text that these tokens complete; empty while a character is incomplete."""
         before, self._held = self._held, [*self._held, *token_ids]
         shown, text = self._decode(self._context), self._decode(self._context + self._held)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             return self._show(text[len(shown) :], self._held, [])
-        # Perhaps an unfinished character. Where the new tokens decode alone as they do here, what was held before them
-        # is not the beginning of it and will stay as it is.
-        settled, alone = self._decode(self._context + before), self._decode(list(token_ids))
-        return self._show(settled[len(shown) :], before, list(token_ids)) if alone and text == settled + alone else ""
+        # Perhaps an incomplete character. If the new tokens decode separately to the same text, the tokens held before
+        # them are not its beginning, and their text is final.
+        final, new = self._decode(self._context + before), self._decode(list(token_ids))
+        return self._show(final[len(shown) :], before, list(token_ids)) if new and text == final + new else ""
 
     def flush(self) -> str:
-        """The text held back, with replacement characters for what stayed unfinished."""
+        """The text held back, with replacement characters for incomplete ones."""
         shown = self._decode(self._context)
         return self._show(self._decode(self._context + self._held)[len(shown) :], self._held, [])
 
@@ -436,7 +436,7 @@ class StreamDecoder:
         return text
 
     def _show(self, new: str, shown: list[int], held: list[int]) -> str:
-        if new:  # special tokens decode to nothing and are no context
+        if new:  # special tokens decode to nothing and do not become the context
             self._context = shown
         self._held = held
         return new

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers in words for people."""
 
 import math
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ def readable(value: float, unit: str) -> str:
 
 
 def significant(value: float, digits: int = 4) -> str:
-    """So many significant digits and thousands apart, without an exponent where a person can do without one."""
+    """A number with this many significant digits and separated thousands, without an exponent from 1e-5 to 1e9."""
     if not math.isfinite(value):
         return f"{value}"
     size = int(f"{value:.{digits - 1}e}".partition("e")[2])
@@ -30,5 +30,5 @@ def counted(n: int, noun: str) -> str:
 
 
 def epochs_words(epochs: Mapping[str, float]) -> str:
-    """`web 0.72, code 3.1`: how often each dataset is read."""
+    """The number of times that each dataset is read: `web 0.72, code 3.1`."""
     return ", ".join(f"{name} {significant(n, 3)}" for name, n in epochs.items())

@@ -1,7 +1,7 @@
 """Untrusted YAML, read as plain data within limits. Nothing else in the package parses YAML.
 
-The limits are checked while nodes are composed, before any value is made: an alias counts as all that it stands for,
-wherever it is used, and so a merge key counts as all the keys that it brings.
+The limits are checked while nodes are composed, before any value is made. Each use of an alias counts as its complete
+value, and so a merge key counts as all the keys that it adds.
 """
 
 from pathlib import Path
@@ -31,19 +31,19 @@ except ImportError:
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 100_000
-"""Values in a file, each alias counted wherever it is used."""
+"""Limit for values in a file, counting each use of an alias."""
 MAX_DEPTH = 64
-"""Sections and lists inside one another, aliases followed."""
+"""Limit for nested sections and lists, with aliases expanded."""
 MAX_DIGITS = 400
-"""Characters of a number: Python reads longer ones in quadratic time. No number of a recipe has 20."""
+"""Limit for a number: Python reads longer ones in quadratic time. No number in a recipe has 20 digits."""
 
 _TAG = "tag:yaml.org,2002:"
 _PLAIN = {None, *(_TAG + kind for kind in ("null", "bool", "int", "float", "timestamp", "str", "seq", "map"))}
 
 
 class _Loader(Composer, _Parser, SafeConstructor, Resolver):
-    """Refuses what YAML allows and no file of ours needs: keys given twice, keys that are not names, deep nesting,
-    aliases that stand for too much, numbers of any length, and tags that make other types."""
+    """Refuses YAML that no recipe needs: repeated keys, keys that are not names, deep nesting, aliases for large
+    values, long numbers, and tags of other types."""
 
     yaml_constructors = {  # noqa: RUF012
         tag: make for tag, make in SafeConstructor.yaml_constructors.items() if tag in _PLAIN
@@ -55,15 +55,15 @@ class _Loader(Composer, _Parser, SafeConstructor, Resolver):
         SafeConstructor.__init__(self)
         Resolver.__init__(self)
         self.n_nodes = 0
-        """Values composed, what aliases stand for included."""
+        """Composed values, with aliases expanded."""
         self._depth = self._deepest = 0
-        self._sizes: dict[str, tuple[int, int]] = {}  # of each whole anchored value: its values, its levels
+        self._sizes: dict[str, tuple[int, int]] = {}  # of each complete anchored value: its values, its levels
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """The next node.
 
         Raises:
-            YAMLError: it is too deep, too large or contains itself.
+            YAMLError: it is too deep, too large, or contains itself.
         """
         event: Any = self.peek_event()
         n_before, deepest_before = self.n_nodes, self._deepest
@@ -129,8 +129,8 @@ def read_yaml(path: Path, *, inside: Path | None = None) -> Any:
         inside: a folder which no link may lead out of; see `gptworks.files.open_regular`.
 
     Raises:
-        UserError: it is no regular UTF-8 file, no YAML, or larger or deeper than a recipe can be.
-        OSError: it cannot be opened; FileNotFoundError where there is none.
+        UserError: it is not a regular UTF-8 file, not YAML, or too large or too deep for a recipe.
+        OSError: it cannot be opened; FileNotFoundError if it does not exist.
     """
     return parse_yaml(read_text(path, MAX_BYTES, inside=inside), str(path))
 
@@ -141,7 +141,7 @@ def parse_yaml(text: str, origin: str) -> Any:
 
 
 def compose_yaml(text: str, origin: str) -> yaml.Node | None:
-    """The nodes of a YAML text, each with its place in it and whatever its tag; None: it is empty. See `read_yaml`."""
+    """The nodes of a YAML text with their positions, of any tag; None: it is empty. See `read_yaml`."""
     node: yaml.Node | None = _load(text, origin, _Loader.get_single_node)
     return node
 

@@ -115,7 +115,7 @@ class Asked:
     def write(self, settings: Sampled, n_samples: int, progress: Progress) -> list[list[str]]:
         """What the model writes after each item, n texts each."""
         prompts = [self.context(item, settings.max_tokens)[1] for item in self.items]
-        ends = () if self.template is None else self.template.end_token_ids()
+        ends = () if self.template is None else self.template.end_token_ids
         sampling = [
             SamplingSettings(
                 temperature=settings.temperature, top_p=settings.top_p, max_tokens=settings.max_tokens,

@@ -140,7 +140,7 @@ class Client(ABC):
 
 def answer_settings(settings: SamplingSettings, template: ChatTemplate) -> SamplingSettings:
     """The settings with the tokens that end an assistant's answer, unless `ignore_eos` is set."""
-    ends = () if settings.ignore_eos else template.end_token_ids()
+    ends = () if settings.ignore_eos else template.end_token_ids
     return replace(settings, stop_token_ids=tuple(dict.fromkeys((*settings.stop_token_ids, *ends))))
 
 

@@ -63,7 +63,7 @@ async def begin_chat(service: Service, body: openai.ChatRequest, caller: Caller)
         max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         json_schema=_schema(body.response_format),
-        stop_token_ids=() if body.ignore_eos else template.end_token_ids(),
+        stop_token_ids=() if body.ignore_eos else template.end_token_ids,
     )
 
     def read(messages: list[openai.ChatMessage]) -> Prompt:

@@ -98,7 +98,7 @@ def inspect_conversations(recipe: Recipe, prepared: Prepared) -> Inspection:
         fill=float(n_inputs.sum()) / (len(examples.rows) * context),
         median_tokens=int(np.median(examples.n_tokens)),
         longest=[(int(examples.n_tokens[i]), look.place(i)) for i in order.tolist()],
-        end_tokens=[template.tokenizer.id_to_token(i) or "" for i in template.end_token_ids()],
+        end_tokens=[template.tokenizer.id_to_token(i) or "" for i in template.end_token_ids],
         findings=findings,
     )
 

@@ -153,6 +153,6 @@ def _encode_parts(template: ChatTemplate, whole: str, cuts: Sequence[int], guard
 
 def _answer_length(ids: Sequence[int], template: ChatTemplate) -> tuple[int, bool]:
     """The length of an answer including its end token, and whether it has one."""
-    ends = template.end_token_ids()
+    ends = template.end_token_ids
     first = next((i for i, token_id in enumerate(ids) if token_id in ends), None)
     return (len(ids), False) if first is None else (first + 1, True)

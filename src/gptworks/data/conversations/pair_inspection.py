@@ -84,7 +84,7 @@ def inspect_pairs(recipe: Recipe, prepared: Prepared) -> PairInspection:
         n_chosen_longer=int((learned[:, 0] > learned[:, 1]).sum()),
         n_cut=int((kept < learned).any(1).sum()),
         n_alike=int(alike.sum()),
-        end_tokens=[template.tokenizer.id_to_token(i) or "" for i in template.end_token_ids()],
+        end_tokens=[template.tokenizer.id_to_token(i) or "" for i in template.end_token_ids],
         findings=findings,
     )
 

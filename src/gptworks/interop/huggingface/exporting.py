@@ -176,7 +176,7 @@ def _write_settings(
     template.
     """
     stated, special = stated_of(tokenizer), special_tokens(tokenizer)
-    ends = special.ends if template is None or original is not None else template.end_token_ids()
+    ends = special.ends if template is None or original is not None else template.end_token_ids
     if stated is None:
         bos = special.eos if special.separator else special.bos
         generation = Stated({}, ends, bos, special.pad).generation_config()

@@ -186,7 +186,7 @@ class Reward(Objective):
 
     def _end_token(self, engine: Engine) -> int:
         """The first token that the chat template writes after an answer."""
-        ends = () if engine.chat_template is None else engine.chat_template.end_token_ids()
+        ends = () if engine.chat_template is None else engine.chat_template.end_token_ids
         if not ends:
             raise UserError(
                 "the chat template writes no end token after an answer, so the model could not learn to end one: set "
