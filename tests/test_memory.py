@@ -34,7 +34,6 @@ from gptworks.planning.setting import Setting
 from gptworks.planning.state import optimizer_scratch_bytes, trained_state_bytes
 from gptworks.planning.trained import everything, trained
 from gptworks.presets import PRESETS, preset
-from gptworks.quantize import formats
 from gptworks.quantize.convert import quantize_model
 from gptworks.recipe import parse_recipe
 from gptworks.training.loop import train
@@ -310,7 +309,6 @@ def test_the_constants_are_the_models() -> None:
     assert (state.CPU_AT_ONCE, state.AT_ONCE) == (adamw_int8.CPU_AT_ONCE, adamw_int8.AT_ONCE)
     assert (state.CPU_AT_ONCE, state.AT_ONCE) == (adamw.CPU_AT_ONCE, adamw.AT_ONCE)
     assert (planned_part.LEAST_IN_8_BITS, planned_part.SCALED_TOGETHER) == (adamw_int8.LEAST, adamw_int8.BLOCK)
-    assert (memory.UNPACKED_ON_CPU, memory.UNPACKED_ELSEWHERE) == (formats.CPU_AT_ONCE, formats.AT_ONCE)
 
 
 class EfficientKernel:

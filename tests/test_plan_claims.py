@@ -13,13 +13,12 @@ from drawn import SOURCES, drawn_recipe, teacher_in
 from gptworks.config import Recipe, expert_rows
 from gptworks.device import choose_precision
 from gptworks.infer.backends.backend import TorchBackend
-from gptworks.infer.room import MOST_SLOTS
 from gptworks.model import GPT
 from gptworks.planning.arrange import rank_setting
 from gptworks.planning.host import ONEDNN_KEEPS, ONEDNN_KERNEL_BYTES, expert_kernels_bytes
 from gptworks.planning.memory import CACHE, training_peak
 from gptworks.planning.params import count_parameters
-from gptworks.planning.setting import Setting
+from gptworks.planning.setting import ANSWERS_AT_ONCE, Setting
 from gptworks.recipe import parse_recipe
 from gptworks.training.rehearsal.trace import Rehearsal, trace_step
 from tiny import plain_model
@@ -98,7 +97,7 @@ def test_a_run_that_writes_answers_is_planned_with_the_cache_of_its_engine(teach
     })  # fmt: skip
     peak = training_peak(rank_setting(recipe, precision, on_cpu=True))
     cache = TorchBackend(
-        GPT(recipe.model), MOST_SLOTS, 256, dtype=choose_precision(precision, torch.device("cpu")).dtype
+        GPT(recipe.model), ANSWERS_AT_ONCE, 256, dtype=choose_precision(precision, torch.device("cpu")).dtype
     ).cache
     assert peak.moment == "answers generated"
     assert peak.parts[CACHE] == sum(layer.data.nbytes for layer in (*cache.keys, *cache.values))

@@ -22,6 +22,7 @@ from gptworks.infer.sampling import (
     keep_top_p,
     pick,
     sample,
+    weigh,
 )
 from gptworks.infer.sampling import (
     draw as draw_from,
@@ -258,7 +259,7 @@ def test_looking_among_candidates_first_changes_no_draw(settings: dict[str, floa
     wanted = SamplingSettings(**settings, temperature=0.9)
     logits = (random_logits(11, rows=40, vocabulary=2000, scale=scale) * 8).round() / 8
     shares = torch.linspace(0.01, 1, 40, dtype=torch.float64)
-    expected = draw_from(filter_whole(logits / 0.9, wanted), shares).tolist()
+    expected = draw_from(weigh(filter_whole(logits / 0.9, wanted)), shares).tolist()
     assert pick(logits, [wanted] * 40, shares.tolist()) == expected
 
 
@@ -279,7 +280,7 @@ def test_a_draw_by_blocks_finds_the_token_at_each_share(vocabulary: int) -> None
         logits[:, [0, vocabulary // 2, -1]] = -math.inf
     shares = torch.linspace(1e-9, 1, 501, dtype=torch.float64)
     cumulative = (logits[0] - logits.max()).exp().double().cumsum(0)
-    drawn = draw_from(logits.expand(501, -1), shares)
+    drawn = draw_from(weigh(logits.expand(501, -1)), shares)
     reached = cumulative[drawn] / cumulative[-1]
     before = torch.where(drawn > 0, cumulative[drawn - 1], 0) / cumulative[-1]
     assert (reached >= shares - 1e-12).all() and (before <= shares + 1e-12).all()

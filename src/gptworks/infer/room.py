@@ -16,9 +16,6 @@ from gptworks.model import GPT
 from gptworks.planning.setting import ANSWERS_AT_ONCE
 from gptworks.units import readable
 
-MOST_SLOTS = ANSWERS_AT_ONCE
-"""Texts generated at once if `n_slots` is not given."""
-
 LEAST_CAPACITY = 256
 LEAST_CAPACITY_CPU = 2048
 """Least tokens of a slot if `slot_tokens` is not given. Capacities are powers of two, so that slots seldom grow. A CPU
@@ -49,7 +46,7 @@ class Room:
         """Tokens of a full text."""
         self.restart_tokens = max(1, self.context // 2)
         """Tokens that a full sliding window keeps: the last half of the context."""
-        self.most_texts = n_slots or MOST_SLOTS
+        self.most_texts = n_slots or ANSWERS_AT_ONCE
         """Limit of texts generated at once."""
         self._n_slots, self._slot_tokens = n_slots, slot_tokens
         self._backend_name: BackendName = backend
@@ -91,7 +88,7 @@ class Room:
         """Grow if necessary: slots for `n_texts` texts of up to `longest_tokens` tokens."""
         least = LEAST_CAPACITY_CPU if self.model.device.type == "cpu" else LEAST_CAPACITY
         capacity = min(self._slot_tokens or _power_of_two(max(least, longest_tokens)), self.context)
-        self._grow(self._n_slots or _power_of_two(min(n_texts, MOST_SLOTS)), capacity)
+        self._grow(self._n_slots or _power_of_two(min(n_texts, ANSWERS_AT_ONCE)), capacity)
 
     def admit(self) -> list[Job]:
         """Assign free slots to waiting jobs and copy the prefixes that they reuse; returns the admitted jobs."""

@@ -271,8 +271,8 @@ def _refuse_nan(found: bool) -> None:
 
 
 def _pick_of_all(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> tuple[Tensor, Pools]:
-    weights = _weights(logits / _column([s.temperature for s in settings], logits))
-    return _draw_by_blocks(weights, share), lambda row: (torch.arange(weights.size(-1)), weights[row])
+    weights = weigh(logits / _column([s.temperature for s in settings], logits))
+    return draw(weights, share), lambda row: (torch.arange(weights.size(-1)), weights[row])
 
 
 def _pick_of_candidates(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> tuple[Tensor, Pools]:
@@ -290,9 +290,9 @@ def _pick_of_candidates(logits: Tensor, settings: Sequence[SamplingSettings], sh
     tokens = ids.gather(1, place)[:, 0]
     pools = {}
     for row in (~certain).nonzero()[:, 0].tolist():
-        whole = _weights(filter_whole(scores[row : row + 1], settings[row]))
-        tokens[row] = _draw_by_blocks(whole, share[row : row + 1])[0]
-        pools[row] = torch.arange(size), whole[0]
+        complete = weigh(filter_whole(scores[row : row + 1], settings[row]))
+        tokens[row] = draw(complete, share[row : row + 1])[0]
+        pools[row] = torch.arange(size), complete[0]
     return tokens, lambda row: pools.get(row) or (ids[row], weights[row])
 
 
@@ -349,20 +349,16 @@ def filter_whole(scores: Tensor, settings: SamplingSettings) -> Tensor:
     return keep_min_p(keep_top_p(keep_top_k(scores, settings.top_k), settings.top_p), settings.min_p)
 
 
-def draw(scores: Tensor, share: Tensor) -> Tensor:
-    """The first token of each row [B, V] at which the cumulative probability reaches its share in (0, 1]; [B].
-
-    The blocks' sums are accumulated first, so that no row is summed token by token in double precision.
-    """
-    return _draw_by_blocks(_weights(scores), share)
-
-
-def _weights(scores: Tensor) -> Tensor:
+def weigh(scores: Tensor) -> Tensor:
     """Unnormalized probabilities [B, V] of scores."""
     return (scores - scores.amax(-1, keepdim=True)).exp().cpu()
 
 
-def _draw_by_blocks(weights: Tensor, share: Tensor) -> Tensor:
+def draw(weights: Tensor, share: Tensor) -> Tensor:
+    """The first token of each row [B, V] at which the cumulative weight reaches its share in (0, 1] of the sum; [B].
+
+    The blocks' sums are accumulated first, so that no row is summed token by token in double precision.
+    """
     blocks = F.pad(weights, (0, -weights.size(-1) % _BLOCK)).view(len(weights), -1, _BLOCK)  # B n b
     ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)  # B n
     target = share[:, None] * ends[:, -1:]

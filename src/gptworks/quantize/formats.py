@@ -24,8 +24,6 @@ LEVELS = {"int8": (-127, 127), "int4": (-8, 7)}
 DTYPES: dict[Weights, torch.dtype] = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8, "int4": torch.uint8,
 }  # fmt: skip
-CPU_AT_ONCE, AT_ONCE = UNPACKED_ON_CPU, UNPACKED_ELSEWHERE
-"""Weights that are unpacked at once, on a CPU and elsewhere: a CPU uses them while they are in its cache."""
 
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 """The kind of a stored matrix by its dtype; fp32 is not packed."""
@@ -71,8 +69,8 @@ def dequantize(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tens
 
 
 def rows_at_once(weight: Tensor, columns: int) -> int:
-    """Rows of a packed matrix that are unpacked at once."""
-    return max(1, (CPU_AT_ONCE if weight.device.type == "cpu" else AT_ONCE) // columns)
+    """Rows of a packed matrix that are unpacked at once; a CPU then finds them in its cache."""
+    return max(1, (UNPACKED_ON_CPU if weight.device.type == "cpu" else UNPACKED_ELSEWHERE) // columns)
 
 
 def unpacked(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
