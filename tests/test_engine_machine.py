@@ -34,6 +34,7 @@ from torch import Tensor
 from gptworks.infer import Engine, SamplingSettings, room
 from gptworks.infer.backends import native
 from gptworks.infer.backends.backend import Chunk
+from gptworks.infer.backends.cache import Blocks
 from gptworks.infer.backends.choice import choose_backend
 from gptworks.infer.request import Request
 from gptworks.infer.sampling import Sampler, adjust, sample
@@ -41,6 +42,7 @@ from gptworks.infer.scheduler import QueueFull
 from gptworks.infer.speculate import DraftModel, HeadsDraft, PromptLookup
 from gptworks.kernels.library import Unavailable
 from gptworks.model import GPT
+from gptworks.quantize.panels import UNIT, from_panels
 from gptworks.special_tokens import special_tokens
 from test_engine import char_tokenizer, random_model
 
@@ -156,7 +158,28 @@ def near_a_border(logits: Tensor, sampler: Sampler) -> bool:
 
 def vectors_of(backend: Any, slot: int, tokens: list[int]) -> list[Tensor]:
     """Keys and values that a slot holds of its first tokens, by layer."""
-    return [vectors[slot, :, : len(tokens)] for vectors in (*backend.cache.keys, *backend.cache.values)]
+    cache = backend.cache
+    keys, values = [keys_in(x, slot) for x in cache.keys], [values_in(x, slot) for x in cache.values]
+    return [vectors[:, : len(tokens)] for vectors in (*keys, *values)]
+
+
+def keys_in(layer: Any, slot: int) -> Tensor:
+    if not isinstance(layer, Blocks):
+        return layer[slot]  # type: ignore[no-any-return]
+    data = layer.data[slot]  # G S D
+    return scaled(torch.stack([from_panels(head.flatten(), len(head), UNIT) for head in data]), layer, slot)
+
+
+def values_in(layer: Any, slot: int) -> Tensor:
+    if not isinstance(layer, Blocks):
+        return layer[slot]  # type: ignore[no-any-return]
+    data = layer.data[slot]  # G S D
+    words = data.view(len(data), -1, data.size(-1), 4 // data.element_size())
+    return scaled(words.transpose(2, 3).reshape(data.shape), layer, slot)
+
+
+def scaled(vectors: Tensor, blocks: Blocks, slot: int) -> Tensor:
+    return vectors if blocks.scale is None else vectors * blocks.scale[slot, ..., None]
 
 
 @lru_cache(10_000)

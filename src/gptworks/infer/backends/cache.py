@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gptworks.config import ModelConfig
 from gptworks.model.cache import SlotRows
+from gptworks.quantize.panels import size_in_panels
 
 
 class Vectors:
@@ -68,6 +69,24 @@ class Vectors:
                 tensor[target, :, :n] = tensor[source, :, :n]
 
 
+class Blocks(Vectors):
+    """Keys or values in the layout of the native kernels (cached_attention.h), which only they read and write.
+
+    Positions are in blocks of 16. A word of four bytes has one number in fp32, two in bf16, four in int8. Keys are in
+    panels of 16 (quantize/panels.py). A word of the values holds one element at as many positions as it has numbers.
+    """
+
+    @staticmethod
+    def room(n_tokens: int) -> int:
+        return size_in_panels(n_tokens)
+
+    def __setitem__(self, place: Any, x: Tensor) -> None:
+        raise TypeError("the kernels write keys and values")
+
+    def __getitem__(self, place: Any) -> Tensor:
+        raise TypeError("the kernels read keys and values")
+
+
 class SlotCache:
     """Keys and values of many texts: each has a slot, [G, capacity, D] in each layer, and its own length.
 
@@ -76,8 +95,7 @@ class SlotCache:
     int32.
     """
 
-    of_keys: type[Vectors] = Vectors
-    of_values: type[Vectors] = Vectors
+    vectors: type[Vectors] = Vectors
 
     def __init__(
         self,
@@ -94,7 +112,7 @@ class SlotCache:
         self.dtype, self.device = dtype, torch.device(device)
         shape = (n_slots, config.n_kv_heads, self.capacity, config.d_head)
         self.keys, self.values = (
-            [kind(shape, dtype, self.device) for _ in config.layer_uses] for kind in (self.of_keys, self.of_values)
+            [self.vectors(shape, dtype, self.device) for _ in config.layer_uses] for _ in range(2)
         )
         self.tokens = self._make_tokens() if config.reads_previous_token else None
 
@@ -105,7 +123,7 @@ class SlotCache:
         """Bytes of all buffers of such a cache with `n_slots` slots of `capacity` tokens."""
         config, capacity = self.config, min(capacity, self.config.context_length)
         vector_bytes = config.d_head * self.dtype.itemsize + (4 if self.dtype == torch.int8 else 0)
-        slot_bytes = config.n_kv_heads * self.of_keys.room(capacity) * vector_bytes
+        slot_bytes = config.n_kv_heads * self.vectors.room(capacity) * vector_bytes
         tokens_bytes = 4 * capacity if config.reads_previous_token else 0
         return n_slots * (2 * len(config.layer_uses) * slot_bytes + tokens_bytes)
 
@@ -146,3 +164,9 @@ class SlotCache:
             raise ValueError(f"{longest} tokens do not fit in a slot of {self.capacity}")
         layers = zip(self.keys, self.values, strict=True)
         return SlotRows(parts, room or self.capacity, layers, self.tokens, self.device)
+
+
+class BlockCache(SlotCache):
+    """A cache for the native kernels."""
+
+    vectors = Blocks

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptworks.infer.backends.backend import Backend, Chunk
-from gptworks.infer.backends.native_cache import BlockCache, KeyBlocks
+from gptworks.infer.backends.cache import BlockCache, Blocks
 from gptworks.infer.backends.placement import matrices, settle, widest_panels
 from gptworks.kernels.call import NUMBERS, call
 from gptworks.kernels.entries import FUNCTION_OF_MLP, Layer, Matrix, Model, Norm
@@ -203,7 +203,7 @@ class NativeBackend(Backend):
             (attention.out, width, d_query), (mlp.gate, inner, width), (mlp.up, inner, width), (mlp.down, width, inner),
         )  # fmt: skip
         slots = self.cache.keys[i].data.size(0)
-        cached, room = [], KeyBlocks.room(self.capacity)
+        cached, room = [], Blocks.room(self.capacity)
         for vectors in (self.cache.keys[i], self.cache.values[i]):
             cached.append(self._address(vectors.data, self.cache.dtype, slots, groups, room, d_head))
             cached.append(self._address(vectors.scale, torch.float32, slots, groups, room))
