@@ -22,8 +22,8 @@ def _inner_width(width: int, mlp: str) -> int:
 
 
 def expert_rows(n_tokens: int) -> int:
-    """Rows that an expert multiplies for so many tokens, where a CPU trains: n_tokens rounded up to five binary digits,
-    to a sixteenth more at most. oneDNN compiles a kernel for each number of rows, and so it soon has them all.
+    """Rows that an expert multiplies for `n_tokens` in training on a CPU: rounded up to five binary digits, at most a
+    sixteenth more. oneDNN compiles a kernel for each number of rows, so there should be few.
     """
     unit = 1 << max(0, n_tokens.bit_length() - 5)
     return -(-n_tokens // unit) * unit

@@ -1,4 +1,4 @@
-"""How long a run is, and the batches of its steps, on how many devices."""
+"""The length of a run, and the batches of its steps."""
 
 import math
 from typing import Annotated, Any, Literal, Self
@@ -12,23 +12,23 @@ IGNORED = -100
 
 
 FUTURE_WEIGHT = 0.3
-"""Of the loss of each token beyond the next, where a recipe does not say: that with which DeepSeek-V3 began."""
+"""Default weight of the loss of each token beyond the next: DeepSeek-V3's at the beginning."""
 
 Weight = Annotated[float, Field(ge=0, le=1000)]
 
 
 def computes_again(activation_checkpointing: str, layer: int) -> bool:
-    """Whether training keeps of a block its input alone: of each, or with `selective` of every second one."""
+    """Whether training keeps only a block's input: for each block, or with `selective` for every second one."""
     return activation_checkpointing == "block" or (activation_checkpointing == "selective" and layer % 2 == 0)
 
 
 class ParallelConfig(Section):
-    """How processes share a run. The launcher sets their number."""
+    """How processes share a run; the launcher sets their number."""
 
     strategy: Free[Literal["auto", "ddp", "fsdp"]] = Field(
         "auto",
-        description="ddp: the whole model on each device, gradients added up. fsdp: weights, gradients and optimizer "
-        "state in equal shares (Zhao et al., 2023). auto: fsdp where a step of the whole model does not fit.",
+        description="ddp: the complete model on each device, with gradients reduced. fsdp: weights, gradients and "
+        "optimizer state sharded (Zhao et al., 2023). auto: fsdp where a step of the complete model does not fit.",
     )
     tensor_parallel: Free[PositiveInt] = Field(
         1,
@@ -39,7 +39,7 @@ class ParallelConfig(Section):
         True, description="fsdp: free a block's gathered weights after its forward pass and gather them again."
     )
     timeout_seconds: Free[PositiveTime] = Field(
-        600, description="A rank that is silent, or makes all others wait, for this long ends the run."
+        600, description="A rank that is silent, or for which all others wait, for this long ends the run."
     )
 
 
@@ -49,7 +49,7 @@ def _least_batch(given: dict[str, Any]) -> Any:
 
 
 class BatchSettings(Section):
-    """The length of a run is the first reached of max_steps, epochs and max_minutes."""
+    """Length and batches. The run ends at the first reached of max_steps, epochs and max_minutes."""
 
     max_steps: Steering[PositiveInt | None] = Field(None, description="Optimizer steps.")
     epochs: Steering[float | None] = Field(
@@ -101,11 +101,11 @@ class BatchSettings(Section):
 
     future_weights: Steering[tuple[Weight, ...]] = Field(
         (),
-        description="Of the mean losses of the tokens beyond the next, nearest first, where model.n_future_tokens is "
-        f"more than 1. Default: {FUTURE_WEIGHT} each; an adapter trains no heads and has none.",
+        description="Weights of the mean losses of tokens beyond the next, nearest first, if model.n_future_tokens is "
+        f"more than 1. Default: {FUTURE_WEIGHT} each; none with an adapter, which trains no heads.",
     )
     future_weights_fall: Steering[bool] = Field(
-        False, description="They fall linearly to 0 over the run, as modded-nanogpt lets its own fall."
+        False, description="They fall linearly to 0 over the run, as in modded-nanogpt."
     )
 
     @model_validator(mode="after")
@@ -145,7 +145,7 @@ class BatchSettings(Section):
             until, size = step, smaller
 
     def future_weights_at(self, share_done: float) -> tuple[float, ...]:
-        """The weights of the tokens beyond the next where so much of the run is done, from 0 to 1."""
+        """The weights of tokens beyond the next when this share of the run is done, from 0 to 1."""
         factor = 1 - share_done if self.future_weights_fall else 1.0
         return tuple(factor * weight for weight in self.future_weights)
 
@@ -154,8 +154,7 @@ class BatchSettings(Section):
         return next((length for until, length in self.shorter_contexts if step < until), context_length)
 
     def samples_by_length(self, steps: int, context_length: int) -> dict[int, int]:
-        """Sequences of `context_length` tokens in the first `steps` optimizer steps, by the length of the rows into
-        which they are cut."""
+        """Sequences of `context_length` tokens in the first `steps` optimizer steps, by the length of their rows."""
         found, before = dict[int, int](), 0
         for until, length in (*self.shorter_contexts, (steps, context_length)):
             samples = self.samples_before(min(until, steps))
@@ -175,7 +174,7 @@ class BatchSettings(Section):
         return samples + self.batch_size * max(0, step - first)
 
     def steps_with(self, samples: int) -> int:
-        """The fewest optimizer steps that have so many sequences."""
+        """The fewest optimizer steps with this many sequences."""
         steps = 0
         for until, size in self.smaller_batches:
             needed = steps + max(0, math.ceil((samples - self.samples_before(steps)) / size))
@@ -186,7 +185,7 @@ class BatchSettings(Section):
 
     @property
     def common_batch_size(self) -> int:
-        """The most sequences by which the batches of all steps can be divided; `batch_size` where that is one size."""
+        """The greatest common divisor of the batch sizes of all steps."""
         return math.gcd(self.batch_size, *(size for _, size in self.smaller_batches))
 
     @property

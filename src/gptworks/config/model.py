@@ -171,8 +171,8 @@ class ModelConfig(Architecture):
             )
         if self.bigram_vocab_size == 1:
             raise ValueError(
-                "bigram_vocab_size=1 is the row of a text's first token alone: pairs of tokens need at least one more; "
-                "choose some times the vocabulary, or 0"
+                "bigram_vocab_size=1 has a row only for a text's first token: pairs of tokens need at least one more; "
+                "choose a multiple of the vocabulary, or 0"
             )
         if not isinstance(self.layer_repeats, int) and len(self.layer_repeats) != self.n_layers:
             raise ValueError(
@@ -226,8 +226,8 @@ class ModelConfig(Architecture):
             "layer_repeats": self.repeats_layers,
             f"d_model={self.d_model}": self.d_model < 4,
         }
-        for what, stands in obstacles.items():
-            if stands:
+        for what, is_there in obstacles.items():
+            if is_there:
                 raise ValueError(
                     f"init=induction with {what}: it lays two heads into the first two layers, of at least 4 rotated "
                     f"elements each, behind norms of the block's input; choose another init"

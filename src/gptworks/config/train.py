@@ -1,4 +1,4 @@
-"""How a model is trained, and on how many devices."""
+"""How a model is trained."""
 
 from typing import Literal, Self
 
@@ -9,14 +9,14 @@ from gptworks.config.base import Fixed, Fraction, Free, Measured, PositiveInt, S
 from gptworks.config.optimizers import OptimizerSettings
 
 EVALUATED_TOKENS = 2**17
-"""Tokens that an evaluation reads at most, where a recipe does not say."""
+"""Default of the tokens that an evaluation reads, at most."""
 
 
 class TrainConfig(OptimizerSettings):
-    """One training run. The length is the first reached of max_steps, epochs and max_minutes.
+    """One training run.
 
-    Where a recipe leaves out optimizer, rates, weight decay, length, warmup, or how often it evaluates, samples and
-    saves, they follow from the rest of the recipe (`gptworks.config.defaults`); else the defaults are these.
+    Defaults of optimizer, rates, weight decay, length, warmup, and of how often to evaluate, sample and save follow
+    from the rest of the recipe (`gptworks.config.defaults`); all others are these.
     """
 
     schedule: Steering[Literal["cosine", "wsd", "constant"]] = Field(
@@ -42,9 +42,9 @@ class TrainConfig(OptimizerSettings):
         0,
         ge=0,
         le=1_000_000_000,
-        description="Steps in which the token embedding is the head too; then the head goes on from a copy of it and "
-        "of its moments (modded-nanogpt: two thirds of the run). Needs model.tie_embeddings=false. 0: apart from the "
-        "start.",
+        description="Steps in which the token embedding is the head too; then the head continues from a copy of it and "
+        "of its moments (modded-nanogpt: two thirds of the run). Needs model.tie_embeddings=false. 0: separate from "
+        "the start.",
     )
     ema_decay: Steering[Fraction] = Field(
         0.0, description="Decay of the weights' moving average, which is then evaluated and published. 0: none."
@@ -71,7 +71,7 @@ class TrainConfig(OptimizerSettings):
 
     log_every: Free[PositiveInt] = 10
     loggers: Free[tuple[Literal["tensorboard", "wandb"], ...]] = Field(
-        (), description="What is given the records of metrics.jsonl besides; each needs the extra of its name."
+        (), description="Programs that also get the records of metrics.jsonl; each needs the extra of its name."
     )
     evaluate_every: Free[PositiveInt] = 250
     evaluate_sequences: Measured[int | None] = Field(
@@ -82,9 +82,10 @@ class TrainConfig(OptimizerSettings):
         f"{EVALUATED_TOKENS:,} tokens at the full context where there are more.",
     )
     checkpoint_every: Free[PositiveInt] = Field(
-        250, description="Steps between checkpoints with optimizer state. A best between two of them has weights only."
+        250,
+        description="Steps between checkpoints with optimizer state. A best one in between has only weights.",
     )
-    keep_checkpoints: Free[PositiveInt] = Field(2, description="Newest checkpoints kept; the best is kept besides.")
+    keep_checkpoints: Free[PositiveInt] = Field(2, description="Newest checkpoints to keep; the best is kept too.")
     keep_every: Free[int] = Field(
         0,
         ge=0,
@@ -98,7 +99,7 @@ class TrainConfig(OptimizerSettings):
 
     early_stopping_patience: Free[PositiveInt | None] = Field(None, description="Evaluations without improvement.")
     spike_deviations: Steering[float] = Field(
-        0.0, ge=0, description="Skip a step whose gradient norm is so many deviations above the run's. 0: never."
+        0.0, ge=0, description="Skip a step whose gradient norm is this many deviations above the run's. 0: never."
     )
     max_skipped_steps: Free[PositiveInt] = Field(
         10, description="Skipped steps in a row that end the run, or take it back."
@@ -107,7 +108,7 @@ class TrainConfig(OptimizerSettings):
         0,
         ge=0,
         le=1_000_000_000,
-        description="How often a run may go back to its last checkpoint and on, past the batches that broke it.",
+        description="How often a run may go back to its last checkpoint and continue after the batches that broke it.",
     )
 
     @model_validator(mode="after")
@@ -128,7 +129,7 @@ class TrainConfig(OptimizerSettings):
         return step >= max(last_change, self.untie_after_steps)
 
     def n_evaluated(self, n_there: int, context_length: int) -> int:
-        """How many of so many validation sequences an evaluation reads. 0: all."""
+        """Validation sequences that an evaluation reads, of `n_there`. 0: all."""
         wanted = self.evaluate_sequences
         if wanted is None:
             wanted = max(1, EVALUATED_TOKENS // context_length)
