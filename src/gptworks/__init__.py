@@ -12,13 +12,13 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from gptworks.version import __version__
-
 if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & set(os.environ):
     # A thread that waits for others gives its core to whoever can use it; under libgomp after some 40 microseconds, so
     # that the next operation of a step finds it awake. OpenMP reads this as torch loads it, so it is set before; in a
     # program that has imported torch already, it changes nothing.
     os.environ |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "2000"}
+
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from gptworks.api import evaluate, plan, read_run, train

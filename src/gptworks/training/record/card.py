@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from gptworks import __version__
 from gptworks.config import Recipe
 from gptworks.device import Precision, device_name
 from gptworks.errors import UserError
@@ -24,7 +25,6 @@ from gptworks.training.record.display import clock
 from gptworks.training.record.metrics import Record, read_metrics
 from gptworks.training.record.outcome import FILE, RunOutcome
 from gptworks.units import epochs_words, readable, significant
-from gptworks.version import __version__
 
 
 @dataclass(frozen=True)
