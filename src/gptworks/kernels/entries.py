@@ -1,4 +1,4 @@
-"""The functions that the C++ exports: what each takes, the structures, and what numbers stand for.
+"""The functions that the C++ exports: their arguments, the structures, and the meaning of numbers.
 
 The C++ has the same (entry.h, step.cpp); `declare` compares the two when a library is loaded. Every function returns a
 code, and checks what it is given before it reads or writes anything. Without torch.
@@ -145,7 +145,7 @@ def declare(functions: ctypes.CDLL) -> None:
 
 
 def layout() -> str:
-    """The sizes of structures in bytes, and what numbers stand for, as the C++ says it."""
+    """The sizes of structures in bytes and the meaning of numbers, as the C++ reports them."""
     sizes = ", ".join(f"{one.__name__} {ctypes.sizeof(one)}" for one in (Tensor, Matrix, Norm, Layer, Model))
     return f"{sizes}; kinds {' '.join(KINDS)}; functions {' '.join(FUNCTIONS)}"
 

@@ -201,7 +201,7 @@ class MLP(nn.Module):
         if self.gate is None:
             inner = dispatch.activate(inner, self.kind)
         else:
-            inner = dispatch.gated(self.gate(x), inner, self.kind)
+            inner = dispatch.activate(self.gate(x), self.kind, inner)
         out: Tensor = self.down(self.dropout(inner))
         return out
 

@@ -23,7 +23,7 @@ from gptworks.model.layers import MLP, without_autocast
 
 
 class MoE(nn.Module):
-    """E experts, each an MLP, and a router over them; beside them, where asked for, one that sees every token."""
+    """E experts, each an MLP, with a router over them; and optionally one more that sees every token."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class MoE(nn.Module):
         )
         for e in range(c.n_experts):
             stages = list(MLP.cost(s, c.d_ff, 0, share, expert=True))
-            if e == 0:  # the last that the backward pass comes to: the gradient of all results goes
+            if e == 0:  # the last in the backward pass: the gradient of all results is freed
                 stages[-1] = replace(stages[-1], arrives=gathered)
             yield from stages
         yield Stage("reorder", arrives=gathered, leaves=gathered, scratch=gathered)

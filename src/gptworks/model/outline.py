@@ -1,4 +1,4 @@
-"""A model's tensors and matrix products, from its configuration alone and without torch.
+"""A model's tensors and matrix products, from its configuration, without torch.
 
 Each method of `Outline` follows the `forward` of one module. Parameters, FLOPs and gradients are counted by subclasses,
 in `gptworks.planning`; a module's memory is in its `cost`. This file imports no torch, since `gptworks presets` and

@@ -56,8 +56,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores = PLAIN) -> Tensor:
         return attend_banded(q, k, v, scores) if in_bands else _attend_torch(q, k, v, scores)
     if bias is None and kernel.by == dispatch.BLOCKS:
         bias = as_bias(causal_mask(q.size(2), k.size(2), window, q.device), q.dtype)
-    out: Tensor = kernel.compute(q, k, v, bias, window, dropout, scores.factor(q), softcap)
-    return out
+    return kernel.compute(q, k, v, bias, window, dropout, scores.factor(q), softcap)
 
 
 def _attend_torch(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
@@ -217,7 +216,7 @@ def bias_bytes(s: Shapes) -> int:
 
 
 def is_blocked(s: Shapes) -> bool:
-    """Whether a layer trains on `gptworks.kernels.cpu.attention`, which keeps the weights of blocks of queries."""
+    """Whether a layer trains on `gptworks.kernels.cpu.Attention`, which keeps the weights of blocks of queries."""
     return s.on_cpu and not s.native and s.length <= cpu.LONGEST
 
 

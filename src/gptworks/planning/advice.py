@@ -14,7 +14,7 @@ from gptworks.planning.layout import Layout
 from gptworks.recipe import apply_overrides, parse_recipe
 
 Apply = Callable[[Sequence[str], int], Recipe]
-"""The recipe with some overrides, on so many devices."""
+"""The recipe with some overrides, on a number of devices."""
 
 MOST_DEVICES = 4096
 
@@ -23,7 +23,7 @@ LORA_RANK = 8
 
 @dataclass(frozen=True)
 class Change:
-    """Settings and devices to change, and what is needed then."""
+    """Settings and devices to change, and what the run needs then."""
 
     overrides: tuple[str, ...]
     """`key.path=value` each, as a user writes them."""
@@ -63,7 +63,7 @@ class _Remedy:
     overrides: tuple[str, ...]
     costs: str
     beyond: tuple["_Remedy", ...] = ()
-    """Milder ones in whose place it stands."""
+    """Milder ones that it replaces."""
 
 
 def recipe_with(recipe: Recipe) -> Apply:
@@ -176,9 +176,9 @@ def _micro(change: Change) -> float:
 
 
 def _on_the_same_devices(recipe: Recipe, device: Device) -> Iterator[tuple[_Remedy, ...]]:
-    """What to try without more devices, the cheapest first. No remedy at all is a smaller micro-batch alone.
+    """What to try without more devices, the cheapest first. An empty tuple is a smaller micro-batch only.
 
-    The loss's chunks are not among them: logits never stand whole in memory.
+    The loss's chunks are not among them: all logits are never in memory at once.
     """
     train = recipe.train
     yield ()

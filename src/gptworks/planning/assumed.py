@@ -31,7 +31,7 @@ def preset_recipe(name: str, overrides: Sequence[str], device: Device, n_ranks: 
     the largest micro-batches that fit.
 
     Returns:
-        The recipe, and why it has so many steps where no override gives its length.
+        The recipe, and where its number of steps is from if no override gives its length.
     """
     tree: dict[str, Any] = apply_overrides({"model": {"preset": name}}, overrides)
     model, given = parse_model(tree["model"], name), tree.pop("train", {})

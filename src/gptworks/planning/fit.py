@@ -70,8 +70,8 @@ def largest_micro_batch(setting: Setting, capacity_bytes: int, sequences: int | 
     """The most sequences at a time whose step fits; 0 where one is too many.
 
     Args:
-        sequences: of a step on one device. Fewer at a time accumulate gradients, which then stand during the forward
-            pass; so many or more do not. None: the setting's own `accumulates` at any size.
+        sequences: of a step on one device. Smaller micro-batches accumulate gradients, which are then held during the
+            forward pass. None: the setting's own `accumulates` at any size.
     """
 
     def fits(size: int) -> bool:
@@ -90,7 +90,7 @@ def largest_micro_batch(setting: Setting, capacity_bytes: int, sequences: int | 
             low, top = (middle, top) if fits(middle) else (low, middle)
         return low
 
-    if sequences is not None and fits(sequences):  # at once: no gradients stand in the forward pass
+    if sequences is not None and fits(sequences):  # at once: no gradients are held in the forward pass
         return last(sequences, max(LARGEST_BATCH, sequences) + 1)
     return last(0, LARGEST_BATCH + 1 if sequences is None else sequences)
 

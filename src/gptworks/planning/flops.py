@@ -1,4 +1,4 @@
-"""Floating-point operations of a forward pass, from the configuration alone.
+"""Floating-point operations of a forward pass, from the configuration only.
 
 A multiply-add is two operations. Counted are matrix products; norms, activations, softmax, the rotary turn and the
 embedding lookup are not: together they are a few thousandths of the work.
@@ -42,8 +42,8 @@ class ForwardFlops:
     laboratory: int = 0
     """Gates, and projections of value embeddings."""
     future: int = 0
-    """Heads of tokens beyond the next with the unembedding of each, which training alone computes: no part of the
-    totals."""
+    """Heads of tokens beyond the next with the unembedding of each: only training computes them, and no total has
+    them."""
 
     @property
     def projections(self) -> int:
@@ -127,7 +127,7 @@ class Products(Outline):
         self.modules: dict[str, tuple[Fraction | int, Fraction | int]] = {}
         """Forward and backward. `blocks.0.attention` has scores and weighted sum only."""
         self.causal = 0
-        """Of attention's forward products, those of visible pairs."""
+        """FLOPs of attention's forward products of visible pairs."""
         self.walk()
 
     def tensor(self, group: str, name: str, *shape: int) -> bool:

@@ -1,4 +1,4 @@
-"""What an operation saves where its matrices are packed, gathered as they are used, or frozen beside an adapter."""
+"""What an operation saves if its matrices are packed, gathered as they are used, or frozen next to an adapter."""
 
 from collections import Counter
 from dataclasses import replace

@@ -62,7 +62,7 @@ class HostMemory:
 
 
 def host_memory(setting: Setting, device: Device) -> HostMemory | None:
-    """The host's memory beside other devices than CPUs; None on a CPU."""
+    """The host's memory of devices that are not CPUs; None on a CPU."""
     if device.on_cpu:
         return None
     n = min(device.per_node, setting.layout.world_size)

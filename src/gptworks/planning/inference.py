@@ -17,7 +17,7 @@ INT4_GROUP = 32
 
 @dataclass(frozen=True)
 class InferenceMemory:
-    """What decoding takes with weights of one precision; the cache is float32 beside float32 weights, else bf16."""
+    """What decoding takes with weights of one precision; the cache is float32 with float32 weights, else bf16."""
 
     weights: str
     weights_bytes: int
@@ -37,7 +37,7 @@ def kv_cache_bytes(config: ModelConfig, length: int | None = None, bytes_per_val
 
 
 def kept_ids_bytes(config: ModelConfig, length: int) -> int:
-    """Of the token ids, int32, that a cache keeps of so many tokens."""
+    """Bytes of the token ids, int32, that a cache keeps for `length` tokens."""
     return 4 * length if config.reads_previous_token else 0
 
 
@@ -57,8 +57,8 @@ def inference_memory(model: ModelConfig) -> list[InferenceMemory]:
 def weights_bytes(parameters: ParameterCount, precision: str, outside: bool = True) -> int:
     """All weights as `gptworks quantize` writes them; or, without those outside the blocks, as an adapter's base.
 
-    Of lower precision are the matrices alone; norms, biases, positions, gates and the routers of experts stay fp32.
-    With int4, the embedding and the head are in int8, and so is a matrix whose rows are no whole number of groups.
+    Only matrices have a lower precision; norms, biases, positions, gates and the routers of experts stay fp32.
+    With int4, the embedding and the head are in int8, and so is a matrix whose rows cannot be divided into groups.
     """
     total = 4 * parameters.total
     if precision == "fp32":

@@ -34,8 +34,8 @@ class Layout:
 
     @property
     def sums_in_backward(self) -> bool:
-        """Whether whole gradients are added up over ranks while the backward pass goes on; tensor-parallel ranks have
-        to agree on theirs first."""
+        """Whether the backward pass overlaps with the all-reduce of gradients that each rank has in full;
+        tensor-parallel ranks have to agree on theirs first."""
         return self.data_parallel > 1 and self.tensor_parallel == 1 and self.sharding == "none"
 
 

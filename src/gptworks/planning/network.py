@@ -1,4 +1,4 @@
-"""What ranks send one another in a training step, how long that takes, and what of it computing hides.
+"""What ranks send each other in a training step, how long it takes, and how much of that computing hides.
 
 Collectives are rings, as NCCL's are for large tensors. Of n ranks each sends, and receives, of a tensor of S bytes
 
@@ -161,8 +161,8 @@ def step_time(
     spent = dict.fromkeys(("forward", "backward", "last_backward", "exposed"), 0.0)
     for one in collectives(setting):
         rate = ring_bandwidth(one, layout, device)
-        alone = one.n_bytes if one.when == "exposed" else one.exposed_bytes
-        before_or_after = sent_bytes(one, layout, micro_steps, alone) / rate
+        exposed_bytes = one.n_bytes if one.when == "exposed" else one.exposed_bytes
+        before_or_after = sent_bytes(one, layout, micro_steps, exposed_bytes) / rate
         spent["exposed"] += before_or_after
         spent[one.when] += sent_bytes(one, layout, micro_steps) / rate - before_or_after
     exposed = spent["exposed"] + max(0.0, spent["forward"] - forward_seconds)
@@ -172,5 +172,5 @@ def step_time(
 
 
 def machines(layout: Layout, device: Device) -> int:
-    """Nodes that so many ranks take."""
+    """Number of nodes for the ranks of a layout."""
     return ceil(layout.world_size / device.per_node)

@@ -11,7 +11,7 @@ from gptworks.recipe import load_recipe
 
 
 def teacher_config(recipe: Recipe) -> ModelConfig | None:
-    """The model that the run learns from; None: it learns from data alone.
+    """The model that the run learns from; None: it learns from data only.
 
     Raises:
         UserError: there is no such run.

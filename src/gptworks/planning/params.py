@@ -1,4 +1,4 @@
-"""Every parameter of a model, from its configuration alone: names, shapes and counts."""
+"""Every parameter of a model, from its configuration only: names, shapes and counts."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Tensors of one purpose. Names and shapes are those of the built model, a matrix being [out, in]."""
+    """Tensors of one purpose, with the built model's names and shapes; a matrix is [out, in]."""
 
     name: str
     tensors: dict[str, Shape]
@@ -44,8 +44,8 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """A model's parameters by group. Twelve groups are always present, an absent part without
-    tensors; those of the laboratory's settings are where these are on."""
+    """A model's parameters by group. Twelve groups are always present, without tensors where a model lacks the part;
+    groups of the laboratory's settings are present if the settings are on."""
 
     groups: dict[str, ParameterGroup]
     active_share: float = 1.0

@@ -19,7 +19,7 @@ class Figures:
 
     parameters: int = 0
     adapter_parameters: int = 0
-    """Of an adapter beside it."""
+    """Of its adapter."""
     forward: float = 0.0
     """FLOPs a token over the full context, attention dense, in training: heads of tokens beyond the next too."""
     backward: float = 0.0

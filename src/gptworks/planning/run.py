@@ -28,7 +28,7 @@ class Measured:
 
     peak_bytes: int | None
     """Most memory in use: what tensors held on CUDA; on a CPU the growth of the process's resident memory, freed memory
-    given back at once. None: the speed alone was measured."""
+    given back at once. None: only the speed was measured."""
     kept_bytes: int | None
     """The same with what the allocator keeps, as `gptworks train` lets it."""
     tokens_per_second: float
@@ -300,7 +300,7 @@ class Plan:
 
     @property
     def weights_bytes(self) -> int:
-        """Weights as they are trained, a tied head once, an adapter beside them; the file adds a header of some kB."""
+        """Weights as they are trained, a tied head once, with an adapter; the file adds a header of some kB."""
         return held_weights_bytes(self.parameters, self.trained)
 
     @property
@@ -329,7 +329,7 @@ class Plan:
 
     @property
     def most_weights_only(self) -> int:
-        """Checkpoints with weights only that are on disk beside those: where evaluations fall between saves, the best
+        """Checkpoints with weights only that are on disk besides those: where evaluations fall between saves, the best
         so far and one that each of the newest knows of; the oldest of these knows the best that is counted there. With
         `keep_every`, those of step 0."""
         train = self.train
@@ -371,7 +371,7 @@ def plan(
         samples_per_epoch: rows or pairs of it, if known; None: windows of the text.
         dataset_tokens: the training tokens of each dataset of a mixture, if known.
         tokens_estimated: whether these are estimates from the size of the files.
-        steps_reason: why it has so many steps, where no setting says.
+        steps_reason: where its number of steps is from, if no setting says.
         device: what it runs on; None: this machine's CPU.
         n_ranks: how many devices; `train.parallel` says how model and batches lie on them.
         utilization: share of the device's rate that the step reaches.
@@ -379,7 +379,7 @@ def plan(
 
     Raises:
         UserError: the vocabulary is not known yet, the training split is shorter than one window, or the recipe cannot
-            be arranged on so many devices.
+            be arranged on this many devices.
     """
     device, model, train = device or this_cpu(), recipe.model, recipe.train
     windows = samples_per_epoch is None and not recipe.data.records

@@ -26,7 +26,7 @@ class Setting:
     on_cpu: bool = True
     checkpointing: str = "none"
     accumulates: bool = False
-    """Whether a step has several micro-batches, so that gradients stand during the forward pass."""
+    """Whether a step has several micro-batches, so that gradients are held during the forward pass."""
     optimizer: str = "adamw"
     optimizer_state: str = "fp32"
     decays_cautiously: bool = False
@@ -37,8 +37,8 @@ class Setting:
     averages: bool = False
     """Whether a moving average of the weights is kept."""
     saves: bool = False
-    """Whether checkpoints are written while training goes on, from a copy in the host's memory; then the plan
-    is of the whole run, with how it begins."""
+    """Whether checkpoints are written during training, from a copy in the host's memory; then the plan includes the
+    start of the run."""
     starts_from: bool = False
     """Whether the run starts from the weights of another."""
     layout: Layout = ONE_DEVICE

@@ -1,4 +1,4 @@
-"""How many tokens a recipe's data will have, from the size of its files alone."""
+"""How many tokens a recipe's data will have, from the size of its files."""
 
 from dataclasses import dataclass, field
 
@@ -48,7 +48,7 @@ def data_size(recipe: Recipe) -> DataSize:
 
 
 def _mixture_size(recipe: Recipe) -> DataSize:
-    """The sum over the datasets, of which those that are built are known exactly."""
+    """The sum over the datasets; the size of built ones is known exactly."""
     data, sizes, vocab_size = recipe.data, {}, None
     for member in data.mixture:
         if member.dataset is None:

@@ -1,4 +1,4 @@
-"""How much of a model a run trains, where not all: what is frozen has no gradient and no optimizer state."""
+"""The part of a model that a run trains: frozen parameters have no gradient and no optimizer state."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ class Trained:
     parameters: int
     """Those with a gradient, an adapter's included."""
     added: int
-    """Parameters of an adapter, which stand beside the model's."""
+    """Parameters of an adapter, which the model's do not include."""
     share: float
     """Of the model's own parameters, those that are trained."""
     matrices: tuple[Shape, ...]
@@ -25,7 +25,7 @@ class Trained:
     head: bool
     """Whether the head's matrix, or the embedding that it is tied to, is trained."""
     embedding: bool
-    """Whether anything is that tokens are embedded with, so that the backward pass goes on to there."""
+    """Whether something before the first block is trained, so that the backward pass reaches the embeddings."""
     outside: frozenset[str] = frozenset()
     """The trained tensors outside the blocks, by name."""
     modules: tuple[frozenset[str], ...] | None = None
@@ -41,7 +41,7 @@ class Trained:
     in_8_bits: tuple[int, int] = (0, 0)
     """What AdamW with moments in 8 bits keeps so: elements, and scales of both moments."""
     n_still: int = 0
-    """Runs of blocks, from the first on, that nothing trained stands before or in: their backward pass is left out."""
+    """Number of the first runs of blocks without anything trained in or before them: they have no backward pass."""
 
     def moves(self, module: str, layer: int) -> bool:
         """Whether a block's module of this name has trained parameters of its own."""
@@ -77,7 +77,7 @@ def everything(count: ParameterCount) -> Trained:
 
 
 def moments_in_8_bits(sizes: Iterable[int]) -> tuple[int, int]:
-    """Of matrices of the blocks with so many elements, those of which AdamW keeps 8 bits, and their scales."""
+    """Elements of the blocks' matrices, of these sizes, whose moments AdamW keeps in 8 bits; and their scales."""
     large = [size for size in sizes if size >= LEAST_IN_8_BITS]
     return sum(large), 2 * sum(-(-size // SCALED_TOGETHER) for size in large)
 
