@@ -51,9 +51,8 @@ class Attention(nn.Module):
         if inputs.cache is not None:
             y = attend_slots(q, k, v, inputs.cache, self.scores)  # 1 H N D
         else:
-            window, _, scale, softcap, _ = self.scores
             dropout = self.dropout if self.training else 0.0
-            y = attend(q, k, v, Scores(window, dropout, scale, softcap, inputs.bias))  # B H T D
+            y = attend(q, k, v, self.scores._replace(dropout=dropout, bias=inputs.bias))  # B H T D
         if gate is not None:
             y = y * gate.transpose(1, 2).unsqueeze(-1)
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))  # B T C

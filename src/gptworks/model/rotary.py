@@ -58,10 +58,6 @@ class Rotary(Tables):
         angle = position[..., None] * frequency
         return (factor * angle.cos()).float(), (factor * angle.sin()).float()
 
-    def forward(self, start: int, length: int, text_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`at` for positions start to start + length: [length, R/2] each."""
-        return self.at(slice(start, start + length), text_length, dtype)
-
     def at(self, positions: slice | Tensor, text_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Tables for positions [...], each [..., R/2], of a text that has room for `text_length`.
 

@@ -20,7 +20,7 @@ class Refusal:
     """Why a recipe cannot run on this many devices."""
 
     rule: str
-    """What is asked for, and the rule that it breaks."""
+    """The setting, and the rule that it breaks."""
     fix: str
     """What to change."""
 
@@ -57,7 +57,7 @@ def arrange(recipe: Recipe, n_ranks: int, device: Device) -> Layout | Refusal:
 
 
 def layout_of(recipe: Recipe, n_ranks: int, device: Device) -> Layout:
-    """`arrange`, where a refusal is an error.
+    """`arrange`, which raises a refusal.
 
     Raises:
         UserError: the refusal.

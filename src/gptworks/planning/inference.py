@@ -17,12 +17,12 @@ INT4_GROUP = 32
 
 @dataclass(frozen=True)
 class InferenceMemory:
-    """What decoding takes with weights of one precision; the cache is float32 with float32 weights, else bf16."""
+    """Memory of decoding with weights of one precision; the cache is float32 with float32 weights, else bf16."""
 
     weights: str
     weights_bytes: int
     cache_bytes: dict[int, int]
-    """Of full contexts, by the number of sequences."""
+    """Bytes of full contexts, by the number of sequences."""
 
     def total_bytes(self, batch_size: int) -> int:
         return self.weights_bytes + self.cache_bytes[batch_size]
@@ -42,7 +42,7 @@ def kept_ids_bytes(config: ModelConfig, length: int) -> int:
 
 
 def inference_memory(model: ModelConfig) -> list[InferenceMemory]:
-    """One for each precision of the weights, widest first."""
+    """Memory for each precision of the weights, widest first."""
     parameters = count_parameters(model)
     return [
         InferenceMemory(
@@ -71,7 +71,7 @@ def weights_bytes(parameters: ParameterCount, precision: str, outside: bool = Tr
 
 
 def tensor_bytes(shape: Shape, precision: str, in_block: bool) -> int:
-    """Of a matrix in this precision, or of a tensor in fp32."""
+    """Bytes of a matrix in this precision, or of a tensor in fp32."""
     if precision == "fp32":
         return 4 * prod(shape)
     rows, columns = shape

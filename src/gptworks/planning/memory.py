@@ -1,4 +1,4 @@
-"""Memory of a training step and of inference, by part, from the configuration alone.
+"""Memory of a training step and of inference, by part, from the configuration only.
 
 A step's peak is the largest sum on its timeline: model, optimizer state and tokens are there throughout; what each
 block saves adds up through the forward pass; then come the loss's buffers; in the backward pass, each operation's own
@@ -36,12 +36,12 @@ WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER = "weights", "weights_average", "gradient
 LOSS, TEMPORARY, COMMUNICATION, TOKENS = "logits_and_loss", "temporary", "communication", "tokens"
 CACHE = "keys_and_values_of_answers"
 CHECKPOINT, OTHER_MODELS, STARTING = "checkpoint_being_written", "other_models", "starting_weights"
-"""Parts next to the kinds of saved tensors in `gptworks.model.cost`."""
+"""Parts besides the kinds of saved tensors in `gptworks.model.cost`."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment at which most memory is held."""
+    """The moment of the most memory in use."""
 
     moment: str
     parts: dict[str, int]
@@ -118,12 +118,12 @@ class _Step:
         self.peak_bytes = 0
 
     def hold(self, part: str, n_bytes: int) -> None:
-        """Take memory; a negative number gives it back."""
+        """Add held bytes; a negative number frees them."""
         self.held[part] += n_bytes
         self.total_bytes += n_bytes
 
     def hold_saved(self, stage: Stage, sign: int = 1) -> None:
-        """Take what an operation saves, or give it back with `sign` -1."""
+        """Hold what an operation saves, or free it with `sign` -1."""
         for part, n_bytes in stage.saved.items():
             self.hold(part, sign * n_bytes)
 
@@ -443,6 +443,6 @@ class _Step:
         self.mark(moment, max(product * stage.matrices + self._unpacking_bytes(stage) for stage in self._block(use)))
 
     def _unpacking_bytes(self, stage: Stage) -> int:
-        """What unpacks a stage's matrix, some rows at a time; none where it is not packed."""
+        """Bytes to unpack a stage's matrix, some rows at a time; 0: it is not packed."""
         at_once = UNPACKED_ON_CPU if self.shapes.on_cpu else UNPACKED_ELSEWHERE
         return (6 if self.shapes.autocast else 5) * min(stage.matrices, at_once) if self.packed else 0

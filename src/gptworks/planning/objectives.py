@@ -1,4 +1,4 @@
-"""The other models that a run's objective reads: a teacher, or those of the start."""
+"""The other models that a run's objective reads: a teacher, or the starting model."""
 
 from gptworks.config import ModelConfig, Recipe
 from gptworks.errors import UserError
@@ -37,5 +37,5 @@ def other_models_bytes(recipe: Recipe) -> int:
 
 
 def _tables_bytes(model: ModelConfig) -> int:
-    """Of cosines and sines of every position."""
+    """Bytes of the cosines and sines of every position."""
     return rotary_tables_bytes(Shapes(model, batch_size=0, length=0, product_bytes=4, on_cpu=True))

@@ -28,7 +28,7 @@ class ParameterGroup:
 
     @property
     def repeats(self) -> int:
-        """Copies."""
+        """Number of copies."""
         return 1 if self.layers is None else len(self.layers)
 
     @property
@@ -58,7 +58,7 @@ class ParameterCount:
 
     @property
     def active(self) -> int:
-        """Parameters that take part for one token: all but the experts it is not sent to."""
+        """Parameters used for one token: all except the experts it is not sent to."""
         experts = self.groups["mlp_weights"].total + self.groups["mlp_biases"].total
         return self.total - round((1 - self.active_share) * experts)
 
@@ -98,7 +98,7 @@ class ParameterCount:
 
 
 def require_vocab_size(config: ModelConfig) -> int:
-    """The model's vocabulary, an error where it is not known yet."""
+    """The model's vocabulary size; an error if it is not known yet."""
     if not config.vocab_size:
         raise UserError(
             "model.vocab_size=0: nothing can be counted before the vocabulary is known. "

@@ -9,7 +9,7 @@ from gptworks.data.sources.choose import choose_source
 from gptworks.errors import UserError
 
 BYTES_PER_TOKEN = 4.0
-"""Of English text in byte-level BPE with tens of thousands of tokens; a smaller vocabulary has fewer."""
+"""Bytes a token of English text in byte-level BPE with tens of thousands of tokens; a smaller vocabulary has fewer."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class DataSize:
     """Rows of examples or pairs of answers; None: windows of the text, or unknown."""
     estimated: bool
     missing: str | None = None
-    """Which source is not there, and what to do."""
+    """Which source is missing, and what to do."""
     datasets: dict[str, int] = field(default_factory=dict)
     """Training tokens of each dataset of a mixture; empty: unknown, or there is none."""
     vocab_size: int | None = None
-    """Of the tokenizer, where a dataset of the mixture has it."""
+    """Vocabulary of the tokenizer, if a dataset of the mixture has it."""
 
 
 def data_size(recipe: Recipe) -> DataSize:

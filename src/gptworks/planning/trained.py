@@ -15,13 +15,13 @@ class Trained:
     """The part of a model that is trained."""
 
     parameters: int
-    """Those with a gradient, an adapter's included."""
+    """Parameters with a gradient, an adapter's included."""
     added: int
     """Parameters of an adapter, which the model's do not include."""
     share: float
-    """Of the model's own parameters, those that are trained."""
+    """Share of the model's own parameters that are trained."""
     matrices: tuple[Shape, ...]
-    """Of the blocks' own matrices, those that are trained: all that an optimizer other than AdamW updates."""
+    """The trained matrices of the blocks: the ones that an optimizer other than AdamW updates."""
     head: bool
     """Whether the head's matrix, or the embedding that it is tied to, is trained."""
     embedding: bool
@@ -31,7 +31,7 @@ class Trained:
     modules: tuple[frozenset[str], ...] | None = None
     """The modules of each block with trained parameters of its own, by the last part of their names; None: all."""
     rank: int = 0
-    """Of the adapter; 0: none."""
+    """Rank of the adapter; 0: none."""
     dropout: bool = False
     """Whether each adapter keeps a copy of its input."""
     targets: frozenset[str] = frozenset()
@@ -39,7 +39,7 @@ class Trained:
     base: str = "full"
     """How the blocks' frozen matrices are held beneath an adapter: full, int8 or int4."""
     in_8_bits: tuple[int, int] = (0, 0)
-    """What AdamW with moments in 8 bits keeps so: elements, and scales of both moments."""
+    """Elements that AdamW keeps in 8 bits with `optimizer_state: int8`, and the scales of both moments."""
     n_still: int = 0
     """Number of the first runs of blocks without anything trained in or before them: they have no backward pass."""
 
@@ -56,7 +56,7 @@ def trains(parameter: str, adapter: LoRAConfig | None, freeze: FreezeConfig | No
 
 
 def everything(count: ParameterCount) -> Trained:
-    """A whole model."""
+    """All of a model is trained."""
     matrices = tuple(
         shape
         for group in count.groups.values()
@@ -83,7 +83,7 @@ def moments_in_8_bits(sizes: Iterable[int]) -> tuple[int, int]:
 
 
 def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> Trained | None:
-    """What is trained of a model; None where that is all of it."""
+    """The trained part of a model; None: all of it."""
     if adapter is None and freeze is None:
         return None
     count = count_parameters(model)
