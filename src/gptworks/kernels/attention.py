@@ -1,4 +1,4 @@
-"""Attention in C++ for training on a CPU (attention.cpp), as an operation that autograd knows."""
+"""Attention in C++ for training on a CPU (attention.cpp), with its gradient."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _is_here() -> bool:
-    """Apart, because Dynamo would trace through the cache, and warn."""
+    """A function of its own, because Dynamo would trace through the cache and warn."""
     return training_library() is not None
 
 

@@ -87,7 +87,7 @@ BLOCK = 128
 """Queries done at once by `Attention`."""
 
 LONGEST = 2048
-"""Keys up to which `Attention` is used: beyond, the weights it keeps cost more memory than the time saved is worth."""
+"""Keys up to which `Attention` is used: with more, the memory for its weights is not worth the time."""
 
 
 def query_blocks(n_queries: int, n_keys: int, window: int | None) -> Iterator[tuple[slice, slice]]:
@@ -186,7 +186,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "geglu": F.gelu,
     "geglu_tanh": partial(F.gelu, approximate="tanh"),
 }
-"""By their names in `model.mlp`."""
+"""Activations by their names in `model.mlp`."""
 
 
 def dropout(x: Tensor, probability: float) -> Tensor:
@@ -196,7 +196,7 @@ def dropout(x: Tensor, probability: float) -> Tensor:
 
 
 def _keep(shape: torch.Size, probability: float) -> Tensor:
-    """Booleans, false with this probability: four from each 64 random bits, where `bernoulli_` draws once for each."""
+    """Booleans, false with this probability, four from each 64 random bits; `bernoulli_` draws once for each."""
     n = shape.numel()
     bits = torch.empty((n + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
     return bits.view(torch.int16)[:n].view(shape) >= round(probability * 2**16) - 2**15

@@ -17,7 +17,7 @@ from gptworks.kernels import cpu, gemm, passes
 from gptworks.kernels.library import trains_in_cpp
 
 CPP, BLOCKS, TORCH = "C++", "torch, a block of queries at a time", "torch"
-"""Who computes."""
+"""What computes."""
 
 _F32 = (torch.float32,)
 
@@ -28,13 +28,13 @@ class Kernel(NamedTuple):
     by: str
     compute: Callable[..., Tensor]
     device: str | None = None
-    """None: any."""
+    """Type of the device; None: any."""
     dtypes: tuple[torch.dtype, ...] | None = None
-    """Of the first operand. None: any."""
+    """Of the first operand; None: any."""
     training: bool = False
-    """Whether it serves in training only: in steps whose gradients are wanted."""
+    """Whether it serves only in training steps, which need gradients."""
     takes: Callable[..., bool] | None = None
-    """Whether it takes these operands; None: all that the rest allows."""
+    """Whether it takes these operands; None: it takes all."""
 
 
 def trains(*tensors: Tensor | None) -> bool:
@@ -58,7 +58,7 @@ def chosen(operation: str, *operands: Any, training: bool = False) -> Kernel:
 
 
 def planned(operation: str, on_cpu: bool) -> str:
-    """Who will compute an operation in training, as far as that is known without compiling or loading the C++."""
+    """What will compute an operation in training, as far as known without compiling or loading the C++."""
     device = "cpu" if on_cpu else "cuda"
     here = (kernel for kernel in TABLE[operation] if kernel.device in (None, device))
     return next(kernel.by for kernel in here if kernel.by != CPP or trains_in_cpp())
@@ -220,4 +220,4 @@ TABLE: dict[str, tuple[Kernel, ...]] = {
         Kernel(TORCH, _by_caller),  # `gptworks.model.scores`
     ),
 }
-"""By operation, the best first."""
+"""Kernels by operation, the best first."""

@@ -22,7 +22,7 @@ KINDS = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
 def are_here() -> bool:
-    """Whether the C++ is there, and no graph is compiled, in which it could not be called."""
+    """Whether the C++ is there and can be called: not while a graph is compiled."""
     return not torch.compiler.is_compiling() and training_library() is not None
 
 

@@ -34,7 +34,7 @@ class Stage:
 
     name: str
     saved: Mapping[str, int] = field(default_factory=dict)
-    """By kind."""
+    """Bytes by kind."""
     arrives: int = 0
     leaves: int = 0
     merges: bool = False
@@ -51,23 +51,23 @@ class Stage:
     readers: tuple[str, ...] = ()
     """The modules that read its saved input. If none of them is trained, it saves no input."""
     reads_entry: bool = False
-    """Whether it reads what enters the block, normalized or to be normalized."""
+    """Whether it reads the block's input, normalized or not."""
     n_in: int = 0
-    """Inputs of its matrices; 0: the model's width."""
+    """Number of inputs of its matrices; 0: the model's width."""
     share: float = 1.0
     """Share of the tokens that it multiplies."""
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """What sizes depend on besides the architecture."""
+    """What sizes depend on: the architecture, the batch, the precision and the device."""
 
     config: ModelConfig
     batch_size: int
     """Sequences of a micro-batch."""
     length: int
     product_bytes: int
-    """Of an element in matrix products: 4, or 2 under autocast."""
+    """Bytes of an element in matrix products: 4, or 2 under autocast."""
     on_cpu: bool
     several_texts: bool = False
     """Whether a row holds several texts: then a bias replaces masks."""
@@ -86,7 +86,7 @@ class Shapes:
 
     @property
     def native(self) -> bool:
-        """Whether C++ computes what training does between its products."""
+        """Whether C++ computes training's operations between its products."""
         return dispatch.planned("attention", self.on_cpu) == dispatch.CPP
 
     def products(self, width: int) -> int:

@@ -60,7 +60,7 @@ class GPT(nn.Module):
         self.smear, self.bigram_embedding = build_smear(config), build_bigrams(config)
         self.rotary = Rotary(config) if config.position == "rope" else None
         self.window_rotary = Rotary(windows) if (windows := config.rotating_windows) else None
-        """Of windowed layers; None: they turn as the others do."""
+        """Rotation of windowed layers; None: the same as in other layers."""
         self.dropout = Dropout(config.dropout_embedding)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.value_embeddings = build_tables(config)
@@ -71,7 +71,7 @@ class GPT(nn.Module):
         self.activation_checkpointing = "none"
         """Which blocks keep only their input for the backward pass, which recomputes them: none, selective or block."""
         self.watched: list[Tensor] | None = None
-        """A list is given the root mean square of each block's output, a scalar each."""
+        """If a list: it collects the root mean square of each block's output, a scalar each."""
         initialize(self)
         self.future_heads = build_future_heads(config)  # last, so that all else begins as without them
 
@@ -185,13 +185,13 @@ class GPT(nn.Module):
         return self.logits(self.features(tokens, cache))
 
     def drop_future_heads(self) -> int:
-        """Leave out the heads of tokens beyond the next; returns how many there were. The logits stay the same."""
+        """Remove the heads of tokens beyond the next; returns their number. The logits stay the same."""
         n_heads = len(self.future_heads)
         self.config, self.future_heads = self.config.model_copy(update={"n_future_tokens": 1}), nn.ModuleList()
         return n_heads
 
     def reset_tables(self, device: torch.device | None = None) -> None:
-        """Compute what no checkpoint holds: see `Tables`."""
+        """Compute the buffers that no checkpoint holds: see `Tables`."""
         for module in self.modules():
             if isinstance(module, Tables):
                 module.reset(device)

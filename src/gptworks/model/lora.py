@@ -45,7 +45,7 @@ class LoRALinear(LowRank, Linear):
     """A linear layer with an adapter; `weight` and `bias` keep their names and are frozen."""
 
     def __init__(self, base: nn.Linear, config: LoRAConfig) -> None:
-        """Takes over the base's parameters."""
+        """Uses the base's parameters."""
         with torch.device("meta"):
             super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
         self.weight, self.bias = base.weight, base.bias
@@ -90,7 +90,7 @@ def add_lora(model: GPT, config: LoRAConfig) -> GPT:
 
 
 def merged_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, factor: float) -> Tensor:
-    """A matrix [O, I] and what its adapter adds to it. The product is made in float64 and rounded once."""
+    """A matrix [O, I] plus its adapter's product, which is computed in float64 and rounded once."""
     return (weight.double() + factor * (lora_b.double() @ lora_a.double())).to(weight.dtype)
 
 

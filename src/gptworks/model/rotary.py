@@ -1,4 +1,4 @@
-"""The rotary embedding (Su et al., 2021): its tables, scaled for longer contexts, and how heads are turned by them."""
+"""The rotary embedding (Su et al., 2021): its tables, scaled for longer contexts, and the rotation of heads by them."""
 
 import math
 
