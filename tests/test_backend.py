@@ -48,7 +48,7 @@ def feed(backend: TorchBackend, slot: int, tokens: list[int], start: int, n_logi
 
 
 @pytest.mark.parametrize("settings", MODELS, ids=str)
-def test_texts_side_by_side_get_the_logits_of_a_pass_of_their_own(settings: dict[str, Any]) -> None:
+def test_texts_computed_together_have_the_logits_of_separate_passes(settings: dict[str, Any]) -> None:
     """Six texts in random chunks, long and short, of which the later ones use a slot that held another text."""
     model = tiny(**settings)
     backend = TorchBackend(model, 3, CONTEXT)
@@ -101,7 +101,7 @@ def test_a_text_rolled_back_forgets_what_came_after(settings: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("settings", MODELS[:-1], ids=str)
-def test_a_copied_beginning_goes_on_in_another_slot(settings: dict[str, Any]) -> None:
+def test_a_copied_prefix_continues_in_another_slot(settings: dict[str, Any]) -> None:
     """Also in slots that have become more and longer."""
     model = tiny(**settings)
     backend = TorchBackend(model, 3, 50)

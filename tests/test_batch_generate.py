@@ -35,7 +35,7 @@ def read(path: Path) -> dict[Any, Any]:
 PROMPTS = [{"id": f"p{i}", "prompt": "abcdefghij"[i % 10 :: 2], "extra": i} for i in range(30)]
 
 
-def test_each_prompt_gets_what_it_would_get_alone(tmp_path: Path) -> None:
+def test_each_prompt_receives_the_text_of_a_separate_call(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", *PROMPTS)
     report = generate_file(engine(), source, tmp_path / "out.jsonl", SETTINGS, n_samples=2)
     lines = read(tmp_path / "out.jsonl")
@@ -50,7 +50,7 @@ def test_each_prompt_gets_what_it_would_get_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut_bytes", [0, 1, 30])
-def test_what_was_interrupted_goes_on(tmp_path: Path, cut_bytes: int) -> None:
+def test_interrupted_work_continues(tmp_path: Path, cut_bytes: int) -> None:
     """Stopped after ten prompts, with the last line cut short by a crash: the file ends up as if nothing had been."""
     source, target, whole = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "whole.jsonl"))
     write(source, *PROMPTS)
@@ -73,7 +73,7 @@ def test_what_was_interrupted_goes_on(tmp_path: Path, cut_bytes: int) -> None:
     assert (again.skipped, again.done) == (30, 0)
 
 
-def test_a_line_has_settings_of_its_own_and_its_number_for_an_id(tmp_path: Path) -> None:
+def test_a_line_has_its_own_settings_and_its_number_as_id(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", {"prompt": "abc", "settings": {"max_tokens": 3}}, {"prompt": "abc"})
     generate_file(engine(), source, tmp_path / "out.jsonl", SamplingSettings(seed=1, max_tokens=5, ignore_eos=True))
     lines = read(tmp_path / "out.jsonl")
@@ -104,7 +104,7 @@ def test_a_file_that_is_not_prompts_is_refused_before_work(tmp_path: Path, lines
 
 
 @pytest.mark.parametrize("text", ["my notes\nof today", "my notes", '{"prompt": "abc"}'])
-def test_a_file_that_is_not_an_output_is_left_as_it_is(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_an_output_is_not_changed(tmp_path: Path, text: str) -> None:
     source, target = write(tmp_path / "in.jsonl", {"prompt": "abc"}), tmp_path / "notes.txt"
     target.write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match="not an output"):
@@ -132,7 +132,7 @@ def test_ids_are_compared_with_a_set(tmp_path: Path) -> None:
         generate_file(engine(), source, tmp_path / "out.jsonl", SETTINGS)
 
 
-def test_a_line_that_is_no_utf8_is_named(tmp_path: Path) -> None:
+def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
     with pytest.raises(UserError, match=r"in\.jsonl, line 2: not UTF-8"):
         generate_file(engine(), tmp_path / "in.jsonl", tmp_path / "out.jsonl", SETTINGS)

@@ -130,7 +130,7 @@ def test_an_interrupt_stops_the_answer_and_keeps_the_chat() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_what_is_saved_is_read_as_training_reads_it_and_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_saved_chat_is_read_by_training_and_can_be_continued(tmp_path: Path) -> None:
     engine, session = turns("one", "two", "three", system="be kind")
     file = tmp_path / "chat.jsonl"
     file.write_text('{"messages": [{"role": "user", "content": "other"}]}', encoding="utf-8")  # no end of line
@@ -167,7 +167,7 @@ def record(*roles: str) -> str:
         (record(*["user"] * 100), r"user, …\."), ("x" * 300_000, "such a file may have 200000"),
     ],
 )  # fmt: skip
-def test_a_file_that_is_no_conversation_changes_nothing(
+def test_a_file_that_is_not_a_conversation_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
 ) -> None:
     monkeypatch.setattr(chat_module, "MOST_FILE_BYTES", 200_000)

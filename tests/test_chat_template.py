@@ -93,7 +93,7 @@ def test_tokens_that_the_tokenizer_lacks() -> None:
     assert ChatTemplate(BUILT_IN["alpaca"], plain).missing_tokens() == ()
 
 
-def test_saved_beside_the_tokenizer(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_template_is_saved_next_to_the_tokenizer(tmp_path: Path, tokenizer: Tokenizer) -> None:
     save_tokenizer(tokenizer, tmp_path)
     assert load_chat_template(tmp_path, tokenizer) is None
     save_chat_template(ChatTemplate(BUILT_IN["chatml"], tokenizer), tmp_path)

@@ -164,7 +164,7 @@ def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
         load_model(checkpoints(tmp_path)[0], other)
 
 
-def test_what_is_no_run_is_said_to_be_none(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such run folder"):
         load_run(tmp_path / "absent")
     with pytest.raises(UserError, match=r"has no recipe\.yaml"):

@@ -100,7 +100,7 @@ def texts(made: list[Completion]) -> list[Any]:
     ],
     ids=["plain", "reuse", "drafts", "native", "native-drafts"],
 )  # fmt: skip
-def test_thirty_two_requests_get_what_each_gets_alone(model: Any, options: dict[str, Any]) -> None:
+def test_thirty_two_requests_receive_the_texts_of_separate_requests(model: Any, options: dict[str, Any]) -> None:
     """Mixed settings, random arrivals and cancellations, shared beginnings, several samples, sliding windows."""
     if "backend" in options:
         needs_native(model)
@@ -154,7 +154,7 @@ def test_a_shared_beginning_is_computed_once(model: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
-def test_a_turn_goes_on_from_what_the_last_one_computed(model: Any, backend: Any) -> None:
+def test_a_turn_reuses_the_tokens_of_the_last_one(model: Any, backend: Any) -> None:
     if backend == "native":
         needs_native(model)
     one = engine(copy.deepcopy(model), backend=backend, reuse="all")
@@ -225,7 +225,7 @@ def test_a_request_that_is_cancelled_frees_its_slot_for_the_next(model: Any) -> 
     assert not one.step()
 
 
-def test_scores_that_are_not_numbers_end_their_request_alone(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_logits_end_only_their_request(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one = engine(model)
     good, bad = one.submit([1, 2, 3], temperature=0, max_tokens=5), one.submit([4, 5], temperature=0, max_tokens=5)
     one.step()
@@ -321,7 +321,7 @@ def test_a_prompt_can_be_scored_and_continued(model: Any) -> None:
 # -------------------------------------------------------------------------------------------------------- threads
 
 
-def test_threads_that_generate_with_one_engine_get_what_they_would_get_alone(model: Any) -> None:
+def test_threads_that_share_an_engine_receive_the_texts_of_separate_engines(model: Any) -> None:
     one, results = engine(model, n_slots=4), {}
 
     def work(i: int) -> None:

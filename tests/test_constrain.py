@@ -97,7 +97,7 @@ def test_a_token_is_drawn_from_what_the_grammar_allows() -> None:
     assert made.processed_logprobs[0].logprob == 0.0 > made.logprobs[0].logprob
 
 
-def test_what_is_allowed_is_what_may_be_pushed() -> None:
+def test_exactly_the_allowed_tokens_may_be_pushed() -> None:
     """Each token alone, against the matcher's own word for it."""
     constraint = Constraints(CHARACTERS).grammar(SamplingSettings(regex=r"a(b|c)*d")).begin()
     for character, following in (("a", "bcd"), ("b", "bcd"), ("c", "bcd")):

@@ -21,7 +21,7 @@ def test_names_are_read_loosely(spelled: str, key: str) -> None:
 
 
 @pytest.mark.parametrize(("wrong", "near"), [("h1000", "h100"), ("rtx-4080", "rtx-4090"), ("tis", "this")])
-def test_an_unknown_name_is_told_the_nearest(wrong: str, near: str) -> None:
+def test_the_nearest_name_is_suggested_for_an_unknown_one(wrong: str, near: str) -> None:
     with pytest.raises(UserError, match=f"`{wrong}`; did you mean `{near}`") as caught:
         find_device(wrong)
     assert "--memory-gib" in str(caught.value)
@@ -68,7 +68,7 @@ def test_a_custom_device() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="needs Linux")
-def test_available_memory_is_no_more_than_there_is() -> None:
+def test_available_memory_is_at_most_all_memory() -> None:
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     total = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal"))
     assert 0 < available_memory_bytes() < total

@@ -227,7 +227,7 @@ def test_no_more_is_held_back_than_may_begin_a_stop_string(text: str, stop: str)
 # ----------------------------------------------------------------------------------------------------- the text
 
 
-def test_a_character_split_over_tokens_comes_whole() -> None:
+def test_a_character_split_over_tokens_is_not_cut() -> None:
     one = writing("é漢🙂", byte_tokenizer())  # 2, 3 and 4 tokens
     parts = list(one.stream("é漢🙂", temperature=0, max_tokens=9, overflow="slide"))
     assert parts == ["é", "漢", "🙂"]
@@ -278,7 +278,7 @@ def test_a_seed_repeats_a_text_and_its_samples_differ() -> None:
     assert len(set(texts)) == 4
 
 
-def test_without_a_seed_each_text_has_a_source_of_chance_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_seed_each_text_has_its_own_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system's entropy is stood in for by known numbers."""
     tokenizer, known, made = char_tokenizer(), random.Random, iter(("first", "second"))
     one = Engine(random_model(tokenizer), tokenizer)
@@ -317,7 +317,7 @@ def test_a_half_read_stream_leaves_nothing_behind() -> None:
 # --------------------------------------------------------------------------------------------------- the prompt
 
 
-def test_an_empty_prompt_starts_a_document_where_the_tokenizer_can() -> None:
+def test_an_empty_prompt_starts_a_document_if_the_tokenizer_can() -> None:
     tokenizer = char_tokenizer()
     (completion,) = Engine(random_model(tokenizer), tokenizer).complete("", max_tokens=3)
     assert completion.prompt_tokens == 1
@@ -412,7 +412,7 @@ def test_a_chat_keeps_what_was_generated_before_it_was_interrupted() -> None:
     assert "".join(chat.send("")) == "de"
 
 
-def test_a_chat_goes_on_after_a_text_that_it_cannot_read() -> None:
+def test_a_chat_continues_after_a_text_that_it_cannot_read() -> None:
     chat = ChatSession(writing("abcde"), temperature=0, max_tokens=3)
     assert "".join(chat.send("ab")) == "cde"
     with pytest.raises(UserError, match="half of a surrogate pair"):

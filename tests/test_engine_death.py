@@ -68,7 +68,7 @@ def test_what_ends_a_step_ends_every_request(
             call()
 
 
-def test_an_interrupt_ends_what_there_is_and_not_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_ends_the_requests_but_not_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a notebook the engine is used again after it."""
     expected = tiny_engine(n_slots=1).generate("a", temperature=0, max_tokens=5)
     other = engine.submit([1], ignore_eos=True)
@@ -125,7 +125,7 @@ def test_a_thread_that_is_killed_between_steps_is_noticed(engine: Engine, error:
     asyncio.run(asyncio.wait_for(go(), 60))
 
 
-def test_a_thread_that_is_gone_without_a_word_is_noticed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_died_silently_is_noticed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineLoop, "_run", lambda loop: None)
     loop = EngineLoop(engine).start()
     loop._thread.join()
@@ -208,7 +208,7 @@ def test_tokens_that_the_library_cannot_decode_end_their_text() -> None:
 # ---------------------------------------------------------------------------------------------- those that use it
 
 
-def test_a_batch_ends_with_the_error_and_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_ends_with_the_error_and_keeps_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_engine(n_slots=1)
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     deliver, ended = Request.deliver, []

@@ -260,7 +260,7 @@ def test_a_state_that_cannot_be_is_refused_on_resume(run_dir: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"\xff", b"[" * 100_000])
-def test_a_state_that_is_no_json_is_refused_on_resume(run_dir: Path, tmp_path: Path, text: bytes) -> None:
+def test_a_state_that_is_not_json_is_refused_on_resume(run_dir: Path, tmp_path: Path, text: bytes) -> None:
     checkpoint = copied(run_dir, tmp_path)
     (checkpoint.folder / "state.json").write_bytes(text)
     seal(checkpoint)

@@ -268,7 +268,7 @@ def test_templates_that_would_take_all_time_or_memory_are_refused_in_words(monke
     assert resident_bytes() - before < MOST_GROWTH_BYTES
 
 
-def test_a_template_goes_on_after_a_conversation_that_it_could_not_render(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_works_after_a_conversation_that_it_could_not_render(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "LIMITS", SHORT)
     template = ChatTemplate("{{ 'ab' * (messages[0].content | int) }}", byte_tokenizer())
     for _ in range(2):
@@ -319,7 +319,9 @@ class Panic(BaseException):
     """As a Rust library raises it: no `Exception`."""
 
 
-def test_an_error_that_is_no_exception_is_answered_in_json(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_is_not_an_exception_is_answered_in_json(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def panics(*_: Any) -> list[int]:
         raise Panic("/a/path/nobody/should/see")
 
@@ -351,7 +353,7 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
     assert read_regular(large, 1001) == b"x" * 1001
 
 
-def test_a_template_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+def test_a_template_file_that_is_not_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"ab\xff")
     with pytest.raises(UserError, match="byte 2 cannot be read"):
         load_chat_template(tmp_path, byte_tokenizer())

@@ -56,7 +56,7 @@ def free_mib() -> float:
 # --------------------------------------------------------------------------------------------------------- memory
 
 
-def test_without_control_groups_what_is_available_counts(tree: Tree) -> None:
+def test_without_control_groups_available_memory_counts(tree: Tree) -> None:
     assert free_mib() == 8192 and machine.cpu_quota() is None
 
 

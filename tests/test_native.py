@@ -186,7 +186,7 @@ def pack(model: GPT, kind: str) -> GPT:
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "narrow"])
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "int8", "int4"])
-def test_packed_weights_are_the_values_they_stand_for(kind: str, name: str) -> None:
+def test_packed_weights_compute_with_their_values(kind: str, name: str) -> None:
     check_packed(variant(name), kind)
 
 
@@ -357,7 +357,7 @@ def kept_as(kind: str, name: str = "qwen3") -> GPT:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_product_with_what_is_no_number_is_none(kind: str, value: float) -> None:
+def test_a_product_with_nan_is_nan(kind: str, value: float) -> None:
     """One activation of each row; whether it comes last or is followed by others."""
     for place in (0, 17, 63):
         model = kept_as(kind)
@@ -436,7 +436,7 @@ def test_tokens_and_slots_that_do_not_exist_are_refused(chunk: Chunk) -> None:
         native.NativeBackend(variant("gpt2"), 1, CONTEXT).compute([chunk])
 
 
-def test_weights_lie_in_large_pages_where_the_kernel_grants_them() -> None:
+def test_weights_are_in_large_pages_if_the_kernel_grants_them() -> None:
     """By what the kernel says of the memory itself: 16 MiB hold at least 7 whole pages of 2 MiB."""
     enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not enabled.exists() or "[never]" in enabled.read_text(encoding="ascii"):

@@ -70,7 +70,7 @@ def products():
 """
 
 
-def test_it_is_taken_where_the_processor_has_it_and_the_system_grants_it(run: Runs) -> None:
+def test_amx_is_used_if_the_processor_has_it_and_the_system_grants_it(run: Runs) -> None:
     found = run("found['has'], found['instructions'] = library().has_amx, library().instructions")
     assert found == {"has": True, "instructions": "AVX-512 with VNNI, BF16 and AMX"}
     assert library().has_amx == (cpu_flags() >= AMX)
@@ -78,7 +78,7 @@ def test_it_is_taken_where_the_processor_has_it_and_the_system_grants_it(run: Ru
 
 @pytest.mark.skipif(cpu_flags() >= AMX, reason="the processor's own AMX is right")
 @pytest.mark.parametrize("fault", ["REFUSES", "WRONG"])
-def test_where_it_is_refused_or_wrong_vectors_compute(run: Runs, fault: str) -> None:
+def test_vectors_compute_if_amx_is_refused_or_wrong(run: Runs, fault: str) -> None:
     lines = """
 found['has'], before = library().has_amx, products()
 backend = NativeBackend(pack(variant('llama'), 'bf16'), 1, 64)
@@ -89,7 +89,7 @@ found['more'] = products() - before
 
 
 @pytest.mark.parametrize("march", ["cooperlake", "haswell"])
-def test_kernels_that_stand_for_another_processor_leave_it(run: Runs, march: str) -> None:
+def test_kernels_for_another_processor_do_not_use_amx(run: Runs, march: str) -> None:
     assert run("found['has'] = library().has_amx", **{MARCH: march}) == {"has": False}
 
 
@@ -140,7 +140,7 @@ found['error'] = float((backend.compute([Chunk(0, 1090, ids[1090:], 3)])[0] - wa
     assert found["used"] and found["error"] < 0.02
 
 
-def test_what_is_no_number_stays_with_the_tokens_that_see_it(run: Runs) -> None:
+def test_nan_stays_with_the_tokens_that_see_it(run: Runs) -> None:
     lines = """
 found['wrong'] = []
 windowed = {'window': 20, 'window_pattern': ['window'], 'd_head': 64}

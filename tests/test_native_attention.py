@@ -86,7 +86,7 @@ def test_rows_of_several_texts_of_any_length(dtype: torch.dtype, length: int) ->
     assert_near((out, *gradients(out, *ours)), (expected, *gradients(expected, *exact)), NEAR[dtype])
 
 
-def test_a_query_that_sees_no_key_gets_zeros_and_gives_no_gradient() -> None:
+def test_a_query_without_keys_is_zero_and_has_no_gradient() -> None:
     q, k, v = inputs((1, 1, 1, 20, 20, 8))
     bias = as_bias(causal_mask(20, 20, None, q.device), q.dtype)
     bias[3] = float("-inf")
@@ -136,7 +136,7 @@ def test_dropout_drops_its_share_and_the_same_weights_backward(probability: floa
     assert not torch.equal(attend(q, k, v, Scores(dropout=probability)), dropped), "each call draws anew"
 
 
-def test_what_is_no_number_stays_none_where_it_is_seen() -> None:
+def test_nan_stays_nan_where_it_is_seen() -> None:
     for dtype in NEAR:
         q, k, v = inputs((1, 1, 1, 40, 40, 16), dtype)
         with torch.no_grad():

@@ -90,7 +90,7 @@ def test_processes_that_start_together_compile_once(fresh: Path, compiler: Path)
 
 
 @pytest.mark.parametrize("runtime", [True, False])
-def test_where_the_cache_cannot_be_used_the_processes_of_a_run_still_compile_once(
+def test_without_a_cache_the_processes_of_a_run_still_compile_once(
     fresh: Path, temporary: Path, compiler: Path, runtime: bool
 ) -> None:
     fresh.write_text("a file in its place", encoding="utf-8")
@@ -102,7 +102,7 @@ def test_where_the_cache_cannot_be_used_the_processes_of_a_run_still_compile_onc
     assert expected.stat().st_mode & 0o777 == 0o700
 
 
-def test_one_that_is_killed_as_it_compiles_holds_up_nobody(
+def test_a_process_killed_while_compiling_blocks_no_other(
     built: bytes, fresh: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = fake_compiler(built, tmp_path_factory.mktemp("slow"), monkeypatch, 600)
@@ -206,7 +206,7 @@ def test_what_was_not_used_for_long_or_is_too_much_is_removed(builds: list[str],
     assert len(list(fresh.glob("kernels-*.so"))) == native_library.MOST_KEPT
 
 
-def test_what_is_used_stays(builds: list[str], fresh: Path) -> None:
+def test_used_libraries_stay(builds: list[str], fresh: Path) -> None:
     """Loading counts as use; what others used within the hour stays however much there is."""
     assert works()
     [mine] = fresh.glob("kernels-*.so")

@@ -128,7 +128,7 @@ def test_a_descriptor_that_no_tensor_has_is_refused(calls: list[Call], name: str
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_what_is_missing_is_refused_where_it_must_be_there(calls: list[Call], name: str) -> None:
+def test_a_missing_tensor_is_refused_where_it_is_required(calls: list[Call], name: str) -> None:
     for call in of(calls, name):
         for tensor in ENTRIES[name].tensors:
             if not tensor.endswith("?"):
@@ -242,7 +242,7 @@ def test_every_field_of_a_model_is_checked(calls: list[Call]) -> None:
 @pytest.mark.parametrize(
     "name", ["weight_bytes", "scale_bytes", "bias_bytes", "position_bytes", "rotary_bytes", "cache_bytes"]
 )
-def test_memory_that_is_one_byte_short_is_refused(calls: list[Call], name: str) -> None:
+def test_memory_one_byte_too_short_is_refused(calls: list[Call], name: str) -> None:
     n_refused = 0
     for call in of(calls, "step"):
         layer = ctypes.cast(call.model.layers, ctypes.POINTER(entries.Layer))[0]

@@ -180,7 +180,7 @@ def test_the_packages_library_for_this_processor_is_taken_without_a_compiler(
 
 
 @pytest.mark.parametrize("why", ["an older processor", "damaged", "another processor is asked for", "another machine"])
-def test_where_the_packages_library_does_not_fit_the_compiler_is_used(
+def test_the_compiler_is_used_if_the_packages_library_does_not_fit(
     carried: dict[str, bytes], builds: list[str], tmp_path: Path, why: str, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -230,7 +230,7 @@ def test_a_cache_that_cannot_be_made_is_passed_over(builds: list[str], fresh: Pa
     assert works() and len(builds) == 1
 
 
-def test_where_no_folder_serves_the_reason_is_said_once(
+def test_without_a_usable_folder_the_reason_is_reported_once(
     builds: list[str], fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError("no code here")))
@@ -262,7 +262,7 @@ def test_a_library_is_built_once_for_all_processes(builds: list[str], caplog: py
     assert line.startswith("compiling step.cpp") and "for this processor" in line
 
 
-def test_sources_are_compiled_alone_and_linked_to_one_library(
+def test_sources_are_compiled_separately_and_linked_to_one_library(
     fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = {
@@ -286,7 +286,7 @@ def test_sources_are_compiled_alone_and_linked_to_one_library(
 # ------------------------------------------------------------------------------------------------------ other users
 
 
-def test_what_is_kept_is_this_users_alone(builds: list[str], fresh: Path) -> None:
+def test_kept_libraries_belong_to_this_user_only(builds: list[str], fresh: Path) -> None:
     old = os.umask(0)
     try:
         assert works()
@@ -402,7 +402,7 @@ def test_the_library_is_loaded_by_a_path_without_links(
     assert loaded[-1].parent == (tmp_path / "elsewhere" / "gptworks").resolve()
 
 
-def test_a_library_is_not_compiled_where_others_may_replace_it(
+def test_a_library_is_not_compiled_in_a_folder_that_others_may_write(
     built: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tmp_path.chmod(0o777)
@@ -463,7 +463,7 @@ def test_a_processor_without_vector_instructions_computes_the_same(
     check_threads(monkeypatch)
 
 
-def test_clang_builds_it_with_threads_of_its_own(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clang_builds_it_with_its_own_threads(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two OpenMP libraries in a process contend for its cores, and on a Mac they end it."""
     compiler = shutil.which("clang++")
     if compiler is None:

@@ -99,7 +99,7 @@ def steps(optimizer: Muon, matrices: list[nn.Parameter], n: int, seed: int = 0) 
         optimizer.step()
 
 
-def test_a_run_goes_on_with_either_and_learns_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumes_with_either_and_learns_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten steps by torch, then ten in C++ from its saved state; twenty by torch."""
     start = gradients((48, 32), 2) + gradients((32, 32), 3)
 

@@ -44,7 +44,7 @@ def test_the_layout_is_as_documented(rows: int, panel: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("n_threads", [1, 2, 3, 8, 12, 64])
 @pytest.mark.parametrize("rows", [16, 48, 256, 768, 1024, 50257])
-def test_no_thread_gets_many_more_rows_than_another(rows: int, n_threads: int) -> None:
+def test_no_thread_has_many_more_rows_than_another(rows: int, n_threads: int) -> None:
     """At most a tenth more than with panels of 16 rows, the narrowest there are."""
     panel = panel_of(rows, n_threads, 48)
     most, least_most = (-(-rows // (size * n_threads)) * size for size in (panel, 16))
@@ -95,7 +95,7 @@ def test_placing_frees_each_matrix_as_it_is_placed(kind: str, monkeypatch: pytes
     assert alive[-len(modules) :] == list(range(len(modules), 0, -1))
 
 
-def test_a_model_in_panels_can_get_an_adapter() -> None:
+def test_a_model_in_panels_accepts_an_adapter() -> None:
     ids, models = text(20), [quantized("int8"), quantized("int8")]
     settle(list(matrices(models[0])), ALL_KINDS)
     for model in models:
@@ -116,7 +116,7 @@ def test_the_width_of_panels_changes_no_bit(kind: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "int8", "int4"])
-def test_the_head_alone(kind: str) -> None:
+def test_only_the_head(kind: str) -> None:
     """As draft heads use it, of few rows and of many."""
     model: GPT = variant("qwen3") if kind == "fp32" else quantized(kind)
     features = torch.randn(2, 20, model.config.d_model, generator=torch.Generator().manual_seed(0))

@@ -44,7 +44,7 @@ def engine() -> Engine:
     return tiny_engine(prefill_tokens=16)
 
 
-def test_reading_the_prompt_and_waiting_for_the_reader_are_no_decoding(engine: Engine) -> None:
+def test_reading_the_prompt_and_waiting_for_the_reader_do_not_count(engine: Engine) -> None:
     clock, pace = Clock(engine), Pace()
     for n, piece in enumerate(engine.pieces(PROMPT, temperature=0.0, max_tokens=9), 1):
         pace.push(piece)
@@ -55,7 +55,7 @@ def test_reading_the_prompt_and_waiting_for_the_reader_are_no_decoding(engine: E
     assert (pace.n_tokens, pace.decode_seconds, pace.tokens_per_second) == (9, 8 * DECODING, 1 / DECODING)
 
 
-def test_each_sample_has_its_own_pace_and_pieces_read_late_tell_the_same(engine: Engine) -> None:
+def test_each_sample_has_its_own_pace_even_if_pieces_are_read_late(engine: Engine) -> None:
     Clock(engine)
     paces = {i: Pace() for i in range(3)}
     request = engine.submit(PROMPT, temperature=1.0, seed=1, max_tokens=6, n_samples=3, ignore_eos=True)
@@ -84,7 +84,7 @@ def test_chat_prints_the_engines_rate(engine: Engine, capsys: pytest.CaptureFixt
     assert "(1 token; --max-tokens 1)" in capsys.readouterr().err
 
 
-def test_the_page_gets_the_engines_rate(engine: Engine) -> None:
+def test_the_page_shows_the_engines_rate(engine: Engine) -> None:
     Clock(engine)
     app = create_served({"tiny": engine}, ServerSettings(api_keys=(KEY,)))
     with running_app(app) as server, server.http() as http:

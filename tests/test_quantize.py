@@ -132,7 +132,7 @@ def test_zeros_stay_zeros() -> None:
         assert not dequantize(weight, scale, torch.float32).any(), kind
 
 
-def test_nibbles_lie_where_the_format_says() -> None:
+def test_nibbles_have_the_order_of_the_format() -> None:
     levels = torch.randint(-8, 8, (5, 96), dtype=torch.int8)
     packed, scale = pack_int4(levels), torch.rand(5, 3).half()
     assert packed.shape == (5, 48)
@@ -144,7 +144,7 @@ def test_nibbles_lie_where_the_format_says() -> None:
     assert pack_int4(one)[0].tolist() == [0, 0, 0, 15 << 4 | 5] + [0] * 12
 
 
-def test_rows_that_are_no_whole_number_of_groups_are_refused_and_stay_int8_in_a_model() -> None:
+def test_rows_that_are_not_a_multiple_of_a_group_are_refused_and_stay_int8_in_a_model() -> None:
     with pytest.raises(ValueError, match="48 columns"):
         pack_int4(torch.zeros(4, 48, dtype=torch.int8))
     kinds = matrix_kinds(random_model(tiny.plain_model(**BASE | {"d_head": 24})), "int4")
@@ -277,7 +277,7 @@ def test_a_calibrated_head_gives_nearer_logits_than_the_nearest_values() -> None
         assert errors[0] < 0.9 * errors[1]
 
 
-def test_the_model_that_is_quantized_stays_as_it_was() -> None:
+def test_quantizing_does_not_change_the_model() -> None:
     model = random_model(MODELS["experts"]).train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     quantize_model(model, "int4", [tokens(model.config)])
@@ -287,7 +287,7 @@ def test_the_model_that_is_quantized_stays_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cast_changes_what_is_computed_in_and_not_what_is_packed(kind: Weights) -> None:
+def test_a_cast_changes_the_dtype_of_computations_but_not_packed_matrices(kind: Weights) -> None:
     model = random_model(MODELS["gpt2"])
     quantized = quantize_model(model, kind)
     x = tokens(model.config)
@@ -313,7 +313,7 @@ def test_under_autocast_products_are_done_in_bf16() -> None:
     assert torch.allclose(y.float(), x @ slow_values(layer.weight, layer.scale).T, rtol=0.02, atol=10)
 
 
-def test_an_expert_that_gets_no_calibration_tokens_is_rounded_to_the_nearest() -> None:
+def test_an_expert_without_calibration_tokens_is_rounded_to_the_nearest() -> None:
     config = tiny.plain_model(**BASE, mlp="gelu", n_experts=3, n_experts_per_token=1)
     model = random_model(config)
     with torch.no_grad():
@@ -378,7 +378,7 @@ def test_perplexity_is_kept(trained: Path, quantized: Path, tmp_path: Path) -> N
     assert measured.perplexities == (pytest.approx(before), pytest.approx(perplexity(tmp_path / "int8")))
 
 
-def test_the_rounding_is_calibrated_if_nothing_is_said(quantized: Path) -> None:
+def test_the_rounding_is_calibrated_by_default(quantized: Path) -> None:
     report = json.loads((quantized / "quantization.json").read_text())
     assert (report["rounding"], report["calibration_tokens"]) == ("gptq", 2048)
 

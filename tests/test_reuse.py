@@ -24,7 +24,7 @@ def token_ids(request: Request) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
-def test_a_second_sample_never_takes_over_a_slot_that_is_being_overwritten(backend: Any) -> None:
+def test_a_second_sample_never_reuses_a_slot_that_is_being_overwritten(backend: Any) -> None:
     """Z's slot goes to Y, which keeps 150 of its tokens, in the step in which X, alike to Z, has read its prompt."""
     model = random_model(TOKENIZER, context_length=512, d_model=32, init_std=0.25).eval()
     if backend == "native":

@@ -225,7 +225,7 @@ MIXED = [
 
 
 @pytest.mark.parametrize("scale", [0.2, 4.0])
-def test_a_text_does_not_depend_on_those_beside_it(scale: float) -> None:
+def test_a_text_does_not_depend_on_other_texts(scale: float) -> None:
     """To the token, over ten draws of each, among 1,000 tokens: alone, together, and in another order."""
     rows = torch.stack([random_logits(i, rows=len(MIXED), vocabulary=1000, scale=scale) for i in range(10)])
 
@@ -263,7 +263,7 @@ def test_looking_among_candidates_first_changes_no_draw(settings: dict[str, floa
     assert pick(logits, [wanted] * 40, shares.tolist()) == expected
 
 
-def test_all_tokens_are_sorted_only_where_the_filter_does_not_end_among_the_candidates(
+def test_all_tokens_are_sorted_only_if_the_filter_keeps_more_than_the_candidates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows: list[int] = []
@@ -356,7 +356,7 @@ PROCESSED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("scale", [0.2, 4.0], ids=["beyond the candidates", "among them"])
-def test_processed_log_probabilities_are_what_is_drawn_from(scale: float) -> None:
+def test_processed_log_probabilities_are_those_of_the_draw(scale: float) -> None:
     """All settings in one batch, and each alone: equal to the bit; and equal to a twin in float64."""
     logits, eos, prompt, generated = random_logits(11, len(PROCESSED), 400, scale), 5, [1, 2, 2, 9], [2, 8, 8]
     allowed = torch.ones(400, dtype=torch.bool)
@@ -400,7 +400,7 @@ def test_a_greedy_choice_is_drawn_from_one_token() -> None:
         assert told == TokenLogprob(best, 0.0, ((best, 0.0),))
 
 
-def test_nothing_is_reported_where_it_is_not_asked_for() -> None:
+def test_nothing_is_reported_unless_requested() -> None:
     told: dict[int, TokenLogprob] = {}
     settings = SamplingSettings(logprobs=3), SamplingSettings(processed_logprobs=0), SamplingSettings(temperature=0)
     sample(random_logits(8, rows=3), [Sampler(one) for one in settings], None, told)
@@ -430,6 +430,6 @@ def test_an_unknown_setting_names_the_nearest() -> None:
         SamplingSettings.of(temprature=1.0)
 
 
-def test_settings_given_by_name_change_those_given_whole() -> None:
+def test_settings_by_name_change_given_settings() -> None:
     settings = SamplingSettings.of(SamplingSettings(seed=1, top_k=5), top_k=6, stop="\n")
     assert (settings.seed, settings.top_k, settings.stop) == (1, 6, ("\n",))

@@ -131,7 +131,7 @@ texts = st.builds(
     reuse=st.sampled_from(["exact", "all", "off"]),
     seed=st.none() | st.integers(0, 100),
 )
-def test_texts_come_and_go_and_each_is_what_it_would_be_alone(
+def test_texts_come_and_go_and_each_is_computed_as_by_itself(
     arrivals: list[list[Text]], n_slots: int, reuse: Reuse, seed: int | None
 ) -> None:
     scheduler, backend = Scheduler(n_slots, prefill_tokens=PREFILL, reuse=reuse), Backend(n_slots)
@@ -177,7 +177,7 @@ def step(scheduler: Scheduler, *, grow: bool = True) -> list[tuple[int, int]]:
     return [(one.start, len(one.tokens)) for one in work]
 
 
-def test_a_long_prompt_is_read_beside_those_that_generate() -> None:
+def test_a_long_prompt_is_read_while_others_generate() -> None:
     scheduler = Scheduler(3, prefill_tokens=PREFILL)
     scheduler.add(Job([1, 2, 3]))
     assert step(scheduler) == [(0, 3)]
@@ -189,7 +189,7 @@ def test_a_long_prompt_is_read_beside_those_that_generate() -> None:
     assert step(scheduler) == [(6, 1), (20, 1), (3, 1)]
 
 
-def test_a_conversation_goes_on_in_its_slot() -> None:
+def test_a_conversation_continues_in_its_slot() -> None:
     scheduler = Scheduler(2, prefill_tokens=PREFILL, reuse="all")
     first = Job([1, 2, 3, 4])
     scheduler.add(first)
@@ -228,7 +228,7 @@ def test_a_prompt_that_was_read_already_is_read_to_its_last_token_again_for_its_
         assert again.n_reused == n_reused
 
 
-def test_a_second_sample_takes_the_whole_prompt_over() -> None:
+def test_a_second_sample_reuses_the_complete_prompt() -> None:
     scheduler = Scheduler(2, prefill_tokens=PREFILL)
     first = Job([3] * 11)
     scheduler.add(first)
@@ -275,7 +275,7 @@ def test_the_text_used_longest_ago_is_forgotten_first() -> None:
     assert probe.n_reused == 9, "the new text took the slot of the twos"
 
 
-def test_more_slots_let_those_that_wait_begin_and_those_that_run_go_on() -> None:
+def test_more_slots_start_waiting_jobs_and_keep_running_ones() -> None:
     scheduler = Scheduler(1, prefill_tokens=PREFILL)
     running, waiting = Job([1, 2]), Job([3])
     scheduler.add(running)

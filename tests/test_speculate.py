@@ -135,7 +135,7 @@ def test_what_repeats_comes_in_fewer_steps() -> None:
     assert fast.statistics().acceptance_rate == 1
 
 
-def test_a_draft_model_that_is_the_model_is_always_right() -> None:
+def test_the_model_as_its_own_draft_model_is_always_right() -> None:
     one = engine(MODEL, drafter=DraftModel(MODEL, 4, backend="torch"))
     for settings in ({"temperature": 0}, {"seed": 5}, {"seed": 6, "top_p": 0.9}):
         one.generate("abc", max_tokens=11, **settings)

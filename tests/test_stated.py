@@ -98,7 +98,7 @@ def test_generation_config_wins_over_config_and_the_tokenizers_eos_ends_document
     assert t.GenerationConfig.from_pretrained(folder).eos_token_id == [END, PAD]
 
 
-def test_config_counts_where_there_is_no_generation_config(folder: Path) -> None:
+def test_config_counts_without_a_generation_config(folder: Path) -> None:
     (folder / "generation_config.json").unlink()
     change(folder, "config.json", eos_token_id=[END, EOT])
     assert special_tokens(imported(folder)[1]).ends == (END, EOT)
@@ -106,7 +106,7 @@ def test_config_counts_where_there_is_no_generation_config(folder: Path) -> None
     assert special_tokens(imported(folder)[1]).ends == (EOT,), "the tokenizer's, where no id is stated"
 
 
-def test_the_tokens_map_wins_where_tokenizer_config_lists_no_added_tokens(folder: Path) -> None:
+def test_the_tokens_map_has_precedence_if_tokenizer_config_lists_no_added_tokens(folder: Path) -> None:
     """As in transformers 5, which reads it then."""
     for decoder in (..., {str(EOT): {"content": "<|eot_id|>", "special": True}}):
         change(folder, "special_tokens_map.json", eos_token="<|end_of_text|>")
@@ -128,7 +128,7 @@ def test_a_token_without_a_role_is_special_too_and_one_that_is_not_there_is_name
     assert any("`<|nowhere|>`, and tokenizer.json does not have it" in note for note in found.notes)
 
 
-def test_the_post_processor_decides_what_stands_around_a_text(folder: Path) -> None:
+def test_the_post_processor_decides_which_tokens_surround_a_text(folder: Path) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     begin, end = ("<|begin_of_text|>", BEGIN), ("<|eot_id|>", EOT)
     for single, specials, expected in (
@@ -207,7 +207,7 @@ def test_each_key_of_tokenizer_json_is_known_and_the_library_refuses_others(fold
 # --------------------------------------------------------------------------------------------------- chat templates
 
 
-def test_templates_are_taken_from_where_transformers_takes_them(folder: Path) -> None:
+def test_templates_are_read_from_the_files_that_transformers_reads(folder: Path) -> None:
     """Files win over tokenizer_config.json, one template over a list only by being there."""
 
     def both() -> tuple[Any, Any]:
@@ -448,7 +448,7 @@ def test_a_snapshot_of_the_hubs_cache_is_read_through_its_links(folder: Path, tm
         assert read[0] == read[1], name
 
 
-def test_a_run_that_was_tuned_also_ends_where_its_template_ends_an_answer(folder: Path, tmp_path: Path) -> None:
+def test_a_tuned_run_also_ends_where_its_template_ends_an_answer(folder: Path, tmp_path: Path) -> None:
     change(folder, "generation_config.json", eos_token_id=END)
     run = imported(folder)[0].run_dir
     generated = export_huggingface(run, tmp_path / "import", verify=False).folder / "generation_config.json"
@@ -459,7 +459,7 @@ def test_a_run_that_was_tuned_also_ends_where_its_template_ends_an_answer(folder
     assert json.loads(generated.read_text())["eos_token_id"] == [EOT, END]
 
 
-def test_where_transformers_reads_a_text_otherwise_a_note_says_so(tmp_path: Path) -> None:
+def test_a_note_reports_that_transformers_reads_a_text_differently(tmp_path: Path) -> None:
     """LlamaTokenizer ignores the normalizer of tokenizer.json, by which gptworks reads."""
     layouts.write(tmp_path / "theirs", layouts.LAYOUTS["llama-2"])
     notes = import_huggingface(tmp_path / "theirs", tmp_path / "run").notes

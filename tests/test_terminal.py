@@ -202,7 +202,7 @@ def test_no_command_passes_on_what_drives_a_terminal(which: str, folder: Path) -
         assert sign not in rest, (sign, rest[max(0, rest.find(sign) - 200) : rest.find(sign) + 100])
 
 
-def test_a_pipe_gets_the_generated_text_as_it_is(folder: Path) -> None:
+def test_a_pipe_receives_the_generated_text_unchanged(folder: Path) -> None:
     arguments = ("-m", "gptworks", "generate", NAME, "line \x1b]52;c;aGk=\x07", "--max-tokens", "5")
     for more in ((), ("--samples", "2")):
         done = commands.run(*arguments, *more, cwd=folder)

@@ -351,7 +351,7 @@ def test_token_bytes_add_up_to_the_text(kind: str) -> None:
     assert sizes[tokenizer.token_to_id("<|endoftext|>")] == 0
 
 
-def test_words_have_no_bytes_of_their_own() -> None:
+def test_words_have_no_fixed_bytes() -> None:
     assert token_bytes(train_tokenizer(WordTokenizer(type="word"), ["some words, and a comma"])) is None
 
 
@@ -394,7 +394,7 @@ OUR_ENCODERS = ("self", "template", "_template", "chat_template", "tokens", "pla
 and of gigatoken where it reads characters that we list."""
 
 
-def test_one_function_alone_gives_texts_to_the_library() -> None:
+def test_only_one_function_gives_texts_to_the_library() -> None:
     """A text from elsewhere ends in a clear error everywhere, since nothing else calls a tokenizer's `encode`."""
     root = Path(gptworks.__file__).parent
     found = [
@@ -430,7 +430,7 @@ LONG_WORDS = {
 
 @pytest.mark.parametrize("pattern", ["code", "llama3", "gpt2"])
 @pytest.mark.parametrize("kind", LONG_WORDS)
-def test_bpe_learns_from_pieces_of_long_words_and_encodes_them_whole(pattern: str, kind: str) -> None:
+def test_bpe_learns_from_pieces_of_long_words_but_does_not_cut_them_in_encoding(pattern: str, kind: str) -> None:
     config = BPETokenizer(type="bpe", vocab_size=270, pattern=pattern)
     text = f"the cat and the hat {LONG_WORDS[kind]} and the end "
     learned_from = bpe_words(config, training=True).pre_tokenize_str(text)

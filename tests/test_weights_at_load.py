@@ -170,7 +170,7 @@ def test_auto_and_fp32_are_the_weights_of_the_run(run: Path) -> None:
 # ---------------------------------------------------------------------------------------------------- what is refused
 
 
-def test_a_quantized_run_has_its_own_weights_alone(run: Path, text: Path) -> None:
+def test_a_quantized_run_has_only_its_own_weights(run: Path, text: Path) -> None:
     quantized = written(run, "int4", text)
     assert_equal(load_run(quantized, weights="int4").model.state_dict(), load_run(quantized).model.state_dict())
     others: tuple[LoadedWeights, ...] = ("fp32", "bf16", "int8")

@@ -44,7 +44,7 @@ def test_nodes_are_counted_before_they_are_made(text: str) -> None:
         parse_yaml(text, "recipe")
 
 
-def test_an_alias_counts_as_what_it_stands_for() -> None:
+def test_an_alias_counts_as_its_value() -> None:
     loader = _Loader("a: &a [1, {b: 2}]\nc: *a\nd: {<<: {e: 3}}")
     loader.get_single_node()
     plain = _Loader("a: [1, {b: 2}]\nc: [1, {b: 2}]\nd: {f: {e: 3}}")
@@ -112,7 +112,7 @@ def test_what_no_file_of_ours_needs_is_refused_with_its_place(text: str, words: 
     assert len(str(refused.value)) < 500
 
 
-def test_what_is_refused_for_no_reason_is_read() -> None:
+def test_harmless_values_are_read() -> None:
     text = "a: &a {x: 1, y: 2}\ns: {b: &b {<<: *a, x: 3}}\nc: {<<: [*b, {z: 4}], y: 5}\n'1': !!float 1e-3\n"
     expected = {"a": {"x": 1, "y": 2}, "s": {"b": {"x": 3, "y": 2}}, "c": {"x": 3, "y": 5, "z": 4}, "1": 0.001}
     assert parse_yaml(text, "recipe") == yaml.safe_load(text) == expected
