@@ -32,13 +32,9 @@ def by_position(run: Path, scaling: str, times: int) -> list[PositionLoss]:
     loaded = load_run(run, overrides=overrides)
     prepared = prepare(loaded.recipe)
     sizes = token_bytes(prepared.tokenizer)
-    return evaluate_by_position(
-        loaded.model,
-        evaluation_windows(TokenShards(prepared.folder, "validation"), times * trained),
-        PARTS,
-        token_bytes=sizes,
-        autocast=choose_precision("auto", torch.device("cpu")).autocast,
-    )
+    windows = evaluation_windows(TokenShards(prepared.folder, "validation"), times * trained)
+    with choose_precision("auto", torch.device("cpu")).autocast():
+        return evaluate_by_position(loaded.model, windows, PARTS, token_bytes=sizes)
 
 
 def main() -> None:

@@ -291,7 +291,8 @@ def test_the_average_is_what_is_evaluated_and_published_and_training_goes_on_wit
     windows = evaluation_windows(TokenShards(prepared.folder, "validation"), 32, 8)
     last = records(tmp_path / "averaged", "validation")[-1]
     precision = choose_precision(loaded.recipe.train.precision, loaded.model.device)
-    report = evaluate_loss(loaded.model, windows, autocast=precision.autocast)
+    with precision.autocast():
+        report = evaluate_loss(loaded.model, windows)
     assert report.loss == pytest.approx(last["loss"], rel=1e-6)
 
 

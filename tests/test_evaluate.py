@@ -133,7 +133,8 @@ def test_evaluation_leaves_no_gradients_and_a_model_that_can_be_trained() -> Non
 
 def test_autocast_is_used_and_stays_near_float32() -> None:
     model, pairs = random_model(), windows(12, 12, 12)
-    half = evaluate_loss(model, pairs, autocast=lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = evaluate_loss(model, pairs)
     exact = evaluate_loss(model, pairs)
     assert half.loss != exact.loss
     assert half.loss == pytest.approx(exact.loss, rel=0.01)

@@ -97,7 +97,7 @@ def test_no_other_console_is_made() -> None:
         "runs/quantization_report.py",
         "runs/compare.py",
         "runs/evaluations.py",
-        "cli/common.py",
+        "cli/printing.py",
     }
     assert found <= typed, found
 

@@ -11,8 +11,8 @@ import typer
 
 from gptworks import __version__
 from gptworks.cli import compare, convert, data, draft, evaluate, inspect, look, make, serve, studio, use
-from gptworks.cli.common import notice
 from gptworks.cli.help import Command, Group
+from gptworks.cli.printing import notice
 from gptworks.errors import RunError, UserError
 from gptworks.terminal import guard
 

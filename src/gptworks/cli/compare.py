@@ -5,19 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gptworks.cli.common import (
-    AsJSON,
-    Overrides,
-    PageFile,
-    RecipeFile,
-    RunFolder,
-    console_of,
-    notice,
-    print_json,
-    show,
-    working,
-)
+from gptworks.cli import options
 from gptworks.cli.make import prepare_with_progress
+from gptworks.cli.printing import console_of, notice, print_json, show, working
 from gptworks.errors import refuse_unused
 
 if TYPE_CHECKING:
@@ -25,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def report(
-    run: RunFolder,
+    run: options.RunFolder,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Where to write it. Default: RUN/report.html.")
     ] = None,
@@ -56,11 +46,11 @@ def compare(
     make_band: Annotated[
         Path | None, typer.Option("--make-band", metavar="FILE", help="Make a band of the runs, each of another seed.")
     ] = None,
-    html: PageFile = None,
+    html: options.PageFile = None,
     evaluations: Annotated[
         bool, typer.Option("--evaluations", help="Instead of curves, what `gptworks evaluate` has kept of each.")
     ] = False,
-    as_json: AsJSON = False,
+    as_json: options.AsJSON = False,
 ) -> None:
     """Compare runs, and separate differences from noise.
 
@@ -99,19 +89,17 @@ def compare(
 
 
 def sweep(
-    recipe: RecipeFile,
-    overrides: Overrides = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the sweep in the folder, if there is one.")
-    ] = False,
-    as_json: AsJSON = False,
+    recipe: options.RecipeFile,
+    overrides: options.Overrides = None,
+    resume: options.Resume = False,
+    as_json: options.AsJSON = False,
 ) -> None:
     """Search for better settings with many trials.
 
     The recipe's `sweep` section says which settings, and how many trials.
     """
     from gptworks.runs.sweep import load_sweep, run_sweep
-    from gptworks.runs.sweep_page import sweep_table, write_sweep_page
+    from gptworks.runs.sweep_page import trials_table, write_sweep_page
 
     prepare_with_progress(load_sweep(recipe, overrides or [], resume))
     with working("trials") as progress:
@@ -124,16 +112,16 @@ def sweep(
     if as_json:
         print_json(done.to_json())
     else:
-        console_of().print(sweep_table(done))
+        console_of().print(trials_table(done).rich())
     folder, ended = done.recipe.run_dir, len(done.trials) - done.count("running")
     if done.best is not None:
         notice(f"the best settings are in {folder / 'best.yaml'}, figures in {folder / 'sweep.html'}")
     if ended < done.settings.n_trials:
-        notice(f"stopped after {ended} of {done.settings.n_trials} trials. Go on with --resume.")
+        notice(f"stopped after {ended} of {done.settings.n_trials} trials. Continue with --resume.")
 
 
 def try_(
-    recipe: RecipeFile,
+    recipe: options.RecipeFile,
     changes: Annotated[
         list[str], typer.Argument(metavar="KEY=VALUE", help="What is changed, such as train.optimizer=adamw.")
     ],
@@ -147,8 +135,8 @@ def try_(
     folder: Annotated[
         Path | None, typer.Option("--folder", metavar="FOLDER", help="Where it is kept. Default: RUN_DIR-try.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the try in the folder.")] = False,
-    as_json: AsJSON = False,
+    resume: options.Resume = False,
+    as_json: options.AsJSON = False,
 ) -> None:
     """Find out whether a change helps, with pairs of runs.
 

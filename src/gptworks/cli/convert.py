@@ -8,23 +8,14 @@ from typing import Annotated
 import typer
 
 from gptworks.choices import ExportFormat, ExportPrecision, GGUFType, HeadWeights, Rounding, Weights
-from gptworks.cli.common import (
-    AsJSON,
-    Device,
-    RunFolder,
-    Texts,
-    WhichCheckpoint,
-    notice,
-    show,
-    show_lines,
-    working,
-)
+from gptworks.cli import options
 from gptworks.cli.make import prepare_with_progress
+from gptworks.cli.printing import notice, show, show_lines, working
 from gptworks.errors import UserError, refuse_unused
 
 
 def export(
-    run: RunFolder,
+    run: options.RunFolder,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="hf: a new folder. gguf: a new file.")],
     form: Annotated[
         ExportFormat, typer.Option("--format", help="hf: Hugging Face transformers. gguf: llama.cpp.")
@@ -47,8 +38,8 @@ def export(
     push: Annotated[
         str | None, typer.Option(metavar="ORG/NAME", help="hf: then upload the folder to the hub; needs HF_TOKEN.")
     ] = None,
-    checkpoint: WhichCheckpoint = "best",
-    as_json: AsJSON = False,
+    checkpoint: options.WhichCheckpoint = "best",
+    as_json: options.AsJSON = False,
 ) -> None:
     """Write a Hugging Face folder or a GGUF file.
 
@@ -126,7 +117,7 @@ def _export_adapter(run: Path, out: Path, base: str | None, checkpoint: str, ver
 
 
 def quantize(
-    run: RunFolder,
+    run: options.RunFolder,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The run folder to make.")],
     weights: Annotated[Weights, typer.Option("--weights", help="How matrices are kept.")],
     rounding: Annotated[
@@ -140,10 +131,10 @@ def quantize(
     calibrate: Annotated[
         int | None, typer.Option(metavar="TOKENS", help="gptq: tokens of training text. Default: 32,768.")
     ] = None,
-    text: Texts = None,
-    checkpoint: WhichCheckpoint = "best",
-    device: Device = "auto",
-    as_json: AsJSON = False,
+    text: options.Texts = None,
+    checkpoint: options.WhichCheckpoint = "best",
+    device: options.Device = "auto",
+    as_json: options.AsJSON = False,
 ) -> None:
     """Write a run with smaller weights.
 
@@ -177,7 +168,7 @@ def import_(
         bool,
         typer.Option(help="Compare logits with transformers or peft where installed, and keep only what is equal."),
     ] = True,
-    as_json: AsJSON = False,
+    as_json: options.AsJSON = False,
 ) -> None:
     """Make a run of a Hugging Face model or an adapter.
 

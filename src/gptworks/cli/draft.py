@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from gptworks.cli.common import AsJSON, notice, print_json, working
+from gptworks.cli import options
+from gptworks.cli.printing import notice, print_json, working
 from gptworks.errors import UserError, refuse_unused
 
 Out = Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The recipe to write.")]
@@ -29,7 +30,7 @@ def init(
         typer.Option(metavar="RECIPE", help="Take model and training from this recipe. No TEXTS: copy it."),
     ] = None,
     out: Out = Path("mine.yaml"),
-    as_json: AsJSON = False,
+    as_json: options.AsJSON = False,
 ) -> None:
     """Write a recipe for a folder of texts.
 
@@ -80,7 +81,7 @@ def tune(
     ],
     out: Out = Path("tune.yaml"),
     preference: Annotated[bool, typer.Option("--preference", help="The records are pairs of answers.")] = False,
-    as_json: AsJSON = False,
+    as_json: options.AsJSON = False,
 ) -> None:
     """Write a recipe that fine-tunes a model.
 

@@ -6,27 +6,16 @@ from typing import Annotated
 import typer
 
 from gptworks.choices import PrecisionName
-from gptworks.cli.common import (
-    AsJSON,
-    Device,
-    KeptWeights,
-    Overrides,
-    RunFolder,
-    Texts,
-    WhichCheckpoint,
-    console_of,
-    notice,
-    print_json,
-    working,
-)
+from gptworks.cli import options
 from gptworks.cli.make import prepare_with_progress
+from gptworks.cli.printing import console_of, notice, print_json, working
 
 
 def evaluate(
-    run: RunFolder,
-    overrides: Overrides = None,
-    checkpoint: WhichCheckpoint = "best",
-    text: Texts = None,
+    run: options.RunFolder,
+    overrides: options.Overrides = None,
+    checkpoint: options.WhichCheckpoint = "best",
+    text: options.Texts = None,
     task: Annotated[
         list[Path] | None, typer.Option("--task", metavar="FILE", help="Ask it the items of a task; repeatable.")
     ] = None,
@@ -63,12 +52,12 @@ def evaluate(
     precision: Annotated[
         PrecisionName | None, typer.Option(help="Precision of matrix products. Default: the run's own.")
     ] = None,
-    weights: KeptWeights = "auto",
-    device: Device = "auto",
+    weights: options.KeptWeights = "auto",
+    device: options.Device = "auto",
     no_save: Annotated[
         bool, typer.Option("--no-save", help="Leave the run folder as it is: no evaluations/, no lines in its card.")
     ] = False,
-    as_json: AsJSON = False,
+    as_json: options.AsJSON = False,
 ) -> None:
     """Measure a run: loss, perplexity, bits per byte, tasks.
 

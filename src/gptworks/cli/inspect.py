@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gptworks.cli.common import AsJSON, Overrides, RecipeFile, console_of, print_json, working
+from gptworks.cli import options
 from gptworks.cli.make import prepare_with_progress
+from gptworks.cli.printing import console_of, print_json, working
 from gptworks.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,12 +18,12 @@ Part = dict[str, Any]
 
 
 def inspect(
-    recipe: RecipeFile,
-    overrides: Overrides = None,
+    recipe: options.RecipeFile,
+    overrides: options.Overrides = None,
     examples: Annotated[int, typer.Option(min=0, help="How many examples to show.")] = 3,
     first: Annotated[int, typer.Option(min=1, help="The number of the first one, from 1.")] = 1,
     validation: Annotated[bool, typer.Option("--validation", help="Show held-out examples.")] = False,
-    as_json: AsJSON = False,
+    as_json: options.AsJSON = False,
 ) -> None:
     """Show what conversations or pairs of answers teach.
 

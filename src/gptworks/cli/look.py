@@ -6,16 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gptworks.choices import Sharding
-from gptworks.cli.common import (
-    AsJSON,
-    Overrides,
-    PageFile,
-    console_of,
-    notice,
-    print_json,
-    recipe_names,
-    working,
-)
+from gptworks.cli import options
+from gptworks.cli.printing import console_of, notice, print_json, working
 from gptworks.errors import UserError, refuse_unused
 
 if TYPE_CHECKING:
@@ -25,7 +17,7 @@ if TYPE_CHECKING:
 def _targets(incomplete: str) -> list[str]:
     from gptworks.presets import PRESETS
 
-    return [*(name for name in PRESETS if name.startswith(incomplete)), *recipe_names(incomplete)]
+    return [*(name for name in PRESETS if name.startswith(incomplete)), *options.recipe_names(incomplete)]
 
 
 def _device_names(incomplete: str) -> list[str]:
@@ -42,10 +34,9 @@ Target = Annotated[
 ]
 
 
-def presets(as_json: AsJSON = False) -> None:
+def presets(as_json: options.AsJSON = False) -> None:
     """List the named architectures."""
-    from rich.table import Table
-
+    from gptworks.pages.tables import Table
     from gptworks.planning.params import count_parameters
     from gptworks.presets import PRESETS, preset
 
@@ -55,23 +46,20 @@ def presets(as_json: AsJSON = False) -> None:
             {name: {"parameters": {"total": total}, "model": c.model_dump()} for name, (c, total) in rows.items()}
         )
         return
-    table = Table("preset", box=None, header_style="bold", pad_edge=False)
-    for column in ("parameters", "layers", "width", "heads", "context", "vocabulary"):
-        table.add_column(column, justify="right")
-    table.add_column("position, norm, MLP")
+    header = ("preset", "parameters", "layers", "width", "heads", "context", "vocabulary", "position, norm, MLP")
+    cells = []
     for name, (c, total) in rows.items():
         figures = (total, c.n_layers, c.d_model, c.n_heads, c.context_length, c.vocab_size)
-        table.add_row(name, *(f"{figure:,}" for figure in figures), f"{c.position}, {c.norm}, {c.mlp}")
-    console_of().print(table)
+        cells.append((name, *(f"{figure:,}" for figure in figures), f"{c.position}, {c.norm}, {c.mlp}"))
+    console_of().print(Table(header, "lrrrrrrl", cells).rich())
 
 
-def recipes(as_json: AsJSON = False) -> None:
+def recipes(as_json: options.AsJSON = False) -> None:
     """List the recipes that come with gptworks.
 
     Every command that takes RECIPE takes one of these names.
     """
-    from rich.table import Table
-
+    from gptworks.pages.tables import Table
     from gptworks.planning.params import count_parameters
     from gptworks.recipe import load_recipe
     from gptworks.recipes import shipped_recipes
@@ -91,26 +79,20 @@ def recipes(as_json: AsJSON = False) -> None:
             for one, total in rows
         ])  # fmt: skip
         return
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("recipe", no_wrap=True)
-    table.add_column("parameters", justify="right")
-    for column in ("training", "what it makes"):
-        table.add_column(column)
-    for one, total in rows:
-        table.add_row(one.name, "" if total is None else f"{total:,}", one.time or "", one.summary)
-    console_of().print(table)
+    cells = [(one.name, "" if total is None else f"{total:,}", one.time or "", one.summary) for one, total in rows]
+    console_of().print(Table(("recipe", "parameters", "training", "what it makes"), "lrll", cells).rich())
 
 
 def describe(
     target: Target,
-    overrides: Overrides = None,
-    html: PageFile = None,
+    overrides: options.Overrides = None,
+    html: options.PageFile = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     run: Annotated[
         bool, typer.Option("--run", help="Run it with random weights: input, output and time of a forward pass.")
     ] = False,
     length: Annotated[int | None, typer.Option("--length", help="Tokens of that pass. Default: 16.")] = None,
-    as_json: AsJSON = False,
+    as_json: options.AsJSON = False,
 ) -> None:
     """Draw an architecture: shapes, parameters, exact totals.
 
@@ -150,7 +132,7 @@ def describe(
 
 def plan(
     target: Target,
-    overrides: Overrides = None,
+    overrides: options.Overrides = None,
     device: Annotated[
         str | None,
         typer.Option(
@@ -185,7 +167,7 @@ def plan(
     details: Annotated[
         bool, typer.Option("--details", help="FLOPs by part, other precisions and layouts, inference.")
     ] = False,
-    as_json: AsJSON = False,
+    as_json: options.AsJSON = False,
 ) -> None:
     """Estimate a run's FLOPs, memory, time and disk.
 

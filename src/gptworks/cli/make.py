@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gptworks.cli.common import Force, Overrides, RecipeFile, Resume, notice, progress_bars, working
+from gptworks.cli import options
+from gptworks.cli.printing import notice, progress_bars, working
 
 if TYPE_CHECKING:
     from gptworks.config import AnyRecipe
@@ -25,11 +26,11 @@ Change = Annotated[
 
 
 def train(
-    recipe: RecipeFile,
-    overrides: Overrides = None,
-    resume: Resume = False,
+    recipe: options.RecipeFile,
+    overrides: options.Overrides = None,
+    resume: options.Resume = False,
     change: Change = None,
-    force: Force = False,
+    force: options.Force = False,
 ) -> None:
     """Train the recipe's model.
 
@@ -71,12 +72,12 @@ def fork(
 
 
 def launch(
-    recipe: RecipeFile,
-    overrides: Overrides = None,
+    recipe: options.RecipeFile,
+    overrides: options.Overrides = None,
     nproc: Annotated[int, typer.Option("--nproc", min=1, help="Processes; one for each GPU.")] = 1,
-    resume: Resume = False,
+    resume: options.Resume = False,
     change: Change = None,
-    force: Force = False,
+    force: options.Force = False,
 ) -> None:
     """Train in several processes of this machine.
 
@@ -88,8 +89,8 @@ def launch(
 
     overrides, change = with_changes(overrides or [], change or [], resume)
     check_train(settings_of(recipe, overrides, resume, _first_rank_notice), resume, nproc, change)
-    options = [name for name, given in (("--resume", resume), ("--force", force)) if given]
-    sys.exit(start(nproc, ["train", str(recipe), *overrides, *options, *(f"--change={key}" for key in change)]))
+    flags = [name for name, given in (("--resume", resume), ("--force", force)) if given]
+    sys.exit(start(nproc, ["train", str(recipe), *overrides, *flags, *(f"--change={key}" for key in change)]))
 
 
 def _first_rank_notice(text: str) -> None:

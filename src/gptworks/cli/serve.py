@@ -5,19 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gptworks.cli.common import (
-    ApiKeys,
-    Backend,
-    Cache,
-    Device,
-    Host,
-    KeptWeights,
-    Port,
-    Speculative,
-    WhichCheckpoint,
-    notice,
-    without_environment,
-)  # fmt: skip
+from gptworks.cli import options
+from gptworks.cli.printing import notice
 from gptworks.cli.use import drafter_of, load_engine
 from gptworks.errors import UserError, not_installed
 
@@ -31,9 +20,9 @@ def serve(
         list[str] | None,
         typer.Option("--model", metavar="NAME=RUN", help="A further model; repeatable."),
     ] = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    api_key: ApiKeys = None,
+    host: options.Host = "127.0.0.1",
+    port: options.Port = 8000,
+    api_key: options.ApiKeys = None,
     cors_origin: Annotated[
         list[str] | None,
         typer.Option(
@@ -54,12 +43,12 @@ def serve(
     max_prompt_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a prompt's text.")] = 1 << 18,
     request_seconds: Annotated[float, typer.Option(help="Time in which a request must be answered completely.")] = 600,
     drain_seconds: Annotated[float, typer.Option(help="Time to finish what is begun, after SIGTERM.")] = 30,
-    speculative: Speculative = 0,
-    weights: KeptWeights = "auto",
-    backend: Backend = "auto",
-    cache: Cache = "auto",
-    checkpoint: WhichCheckpoint = "best",
-    device: Device = "auto",
+    speculative: options.Speculative = 0,
+    weights: options.KeptWeights = "auto",
+    backend: options.Backend = "auto",
+    cache: options.Cache = "auto",
+    checkpoint: options.WhichCheckpoint = "best",
+    device: options.Device = "auto",
 ) -> None:
     """Serve models through an OpenAI-compatible API.
 
@@ -76,7 +65,7 @@ def serve(
         from gptworks.studio.app import create_served
     except ModuleNotFoundError as error:
         raise not_installed(error.name or "a package", "serve", "serving") from None
-    keys, local = without_environment(api_key), is_loopback(host)
+    keys, local = options.without_environment(api_key), is_loopback(host)
     settings = ServerSettings(
         api_keys=keys, cors_origins=tuple(cors_origin or ()), local_names_only=local and not keys,
         max_waiting=max_waiting, max_body_bytes=max_body_bytes, max_prompt_bytes=max_prompt_bytes,

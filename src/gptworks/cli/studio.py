@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gptworks.cli.common import ApiKeys, Backend, Device, Host, Port, notice, without_environment
+from gptworks.cli import options
+from gptworks.cli.printing import notice
 from gptworks.cli.serve import is_loopback, shown_host
 from gptworks.errors import UserError, not_installed
 from gptworks.files import write_whole
@@ -28,14 +29,14 @@ def studio(
         list[Path] | None,
         typer.Argument(metavar="RUNS", help="Run folders, or folders of them. Default: runs in this folder."),
     ] = None,
-    host: Host = "127.0.0.1",
-    port: Port = 7860,
-    api_key: ApiKeys = None,
+    host: options.Host = "127.0.0.1",
+    port: options.Port = 7860,
+    api_key: options.ApiKeys = None,
     open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
     read_only: Annotated[bool, typer.Option("--read-only", help="Start nothing and write nothing.")] = False,
     at_once: Annotated[int, typer.Option("--at-once", min=1, help="Runs that the page may train at once.")] = 1,
-    backend: Backend = "auto",
-    device: Device = "auto",
+    backend: options.Backend = "auto",
+    device: options.Device = "auto",
 ) -> None:
     """Use your runs, and look into them, on a page in the browser.
 
@@ -51,7 +52,7 @@ def studio(
         from gptworks.studio.app import create_studio
     except ModuleNotFoundError as error:
         raise not_installed(error.name or "a package", "studio", "the studio") from None
-    local, keys = is_loopback(host), without_environment(api_key)
+    local, keys = is_loopback(host), options.without_environment(api_key)
     settings = ServerSettings(api_keys=keys, local_names_only=local and not keys, client_share=1.0)
     app = create_studio(
         runs or [DEFAULT_RUNS], settings, device=device, backend=backend, read_only=read_only, runs_at_once=at_once

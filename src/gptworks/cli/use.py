@@ -11,31 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gptworks.choices import BackendName, CacheName, DeviceName, LoadedWeights
-from gptworks.cli.common import (
-    AsJSON,
-    Backend,
-    Cache,
-    Device,
-    FrequencyPenalty,
-    KeptWeights,
-    MaxTokens,
-    MinP,
-    Overrides,
-    PresencePenalty,
-    RepetitionPenalty,
-    RunFolder,
-    Seed,
-    Slide,
-    Speculative,
-    Stop,
-    Temperature,
-    TopK,
-    TopP,
-    WhichCheckpoint,
-    notice,
-    print_json,
-    working,
-)
+from gptworks.cli import options
+from gptworks.cli.printing import notice, print_json, working
 from gptworks.errors import RunError, UserError, refuse_unused
 
 if TYPE_CHECKING:
@@ -50,21 +27,21 @@ _SETTING = re.compile(r"(model|tokenizer|data|train)\.[a-z0-9_.]+=\S*")
 
 
 def generate(
-    run: RunFolder,
+    run: options.RunFolder,
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="The text to continue; - reads it from standard input.")
     ] = "",
-    overrides: Overrides = None,
-    max_tokens: MaxTokens = 200,
-    temperature: Temperature = 0.8,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    frequency_penalty: FrequencyPenalty = 0.0,
-    presence_penalty: PresencePenalty = 0.0,
-    seed: Seed = None,
-    stop: Stop = None,
+    overrides: options.Overrides = None,
+    max_tokens: options.MaxTokens = 200,
+    temperature: options.Temperature = 0.8,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
     min_tokens: Annotated[int, typer.Option(help="Fewest tokens before a text may end.")] = 0,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="The end-of-text token ends nothing.")] = False,
     logprobs: Annotated[
@@ -78,7 +55,7 @@ def generate(
         bool, typer.Option("--chat", help="Ask the prompt by the run's chat template; only the answer is printed.")
     ] = False,
     samples: Annotated[int, typer.Option(help="How many continuations.")] = 1,
-    slide: Slide = False,
+    slide: options.Slide = False,
     input_file: Annotated[
         Path | None, typer.Option("--input", metavar="FILE", help="Continue each prompt of a .jsonl file.")
     ] = None,
@@ -86,7 +63,7 @@ def generate(
         Path | None, typer.Option("--output", metavar="FILE", help="Where to; what it holds already is not redone.")
     ] = None,
     slots: Annotated[int | None, typer.Option(min=1, help="Texts generated at once. Default: up to 32.")] = None,
-    speculative: Speculative = 0,
+    speculative: options.Speculative = 0,
     draft_model: Annotated[
         Path | None,
         typer.Option(
@@ -94,12 +71,12 @@ def generate(
             help="With --speculative: a smaller model that drafts. Default: the run's own heads, or prompt lookup.",
         ),
     ] = None,
-    weights: KeptWeights = "auto",
-    backend: Backend = "auto",
-    cache: Cache = "auto",
-    checkpoint: WhichCheckpoint = "best",
-    device: Device = "auto",
-    as_json: AsJSON = False,
+    weights: options.KeptWeights = "auto",
+    backend: options.Backend = "auto",
+    cache: options.Cache = "auto",
+    checkpoint: options.WhichCheckpoint = "best",
+    device: options.Device = "auto",
+    as_json: options.AsJSON = False,
 ) -> None:
     """Continue a prompt, streaming, or every prompt of a file."""
     from gptworks.files import read_given
@@ -237,23 +214,23 @@ def _generate_file(engine: "Engine", source: Path, target: Path, settings: "Samp
 
 
 def chat(
-    run: RunFolder,
-    max_tokens: MaxTokens = 200,
-    temperature: Temperature = 0.8,
-    top_k: TopK = 0,
-    top_p: TopP = 0.95,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    frequency_penalty: FrequencyPenalty = 0.0,
-    presence_penalty: PresencePenalty = 0.0,
-    seed: Seed = None,
-    stop: Stop = None,
+    run: options.RunFolder,
+    max_tokens: options.MaxTokens = 200,
+    temperature: options.Temperature = 0.8,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 0.95,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
     system: Annotated[str, typer.Option(help="System message; needs a chat template.")] = "",
-    weights: KeptWeights = "auto",
-    backend: Backend = "auto",
-    cache: Cache = "auto",
-    checkpoint: WhichCheckpoint = "best",
-    device: Device = "auto",
+    weights: options.KeptWeights = "auto",
+    backend: options.Backend = "auto",
+    cache: options.Cache = "auto",
+    checkpoint: options.WhichCheckpoint = "best",
+    device: options.Device = "auto",
 ) -> None:
     """Talk with a model. A base model has no turns: it continues the growing text."""
     from gptworks.cli.talk import Talk, Terminal

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 from pydantic import ValidationError
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.text import Text
 
 from gptworks.data.cleaning.counts import FilterCounts, Tally
@@ -15,31 +15,19 @@ from gptworks.pages.page import page
 from gptworks.pages.tables import Table
 from gptworks.units import counted
 
-Row = tuple[str, ...]
-AMOUNTS = ("", "documents", "tokens", "bytes", "tokens a byte")
+Row = tuple[html.Cell, ...]
 
 
-def printed(info: Info) -> RenderableType:
+def printed(info: Info) -> Group:
     """Tables for a terminal."""
-    parts: list[RenderableType] = [Text(info.folder, "bold"), *(Text(line) for line in _lines(info))]
-    parts.append(Table(AMOUNTS, "lrrrr", _amounts(info)).rich())
-    parts.append(Table(("tokens of a document", *info.lengths), "l" + "r" * len(info.lengths),
-                       _percentiles(info)).rich())  # fmt: skip
-    for split, lengths in info.lengths.items():
-        rows = [(at, f"{n:,}", "█" * round(30 * share)) for at, n, share in _histogram(lengths)]
-        parts.append(Table((f"{split}, tokens", "documents", ""), "lrl", rows).rich())
-    if copied := list(_copied(info)):
-        parts.append(Table(("most copied", "copies", "tokens"), "lrr", copied).rich())
-    if info.languages is not None:
-        parts.append(Table((f"language, of {counted(info.languages.sample, 'document')}", "documents"), "lr",
-                           [(html.printable(name), f"{n:,}") for name, n in info.languages.counts]).rich())  # fmt: skip
-    if cleaned := list(_cleaning(info)):
-        parts.append(Table(("cleaning", "documents", "bytes"), "lrr", cleaned).rich())
-    return Group(*parts)
+    copied, languages, cleaned = _copied(info), _languages(info), _cleaning(info)
+    tables = [_amounts(info), _percentiles(info), *_histograms(info).values(), copied, languages, cleaned]
+    lines = (Text(info.folder, "bold"), *(Text(line) for line in _lines(info)))
+    return Group(*lines, *(table.rich() for table in tables if table.rows))
 
 
 def to_html(info: Info) -> str:
-    """The page. Numbers stand in <data> elements with their exact values."""
+    """The page. Numbers are in <data> elements with their exact values."""
     train = next((one for one in info.amounts if one.split == "train" and one.name is None), None)
     tiles: list[tuple[str, Markup, str]] = []
     if train is not None:
@@ -50,33 +38,18 @@ def to_html(info: Info) -> str:
             ("training documents", html.large(train.documents), f"{copies:,} exact copies among them"),
             ("training text", html.large(train.text_bytes, "B"), per_byte),
         ]
-    header = ("tokens of a document", *info.lengths)
-    histograms = [
-        html.section(f"Lengths: {split}", html.table(("tokens", "documents", ""), "lrt", _bars(lengths)))
-        for split, lengths in info.lengths.items()
-    ]
-    languages: Markup | str = ""
-    if info.languages is not None:
-        rows = [(name, html.number(n), html.bar(n / info.languages.sample, "memory"))
-                for name, n in info.languages.counts]  # fmt: skip
-        languages = html.table(("language", f"of {counted(info.languages.sample, 'document')}", ""), "lrt", rows)
-    copied, cleaned = list(_copied(info)), list(_cleaning(info))
+    histograms = [html.section(f"Lengths: {split}", table.html()) for split, table in _histograms(info).items()]
     sections = (
         html.key_figures(tiles),
-        html.section("Amounts", html.table(AMOUNTS, "lrrrr", _amounts(info))),
-        html.section("Lengths", html.table(header, "l" + "r" * len(info.lengths), _percentiles(info))),
+        html.section("Amounts", _amounts(info).html()),
+        html.section("Lengths", _percentiles(info).html()),
         html.columns(*histograms),
-        html.section("Duplicates", *map(html.paragraph, _lines(info)[1:]),
-                     html.table(("document", "copies", "tokens"), "lrr", copied) if copied else ""),
-        html.section("Languages", languages),
-        html.section("Cleaning", html.table(("filter", "documents", "bytes"), "lrr", cleaned) if cleaned else ""),
-    )  # fmt: skip
-    return page(
-        Path(info.folder).name or info.folder,
-        (info.folder, *_lines(info)[:1]),
-        sections,
-        f"Fingerprint {info.fingerprint}",
+        html.section("Duplicates", *map(html.paragraph, _lines(info)[1:]), _copied(info).html()),
+        html.section("Languages", _languages(info).html()),
+        html.section("Cleaning", _cleaning(info).html()),
     )
+    lines = (info.folder, *_lines(info)[:1])
+    return page(Path(info.folder).name or info.folder, lines, sections, f"Fingerprint {info.fingerprint}")
 
 
 def _lines(info: Info) -> list[str]:
@@ -88,8 +61,8 @@ def _lines(info: Info) -> list[str]:
     return lines
 
 
-def _amounts(info: Info) -> list[Row]:
-    return [
+def _amounts(info: Info) -> Table:
+    rows = [
         (
             "  " * ((one.name is not None) + (one.source is not None))
             + html.printable(one.source or one.name or one.split), f"{one.documents:,}",
@@ -97,48 +70,64 @@ def _amounts(info: Info) -> list[Row]:
         )
         for one in info.amounts
     ]  # fmt: skip
+    return Table(("", "documents", "tokens", "bytes", "tokens a byte"), "lrrrr", rows)
 
 
-def _percentiles(info: Info) -> list[Row]:
+def _percentiles(info: Info) -> Table:
     splits = list(info.lengths.values())
     rows: list[Row] = [("shortest", *(f"{one.shortest:,}" for one in splits))]
     shares = splits[0].percentiles if splits else ()
     rows += [(f"{share}%", *(f"{one.percentiles[share]:,}" for one in splits)) for share in shares]
     rows.append(("longest", *(f"{one.longest:,}" for one in splits)))
     rows.append(("mean", *(f"{one.mean:,.1f}" for one in splits)))
-    return rows
+    return Table(("tokens of a document", *info.lengths), "l" + "r" * len(splits), rows)
 
 
-def _histogram(lengths: Lengths) -> Iterator[tuple[str, int, float]]:
+def _histograms(info: Info) -> dict[str, Table]:
+    """The number of documents by length, for each split."""
+    return {
+        split: Table((f"{split}, tokens", "documents", ""), "lrt", list(_bars(lengths)))
+        for split, lengths in info.lengths.items()
+    }
+
+
+def _bars(lengths: Lengths) -> Iterator[Row]:
     most = max(n for _, n in lengths.histogram)
     for at, n in lengths.histogram:
-        yield f"{at:,} to {2 * at - 1:,}", n, n / most
+        yield f"{at:,} to {2 * at - 1:,}", html.number(n), html.Bar(n / most) if n else ""
 
 
-def _bars(lengths: Lengths) -> list[tuple[str | Markup, ...]]:
-    return [(at, html.number(n), html.bar(share, "memory") if n else "") for at, n, share in _histogram(lengths)]
+def _copied(info: Info) -> Table:
+    rows = [
+        (f"{split} document {document:,}", f"{copies:,}", f"{tokens:,}")
+        for split, one in info.duplicates.items()
+        for document, copies, tokens in one.most_copied
+    ]
+    return Table(("most copied", "copies", "tokens"), "lrr", rows)
 
 
-def _copied(info: Info) -> Iterator[Row]:
-    for split, one in info.duplicates.items():
-        for document, copies, tokens in one.most_copied:
-            yield f"{split} document {document:,}", f"{copies:,}", f"{tokens:,}"
+def _languages(info: Info) -> Table:
+    found, rows = info.languages, list[Row]()
+    if found is not None:
+        rows = [(html.printable(name), html.number(n), html.Bar(n / found.sample)) for name, n in found.counts]
+    return Table(("language", f"of {counted(found.sample if found else 0, 'document')}", ""), "lrt", rows)
 
 
-def _cleaning(info: Info) -> Iterator[Row]:
+def _cleaning(info: Info) -> Table:
     """The documents that each filter read, changed, and dropped by reason."""
+    rows: list[Row] = []
     for name, counts in info.cleaning:
         try:
             filters = [FilterCounts.model_validate(one) for one in counts.get("filters", ())]
         except (ValidationError, TypeError):
-            yield f"{html.printable(name or info.folder)}: its counts cannot be read", "", ""
+            rows.append((f"{html.printable(name or info.folder)}: its counts cannot be read", "", ""))
             continue
         for one in filters:
-            yield _tally(f"{'' if name is None else name + ', '}{one.type}: read", one.seen)
+            rows.append(_tally(f"{'' if name is None else name + ', '}{one.type}: read", one.seen))
             if one.changed.documents:
-                yield _tally("  changed", one.changed)
-            for reason, dropped in one.dropped.items():
-                yield _tally(f"  dropped: {reason}", dropped)
+                rows.append(_tally("  changed", one.changed))
+            rows += [_tally(f"  dropped: {reason}", dropped) for reason, dropped in one.dropped.items()]
+    return Table(("filter", "documents", "bytes"), "lrr", rows)
 
 
 def _tally(name: str, tally: Tally) -> Row:

@@ -5,26 +5,10 @@ from markupsafe import Markup
 from gptworks.config import ModelConfig
 from gptworks.describe.diagram import flow, stack
 from gptworks.describe.sheet import Sheet, label, summary, tensors_text, traits
+from gptworks.pages import parts as html
 from gptworks.pages.chart import WIDE
 from gptworks.pages.drawing import SMALL, Drawing, text_width
 from gptworks.pages.page import page
-from gptworks.pages.parts import (
-    Cell,
-    bar,
-    byte_table,
-    columns,
-    exact,
-    figure,
-    flow_boxes,
-    key_figures,
-    large,
-    number,
-    percent,
-    section,
-    settings,
-    table,
-    unbroken,
-)
 from gptworks.units import readable
 
 KINDS = {
@@ -49,19 +33,23 @@ def to_html(sheet: Sheet) -> str:
     """The page. Numbers stand in <data> elements with their exact values."""
     parts = (
         _key_figures(sheet),
-        section("Architecture", architecture(sheet.config)),
-        section("Parameters and operations by part", figure(_shares(sheet))),
-        section("Parameters", _parameters(sheet)),
-        columns(section("Memory", _memory(sheet)), section("Operations for a token", _operations(sheet))),
-        section("Published beside exact", _published(sheet) if sheet.published else ""),
-        section("Settings", settings(sheet.config.model_dump(mode="json"))),
+        html.section("Architecture", architecture(sheet.config)),
+        html.section("Parameters and operations by part", html.figure(_shares(sheet))),
+        html.section("Parameters", _parameters(sheet)),
+        html.columns(
+            html.section("Memory", _memory(sheet)), html.section("Operations for a token", _operations(sheet))
+        ),
+        html.section("Published beside exact", _published(sheet) if sheet.published else ""),
+        html.section("Settings", html.settings(sheet.config.model_dump(mode="json"))),
     )
-    return page(sheet.name, (unbroken(summary(sheet)), unbroken(traits(sheet.config))), parts, _conventions(sheet))
+    return page(
+        sheet.name, (html.unbroken(summary(sheet)), html.unbroken(traits(sheet.config))), parts, _conventions(sheet)
+    )
 
 
 def architecture(c: ModelConfig) -> Markup:
     """The data flow of the model and of one block, as `diagram` draws it on a terminal."""
-    return flow_boxes(flow(c), stack(c), f"B × T × {c.vocab_size:,}", c.parallel_residual)
+    return html.flow_boxes(flow(c), stack(c), f"B × T × {c.vocab_size:,}", c.parallel_residual)
 
 
 def _key_figures(sheet: Sheet) -> Markup:
@@ -69,13 +57,13 @@ def _key_figures(sheet: Sheet) -> Markup:
     second, n = ("outside the embeddings", count.non_embedding)
     if sheet.config.n_experts:
         second, n = ("active for a token", count.active)
-    return key_figures((
-        ("parameters", large(count.total), f"{count.total:,}"),
-        (second, large(n), f"{n:,}"),
-        ("weights", large(2 * count.total, "B"), "in bf16"),
-        ("KV cache", large(sheet.kv_cache_bytes, "B"), f"in fp16, {length:,} tokens"),
-        ("forward, a token", large(flops.per_token_dense, "FLOP"), f"at {length:,} tokens"),
-        ("training, a token", large(flops.training_per_token_dense, "FLOP"), "forward and backward"),
+    return html.key_figures((
+        ("parameters", html.large(count.total), f"{count.total:,}"),
+        (second, html.large(n), f"{n:,}"),
+        ("weights", html.large(2 * count.total, "B"), "in bf16"),
+        ("KV cache", html.large(sheet.kv_cache_bytes, "B"), f"in fp16, {length:,} tokens"),
+        ("forward, a token", html.large(flops.per_token_dense, "FLOP"), f"at {length:,} tokens"),
+        ("training, a token", html.large(flops.training_per_token_dense, "FLOP"), "forward and backward"),
     ))  # fmt: skip
 
 
@@ -85,24 +73,24 @@ def _parameters(sheet: Sheet) -> Markup:
         (
             label(group),
             tensors_text(group).replace(" × ", "\xa0×\xa0"),
-            number(group.per_layer) if group.in_block else "",
-            number(group.total),
-            percent(group.total / total),
-            bar(group.total / largest, KINDS[group.name]) if group.total else "",
+            html.number(group.per_layer) if group.in_block else "",
+            html.number(group.total),
+            html.percent(group.total / total),
+            html.Bar(group.total / largest, KINDS[group.name]) if group.total else "",
         )
         for group in sheet.groups
     ]
-    foot: list[tuple[Cell, ...]] = [
-        (name, "", number(per_layer), number(n), "" if name == "total" else percent(n / total), "")
+    foot: list[tuple[html.Cell, ...]] = [
+        (name, "", html.number(per_layer), html.number(n), "" if name == "total" else html.percent(n / total), "")
         for name, per_layer, n in sheet.totals
     ]
     header = ("group", "tensors [out × in]", "a layer", "all layers", "share", "")
-    return table(header, "lqrrrt", rows, foot)
+    return html.table(header, "lqrrrt", rows, foot)
 
 
 def _memory(sheet: Sheet) -> Markup:
     total, length = sheet.parameters.total, sheet.config.context_length
-    return byte_table((
+    return html.byte_table((
         ("weights in fp32", 4 * total),
         ("weights in bf16", 2 * total),
         ("KV cache in fp16, a token", sheet.kv_cache_bytes_per_token),
@@ -117,9 +105,9 @@ def _operations(sheet: Sheet) -> Markup:
     rows = [
         (
             sheet.words_of(part),
-            number(n, readable(n, "FLOP")),
-            percent(n / total),
-            bar(n / largest, KINDS.get(part, "mlp")),
+            html.number(n, readable(n, "FLOP")),
+            html.percent(n / total),
+            html.Bar(n / largest, KINDS.get(part, "mlp")),
         )
         for part, n in parts.items()
     ]
@@ -128,8 +116,8 @@ def _operations(sheet: Sheet) -> Markup:
         ("forward, only causal pairs", flops.per_token_causal),
         ("training", flops.training_per_token_dense),
     )
-    foot = [(name, number(n, readable(n, "FLOP")), "", "") for name, n in totals]
-    return table(("", "FLOP", "share", ""), "lrrt", rows, foot)
+    foot = [(name, html.number(n, readable(n, "FLOP")), "", "") for name, n in totals]
+    return html.table(("", "FLOP", "share", ""), "lrrt", rows, foot)
 
 
 Share = tuple[str, str, float]
@@ -175,12 +163,18 @@ def _published(sheet: Sheet) -> Markup:
     rows = []
     for each in sheet.published:
         quantity, published, ours, error, note = each.cells
-        as_printed = published if isinstance(each.published, str) else number(each.published, published)
+        as_printed = published if isinstance(each.published, str) else html.number(each.published, published)
         rows.append(
-            (quantity, as_printed, ours if each.exact is None else exact(number(each.exact, ours)), error, note)
+            (
+                quantity,
+                as_printed,
+                ours if each.exact is None else html.exact(html.number(each.exact, ours)),
+                error,
+                note,
+            )
         )
     header = (sheet.published[0].source, "published", "exact", "off by", "")
-    return table(header, "lrrrn", rows)
+    return html.table(header, "lrrrn", rows)
 
 
 def _conventions(sheet: Sheet) -> str:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from gptworks.describe.plan_tables import printed, tables
+from gptworks.pages import parts as html
 from gptworks.pages.cell import cell
-from gptworks.pages.parts import paragraph, table
 from gptworks.planning.run import Plan
 from gptworks.terminal import lines_of
 
@@ -23,5 +23,5 @@ class PlanSheet(Plan):
         return "\n".join([*lines, self.missing or ""]).strip("\n")
 
     def _repr_html_(self) -> str:
-        shown = [table(one.header, one.align, one.rows) for one in tables(self, self.details)]
-        return cell(*shown, *([paragraph(self.missing)] if self.missing else []))
+        shown = [html.table(one.header, one.align, one.rows) for one in tables(self, self.details)]
+        return cell(*shown, *([html.paragraph(self.missing)] if self.missing else []))

@@ -1,7 +1,6 @@
 """Calibration: of the tokens that a model predicts with 70%, about 70% should be right."""
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,13 +54,7 @@ class Calibration:
         }
 
 
-def measure_calibration(
-    model: GPT,
-    windows: Iterable[tuple[Tensor, Tensor]],
-    n_bins: int = 15,
-    *,
-    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> Calibration:
+def measure_calibration(model: GPT, windows: Iterable[tuple[Tensor, Tensor]], n_bins: int = 15) -> Calibration:
     """Compare the probability of the likeliest next token with how often it comes (Guo et al., 2017), in equal bins.
 
     Args:
@@ -73,9 +66,8 @@ def measure_calibration(
     rows = []
     with eval_mode(model), torch.inference_mode():
         for inputs, targets in batches_of(windows):
-            with autocast():
-                features = model.features(inputs.to(model.device))
-                confidence, guess = _likeliest(model, features.flatten(0, 1))
+            features = model.features(inputs.to(model.device))
+            confidence, guess = _likeliest(model, features.flatten(0, 1))
             confidence, hit = confidence.cpu().view(targets.shape), (guess.cpu().view(targets.shape) == targets)
             for one, right, counted in zip(confidence, hit, targets != IGNORED, strict=True):
                 rows.append(_binned(one[counted].double().numpy(), right[counted].numpy(), n_bins))

@@ -5,7 +5,6 @@ import itertools
 import lzma
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -76,7 +75,6 @@ def evaluate_loss(
     *,
     text_bytes: int | None = None,
     workers: Workers | None = None,
-    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> LossReport:
     """Cross-entropy of the targets of all windows, without dropout; the model's mode is restored.
 
@@ -87,7 +85,6 @@ def evaluate_loss(
         text_bytes: bytes of the original text. Give it only where the windows count each token of it once: of a
             sample of the windows, bits per byte would come out too low.
         workers: the processes that divide the work; None: this one does it all.
-        autocast: makes the context in which the model runs, such as one of `torch.autocast`.
 
     Raises:
         UserError: there is nothing to count.
@@ -96,11 +93,10 @@ def evaluate_loss(
     batches = batches_of(windows)
     with eval_mode(model), torch.inference_mode():
         for inputs, targets, *positions in batches if workers is None else workers.split_batches(batches):
-            with autocast():
-                places = positions[0].to(model.device) if positions else None
-                features = model.features(inputs.to(model.device), text_positions=places)
-                softcap = model.config.logit_softcap
-                nats = linear_cross_entropy(features, model.head_weight, targets.to(model.device), softcap)
+            places = positions[0].to(model.device) if positions else None
+            features = model.features(inputs.to(model.device), text_positions=places)
+            softcap = model.config.logit_softcap
+            nats = linear_cross_entropy(features, model.head_weight, targets.to(model.device), softcap)
             total_nats += nats.item()
             n_tokens += int((targets != IGNORED).sum())
     if workers is not None:
@@ -111,14 +107,10 @@ def evaluate_loss(
     return LossReport(total_nats, n_tokens, text_bytes)
 
 
-def each_nats(
-    model: GPT,
-    windows: Iterable[tuple[Tensor, Tensor]],
-    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> Iterator[tuple[Tensor, Tensor]]:
+def each_nats(model: GPT, windows: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
     """The loss of each target: for each batch of windows its nats, float64 [B, T], and its targets, int64 [B, T]."""
     for inputs, targets in batches_of(windows):
-        with eval_mode(model), torch.inference_mode(), autocast():
+        with eval_mode(model), torch.inference_mode():
             features = model.features(inputs.to(model.device))
             nats = token_nats(features, model.head_weight, targets.to(model.device), model.config.logit_softcap)
         yield nats.cpu().double(), targets  # float64 is not on every device
@@ -139,7 +131,6 @@ def evaluate_by_position(
     n_parts: int = 8,
     *,
     token_bytes: Sequence[int] | None = None,
-    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> list[PositionLoss]:
     """The loss in each of `n_parts` equal parts of the context: whether a model uses a longer context.
 
@@ -155,7 +146,7 @@ def evaluate_by_position(
     whole = (window for window in windows if window[0].size(-1) == context)
     bytes_of = None if token_bytes is None else torch.tensor(token_bytes)
     nats, counts, sizes = (torch.zeros(context, dtype=torch.float64) for _ in range(3))
-    for cost, targets in each_nats(model, whole, autocast):
+    for cost, targets in each_nats(model, whole):
         counted = targets != IGNORED
         nats += cost.sum(0)
         counts += counted.sum(0)

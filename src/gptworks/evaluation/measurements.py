@@ -6,9 +6,8 @@ from functools import cached_property
 from typing import Any
 
 from gptworks.evaluation.results import Evaluation, table
+from gptworks.pages import parts as html
 from gptworks.pages.cell import cell
-from gptworks.pages.parts import paragraph
-from gptworks.pages.parts import table as html_table
 from gptworks.pages.tables import Table
 from gptworks.terminal import lines_of
 from gptworks.units import significant
@@ -54,9 +53,9 @@ class Measurements:
     def _repr_html_(self) -> str:
         own, rows = self.table, list(self._rows())
         return cell(
-            *([] if own is None else [html_table(own.header, own.align, own.rows)]),
-            *([html_table(("", ""), "ll", rows)] if rows else []),
-            *(paragraph(note, "note") for note in self.notes),
+            *([] if own is None else [html.table(own.header, own.align, own.rows)]),
+            *([html.table(("", ""), "ll", rows)] if rows else []),
+            *(html.paragraph(note, "note") for note in self.notes),
         )
 
     def _rows(self) -> Iterator[Row]:

@@ -77,6 +77,7 @@ def measure_memorization(
     Args:
         n_texts: texts to generate. prompt_tokens: before each. text_tokens: of each.
         index: of the training text, where there is one.
+        autocast: makes the context in which the losses are computed.
 
     Raises:
         UserError: the held-out text is shorter than one prompt and its continuation.
@@ -103,14 +104,15 @@ def measure_memorization(
     for n in sizes:
         counts = np.array([[hits.sum(), len(hits)] for hits in found[n]], dtype=np.float64)
         copied[n] = (counts[:n_texts], counts[n_texts:])
-    losses = [_window_losses(engine.model, tokens, autocast) for tokens in (training, held_out)]
+    with autocast():
+        losses = [_window_losses(engine.model, tokens) for tokens in (training, held_out)]
     return Memorization(copied, *losses)
 
 
-def _window_losses(model: GPT, tokens: Tokens, autocast: Callable[[], AbstractContextManager[object]]) -> Floats:
+def _window_losses(model: GPT, tokens: Tokens) -> Floats:
     """[nats, tokens] of evenly spaced windows, [W, 2]."""
     windows = evaluation_windows(tokens, model.config.context_length, _WINDOWS)
-    parts = [np.stack([c.sum(1), (t != IGNORED).sum(1)], axis=1) for c, t in each_nats(model, windows, autocast)]
+    parts = [np.stack([c.sum(1), (t != IGNORED).sum(1)], axis=1) for c, t in each_nats(model, windows)]
     return np.concatenate(parts).astype(np.float64)
 
 

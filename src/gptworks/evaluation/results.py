@@ -9,19 +9,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    Strict,
-    TypeAdapter,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 
 from gptworks.errors import UserError
 from gptworks.evaluation.bootstrap import Floats, interval
@@ -36,27 +27,41 @@ MAX_BYTES = 1 << 28
 """Of an evaluation, which has some hundred bytes an item."""
 MAX_CARD_BYTES = 1 << 22
 
-
-_Number = Annotated[float, Strict()]
-_Count = Annotated[int, Strict(), Field(ge=0, lt=2**63)]
 _WIDTHS = {
     "mean": (range(2, 3), 1), "perplexity": (range(2, 3), 1), "bits": (range(2, 3), 1),
     "calibration": (range(3, 3_000), 3), "bleu": (range(10, 11), 1), "chrf": (range(1, 1_000), 1),
 }  # fmt: skip
 """By kind of figure: allowed numbers of columns of its statistics, and a divisor of that number."""
 
+_Number = Annotated[float, Strict()]
+_Count = Annotated[int, Strict(), Field(ge=0, lt=2**63)]
+_ROWS = TypeAdapter(list[list[_Number]])
+_FORBID_EXTRA = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+
+def _array(rows: Any) -> Floats:
+    """The statistics in a file as an array [N, S]."""
+    return np.array(_ROWS.validate_python(rows), dtype=np.float64)
+
 
 @dataclass(frozen=True)
 class Measured:
     """A figure over all items, with its 95% interval and its statistics."""
 
+    __pydantic_config__ = _FORBID_EXTRA
+
     kind: str
     """How statistics make the figure; see `metrics.figure_of`."""
-    statistics: Floats
+    statistics: Annotated[Floats, BeforeValidator(_array)]
     """float64 [N, S]; empty if another program measured the figure."""
-    value: float
-    low: float | None
-    high: float | None
+    value: _Number
+    low: _Number | None
+    high: _Number | None
+
+    def __post_init__(self) -> None:
+        known, step = _WIDTHS.get(self.kind, (range(0), 1))
+        if not known or (self.statistics.size and self.statistics.shape[1] not in known[::step]):
+            raise ValueError(f"statistics of the kind {self.kind[:40]!r} have other columns, or there is no such kind")
 
     @classmethod
     def of(cls, kind: str, statistics: Floats) -> "Measured":
@@ -65,73 +70,36 @@ class Measured:
         return cls(kind, statistics, found.value, found.low, found.high)
 
 
-class _StoredMeasured(BaseModel):
-    """A figure as a file has it, which anyone may have written."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    kind: str
-    statistics: list[list[_Number]]
-    value: _Number
-    low: _Number | None
-    high: _Number | None
-
-    @model_validator(mode="after")
-    def _checked(self) -> Self:
-        widths = {len(row) for row in self.statistics}
-        known, step = _WIDTHS.get(self.kind, (range(0), 1))
-        if not known or not all(width in known and width % step == 0 for width in widths) or len(widths) > 1:
-            raise ValueError(f"statistics of the kind {self.kind[:40]!r} have other columns, or there is no such kind")
-        return self
-
-
 class _Position(BaseModel):
     last: _Count
     loss: _Number
 
 
-class _Stored(BaseModel):
-    """An evaluation as a file has it."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    name: str
-    kind: str
-    run: str
-    step: _Count
-    n_items: _Count
-    metrics: dict[str, _StoredMeasured]
-    shots: _Count | None = None
-    fingerprint: str = ""
-    settings: dict[str, Any] = {}
-    notes: tuple[str, ...]
-    details: dict[str, Any] = {}
-    items: tuple[dict[str, Any], ...]
-
-    @field_validator("details")
-    @classmethod
-    def _with_positions(cls, details: dict[str, Any]) -> dict[str, Any]:
+def _with_positions(details: Any) -> Any:
+    if isinstance(details, dict):
         TypeAdapter(list[_Position]).validate_python(details.get("positions", []))
-        return details
+    return details
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The figures of a run on one task or one text."""
+    """The figures of a run on one task or one text. Its types also validate a file, which anyone may have written."""
+
+    __pydantic_config__ = _FORBID_EXTRA
 
     name: str
     kind: str
     """The task's type; text; harness."""
     run: str
-    step: int
-    n_items: int
+    step: _Count
+    n_items: _Count
     metrics: dict[str, Measured]
-    shots: int | None = None
+    shots: _Count | None = None
     fingerprint: str = ""
     """Equal for equal questions."""
     settings: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    details: dict[str, Any] = field(default_factory=dict)
+    details: Annotated[dict[str, Any], BeforeValidator(_with_positions)] = field(default_factory=dict)
     """Further results: the loss by position, the bins of a reliability table."""
     items: tuple[dict[str, Any], ...] = ()
     """What the model answered, item by item."""
@@ -152,6 +120,9 @@ class Evaluation:
         for one in tree["metrics"].values():
             del one["statistics"]
         return tree
+
+
+_STORED = TypeAdapter(Evaluation)
 
 
 def table(evaluations: Iterable[Evaluation]) -> Table:
@@ -190,7 +161,7 @@ def read_evaluations(run_dir: Path) -> dict[str, Evaluation]:
     found = {}
     for path in sorted((run_dir / FOLDER).glob("*.json")):
         try:
-            stored = _Stored.model_validate(json.loads(read_regular(path, MAX_BYTES, inside=run_dir)))
+            one = _STORED.validate_python(json.loads(read_regular(path, MAX_BYTES, inside=run_dir)))
         except UserError:
             raise
         except ValidationError as error:
@@ -198,11 +169,7 @@ def read_evaluations(run_dir: Path) -> dict[str, Evaluation]:
             raise UserError(f"{path} is not an evaluation ({place}: {error.errors()[0]['msg']}): delete it.") from None
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path} is not an evaluation ({type(error).__name__}): delete it.") from None
-        metrics = {
-            name: Measured(one.kind, np.array(one.statistics, dtype=np.float64), one.value, one.low, one.high)
-            for name, one in stored.metrics.items()
-        }
-        found[stored.name] = Evaluation(**vars(stored) | {"metrics": metrics})
+        found[one.name] = one
     return found
 
 

@@ -136,7 +136,8 @@ class EvaluatedRun:
             held_out_rows(shards, self.recipe) if answers_alone else evaluation_windows(shards, context, stride=stride)
         )
         windows = watched(windows, shards.n_tokens, stride, self._progress)
-        report = evaluate_loss(self.model, windows, text_bytes=text_bytes, autocast=self.precision.autocast)
+        with self.precision.autocast():
+            report = evaluate_loss(self.model, windows, text_bytes=text_bytes)
         result: dict[str, Any] = {
             "loss": report.loss, "perplexity": report.perplexity, "bits_per_byte": report.bits_per_byte,
             "tokens": report.n_tokens, "text_bytes": text_bytes, "precision": self.precision.name,
@@ -147,7 +148,8 @@ class EvaluatedRun:
         if by_position:
             sizes = token_bytes(self.prepared.tokenizer) if round_trips else None
             whole = watched(evaluation_windows(shards, context), shards.n_tokens, None, self._progress)
-            parts = evaluate_by_position(self.model, whole, token_bytes=sizes, autocast=self.precision.autocast)
+            with self.precision.autocast():
+                parts = evaluate_by_position(self.model, whole, token_bytes=sizes)
             result["positions"] = positions_table(parts)
         if compressors:
             result["compressors"] = compressor_bits_per_byte(b"".join(held_out_text(self.prepared)))
@@ -159,16 +161,15 @@ class EvaluatedRun:
             return {"name": part.name, "loss": None, "bits_per_byte": None, "tokens": 0}
         windows = evaluation_windows(OneDataset(shards, part), self.model.config.context_length)
         text_bytes = part.text_bytes if round_trips else None
-        report = evaluate_loss(self.model, windows, text_bytes=text_bytes, autocast=self.precision.autocast)
-        return {
-            "name": part.name, "loss": report.loss, "bits_per_byte": report.bits_per_byte, "tokens": report.n_tokens,
-        }  # fmt: skip
+        with self.precision.autocast():
+            report = evaluate_loss(self.model, windows, text_bytes=text_bytes)
+        figures = {"loss": report.loss, "bits_per_byte": report.bits_per_byte, "tokens": report.n_tokens}
+        return {"name": part.name, **figures}
 
     def text(self, path: Path, text: str, stride: int | None = None) -> Evaluation:
         """Loss, perplexity and bits per byte of a text; see `evaluate_text`."""
-        found = evaluate_text(
-            self.model, self.tokenizer, text, stride=stride, autocast=self.precision.autocast, progress=self._progress
-        )
+        with self.precision.autocast():
+            found = evaluate_text(self.model, self.tokenizer, text, stride=stride, progress=self._progress)
         notes = () if found.report.text_bytes else ("the tokenizer does not keep the whole text: no bits per byte",)
         details = {"tokens": found.report.n_tokens, "positions": positions_table(found.positions)}
         return self._evaluation(
@@ -192,7 +193,8 @@ class EvaluatedRun:
         shards = TokenShards(self.prepared.folder, "validation")
         windows = evaluation_windows(shards, self.model.config.context_length)
         windows = watched(windows, shards.n_tokens, None, self._progress)
-        found = measure_calibration(self.model, windows, autocast=self.precision.autocast)
+        with self.precision.autocast():
+            found = measure_calibration(self.model, windows)
         details = {"bins": [vars(one) for one in found.bins]}
         text = self.prepared.manifest.fingerprint
         return self._evaluation("calibration", found.measured(), len(found.statistics), text, details=details)

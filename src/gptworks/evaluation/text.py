@@ -1,8 +1,7 @@
 """How well a model predicts any given text, in figures that do not depend on the tokenizer."""
 
 import hashlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +16,7 @@ from gptworks.errors import UserError
 from gptworks.evaluation.bootstrap import Floats
 from gptworks.evaluation.loss import LossReport, PositionLoss, each_nats, evaluate_by_position, watched
 from gptworks.evaluation.results import Measured
+from gptworks.evaluation.scoring import Progress
 from gptworks.model import GPT
 from gptworks.tokenizer import document_frame, encodings, token_bytes
 
@@ -76,8 +76,7 @@ def evaluate_text(
     text: str,
     *,
     stride: int | None = None,
-    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> TextEvaluation:
     """Loss, perplexity and bits per byte of a text; each of its tokens is predicted once.
 
@@ -93,14 +92,14 @@ def evaluate_text(
         UserError: an empty text, or a stride that is not within 1 and the context.
     """
     tokens, context = TextTokens(tokenizer, text), model.config.context_length
-    nats = text_nats(model, tokens, stride=stride, autocast=autocast, progress=progress)
+    nats = text_nats(model, tokens, stride=stride, progress=progress)
     n_bytes = len(text.encode("utf-8")) - tokens.unseen_bytes
     report = LossReport(float(nats.sum()), len(nats), n_bytes if tokens.round_trips else None)
     positions = []
     if tokens.n_tokens > context:
         sizes = token_bytes(tokenizer) if tokens.round_trips else None
         whole = evaluation_windows(tokens, context)
-        positions = evaluate_by_position(model, whole, token_bytes=sizes, autocast=autocast)
+        positions = evaluate_by_position(model, whole, token_bytes=sizes)
     return TextEvaluation(report, _passages(text, tokens, nats), positions)
 
 
@@ -109,14 +108,13 @@ def text_nats(
     tokens: Tokens,
     *,
     stride: int | None = None,
-    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> npt.NDArray[np.float64]:
     """The loss of tokens 1, 2, …, [T − 1], in nats. Arguments and errors: as `evaluate_text`."""
     context = model.config.context_length
     stride = default_stride(context) if stride is None else stride
     windows = watched(evaluation_windows(tokens, context, stride=stride), tokens.n_tokens, stride, progress)
-    parts = [nats[targets != IGNORED] for nats, targets in each_nats(model, windows, autocast)]
+    parts = [nats[targets != IGNORED] for nats, targets in each_nats(model, windows)]
     return torch.cat(parts).numpy()
 
 

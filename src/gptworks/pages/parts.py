@@ -4,6 +4,7 @@ import base64
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeGuard, cast
 
@@ -68,7 +69,7 @@ def paragraph(text: str, kind: str = "") -> Markup:
     return _made("paragraph", text, kind)
 
 
-def bold(text: str | Markup) -> Markup:
+def bold(text: object) -> Markup:
     """Text in bold."""
     return _made("bold", text)
 
@@ -136,17 +137,36 @@ def exact(value: Markup) -> Markup:
     return _made("exact", value)
 
 
-Cell = str | Markup
+@dataclass(frozen=True)
+class Bar:
+    """A bar in a table: the share of its track that it fills."""
+
+    share: float
+    kind: str = "memory"
+    """Its colour: a class of the stylesheet."""
+
+    def __html__(self) -> str:
+        return _made("bar", f"{max(self.share, 0.005):.2%}", self.kind)
+
+    def __str__(self) -> str:
+        return "█" * round(30 * self.share)
+
+
+Cell = str | Bar
 
 
 def table(
     header: Sequence[Cell], align: str, rows: Iterable[Sequence[Cell]], foot: Iterable[Sequence[Cell]] = ()
 ) -> Markup:
-    """Rows under a header. `align` has a letter for each column: l, r (numbers), q (muted), t (a bar), n (a note). The
-    first cell of a row is its header."""
+    """Rows under a header; nothing if there are none. The first cell of a row is its header.
+
+    Args:
+        align: a letter for each column: l, r (numbers), q (muted), t (a bar), n (a note).
+    """
+    if not (rows := list(rows)):
+        return Markup("")
     kinds = {"l": "", "r": "number", "q": "quiet", "t": "track", "n": "note"}
-    return _made("table", list(zip(header, align, strict=True)), [kinds[side] for side in align], list(rows),
-                 list(foot))  # fmt: skip
+    return _made("table", list(zip(header, align, strict=True)), [kinds[side] for side in align], rows, list(foot))
 
 
 def percent(share: float) -> str:
@@ -154,17 +174,12 @@ def percent(share: float) -> str:
     return "" if not share else "< 0.1%" if share < 0.0005 else f"{share:.1%}"
 
 
-def bar(share: float, kind: str) -> Markup:
-    """A bar that fills this share of its track, and at least 0.5% of it."""
-    return _made("bar", f"{max(share, 0.005):.2%}", kind)
-
-
 def byte_table(sizes: Iterable[tuple[str, int]]) -> Markup:
     """Amounts of memory by name, with bars; nothing if there are none."""
     named = list(sizes)
     largest = max((n for _, n in named), default=0) or 1
-    rows = [(name, number(n, readable(n, "B")), bar(n / largest, "memory")) for name, n in named]
-    return table(("", "bytes", ""), "lrt", rows) if rows else Markup("")
+    rows = [(name, number(n, readable(n, "B")), Bar(n / largest)) for name, n in named]
+    return table(("", "bytes", ""), "lrt", rows)
 
 
 def samples(texts: Iterable[tuple[Markup, str, str]]) -> Markup:

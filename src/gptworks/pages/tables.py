@@ -1,34 +1,46 @@
-"""A table that prints on a terminal and as Markdown."""
+"""A table that prints on a terminal, as Markdown, and on a page."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from markupsafe import Markup
 from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from gptworks.pages import parts as html
+
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under a header."""
+    """Rows under a header. Cells that are `Markup` lose their tags outside a page."""
 
-    header: tuple[str, ...]
+    header: Sequence[html.Cell]
     align: str
-    """`l` or `r` for each column."""
-    rows: Sequence[tuple[str, ...]]
+    """A letter for each column; see `parts.table`."""
+    rows: Sequence[Sequence[html.Cell]]
+
+    def html(self) -> Markup:
+        """The table on a page; nothing if it has no rows."""
+        return html.table(self.header, self.align, self.rows)
 
     def markdown(self) -> str:
-        rule = tuple("---:" if side == "r" else "---" for side in self.align)
-        rows = (map(in_a_cell, cells) for cells in (self.header, rule, *self.rows))
+        rule = ["---:" if side == "r" else "---" for side in self.align]
+        rows = (map(in_a_cell, map(_text, cells)) for cells in (self.header, rule, *self.rows))
         return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
 
     def rich(self) -> RichTable:
         table = RichTable(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
         for i, (title, side) in enumerate(zip(self.header, self.align, strict=True)):
-            table.add_column(Text(title), justify="right" if side == "r" else "left", no_wrap=side == "r" or i == 0)
+            justify, no_wrap = "right" if side == "r" else "left", side == "r" or i == 0
+            table.add_column(Text(_text(title)), justify=justify, no_wrap=no_wrap)  # type: ignore[arg-type]
         for row in self.rows:
-            table.add_row(*map(Text, row), style="bold" if row[0] == "total" else None)
+            table.add_row(*(Text(_text(cell)) for cell in row), style="bold" if row[0] == "total" else None)
         return table
+
+
+def _text(cell: html.Cell) -> str:
+    return cell.striptags() if isinstance(cell, Markup) else str(cell)
 
 
 def in_a_cell(text: str) -> str:

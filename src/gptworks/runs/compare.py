@@ -10,6 +10,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from gptworks.errors import UserError
+from gptworks.pages import parts as html
+from gptworks.pages.chart import colour
 from gptworks.pages.tables import Table
 from gptworks.runs.bands import Band, Verdict, judge, shipped_bands
 from gptworks.runs.comparable import Place, by_clock, common_place, comparability, finished_by_clock, shared_steps
@@ -218,22 +220,33 @@ class Comparison:
             "notes": self.notes,
         }
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    @property
+    def table(self) -> Table:
+        """The size, progress and losses of each run."""
+        header = ("run", "parameters", "tokens", "time", "tokens/s", "best loss", "last loss", "bits per byte")
         rows = [
             (
-                run.name, f"{run.parameters:,}", f"{run.tokens:,}", clock(run.seconds), f"{run.tokens_per_second:,.0f}",
-                *("" if value is None else f"{value:.4f}" for value in losses(run)),
+                html.key(run.name, colour(i)), html.number(run.parameters), html.number(run.tokens),
+                html.number(run.seconds, clock(run.seconds)),
+                html.number(run.tokens_per_second, f"{run.tokens_per_second:,.0f}"),
+                *map(html.rounded, (figure_of(run.best, "loss"), figure_of(run.last, "loss"),
+                                    figure_of(run.best, "bits_per_byte"))),
             )
-            for run in self.runs
+            for i, run in enumerate(self.runs)
         ]  # fmt: skip
-        yield Table(HEADER, "lrrrrrrr", rows).rich()
+        return Table(header, "lrrrrrrr", rows)
+
+    def settings_table(self, room: int) -> Table:
+        """The settings that differ, each value in at most `room` characters."""
+        header = ("settings that differ", *(run.name for run in self.runs))
+        rows = [(key, *(text_of(value, room) for value in found)) for key, found in self.differing.items()]
+        return Table(header, "l" + "r" * len(self.runs), rows)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.table.rich()
         if self.differing:
-            header = ("settings that differ", *(run.name for run in self.runs))
-            room = max(10, 60 // len(self.runs))
-            values = [(key, *(text_of(value, room) for value in found)) for key, found in self.differing.items()]
-            yield Table(header, "l" + "r" * len(self.runs), values).rich()
-        for note in self.notes:
-            yield Text(note)
+            yield self.settings_table(max(10, 60 // len(self.runs))).rich()
+        yield from map(Text, self.notes)
 
 
 def compare(runs: Sequence[History], bands: Sequence[Band | None]) -> Comparison:
@@ -247,14 +260,6 @@ def compare(runs: Sequence[History], bands: Sequence[Band | None]) -> Comparison
         if names.count(run.name) > 1:
             raise UserError(f"{run.folder}: `{run.name}` is there twice. Runs are identified by their folders' names.")
     return Comparison(tuple(runs), tuple(bands))
-
-
-HEADER = ("run", "parameters", "tokens", "time", "tokens/s", "best loss", "last loss", "bits per byte")
-
-
-def losses(run: History) -> tuple[float | None, float | None, float | None]:
-    """Best and last validation loss, and the best evaluation's bits per byte."""
-    return figure_of(run.best, "loss"), figure_of(run.last, "loss"), figure_of(run.best, "bits_per_byte")
 
 
 def _signed(value: float) -> str:

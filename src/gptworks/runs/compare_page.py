@@ -4,15 +4,13 @@ from collections.abc import Iterator, Sequence
 
 from markupsafe import Markup
 
+from gptworks.pages import parts as html
 from gptworks.pages.chart import WIDE, Chart, Series, colour
 from gptworks.pages.drawing import Point
 from gptworks.pages.page import page
-from gptworks.pages.parts import Cell, figure, key, number, paragraph, rounded, section, table
-from gptworks.runs.compare import HEADER, Comparison, losses
+from gptworks.runs.compare import Comparison
 from gptworks.runs.history import History
-from gptworks.runs.settings import text_of
 from gptworks.training.record.curves import dot_titles, points, smoothed
-from gptworks.training.record.display import clock
 
 
 def to_html(comparison: Comparison) -> str:
@@ -23,32 +21,15 @@ def to_html(comparison: Comparison) -> str:
     by_time = [[(run.seconds_at(r["step"]) / 60, r["loss"]) for r in run.validation] for run in runs]
     training = [Series(smoothed(points(run.train, "loss")), run.name, colour(i)) for i, run in enumerate(runs)]
     by_tokens = [*_bands(comparison), *_evaluated(runs, [points(run.validation, "loss") for run in runs])]
-    settings = [(name, *map(text_of, values)) for name, values in comparison.differing.items()]
-    header = ("", *(run.name for run in runs))
     parts = [
-        section("Runs", _runs(comparison)),
-        section("What can be concluded", *(paragraph(note, "verdict") for note in comparison.notes)),
+        html.section("Runs", comparison.table.html()),
+        html.section("What can be concluded", *(html.paragraph(note, "verdict") for note in comparison.notes)),
         _curves(comparison, "by-tokens", "Validation loss by tokens", by_tokens, height=400),
         _curves(comparison, "by-time", "Validation loss by time", _evaluated(runs, by_time), "minutes of training"),
         _curves(comparison, "training", "Training loss by tokens", training),
-        section("Settings that differ", table(header, "l" + "r" * len(runs), settings) if settings else ""),
+        html.section("Settings that differ", comparison.settings_table(room=40).html()),
     ]
     return page(title, (names,), parts, _conventions())
-
-
-def _runs(comparison: Comparison) -> Markup:
-    rows: list[tuple[Cell, ...]] = [
-        (
-            key(run.name, colour(i)),
-            number(run.parameters),
-            number(run.tokens),
-            number(run.seconds, clock(run.seconds)),
-            number(run.tokens_per_second, f"{run.tokens_per_second:,.0f}"),
-            *map(rounded, losses(run)),
-        )
-        for i, run in enumerate(comparison.runs)
-    ]
-    return table(HEADER, "lrrrrrrr", rows)
 
 
 def _curves(
@@ -56,7 +37,7 @@ def _curves(
 ) -> Markup:
     units = {run.loss_unit for run in comparison.runs}
     unit = units.pop() if len(units) == 1 else "loss (the units differ: do not compare the curves)"
-    return section(title, figure(Chart(name, title, series, x_label, unit, width=WIDE, height=height).svg()))
+    return html.section(title, html.figure(Chart(name, title, series, x_label, unit, width=WIDE, height=height).svg()))
 
 
 def _evaluated(runs: Sequence[History], curves: Sequence[Sequence[Point]]) -> list[Series]:

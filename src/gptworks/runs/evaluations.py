@@ -12,9 +12,8 @@ from gptworks.errors import UserError
 from gptworks.evaluation.bootstrap import Interval, paired_difference
 from gptworks.evaluation.metrics import figure_of
 from gptworks.evaluation.results import Evaluation, number, read_evaluations, table
+from gptworks.pages import parts as html
 from gptworks.pages.chart import Chart, Series, colour
-from gptworks.pages.parts import figure, section
-from gptworks.pages.parts import table as html_table
 from gptworks.pages.tables import Table
 
 _OF_TOKENS = ("loss", "perplexity")
@@ -116,7 +115,7 @@ def evaluations_section(run_dir: Path) -> Markup:
     if not evaluations:
         return Markup("")
     sheet = table(evaluations)
-    parts = [html_table(sheet.header, sheet.align, sheet.rows)]
+    parts = [html.table(sheet.header, sheet.align, sheet.rows)]
     texts = [one for one in evaluations if one.details.get("positions")]
     if texts:
         curves = [
@@ -124,5 +123,5 @@ def evaluations_section(run_dir: Path) -> Markup:
             for i, one in enumerate(texts)
         ]
         title = "Loss by position in the context"
-        parts.append(figure(Chart("position", title, curves, "tokens before, at most", "nats per token").svg()))
-    return section("Tasks and texts", *parts)
+        parts.append(html.figure(Chart("position", title, curves, "tokens before, at most", "nats per token").svg()))
+    return html.section("Tasks and texts", *parts)

@@ -6,10 +6,9 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from gptworks.pages import parts as html
 from gptworks.pages.chart import Chart, Series
 from gptworks.pages.page import page, write_page
-from gptworks.pages.parts import Cell, figure, figures, key_figures, number, paragraph, rounded, section, table
-from gptworks.pages.parts import settings as settings_list
 from gptworks.planning.params import count_parameters
 from gptworks.recipe import load_recipe
 from gptworks.runs.history import read_history
@@ -97,16 +96,18 @@ def to_html(found: Try) -> str:
         verdict = found.verdict(arm)
         note = f"loss {verdict.value:+.4f} {unit}" if found.pairs else ""
         tiles.append((PLACES[arm], _WORDS[verdict.answer], note))
-    tiles.append(("pairs", number(len(found.pairs)), f"of {design.most_pairs} at most, {design.steps:,} steps each"))
+    tiles.append(
+        ("pairs", html.number(len(found.pairs)), f"of {design.most_pairs} at most, {design.steps:,} steps each")
+    )
     if (step := found.step_time) is not None:
-        tiles.append(("time of a step", rounded(step.ratio, ".2f", "×"), step.interval or "with the change"))
+        tiles.append(("time of a step", html.rounded(step.ratio, ".2f", "×"), step.interval or "with the change"))
     parts = [
-        key_figures(tiles),
-        section("Verdict", *(paragraph(line) for line in try_lines(found))),
-        section("Difference of each pair", figures(_dots(found, arm) for arm in found.arms[1:])),
-        section("Validation loss by tokens", figure(_curves(found))),
-        section("Pairs", _pairs(found)),
-        section("The change", settings_list(changes)),
+        html.key_figures(tiles),
+        html.section("Verdict", *(html.paragraph(line) for line in try_lines(found))),
+        html.section("Difference of each pair", html.figures(_dots(found, arm) for arm in found.arms[1:])),
+        html.section("Validation loss by tokens", html.figure(_curves(found))),
+        html.section("Pairs", _pairs(found)),
+        html.section("The change", html.settings(changes)),
     ]
     lines = (" ".join(design.changes), f"the recipe {found.recipe.name}")
     return page(f"{found.recipe.name}: try", lines, parts, _conventions(found))
@@ -146,21 +147,24 @@ def _folder(found: Try, pair: int, arm: str) -> Path:
 
 def _pairs(found: Try) -> Markup:
     arms = found.arms
-    rows: list[list[Cell]] = [
+    rows: list[list[html.Cell]] = [
         [
             f"{pair.number:02d}",
             str(pair.seed),
-            *(rounded(pair.loss.get(arm)) for arm in arms),
-            *(rounded(pair.loss[arm] - pair.loss["before"], "+.4f") if arm in pair.loss else "" for arm in arms[1:]),
-            *(number(pair.seconds[arm], clock(pair.seconds[arm])) if arm in pair.loss else "" for arm in arms),
-            rounded(pair.step_time, ".2f", "×"),
+            *(html.rounded(pair.loss.get(arm)) for arm in arms),
+            *(
+                html.rounded(pair.loss[arm] - pair.loss["before"], "+.4f") if arm in pair.loss else ""
+                for arm in arms[1:]
+            ),
+            *(html.number(pair.seconds[arm], clock(pair.seconds[arm])) if arm in pair.loss else "" for arm in arms),
+            html.rounded(pair.step_time, ".2f", "×"),
         ]
         for pair in found.pairs
     ]
     names = {"before": "without", "after": "with", "in-time": "with, in equal time"}
     header = ["pair", "seed", *(names[arm] for arm in arms), *(f"difference {PLACES[arm]}" for arm in arms[1:])]
     header += [*(f"time {names[arm]}" for arm in arms), "time of a step"]
-    return table(tuple(header), "ll" + "r" * (len(header) - 2), rows)
+    return html.table(tuple(header), "ll" + "r" * (len(header) - 2), rows)
 
 
 def _conventions(found: Try) -> str:

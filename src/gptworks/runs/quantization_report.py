@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from gptworks.evaluation.divergence import Divergence, measure_divergence
 from gptworks.infer.engine import Engine
 from gptworks.infer.text import Pace
 from gptworks.model import GPT
+from gptworks.pages.tables import Table
 from gptworks.quantize.linear import QuantizedGPT, packed_matrices
 from gptworks.units import significant
 
@@ -48,13 +48,14 @@ class QuantizationReport:
         before, after = self.perplexities
         return after / before - 1
 
-    def rows(self) -> list[tuple[str, str, str]]:
-        """What is compared, in fp32, quantized."""
+    @property
+    def table(self) -> Table:
+        """A row for each figure: of the model in fp32, and of the quantized one."""
         kept = ", ".join(f"{count:,} in {kind}" for kind, count in self.matrices.items())
         calibrated = f", on {self.calibration_tokens:,} tokens" if self.calibration_tokens else ""
         before, after = self.perplexities
         speed, speed_after = ("" if one is None else f"{one:,.1f}" for one in self.tokens_per_second)
-        return [
+        rows = [
             ("parameters", f"{sum(self.matrices.values()):,}", kept),
             ("rounding", "", f"{self.rounding}{calibrated}"),
             ("size (bytes)", f"{self.n_bytes[0]:,}", f"{self.n_bytes[1]:,} ({self.n_bytes[1] / self.n_bytes[0]:.1%})"),
@@ -64,19 +65,14 @@ class QuantizationReport:
             ("held-out tokens", "", f"{self.divergence.model.n_tokens:,}"),
             ("decoding (tokens/s)", speed, speed_after),
         ]
+        return Table(("", "fp32", self.weights), "lrl", rows)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = Table("", box=None, header_style="bold", pad_edge=False)
-        table.add_column("fp32", justify="right")
-        table.add_column(self.weights)
-        for row in self.rows():
-            table.add_row(*row)
-        yield table
+        yield self.table.rich()
 
     def to_markdown(self) -> str:
         """The model card's section."""
-        table = "\n".join(f"| {' | '.join(row)} |" for row in self.rows())
-        return f"## Quantization\n\n| | fp32 | {self.weights} |\n|---|---|---|\n{table}\n"
+        return f"## Quantization\n\n{self.table.markdown()}\n"
 
     def to_json(self) -> dict[str, Any]:
         def pair(values: tuple[Any, Any]) -> dict[str, Any]:

@@ -11,28 +11,9 @@ from markupsafe import Markup
 from gptworks.describe.page import architecture
 from gptworks.describe.sheet import describe, summary, traits
 from gptworks.errors import UserError
+from gptworks.pages import parts as html
 from gptworks.pages.chart import Chart, Format, Series, colour, compact
 from gptworks.pages.page import page, write_page
-from gptworks.pages.parts import (
-    Cell,
-    bar,
-    bold,
-    byte_table,
-    figure,
-    figures,
-    is_figure,
-    key_figures,
-    large,
-    number,
-    paragraph,
-    percent,
-    rounded,
-    samples,
-    section,
-    settings,
-    table,
-    unbroken,
-)
 from gptworks.runs.evaluations import evaluations_section
 from gptworks.runs.history import History, read_history
 from gptworks.training.changes import read_history as read_changes
@@ -109,32 +90,37 @@ def to_html(run: History, refresh_seconds: int | None = None) -> str:
     parts = [
         key_figures_of(run),
         *_left_out_lines(run),
-        section("Reward" if run.rewarded else "Loss", figure(loss.svg())),
-        section("Along the run", figures((*_charts(run), *_by_layer(run)))),
-        section("Where the time went", _where_time_went(run)),
-        section(
-            "Memory", byte_table((k.removesuffix("_bytes").replace("_", " "), n) for k, n in run.memory_bytes.items())
+        html.section("Reward" if run.rewarded else "Loss", html.figure(loss.svg())),
+        html.section("Along the run", html.figures((*_charts(run), *_by_layer(run)))),
+        html.section("Where the time went", _where_time_went(run)),
+        html.section(
+            "Memory",
+            html.byte_table((k.removesuffix("_bytes").replace("_", " "), n) for k, n in run.memory_bytes.items()),
         ),
-        section("Evaluations", *_evaluations(run)),
+        html.section("Evaluations", *_evaluations(run)),
         evaluations_section(run.folder),
-        section("Origin and changes", _origin(run)),
-        section("Steps skipped", *_bad_steps(run)),
-        section(
+        html.section("Origin and changes", _origin(run)),
+        html.section("Steps skipped", *_bad_steps(run)),
+        html.section(
             "When it last ended",
-            paragraph(outcome, "note") if isinstance(outcome, str) else settings(dict(outcome.training)),
+            html.paragraph(outcome, "note") if isinstance(outcome, str) else html.settings(dict(outcome.training)),
         ),
-        section("Samples", *_samples(run)),
-        section(
+        html.section("Samples", *_samples(run)),
+        html.section(
             "Architecture",
-            paragraph(unbroken(summary(sheet))),
-            paragraph(unbroken(traits(run.recipe.model))),
+            html.paragraph(html.unbroken(summary(sheet))),
+            html.paragraph(html.unbroken(traits(run.recipe.model))),
             architecture(run.recipe.model),
         ),
-        section("Settings", settings(run.recipe.model_dump(mode="json", exclude={"name", "run_dir", "sweep"}))),
+        html.section(
+            "Settings", html.settings(run.recipe.model_dump(mode="json", exclude={"name", "run_dir", "sweep"}))
+        ),
     ]
     step = f"step {run.step:,}" + (f" of {planned:,}" if planned else "")
     progress = f"{step} · {run.tokens:,} tokens · {clock(run.seconds)} of training"
-    return page(run.name, (unbroken(progress), unbroken(summary(sheet))), parts, _conventions(run), refresh_seconds)
+    return page(
+        run.name, (html.unbroken(progress), html.unbroken(summary(sheet))), parts, _conventions(run), refresh_seconds
+    )
 
 
 def key_figures_of(run: History) -> Markup:
@@ -143,20 +129,22 @@ def key_figures_of(run: History) -> Markup:
     tiles: list[tuple[str, str | Markup, str]] = []
     if best is not None:
         perplexity = "" if best["perplexity"] is None else f"perplexity {significant(best['perplexity'])}, "
-        tiles.append(("best validation loss", rounded(best["loss"], unit=run.loss_unit), f"{perplexity}{_at(best)}"))
+        tiles.append(
+            ("best validation loss", html.rounded(best["loss"], unit=run.loss_unit), f"{perplexity}{_at(best)}")
+        )
         if best["bits_per_byte"] is not None:
-            tiles.append(("bits per byte", rounded(best["bits_per_byte"], unit="bits"), _at(best)))
+            tiles.append(("bits per byte", html.rounded(best["bits_per_byte"], unit="bits"), _at(best)))
     finite = [record for record in run.train if math.isfinite(record["loss"])]
     if finite and len(tiles) < 2:
-        loss = rounded(finite[-1]["loss"], unit=run.train_unit)
+        loss = html.rounded(finite[-1]["loss"], unit=run.train_unit)
         tiles.append(("last training loss", loss, f"one batch, {_at(finite[-1])}"))
     tiles += [
-        ("parameters", large(run.parameters), f"{run.parameters:,}"),
-        ("tokens trained on", large(run.tokens), f"{run.tokens:,}"),
-        ("training", number(run.seconds, *_duration(run.seconds)), "over all sessions"),
-        ("throughput", large(run.tokens_per_second, "tok/s"), "over the whole run"),
+        ("parameters", html.large(run.parameters), f"{run.parameters:,}"),
+        ("tokens trained on", html.large(run.tokens), f"{run.tokens:,}"),
+        ("training", html.number(run.seconds, *_duration(run.seconds)), "over all sessions"),
+        ("throughput", html.large(run.tokens_per_second, "tok/s"), "over the whole run"),
     ]
-    return key_figures(tiles)
+    return html.key_figures(tiles)
 
 
 def _at(record: Record) -> str:
@@ -223,11 +211,16 @@ def _where_time_went(run: History) -> Markup:
     if not parts or not 0 < total < math.inf:
         return Markup("")
     rows = [
-        (name, number(seconds, f"{seconds:,.1f} s"), percent(seconds / total), bar(seconds / parts[0][1], "memory"))
+        (
+            name,
+            html.number(seconds, f"{seconds:,.1f} s"),
+            html.percent(seconds / total),
+            html.Bar(seconds / parts[0][1], "memory"),
+        )
         for name, seconds in parts
     ]
-    foot = [("together", number(total, f"{total:,.1f} s"), "", "")]
-    return table(("", "time", "share", ""), "lrrt", rows, foot)
+    foot = [("together", html.number(total, f"{total:,.1f} s"), "", "")]
+    return html.table(("", "time", "share", ""), "lrrt", rows, foot)
 
 
 def _evaluations(run: History) -> list[Markup]:
@@ -236,21 +229,21 @@ def _evaluations(run: History) -> list[Markup]:
     best = run.best
     chosen = {id(r) for r in _spread([r for r in run.validation if r is not best], MOST_ROWS - 1)}
     shown = [r for r in run.validation if r is best or id(r) in chosen]
-    rows: list[list[Cell]] = [
+    rows: list[list[html.Cell]] = [
         [
-            number(r["step"]),
-            number(r["tokens"]),
+            html.number(r["step"]),
+            html.number(r["tokens"]),
             clock(run.seconds_at(r["step"])),
-            rounded(r["loss"]),
-            number(r["perplexity"], significant(r["perplexity"])) if is_figure(r["perplexity"]) else "",
-            rounded(r["bits_per_byte"]),
+            html.rounded(r["loss"]),
+            html.number(r["perplexity"], significant(r["perplexity"])) if html.is_figure(r["perplexity"]) else "",
+            html.rounded(r["bits_per_byte"]),
             "best" if r is best else "",
         ]
         for r in shown
     ]
-    marked = [[bold(cell) for cell in row] if row[-1] else row for row in rows]
-    bits = "bits per byte" if any(is_figure(r["bits_per_byte"]) for r in shown) else ""
-    body = table(("step", "tokens", "time", "validation loss", "perplexity", bits, ""), "lrrrrrl", marked)
+    marked = [[html.bold(cell) for cell in row] if row[-1] else row for row in rows]
+    bits = "bits per byte" if any(html.is_figure(r["bits_per_byte"]) for r in shown) else ""
+    body = html.table(("step", "tokens", "time", "validation loss", "perplexity", bits, ""), "lrrrrrl", marked)
     return [body, _left_out(len(run.validation), len(shown), "evaluations")]
 
 
@@ -260,15 +253,15 @@ def _bad_steps(run: History) -> list[Markup]:
     if not bad:
         return []
     shown = bad[-MOST_ROWS:]
-    rows: list[tuple[Cell, ...]] = [
+    rows: list[tuple[html.Cell, ...]] = [
         (
-            number(r["step"]),
-            *(rounded(r.get(key), ".4g") for key in ("loss", "grad_norm")),
+            html.number(r["step"]),
+            *(html.rounded(r.get(key), ".4g") for key in ("loss", "grad_norm")),
             f"went back to this step from step {r['from_step']:,}" if r["kind"] == "rollback" else "skipped",
         )
         for r in shown
     ]
-    body = table(("step", "loss", "gradient norm", ""), "lrrl", rows)
+    body = html.table(("step", "loss", "gradient norm", ""), "lrrl", rows)
     return [body, _left_out(len(bad), len(shown), "steps, the last")]
 
 
@@ -277,9 +270,9 @@ def _origin(run: History) -> Markup:
     try:
         history = read_changes(run.folder)
     except UserError as error:
-        return paragraph(str(error), "note")
+        return html.paragraph(str(error), "note")
     rows = history.origin_rows() | history.change_rows()
-    return settings(dict(rows)) if rows else Markup("")
+    return html.settings(dict(rows)) if rows else Markup("")
 
 
 def _left_out_lines(run: History) -> list[Markup]:
@@ -290,7 +283,7 @@ def _left_out_lines(run: History) -> list[Markup]:
             f"metrics.jsonl holds {run.n_records:,} records. The curves show {len(run.records):,} of them, evenly "
             f"spread; times and the best evaluation are those of all."
         )
-    return [paragraph(note, "note") for note in notes]
+    return [html.paragraph(note, "note") for note in notes]
 
 
 def _samples(run: History) -> list[Markup]:
@@ -299,12 +292,12 @@ def _samples(run: History) -> list[Markup]:
     for record in run.kind("sample"):
         prompts.setdefault(record["prompt"], []).append(record)
     texts = [
-        (number(r["step"]), prompt, r["text"])
+        (html.number(r["step"]), prompt, r["text"])
         for prompt, records in list(prompts.items())[:MOST_PROMPTS]
         for r in _spread(records, MOST_SAMPLES)
     ]
     left_out = _left_out(len(prompts), min(len(prompts), MOST_PROMPTS), "prompts")
-    return [samples(texts), left_out] if texts else []
+    return [html.samples(texts), left_out] if texts else []
 
 
 def _spread(records: list[Record], n: int) -> list[Record]:
@@ -315,7 +308,7 @@ def _spread(records: list[Record], n: int) -> list[Record]:
 
 
 def _left_out(n: int, n_shown: int, what: str) -> Markup:
-    return paragraph(f"{n_shown:,} of {n:,} {what}", "note") if n_shown < n else Markup("")
+    return html.paragraph(f"{n_shown:,} of {n:,} {what}", "note") if n_shown < n else Markup("")
 
 
 def _conventions(run: History) -> str:

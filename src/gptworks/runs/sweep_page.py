@@ -4,23 +4,10 @@ import math
 from typing import Any
 
 from markupsafe import Markup
-from rich.console import RenderableType
 
+from gptworks.pages import parts as html
 from gptworks.pages.chart import Chart, Series
 from gptworks.pages.page import page, write_page
-from gptworks.pages.parts import (
-    Cell,
-    bold,
-    figure,
-    figures,
-    is_figure,
-    key_figures,
-    number,
-    rounded,
-    section,
-    settings,
-    table,
-)
 from gptworks.pages.tables import Table
 from gptworks.runs.history import History, read_history
 from gptworks.runs.sweep import Sweep, TrialResult
@@ -28,21 +15,24 @@ from gptworks.training.record.curves import points, validation_chart
 from gptworks.training.record.display import clock
 
 
-def sweep_table(sweep: Sweep) -> RenderableType:
+def trials_table(sweep: Sweep) -> Table:
     """The trials, the best first."""
-    short = [key.rpartition(".")[2] for key in sweep.settings.ranges]
-    names = short if len(set(short)) == len(short) else list(sweep.settings.ranges)
-    header = ("trial", "validation loss", *names, "")
-    rows = [
-        (
+    keys, rows = list(sweep.settings.ranges), list[list[html.Cell]]()
+    short = [key.rpartition(".")[2] for key in keys]
+    names = short if len(set(short)) == len(short) else keys
+    for trial in _ranked(sweep):
+        run, values = _history(trial), [trial.values.get(key) for key in keys]
+        cells = [
             f"{trial.number:03d}",
-            "" if trial.loss is None else f"{trial.loss:.4f}",
-            *(_text(trial.values.get(key)) for key in sweep.settings.ranges),
-            _state(trial, sweep),
-        )
-        for trial in _ranked(sweep)
-    ]
-    return Table(header, "r" * (len(header) - 1) + "l", rows).rich()
+            html.rounded(trial.loss),
+            *(html.number(value, _text(value)) if html.is_figure(value) else _text(value) for value in values),
+            "" if run is None else html.number(run.tokens),
+            "" if run is None else html.number(run.seconds, clock(run.seconds)),
+            "best" if trial == sweep.best else f"{trial.state}: {trial.reason}" if trial.reason else trial.state,
+        ]
+        rows.append([html.bold(cell) for cell in cells] if trial == sweep.best else [*cells])
+    header = ("trial", "validation loss", *names, "tokens", "time", "")
+    return Table(header, "l" + "r" * (len(keys) + 3) + "n", rows)
 
 
 def write_sweep_page(sweep: Sweep) -> None:
@@ -53,23 +43,19 @@ def write_sweep_page(sweep: Sweep) -> None:
 def to_html(sweep: Sweep) -> str:
     """The page. Numbers stand in <data> elements with their exact values."""
     best, recipe, unit = sweep.best, sweep.recipe, sweep.loss_unit
-    runs = {
-        trial.number: read_history(trial.folder) if (trial.folder / "recipe.yaml").exists() else None
-        for trial in sweep.trials
-    }
     tiles: list[tuple[str, str | Markup, str]] = [
-        ("trials", number(len(sweep.trials)), f"of {sweep.settings.n_trials:,}"),
-        ("pruned", number(sweep.count("pruned")), f"{sweep.count('failed'):,} failed"),
+        ("trials", html.number(len(sweep.trials)), f"of {sweep.settings.n_trials:,}"),
+        ("pruned", html.number(sweep.count("pruned")), f"{sweep.count('failed'):,} failed"),
     ]
     if best is not None:
-        tiles.insert(0, ("best validation loss", rounded(best.loss, unit=unit), f"trial {best.number:03d}"))
-    charts = figures(_scatter(sweep, i, key) for i, key in enumerate(sweep.settings.ranges))
+        tiles.insert(0, ("best validation loss", html.rounded(best.loss, unit=unit), f"trial {best.number:03d}"))
+    charts = html.figures(_scatter(sweep, i, key) for i, key in enumerate(sweep.settings.ranges))
     parts = [
-        key_figures(tiles),
-        section("Validation loss by setting", charts),
-        section("Validation loss by tokens", figure(_curves(sweep, runs))),
-        section("Trials", _trials(sweep, runs)),
-        section("The best settings", settings(best.values) if best is not None else ""),
+        html.key_figures(tiles),
+        html.section("Validation loss by setting", charts),
+        html.section("Validation loss by tokens", html.figure(_curves(sweep))),
+        html.section("Trials", trials_table(sweep).html()),
+        html.section("The best settings", html.settings(best.values) if best is not None else ""),
     ]
     lines = (f"{len(sweep.settings.ranges)} settings · {len(sweep.trials):,} trials", f"the recipe {recipe.name}")
     return page(f"{recipe.name}: sweep", lines, parts, _conventions(sweep))
@@ -80,8 +66,9 @@ def _ranked(sweep: Sweep) -> list[TrialResult]:
     return sorted(sweep.trials, key=lambda t: (t.state != "complete", math.inf if t.loss is None else t.loss))
 
 
-def _state(trial: TrialResult, sweep: Sweep) -> str:
-    return "best" if trial == sweep.best else f"{trial.state}: {trial.reason}" if trial.reason else trial.state
+def _history(trial: TrialResult) -> History | None:
+    """The trial's run; None before it began."""
+    return read_history(trial.folder) if (trial.folder / "recipe.yaml").exists() else None
 
 
 def _text(value: Any) -> str:
@@ -114,37 +101,16 @@ def _scatter(sweep: Sweep, i: int, key: str) -> Markup:
     ).svg()  # fmt: skip
 
 
-def _curves(sweep: Sweep, runs: dict[int, History | None]) -> Markup:
+def _curves(sweep: Sweep) -> Markup:
     drawn = []
     for trial in sorted(sweep.trials, key=lambda t: t == sweep.best):  # the best is painted last
-        run = runs[trial.number]
+        run = _history(trial)
         if run is not None and trial != sweep.best:
             kind = "series-0 faint" if trial.state == "complete" else "series-4 faint"
             drawn.append(Series(points(run.validation, "loss"), kind=kind))
         elif run is not None:
             drawn.append(Series(points(run.validation, "loss"), f"trial {trial.number:03d}", "series-1", "both"))
     return validation_chart(drawn, sweep.loss_unit).svg()
-
-
-def _trials(sweep: Sweep, runs: dict[int, History | None]) -> Markup:
-    keys = list(sweep.settings.ranges)
-    rows: list[list[Cell]] = []
-    for trial in _ranked(sweep):
-        run = runs[trial.number]
-        cells: list[Cell] = [
-            f"{trial.number:03d}",
-            rounded(trial.loss),
-            *(
-                number(value, _text(value)) if is_figure(value) else _text(value)
-                for value in map(trial.values.get, keys)
-            ),
-            "" if run is None else number(run.tokens),
-            "" if run is None else number(run.seconds, clock(run.seconds)),
-            _state(trial, sweep),
-        ]
-        rows.append([bold(cell) for cell in cells] if trial == sweep.best else cells)
-    header = ("trial", "validation loss", *keys, "tokens", "time", "")
-    return table(header, "l" + "r" * (len(keys) + 3) + "n", rows)
 
 
 def _conventions(sweep: Sweep) -> str:

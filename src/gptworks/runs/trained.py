@@ -1,7 +1,7 @@
 """A run that shows itself: as text, and with its curves and samples in a notebook."""
 
+from gptworks.pages import parts as html
 from gptworks.pages.cell import Figure, cell
-from gptworks.pages.parts import number, paragraph, samples
 from gptworks.runs.history import History
 from gptworks.runs.report import key_figures_of
 from gptworks.training.record.curves import curves_picture
@@ -45,10 +45,10 @@ class TrainedRun(History):
 
     def _repr_html_(self) -> str:
         last = max((record["step"] for record in self.samples), default=0)
-        texts = [(number(r["step"]), r["prompt"], r["text"]) for r in self.samples if r["step"] == last]
+        texts = [(html.number(r["step"]), r["prompt"], r["text"]) for r in self.samples if r["step"] == last]
         return cell(
-            paragraph(f"{self.folder}: {self.ended}"),
+            html.paragraph(f"{self.folder}: {self.ended}"),
             key_figures_of(self),
             self.curves().markup(),
-            *([samples(texts)] if texts else []),
+            *([html.samples(texts)] if texts else []),
         )

@@ -112,4 +112,5 @@ class Objective:
         n_sequences = self.n_evaluated
         sequences = self.samples.held_out(n_sequences)
         text_bytes = self.samples.held_out_bytes if n_sequences == 0 else None
-        return evaluate_loss(model, sequences, text_bytes=text_bytes, workers=workers, autocast=precision.autocast), {}
+        with precision.autocast():
+            return evaluate_loss(model, sequences, text_bytes=text_bytes, workers=workers), {}

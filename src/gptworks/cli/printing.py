@@ -1,0 +1,82 @@
+"""How commands print: notices on stderr, results as text or JSON, and progress bars."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, ProgressColumn
+
+
+def notice(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def show(value: Any, as_json: bool) -> None:
+    """Print a result that has `to_json`: as JSON, or as rich renders it."""
+    print_json(value.to_json()) if as_json else console_of().print(value)
+
+
+def show_lines(tree: Any, as_json: bool, *lines: str) -> None:
+    """Print a result as JSON, or as lines of text."""
+    if as_json:
+        print_json(tree)
+    else:
+        typer.echo("\n".join(lines))
+
+
+def console_of(stderr: bool = False) -> "Console":
+    from gptworks.terminal import Console
+
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=100)
+
+
+@contextmanager
+def progress_bars(*columns: "ProgressColumn | str") -> "Iterator[Progress]":
+    """Progress bars on stderr, if it is a terminal and this is the first rank. They hide outer bars until they end."""
+    from rich.progress import Progress
+
+    console = console_of(stderr=True)
+    disabled = not console.is_terminal or os.environ.get("RANK", "0") != "0"
+    progress = Progress(*columns, console=console, transient=True, redirect_stdout=False, disable=disabled)
+    for outer in _shown[-1:]:
+        outer.stop()
+    _shown.append(progress)
+    try:
+        with progress:
+            yield progress
+    finally:
+        _shown.pop()
+        for outer in _shown[-1:]:
+            outer.start()
+
+
+_shown: "list[Progress]" = []
+
+
+@contextmanager
+def working(what: str) -> "Iterator[Callable[[int, int], None]]":
+    """Show a task and its elapsed time; call the yielded function with the number of items done and their total.
+
+    Print results after it ends, not inside.
+    """
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TimeElapsedColumn()
+    with progress_bars(*columns, TimeRemainingColumn()) as progress:
+        task = progress.add_task(what, total=None)
+
+        def show(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total, description=f"{what}: {done:,} of {total:,}")
+
+        yield show
