@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from gptworks import __version__
 from gptworks.cli import compare, convert, data, draft, evaluate, inspect, look, make, serve, studio, use
@@ -89,7 +90,7 @@ def _fail(message: str, code: int) -> None:
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _root(version: Annotated[bool, Option("--version", help="Print the version.")] = False) -> None:
     if version:
         typer.echo(__version__)
         raise typer.Exit

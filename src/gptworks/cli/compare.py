@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from gptworks.cli import options
 from gptworks.cli.make import prepare_with_progress
@@ -16,10 +17,8 @@ if TYPE_CHECKING:
 
 def report(
     run: options.RunFolder,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Where to write it. Default: RUN/report.html.")
-    ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Write it again as the run continues, until it ends.")] = False,
+    html: Annotated[Path | None, Option(metavar="FILE", help="Where to write it. Default: RUN/report.html.")] = None,
+    watch: Annotated[bool, Option("--watch", help="Write it again as the run continues, until it ends.")] = False,
 ) -> None:
     """Write a run as a page: curves, evaluations, samples.
 
@@ -39,17 +38,11 @@ def report(
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders.")],
-    against: Annotated[
-        Path | None, typer.Option("--against", metavar="BAND", help="Hold the runs against this band's file.")
-    ] = None,
-    make_band: Annotated[
-        Path | None, typer.Option("--make-band", metavar="FILE", help="Make a band of the runs, each of another seed.")
-    ] = None,
+    runs: Annotated[list[Path], Argument(metavar="RUN", help="Run folders.")],
+    against: Annotated[Path | None, Option(metavar="BAND", help="Hold the runs against this band's file.")] = None,
+    make_band: Annotated[Path | None, Option(metavar="FILE", help="Make a band of runs of several seeds.")] = None,
     html: options.PageFile = None,
-    evaluations: Annotated[
-        bool, typer.Option("--evaluations", help="Instead of curves, what `gptworks evaluate` has kept of each.")
-    ] = False,
+    evaluations: Annotated[bool, Option("--evaluations", help="Compare what `gptworks evaluate` saved.")] = False,
     as_json: options.AsJSON = False,
 ) -> None:
     """Compare runs, and separate differences from noise.
@@ -122,19 +115,11 @@ def sweep(
 
 def try_(
     recipe: options.RecipeFile,
-    changes: Annotated[
-        list[str], typer.Argument(metavar="KEY=VALUE", help="What is changed, such as train.optimizer=adamw.")
-    ],
-    minutes: Annotated[float, typer.Option("--minutes", min=0.1, max=1e6, help="How long all runs may take.")] = 30,
-    steps: Annotated[
-        int | None, typer.Option("--steps", min=1, help="Of each run. Default: the recipe's, or as many as fit.")
-    ] = None,
-    worth: Annotated[
-        float, typer.Option("--worth", min=0, help="The smallest difference of the loss that matters.")
-    ] = 0.005,
-    folder: Annotated[
-        Path | None, typer.Option("--folder", metavar="FOLDER", help="Where it is kept. Default: RUN_DIR-try.")
-    ] = None,
+    changes: Annotated[list[str], Argument(metavar="KEY=VALUE", help="The change, such as train.optimizer=adamw.")],
+    minutes: Annotated[float, Option(min=0.1, max=1e6, help="How long all runs may take.")] = 30,
+    steps: Annotated[int | None, Option(min=1, help="Of each run. Default: the recipe's, or as many as fit.")] = None,
+    worth: Annotated[float, Option(min=0, help="The smallest difference of the loss that matters.")] = 0.005,
+    folder: Annotated[Path | None, Option(metavar="FOLDER", help="Where it is kept. Default: RUN_DIR-try.")] = None,
     resume: options.Resume = False,
     as_json: options.AsJSON = False,
 ) -> None:

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from gptworks.choices import ExportFormat, ExportPrecision, GGUFType, HeadWeights, Rounding, Weights
 from gptworks.cli import options
@@ -16,28 +16,15 @@ from gptworks.errors import UserError, refuse_unused
 
 def export(
     run: options.RunFolder,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="hf: a new folder. gguf: a new file.")],
-    form: Annotated[
-        ExportFormat, typer.Option("--format", help="hf: Hugging Face transformers. gguf: llama.cpp.")
-    ] = "hf",
-    dtype: Annotated[ExportPrecision | None, typer.Option(help="hf: of the weights. Default: fp32.")] = None,
-    kind: Annotated[GGUFType | None, typer.Option("--type", help="gguf: of the matrices. Default: f16.")] = None,
-    verify: Annotated[
-        bool, typer.Option(help="hf: compare with the run in transformers, and keep only what is equal.")
-    ] = True,
-    tokenizer: Annotated[
-        bool, typer.Option(help="gguf: write the tokenizer too. Without it, the file knows token ids only.")
-    ] = True,
-    adapter: Annotated[
-        bool, typer.Option("--adapter", help="hf: write a run's LoRA adapter for PEFT, next to the base model.")
-    ] = False,
-    base: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER", help="With --adapter: the Hugging Face folder that it adapts is there already."),
-    ] = None,
-    push: Annotated[
-        str | None, typer.Option(metavar="ORG/NAME", help="hf: then upload the folder to the hub; needs HF_TOKEN.")
-    ] = None,
+    out: Annotated[Path, Argument(metavar="OUT", help="hf: a new folder. gguf: a new file.")],
+    form: Annotated[ExportFormat, Option("--format", help="hf: Hugging Face transformers. gguf: llama.cpp.")] = "hf",
+    dtype: Annotated[ExportPrecision | None, Option(help="hf: of the weights. Default: fp32.")] = None,
+    kind: Annotated[GGUFType | None, Option("--type", help="gguf: of the matrices. Default: f16.")] = None,
+    verify: Annotated[bool, Option(help="hf: compare with the run in transformers; keep it if equal.")] = True,
+    tokenizer: Annotated[bool, Option(help="gguf: write the tokenizer too; else only token ids.")] = True,
+    adapter: Annotated[bool, Option("--adapter", help="hf: keep the LoRA adapter apart, for PEFT.")] = False,
+    base: Annotated[str | None, Option(metavar="FOLDER", help="With --adapter: the base's folder.")] = None,
+    push: Annotated[str | None, Option(metavar="ORG/NAME", help="hf: upload it to the hub; needs HF_TOKEN.")] = None,
     checkpoint: options.WhichCheckpoint = "best",
     as_json: options.AsJSON = False,
 ) -> None:
@@ -118,19 +105,11 @@ def _export_adapter(run: Path, out: Path, base: str | None, checkpoint: str, ver
 
 def quantize(
     run: options.RunFolder,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The run folder to make.")],
-    weights: Annotated[Weights, typer.Option("--weights", help="How matrices are kept.")],
-    rounding: Annotated[
-        Rounding | None,
-        typer.Option(help="gptq: for int4, calibrated on training text. Default: gptq for int4, else nearest."),
-    ] = None,
-    head: Annotated[
-        HeadWeights,
-        typer.Option(help="Of the head, with int4 matrices: int4 is smaller, faster and less exact."),
-    ] = "int8",
-    calibrate: Annotated[
-        int | None, typer.Option(metavar="TOKENS", help="gptq: tokens of training text. Default: 32,768.")
-    ] = None,
+    out: Annotated[Path, Argument(metavar="OUT", help="The run folder to make.")],
+    weights: Annotated[Weights, Option(help="How matrices are kept.")],
+    rounding: Annotated[Rounding | None, Option(help="Default: gptq for int4, calibrated on training text.")] = None,
+    head: Annotated[HeadWeights, Option(help="Of the head, if matrices are int4; int4 is less exact.")] = "int8",
+    calibrate: Annotated[int | None, Option(metavar="TOKENS", help="gptq: training tokens. Default: 32,768.")] = None,
     text: options.Texts = None,
     checkpoint: options.WhichCheckpoint = "best",
     device: options.Device = "auto",
@@ -153,21 +132,10 @@ def quantize(
 
 
 def import_(
-    place: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A Hugging Face folder, a LoRA adapter of PEFT, or ORG/NAME[@revision] on the hub."
-        ),
-    ],
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder to make, such as runs/gpt2.")],
-    base: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Of an adapter: the run or Hugging Face folder that it adapts."),
-    ] = None,
-    verify: Annotated[
-        bool,
-        typer.Option(help="Compare logits with transformers or peft where installed, and keep only what is equal."),
-    ] = True,
+    place: Annotated[str, Argument(metavar="MODEL", help="A Hugging Face or PEFT folder, or ORG/NAME[@revision].")],
+    run: Annotated[Path, Argument(metavar="RUN", help="The run folder to make, such as runs/gpt2.")],
+    base: Annotated[Path | None, Option(metavar="FOLDER", help="Of an adapter: its base, a run or folder.")] = None,
+    verify: Annotated[bool, Option(help="Compare with transformers or peft if installed.")] = True,
     as_json: options.AsJSON = False,
 ) -> None:
     """Make a run of a Hugging Face model or an adapter.

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from gptworks.cli import options
 from gptworks.cli.help import Command, Group
@@ -23,11 +24,8 @@ app = typer.Typer(cls=Group, no_args_is_help=True, rich_markup_mode=None, help="
 def build(
     recipe: options.RecipeFile,
     overrides: options.Overrides = None,
-    part: Annotated[
-        str | None,
-        typer.Option("--part", metavar="K/N", help="Do the Kth of N parts, for several machines; then --merge."),
-    ] = None,
-    merge: Annotated[bool, typer.Option("--merge", help="Join the parts that are done.")] = False,
+    part: Annotated[str | None, Option(metavar="K/N", help="Build the Kth of N parts; then --merge.")] = None,
+    merge: Annotated[bool, Option("--merge", help="Join the parts that are done.")] = False,
     as_json: options.AsJSON = False,
 ) -> None:
     """Build the recipe's dataset: tokenizer and token shards.
@@ -63,11 +61,8 @@ def _part_of(text: str) -> tuple[int, int]:
 
 @app.command(cls=Command)
 def mix(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
-    datasets: Annotated[
-        list[str],
-        typer.Argument(metavar="NAME=FOLDER[:WEIGHT]", help="A dataset's folder. Weight: 1."),
-    ],
+    out: Annotated[Path, Argument(metavar="OUT", help="The folder to make.")],
+    datasets: Annotated[list[str], Argument(metavar="NAME=FOLDER[:WEIGHT]", help="A dataset's folder. Weight: 1.")],
     as_json: options.AsJSON = False,
 ) -> None:
     """Make one folder of several datasets, and print a recipe's lines.
@@ -87,13 +82,13 @@ def mix(
 
 Data = Annotated[
     Path,
-    typer.Argument(
+    Argument(
         metavar="DATASET|RECIPE|RUN",
         autocompletion=options.recipe_names,
         help="A dataset's folder, a recipe, or a run folder.",
     ),
 ]
-HeldOut = Annotated[bool, typer.Option("--validation", help="Of the held-out text instead of the training text.")]
+HeldOut = Annotated[bool, Option("--validation", help="Of the held-out text instead of the training text.")]
 
 
 @app.command(cls=Command)
@@ -124,13 +119,11 @@ def info(
 @app.command(cls=Command)
 def search(
     data: Data,
-    phrase: Annotated[str, typer.Argument(metavar="PHRASE", help="Text to find, as it is written.")],
+    phrase: Annotated[str, Argument(metavar="PHRASE", help="Text to find, as it is written.")],
     overrides: options.Overrides = None,
     validation: HeldOut = False,
-    most: Annotated[int, typer.Option("--most", min=0, help="How many of the places to show.")] = 10,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="To build the index with. Default: the cores, at most 4.")
-    ] = None,
+    most: Annotated[int, Option(min=0, help="How many of the places to show.")] = 10,
+    threads: Annotated[int | None, Option(min=1, help="For the index. Default: the cores, at most 4.")] = None,
     as_json: options.AsJSON = False,
 ) -> None:
     """Find every place of a phrase in the tokens.
@@ -174,15 +167,15 @@ def search(
 def show(
     data: Data,
     overrides: options.Overrides = None,
-    document: Annotated[int | None, typer.Option(min=0, help="A document. Default: the first, 0.")] = None,
-    window: Annotated[int | None, typer.Option(min=0, help="What the model sees at once.")] = None,
-    step: Annotated[int | None, typer.Option(min=1, help="Of a run: what the step trained on.")] = None,
-    epoch: Annotated[int | None, typer.Option(min=0, help="Of a window. Default: 0.")] = None,
-    sample: Annotated[int | None, typer.Option(min=0, help="Of a step: the first sample to show.")] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="Of a step: how many to show. Default: 4.")] = None,
+    document: Annotated[int | None, Option(min=0, help="A document. Default: the first, 0.")] = None,
+    window: Annotated[int | None, Option(min=0, help="What the model sees at once.")] = None,
+    step: Annotated[int | None, Option(min=1, help="Of a run: what the step trained on.")] = None,
+    epoch: Annotated[int | None, Option(min=0, help="Of a window. Default: 0.")] = None,
+    sample: Annotated[int | None, Option(min=0, help="Of a step: the first sample to show.")] = None,
+    samples: Annotated[int | None, Option(min=1, help="Of a step: how many to show. Default: 4.")] = None,
     validation: HeldOut = False,
-    first: Annotated[int, typer.Option(min=0, help="The first token to show of each text.")] = 0,
-    tokens: Annotated[int, typer.Option(min=1, max=1 << 20, help="How many to show of each.")] = 512,
+    first: Annotated[int, Option(min=0, help="The first token to show of each text.")] = 0,
+    tokens: Annotated[int, Option(min=1, max=1 << 20, help="How many to show of each.")] = 512,
     as_json: options.AsJSON = False,
 ) -> None:
     """Show documents, windows, or what a step trained on.

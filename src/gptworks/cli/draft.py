@@ -5,30 +5,23 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from gptworks.cli import options
 from gptworks.cli.printing import notice, print_json, working
 from gptworks.errors import UserError, refuse_unused
 
-Out = Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The recipe to write.")]
+Out = Annotated[Path, Option("-o", "--out", metavar="FILE", help="The recipe to write.")]
 
 MINUTES = 10
 
 
 def init(
     texts: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="TEXTS", help="A folder of texts, programs, .jsonl, .csv or .parquet files; or one file."
-        ),
+        Path | None, Argument(metavar="TEXTS", help="A folder of texts, programs or records; or a file.")
     ] = None,
-    minutes: Annotated[
-        float | None, typer.Option(min=0.1, max=100_000, help=f"How long training may take. Default: {MINUTES}.")
-    ] = None,
-    like: Annotated[
-        str | None,
-        typer.Option(metavar="RECIPE", help="Take model and training from this recipe. No TEXTS: copy it."),
-    ] = None,
+    minutes: Annotated[float | None, Option(min=0.1, max=100_000, help=f"For training. Default: {MINUTES}.")] = None,
+    like: Annotated[str | None, Option(metavar="RECIPE", help="Copy this recipe's model and training.")] = None,
     out: Out = Path("mine.yaml"),
     as_json: options.AsJSON = False,
 ) -> None:
@@ -72,15 +65,10 @@ def init(
 
 
 def tune(
-    base: Annotated[
-        str,
-        typer.Argument(metavar="BASE", help="A run or Hugging Face folder, or ORG/NAME[@revision] on the hub."),
-    ],
-    data: Annotated[
-        Path, typer.Argument(metavar="DATA", help="Conversations or instructions: .jsonl, .json, .parquet.")
-    ],
+    base: Annotated[str, Argument(metavar="BASE", help="A run, a Hugging Face folder, or ORG/NAME[@revision].")],
+    data: Annotated[Path, Argument(metavar="DATA", help="Conversations or instructions: .jsonl, .json, .parquet.")],
     out: Out = Path("tune.yaml"),
-    preference: Annotated[bool, typer.Option("--preference", help="The records are pairs of answers.")] = False,
+    preference: Annotated[bool, Option("--preference", help="The records are pairs of answers.")] = False,
     as_json: options.AsJSON = False,
 ) -> None:
     """Write a recipe that fine-tunes a model.

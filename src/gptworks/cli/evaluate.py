@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from gptworks.choices import PrecisionName
 from gptworks.cli import options
@@ -16,47 +17,30 @@ def evaluate(
     overrides: options.Overrides = None,
     checkpoint: options.WhichCheckpoint = "best",
     text: options.Texts = None,
-    task: Annotated[
-        list[Path] | None, typer.Option("--task", metavar="FILE", help="Ask it the items of a task; repeatable.")
-    ] = None,
-    shots: Annotated[
-        list[int] | None, typer.Option(help="With --task: solved items shown before each; repeatable, for 0, 1, 5.")
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="With --task or --harness: ask only this many items.")
-    ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="With --task: ask by the run's chat template.")] = False,
+    task: Annotated[list[Path] | None, Option(metavar="FILE", help="Ask it the items of a task; repeatable.")] = None,
+    shots: Annotated[list[int] | None, Option(help="With --task: solved items before each; repeatable.")] = None,
+    limit: Annotated[int | None, Option(min=1, help="With --task or --harness: ask only this many items.")] = None,
+    chat: Annotated[bool, Option("--chat", help="With --task: ask by the run's chat template.")] = False,
     run_generated_code: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--run-generated-code",
             help="Let tasks run programs that the model wrote, closed off from this machine by Linux's namespaces and "
             "limits of time, memory and disk. Refused where the system does not allow that.",
         ),
     ] = False,
     harness: Annotated[
-        list[str] | None,
-        typer.Option("--harness", metavar="TASK", help="A task of lm-evaluation-harness, by name or file; repeatable."),
+        list[str] | None, Option(metavar="TASK", help="One of lm-evaluation-harness; repeatable.")
     ] = None,
-    calibration: Annotated[
-        bool, typer.Option("--calibration", help="Whether its probabilities are as often right as they say.")
-    ] = False,
-    memorization: Annotated[
-        bool, typer.Option("--memorization", help="How much of what it writes is copied from the training text.")
-    ] = False,
-    stride: Annotated[
-        int | None, typer.Option(help="Tokens between windows; below the context, each sees more.")
-    ] = None,
-    by_position: Annotated[bool, typer.Option("--by-position", help="Also in each eighth of the context.")] = False,
-    compressors: Annotated[bool, typer.Option("--compressors", help="Also gzip and xz on the same text.")] = False,
-    precision: Annotated[
-        PrecisionName | None, typer.Option(help="Precision of matrix products. Default: the run's own.")
-    ] = None,
+    calibration: Annotated[bool, Option("--calibration", help="Compare probabilities with frequencies.")] = False,
+    memorization: Annotated[bool, Option("--memorization", help="Measure how much training text it copies.")] = False,
+    stride: Annotated[int | None, Option(help="Tokens between windows; below the context, each sees more.")] = None,
+    by_position: Annotated[bool, Option("--by-position", help="Also in each eighth of the context.")] = False,
+    compressors: Annotated[bool, Option("--compressors", help="Also gzip and xz on the same text.")] = False,
+    precision: Annotated[PrecisionName | None, Option(help="Of matrix products. Default: the run's own.")] = None,
     weights: options.KeptWeights = "auto",
     device: options.Device = "auto",
-    no_save: Annotated[
-        bool, typer.Option("--no-save", help="Leave the run folder as it is: no evaluations/, no lines in its card.")
-    ] = False,
+    no_save: Annotated[bool, Option("--no-save", help="Write nothing into the run folder.")] = False,
     as_json: options.AsJSON = False,
 ) -> None:
     """Measure a run: loss, perplexity, bits per byte, tasks.

@@ -4,6 +4,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from gptworks.cli import options
 from gptworks.cli.make import prepare_with_progress
@@ -20,9 +21,9 @@ Part = dict[str, Any]
 def inspect(
     recipe: options.RecipeFile,
     overrides: options.Overrides = None,
-    examples: Annotated[int, typer.Option(min=0, help="How many examples to show.")] = 3,
-    first: Annotated[int, typer.Option(min=1, help="The number of the first one, from 1.")] = 1,
-    validation: Annotated[bool, typer.Option("--validation", help="Show held-out examples.")] = False,
+    examples: Annotated[int, Option(min=0, help="How many examples to show.")] = 3,
+    first: Annotated[int, Option(min=1, help="The number of the first one, from 1.")] = 1,
+    validation: Annotated[bool, Option("--validation", help="Show held-out examples.")] = False,
     as_json: options.AsJSON = False,
 ) -> None:
     """Show what conversations or pairs of answers teach.

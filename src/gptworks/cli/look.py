@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from gptworks.choices import Sharding
 from gptworks.cli import options
@@ -28,7 +29,7 @@ def _device_names(incomplete: str) -> list[str]:
 
 Target = Annotated[
     str,
-    typer.Argument(
+    Argument(
         metavar="PRESET|RECIPE|RUN", autocompletion=_targets, help="A preset's name, a recipe file, or a run folder."
     ),
 ]
@@ -87,11 +88,9 @@ def describe(
     target: Target,
     overrides: options.Overrides = None,
     html: options.PageFile = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
-    run: Annotated[
-        bool, typer.Option("--run", help="Run it with random weights: input, output and time of a forward pass.")
-    ] = False,
-    length: Annotated[int | None, typer.Option("--length", help="Tokens of that pass. Default: 16.")] = None,
+    markdown: Annotated[bool, Option("--markdown", help="Print Markdown.")] = False,
+    run: Annotated[bool, Option("--run", help="Time a forward pass with random weights.")] = False,
+    length: Annotated[int | None, Option(help="Tokens of that pass. Default: 16.")] = None,
     as_json: options.AsJSON = False,
 ) -> None:
     """Draw an architecture: shapes, parameters, exact totals.
@@ -135,38 +134,26 @@ def plan(
     overrides: options.Overrides = None,
     device: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="NAME",
             autocompletion=_device_names,
             help="h100, rtx-4090, m2-ultra...; this: measured. Default: this machine's CPU.",
         ),
     ] = None,
-    memory_gib: Annotated[float | None, typer.Option(help="Memory of a GPU that is not listed.")] = None,
-    flops: Annotated[
-        float | None, typer.Option(help="With --memory-gib: its dense FLOP/s in the training precision.")
-    ] = None,
-    bandwidth: Annotated[float | None, typer.Option(help="With --memory-gib: the bytes/s of its memory.")] = None,
-    world_size: Annotated[int, typer.Option(min=1, help="How many devices.")] = 1,
-    sharding: Annotated[Sharding | None, typer.Option(help="Sets train.parallel. auto: as little as fits.")] = None,
-    tensor_parallel: Annotated[
-        int | None, typer.Option(min=1, help="Sets train.parallel.tensor_parallel: devices that share each matrix.")
-    ] = None,
-    utilization: Annotated[
-        float | None, typer.Option(help="Share of the device's FLOP/s that training reaches. Default: 0.4.")
-    ] = None,
-    intra_node_gb_s: Annotated[
-        float | None, typer.Option(help="GB/s that a device sends to another of its node. Default: as printed.")
-    ] = None,
-    inter_node_gb_s: Annotated[
-        float | None, typer.Option(help="GB/s that the network card of each device sends to other nodes.")
-    ] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(help="Devices, and so ranks, of a node.")] = None,
-    host_memory_gib: Annotated[float | None, typer.Option(help="Memory of the host of a node.")] = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Count a step's memory on fake tensors too.")] = False,
-    measure: Annotated[bool, typer.Option("--measure", help="Take two real steps on this machine too.")] = False,
-    details: Annotated[
-        bool, typer.Option("--details", help="FLOPs by part, other precisions and layouts, inference.")
-    ] = False,
+    memory_gib: Annotated[float | None, Option(help="Memory of a GPU that is not listed.")] = None,
+    flops: Annotated[float | None, Option(help="With --memory-gib: its FLOP/s.")] = None,
+    bandwidth: Annotated[float | None, Option(help="With --memory-gib: the bytes/s of its memory.")] = None,
+    world_size: Annotated[int, Option(min=1, help="How many devices.")] = 1,
+    sharding: Annotated[Sharding | None, Option(help="Sets train.parallel. auto: as little as fits.")] = None,
+    tensor_parallel: Annotated[int | None, Option(min=1, help="Devices that share each matrix.")] = None,
+    utilization: Annotated[float | None, Option(help="Share of the FLOP/s reached. Default: 0.4.")] = None,
+    intra_node_gb_s: Annotated[float | None, Option(help="GB/s between devices of a node.")] = None,
+    inter_node_gb_s: Annotated[float | None, Option(help="GB/s of each device to other nodes.")] = None,
+    gpus_per_node: Annotated[int | None, Option(help="Devices, and so ranks, of a node.")] = None,
+    host_memory_gib: Annotated[float | None, Option(help="Memory of the host of a node.")] = None,
+    trace: Annotated[bool, Option("--trace", help="Count a step's memory on fake tensors too.")] = False,
+    measure: Annotated[bool, Option("--measure", help="Take two real steps on this machine too.")] = False,
+    details: Annotated[bool, Option("--details", help="Also FLOPs by part, alternatives, inference.")] = False,
     as_json: options.AsJSON = False,
 ) -> None:
     """Estimate a run's FLOPs, memory, time and disk.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from gptworks.cli import options
 from gptworks.cli.printing import notice, progress_bars, working
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 Change = Annotated[
     list[str] | None,
-    typer.Option("--change", metavar="KEY[=VALUE]", help="With --resume: change this, and record from which step on."),
+    Option("--change", metavar="KEY[=VALUE]", help="With --resume: change this, and record from which step on."),
 ]
 
 
@@ -48,12 +49,9 @@ def train(
 
 
 def fork(
-    run: Annotated[str, typer.Argument(metavar="RUN[@STEP]", help="A run folder; its last checkpoint, or @best.")],
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The new run folder.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="What is changed from there on, such as train.learning_rate=1e-4."),
-    ] = None,
+    run: Annotated[str, Argument(metavar="RUN[@STEP]", help="A run folder; its last checkpoint, or @best.")],
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="The new run folder.")],
+    overrides: options.Overrides = None,
 ) -> None:
     """Go on from a run's checkpoint in a new folder.
 
@@ -74,7 +72,7 @@ def fork(
 def launch(
     recipe: options.RecipeFile,
     overrides: options.Overrides = None,
-    nproc: Annotated[int, typer.Option("--nproc", min=1, help="Processes; one for each GPU.")] = 1,
+    nproc: Annotated[int, Option(min=1, help="Processes; one for each GPU.")] = 1,
     resume: options.Resume = False,
     change: Change = None,
     force: options.Force = False,

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from gptworks.choices import BackendName, CacheName, DeviceName, LoadedWeights
 
@@ -18,7 +18,7 @@ def recipe_names(incomplete: str) -> list[str]:
 
 RecipeFile = Annotated[
     Path,
-    typer.Argument(
+    Argument(
         metavar="RECIPE",
         autocompletion=recipe_names,
         help="A recipe file, a run folder, or a name: `gptworks recipes`.",
@@ -26,41 +26,40 @@ RecipeFile = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Settings that win over the file's, such as train.max_steps=200."),
+    Argument(metavar="KEY=VALUE", help="Settings that win over the file's, such as train.max_steps=200."),
 ]
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, such as runs/demo.")]
-WhichCheckpoint = Annotated[str, typer.Option("--checkpoint", metavar="best|last|STEP", help="Which checkpoint.")]
+RunFolder = Annotated[Path, Argument(metavar="RUN", help="A run folder, such as runs/demo.")]
+WhichCheckpoint = Annotated[str, Option("--checkpoint", metavar="best|last|STEP", help="Which checkpoint.")]
 Texts = Annotated[
     list[Path] | None,
-    typer.Option("--text", metavar="FILE", help="A text to measure on, instead of the run's own; repeatable."),
+    Option("--text", metavar="FILE", help="A text to measure on, instead of the run's own; repeatable."),
 ]
-Device = Annotated[DeviceName, typer.Option(help="Where to compute. auto: a GPU if there is one.")]
-PageFile = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write an HTML page.")]
-AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue what the folder holds, if it holds something.")]
-Force = Annotated[bool, typer.Option("--force", help="Start even if it should not fit in memory.")]
-Slide = Annotated[bool, typer.Option("--slide", help="When the context is full, continue from its last half.")]
+Device = Annotated[DeviceName, Option(help="Where to compute. auto: a GPU if there is one.")]
+PageFile = Annotated[Path | None, Option("--html", metavar="FILE", help="Write an HTML page.")]
+AsJSON = Annotated[bool, Option("--json", help="Print JSON.")]
+Resume = Annotated[bool, Option("--resume", help="Continue what the folder holds, if it holds something.")]
+Force = Annotated[bool, Option("--force", help="Start even if it should not fit in memory.")]
+Slide = Annotated[bool, Option("--slide", help="When the context is full, continue from its last half.")]
 
 # How to sample; shared by `generate` and `chat`.
-MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
-Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token (greedy).")]
-TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens. 0: all.")]
-TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens that hold this much probability.")]
-MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest one's probability.")]
-RepetitionPenalty = Annotated[float, typer.Option(help="Above 1: tokens already there become less likely.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
-Stop = Annotated[list[str] | None, typer.Option(help="End before this string; repeatable.")]
-FrequencyPenalty = Annotated[float, typer.Option(help="Taken from a token's logit each time it was generated.")]
-PresencePenalty = Annotated[float, typer.Option(help="Taken from a token's logit once it was generated.")]
-Cache = Annotated[CacheName, typer.Option("--cache", help="How keys and values are kept.")]
+MaxTokens = Annotated[int, Option(help="Most tokens to generate.")]
+Temperature = Annotated[float, Option(help="0 takes the likeliest token (greedy).")]
+TopK = Annotated[int, Option(help="Keep the k likeliest tokens. 0: all.")]
+TopP = Annotated[float, Option(help="Keep the likeliest tokens that hold this much probability.")]
+MinP = Annotated[float, Option(help="Drop tokens below this share of the likeliest one's probability.")]
+RepetitionPenalty = Annotated[float, Option(help="Above 1: tokens already there become less likely.")]
+Seed = Annotated[int | None, Option(help="The same seed gives the same text.")]
+Stop = Annotated[list[str] | None, Option(help="End before this string; repeatable.")]
+FrequencyPenalty = Annotated[float, Option(help="Taken from a token's logit each time it was generated.")]
+PresencePenalty = Annotated[float, Option(help="Taken from a token's logit once it was generated.")]
+Cache = Annotated[CacheName, Option("--cache", help="How keys and values are kept.")]
 Speculative = Annotated[
-    int,
-    typer.Option("--speculative", min=0, help="Speculative decoding: tokens drafted at a time. The text is the same."),
+    int, Option("--speculative", min=0, help="Speculative decoding: tokens drafted at a time. The text is the same.")
 ]
-Backend = Annotated[BackendName, typer.Option(help="What computes: native is C++, on a CPU. auto: the faster.")]
+Backend = Annotated[BackendName, Option(help="What computes: native is C++, on a CPU. auto: the faster.")]
 KeptWeights = Annotated[
     LoadedWeights,
-    typer.Option(
+    Option(
         "--weights",
         help="bf16, int8, int4: round the weights as they are loaded, each to the nearest value; gptworks quantize has "
         "GPTQ for int4. auto: as the run keeps them.",
@@ -68,13 +67,11 @@ KeptWeights = Annotated[
 ]
 
 # Where a server listens, and for whom; shared by `serve` and `studio`.
-Host = Annotated[str, typer.Option(metavar="ADDRESS", help="The address to listen at; 0.0.0.0 is all of them.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
+Host = Annotated[str, Option(metavar="ADDRESS", help="The address to listen at; 0.0.0.0 is all of them.")]
+Port = Annotated[int, Option(min=0, max=65535, help="0 takes a free one.")]
 ApiKeys = Annotated[
     list[str] | None,
-    typer.Option(
-        "--api-key", metavar="KEY", envvar="GPTWORKS_API_KEY", help="A key that requests must carry; repeatable."
-    ),
+    Option("--api-key", metavar="KEY", envvar="GPTWORKS_API_KEY", help="A key that requests must carry; repeatable."),
 ]
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from gptworks.cli import options
 from gptworks.cli.printing import notice
@@ -15,34 +15,26 @@ if TYPE_CHECKING:
 
 
 def serve(
-    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="A run folder; its name is the model's.")] = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option("--model", metavar="NAME=RUN", help="A further model; repeatable."),
-    ] = None,
+    run: Annotated[Path | None, Argument(metavar="RUN", help="A run folder; its name is the model's.")] = None,
+    model: Annotated[list[str] | None, Option(metavar="NAME=RUN", help="A further model; repeatable.")] = None,
     host: options.Host = "127.0.0.1",
     port: options.Port = 8000,
     api_key: options.ApiKeys = None,
     cors_origin: Annotated[
         list[str] | None,
-        typer.Option(
-            "--cors-origin",
+        Option(
             metavar="ORIGIN",
             help="Let web pages of this origin call the server, such as http://localhost:3000; repeatable.",
         ),
     ] = None,
-    slots: Annotated[int, typer.Option(min=1, max=1024, help="Texts generated at once, for each model.")] = 32,
-    context: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a text, prompt and answer together. Default: the model's.")
-    ] = None,
-    max_waiting: Annotated[int, typer.Option(min=1, help="Texts that may wait for a slot; more get 429.")] = 128,
-    client_share: Annotated[
-        float, typer.Option(help="Of slots and places to wait, the most for one client; 1 behind a proxy.")
-    ] = 0.8,
-    max_body_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request.")] = 1 << 20,
-    max_prompt_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a prompt's text.")] = 1 << 18,
-    request_seconds: Annotated[float, typer.Option(help="Time in which a request must be answered completely.")] = 600,
-    drain_seconds: Annotated[float, typer.Option(help="Time to finish what is begun, after SIGTERM.")] = 30,
+    slots: Annotated[int, Option(min=1, max=1024, help="Texts generated at once, for each model.")] = 32,
+    context: Annotated[int | None, Option(min=1, help="Of prompt and answer. Default: the model's.")] = None,
+    max_waiting: Annotated[int, Option(min=1, help="Texts that may wait for a slot; more get 429.")] = 128,
+    client_share: Annotated[float, Option(help="Share of slots for one client; 1 behind a proxy.")] = 0.8,
+    max_body_bytes: Annotated[int, Option(min=1, help="Bytes of a request.")] = 1 << 20,
+    max_prompt_bytes: Annotated[int, Option(min=1, help="Bytes of a prompt's text.")] = 1 << 18,
+    request_seconds: Annotated[float, Option(help="Time in which a request must be answered completely.")] = 600,
+    drain_seconds: Annotated[float, Option(help="Time to finish what is begun, after SIGTERM.")] = 30,
     speculative: options.Speculative = 0,
     weights: options.KeptWeights = "auto",
     backend: options.Backend = "auto",

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from gptworks.cli import options
 from gptworks.cli.printing import notice
@@ -27,14 +27,14 @@ DEFAULT_RUNS = Path("runs")
 def studio(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="RUNS", help="Run folders, or folders of them. Default: runs in this folder."),
+        Argument(metavar="RUNS", help="Run folders, or folders of them. Default: runs in this folder."),
     ] = None,
     host: options.Host = "127.0.0.1",
     port: options.Port = 7860,
     api_key: options.ApiKeys = None,
-    open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
-    read_only: Annotated[bool, typer.Option("--read-only", help="Start nothing and write nothing.")] = False,
-    at_once: Annotated[int, typer.Option("--at-once", min=1, help="Runs that the page may train at once.")] = 1,
+    open_browser: Annotated[bool, Option("--open/--no-open", help="Open the page in a browser.")] = True,
+    read_only: Annotated[bool, Option("--read-only", help="Start nothing and write nothing.")] = False,
+    at_once: Annotated[int, Option(min=1, help="Runs that the page may train at once.")] = 1,
     backend: options.Backend = "auto",
     device: options.Device = "auto",
 ) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from gptworks.choices import BackendName, CacheName, DeviceName, LoadedWeights
 from gptworks.cli import options
@@ -28,9 +28,7 @@ _SETTING = re.compile(r"(model|tokenizer|data|train)\.[a-z0-9_.]+=\S*")
 
 def generate(
     run: options.RunFolder,
-    prompt: Annotated[
-        str, typer.Argument(metavar="PROMPT", help="The text to continue; - reads it from standard input.")
-    ] = "",
+    prompt: Annotated[str, Argument(metavar="PROMPT", help="The text to continue; -: standard input.")] = "",
     overrides: options.Overrides = None,
     max_tokens: options.MaxTokens = 200,
     temperature: options.Temperature = 0.8,
@@ -42,31 +40,25 @@ def generate(
     presence_penalty: options.PresencePenalty = 0.0,
     seed: options.Seed = None,
     stop: options.Stop = None,
-    min_tokens: Annotated[int, typer.Option(help="Fewest tokens before a text may end.")] = 0,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="The end-of-text token ends nothing.")] = False,
-    logprobs: Annotated[
-        int | None, typer.Option(help="With --json: each token's log-probability, and this many alternatives.")
-    ] = None,
-    json_schema: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write JSON that this schema allows.")
-    ] = None,
-    regex: Annotated[str | None, typer.Option(help="Write a text that matches this regular expression.")] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Ask the prompt by the run's chat template; only the answer is printed.")
-    ] = False,
-    samples: Annotated[int, typer.Option(help="How many continuations.")] = 1,
+    min_tokens: Annotated[int, Option(help="Fewest tokens before a text may end.")] = 0,
+    ignore_eos: Annotated[bool, Option("--ignore-eos", help="The end-of-text token ends nothing.")] = False,
+    logprobs: Annotated[int | None, Option(help="With --json: log-probabilities of tokens and N others.")] = None,
+    json_schema: Annotated[Path | None, Option(metavar="FILE", help="Write JSON that this schema allows.")] = None,
+    regex: Annotated[str | None, Option(help="Write a text that matches this regular expression.")] = None,
+    chat: Annotated[bool, Option("--chat", help="Ask by the run's chat template; print the answer.")] = False,
+    samples: Annotated[int, Option(help="How many continuations.")] = 1,
     slide: options.Slide = False,
     input_file: Annotated[
-        Path | None, typer.Option("--input", metavar="FILE", help="Continue each prompt of a .jsonl file.")
+        Path | None, Option("--input", metavar="FILE", help="Continue a .jsonl file's prompts.")
     ] = None,
     output_file: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", help="Where to; what it holds already is not redone.")
+        Path | None, Option("--output", metavar="FILE", help="The results; finished ones are kept.")
     ] = None,
-    slots: Annotated[int | None, typer.Option(min=1, help="Texts generated at once. Default: up to 32.")] = None,
+    slots: Annotated[int | None, Option(min=1, help="Texts generated at once. Default: up to 32.")] = None,
     speculative: options.Speculative = 0,
     draft_model: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="RUN",
             help="With --speculative: a smaller model that drafts. Default: the run's own heads, or prompt lookup.",
         ),
@@ -225,7 +217,7 @@ def chat(
     presence_penalty: options.PresencePenalty = 0.0,
     seed: options.Seed = None,
     stop: options.Stop = None,
-    system: Annotated[str, typer.Option(help="System message; needs a chat template.")] = "",
+    system: Annotated[str, Option(help="System message; needs a chat template.")] = "",
     weights: options.KeptWeights = "auto",
     backend: options.Backend = "auto",
     cache: options.Cache = "auto",

@@ -3,12 +3,10 @@
 The package has bands of the recipes that train in minutes, found by the settings that decide a loss curve.
 """
 
-import json
 import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -133,7 +131,7 @@ def make_band(runs: Sequence[History]) -> Band:
                 f"{wanted}. The runs of a band differ only in their seed."
             )
         if seeds.count(run.recipe.seed) > 1:
-            raise UserError(f"{run.folder}: seed {run.recipe.seed} is there twice, and equal seeds give equal curves.")
+            raise UserError(f"{run.folder}: seed {run.recipe.seed} is given twice, and equal seeds give equal curves.")
         if [record["step"] for record in run.validation] != steps or not steps:
             raise UserError(
                 f"{run.folder} and {first.folder} were not evaluated at the same steps: train both to the end."
@@ -161,13 +159,10 @@ def make_band(runs: Sequence[History]) -> Band:
 
 
 def write_band(band: Band, path: Path) -> None:
-    """Write the band as JSON, one point per line."""
+    """Write the band as JSON."""
     if not path.parent.is_dir():
         raise UserError(f"--make-band {path}: there is no folder {path.parent}; make it first.")
-    tree = band.model_dump(mode="json")
-    points = ",\n".join(f"    {json.dumps(point)}" for point in tree.pop("points"))
-    head = json.dumps(tree, indent=2, ensure_ascii=False).removesuffix("\n}")
-    write_whole(path, f'{head},\n  "points": [\n{points}\n  ]\n}}\n')
+    write_whole(path, band.model_dump_json(indent=2) + "\n")
 
 
 _MOST_BYTES = 1 << 26
@@ -190,9 +185,8 @@ def read_band(path: Path) -> Band:
 
 def shipped_bands() -> list[Band]:
     """The bands that come with the package."""
-    folder = files("gptworks.runs") / "bands"
-    paths = [item for item in folder.iterdir() if item.name.endswith(".json")] if folder.is_dir() else []
-    return [Band.model_validate_json(path.read_text(encoding="utf-8")) for path in sorted(paths, key=lambda p: p.name)]
+    paths = sorted((Path(__file__).parent / "bands").glob("*.json"))
+    return [Band.model_validate_json(path.read_text(encoding="utf-8")) for path in paths]
 
 
 def find_band(recipe: Recipe) -> Band | None:

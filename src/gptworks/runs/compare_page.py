@@ -18,7 +18,10 @@ def to_html(comparison: Comparison) -> str:
     runs = comparison.runs
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     names = " · ".join(run.name for run in runs) if len(runs) > 1 else f"the recipe {runs[0].recipe.name}"
-    by_time = [[(run.seconds_at(r["step"]) / 60, r["loss"]) for r in run.validation] for run in runs]
+    by_time = [
+        [(seconds / 60, r["loss"]) for seconds, r in zip(run.seconds_at(run.validation), run.validation, strict=True)]
+        for run in runs
+    ]
     training = [Series(smoothed(points(run.train, "loss")), run.name, colour(i)) for i, run in enumerate(runs)]
     by_tokens = [*_bands(comparison), *_evaluated(runs, [points(run.validation, "loss") for run in runs])]
     parts = [

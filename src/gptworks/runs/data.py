@@ -74,7 +74,6 @@ class RunData:
     recipe: Recipe | None
     """None: a dataset without a recipe."""
     prepared: Prepared
-    _sizes: dict[tuple[Split, int], int] = field(default_factory=dict)
     _indexes: dict[Split, SearchIndex] = field(default_factory=dict)
     _info: Info | None = None
 
@@ -145,22 +144,17 @@ class RunData:
             at, n = start + first, min(n, end - start - first)
             before = shards.read(max(start, at - BEFORE), min(first, BEFORE))
             learned = shards.read_learned(at, n) if self.prepared.manifest.holds_examples else None
-            n_bytes = self._n_bytes(shards, number, start, end, check)
+            n_bytes = self._n_bytes(shards, start, end, check)
             return Document(end - start, n_bytes, before, shards.read(at, n), learned)
 
-    def _n_bytes(self, shards: TokenShards, number: int, start: int, end: int, check: Check) -> int | None:
-        sizes, key = self._token_bytes, (shards.split, number)
+    def _n_bytes(self, shards: TokenShards, start: int, end: int, check: Check) -> int | None:
+        sizes, total = self._token_bytes, 0
         if sizes is None or self.prepared.manifest.splits[shards.split].unknown_tokens:
             return None
-        if key not in self._sizes:
-            total = 0
-            for at in range(start, end, _COUNTED_TOKENS):
-                check()
-                total += int(sizes[shards.read(at, min(_COUNTED_TOKENS, end - at))].sum())
-            if len(self._sizes) > 1000:
-                self._sizes.clear()
-            self._sizes[key] = total
-        return self._sizes[key]
+        for at in range(start, end, _COUNTED_TOKENS):
+            check()
+            total += int(sizes[shards.read(at, min(_COUNTED_TOKENS, end - at))].sum())
+        return total
 
     def rows(self, number: int, epoch: int) -> list[Row]:
         """A window, row, pair or prompt of the training split.

@@ -1,13 +1,14 @@
 """A run as its folder describes it, at any point of its training."""
 
 import math
-from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from gptworks.config import Recipe
 from gptworks.errors import UserError
@@ -115,15 +116,11 @@ class History:
         """See `origins_of`."""
         return origins_of(self.folder)
 
-    def seconds_at(self, step: int) -> float:
-        """Seconds of training up to a step, interpolated between the records around it."""
-        i = bisect_left(self.train, step, key=lambda record: int(record["step"]))
-        before = self.train[i - 1] if i else {"step": 0, "seconds": 0.0}
-        if i == len(self.train):
-            return float(before["seconds"])
-        after = self.train[i]
-        share = (step - before["step"]) / max(1, after["step"] - before["step"])
-        return float(before["seconds"] + share * (after["seconds"] - before["seconds"]))
+    def seconds_at(self, records: Sequence[Record]) -> list[float]:
+        """Seconds of training up to the step of each record, interpolated between training records."""
+        known = [(0, 0.0), *((record["step"], record["seconds"]) for record in self.train)]
+        found: list[float] = np.interp([record["step"] for record in records], *np.array(known).T).tolist()
+        return found
 
     @property
     def data_fingerprint(self) -> str | None:

@@ -233,13 +233,13 @@ def _evaluations(run: History) -> list[Markup]:
         [
             html.number(r["step"]),
             html.number(r["tokens"]),
-            clock(run.seconds_at(r["step"])),
+            clock(seconds),
             html.rounded(r["loss"]),
             html.number(r["perplexity"], significant(r["perplexity"])) if html.is_figure(r["perplexity"]) else "",
             html.rounded(r["bits_per_byte"]),
             "best" if r is best else "",
         ]
-        for r in shown
+        for r, seconds in zip(shown, run.seconds_at(shown), strict=True)
     ]
     marked = [[html.bold(cell) for cell in row] if row[-1] else row for row in rows]
     bits = "bits per byte" if any(html.is_figure(r["bits_per_byte"]) for r in shown) else ""
