@@ -294,10 +294,12 @@ def evaluate(
         refuse_unused("does nothing: what is measured on the validation split is not saved", no_save=not save)
     if harness:
         from gptworks.interop.lm_eval import run_harness
+    from gptworks.confined.sandbox import Sandbox
     from gptworks.data.prepare import prepare as prepare_data
     from gptworks.evaluation.measurements import Measurements
     from gptworks.evaluation.results import save_evaluations
     from gptworks.evaluation.run import EvaluatedRun  # imports torch: wrong options were refused before
+    from gptworks.evaluation.tasks import run_task
 
     one = EvaluatedRun(
         run, checkpoint, overrides=overrides, device=device, precision=precision, weights=weights, report=report,
@@ -310,9 +312,11 @@ def evaluate(
             why = "the text is conversations, of which not every byte is predicted"
         return Measurements(validation, without_bits=why, rounded_to=one.rounded_to)
     found = [one.text(path, contents, stride) for path, contents in texts.items()]
-    found += [one.task(each, chat=chat, run_programs=run_generated_code) for each in tasks]
+    sandbox = Sandbox() if run_generated_code else None
+    named: dict[str, Any] = {"run": one.name, "step": one.step}
+    found += [run_task(one.engine, each, **named, sandbox=sandbox, chat=chat, progress=progress) for each in tasks]
     if harness:
-        found += run_harness(one.engine, harness, run=one.name, step=one.step, limit=limit, chat=chat)
+        found += run_harness(one.engine, harness, **named, limit=limit, chat=chat)
     found += [one.calibration()] if calibration else []
     found += [one.memorization()] if memorization else []
     found = [one.of_these_weights(each) for each in found]

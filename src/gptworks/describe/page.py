@@ -4,24 +4,12 @@ from markupsafe import Markup
 
 from gptworks.config import ModelConfig
 from gptworks.describe.diagram import flow, stack
-from gptworks.describe.sheet import Sheet, label, summary, tensors_text, traits
+from gptworks.describe.sheet import KINDS, Sheet, summary, traits
 from gptworks.pages import parts as html
 from gptworks.pages.chart import WIDE
 from gptworks.pages.drawing import SMALL, Drawing, text_width
 from gptworks.pages.page import page
 from gptworks.units import readable
-
-KINDS = {
-    "token_embedding": "embedding", "position_embedding": "embedding",
-    "bigram_embedding": "embedding", "attention_weights": "attention",
-    "attention_biases": "attention", "qk_norms": "attention", "router": "mlp", "mlp_weights": "mlp",
-    "mlp_biases": "mlp", "shared_expert": "mlp", "norms": "norm", "final_norm": "norm", "head": "head",
-    "residual_scalars": "norm", "unet_skips": "norm", "value_residual": "attention", "value_embeddings": "embedding",
-    "smear": "embedding", "value_projections": "attention", "value_gates": "attention", "attention_gates": "attention",
-    "query_key_value": "attention", "attention_scores": "scores", "output_projection": "attention",
-    "laboratory": "attention", "future_heads": "head",
-}  # fmt: skip
-"""Colour of each group of parameters and of each part of the operations; by default the MLP's."""
 
 SHORT = {"query_key_value": "q, k, v", "attention_scores": "scores", "output_projection": "output"}
 """Short names, for bars."""
@@ -35,11 +23,11 @@ def to_html(sheet: Sheet) -> str:
         _key_figures(sheet),
         html.section("Architecture", architecture(sheet.config)),
         html.section("Parameters and operations by part", html.figure(_shares(sheet))),
-        html.section("Parameters", _parameters(sheet)),
+        html.section("Parameters", sheet.parameters_table.html()),
         html.columns(
-            html.section("Memory", _memory(sheet)), html.section("Operations for a token", _operations(sheet))
+            html.section("Memory", _memory(sheet)), html.section("Operations for a token", sheet.flops_table.html())
         ),
-        html.section("Published beside exact", _published(sheet) if sheet.published else ""),
+        html.section("Published and exact", sheet.published_table.html()),
         html.section("Settings", html.settings(sheet.config.model_dump(mode="json"))),
     )
     return page(
@@ -67,27 +55,6 @@ def _key_figures(sheet: Sheet) -> Markup:
     ))  # fmt: skip
 
 
-def _parameters(sheet: Sheet) -> Markup:
-    total, largest = sheet.parameters.total, max(group.total for group in sheet.groups)
-    rows = [
-        (
-            label(group),
-            tensors_text(group).replace(" × ", "\xa0×\xa0"),
-            html.number(group.per_layer) if group.in_block else "",
-            html.number(group.total),
-            html.percent(group.total / total),
-            html.Bar(group.total / largest, KINDS[group.name]) if group.total else "",
-        )
-        for group in sheet.groups
-    ]
-    foot: list[tuple[html.Cell, ...]] = [
-        (name, "", html.number(per_layer), html.number(n), "" if name == "total" else html.percent(n / total), "")
-        for name, per_layer, n in sheet.totals
-    ]
-    header = ("group", "tensors [out × in]", "a layer", "all layers", "share", "")
-    return html.table(header, "lqrrrt", rows, foot)
-
-
 def _memory(sheet: Sheet) -> Markup:
     total, length = sheet.parameters.total, sheet.config.context_length
     return html.byte_table((
@@ -96,28 +63,6 @@ def _memory(sheet: Sheet) -> Markup:
         ("KV cache in fp16, a token", sheet.kv_cache_bytes_per_token),
         (f"KV cache in fp16, {length:,} tokens", sheet.kv_cache_bytes),
     ))  # fmt: skip
-
-
-def _operations(sheet: Sheet) -> Markup:
-    flops = sheet.flops
-    total, parts = flops.per_token_dense, sheet.flops_by_part
-    largest = max(parts.values())
-    rows = [
-        (
-            sheet.words_of(part),
-            html.number(n, readable(n, "FLOP")),
-            html.percent(n / total),
-            html.Bar(n / largest, KINDS.get(part, "mlp")),
-        )
-        for part, n in parts.items()
-    ]
-    totals = (
-        ("forward", total),
-        ("forward, only causal pairs", flops.per_token_causal),
-        ("training", flops.training_per_token_dense),
-    )
-    foot = [(name, html.number(n, readable(n, "FLOP")), "", "") for name, n in totals]
-    return html.table(("", "FLOP", "share", ""), "lrrt", rows, foot)
 
 
 Share = tuple[str, str, float]
@@ -157,24 +102,6 @@ def _shares(sheet: Sheet) -> Markup:
         described.append(f"{title}: " + ", ".join(f"{part} {amount / whole:.1%}" for _, part, amount in row))
     title = "Shares of parameters and operations"
     return drawing.svg(WIDE, 84.0 * len(rows) - 24, title, "; ".join(described), "shares")
-
-
-def _published(sheet: Sheet) -> Markup:
-    rows = []
-    for each in sheet.published:
-        quantity, published, ours, error, note = each.cells
-        as_printed = published if isinstance(each.published, str) else html.number(each.published, published)
-        rows.append(
-            (
-                quantity,
-                as_printed,
-                ours if each.exact is None else html.exact(html.number(each.exact, ours)),
-                error,
-                note,
-            )
-        )
-    header = (sheet.published[0].source, "published", "exact", "off by", "")
-    return html.table(header, "lrrrn", rows)
 
 
 def _conventions(sheet: Sheet) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.markup import escape
-from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -19,6 +18,7 @@ from rich.text import Text
 from gptworks.config import ModelConfig
 from gptworks.describe.diagram import POSITIONS, diagram, dims, n_banded, norm_name
 from gptworks.describe.published import Figure, published_figures
+from gptworks.pages import parts as html
 from gptworks.pages.tables import Table
 from gptworks.planning.flops import ForwardFlops, forward_flops
 from gptworks.planning.inference import kv_cache_bytes
@@ -28,6 +28,18 @@ from gptworks.units import readable
 WIDTH = 100
 """Widest layout of a sheet, in columns."""
 
+
+KINDS = {
+    "token_embedding": "embedding", "position_embedding": "embedding",
+    "bigram_embedding": "embedding", "attention_weights": "attention",
+    "attention_biases": "attention", "qk_norms": "attention", "router": "mlp", "mlp_weights": "mlp",
+    "mlp_biases": "mlp", "shared_expert": "mlp", "norms": "norm", "final_norm": "norm", "head": "head",
+    "residual_scalars": "norm", "unet_skips": "norm", "value_residual": "attention", "value_embeddings": "embedding",
+    "smear": "embedding", "value_projections": "attention", "value_gates": "attention", "attention_gates": "attention",
+    "query_key_value": "attention", "attention_scores": "scores", "output_projection": "attention",
+    "laboratory": "attention", "future_heads": "head",
+}  # fmt: skip
+"""Colour of each group of parameters and of each part of the operations; by default the MLP's."""
 
 _WORDS = {"query_key_value": "query, key, value", "attention_scores": "scores and weighted sum", "mlp": "MLP"}
 
@@ -139,30 +151,57 @@ class Sheet:
         return sheet | ({"published": [figure.to_json() for figure in self.published]} if self.published else {})
 
     @property
-    def _tables(self) -> tuple[Table, Table, Table]:
-        header = ("parameters", "tensors [out × in]", "a layer", "all layers")
-        parameters = [
-            (label(group), tensors_text(group), f"{group.per_layer:,}" if group.in_block else "", f"{group.total:,}")
+    def parameters_table(self) -> Table:
+        """Each group of parameters, and its share of all."""
+        total, largest = self.parameters.total, max(group.total for group in self.groups)
+        rows: list[tuple[html.Cell, ...]] = [
+            (
+                label(group), tensors_text(group), html.number(group.per_layer) if group.in_block else "",
+                html.number(group.total), html.percent(group.total / total),
+                html.Bar(group.total / largest, KINDS[group.name]) if group.total else "",
+            )
             for group in self.groups
-        ]
-        parameters += [(name, "", f"{per_layer:,}", f"{total:,}") for name, per_layer, total in self.totals]
-        total = self.flops.per_token_dense
-        parts = [*((self.words_of(part), n) for part, n in self.flops_by_part.items()), ("total", total)]
-        shares = [(part, readable(flops, "FLOP"), f"{flops / total:.1%}") for part, flops in parts]
-        return (
-            Table(header, "llrr", parameters),
-            Table((f"at {self.flops.length:,} tokens", ""), "lr", self.facts),
-            Table(("forward FLOPs a token", "", "share"), "lrr", shares),
-        )
+        ]  # fmt: skip
+        foot = [(name, "", html.number(per_layer), html.number(n), "", "") for name, per_layer, n in self.totals]
+        return Table(("parameters", "tensors [out × in]", "a layer", "all layers", "share", ""), "lqrrrt", rows, foot)
+
+    @property
+    def flops_table(self) -> Table:
+        """The FLOPs of each part, and their share of all."""
+        total, parts = self.flops.per_token_dense, self.flops_by_part
+        rows: list[tuple[html.Cell, ...]] = [
+            (
+                self.words_of(part), html.number(n, readable(n, "FLOP")), html.percent(n / total),
+                html.Bar(n / max(parts.values()), KINDS.get(part, "mlp")),
+            )
+            for part, n in parts.items()
+        ]  # fmt: skip
+        foot = [("total", html.number(total, readable(total, "FLOP")), "", "")]
+        return Table(("forward FLOPs a token", "", "share", ""), "lrrt", rows, foot)
+
+    @property
+    def published_table(self) -> Table:
+        """Published figures, the exact ones, and remarks; without rows if nothing was published."""
+        rows: list[tuple[html.Cell, ...]] = []
+        for each in self.published:
+            quantity, published, exact, error, note = each.cells
+            printed = published if isinstance(each.published, str) else html.number(each.published, published)
+            ours = exact if each.exact is None else html.exact(html.number(each.exact, exact))
+            rows.append((quantity, printed, ours, error, note))
+        source = self.published[0].source if self.published else ""
+        return Table((source, "published", "exact", "off by", "note"), "lrrrn", rows)
+
+    @property
+    def _tables(self) -> tuple[Table, ...]:
+        facts = Table((f"at {self.flops.length:,} tokens", ""), "lr", self.facts)
+        return self.parameters_table.first(4), facts, self.flops_table.first(3)
 
     def to_markdown(self) -> str:
         """The sheet for a document: the diagram as a code block, the tables as tables."""
         drawing = "\n".join(("```text", *diagram(self.config), "```"))
         lines = (summary(self), traits(self.config), drawing)
-        blocks = [f"# {self.name}", *lines, *(table.markdown() for table in self._tables)]
-        if self.published:
-            header = (self.published[0].source, "published", "exact", "off by", "note")
-            blocks.append(Table(header, "lrrrl", [figure.cells for figure in self.published]).markdown())
+        tables = self._tables + ((self.published_table,) if self.published else ())
+        blocks = [f"# {self.name}", *lines, *(table.markdown() for table in tables)]
         return "\n\n".join(blocks) + "\n"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -175,17 +214,10 @@ class Sheet:
         lines = Text(_wrapped(summary(self), width - 4), justify="center")
         lines.append("\n" + _wrapped(traits(self.config), width - 4), style="dim")
         panel = Panel(lines, title=f"[bold]{escape(self.name)}[/]", box=box.ROUNDED)
-        content = Group(panel, _styled(diagram(self.config, width)), Text(), parameters, right, *self._published())
+        notes = (Text(f" {each.quantity}: {each.note}", "dim") for each in self.published if each.note)
+        published: list[RenderableType] = [self.published_table.first(4).rich(), *notes] if self.published else []
+        content = Group(panel, _styled(diagram(self.config, width)), Text(), parameters, right, *published)
         yield from console.render(content, options.update(width=width))
-
-    def _published(self) -> Iterator[RenderableType]:
-        """Published and exact figures, with notes below."""
-        if self.published:
-            header = (self.published[0].source, "published", "exact", "off by")
-            yield Table(header, "lrrr", [figure.cells[:-1] for figure in self.published]).rich()
-            for figure in self.published:
-                if figure.note:
-                    yield Padding(Text(f"{figure.quantity}: {figure.note}", style="dim"), (0, 1))
 
 
 def describe(config: ModelConfig, name: str | None = None) -> Sheet:

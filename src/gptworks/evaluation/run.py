@@ -12,7 +12,6 @@ import torch
 from gptworks.checkpoint import Report, choose_checkpoint
 from gptworks.choices import LoadedWeights
 from gptworks.config import PythonStdlibSource, Recipe
-from gptworks.confined.sandbox import Sandbox
 from gptworks.data.batches import OneDataset, evaluation_windows
 from gptworks.data.conversations.packing import held_out_rows
 from gptworks.data.opened import Prepared, find_of_run, held_out_text
@@ -26,8 +25,6 @@ from gptworks.evaluation.loss import compressor_bits_per_byte, evaluate_by_posit
 from gptworks.evaluation.memorization import measure_memorization
 from gptworks.evaluation.results import Evaluation, Measured
 from gptworks.evaluation.scoring import SLOTS, Progress
-from gptworks.evaluation.task import Task
-from gptworks.evaluation.tasks import run_task
 from gptworks.evaluation.text import evaluate_text, positions_table, text_fingerprint
 from gptworks.infer.engine import load
 from gptworks.recipe import load_recipe
@@ -175,17 +172,6 @@ class EvaluatedRun:
         return self._evaluation(
             "text", found.measured(), len(found.passages), text_fingerprint(text), name=f"text-{path.stem}",
             notes=notes, details=details, stride=stride,
-        )  # fmt: skip
-
-    def task(self, task: Task, *, chat: bool = False, run_programs: bool = False) -> Evaluation:
-        """Answers to the items of a task; see `run_task`.
-
-        Args:
-            run_programs: run what the model writes for a code task, on this machine (sandbox.py says how safe that is).
-        """
-        return run_task(
-            self.engine, task, run=self.name, step=self.step, sandbox=Sandbox() if run_programs else None, chat=chat,
-            progress=self._progress,
         )  # fmt: skip
 
     def calibration(self) -> Evaluation:

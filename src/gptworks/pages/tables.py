@@ -19,14 +19,21 @@ class Table:
     align: str
     """A letter for each column; see `parts.table`."""
     rows: Sequence[Sequence[html.Cell]]
+    foot: Sequence[Sequence[html.Cell]] = ()
+    """Rows of totals, below the others."""
+
+    def first(self, n: int) -> "Table":
+        """The table's first n columns."""
+        rows, foot = ([row[:n] for row in part] for part in (self.rows, self.foot))
+        return Table(self.header[:n], self.align[:n], rows, foot)
 
     def html(self) -> Markup:
         """The table on a page; nothing if it has no rows."""
-        return html.table(self.header, self.align, self.rows)
+        return html.table(self.header, self.align, self.rows, self.foot)
 
     def markdown(self) -> str:
         rule = ["---:" if side == "r" else "---" for side in self.align]
-        rows = (map(in_a_cell, map(_text, cells)) for cells in (self.header, rule, *self.rows))
+        rows = (map(in_a_cell, map(_text, cells)) for cells in (self.header, rule, *self.rows, *self.foot))
         return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
 
     def rich(self) -> RichTable:
@@ -34,7 +41,7 @@ class Table:
         for i, (title, side) in enumerate(zip(self.header, self.align, strict=True)):
             justify, no_wrap = "right" if side == "r" else "left", side == "r" or i == 0
             table.add_column(Text(_text(title)), justify=justify, no_wrap=no_wrap)  # type: ignore[arg-type]
-        for row in self.rows:
+        for row in (*self.rows, *self.foot):
             table.add_row(*(Text(_text(cell)) for cell in row), style="bold" if row[0] == "total" else None)
         return table
 

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter
+from pydantic import Field, FiniteFloat, TypeAdapter
 
-from gptworks.config import Recipe
+from gptworks.config import PositiveInt, Recipe
 from gptworks.errors import UserError
 from gptworks.files import read_regular, write_whole
 from gptworks.recipe import load_recipe
@@ -37,8 +37,8 @@ class Design:
     minutes: float
     worth: float
     """The smallest difference in loss that matters."""
-    most_pairs: int
-    steps: int
+    most_pairs: Annotated[int, Field(ge=FEWEST_PAIRS, le=MOST_PAIRS)]
+    steps: PositiveInt
     """Of each run."""
     estimated_step_time: float
     """Step time with the change as a multiple of the time without: a short measurement that only decides the length."""
@@ -51,11 +51,11 @@ class Pair:
 
     number: int
     seed: int
-    loss: dict[str, float]
+    loss: dict[str, FiniteFloat]
     """By arm."""
     seconds: dict[str, float]
     """Of training, by arm."""
-    step_seconds: dict[str, float]
+    step_seconds: dict[str, Annotated[float, Field(gt=0, lt=1e9)]]
     """Of a step, by arm; robust against other work on the machine."""
     share_to_same_loss: float | None
     """Share of the changed run's steps after which it reached the other's final loss; None: never."""
@@ -205,16 +205,12 @@ def _parts(state: dict[str, Any]) -> tuple[Design, tuple[Pair, ...]]:
         ValueError, KeyError, TypeError: they are invalid.
     """
     design, pairs = _DESIGN.validate_python(state["design"]), _PAIRS.validate_python(state["pairs"])
-    if not FEWEST_PAIRS <= design.most_pairs <= MOST_PAIRS or len(pairs) > design.most_pairs or design.steps < 1:
-        raise ValueError("a number of pairs or steps that no try has")
+    if len(pairs) > design.most_pairs:
+        raise ValueError("more pairs than the design allows")
     for number, pair in enumerate(pairs):
         arms = pair.loss.keys()
         if pair.number != number or not {"before", "after"} <= arms == pair.seconds.keys() == pair.step_seconds.keys():
             raise ValueError("a pair without one of its runs")
-        if not all(map(math.isfinite, pair.loss.values())) or not all(
-            0 < one < 1e9 for one in pair.step_seconds.values()
-        ):
-            raise ValueError("a figure that no run has")
     return design, pairs
 
 
