@@ -34,7 +34,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Use": (use.generate, use.chat, serve.serve, studio.studio),
     "Convert": (convert.export, convert.quantize, convert.import_),
 }
-"""By the headings under which help lists them."""
+"""Commands by the headings under which help lists them."""
 
 for heading, commands in COMMANDS.items():
     for command in commands:
@@ -43,7 +43,7 @@ app.add_typer(data.app, name="data", rich_help_panel="Train")
 
 
 class _Notices(logging.Handler):
-    """Prints what is logged on stderr."""
+    """Prints log messages on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         notice(record.getMessage())

@@ -166,8 +166,6 @@ class Talk:
             self.terminal.remark("(The context is full: the oldest text falls out as the conversation grows.)")
         self._warned = session.n_forgotten_tokens > 0
 
-    # --------------------------------------------------------------------------------------------- commands
-
     def _retry(self, _: str) -> None:
         self._answer(self.session.send(self.session.take_back()))
 

@@ -16,13 +16,13 @@ from gptworks.planning.params import count_parameters, require_vocab_size
 from gptworks.units import counted, readable
 
 DEFAULT_LENGTH = 16
-"""Tokens, as in document 002."""
+"""The number of tokens in reference document 002."""
 REPEATS = 5
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """Shapes, and the time on this machine."""
+    """The shapes, the loss and the time of a forward pass."""
 
     input_shape: tuple[int, int]
     """B, T: token ids."""

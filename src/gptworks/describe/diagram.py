@@ -30,8 +30,6 @@ _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 _ACTIVATIONS = {"gelu": "GELU", "gelu_tanh": "GELU (tanh)", "relu2": "ReLU²", "swiglu": "SiLU", "geglu": "GELU",
                 "geglu_tanh": "GELU (tanh)"}  # fmt: skip
 
-# The words ------------------------------------------------------------------------------------------------------
-
 
 def dims(shape: Iterable[int]) -> str:
     """`50,257 × 768`."""
@@ -123,9 +121,6 @@ def stack(c: ModelConfig) -> str:
     if isinstance(c.layer_repeats, int):
         return f"{blocks}, {c.layer_repeats:,} times over"
     return f"{blocks}, {len(c.layer_uses):,} runs"
-
-
-# The flow -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -239,9 +234,6 @@ def _experts(c: ModelConfig) -> Iterator[Row]:
     if c.d_ff_shared:
         yield "+ a shared expert for every token", "", ""
         yield from _matrices(c, c.d_ff_shared, "B × T", indent="  ")
-
-
-# The drawing ----------------------------------------------------------------------------------------------------
 
 
 def diagram(config: ModelConfig, width: int = MIN_WIDTH) -> list[str]:

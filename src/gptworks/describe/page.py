@@ -18,7 +18,7 @@ NAMES = {"embedding": "embedding", "attention": "attention", "mlp": "MLP", "norm
 
 
 def to_html(sheet: Sheet) -> str:
-    """The page. Numbers stand in <data> elements with their exact values."""
+    """The page. Numbers are in <data> elements with their exact values."""
     parts = (
         _key_figures(sheet),
         html.section("Architecture", architecture(sheet.config)),

@@ -1,4 +1,4 @@
-"""A plan that shows itself: as text, and as tables in a notebook."""
+"""A plan that prints as text, and as tables in a notebook."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from gptworks.terminal import lines_of
 
 @dataclass(frozen=True, repr=False)
 class PlanSheet(Plan):
-    """A plan that shows itself: as text, and as tables in a notebook."""
+    """A plan that prints as text, and as tables in a notebook."""
 
     details: bool = False
     """Whether it shows FLOPs by part, other precisions and layouts, and inference too."""

@@ -24,7 +24,7 @@ class Figure:
     quantity: str
     unit: str
     published: float | str
-    """In units, not in thousands or millions; text where the document prints a range."""
+    """Number of units, not of thousands or millions; text if the document prints a range."""
     exact: float | None
     """None: only a measurement can give it; the note names the command."""
     note: str = ""

@@ -52,7 +52,7 @@ class Sheet:
     config: ModelConfig
     parameters: ParameterCount
     flops: ForwardFlops
-    """Of one forward pass over the full context."""
+    """FLOPs of a forward pass over the full context."""
     published: tuple[Figure, ...]
 
     @property
@@ -242,9 +242,6 @@ def parameters_json(parameters: ParameterCount) -> dict[str, Any]:
     return {name: getattr(parameters, name) for name in ("total", "active", "embedding", "non_embedding")} | {
         "groups": groups
     }
-
-
-# ------------------------------------------------------------------------------------------------ the words
 
 
 def summary(sheet: Sheet) -> str:

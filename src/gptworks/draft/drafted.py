@@ -24,7 +24,7 @@ class Drafted:
 
     sections: Sections
     plan: Plan
-    """With the measured step."""
+    """The plan, with the measured step."""
 
     @property
     def minutes(self) -> float:

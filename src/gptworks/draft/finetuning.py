@@ -48,7 +48,7 @@ ADAPTED: tuple[Literal["full", "int8", "int4"], ...] = ("full", "int8", "int4")
 STEPS_AN_EPOCH, LARGEST_BATCH = 30, 32
 LEAST_CONTEXT = 64
 EPOCHS = ((10_000, 1), (1_000, 2), (0, 3))
-"""Number of examples from which on, and epochs."""
+"""Least number of examples, and epochs for as many."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def draft_tuning(
 
 
 class _Draft:
-    """The settings, which are chosen one after the other."""
+    """The settings, chosen one after the other."""
 
     def __init__(self, run: Path, data: Path, out: Path, preference: bool) -> None:
         self.run, self.data, self.out, self.preference = run, data, out, preference

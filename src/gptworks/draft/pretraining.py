@@ -30,7 +30,7 @@ SHAPES = (
 """Width and depth, each with up to three times the parameters of the one before."""
 
 FIRST_SHAPE = (256, 4)
-"""Measured first, or a smaller shape if the text does not suffice for this one."""
+"""The first shape to measure; a smaller one if the text does not suffice for it."""
 
 TOKENS_PER_PARAMETER = 1.5
 """Least number of training tokens. Runs of minutes do best with fewer than the 20 of Hoffmann et al. (2022); the
@@ -40,23 +40,23 @@ TEXT_TOKENS_PER_PARAMETER = 0.7
 """Least number of tokens in all epochs of the text."""
 
 MANY_DOCUMENTS = 200
-"""From this number on, the held-out share is sure to contain some."""
+"""With this many documents, the held-out share surely contains some."""
 
 BYTES_PER_VOCABULARY_TOKEN = 1024
 """Least bytes of text, so that training sees each token of the vocabulary often."""
 
 VOCABULARIES = ((1280, 32_768), (768, 16_384), (384, 8192), (0, 4096))
-"""From each width on, the largest vocabulary: the cost of the head grows with both."""
+"""The largest vocabulary from each width on: the cost of the head grows with both."""
 
 LEAST_VOCABULARY = 512
 STEP_TOKENS, LEAST_STEP_TOKENS, MANY_TOKENS = 4096, 1024, 2**23
-"""Tokens of a step; the fewest of a step; and tokens of a run beyond which its steps have more."""
+"""Usual and fewest tokens of a step; runs of more than MANY_TOKENS tokens have larger steps."""
 
 LEAST_STEPS = 200
 """A shorter run has smaller steps rather than fewer."""
 
 MOST_MEASURED = 4
-"""Most shapes of which a step is measured."""
+"""Most shapes to measure."""
 
 N_EVALUATIONS, N_SAMPLES = 8, 4
 
@@ -102,7 +102,7 @@ class Candidate:
 
     sections: Sections
     plan: Plan
-    """With a measured step once one was taken."""
+    """With the measured step, after it was measured."""
 
     @property
     def n_train_tokens(self) -> int:
@@ -226,8 +226,6 @@ class Search:
         step = Rehearsal.of(plan, self.device.type)
         return replace(candidate, plan=replace(plan, measured=self.measure(step)))
 
-    # ------------------------------------------------------------------------------------------- settings
-
     def _candidate(
         self, shape: Shape, step_tokens: int = STEP_TOKENS, steps: int = LEAST_STEPS, rate: float | None = None
     ) -> Candidate:
@@ -293,7 +291,7 @@ class Search:
         return int(self.texts.n_bytes * (1 - self.fraction) / bytes_per_token)
 
     def length_reason(self, tokens: int, n_train_tokens: int, rate: float | None) -> str:
-        """Whether text or time bounds a run of this many tokens, as the reason of its length."""
+        """The reason for a run's length: its text or its time allows no more."""
         if tokens > 0.95 * EPOCHS * n_train_tokens:
             return f"{EPOCHS} epochs; reading a text more often teaches little (Muennighoff et al., 2023)"
         return f"{self.minutes:g} minutes at {rate or 0:,.0f} tokens/s, as measured here"

@@ -1,4 +1,4 @@
-"""What a file or a folder of texts holds: what can be read, how much text that is, and a sample of it."""
+"""The texts in a file or a folder: which files can be read, how much text they hold, and a sample of it."""
 
 import json
 import re
@@ -35,16 +35,16 @@ CODE = tuple({ending.lower(): None for endings in LANGUAGES.values() for ending 
 RECORDS = {"jsonl": JSONL.endings, "csv": CSV.endings, "parquet": Parquet.endings}
 """Kinds of sources whose files hold records, with the endings of these files."""
 OTHERS: dict[str, type[Source]] = {"archive": Archive, "html": HTML, "warc": WARC, "pdf": PDF}
-"""Kinds whose text is taken out of their files."""
+"""Kinds of sources whose text is extracted from their files."""
 
 FIELDS = ("text", "content", "body", "document", "article", "story")
 """Names under which records have their text, the commonest first."""
 
 LEAST_BYTES = 1 << 15
-"""Of text: from less, no model of language can be trained."""
+"""Least bytes of text: less cannot train a language model."""
 
 SAMPLE_BYTES, SAMPLE_PARTS = 1 << 21, 64
-"""Of text that is looked at, in parts from all over it."""
+"""Bytes of text that are read for the sample, in parts from all over it."""
 
 _LOOKED_AT_RECORDS, _LISTED = 20, 5
 _RECORD_ENDINGS = tuple(ending for endings in RECORDS.values() for ending in endings)
@@ -53,22 +53,22 @@ _OTHER_ENDINGS = tuple(ending for kind in OTHERS.values() for ending in kind.end
 
 @dataclass
 class Texts:
-    """What can be trained on."""
+    """The text that a recipe can train on."""
 
     path: Path
     """A folder, or one file."""
     sources: list[dict[str, Any]] = field(default_factory=list)
-    """As a recipe names them."""
+    """Sources as in a recipe's `data.sources`."""
     endings: Counter[str] = field(default_factory=Counter)
     """Files that are read, by ending."""
     skipped: Counter[str] = field(default_factory=Counter)
-    """Files that are not."""
+    """Files that are not read, by ending."""
     fields: dict[str, str] = field(default_factory=dict)
-    """What is taken as the text of each file of records."""
+    """The field that holds the text, for each file of records."""
     reasons: dict[str, str] = field(default_factory=dict)
-    """Why files, by name or ending, are not read although their kind is."""
+    """Why files of a kind that can be read are not read, by name or ending."""
     n_bytes: int = 0
-    """Of text; an estimate where much of it is in records."""
+    """Bytes of text; an estimate if much of it is in records."""
     sample: list[str] = field(default_factory=list)
 
     @property
@@ -77,12 +77,12 @@ class Texts:
 
     @property
     def n_documents(self) -> int | None:
-        """Each file is one; None where files hold several."""
+        """The number of files; None if files hold several documents."""
         one = ("text", "code", "html", "pdf")
         return None if any(source["type"] not in one for source in self.sources) else self.n_files
 
     def lines(self) -> list[str]:
-        """What is read and what is not."""
+        """The files that are read, and those that are not."""
         fields = Counter((listed_names([name]), _ending(Path(file))) for file, name in self.fields.items())
         taken = ", ".join(f"{name} of {n:,} {ending}" for (name, ending), n in fields.most_common(_LISTED))
         return [
@@ -92,22 +92,27 @@ class Texts:
             *(f"            {name}: {why}" for name, why in [*self.reasons.items()][:_LISTED]),
         ]
 
+    def _add(self, source: dict[str, Any], files: list[Path], n_bytes: int, sample: list[str]) -> None:
+        """Add a source of a recipe with its files, the bytes of their text, and a sample of it."""
+        self.sources.append(source)
+        self.endings.update(map(_ending, files))
+        self.n_bytes += n_bytes
+        self.sample += sample
+
     def _add_plain(self, by_ending: dict[str, list[Path]]) -> None:
-        """Files that are text."""
+        """Add files that are text."""
         by_ending, binary = _readable(by_ending)
         self.reasons |= dict.fromkeys(binary, "not UTF-8 text")
         if not by_ending:
             return
         files = [file for those in by_ending.values() for file in those]
         extensions = {"extensions": sorted(set(map(plain_name, by_ending)))} if self.path.is_dir() else {}
-        self.sources.append({"type": "text", "path": str(self.path), **extensions})
-        self.endings.update({ending: len(those) for ending, those in by_ending.items()})
-        self.n_bytes += sum(map(about_unpacked_size, files))
-        self.sample += _sample(files)
+        source = {"type": "text", "path": str(self.path), **extensions}
+        self._add(source, files, sum(map(about_unpacked_size, files)), _sample(files))
 
     def _add_records(self, kind: str, files: list[Path]) -> None:
-        """Files of records whose text is in a field that is clear: one source where it is the same one in all files of
-        the kind, else one for each."""
+        """Add files of records that have one clear text field: as one source if all files have the same field, else as
+        one source for each."""
         fields: dict[Path, str] = {}
         for file in files:
             name = str(file.relative_to(self.path) if self.path.is_dir() else file)
@@ -125,38 +130,27 @@ class Texts:
         self.sources += [{"type": kind, "path": str(path), "field": name} for path, name in fields.items()]
 
     def _add_code(self, files: list[Path]) -> None:
-        """The code of a repository, without what it ignores."""
-        self.sources.append({"type": "code", "path": str(self.path)})
-        self.endings.update(map(_ending, files))
-        self.n_bytes += sum(file.stat().st_size for file in files)
-        self.sample += _sample(files)
+        """Add the code of a repository, without the files that it ignores."""
+        n_bytes = sum(file.stat().st_size for file in files)
+        self._add({"type": "code", "path": str(self.path)}, files, n_bytes, _sample(files))
 
     def _add_other(self, kind: str, files: list[Path]) -> None:
-        """Files out of which text is taken: those of an archive as `text`, or as `jsonl` where it has no texts."""
-        given = {"type": kind, "path": str(self.path)}
-        try:
-            n_bytes, sample = _sample_of(given, files)
-        except UserError as error:
-            if kind != "archive":
-                self.reasons |= {_ending(files[0]): str(error)}
-                return
+        """Add files from which text is extracted: from archives `text`, or `jsonl` if they hold no texts."""
+        errors = []
+        for form in ({}, {"format": "jsonl"})[: 2 if kind == "archive" else 1]:
+            source = {"type": kind, "path": str(self.path), **form}
             try:
-                given["format"] = "jsonl"
-                n_bytes, sample = _sample_of(given, files)
-            except UserError:
-                self.reasons |= {_ending(files[0]): str(error)}
-                return
-        self.sources.append(given)
-        self.endings.update(map(_ending, files))
-        self.n_bytes += n_bytes
-        self.sample += sample
+                return self._add(source, files, *_sample_of(source, files))
+            except UserError as error:
+                errors.append(str(error))
+        self.reasons[_ending(files[0])] = errors[0]
 
 
 def look_at(path: Path) -> Texts:
-    """What a folder holds, all folders inside it included; or a file.
+    """The texts of a file, or of a folder and all folders inside it.
 
     Raises:
-        UserError: there is nothing to read, too little of it, or a file that is no UTF-8 text.
+        UserError: there is no text, too little of it, or a file that is not UTF-8 text.
     """
     if not path.exists():
         raise UserError(f"{path}: no such file or folder. Give a folder of texts, or one file.")
@@ -214,16 +208,16 @@ def listed(endings: Counter[str]) -> str:
 
 
 def _ending(file: Path) -> str:
-    """With that of a compressed file: `.jsonl.gz`."""
+    """A file's ending, with that of its compression: `.jsonl.gz`."""
     plain = plain_name(file.name)
     return Path(plain).suffix + file.name[len(plain) :]
 
 
 def _readable(by_ending: dict[str, list[Path]]) -> tuple[dict[str, list[Path]], list[str]]:
-    """Those kinds of files that are UTF-8 text, and the endings of those of which no file is.
+    """The kinds of files that are UTF-8 text, and the endings of kinds without any text file.
 
     Raises:
-        UserError: some files of a kind are no text: training would stop at them.
+        UserError: some files of a kind are text and others are not: training would stop at those.
     """
     kept, binary = {}, []
     for ending, files in by_ending.items():
@@ -242,7 +236,7 @@ def _readable(by_ending: dict[str, list[Path]]) -> tuple[dict[str, list[Path]], 
 
 
 def _repository(path: Path) -> list[Path]:
-    """The code of a folder that git knows; none of another, or where the library that reads `.gitignore` is missing."""
+    """The code in a git repository; nothing for other folders, or if the library that reads `.gitignore` is missing."""
     if not any((path / name).exists() for name in (".git", ".gitignore")):
         return []
     try:
@@ -252,7 +246,7 @@ def _repository(path: Path) -> list[Path]:
 
 
 def _sample_of(given: dict[str, Any], files: list[Path]) -> tuple[int, list[str]]:
-    """How many bytes of text the files hold, an estimate where it is much, and a sample from the beginning."""
+    """The bytes of text in the files, estimated if there is much, and a sample from their beginning."""
     source = OTHERS[given["type"]](TypeAdapter(SourceConfig).validate_python(given))
     sizes = [file.stat().st_size for file in files]
     text_bytes = 0
@@ -268,7 +262,7 @@ def _sample_of(given: dict[str, Any], files: list[Path]) -> tuple[int, list[str]
 
 
 def _is_text(file: Path) -> bool:
-    """Whether training would find it so before it begins."""
+    """Whether the check before training would accept it as text."""
     try:
         with open_file(file) as stream:
             for _ in islice(document(stream, file, n_bytes=unpacked_size(file)), PIECES_CHECKED):
@@ -279,7 +273,7 @@ def _is_text(file: Path) -> bool:
 
 
 def _sample(files: list[Path]) -> list[str]:
-    """All of the text where it is little; else parts from all over it, from the beginning of a line on."""
+    """All of the text if it is short; else parts from all over it, which start at the beginning of a line."""
     sizes = [about_unpacked_size(file) for file in files]
     if sum(sizes) <= SAMPLE_BYTES:
         return [_read_text(file) for file in files]
@@ -303,16 +297,13 @@ def _read_text(file: Path) -> str:
         return stream.read(SAMPLE_BYTES).decode("utf-8", errors="replace")
 
 
-# ---------------------------------------------------------------------------------------------------- records
-
-
 def _look_at_records(kind: str, file: Path, most_bytes: int) -> tuple[str, int, list[str]]:
-    """The field that holds a file's text, the bytes of all that text, and about so much of it from the beginning.
+    """The field that holds a file's text, the bytes of all its text, and about `most_bytes` of it from the beginning.
 
-    The bytes are an estimate where there is more.
+    The bytes are an estimate if the file has more text than that.
 
     Raises:
-        UserError: no field is clear, or a record is broken.
+        UserError: no field is clearly the text, or a record is broken.
     """
     rows = _READ[kind](file)
     first = list(islice(rows, _LOOKED_AT_RECORDS))

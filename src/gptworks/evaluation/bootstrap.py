@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Figure = Callable[[Floats], Floats]
-"""From sums of items' statistics, float64 [R, S], to the figure of each row, float64 [R]."""
+"""Maps sums of items' statistics, float64 [R, S], to the figure of each row, float64 [R]."""
 
 RESAMPLES = 2000
 _COUNTS_AT_ONCE = 1 << 22

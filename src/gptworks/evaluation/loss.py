@@ -37,7 +37,7 @@ class LossReport:
     text_bytes: int | None = None
     """UTF-8 bytes of the text, if the targets cover all of it."""
     unit: str = "nats per token"
-    """Of `loss`. With another unit, there is no perplexity."""
+    """The unit of `loss`; other units have no perplexity."""
 
     @property
     def loss(self) -> float:

@@ -24,13 +24,13 @@ SIZES = (8, 16, 32, 64)
 """Lengths of the n-grams, in tokens: powers of two."""
 
 _WINDOWS = 64
-"""Of each split, for the losses."""
+"""Windows of each split, for the losses."""
 _PIECE_TOKENS = 1 << 22
 _FILTER_BITS = 22
 _MULTIPLIERS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
 Hashes = npt.NDArray[np.uint64]
 Copied = dict[int, list[npt.NDArray[np.bool_]]]
-"""By n, of each text, which of its n-grams were found."""
+"""For each n and each text, which of its n-grams were found."""
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,14 @@ from gptworks.units import significant
 FOLDER = "evaluations"
 HEADING = "## Evaluations"
 MAX_BYTES = 1 << 28
-"""Of an evaluation, which has some hundred bytes an item."""
+"""Most bytes of an evaluation; an item takes some hundred."""
 MAX_CARD_BYTES = 1 << 22
 
 _WIDTHS = {
     "mean": (range(2, 3), 1), "perplexity": (range(2, 3), 1), "bits": (range(2, 3), 1),
     "calibration": (range(3, 3_000), 3), "bleu": (range(10, 11), 1), "chrf": (range(1, 1_000), 1),
 }  # fmt: skip
-"""By kind of figure: allowed numbers of columns of its statistics, and a divisor of that number."""
+"""The numbers of columns that statistics of each kind may have, and a divisor of that number."""
 
 _Number = Annotated[float, Strict()]
 _Count = Annotated[int, Strict(), Field(ge=0, lt=2**63)]
@@ -138,7 +138,7 @@ def table(evaluations: Iterable[Evaluation]) -> Table:
 
 
 def number(value: float) -> str:
-    """Four digits after the point, two for what is 10 or more, five significant ones for what is 1,000 or more."""
+    """The value with four decimals, from 10 on with two, from 1,000 on with five significant digits."""
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}" if abs(value) < 1000 else significant(value, 5)
 
 

@@ -1,4 +1,4 @@
-"""A run that is being evaluated: loaded once, for one measurement or several."""
+"""A run to evaluate: loaded once for all measurements."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace

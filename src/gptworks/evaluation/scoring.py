@@ -27,7 +27,7 @@ class Scored:
     """The score of a continuation."""
 
     logprob: float
-    """Of all its tokens, in nats."""
+    """Sum over its tokens, in nats."""
     n_tokens: int
     greedy: bool
     """Whether each token was the likeliest one."""

@@ -37,7 +37,7 @@ class TextTokens:
         begin = document_frame(tokenizer)[0]
         self.tokens: Int64s = np.array([*begin, *encoding.ids], dtype=np.int64)
         self.starts: Int64s = np.array([0] * len(begin) + [start for start, _ in encoding.offsets], dtype=np.int64)
-        """Of each token, the character of the text at which it begins."""
+        """The character of the text at which each token begins."""
         self.n_tokens = len(self.tokens)
         self.round_trips = tokenizer.decode(encoding.ids, skip_special_tokens=False) == text
         sizes = token_bytes(tokenizer)
@@ -57,7 +57,7 @@ class TextEvaluation:
     passages: Floats
     """[P, 3]: nats, tokens and UTF-8 bytes of each passage."""
     positions: list[PositionLoss]
-    """By position in the context; empty where the text is shorter than that."""
+    """The loss by position in the context; empty if the text is shorter than the context."""
 
     def measured(self) -> dict[str, Measured]:
         """The figures with their intervals over passages."""
@@ -119,7 +119,7 @@ def text_nats(
 
 
 def default_stride(context: int) -> int:
-    """Tokens from a window to the next where nothing else is asked for: half the context."""
+    """Default number of tokens from a window to the next: half the context."""
     return max(1, context // 2)
 
 

@@ -27,7 +27,8 @@ class Part:
     """What a part of the model adds to a logit."""
 
     kind: Kind
-    """`mlp`: or experts. `attention bias`: of its output projection and a norm behind it. `norm bias`: of the last."""
+    """`mlp` includes experts; `attention bias` is that of the output projection and the norm after it; `norm bias` is
+    the last norm's."""
     layer: int | None
     head: int | None
     value: float
@@ -38,11 +39,11 @@ class Attribution:
     """What makes a token's logit, or the difference of two tokens' logits."""
 
     parts: tuple[Part, ...]
-    """They add to `logit`."""
+    """Their values add up to `logit`."""
     logit: float
-    """By the model's own last norm, before any cap."""
+    """The logit before any cap."""
     capped_logit: float
-    """The model's own output: another number only where it caps its logits, which is not linear."""
+    """The model's output; differs from `logit` only if the model caps its logits, which is not linear."""
 
 
 def attribute(model: GPT, recording: Recording, row: int, token: int, against: int | None = None) -> Attribution:
@@ -94,7 +95,7 @@ def _parts(model: GPT, recording: Recording, row: int) -> Iterator[tuple[Kind, P
         scale = config.residual_scale * shares[i]
         norms = [None, None] if config.norms_behind is None else [getattr(block, name) for name in config.norms_behind]
         attention, mlp = (
-            (_unchanged, None) if norm is None else (_linear(norm, given[i, row]), _shift(norm))
+            (lambda x: x, None) if norm is None else (_linear(norm, given[i, row]), _shift(norm))
             for norm, given in zip(norms, (recording.attention, recording.mlp), strict=True)
         )
         heads, bias = _heads(block.attention.out, recording.mixed[i, row], config.n_heads)
@@ -130,7 +131,7 @@ def _heads(out: nn.Module, mixed: Tensor, n_heads: int) -> tuple[Tensor, Tensor]
 
 
 def _linear(norm: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
-    """A norm without its shift as the linear map that it is with the divisor that x [C] gives it."""
+    """The norm, without its shift, as a linear map: with the divisor that it computes for x [C]."""
     assert isinstance(norm, LayerNorm | RMSNorm)
     weight, eps, centred = _wide(norm.weight), norm.eps, isinstance(norm, LayerNorm)
     wide = _wide(x)
@@ -143,14 +144,10 @@ def _shift(norm: nn.Module) -> Tensor | None:
     return _wide(norm.bias) if isinstance(norm, LayerNorm) and norm.bias is not None else None
 
 
-def _unchanged(x: Tensor) -> Tensor:
-    return x
-
-
 def _plus(x: Tensor, shift: Tensor | None) -> Tensor:
     return x if shift is None else x + shift
 
 
 def _wide(x: Tensor) -> Tensor:
-    """On the CPU: not every accelerator has float64."""
+    """The tensor in float64 on the CPU: not every accelerator has float64."""
     return x.cpu().double()

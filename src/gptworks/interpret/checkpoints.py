@@ -1,4 +1,4 @@
-"""One text through the checkpoints of a run: what each token costs at each, and when the run learned it."""
+"""A text at each checkpoint of a run: the loss of each token, and when the run learned it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ MOST_CHECKPOINTS = 32
 
 @dataclass(frozen=True)
 class AtStep:
-    """What each token of a text costs at a checkpoint."""
+    """The loss of each token of a text at a checkpoint."""
 
     step: int
     nats: Costs
@@ -50,7 +50,7 @@ def through_checkpoints(
 
 
 def learned_at(steps: Sequence[int], probabilities: Sequence[float], threshold: float = 0.5) -> int | None:
-    """The first step from which on a probability is never below the threshold; None: at the last it is, or is NaN."""
+    """The first step from which the probability stays at the threshold or above; None if the last is below it or NaN."""
     learned = None
     for step, probability in sorted(zip(steps, probabilities, strict=True), reverse=True):
         if not probability >= threshold:  # also NaN, of a token that is not predicted

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -26,32 +26,25 @@ def stoppable(model: GPT, check: Check) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def before(module: nn.Module, call: Callable[[Any, tuple[Any, ...]], None]) -> Iterator[None]:
+def before(module: nn.Module, call: Callable[[Any, tuple[Any, ...]], None]) -> AbstractContextManager[None]:
     """Call with the module and its inputs, before it is computed."""
-    thread = threading.get_ident()
+    return _hooked(module.register_forward_pre_hook, call)
 
-    def hook(of: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if threading.get_ident() == thread:
-            call(of, inputs)
 
-    handle = module.register_forward_pre_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
+def after(module: nn.Module, call: Callable[[Any], None]) -> AbstractContextManager[None]:
+    """Call with the module's output."""
+    return _hooked(module.register_forward_hook, lambda of, inputs, output: call(output))
 
 
 @contextmanager
-def after(module: nn.Module, call: Callable[[Any], None]) -> Iterator[None]:
-    """Call with the module's output."""
+def _hooked(register: Callable[..., Any], call: Callable[..., None]) -> Iterator[None]:
     thread = threading.get_ident()
 
-    def hook(of: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def hook(*arguments: Any) -> None:
         if threading.get_ident() == thread:
-            call(output)
+            call(*arguments)
 
-    handle = module.register_forward_hook(hook)
+    handle = register(hook)
     try:
         yield
     finally:

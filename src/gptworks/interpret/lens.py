@@ -21,9 +21,9 @@ class Guess:
     top: tuple[tuple[int, float], ...]
     """The likeliest tokens and their probabilities."""
     probability: float
-    """Of the token asked for."""
+    """Probability of the given token."""
     rank: int
-    """Of the token asked for, from 1, the likeliest."""
+    """Rank of the given token; 1 is the likeliest."""
 
 
 def logit_lens(model: GPT, recording: Recording, tokens: Sequence[int], n_top: int = 5) -> list[list[Guess]]:

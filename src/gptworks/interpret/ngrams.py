@@ -21,9 +21,9 @@ class NGram:
 
     n: int
     n_contexts: int
-    """Times that they occur."""
+    """Number of times that they occur."""
     n_followed: int
-    """Times that the token itself follows: the n-gram's count."""
+    """Number of times that the token follows them: the n-gram's count."""
     next_tokens: tuple[tuple[int, int], ...]
     """The most frequent tokens after them, and how often each comes."""
 
@@ -33,11 +33,11 @@ class NGrams:
     """The n-grams that end in one token of a text."""
 
     by_length: tuple[NGram, ...]
-    """From n = 1 on, up to the first that does not occur."""
+    """n = 1, 2, … up to the first n-gram that does not occur."""
     places: tuple[int, ...]
     """Positions in the split at which the first occurrences of the longest n-gram begin."""
     searched_tokens: int
-    """From the beginning of the split."""
+    """Number of tokens searched, from the beginning of the split."""
 
     @property
     def longest(self) -> int:

@@ -1,7 +1,7 @@
 """What a model computes on its way through a text, recorded at chosen positions.
 
-Hooks on the model's modules take it: the model computes what it always does and knows nothing of it. Attention's
-weights are computed from the model's own queries and keys.
+Hooks on its modules record their inputs and outputs and change nothing. Attention's weights are computed from the
+model's own queries and keys.
 
 Shapes: L layers, R recorded positions, S positions read, H heads, D head width, C width.
 """
@@ -55,17 +55,20 @@ def blocks_of(model: GPT) -> list[Block]:
     return [block for block in model.blocks if isinstance(block, Block)]
 
 
-def _check_runs(model: GPT) -> None:
-    """Refuse blocks that are run several times: what is kept is of one run of each.
-
-    Raises:
-        UserError: there are some.
-    """
+def _check(model: GPT, ids: Int64s) -> None:
+    """Refuse ids that the model lacks, and blocks that run several times: one run of each block is recorded."""
+    check_ids(model, ids)
     if model.config.repeats_layers:
-        raise UserError(
-            "model.layer_repeats runs blocks several times, and what happens in a model is recorded of blocks that are "
-            "run once."
-        )
+        raise UserError("model.layer_repeats runs blocks several times; only blocks that run once can be recorded.")
+
+
+def _weights(attention: Attention, inputs: tuple[Any, ...], rows: Tensor | None = None) -> Tensor:
+    """How much each position, or each of `rows`, takes of each other, [H, S, S] or [H, R, S]."""
+    x, read, *_ = inputs
+    q, k, _ = attention.heads(x, read.rotary)
+    rows = torch.arange(q.size(2), device=q.device) if rows is None else rows
+    mask = causal_mask(k.size(2), k.size(2), attention.scores.window, q.device)[rows]
+    return attention_weights(q[:, :, rows], k, mask, attention.scores)[0]
 
 
 def record(model: GPT, ids: Int64s, rows: Sequence[int], check: Check = never) -> Recording:
@@ -75,8 +78,7 @@ def record(model: GPT, ids: Int64s, rows: Sequence[int], check: Check = never) -
         UserError: the text is longer than the context, or more would be kept than MOST_NUMBERS.
     """
     config, length = model.config, len(ids)
-    check_ids(model, ids)
-    _check_runs(model)
+    _check(model, ids)
     n_layer = config.n_heads * (length + config.d_head) + 3 * config.d_model
     needed = len(rows) * config.n_layers * n_layer
     if needed > MOST_NUMBERS:
@@ -91,11 +93,7 @@ def record(model: GPT, ids: Int64s, rows: Sequence[int], check: Check = never) -
         kept[name].append((value[0] if isinstance(value, tuple) else value)[0, at])
 
     def weigh(attention: Attention, inputs: tuple[Any, ...]) -> None:
-        x, read, *_ = inputs
-        q, k, _ = attention.heads(x, read.rotary)
-        mask = causal_mask(length, length, attention.scores.window, x.device)[at]
-        found = attention_weights(q[:, :, at], k, mask, attention.scores)
-        kept["weights"].append(found[0])
+        kept["weights"].append(_weights(attention, inputs, at))
 
     with ExitStack() as hooks, eval_mode(model), torch.inference_mode():
         hooks.enter_context(stoppable(model, check))
@@ -117,21 +115,16 @@ def attention_map(model: GPT, ids: Int64s, layer: int, check: Check = never) -> 
     Raises:
         UserError: there is no such layer; or as `record`.
     """
-    config, length, found = model.config, len(ids), []
-    check_ids(model, ids)
-    _check_runs(model)
+    config, length = model.config, len(ids)
+    found: list[Tensor] = []
+    _check(model, ids)
     if not 0 <= layer < config.n_layers:
         raise UserError(f"layer {layer} is not in the model: layers go from 0 to {config.n_layers - 1}.")
     if (needed := config.n_heads * length**2) > MOST_NUMBERS:
         raise UserError(f"the map of {length} tokens takes {needed:,} numbers and at most {MOST_NUMBERS:,} are made.")
-
-    def weigh(attention: Attention, inputs: tuple[Any, ...]) -> None:
-        x, read, *_ = inputs
-        q, k, _ = attention.heads(x, read.rotary)
-        mask = causal_mask(length, length, attention.scores.window, q.device)
-        found.append(attention_weights(q, k, mask, attention.scores)[0])
-
-    hooks = stoppable(model, check), before(blocks_of(model)[layer].attention, weigh)
-    with hooks[0], hooks[1], eval_mode(model), torch.inference_mode():
+    weigh = before(
+        blocks_of(model)[layer].attention, lambda attention, inputs: found.append(_weights(attention, inputs))
+    )
+    with stoppable(model, check), weigh, eval_mode(model), torch.inference_mode():
         model.features(torch.from_numpy(ids).to(model.device)[None])
     return found[0]

@@ -1,4 +1,4 @@
-"""A text as tokens, each with the characters that it adds and what it costs a model."""
+"""A text as tokens, each with the characters that it adds and its loss."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ from gptworks.model import GPT
 from gptworks.tokenizer import StreamDecoder, document_frame
 
 MOST_TOKENS = 8192
-"""Tokens of a text that is looked into."""
+"""Most tokens of a text."""
 
 Costs = npt.NDArray[np.float64]
 
@@ -72,12 +72,9 @@ class TokenizedText:
             )
         start, end = (*starts[number : number + 2].tolist(), shards.n_tokens)[:2]
         ids = shards.read(start, min(end - start, MOST_TOKENS))
-        stream = StreamDecoder(tokenizer)
-        pieces = [stream.push(token) for token in ids.tolist()]
-        pieces[-1] += stream.flush()
+        pieces, framed = _decoded(tokenizer, ids.tolist())
         n_bytes = len("".join(pieces[1:]).encode("utf-8"))
-        framed = ids[:1].tolist() == document_frame(tokenizer)[0]
-        return cls(ids, tuple(pieces), framed, n_bytes if shards.manifest.round_trips else None)
+        return cls(ids, pieces, framed, n_bytes if shards.manifest.round_trips else None)
 
     @classmethod
     def of_tokens(cls, tokenizer: Tokenizer, ids: list[int]) -> Self:
@@ -89,14 +86,12 @@ class TokenizedText:
         """
         _check_length(len(ids))
         given = np.array(ids, dtype=np.int64)
-        stream = StreamDecoder(tokenizer)
-        pieces = [stream.push(token) for token in ids]
-        pieces[-1] += stream.flush()
+        pieces, framed = _decoded(tokenizer, ids)
         if text := "".join(pieces):
             cut = cls.of_text(tokenizer, text)
             if np.array_equal(cut.ids, given):
                 return cut
-        return cls(given, tuple(pieces), ids[:1] == document_frame(tokenizer)[0], None)
+        return cls(given, pieces, framed, None)
 
     def token_nats(self, model: GPT, check: Check = never) -> Costs:
         """The loss of each token [T], in nats, as `evaluate --text` counts it. The first is not predicted: NaN.
@@ -118,6 +113,14 @@ class TokenizedText:
         return start, min(start + context, self.n_tokens - 1)
 
 
+def _decoded(tokenizer: Tokenizer, ids: list[int]) -> tuple[tuple[str, ...], bool]:
+    """The text that each token adds, and whether the first token begins a document."""
+    stream = StreamDecoder(tokenizer)
+    pieces = [stream.push(token) for token in ids]
+    pieces[-1] += stream.flush()
+    return tuple(pieces), ids[:1] == document_frame(tokenizer)[0]
+
+
 def check_ids(model: GPT, ids: Int64s) -> None:
     """Raises a UserError if the model lacks one of the ids."""
     if (largest := int(ids.max(initial=0))) >= model.config.vocab_size:
@@ -137,10 +140,10 @@ class Segment:
 
     text: str
     tokens: tuple[int, int]
-    """Of the first reading: the first token, and the one after the last."""
+    """In the first reading: the first token, and the one after the last."""
     other_tokens: tuple[int, int]
     nats: float | None
-    """What it costs the first model; None where nothing predicts a part of it."""
+    """The first model's loss; None if a part of it is not predicted."""
     other_nats: float | None
 
 
@@ -167,7 +170,7 @@ def segments(text: TokenizedText, nats: Costs, other: TokenizedText, other_nats:
 
 
 def _last_at(text: TokenizedText) -> dict[int, int]:
-    """By the characters up to its end, the token that ends there; what follows the text belongs to its last one."""
+    """The token that ends after each number of characters; tokens after the text's end belong to its last token."""
     ends = itertools.accumulate(map(len, text.pieces))
     found = {end: i for i, (end, piece) in enumerate(zip(ends, text.pieces, strict=True)) if piece}
     return found | {max(found, default=0): text.n_tokens - 1}

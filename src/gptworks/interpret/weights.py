@@ -29,7 +29,7 @@ AT_ONCE = 2**18
 BINS = 100
 
 MOST_TENSORS = 200_000
-"""Of a model whose weights are looked at."""
+"""Most tensors of a model whose weights are shown."""
 
 MOST_SIDE = 4096
 """Rows or columns, whichever are fewer, of a matrix whose singular values are computed: 20 s on one core."""
@@ -50,7 +50,7 @@ class StoredWeights:
     kind: str
     """How it is stored: fp32, or packed as bf16, fp16, int8 or int4."""
     stored_bytes: int
-    """With its scales, without an adapter."""
+    """Bytes with scales, without the adapter."""
     adapter: LoRAConfig | None
     """Settings of the LoRA matrices that are added to it; None: it has none."""
 
@@ -89,7 +89,7 @@ class StoredWeights:
 
 
 def _cuts(n_rows: int, n_columns: int) -> Iterator[tuple[slice, slice]]:
-    """Of a matrix, along its longer side; columns in whole groups of int4."""
+    """Parts of a matrix, cut along its longer side; columns are cut between groups of int4."""
     if n_rows >= n_columns:
         step = max(1, AT_ONCE // n_columns)
         for first in range(0, n_rows, step):
@@ -98,9 +98,6 @@ def _cuts(n_rows: int, n_columns: int) -> Iterator[tuple[slice, slice]]:
     step = max(1, AT_ONCE // n_rows // GROUP) * GROUP
     for first in range(0, n_columns, step):
         yield slice(0, n_rows), slice(first, min(n_columns, first + step))
-
-
-# ------------------------------------------------------------------------------------------------ what is stored
 
 
 def count_tensors(recipe: Recipe) -> ParameterCount:
@@ -169,9 +166,6 @@ def _adapter_names(name: str) -> tuple[str, str]:
     return f"{module}.lora_a", f"{module}.lora_b"
 
 
-# ------------------------------------------------------------------------------------------------- what they are
-
-
 @dataclass(frozen=True)
 class Moments:
     """Counts and moments of weights; None where none of them is finite."""
@@ -181,13 +175,13 @@ class Moments:
     n_not_finite: int
     mean: float | None
     std: float | None
-    """Over all, not over all but one."""
+    """Divided by n, not by n − 1."""
     least: float | None
     most: float | None
 
 
 def moments(weights: StoredWeights, check: Check = never) -> Moments:
-    """In one pass, in float64; sums of squares around the mean are put together as Chan et al. (1983) do."""
+    """Moments in one pass, in float64; sums of squares are merged as by Chan et al. (1983)."""
     n, n_zero, n_finite, mean, squares = 0, 0, 0, 0.0, 0.0
     least, most = math.inf, -math.inf
     for part in weights.parts(check):
@@ -228,7 +222,7 @@ def histogram(weights: StoredWeights, edges: Floats, check: Check = never) -> ND
 
 
 def relative_change(before: StoredWeights, after: StoredWeights, check: Check = never) -> float | None:
-    """The norm of the difference over the norm of what was before; None where that is zero or something not finite."""
+    """The norm of the difference over the norm of `before`; None if that is zero or a weight is not finite."""
     changed, whole = 0.0, 0.0
     for old, new in zip(before.parts(check), after.parts(check), strict=True):
         changed += float((new.double() - old.double()).square().sum())

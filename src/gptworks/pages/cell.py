@@ -1,4 +1,4 @@
-"""What a notebook shows of a value: parts of pages, whose style does not affect the rest of the notebook."""
+"""Parts of pages in a notebook; their style does not affect the rest of the notebook."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -38,7 +38,7 @@ class Series:
 
     points: Sequence[Point]
     name: str = ""
-    """Written at its end."""
+    """Written at the curve's end."""
     kind: str = "series-0"
     """Its class in style.css."""
     style: str = "line"

@@ -22,7 +22,7 @@ from gptworks.runs.statistics import binomial_quantile, t_quantile
 
 FEWEST_SEEDS = 3
 SHARE = 0.95
-"""Share of runs of the same recipe that lie inside a point's interval."""
+"""Probability that another run of the recipe lies inside a point's interval."""
 
 
 class BandPoint(Section):
@@ -42,7 +42,7 @@ class Band(Section):
 
     name: str
     fingerprint: str
-    """Of `settings`."""
+    """A sha256 of `settings`."""
     settings: dict[str, Any]
     """The settings that decide the curve, without those at their defaults."""
     data_fingerprint: str | None
@@ -70,7 +70,7 @@ class Verdict:
     n_allowed: int
     last: BandPoint
     loss: float
-    """At the last point that the run and the band share."""
+    """The run's loss at the last point that it shares with the band."""
     other_data: bool
     """The text is not the band's, so the curve may differ."""
 
@@ -159,7 +159,6 @@ def make_band(runs: Sequence[History]) -> Band:
 
 
 def write_band(band: Band, path: Path) -> None:
-    """Write the band as JSON."""
     if not path.parent.is_dir():
         raise UserError(f"--make-band {path}: there is no folder {path.parent}; make it first.")
     write_whole(path, band.model_dump_json(indent=2) + "\n")
@@ -184,7 +183,6 @@ def read_band(path: Path) -> Band:
 
 
 def shipped_bands() -> list[Band]:
-    """The bands that come with the package."""
     paths = sorted((Path(__file__).parent / "bands").glob("*.json"))
     return [Band.model_validate_json(path.read_text(encoding="utf-8")) for path in paths]
 

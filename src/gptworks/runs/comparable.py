@@ -17,7 +17,7 @@ FINISHED = 0.98
 
 @dataclass(frozen=True)
 class Comparability:
-    """The measure in which two runs can be compared, or why there is none."""
+    """The measure in which two runs can be compared, or why they cannot."""
 
     measure: str | None
     """loss, bits_per_byte, or None."""
@@ -96,11 +96,11 @@ class Place:
     """A point of training that runs have in common."""
 
     words: str
-    """after 500 steps, …"""
+    """The point in words, such as `after 500 steps`."""
     step: int | None
-    """The step; None if runs are compared at equal tokens or time."""
+    """None if runs are compared at equal tokens or time."""
     values: tuple[tuple[float, ...], tuple[float, ...]]
-    """The measure of each run of both groups."""
+    """The measure of each run, for the two groups."""
     caveat: str = ""
 
 

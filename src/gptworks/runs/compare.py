@@ -44,9 +44,8 @@ class Finding:
     """loss or bits_per_byte."""
     unit: str
     after: str
-    """The point of training."""
     how: str
-    """How the spread was estimated; or why there is no interval, and what to do."""
+    """How the spread was estimated; without an interval, why, and what to do."""
     difference: Difference | None
     value: float
     caveats: tuple[str, ...] = ()
@@ -83,7 +82,7 @@ class Comparison:
 
     runs: tuple[History, ...]
     bands: tuple[Band | None, ...]
-    """For each run, the band it is held against."""
+    """The band that each run is compared with."""
 
     @cached_property
     def groups(self) -> list[Group]:
@@ -105,7 +104,7 @@ class Comparison:
 
     @cached_property
     def uncounted(self) -> list[str]:
-        """Runs that are in no group."""
+        """Names of runs that are in none of the groups."""
         counted = {run.folder for group in self.groups for run in group.runs}
         return [run.name for run in self.runs if run.folder not in counted]
 
@@ -116,7 +115,7 @@ class Comparison:
 
     @cached_property
     def verdicts(self) -> list[Verdict | None]:
-        """Each run against its band."""
+        """Each run compared with its band."""
         pairs = zip(self.runs, self.bands, strict=True)
         return [None if band is None else judge(run, band) for run, band in pairs]
 

@@ -14,7 +14,7 @@ from gptworks.training.record.curves import dot_titles, points, smoothed
 
 
 def to_html(comparison: Comparison) -> str:
-    """The page. Numbers stand in <data> elements with their exact values."""
+    """The page. Numbers are in <data> elements with their exact values."""
     runs = comparison.runs
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     names = " · ".join(run.name for run in runs) if len(runs) > 1 else f"the recipe {runs[0].recipe.name}"
@@ -52,7 +52,6 @@ def _evaluated(runs: Sequence[History], curves: Sequence[Sequence[Point]]) -> li
 
 
 def _bands(comparison: Comparison) -> Iterator[Series]:
-    """The area of each band."""
     drawn: set[str] = set()
     for i, band in enumerate(comparison.bands):
         if band is not None and band.fingerprint not in drawn:

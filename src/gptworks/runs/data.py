@@ -45,9 +45,9 @@ class Document:
     """A part of a document."""
 
     n_tokens: int
-    """Of the whole document."""
+    """Tokens of the entire document."""
     n_bytes: int | None
-    """Of the text that its tokens spell; special tokens spell nothing. None: it depends on neighbouring tokens."""
+    """Bytes of the document's text, without special tokens. None: they depend on neighbouring tokens."""
     before: Int64s
     """A few tokens before the part, to decode a character that they begin."""
     ids: Int64s
@@ -104,11 +104,9 @@ class RunData:
         return Speller(self.prepared.tokenizer)
 
     def spell(self, token: int) -> str:
-        """The spelling of a single token."""
         return self._speller.spell(token)[0] if token < self.prepared.manifest.vocab_size else ""
 
     def shards(self, split: Split) -> TokenShards:
-        """The tokens of a split."""
         return TokenShards(self.prepared.folder, split)
 
     def index(self, split: Split) -> SearchIndex:

@@ -33,7 +33,7 @@ class History:
     skipped: Skipped = field(default_factory=Skipped)
     """Lines of the log that are not records."""
     n_records: int = 0
-    """In the log; more than `records` if that was thinned."""
+    """Number of records in the log; `records` may be fewer."""
     seconds_by_part: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each part of a step, over all training records."""
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class History:
 
     @property
     def rewarded(self) -> bool:
-        """Whether it maximizes a reward: its loss is not a likelihood."""
+        """Whether it maximizes a reward, so that its loss is not a likelihood."""
         return self.recipe.objective.rollouts is not None
 
     @property
@@ -97,7 +97,7 @@ class History:
 
     @property
     def tokens_per_second(self) -> float:
-        """Over the whole run."""
+        """Average over the run."""
         return self.train[-1]["tokens"] / self.seconds if self.seconds else 0.0
 
     @property
@@ -108,12 +108,10 @@ class History:
 
     @property
     def last(self) -> Record | None:
-        """The last evaluation."""
         return self.validation[-1] if self.validation else None
 
     @cached_property
     def origins(self) -> tuple[Origin, ...]:
-        """See `origins_of`."""
         return origins_of(self.folder)
 
     def seconds_at(self, records: Sequence[Record]) -> list[float]:

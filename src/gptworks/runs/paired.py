@@ -30,7 +30,7 @@ from gptworks.training.rehearsal.trace import Rehearsal
 Report = Callable[[str], None]
 
 EVALUATIONS = 5
-"""Of each run, for its curve."""
+"""Evaluations of each run, for its curve."""
 
 USUAL_PAIRS = 5
 """Runs are shortened until this many pairs fit in the time."""
@@ -43,9 +43,6 @@ MEASUREMENTS = 2
 """Measurements of each model's step, alternating; the shortest counts."""
 
 _SEED_STRIDE = 10_007
-
-
-# ------------------------------------------------------------------------------------------------------------ begin
 
 
 def plan_try(
@@ -143,7 +140,6 @@ def measured_step_seconds(recipe: Recipe) -> float:
 
 
 def _arm_recipe(path: str | Path, design: Design, folder: Path, number: int, arm: str, steps: int) -> Recipe:
-    """The recipe of a run."""
     changes = () if arm == "before" else design.changes
     log_every = min(load_recipe(path, changes).train.log_every, max(1, steps // CHUNKS))
     length = [
@@ -155,9 +151,6 @@ def _arm_recipe(path: str | Path, design: Design, folder: Path, number: int, arm
     seed = (recipe.seed + number * _SEED_STRIDE) % 2**32
     name = f"{number:02d}-{arm}"
     return recipe.model_copy(update={"seed": seed, "run_dir": folder / "pairs" / name, "name": name})
-
-
-# -------------------------------------------------------------------------------------------------------------- run
 
 
 def run_try(

@@ -44,7 +44,7 @@ def try_lines(found: Try) -> Iterator[str]:
 
 
 def _third_runs(found: Try) -> str:
-    """What follows from the step times for the verdict in equal time."""
+    """What the step times mean for the verdict in equal time."""
     step = found.step_time
     if found.steps_in_time is not None:
         return f"; in equal time: runs of {found.steps_in_time:,} steps"
@@ -73,7 +73,7 @@ def words(found: Try, arm: str) -> str:
 
 
 def _of_worth(low: float, high: float, worth: float) -> str:
-    """Whether a difference whose direction is clear is as large as what is worth having."""
+    """Whether a difference with a clear direction is at least as large as what matters."""
     if low >= worth:
         return ""
     if high < worth:
@@ -87,7 +87,7 @@ def write_try_page(found: Try) -> None:
 
 
 def to_html(found: Try) -> str:
-    """The page. Numbers stand in <data> elements with their exact values."""
+    """The page. Numbers are in <data> elements with their exact values."""
     design, unit = found.design, found.loss_unit
     differing = differences([found.recipe, found.changed])  # also the settings that follow from the change
     changes = {key: f"{text_of(before)} → {text_of(after)}" for key, (before, after) in differing.items()}

@@ -1,4 +1,4 @@
-"""What quantizing cost and gained: size, perplexity, divergence, speed. For the terminal, as JSON and for the card."""
+"""The effects of quantizing on size, perplexity, divergence and speed: for a terminal, as JSON, for the model card."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -23,20 +23,20 @@ _PROMPT_TOKENS, _DECODED_TOKENS = 16, 64
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """Each pair is of the model in fp32 and of the quantized one."""
+    """Figures of the model in fp32 and of the quantized one; pairs are in this order."""
 
     weights: str
-    """What was asked for."""
+    """The requested format."""
     rounding: str
     calibration_tokens: int
-    """Of training text, on which the rounding was calibrated; 0: on none."""
+    """Tokens of training text that calibrated the rounding; 0: none."""
     matrices: dict[str, int]
-    """Parameters by how they are kept."""
+    """Number of parameters by format."""
     n_bytes: tuple[int, int]
-    """Of all tensors."""
+    """Bytes of all tensors."""
     divergence: Divergence
     tokens_per_second: tuple[float | None, float | None]
-    """Decoding one text greedily; None where it ended at once."""
+    """Of greedy decoding; None if the text ended at once."""
 
     @property
     def perplexities(self) -> tuple[float, float]:
@@ -44,7 +44,7 @@ class QuantizationReport:
 
     @property
     def perplexity_change(self) -> float:
-        """Of the quantized model over that of fp32, less 1."""
+        """Relative change: the quantized model's perplexity over that of fp32, minus 1."""
         before, after = self.perplexities
         return after / before - 1
 
@@ -71,7 +71,6 @@ class QuantizationReport:
         yield self.table.rich()
 
     def to_markdown(self) -> str:
-        """The model card's section."""
         return f"## Quantization\n\n{self.table.markdown()}\n"
 
     def to_json(self) -> dict[str, Any]:

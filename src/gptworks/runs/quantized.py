@@ -28,13 +28,13 @@ from gptworks.runs.quantization_report import QuantizationReport, make_report
 from gptworks.tokenizer import load_tokenizer
 
 CALIBRATION_TOKENS = 32_768
-"""Of training text, on which GPTQ calibrates where nothing else is asked for."""
+"""Default number of tokens of training text on which GPTQ calibrates."""
 
 REPORT_TOKENS = 65_536
-"""About as many held-out tokens are evaluated, evenly spaced over the validation split."""
+"""Approximate number of held-out tokens that are evaluated, evenly spaced over the validation split."""
 
 SECONDS_BETWEEN_SIGNS = 10.0
-"""A comparison that takes longer says how far it is."""
+"""Time between reports of a comparison's progress."""
 
 
 def quantize_run(
@@ -114,7 +114,7 @@ def _prepared(
 
 
 def _sign_of_life(report: Report) -> Callable[[int, int], None]:
-    """Reports how far a long comparison is, and how long it will still take: after its first batch, then each 10 s."""
+    """Report the progress and the remaining time of a comparison: after its first batch, then every 10 s."""
     started = due = time.monotonic()
 
     def sign(done_tokens: int, n_tokens: int) -> None:
@@ -147,7 +147,7 @@ def _calibration(shards: TokenShards, context_length: int, n_tokens: int) -> lis
 
 
 def _write(out: Path, run: Path, loaded: LoadedRun, quantized: QuantizedGPT, measured: QuantizationReport) -> None:
-    """The folder, written aside and renamed: it is there whole or not at all."""
+    """Write the folder under another name and rename it, so that it is complete or absent."""
     step = loaded.checkpoint.step
     origin = {"run": loaded.recipe.name, "folder": run.name, "step": step}
     with new_folder(out) as aside:
@@ -161,7 +161,7 @@ def _write(out: Path, run: Path, loaded: LoadedRun, quantized: QuantizedGPT, mea
 
 
 def _card(run: Path, loaded: LoadedRun, measured: QuantizationReport) -> str:
-    """The run's card, and below it what became of the weights."""
+    """The run's card, followed by the report."""
     card = run / "model-card.md"
     before = read_text(card, MAX_CARD_BYTES, inside=run) if card.exists() else f"# {loaded.recipe.name}\n"
     origin = f"Made from the run in `{run}`, step {loaded.checkpoint.step:,}, whose weights are in fp32.\n"

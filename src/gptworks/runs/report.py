@@ -158,9 +158,6 @@ def _duration(seconds: float) -> tuple[str, str]:
     return (clock(seconds)[:-3], "h") if seconds >= 3600 else (clock(seconds), "min")
 
 
-# ------------------------------------------------------------------------------------------------ curves
-
-
 def _charts(run: History) -> Iterator[Markup]:
     """A chart for each quantity in the records."""
     load, share = "tokens of the busiest expert ÷ the mean", "share of the speed of large matrix products"
@@ -199,9 +196,6 @@ def _by_layer(run: History) -> Iterator[Markup]:
             for i, layer in enumerate(layers)
         ]
         yield Chart(key, f"{title} of {run.name}", series, "tokens", title.lower()).svg()
-
-
-# ------------------------------------------------------------------------------------------------ tables
 
 
 def _where_time_went(run: History) -> Markup:
@@ -301,7 +295,7 @@ def _samples(run: History) -> list[Markup]:
 
 
 def _spread(records: list[Record], n: int) -> list[Record]:
-    """At most n of the records, evenly spread, the first and the last included."""
+    """At most n of the records, evenly spaced, with the first and the last."""
     if len(records) <= n:
         return records
     return [records[round(i * (len(records) - 1) / (n - 1))] for i in range(n)]

@@ -170,7 +170,7 @@ class Series:
 
     @property
     def at_end(self) -> bool:
-        """Whether all of the log has been read."""
+        """Whether the log has been read to its end."""
         return self._reader.at_end
 
     @property

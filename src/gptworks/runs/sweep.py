@@ -60,7 +60,6 @@ class Sweep:
 
     @property
     def loss_unit(self) -> str:
-        """The unit of the trials' validation losses."""
         return self.recipe.objective.loss_unit
 
     @property
@@ -73,7 +72,6 @@ class Sweep:
         return sum(trial.state == state for trial in self.trials)
 
     def to_json(self) -> dict[str, Any]:
-        """Stable keys."""
         return {
             "folder": str(self.recipe.run_dir),
             "best": None if self.best is None else self.best.number,
@@ -208,8 +206,6 @@ def _study(recipe: Recipe) -> "optuna.Study":
 
 @dataclass
 class _Sweeper:
-    """A sweep in progress."""
-
     recipe: Recipe
     path: str | Path
     overrides: Sequence[str]
@@ -224,7 +220,6 @@ class _Sweeper:
         self.settings, self.folder, self.study = self.recipe.sweep, self.recipe.run_dir, _study(self.recipe)
 
     def run(self) -> None:
-        """Trials, one after the other."""
         from optuna.trial import TrialState
 
         ended = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)

@@ -41,7 +41,7 @@ def write_sweep_page(sweep: Sweep) -> None:
 
 
 def to_html(sweep: Sweep) -> str:
-    """The page. Numbers stand in <data> elements with their exact values."""
+    """The page. Numbers are in <data> elements with their exact values."""
     best, recipe, unit = sweep.best, sweep.recipe, sweep.loss_unit
     tiles: list[tuple[str, str | Markup, str]] = [
         ("trials", html.number(len(sweep.trials)), f"of {sweep.settings.n_trials:,}"),

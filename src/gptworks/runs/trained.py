@@ -1,4 +1,4 @@
-"""A run that shows itself: as text, and with its curves and samples in a notebook."""
+"""A run that prints its figures, and shows its curves and samples in a notebook."""
 
 from gptworks.pages import parts as html
 from gptworks.pages.cell import Figure, cell
@@ -21,7 +21,7 @@ class TrainedRun(History):
 
     @property
     def samples(self) -> list[Record]:
-        """What the model wrote on its way: `step`, `prompt` and `text` of each."""
+        """Texts that the model wrote during training: `step`, `prompt` and `text` of each."""
         return self.kind("sample")
 
     @property

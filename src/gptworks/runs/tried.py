@@ -22,7 +22,7 @@ TRY_FILE = "try.json"
 _FORMAT, _MOST_BYTES = 1, 1 << 26
 
 PLACES = {"after": "at equal tokens", "in-time": "in equal time"}
-"""At what point an arm is compared, in words."""
+"""The point at which each arm is compared, in words."""
 
 LOSS_ERROR, SPEED_ERROR = 0.04, 0.01
 """False-positive rates of a change that does nothing: of an effect on the loss, and of third runs for its step times.
@@ -39,7 +39,7 @@ class Design:
     """The smallest difference in loss that matters."""
     most_pairs: Annotated[int, Field(ge=FEWEST_PAIRS, le=MOST_PAIRS)]
     steps: PositiveInt
-    """Of each run."""
+    """Length of each run."""
     estimated_step_time: float
     """Step time with the change as a multiple of the time without: a short measurement that only decides the length."""
     format_version: int = _FORMAT
@@ -52,11 +52,11 @@ class Pair:
     number: int
     seed: int
     loss: dict[str, FiniteFloat]
-    """By arm."""
+    """Last validation loss, by arm."""
     seconds: dict[str, float]
-    """Of training, by arm."""
+    """Time of training, by arm."""
     step_seconds: dict[str, Annotated[float, Field(gt=0, lt=1e9)]]
-    """Of a step, by arm; robust against other work on the machine."""
+    """Time of a step, by arm; robust against other work on the machine."""
     share_to_same_loss: float | None
     """Share of the changed run's steps after which it reached the other's final loss; None: never."""
 

@@ -23,7 +23,7 @@ _FEW_BYTES = 1 << 16
 
 
 class Watched:
-    """A run that is watched."""
+    """A run, its log as far as it was read, and its state in the list of runs."""
 
     def __init__(self, folder: Path, recipe_of: Callable[[Path], Recipe] = load_recipe) -> None:
         self.series = Series(folder, recipe_of)
