@@ -27,7 +27,7 @@ from gptworks.interpret.attribution import attribute
 from gptworks.interpret.checkpoints import chosen_steps, learned_at, through_checkpoints
 from gptworks.interpret.lens import logit_lens
 from gptworks.interpret.ngrams import find_ngrams
-from gptworks.interpret.record import Recording, attention_map, record
+from gptworks.interpret.record import Recording, record
 from gptworks.interpret.text import TokenizedText, along, segments
 from gptworks.model import GPT
 from gptworks.tokenizer import load_tokenizer, train_tokenizer
@@ -115,7 +115,6 @@ def check_attention(model: GPT, found: Recording) -> None:
         mixed = (heads if gates is None else heads * gates).flatten(1)
         torch.testing.assert_close(mixed, everything.mixed[i], rtol=0, atol=1e-12)
         torch.testing.assert_close(block.attention.out(mixed), everything.attention[i], rtol=0, atol=1e-12)
-        torch.testing.assert_close(attention_map(model, found.ids, i), everything.weights[i], rtol=0, atol=1e-12)
         torch.testing.assert_close(found.weights[i], everything.weights[i][:, list(found.rows)], rtol=0, atol=1e-12)
         if (window := config.layer_window(i)) is not None:
             assert everything.weights[i][:, 39, : 40 - window].abs().max() == 0
@@ -160,11 +159,6 @@ def test_what_is_too_much_or_not_there_is_refused(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UserError, match=r"40 positions of 40 tokens .* choose 23 positions"):
         record(model, ids, range(40))
     record(model, ids, range(23))
-    monkeypatch.setattr(recording_module, "MOST_NUMBERS", 4_000)
-    with pytest.raises(UserError, match=r"6,400 numbers and at most 4,000"):
-        attention_map(model, ids, 0)
-    with pytest.raises(UserError, match="layers go from 0 to 2"):
-        attention_map(model, ids, 3)
     with pytest.raises(UserError, match="ids go from 0 to 259"):
         attribute(model, record(model, ids, [1]), 0, hf.VOCABULARY)
     with pytest.raises(UserError, match="token id 260"):

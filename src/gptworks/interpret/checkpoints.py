@@ -50,7 +50,7 @@ def through_checkpoints(
 
 
 def learned_at(steps: Sequence[int], probabilities: Sequence[float], threshold: float = 0.5) -> int | None:
-    """The first step from which the probability stays at the threshold or above; None if the last is below it or NaN."""
+    """The first step from which the probability stays at the threshold or above; None if the last is lower or NaN."""
     learned = None
     for step, probability in sorted(zip(steps, probabilities, strict=True), reverse=True):
         if not probability >= threshold:  # also NaN, of a token that is not predicted

@@ -55,22 +55,6 @@ def blocks_of(model: GPT) -> list[Block]:
     return [block for block in model.blocks if isinstance(block, Block)]
 
 
-def _check(model: GPT, ids: Int64s) -> None:
-    """Refuse ids that the model lacks, and blocks that run several times: one run of each block is recorded."""
-    check_ids(model, ids)
-    if model.config.repeats_layers:
-        raise UserError("model.layer_repeats runs blocks several times; only blocks that run once can be recorded.")
-
-
-def _weights(attention: Attention, inputs: tuple[Any, ...], rows: Tensor | None = None) -> Tensor:
-    """How much each position, or each of `rows`, takes of each other, [H, S, S] or [H, R, S]."""
-    x, read, *_ = inputs
-    q, k, _ = attention.heads(x, read.rotary)
-    rows = torch.arange(q.size(2), device=q.device) if rows is None else rows
-    mask = causal_mask(k.size(2), k.size(2), attention.scores.window, q.device)[rows]
-    return attention_weights(q[:, :, rows], k, mask, attention.scores)[0]
-
-
 def record(model: GPT, ids: Int64s, rows: Sequence[int], check: Check = never) -> Recording:
     """Compute a text [S], without dropout, and keep what happens at some of its positions.
 
@@ -78,7 +62,9 @@ def record(model: GPT, ids: Int64s, rows: Sequence[int], check: Check = never) -
         UserError: the text is longer than the context, or more would be kept than MOST_NUMBERS.
     """
     config, length = model.config, len(ids)
-    _check(model, ids)
+    check_ids(model, ids)
+    if config.repeats_layers:
+        raise UserError("model.layer_repeats runs blocks several times; only blocks that run once can be recorded.")
     n_layer = config.n_heads * (length + config.d_head) + 3 * config.d_model
     needed = len(rows) * config.n_layers * n_layer
     if needed > MOST_NUMBERS:
@@ -93,7 +79,10 @@ def record(model: GPT, ids: Int64s, rows: Sequence[int], check: Check = never) -
         kept[name].append((value[0] if isinstance(value, tuple) else value)[0, at])
 
     def weigh(attention: Attention, inputs: tuple[Any, ...]) -> None:
-        kept["weights"].append(_weights(attention, inputs, at))
+        x, read, *_ = inputs
+        q, k, _ = attention.heads(x, read.rotary)
+        mask = causal_mask(length, length, attention.scores.window, x.device)[at]
+        kept["weights"].append(attention_weights(q[:, :, at], k, mask, attention.scores)[0])
 
     with ExitStack() as hooks, eval_mode(model), torch.inference_mode():
         hooks.enter_context(stoppable(model, check))
@@ -107,24 +96,3 @@ def record(model: GPT, ids: Int64s, rows: Sequence[int], check: Check = never) -
         features = model.features(tokens[None])[0, at]
     stacked = {name: torch.stack(values) for name, values in kept.items()}
     return Recording(ids, tuple(rows), features=features, **stacked)
-
-
-def attention_map(model: GPT, ids: Int64s, layer: int, check: Check = never) -> Tensor:
-    """How much each position of a text takes of each other in one layer: [H, S, S], in float32 at least.
-
-    Raises:
-        UserError: there is no such layer; or as `record`.
-    """
-    config, length = model.config, len(ids)
-    found: list[Tensor] = []
-    _check(model, ids)
-    if not 0 <= layer < config.n_layers:
-        raise UserError(f"layer {layer} is not in the model: layers go from 0 to {config.n_layers - 1}.")
-    if (needed := config.n_heads * length**2) > MOST_NUMBERS:
-        raise UserError(f"the map of {length} tokens takes {needed:,} numbers and at most {MOST_NUMBERS:,} are made.")
-    weigh = before(
-        blocks_of(model)[layer].attention, lambda attention, inputs: found.append(_weights(attention, inputs))
-    )
-    with stoppable(model, check), weigh, eval_mode(model), torch.inference_mode():
-        model.features(torch.from_numpy(ids).to(model.device)[None])
-    return found[0]
