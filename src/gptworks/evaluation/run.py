@@ -51,14 +51,7 @@ class EvaluatedRun:
         progress: Progress = lambda done, total: None,
     ) -> None:
         """
-        Args:
-            checkpoint: best, last, or a step.
-            overrides: settings that win over the run's, such as `model.context_length=1024`.
-            precision: of losses; None: the run's own. Tasks are computed as the engine computes.
-            weights: the format in which weights are loaded; see `gptworks.load`.
-            report: called with each fallback, as text.
-            prepare: builds, or finds, the shards of the run's own text.
-            progress: called with the number of items or tokens done, and their total.
+        Args: as for `gptworks.evaluate`; `precision` is that of losses, as the engine chooses its own for tasks.
 
         Raises:
             UserError: no such run, checkpoint or device, damaged files, or a run that is quantized to other weights.
@@ -111,12 +104,8 @@ class EvaluatedRun:
     def validation(
         self, stride: int | None = None, by_position: bool = False, compressors: bool = False
     ) -> dict[str, Any]:
-        """Loss, perplexity and bits per byte over the entire validation split, as JSON.
-
-        Args:
-            stride: tokens between windows; None: the context.
-            by_position: also the loss in each eighth of the context.
-            compressors: also the bits per byte of gzip and xz on the same text.
+        """Loss, perplexity and bits per byte over the entire validation split, as JSON. Arguments as for
+        `gptworks.evaluate`.
 
         Raises:
             UserError: a stride that is not within 1 and the context.
