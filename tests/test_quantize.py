@@ -34,7 +34,7 @@ from gptworks.quantize.linear import QuantizedGPT, QuantizedLinear, packed_matri
 from gptworks.quantize.rounding import gptq, round_int4, round_int8
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.runs import quantized as quantize_module
-from gptworks.runs.quantized import _sign_of_life, quantize_run
+from gptworks.runs.quantized import quantize_run
 from gptworks.tokenizer import load_tokenizer
 from gptworks.training.loop import train
 
@@ -466,19 +466,6 @@ def command(*arguments: str | Path) -> int:
     finally:
         sys.argv = before
     return 0
-
-
-def test_a_long_comparison_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    clock = iter([0.0, 30.0, 33.0, 60.0, 120.0])
-    monkeypatch.setattr("gptworks.runs.quantized.time.monotonic", lambda: next(clock))
-    sign = _sign_of_life(said.append)
-    for done in (1000, 1100, 2000, 4000):
-        sign(done, 4000)
-    assert said == [
-        "compared 1,000 of 4,000 tokens, about 1:30 left",
-        "compared 2,000 of 4,000 tokens, about 1:00 left",
-    ]
 
 
 def test_an_imported_run_asks_for_a_text_and_is_measured_on_it(tmp_path: Path) -> None:

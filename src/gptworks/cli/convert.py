@@ -122,10 +122,11 @@ def quantize(
     from gptworks.device import choose_device
     from gptworks.runs.quantized import quantize_run
 
-    with working(f"quantizing {run}"):
+    with working(f"quantizing {run}") as show_progress:
         made = quantize_run(
             run, out, weights, rounding=rounding, head=head, calibration_tokens=calibrate, texts=text or (),
             checkpoint=checkpoint, device=choose_device(device), prepare=prepare_with_progress, report=notice,
+            progress=show_progress,
         )  # fmt: skip
     show(made, as_json)
     notice(f"wrote {out}")

@@ -132,16 +132,13 @@ def common_place(first: Sequence[History], second: Sequence[History], measure: s
             f"they were never evaluated after the same number of {unit} (last: {last}): give both the same "
             f"train.evaluate_every and train them to the same length"
         )
-    at = max(common)
-    words = f"after {at:,} {unit}"
-    beyond = [run for run in runs if run.validation[-1][key] > at]
-    caveat = ""
-    if beyond:
+    at, caveat = max(common), ""
+    if beyond := [run for run in runs if run.validation[-1][key] > at]:
         caveat = f"{beyond[0].name} trained on to {beyond[0].validation[-1][key]:,} {unit}"
         if len({run.planned_steps for run in runs}) > 1:
             caveat += "; the runs have other lengths, so their learning rates were at other points of their schedules"
-    chosen = [points[i][at] for i in range(len(runs))]
-    return _place(words, at if key == "step" else None, first, second, chosen, measure, caveat)
+    records = [each[at] for each in points]
+    return _place(f"after {at:,} {unit}", at if key == "step" else None, first, second, records, measure, caveat)
 
 
 def _place(

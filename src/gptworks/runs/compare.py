@@ -203,9 +203,7 @@ class Comparison:
                     "tokens": run.tokens,
                     "seconds": run.seconds,
                     "tokens_per_second": run.tokens_per_second,
-                    "best_validation_loss": figure_of(run.best, "loss"),
-                    "last_validation_loss": figure_of(run.last, "loss"),
-                    "best_bits_per_byte": figure_of(run.best, "bits_per_byte"),
+                    **dict(zip(_LOSSES, _losses(run), strict=True)),
                     "verdict": verdict and verdict.to_json(),
                 }
                 for run, verdict in zip(self.runs, self.verdicts, strict=True)
@@ -228,8 +226,7 @@ class Comparison:
                 html.key(run.name, colour(i)), html.number(run.parameters), html.number(run.tokens),
                 html.number(run.seconds, clock(run.seconds)),
                 html.number(run.tokens_per_second, f"{run.tokens_per_second:,.0f}"),
-                *map(html.rounded, (figure_of(run.best, "loss"), figure_of(run.last, "loss"),
-                                    figure_of(run.best, "bits_per_byte"))),
+                *map(html.rounded, _losses(run)),
             )
             for i, run in enumerate(self.runs)
         ]  # fmt: skip
@@ -265,8 +262,13 @@ def _signed(value: float) -> str:
     return f"{value:+.4f}".replace("-", "−")
 
 
-def figure_of(record: dict[str, Any] | None, key: str) -> float | None:
-    return None if record is None else record.get(key)
+_LOSSES = ("best_validation_loss", "last_validation_loss", "best_bits_per_byte")
+
+
+def _losses(run: History) -> list[float | None]:
+    """The figures named in _LOSSES."""
+    chosen = ((run.best, "loss"), (run.last, "loss"), (run.best, "bits_per_byte"))
+    return [None if record is None else record.get(key) for record, key in chosen]
 
 
 def _why_no_band(run: History) -> str:

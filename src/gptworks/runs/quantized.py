@@ -1,7 +1,6 @@
 """Quantize a run folder into a new one, which is used like any other."""
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -33,9 +32,6 @@ CALIBRATION_TOKENS = 32_768
 REPORT_TOKENS = 65_536
 """Approximate number of held-out tokens that are evaluated, evenly spaced over the validation split."""
 
-SECONDS_BETWEEN_SIGNS = 10.0
-"""Time between reports of a comparison's progress."""
-
 
 def quantize_run(
     run: str | Path,
@@ -50,6 +46,7 @@ def quantize_run(
     device: torch.device | str = "cpu",
     prepare: Callable[[Recipe], Prepared] = prepare_data,
     report: Report = lambda _: None,
+    progress: Callable[[int, int], None] = lambda done_tokens, tokens: None,
 ) -> QuantizationReport:
     """Write a quantized copy of a run: recipe, tokenizer, one checkpoint, `quantization.json` and `model-card.md`.
 
@@ -59,7 +56,8 @@ def quantize_run(
         calibration_tokens: of training text; rounded up to whole windows. Default: CALIBRATION_TOKENS.
         texts: files, or folders of .txt and .md; the last tenth of each is held out. Default: the run's own text.
         prepare: gives the run's text as token shards.
-        report: receives what is done.
+        report: called with each step of the work, as text.
+        progress: called with the held-out tokens compared so far, and all.
 
     Raises:
         UserError: no such run, or a quantized one; `out` holds something; settings that contradict one another; text
@@ -87,7 +85,7 @@ def quantize_run(
         weights=weights,
         rounding=rounding,
         calibration_tokens=sum(batch.numel() for batch in batches),
-        progress=_sign_of_life(report),
+        progress=progress,
     )
     _write(out, run, loaded, quantized, measured)
     return measured
@@ -111,20 +109,6 @@ def _prepared(
             f"kind that the model is for."
         )
     return find_of_run(recipe, run, trained_on) or prepare(recipe)
-
-
-def _sign_of_life(report: Report) -> Callable[[int, int], None]:
-    """Report the progress and the remaining time of a comparison: after its first batch, then every 10 s."""
-    started = due = time.monotonic()
-
-    def sign(done_tokens: int, n_tokens: int) -> None:
-        nonlocal due
-        if (now := time.monotonic()) >= due and done_tokens < n_tokens:
-            due = now + SECONDS_BETWEEN_SIGNS
-            minutes, seconds = divmod(round((now - started) * (n_tokens - done_tokens) / done_tokens), 60)
-            report(f"compared {done_tokens:,} of {n_tokens:,} tokens, about {minutes}:{seconds:02d} left")
-
-    return sign
 
 
 def _check_rounding(weights: Weights, rounding: Rounding | None, calibration_tokens: int | None) -> Rounding:
