@@ -24,11 +24,7 @@ class Interval:
 
 
 def interval(statistics: Floats, figure: Figure) -> Interval:
-    """The figure of all items, and its percentile interval over items drawn with replacement.
-
-    Args:
-        statistics: of each item, float64 [N, S]; the figure is a function of their sums.
-    """
+    """The figure of all items' statistics [N, S], and its percentile interval over items drawn with replacement."""
     value = figure(statistics.sum(0, keepdims=True))
     low, high = np.nanquantile(np.concatenate([figure(sums) for sums in _sums(statistics)]), [0.025, 0.975])
     return Interval(float(value[0]), float(low), float(high))

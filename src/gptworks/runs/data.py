@@ -202,11 +202,7 @@ class RunData:
         ]
 
     def shown(self, row: Row, first: int, n: int, nats: Sequence[float | None] | None = None) -> Tree:
-        """A row as JSON, with n of its tokens starting at token `first`.
-
-        Args:
-            nats: a model's loss on each token of the row.
-        """
+        """A row as JSON, with n of its tokens starting at token `first`, and a model's loss on each token."""
         ids = row.ids[first : first + n].tolist()
         texts = pieces(self.prepared.tokenizer, row.ids[max(0, first - BEFORE) : first].tolist(), ids)
         begins = {one.at: {"document": one.document, "first": one.first, "alone": one.begins_text}

@@ -52,7 +52,6 @@ def plan_try(
     """A new try, its length from a short measurement of a step; or the try that is already in the folder.
 
     Args:
-        path: a recipe.
         changes: `key.path=value`, which make one change together.
         steps: of each run; None: the recipe's, or fewer where too few pairs fit in the time.
         prepare_text: called with the recipe after all checks that do not need its text.
@@ -156,11 +155,9 @@ def _arm_recipe(path: str | Path, design: Design, folder: Path, number: int, arm
 def run_try(
     begun: Try, path: str | Path, report: Report = lambda _: None, after_pair: Callable[[Try], None] = lambda _: None
 ) -> Try:
-    """Train pairs until the verdicts are clear, the time is over, or a signal asks to stop.
+    """Train pairs of the recipe in `path` until the verdicts are clear, the time is over, or a signal asks to stop.
 
-    Args:
-        begun: from `plan_try`. path: its recipe.
-        after_pair: called with the try after each pair, to write its page for instance.
+    `after_pair` is called with the try after each pair.
 
     Raises:
         UserError: another process is at work in the folder.

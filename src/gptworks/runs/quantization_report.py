@@ -103,12 +103,7 @@ def make_report(
     calibration_tokens: int,
     progress: Callable[[int, int], None] = lambda done_tokens, tokens: None,
 ) -> QuantizationReport:
-    """Compare a quantized model with the one that it was made from.
-
-    Args:
-        windows: held-out text, as for `evaluate_loss`.
-        progress: called with the tokens compared so far, and all.
-    """
+    """Compare a quantized model with the one that it was made from, on held-out windows as for `evaluate_loss`."""
     windows = list(windows)
     n_tokens = sum(int((targets != IGNORED).sum()) for _, targets in windows)
     prompt = windows[0][0][:_PROMPT_TOKENS].tolist()

@@ -80,11 +80,8 @@ def _written(path: Path) -> int:
 
 
 def to_html(run: History, refresh_seconds: int | None = None) -> str:
-    """The page. Numbers stand in <data> elements with their exact values.
-
-    Args:
-        refresh_seconds: how often a browser loads it again; None: never.
-    """
+    """The page. Numbers are in <data> elements with their exact values. A browser loads it again every
+    `refresh_seconds`."""
     sheet, outcome, planned = describe(run.recipe.model, run.recipe.name), read_outcome(run.folder), run.planned_steps
     loss = training_chart(run.train, run.validation, run.name, run.loss_unit, rewarded=run.rewarded)
     parts = [

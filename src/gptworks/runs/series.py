@@ -127,10 +127,6 @@ class Series:
     """
 
     def __init__(self, folder: Path, recipe_of: Callable[[Path], Recipe] = load_recipe) -> None:
-        """
-        Args:
-            recipe_of: reads a run folder's recipe.
-        """
         self.folder, self._recipe_of = folder, recipe_of
         self._is_detailed = False
         self.begin()

@@ -69,10 +69,6 @@ class StepTime:
 
 
 def step_time(ratios: Sequence[float], most_pairs: int, error: float) -> StepTime:
-    """The ratio after some pairs, one or more; its interval is unbounded before the first look.
-
-    Args:
-        ratios: one for each pair. most_pairs, error: see `verdict`.
-    """
+    """The ratio after one or more pairs, as `verdict` judges; its interval is unbounded before the first look."""
     found = verdict([math.log(ratio) for ratio in ratios], most_pairs, 0, error)
     return StepTime(*(math.exp(value) for value in (found.value, found.low, found.high)))

@@ -37,11 +37,9 @@ def train_trial(
     report: Callable[[str], None],
     watch: Callable[[], str | None] = lambda: None,
 ) -> str | None:
-    """Train the recipe next to a run folder. Returns `done` or `failed`; None if a stop was requested.
+    """Train the recipe next to the run folder `place`. Returns `done` or `failed`; None if a stop was requested.
 
-    Args:
-        place: the run folder.
-        watch: called repeatedly, and once after the end. A word that it returns stops the trial and is returned.
+    `watch` is called repeatedly, and once after the end. A word that it returns stops the trial and is returned.
     """
     if not _alone(place, stop_asked, report):
         return None
@@ -102,15 +100,8 @@ def last_line(place: Path) -> str:
 
 
 def check_comparable(recipe: Recipe, key: str, named: str) -> None:
-    """Refuse a setting that changes what the loss measures, or the seed: the trials' losses would not show which value
-    is better.
-
-    Args:
-        named: the setting in the message.
-
-    Raises:
-        UserError: it is such a setting.
-    """
+    """Refuse, calling it `named`, a setting that changes what the loss measures, or the seed: the trials' losses would
+    not show which value is better."""
     if key.partition(".")[0] in ("name", "run_dir", "sweep", "data", "tokenizer"):
         raise UserError(f"{named}: `{key}` is the same in all trials, so that their losses compare.")
     # a key that the recipe does not have is refused by name where its values are tried
@@ -149,13 +140,10 @@ def _alone(place: Path, stop_asked: Callable[[], Any], report: Callable[[str], N
 
 @contextlib.contextmanager
 def open_folder(folder: Path, named: str, setting: str) -> Iterator[Callable[[], Any]]:
-    """Lock a folder of trials for this process, creating it, and yield what says whether a signal asked to stop.
-
-    Args:
-        named, setting: what the message calls the folder, and the setting that gives another one.
+    """Create a folder of trials, lock it for this process, and yield a function that says whether to stop.
 
     Raises:
-        UserError: another process uses it, or a link in it leads elsewhere.
+        UserError: another process uses it, or a link in it leads elsewhere. The message has `named` and `setting`.
     """
     check_links(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -174,10 +174,7 @@ def write_try(found: Try) -> None:
 
 
 def read_try(folder: Path, recipe_of: Callable[[Path], Recipe] = load_recipe) -> Try:
-    """The try in a folder, also while it runs.
-
-    Args:
-        recipe_of: reads the recipe in a file.
+    """The try in a folder, also while it runs; `recipe_of` reads its recipes.
 
     Raises:
         UserError: there is no try, or its file is damaged.

@@ -80,10 +80,6 @@ class Watch:
     """Runs by name. It belongs to one thread."""
 
     def __init__(self, most_bytes: int = MOST_BYTES, recipe_of: Callable[[Path], Recipe] = load_recipe) -> None:
-        """
-        Args:
-            recipe_of: reads a run folder's recipe.
-        """
         self.runs: dict[str, Watched] = {}
         self._recipe_of = recipe_of
         self._most_bytes = most_bytes
