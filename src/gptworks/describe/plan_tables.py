@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Group
 
-from gptworks.describe.sheet import parameters_json
+from gptworks.describe.sheet import WORDS, parameters_json
 from gptworks.pages.tables import Table
 from gptworks.planning.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
 from gptworks.planning.fit import layout_words
@@ -15,14 +15,11 @@ from gptworks.planning.run import Plan
 from gptworks.planning.setting import Setting
 from gptworks.units import epochs_words, readable
 
-WORDS = {
+_WORDS = WORDS | {
     "weights_average": "weights' average",
     "adapter_inputs": "adapter's inputs",
     "other_models": "weights of a teacher or of the start",
-    "mlp": "MLP",
     "weight_copies": "product-precision copies of weights",
-    "query_key_value": "query, key, value",
-    "attention_scores": "scores and weighted sum",
     "attention_output": "output projection",
     "teacher": "teacher's forward pass",
     "sampling_policy": "forward pass over the answers sampled",
@@ -32,13 +29,12 @@ WORDS = {
     "gradients_alike": "gradients of what each tensor rank has whole",
     "updates": "Muon's updates",
 }
-"""Names of parts of memory and work, if they differ from the key."""
 _UNMEASURED = "--device this measures this machine's speed"
 
 
 def words(part: str) -> str:
     """The name of a part for people."""
-    return WORDS.get(part, part.replace("_", " "))
+    return _WORDS.get(part, part.replace("_", " "))
 
 
 def printed(plan: Plan, details: bool = False) -> Group:

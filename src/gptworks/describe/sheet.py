@@ -41,7 +41,8 @@ KINDS = {
 }  # fmt: skip
 """Colour of each group of parameters and of each part of the operations; by default the MLP's."""
 
-_WORDS = {"query_key_value": "query, key, value", "attention_scores": "scores and weighted sum", "mlp": "MLP"}
+WORDS = {"query_key_value": "query, key, value", "attention_scores": "scores and weighted sum", "mlp": "MLP"}
+"""Names of parts of the work, if they differ from the key."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class Sheet:
         """The name of a part of the work for people."""
         if part == "experts":
             return f"{self.config.n_experts_per_token:,} of {self.config.n_experts:,} experts"
-        return _WORDS.get(part, part.replace("_", " "))
+        return WORDS.get(part, part.replace("_", " "))
 
     def _mlp_flops(self) -> Iterator[tuple[str, float]]:
         c, mlp = self.config, self.flops.mlp / self.flops.length
