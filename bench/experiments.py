@@ -29,9 +29,9 @@ from gptworks.data.prepare import prepare
 from gptworks.device import cpu_threads
 from gptworks.errors import RunError, UserError
 from gptworks.recipe import load_recipe, read_recipe
-from gptworks.runs.paired import measured_step_seconds
 from gptworks.runs.settings import fingerprint
 from gptworks.runs.trials import check_comparable
+from gptworks.runs.try_run import measured_step_seconds
 from gptworks.training.signals import stop_signals
 from recorded import REPOSITORY, Result, add_result, all_threads, provenance, read_results, train_recorded
 

@@ -29,7 +29,7 @@ from gptworks.device import cpu_threads
 from gptworks.errors import RunError, UserError
 from gptworks.planning.flops import forward_flops
 from gptworks.recipe import load_recipe, read_recipe, with_vocab_size
-from gptworks.runs.paired import measured_step_seconds
+from gptworks.runs.try_run import measured_step_seconds
 from gptworks.training.signals import stop_signals
 from league_page import write_page
 from recorded import REPOSITORY, Result, add_result, all_threads, provenance, read_results, train_recorded

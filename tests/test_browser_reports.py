@@ -8,9 +8,9 @@ import pytest
 
 from browser import Studio
 from gptworks.runs.history import read_history
-from gptworks.runs.paired import plan_try, run_try
-from gptworks.runs.paired_page import write_try_page
 from gptworks.runs.report import write_report
+from gptworks.runs.try_page import write_try_page
+from gptworks.runs.try_run import plan_try, run_try
 from test_try import recipe  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.browser

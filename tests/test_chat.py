@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gptworks.chat_template import BUILT_IN, ChatTemplate
-from gptworks.cli.talk import HELP, Talk, Terminal
+from gptworks.cli.chat_terminal import HELP, Talk, Terminal
 from gptworks.config import ConversationsSource
 from gptworks.data.conversations.reading import iter_conversations
 from gptworks.errors import UserError

@@ -23,8 +23,8 @@ from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from gptworks.evaluation import memorization
 from gptworks.evaluation.calibration import measure_calibration
+from gptworks.evaluation.evaluated_run import EvaluatedRun
 from gptworks.evaluation.memorization import find_copied, measure_memorization
-from gptworks.evaluation.run import EvaluatedRun
 from gptworks.evaluation.text import PASSAGE_CHARACTERS, evaluate_text
 from gptworks.infer.engine import Engine
 from gptworks.model import GPT

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
 from gptworks.checkpoint import checkpoints, load_run
-from gptworks.cli.use import drafter_of
+from gptworks.cli.generate import drafter_of
 from gptworks.config import ModelConfig, TrainConfig
 from gptworks.device import choose_precision
 from gptworks.errors import UserError

@@ -26,7 +26,7 @@ from gptworks.infer.chat import TurnSession
 from gptworks.infer.engine import Engine
 from gptworks.pages.parts import MOST_CHARACTERS
 from gptworks.recipe import load_recipe
-from gptworks.runs.trained import TrainedRun
+from gptworks.runs.trained_run import TrainedRun
 from gptworks.training.record import notebook
 from gptworks.training.record.display import Display
 from gptworks.training.record.notebook import MOST_LINES, NotebookDisplay

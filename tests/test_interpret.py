@@ -17,7 +17,7 @@ from gptworks.checkpoint import load_run, save_checkpoint
 from gptworks.config import CharTokenizer, ModelConfig
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
-from gptworks.evaluation.run import EvaluatedRun
+from gptworks.evaluation.evaluated_run import EvaluatedRun
 from gptworks.evaluation.text import evaluate_text
 from gptworks.infer.engine import Engine
 from gptworks.interop.huggingface import import_huggingface

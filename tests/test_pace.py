@@ -6,7 +6,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from gptworks.cli.talk import Talk, Terminal
+from gptworks.cli.chat_terminal import Talk, Terminal
 from gptworks.infer import Engine
 from gptworks.infer.chat import chat_session
 from gptworks.infer.request import WorkClock

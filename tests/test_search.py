@@ -21,9 +21,9 @@ from gptworks.data.prepare import prepare
 from gptworks.data.search import SearchIndex
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
+from gptworks.evaluation.evaluated_run import EvaluatedRun
 from gptworks.evaluation.memorization import find_copied
 from gptworks.evaluation.results import Evaluation
-from gptworks.evaluation.run import EvaluatedRun
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.runs.data import data_of
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 import reference_page
-from gptworks.cli import look
+from gptworks.cli import design
 from gptworks.config import ModelConfig
 from gptworks.data.batches import Batches
 from gptworks.data.shards import TokenShards
@@ -442,16 +442,16 @@ def test_a_plan_needs_the_vocabulary() -> None:
 def test_the_demonstration_of_document_002_is_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look.describe("gpt2-tiny", run=True)
+    design.describe("gpt2-tiny", run=True)
     printed = capsys.readouterr().out
     assert "1 × 16 token ids" in printed and "1 × 16 × 512 logits" in printed and "742,528 parameters" in printed
     assert re.search(r"time +\d+\.\d{3} ms \(measured here", printed)
     shown = demonstrate(preset("gpt2-tiny"), 128)
     assert shown.output_shape == (1, 128, 512) and abs(shown.loss - math.log(512)) < 0.1
     with pytest.raises(UserError, match="--length 129: the model reads 1 to 128 tokens"):
-        look.describe("gpt2-tiny", run=True, length=129)
+        design.describe("gpt2-tiny", run=True, length=129)
     monkeypatch.setattr("gptworks.describe.demonstration.available_memory_bytes", lambda: 64 << 30)
     with pytest.raises(UserError, match=r"--run needs 698\.4 GB .* 68\.72 GB of memory are free: take a smaller model"):
-        look.describe("gpt3-175b", run=True)
+        design.describe("gpt3-175b", run=True)
     with pytest.raises(UserError, match="--length is for --run"):
-        look.describe("gpt2-tiny", length=3)
+        design.describe("gpt2-tiny", length=3)

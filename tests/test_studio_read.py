@@ -18,7 +18,7 @@ import serving
 import tiny
 from gptworks.checkpoint import load_run
 from gptworks.data.shards import TokenShards
-from gptworks.evaluation.run import EvaluatedRun
+from gptworks.evaluation.evaluated_run import EvaluatedRun
 from gptworks.evaluation.text import evaluate_text
 from gptworks.infer.engine import Engine, load
 from gptworks.interpret import checkpoints

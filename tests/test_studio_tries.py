@@ -5,8 +5,8 @@ from shutil import copyfile
 
 from browser import open_studio
 from gptworks.recipe import load_recipe
-from gptworks.runs.paired_page import try_lines, write_try_page
-from gptworks.runs.tried import TRY_FILE, Design, Pair, Try, read_try, write_try
+from gptworks.runs.try_page import try_lines, write_try_page
+from gptworks.runs.try_results import TRY_FILE, Design, Pair, Try, read_try, write_try
 from histories import curve, write_run
 
 

@@ -37,11 +37,11 @@ from gptworks.evaluation.results import (
     save_evaluations,
     write_card_section,
 )
+from gptworks.evaluation.run_task import Asked, run_task
 from gptworks.evaluation.scoring import encode_pair, score_pairs
 from gptworks.evaluation.task import Task, load_task
-from gptworks.evaluation.tasks import Asked, run_task
 from gptworks.infer.engine import Engine
-from gptworks.runs.evaluations import compare_evaluations, evaluations_section
+from gptworks.runs.compare_evaluations import compare_evaluations, evaluations_section
 from tiny import plain_model
 
 ITEMS = [

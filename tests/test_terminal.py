@@ -96,7 +96,7 @@ def test_no_other_console_is_made() -> None:
         "describe/sheet.py",
         "runs/quantization_report.py",
         "runs/compare.py",
-        "runs/evaluations.py",
+        "runs/compare_evaluations.py",
         "cli/printing.py",
     }
     assert found <= typed, found

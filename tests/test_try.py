@@ -17,9 +17,9 @@ import tiny
 from gptworks.cli import app
 from gptworks.config import Recipe
 from gptworks.errors import RunError, UserError
-from gptworks.runs.paired import plan_try, run_try
-from gptworks.runs.paired_page import to_html, try_lines
-from gptworks.runs.tried import Design, Pair, Try, read_try, write_try
+from gptworks.runs.try_page import to_html, try_lines
+from gptworks.runs.try_results import Design, Pair, Try, read_try, write_try
+from gptworks.runs.try_run import plan_try, run_try
 from test_html import Reader
 
 TRAINER = '''
@@ -58,7 +58,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     trainer = tmp_path / "trainer.py"
     trainer.write_text(TRAINER, encoding="utf-8")
     monkeypatch.setattr("gptworks.runs.trials.TRAIN", (sys.executable, str(trainer)))
-    monkeypatch.setattr("gptworks.runs.paired.measured_step_seconds", lambda recipe: 0.1)
+    monkeypatch.setattr("gptworks.runs.try_run.measured_step_seconds", lambda recipe: 0.1)
     path = tmp_path / "tiny.yaml"
     tree = tiny.recipe_tree(tmp_path, max_steps=100, learning_rate=0.1)
     path.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
@@ -251,7 +251,7 @@ def test_noise_in_the_times_before_and_in_those_of_the_runs_gives_no_verdict(
     """A change that does nothing, on a busy machine: the short measurement finds it 12% faster, which would be 14% more
     steps in the same time, and a lower loss."""
     times = iter([0.1, 0.088, 0.11, 0.09])
-    monkeypatch.setattr("gptworks.runs.paired.measured_step_seconds", lambda one: next(times))
+    monkeypatch.setattr("gptworks.runs.try_run.measured_step_seconds", lambda one: next(times))
     found = tried(recipe, "train.learning_rate=0.1000001", minutes=10)
     verdicts = found.to_json()["verdicts"]
     assert len(found.pairs) >= 3

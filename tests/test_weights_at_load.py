@@ -18,7 +18,7 @@ from gptworks.api import evaluate
 from gptworks.checkpoint import load_run, save_checkpoint
 from gptworks.choices import LoadedWeights, Weights
 from gptworks.cli import app
-from gptworks.cli.use import drafter_of
+from gptworks.cli.generate import drafter_of
 from gptworks.config import LoRAConfig
 from gptworks.errors import UserError
 from gptworks.evaluation.results import read_evaluations

@@ -22,8 +22,8 @@ from gptworks.checkpoint import (
     save_checkpoint,
 )
 from gptworks.errors import UserError
+from gptworks.evaluation.evaluated_run import EvaluatedRun
 from gptworks.evaluation.loss import LossReport
-from gptworks.evaluation.run import EvaluatedRun
 from gptworks.interop.huggingface.exporting import export_huggingface
 from gptworks.planning.run import plan
 from gptworks.recipe import load_recipe, parse_recipe

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gptworks.evaluation.measurements import Measurements
     from gptworks.planning.devices import Device
     from gptworks.recipe import RecipeLike
-    from gptworks.runs.trained import TrainedRun
+    from gptworks.runs.trained_run import TrainedRun
 
 Files = str | PathLike[str] | Sequence[str | PathLike[str]]
 
@@ -83,7 +83,7 @@ def read_run(folder: str | PathLike[str]) -> TrainedRun:
         UserError: the folder holds no run.
     """
     from gptworks.runs.history import read_history
-    from gptworks.runs.trained import TrainedRun
+    from gptworks.runs.trained_run import TrainedRun
 
     return TrainedRun(**vars(read_history(Path(folder))))
 
@@ -296,10 +296,10 @@ def evaluate(
         from gptworks.interop.lm_eval import run_harness
     from gptworks.confined.sandbox import Sandbox
     from gptworks.data.prepare import prepare as prepare_data
+    from gptworks.evaluation.evaluated_run import EvaluatedRun  # imports torch: wrong options were refused before
     from gptworks.evaluation.measurements import Measurements
     from gptworks.evaluation.results import save_evaluations
-    from gptworks.evaluation.run import EvaluatedRun  # imports torch: wrong options were refused before
-    from gptworks.evaluation.tasks import run_task
+    from gptworks.evaluation.run_task import run_task
 
     one = EvaluatedRun(
         run, checkpoint, overrides=overrides, device=device, precision=precision, weights=weights, report=report,

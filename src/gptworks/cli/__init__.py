@@ -11,7 +11,7 @@ import typer
 from typer import Option
 
 from gptworks import __version__
-from gptworks.cli import compare, convert, data, draft, evaluate, inspect, look, make, serve, studio, use
+from gptworks.cli import compare, convert, data, design, draft, evaluate, generate, inspect, serve, studio, train
 from gptworks.cli.help import Command, Group
 from gptworks.cli.printing import notice
 from gptworks.errors import RunError, UserError
@@ -28,10 +28,10 @@ app = typer.Typer(
 )
 
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Design": (look.presets, look.recipes, draft.init, look.describe, look.plan, look.schema),
-    "Train": (draft.tune, inspect.inspect, make.train, make.launch, make.fork, compare.sweep),
+    "Design": (design.presets, design.recipes, draft.init, design.describe, design.plan, design.schema),
+    "Train": (draft.tune, inspect.inspect, train.train, train.launch, train.fork, compare.sweep),
     "Measure and compare": (evaluate.evaluate, compare.report, compare.compare, compare.try_),
-    "Use": (use.generate, use.chat, serve.serve, studio.studio),
+    "Use": (generate.generate, generate.chat, serve.serve, studio.studio),
     "Convert": (convert.export, convert.quantize, convert.import_),
 }
 """Commands by the headings under which help lists them."""

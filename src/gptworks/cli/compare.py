@@ -7,8 +7,8 @@ import typer
 from typer import Argument, Option
 
 from gptworks.cli import options
-from gptworks.cli.make import prepare_with_progress
 from gptworks.cli.printing import console_of, notice, print_json, show, working
+from gptworks.cli.train import prepare_with_progress
 from gptworks.errors import refuse_unused
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def compare(
     with working(f"reading {len(runs)} runs"):
         histories = [read_history(run) for run in runs]
     if evaluations:
-        from gptworks.runs.evaluations import compare_evaluations
+        from gptworks.runs.compare_evaluations import compare_evaluations
 
         show(compare_evaluations(runs), as_json)
         return
@@ -128,8 +128,8 @@ def try_(
     Each pair trains the recipe without and with the change from one seed. It ends when the verdict is clear.
     """
     from gptworks.recipe import load_recipe
-    from gptworks.runs.paired import plan_try, run_try
-    from gptworks.runs.paired_page import try_lines, write_try_page
+    from gptworks.runs.try_page import try_lines, write_try_page
+    from gptworks.runs.try_run import plan_try, run_try
 
     loaded = load_recipe(recipe)
     folder = folder or loaded.run_dir.with_name(f"{loaded.run_dir.name}-try")

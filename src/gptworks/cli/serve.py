@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from gptworks.cli import options
+from gptworks.cli.generate import drafter_of, load_engine
 from gptworks.cli.printing import notice
-from gptworks.cli.use import drafter_of, load_engine
 from gptworks.errors import UserError, not_installed
 
 if TYPE_CHECKING:

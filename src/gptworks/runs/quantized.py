@@ -16,9 +16,9 @@ from gptworks.data.opened import Prepared, find_of_run
 from gptworks.data.prepare import prepare as prepare_data
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
+from gptworks.evaluation.evaluated_run import PLACEHOLDER_SOURCES
 from gptworks.evaluation.loss import batches_of
 from gptworks.evaluation.results import MAX_CARD_BYTES
-from gptworks.evaluation.run import PLACEHOLDER_SOURCES
 from gptworks.files import check_free, copy_folder, new_folder, read_text, write_sums, write_whole
 from gptworks.quantize.convert import matrix_kinds, quantize_model
 from gptworks.quantize.linear import QuantizedGPT

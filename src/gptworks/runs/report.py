@@ -14,7 +14,7 @@ from gptworks.errors import UserError
 from gptworks.pages import parts as html
 from gptworks.pages.chart import Chart, Format, Series, colour, compact
 from gptworks.pages.page import page, write_page
-from gptworks.runs.evaluations import evaluations_section
+from gptworks.runs.compare_evaluations import evaluations_section
 from gptworks.runs.history import History, read_history
 from gptworks.training.changes import read_history as read_changes
 from gptworks.training.record.curves import points, training_chart

@@ -9,8 +9,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from gptworks.errors import UserError
-from gptworks.runs.paired_page import TRY_PAGE, try_lines
-from gptworks.runs.tried import TRY_FILE, read_try
+from gptworks.runs.try_page import TRY_PAGE, try_lines
+from gptworks.runs.try_results import TRY_FILE, read_try
 from gptworks.runs.watch import Watch
 from gptworks.studio.feed import Feed, feed_of
 from gptworks.studio.library import printable

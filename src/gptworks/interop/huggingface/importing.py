@@ -21,7 +21,7 @@ from gptworks.chat_template import ChatTemplate, FolderTemplates, read_templates
 from gptworks.checkpoint import Report
 from gptworks.config import DataConfig, FileTokenizer, ModelConfig, Recipe
 from gptworks.errors import UserError
-from gptworks.evaluation.run import PLACEHOLDER_SOURCES
+from gptworks.evaluation.evaluated_run import PLACEHOLDER_SOURCES
 from gptworks.files import check_free, check_tree, new_folder
 from gptworks.interop.huggingface.architectures import FAMILIES, HARMLESS
 from gptworks.interop.huggingface.family import Family

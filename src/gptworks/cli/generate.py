@@ -225,7 +225,7 @@ def chat(
     device: options.Device = "auto",
 ) -> None:
     """Talk with a model. A base model has no turns: it continues the growing text."""
-    from gptworks.cli.talk import Talk, Terminal
+    from gptworks.cli.chat_terminal import Talk, Terminal
     from gptworks.infer.chat import chat_session
 
     engine = load_engine(run, checkpoint, device, backend=backend, cache=cache, weights=weights, reuse="all")
