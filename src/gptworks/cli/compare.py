@@ -7,8 +7,8 @@ import typer
 from typer import Argument, Option
 
 from gptworks.cli import options
+from gptworks.cli.prepare import prepare_with_progress
 from gptworks.cli.printing import console_of, notice, print_json, show, working
-from gptworks.cli.train import prepare_with_progress
 from gptworks.errors import refuse_unused
 
 if TYPE_CHECKING:

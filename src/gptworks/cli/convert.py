@@ -9,8 +9,8 @@ from typer import Argument, Option
 
 from gptworks.choices import ExportFormat, ExportPrecision, GGUFType, HeadWeights, Rounding, Weights
 from gptworks.cli import options
+from gptworks.cli.prepare import prepare_with_progress
 from gptworks.cli.printing import notice, show, show_lines, working
-from gptworks.cli.train import prepare_with_progress
 from gptworks.errors import UserError, refuse_unused
 
 

@@ -32,7 +32,7 @@ def build(
 
     A recipe for it needs only `tokenizer` and `data`. After a crash, it continues from what is finished.
     """
-    from gptworks.cli.train import prepare_with_progress, preparing
+    from gptworks.cli.prepare import prepare_with_progress, preparing
     from gptworks.data.prepare import build_part
     from gptworks.recipe import load_dataset_recipe
 

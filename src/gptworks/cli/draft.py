@@ -75,7 +75,7 @@ def tune(
 
     Template, context, rates and epochs are chosen by the model and the data.
     """
-    from gptworks.cli.train import prepare_with_progress
+    from gptworks.cli.prepare import prepare_with_progress
     from gptworks.describe.plan_tables import plan_json
     from gptworks.draft.finetuning import base_run, draft_tuning
     from gptworks.draft.writing import check_new

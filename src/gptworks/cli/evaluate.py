@@ -8,8 +8,8 @@ from typer import Option
 
 from gptworks.choices import PrecisionName
 from gptworks.cli import options
+from gptworks.cli.prepare import prepare_with_progress
 from gptworks.cli.printing import console_of, notice, print_json, working
-from gptworks.cli.train import prepare_with_progress
 
 
 def evaluate(

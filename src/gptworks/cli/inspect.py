@@ -7,8 +7,8 @@ import typer
 from typer import Option
 
 from gptworks.cli import options
+from gptworks.cli.prepare import prepare_with_progress
 from gptworks.cli.printing import console_of, print_json, working
-from gptworks.cli.train import prepare_with_progress
 from gptworks.errors import UserError
 
 if TYPE_CHECKING:

@@ -3,22 +3,15 @@
 import os
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from typer import Argument, Option
 
 from gptworks.cli import options
-from gptworks.cli.printing import notice, progress_bars, working
-
-if TYPE_CHECKING:
-    from gptworks.config import AnyRecipe
-    from gptworks.data.opened import Prepared
-    from gptworks.data.report import Report
-
+from gptworks.cli.prepare import prepare_with_progress
+from gptworks.cli.printing import notice, working
 
 Change = Annotated[
     list[str] | None,
@@ -94,56 +87,3 @@ def launch(
 def _first_rank_notice(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         notice(text)
-
-
-@contextmanager
-def preparing() -> "Iterator[Report]":
-    """Progress bars that show MB/s and the remaining time."""
-    from rich.progress import BarColumn, TimeElapsedColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    names = {
-        "waiting": "waiting for another build", "cleaning": "cleaning", "sample": "sampling text for the tokenizer",
-        "tokenizer": "reading for the tokenizer", "merging": "training the tokenizer", "shards": "encoding",
-    }  # fmt: skip
-    bar, times = BarColumn(bar_width=24), (TimeElapsedColumn(), TimeRemainingColumn())
-    with progress_bars("{task.description}", bar, TransferSpeedColumn(), *times) as progress:
-        tasks = {"": progress.add_task("looking at the sources", total=None)}
-
-        lines = dict[str, None]()
-
-        def report(stage: str, done_bytes: int, total_bytes: int | None) -> None:
-            if stage not in names:
-                lines[stage] = None
-                return
-            if stage not in tasks:
-                for task in tasks.values():
-                    progress.update(task, visible=False)
-                tasks[stage] = progress.add_task(names[stage], total=total_bytes)
-            progress.update(tasks[stage], completed=done_bytes, total=total_bytes)
-
-        yield report
-    for line in lines:
-        notice(line)
-
-
-def prepare_with_progress(recipe: "AnyRecipe", merge: bool = False) -> "Prepared":
-    """Build the recipe's dataset with progress bars.
-
-    Args:
-        merge: join what was built in parts.
-    """
-    from gptworks.data.prepare import merge_parts
-    from gptworks.data.prepare import prepare as prepare_data
-    from gptworks.data.sources.choose import unread_files, unread_links
-
-    with preparing() as report:
-        prepared = (merge_parts if merge else prepare_data)(recipe, report=report)
-    tokens = prepared.manifest.splits["train"].tokens
-    if not prepared.reused and (unread := unread_files(recipe.data.texts)):
-        kinds = ", ".join(f"{n} × {ending}" for ending, n in unread.most_common(5))
-        notice(f"not read, since they do not end in a source's `extensions`: {kinds}")
-    for link in () if prepared.reused else unread_links(recipe.data.texts):
-        notice(f"not read, since it is a link to a folder elsewhere: {link}; name that folder as a source of its own")
-    said = "nothing has changed, using" if prepared.reused else "prepared"
-    notice(f"{said} {prepared.folder}: {tokens:,} training tokens")
-    return prepared
