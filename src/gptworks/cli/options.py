@@ -47,16 +47,16 @@ Temperature = Annotated[float, Option(help="0 takes the likeliest token (greedy)
 TopK = Annotated[int, Option(help="Keep the k likeliest tokens. 0: all.")]
 TopP = Annotated[float, Option(help="Keep the likeliest tokens that hold this much probability.")]
 MinP = Annotated[float, Option(help="Drop tokens below this share of the likeliest one's probability.")]
-RepetitionPenalty = Annotated[float, Option(help="Above 1: tokens already there become less likely.")]
+RepetitionPenalty = Annotated[float, Option(help="Above 1: tokens that occurred become less likely.")]
 Seed = Annotated[int | None, Option(help="The same seed gives the same text.")]
 Stop = Annotated[list[str] | None, Option(help="End before this string; repeatable.")]
-FrequencyPenalty = Annotated[float, Option(help="Taken from a token's logit each time it was generated.")]
-PresencePenalty = Annotated[float, Option(help="Taken from a token's logit once it was generated.")]
+FrequencyPenalty = Annotated[float, Option(help="Subtracted from a token's logit each time it was generated.")]
+PresencePenalty = Annotated[float, Option(help="Subtracted once from the logit of a generated token.")]
 Cache = Annotated[CacheName, Option("--cache", help="How keys and values are kept.")]
 Speculative = Annotated[
     int, Option("--speculative", min=0, help="Speculative decoding: tokens drafted at a time. The text is the same.")
 ]
-Backend = Annotated[BackendName, Option(help="What computes: native is C++, on a CPU. auto: the faster.")]
+Backend = Annotated[BackendName, Option(help="The backend. native: C++, on a CPU. auto: the faster one.")]
 KeptWeights = Annotated[
     LoadedWeights,
     Option(

@@ -46,7 +46,7 @@ def fork(
     folder: Annotated[Path, Argument(metavar="FOLDER", help="The new run folder.")],
     overrides: options.Overrides = None,
 ) -> None:
-    """Go on from a run's checkpoint in a new folder.
+    """Continue a run's checkpoint in a new folder.
 
     The new run begins where the other was at that step. What is changed is recorded.
     """
