@@ -181,7 +181,7 @@ def with_a_diverged_run(tmp_path: Path) -> list[History]:
         (lambda folder: repeats(folder)[:2], "give at least 3"),
         (with_minutes, "max_minutes"),
         (with_another_rate, "train.learning_rate is 0.5 and not 0.003"),
-        (with_a_seed_twice, "seed 1 is there twice"),
+        (with_a_seed_twice, "seed 1 is given twice"),
         (with_a_short_run, "not evaluated at the same steps"),
         (with_a_diverged_run, "not finite"),
     ],
