@@ -42,7 +42,7 @@ SUBSTITUTIONS = {
     r"(gptworks fork [^#\n]*?)(?= *(?:#|$))": r"\1 train.max_steps=6",
     r"(gptworks sweep [^#\n]*?)(?= *(?:#|$))": rf"\1 {SHORT} sweep.n_trials=2",
     r"gptworks try mine.yaml ([^#\n]*?) --minutes 30(?= *(?:#|$))": r"gptworks try demo.yaml \1 --minutes 5 --steps 20",
-    r"(--weights int4)(?= *(?:#|$))": r"\1 --calibrate 2048",
+    r"(--weights int4(?: --head int4)?)(?= *(?:#|$))": r"\1 --calibrate 2048",
     r"(gptworks plan gpt[^#\n]*?)(?= *(?:#|$))": r"\1 || test $? -eq 3",  # 3: it does not fit there
     r"(gptworks plan [^#\n]*--measure)(?= *(?:#|$))": r"\1 train.batch_size=2",
     r"gptworks serve ([^#\n]*?)(?= *(?:#|$))": r"gptworks serve \1 --port PORT",
