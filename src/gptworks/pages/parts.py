@@ -3,7 +3,7 @@
 import base64
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeGuard, cast
@@ -54,6 +54,26 @@ def _made(macro: str, *arguments: Any) -> Markup:
     return cast(Markup, getattr(_macros(), macro)(*arguments))
 
 
+def _macro(name: str) -> Callable[..., Markup]:
+    return lambda *arguments: _made(name, *arguments)
+
+
+bold = _macro("bold")
+columns = _macro("columns")
+"""Sections side by side where there is room."""
+figure = _macro("figure")
+figures = _macro("figures")
+"""Drawings two by two where there is room."""
+key_figures = _macro("key_figures")
+"""Tiles of a name, a large figure, and a note."""
+key = _macro("key")
+"""A text after a dot in its curve's colour, which is a class of the stylesheet."""
+exact = _macro("exact")
+"""An exact value, in bold, next to a published one."""
+samples = _macro("samples")
+"""Texts that a model wrote: the step, the prompt, the continuation of each."""
+
+
 @cache
 def _macros() -> Any:
     return environment().get_template("parts.html").module
@@ -69,40 +89,15 @@ def paragraph(text: str, kind: str = "") -> Markup:
     return _made("paragraph", text, kind)
 
 
-def bold(text: object) -> Markup:
-    """Text in bold."""
-    return _made("bold", text)
-
-
 def section(title: str, *parts: str | Markup) -> Markup:
     """Parts of a page under a heading, which may be empty; nothing if all parts are empty."""
     return _made("section", title, parts) if any(parts) else Markup("")
-
-
-def columns(*sections: Markup) -> Markup:
-    """Sections side by side where there is room."""
-    return _made("columns", sections)
-
-
-def figure(drawing: Markup) -> Markup:
-    """A drawing as a figure."""
-    return _made("figure", drawing)
 
 
 def image(svg: str, words: str) -> Markup:
     """An SVG file as an image, which the surrounding style does not affect; `words`: its alternative text."""
     data = Markup(base64.b64encode(svg.encode("utf-8")).decode("ascii"))  # noqa: S704  letters, which are not cut short
     return _made("image", data, words)
-
-
-def figures(drawings: Iterable[Markup]) -> Markup:
-    """Drawings two by two where there is room."""
-    return _made("figures", list(drawings))
-
-
-def key_figures(tiles: Iterable[tuple[str, str | Markup, str]]) -> Markup:
-    """Tiles of a name, a large figure, and a note."""
-    return _made("key_figures", list(tiles))
 
 
 def large(value: float, unit: str = "") -> Markup:
@@ -125,16 +120,6 @@ def rounded(value: object, form: str = ".4f", unit: str = "") -> Markup:
 def is_figure(value: object) -> TypeGuard[float]:
     """Whether a value of a record is a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def key(text: str, kind: str) -> Markup:
-    """A text after a dot in its curve's colour."""
-    return _made("key", text, kind)
-
-
-def exact(value: Markup) -> Markup:
-    """An exact value, in bold, next to a published one."""
-    return _made("exact", value)
 
 
 @dataclass(frozen=True)
@@ -180,11 +165,6 @@ def byte_table(sizes: Iterable[tuple[str, int]]) -> Markup:
     largest = max((n for _, n in named), default=0) or 1
     rows = [(name, number(n, readable(n, "B")), Bar(n / largest)) for name, n in named]
     return table(("", "bytes", ""), "lrt", rows)
-
-
-def samples(texts: Iterable[tuple[Markup, str, str]]) -> Markup:
-    """Texts that a model wrote: the step, the prompt, the continuation."""
-    return _made("samples", list(texts))
 
 
 def flow_boxes(boxes: Any, stack: str, logits: str, parallel: bool) -> Markup:
