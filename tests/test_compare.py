@@ -452,7 +452,7 @@ def test_the_table_is_printed_beside_the_page(tmp_path: Path) -> None:
 def test_time_lies_between_that_of_the_records(tmp_path: Path) -> None:
     records = [training(10, 1.0) | {"seconds": 4.0}, training(20, 1.0) | {"seconds": 10.0}]
     run = write_run(tmp_path / "run", records)
-    assert [run.seconds_at(step) for step in (0, 5, 10, 15, 20, 25)] == [0, 2, 4, 7, 10, 10]
+    assert run.seconds_at((0, 5, 10, 15, 20, 25)) == [0, 2, 4, 7, 10, 10]
 
 
 def test_the_page_has_the_numbers_and_the_band(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ def to_html(comparison: Comparison) -> str:
     runs = comparison.runs
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     names = " · ".join(run.name for run in runs) if len(runs) > 1 else f"the recipe {runs[0].recipe.name}"
-    by_time = [
-        [(seconds / 60, r["loss"]) for seconds, r in zip(run.seconds_at(run.validation), run.validation, strict=True)]
-        for run in runs
-    ]
+    by_time = []
+    for run in runs:
+        seconds = run.seconds_at([r["step"] for r in run.validation])
+        by_time.append([(at / 60, r["loss"]) for at, r in zip(seconds, run.validation, strict=True)])
     training = [Series(smoothed(points(run.train, "loss")), run.name, colour(i)) for i, run in enumerate(runs)]
     by_tokens = [*_bands(comparison), *_evaluated(runs, [points(run.validation, "loss") for run in runs])]
     parts = [

@@ -114,10 +114,10 @@ class History:
     def origins(self) -> tuple[Origin, ...]:
         return origins_of(self.folder)
 
-    def seconds_at(self, records: Sequence[Record]) -> list[float]:
-        """Seconds of training up to the step of each record, interpolated between training records."""
+    def seconds_at(self, steps: Sequence[int]) -> list[float]:
+        """Seconds of training up to each step, interpolated between training records."""
         known = [(0, 0.0), *((record["step"], record["seconds"]) for record in self.train)]
-        found: list[float] = np.interp([record["step"] for record in records], *np.array(known).T).tolist()
+        found: list[float] = np.interp(steps, *np.array(known).T).tolist()
         return found
 
     @property

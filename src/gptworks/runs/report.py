@@ -230,7 +230,7 @@ def _evaluations(run: History) -> list[Markup]:
             html.rounded(r["bits_per_byte"]),
             "best" if r is best else "",
         ]
-        for r, seconds in zip(shown, run.seconds_at(shown), strict=True)
+        for r, seconds in zip(shown, run.seconds_at([r["step"] for r in shown]), strict=True)
     ]
     marked = [[html.bold(cell) for cell in row] if row[-1] else row for row in rows]
     bits = "bits per byte" if any(html.is_figure(r["bits_per_byte"]) for r in shown) else ""
