@@ -479,7 +479,7 @@ def test_the_commands(tmp_path: Path) -> None:
     two = json.loads(CliRunner().invoke(app, ["compare", *runs[:2], "--json"]).output)
     assert two["differing_settings"] == {"seed": {"seed-1": 1, "seed-2": 2}}
     assert two["findings"] == []
-    with pytest.raises(UserError, match="is there twice"):
+    with pytest.raises(UserError, match="is given twice"):
         CliRunner().invoke(app, ["compare", runs[0], runs[0]], catch_exceptions=False)
 
 

@@ -254,7 +254,7 @@ def compare(runs: Sequence[History], bands: Sequence[Band | None]) -> Comparison
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:
-            raise UserError(f"{run.folder}: `{run.name}` is there twice. Runs are identified by their folders' names.")
+            raise UserError(f"{run.folder}: `{run.name}` is given twice. Runs are identified by their folders' names.")
     return Comparison(tuple(runs), tuple(bands))
 
 
