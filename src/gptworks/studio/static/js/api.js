@@ -50,7 +50,10 @@ export async function post(path, body, { signal } = {}) {
 
 /** The events of a stream, as they come; without a body, of a GET. Leaving the loop early ends the work on the server. */
 export async function* stream(path, body, { signal } = {}) {
-  const response = await call(path, body === undefined ? { signal } : { method: "POST", body: JSON.stringify(body), signal });
+  const response = await call(
+    path,
+    body === undefined ? { signal } : { method: "POST", body: JSON.stringify(body), signal },
+  );
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
@@ -60,7 +63,10 @@ export async function* stream(path, body, { signal } = {}) {
       const blocks = (rest + value).split("\n\n");
       rest = blocks.pop();
       for (const block of blocks) {
-        const data = block.split("\n").filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trim());
+        const data = block
+          .split("\n")
+          .filter((line) => line.startsWith("data:"))
+          .map((line) => line.slice(5).trim());
         if (data.length && data[0] !== "[DONE]") yield JSON.parse(data.join("\n"));
       }
     }

@@ -14,20 +14,29 @@ export function useLinked(route, models, choose) {
 export function RunChoice({ models, chosen, choose, name }) {
   return html`<span class="choice"><select class="field" aria-label=${name} value=${chosen.model ?? ""} onChange=${(event) => choose({ model: event.target.value, checkpoint: null })}>
         ${!models.some((one) => one.id === chosen.model) && html`<option value="">No model</option>`}
-        ${models.map((one) => html`<option key=${one.id} value=${one.id} disabled=${Boolean(one.problem)}
-          title=${one.problem ?? ""}>${one.id}${one.problem ? " (cannot be used)" : ""}</option>`)}
+        ${models.map(
+          (one) => html`<option key=${one.id} value=${one.id} disabled=${Boolean(one.problem)}
+          title=${one.problem ?? ""}>${one.id}${one.problem ? " (cannot be used)" : ""}</option>`,
+        )}
       </select></span>`;
 }
 
 /** The checkpoints as options, the newest first. */
 export function stepOptions(checkpoints = []) {
-  return [...checkpoints].reverse().map(({ step, loss }) => html`<option key=${step} value=${step}>step ${count(step)}${
-    loss != null ? `, validation loss ${figure(loss)}` : ""}</option>`);
+  return [...checkpoints]
+    .reverse()
+    .map(
+      ({ step, loss }) =>
+        html`<option key=${step} value=${step}>step ${count(step)}${
+          loss != null ? `, validation loss ${figure(loss)}` : ""
+        }</option>`,
+    );
 }
 
 export function ModelChoice({ models, chosen, choose, name }) {
   const model = models.find((one) => one.id === chosen.model);
-  const point = ({ target: { value } }) => choose({ ...chosen, checkpoint: /^\d+$/.test(value) ? Number(value) : value });
+  const point = ({ target: { value } }) =>
+    choose({ ...chosen, checkpoint: /^\d+$/.test(value) ? Number(value) : value });
   return html`<${RunChoice} ...${{ models, chosen, choose, name }} />
     <span class="choice"><select class="field" aria-label=${`Checkpoint of ${name.toLowerCase()}`} value=${chosen.checkpoint ?? "best"} onChange=${point}>
         <option value="best">best</option><option value="last">last</option>

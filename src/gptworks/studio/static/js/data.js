@@ -10,7 +10,14 @@ import { count } from "./format.js";
 import { ModelChoice, useLinked } from "./choice.js";
 import { html, useState } from "./ui.js";
 
-const VIEWS = { documents: "Documents", windows: "Windows", step: "A step", search: "Search", figures: "Figures", tokenizers: "Two tokenizers" };
+const VIEWS = {
+  documents: "Documents",
+  windows: "Windows",
+  step: "A step",
+  search: "Search",
+  figures: "Figures",
+  tokenizers: "Two tokenizers",
+};
 const START = { split: "train", document: 0, first: 0, window: 0, epoch: 0, step: 1, sample: 0, loss: false };
 
 export function Part({ state, route }) {
@@ -34,13 +41,25 @@ export function Part({ state, route }) {
     <h1 class="hidden-text">Data</h1>
     <section class="card" aria-label="What to show">
       <div class="switch data-views" role="group" aria-label="Show">
-        ${Object.entries(VIEWS).map(([key, name]) => html`<button key=${key} class="button small"
-          aria-pressed=${String(view === key)} onClick=${() => setView(key)}>${name}</button>`)}
+        ${Object.entries(VIEWS).map(
+          ([key, name]) => html`<button key=${key} class="button small"
+          aria-pressed=${String(view === key)} onClick=${() => setView(key)}>${name}</button>`,
+        )}
       </div>
-      ${View && html`<div class="toolbar"><${ModelChoice} models=${models} chosen=${chosen} choose=${choose} name="Run" /></div>
-        ${about && html`<p class="quiet facts number">${Object.entries(about.splits).map(([name, split]) =>
-          `${name}: ${count(split.n_documents)} ${split.n_documents === 1 ? "document" : "documents"}, ${count(split.n_tokens)} tokens, ${count(split.text_bytes)} bytes`).join(" · ")}</p>`}
-        ${problem && html`<p class="problem" role="alert">${problem}</p>`}`}
+      ${
+        View &&
+        html`<div class="toolbar"><${ModelChoice} models=${models} chosen=${chosen} choose=${choose} name="Run" /></div>
+        ${
+          about &&
+          html`<p class="quiet facts number">${Object.entries(about.splits)
+            .map(
+              ([name, split]) =>
+                `${name}: ${count(split.n_documents)} ${split.n_documents === 1 ? "document" : "documents"}, ${count(split.n_tokens)} tokens, ${count(split.text_bytes)} bytes`,
+            )
+            .join(" · ")}</p>`
+        }
+        ${problem && html`<p class="problem" role="alert">${problem}</p>`}`
+      }
     </section>
     ${View && about && html`<${View} key=${`${chosen.model}/${view}`} ...${{ chosen, about, at, move, open }} />`}
     ${!View && html`<${Tokenizers} models=${usable} />`}

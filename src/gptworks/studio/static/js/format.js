@@ -1,12 +1,14 @@
 // Numbers and characters as the page shows them.
 
 const NAMES = { " ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥", "\u00a0": "⍽" };
-const UNSEEN = /[\u0000-\u001f\u007f-\u00a0\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e\u2000-\u200f\u2028-\u202f\u205f-\u206f\u3000\u3164\ufeff\uffa0\ufff0-\ufffb]/gu;
+const UNSEEN =
+  /[\u0000-\u001f\u007f-\u00a0\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e\u2000-\u200f\u2028-\u202f\u205f-\u206f\u3000\u3164\ufeff\uffa0\ufff0-\ufffb]/gu;
 
 /** Text whose whitespace and characters without a shape can be seen. */
 export function visible(text) {
-  return text.replace(/ /g, "␣").replace(UNSEEN, (c) =>
-    NAMES[c] ?? `⟨U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
+  return text
+    .replace(/ /g, "␣")
+    .replace(UNSEEN, (c) => NAMES[c] ?? `⟨U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
 }
 
 /** 12345 → 12,345 */
@@ -21,7 +23,11 @@ export function rate(x) {
 
 /** 3100000 → 3.1M */
 export function short(n) {
-  for (const [size, unit] of [[1e9, "B"], [1e6, "M"], [1e3, "K"]]) {
+  for (const [size, unit] of [
+    [1e9, "B"],
+    [1e6, "M"],
+    [1e3, "K"],
+  ]) {
     if (n >= size) return `${Number((n / size).toPrecision(3))}${unit}`;
   }
   return String(n);

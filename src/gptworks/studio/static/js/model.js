@@ -37,23 +37,32 @@ export function Part({ state, route }) {
       <${ModelChoice} models=${models} chosen=${current} choose=${change} name="Model" />
       <label class="check"><input type="checkbox" checked=${against != null} disabled=${!steps.length}
         onChange=${(event) => setAgainst(event.target.checked ? steps[0].step : null)} /> Compare with</label>
-      ${against != null && html`<select class="field" aria-label="Compared checkpoint" value=${against}
-        onChange=${(event) => setAgainst(Number(event.target.value))}>${stepOptions(steps)}</select>`}
+      ${
+        against != null &&
+        html`<select class="field" aria-label="Compared checkpoint" value=${against}
+        onChange=${(event) => setAgainst(Number(event.target.value))}>${stepOptions(steps)}</select>`
+      }
     </div>
     ${problem && html`<p class="problem" role="alert">${problem}</p>`}
     ${!sheet && !problem && html`<p class="quiet" role="status">Reading the architecture …</p>`}
-    ${sheet && html`
+    ${
+      sheet &&
+      html`
       <p class="model-summary number"><bdi>${sheet.name}</bdi>, step ${count(sheet.step)}: ${sheet.summary}<br /><span class="quiet">${sheet.traits}</span></p>
       <div class="model-sides">
         <${Architecture} sheet=${sheet} chosen=${part.key} choose=${setKey} setLayer=${setLayer} />
         <div class="model-details">
           <${PartDetails} sheet=${sheet} part=${part} tensor=${name}
             choose=${(one) => setTensor({ ...tensor, [part.key]: shortName(one) })} />
-          ${name && html`<${Weights} model=${sheet.model} step=${sheet.step} against=${against} name=${name}
-            shape=${part.tensors.find((one) => one.name === name).shape} />`}
+          ${
+            name &&
+            html`<${Weights} model=${sheet.model} step=${sheet.step} against=${against} name=${name}
+            shape=${part.tensors.find((one) => one.name === name).shape} />`
+          }
         </div>
       </div>
-      <div class="model-sides even"><${Totals} facts=${sheet.facts} /><${Settings} settings=${sheet.settings} /></div>`}
+      <div class="model-sides even"><${Totals} facts=${sheet.facts} /><${Settings} settings=${sheet.settings} /></div>`
+    }
   </div>`;
 }
 
@@ -68,7 +77,8 @@ function useSheet({ model, checkpoint }, layer) {
     const asked = new AbortController();
     post("studio/model/sheet", { model, checkpoint, layer }, { signal: asked.signal }).then(
       (sheet) => setFound({ sheet, problem: null }),
-      (error) => error.name === "AbortError" || setFound({ sheet: null, problem: error.message }));
+      (error) => error.name === "AbortError" || setFound({ sheet: null, problem: error.message }),
+    );
     return () => asked.abort();
   }, [model, checkpoint, layer]);
   return found;
@@ -84,7 +94,9 @@ function Totals({ facts }) {
 function Settings({ settings }) {
   return html`<section class="card" aria-labelledby="model-settings">
     <h2 id="model-settings">The recipe's model section</h2>
-    <dl class="model-facts number">${settings.map(({ name, value }) => html`<div key=${name}><dt><code>${name}</code></dt>
-      <dd>${value == null ? "null" : typeof value === "object" ? JSON.stringify(value) : String(value)}</dd></div>`)}</dl>
+    <dl class="model-facts number">${settings.map(
+      ({ name, value }) => html`<div key=${name}><dt><code>${name}</code></dt>
+      <dd>${value == null ? "null" : typeof value === "object" ? JSON.stringify(value) : String(value)}</dd></div>`,
+    )}</dl>
   </section>`;
 }

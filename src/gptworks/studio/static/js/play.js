@@ -48,19 +48,26 @@ export function Part({ state, shown, route }) {
   if (!models.length) {
     return html`<p class="notice">There is no run here yet. Train one with <code>gptworks train</code>; it appears by itself.</p>`;
   }
-  const setPlain = (plain) => session.set({ plain, columns: session.columns.map((column) => ({ ...column, current: null })) });
+  const setPlain = (plain) =>
+    session.set({ plain, columns: session.columns.map((column) => ({ ...column, current: null })) });
   return html`<div class=${cx("play", session.mono && "as-code")}>
     <h1 class="hidden-text">Play</h1>
     <div class="work">
       ${!chat && html`<${Prompt} ...${{ session, busy, box: prompt, prepare }} />`}
       <div class="toolbar">
-        ${canChat && html`<div class="switch" role="group" aria-label="Kind of text">
+        ${
+          canChat &&
+          html`<div class="switch" role="group" aria-label="Kind of text">
           <button class="button small" aria-pressed=${String(chat)} onClick=${() => setPlain(false)}>Conversation</button>
-          <button class="button small" aria-pressed=${String(!chat)} onClick=${() => setPlain(true)}>Text</button></div>`}
+          <button class="button small" aria-pressed=${String(!chat)} onClick=${() => setPlain(true)}>Text</button></div>`
+        }
         <div class="switch" role="group" aria-label="Shade tokens by">
-          ${["probability", "rank", "off"].map((kind) => html`<button key=${kind} class="button small"
+          ${["probability", "rank", "off"].map(
+            (kind) => html`<button key=${kind} class="button small"
             aria-pressed=${String(session.shade === kind)} onClick=${() => session.set({ shade: kind })}>${
-            { probability: "Probability", rank: "Rank", off: "Off" }[kind]}</button>`)}</div>
+              { probability: "Probability", rank: "Rank", off: "Off" }[kind]
+            }</button>`,
+          )}</div>
         <${Legend} kind=${session.shade} />
         <button class="button small" aria-pressed=${String(session.mono)} title="Every character as wide as another, for code"
           onClick=${() => session.set({ mono: !session.mono })}>Monospaced</button>
@@ -68,16 +75,18 @@ export function Part({ state, shown, route }) {
         ${session.columns.length < 2 && html`<button class="button small" onClick=${() => session.addColumn()}>Side by side</button>`}
       </div>
       <div class=${cx("columns", session.columns.length > 1 && "two")}>
-        ${session.columns.map((_, index) => html`<${Column} key=${index} ...${{ session, index, models, chat, say, editPrompt }}
-          canRead=${state.parts.includes("read")} />`)}
+        ${session.columns.map(
+          (_, index) => html`<${Column} key=${index} ...${{ session, index, models, chat, say, editPrompt }}
+          canRead=${state.parts.includes("read")} />`,
+        )}
       </div>
       ${chat && html`<${Message} ...${{ session, busy, prepare }} />`}
     </div>
     <aside aria-label="Branches and settings">
       <${Folding} name="Branches" n=${session.tree.branches.size}>${html`<${Branches} session=${session} />`}</${Folding}>
       <${Folding} name="Settings"><${SettingsPanel} settings=${session.settings} options=${session.options}
-        change=${session.changeSettings ??= (settings) => session.set({ settings })}
-        changeOptions=${session.changeOptions ??= (options) => session.set({ options })} /></${Folding}>
+        change=${(session.changeSettings ??= (settings) => session.set({ settings }))}
+        changeOptions=${(session.changeOptions ??= (options) => session.set({ options }))} /></${Folding}>
     </aside>
     <p class="hidden-text" role="status">${said}</p>
   </div>`;
@@ -92,7 +101,10 @@ function useAnnouncements(session, busy, say) {
     if (!branch) return undefined; // it ended already
     let n = 0;
     const rest = () => {
-      const text = branch.tokens.slice(n).map((token) => token.text).join("");
+      const text = branch.tokens
+        .slice(n)
+        .map((token) => token.text)
+        .join("");
       n = branch.tokens.length;
       return text;
     };
@@ -142,8 +154,11 @@ function Prompt({ session, busy, box, prepare }) {
     <textarea id="prompt" class="field" rows="4" ref=${box} value=${session.prompt} onInput=${typed} onFocus=${prepare} spellcheck="false"
       placeholder="The beginning of a text" onKeyDown=${(event) => sends(event) && !busy && (event.preventDefault(), go())}></textarea>
     <div class="actions"><${Go} name="Generate" busy=${busy} go=${go} stop=${() => session.stop()} />
-      ${session.tree.get(session.columns[0].current) && html`<span class="fill"></span>
-      <button class="button plain" disabled=${busy} onClick=${() => fresh(session)}>New text</button>`}</div></div>`;
+      ${
+        session.tree.get(session.columns[0].current) &&
+        html`<span class="fill"></span>
+      <button class="button plain" disabled=${busy} onClick=${() => fresh(session)}>New text</button>`
+      }</div></div>`;
 }
 
 function fresh(session) {
@@ -160,12 +175,18 @@ function Message({ session, busy, prepare }) {
     setText("");
   };
   return html`<div class="composer">
-    ${!begun && html`<label>System message <span class="quiet">(may be empty)</span>
-      <textarea class="field" rows="1" value=${system} onInput=${(event) => setSystem(event.target.value)}></textarea></label>`}
+    ${
+      !begun &&
+      html`<label>System message <span class="quiet">(may be empty)</span>
+      <textarea class="field" rows="1" value=${system} onInput=${(event) => setSystem(event.target.value)}></textarea></label>`
+    }
     <label for="message"><h2>Message</h2></label>
     <textarea id="message" class="field" rows="3" value=${text} placeholder="Ask or say something" onFocus=${prepare} onInput=${(event) => setText(event.target.value)}
       onKeyDown=${(event) => sends(event) && !busy && (event.preventDefault(), go())}></textarea>
     <div class="actions"><${Go} name="Send" busy=${busy} disabled=${!text.trim()} go=${go} stop=${() => session.stop()} />
-      ${begun && html`<span class="fill"></span>
-      <button class="button plain" disabled=${busy} onClick=${() => fresh(session)}>New conversation</button>`}</div></div>`;
+      ${
+        begun &&
+        html`<span class="fill"></span>
+      <button class="button plain" disabled=${busy} onClick=${() => fresh(session)}>New conversation</button>`
+      }</div></div>`;
 }

@@ -41,7 +41,11 @@ export function Part({ state, route, shown }) {
     setProblem(null);
     say("Reading.");
     try {
-      const answer = await post("studio/read/text", { ...body, against: given ? null : against }, { signal: asked.signal });
+      const answer = await post(
+        "studio/read/text",
+        { ...body, against: given ? null : against },
+        { signal: asked.signal },
+      );
       setFound({ body: { ...body, checkpoint: answer.step }, answer });
       setIndex(at);
       seek(at);
@@ -54,7 +58,8 @@ export function Part({ state, route, shown }) {
     if (abort.current === asked) setWork(null);
   };
   const linked = route.join("/");
-  useLayoutEffect(() => { // another part leads to a run, or to one token of a text
+  useLayoutEffect(() => {
+    // another part leads to a run, or to one token of a text
     const brought = shown ? taken() : null;
     if (brought) {
       const { model, checkpoint, text: wrote, tokens, index: at } = brought;
@@ -76,7 +81,9 @@ export function Part({ state, route, shown }) {
       <div class="toolbar">
         <${ModelChoice} models=${models} chosen=${current} choose=${choose} name="Model" />
         <label class="check"><input type="checkbox" checked=${Boolean(against)} onChange=${(event) =>
-          setAgainst(event.target.checked ? { model: current.model, checkpoint: earlier } : null)} /> Compare with</label>
+          setAgainst(
+            event.target.checked ? { model: current.model, checkpoint: earlier } : null,
+          )} /> Compare with</label>
         ${against && html`<${ModelChoice} models=${models} chosen=${against} choose=${setAgainst} name="Compared model" />`}
       </div>
       <${Source} chosen=${current} source=${source} change=${change} />
@@ -86,10 +93,16 @@ export function Part({ state, route, shown }) {
       </div>
       ${problem && html`<p class="problem" role="alert">${problem}</p>`}
     </form>
-    ${!found && html`<p class="quiet">Each token is coloured by what it costs the model. Choose one to see which parts of the model voted
-      for it, what other tokens could have stood there, and at which checkpoint the run learned it.</p>`}
-    ${found && html`<${Found} key=${found.answer} ...${{ found, index, setIndex, sought, steps, setSteps, weights, setWeights, say }}
-      model=${models.find((model) => model.id === found.body.model)} />`}
+    ${
+      !found &&
+      html`<p class="quiet">Each token is coloured by what it costs the model. Choose one to see which parts of the model voted
+      for it, what other tokens could have stood there, and at which checkpoint the run learned it.</p>`
+    }
+    ${
+      found &&
+      html`<${Found} key=${found.answer} ...${{ found, index, setIndex, sought, steps, setSteps, weights, setWeights, say }}
+      model=${models.find((model) => model.id === found.body.model)} />`
+    }
     <p class="hidden-text" role="status">${said}</p>
   </div>`;
 }
@@ -97,10 +110,13 @@ export function Part({ state, route, shown }) {
 function Found({ found, index, setIndex, sought, steps, setSteps, weights, setWeights, say, model }) {
   const { answer, body } = found;
   const through = useSteps(body, answer);
-  const shown = useMemo(() => (steps ? answer.tokens.map((token, i) => ({ ...token, nats: steps.nats[i] })) : answer.tokens),
-    [answer, steps]);
+  const shown = useMemo(
+    () => (steps ? answer.tokens.map((token, i) => ({ ...token, nats: steps.nats[i] })) : answer.tokens),
+    [answer, steps],
+  );
   const [differs, setDiffers] = useState(Boolean(answer.segments));
-  const second = answer.other && (answer.other.model === answer.model ? `step ${count(answer.other.step)}` : answer.other.model);
+  const second =
+    answer.other && (answer.other.model === answer.model ? `step ${count(answer.other.step)}` : answer.other.model);
   const difference = differs && !steps; // the slider's checkpoint is shown by its loss
   const pick = (i) => {
     setIndex(i);
@@ -108,9 +124,12 @@ function Found({ found, index, setIndex, sought, steps, setSteps, weights, setWe
   };
   return html`<section class="card" aria-label="Text, coloured">
       <div class="toolbar">
-        ${answer.segments && html`<div class="switch" role="group" aria-label="Colour by">
+        ${
+          answer.segments &&
+          html`<div class="switch" role="group" aria-label="Colour by">
           <button class="button small" aria-pressed=${String(!difference)} onClick=${() => setDiffers(false)}>Loss</button>
-          <button class="button small" aria-pressed=${String(difference)} onClick=${() => setDiffers(true)}>Difference</button></div>`}
+          <button class="button small" aria-pressed=${String(difference)} onClick=${() => setDiffers(true)}>Difference</button></div>`
+        }
         ${difference ? html`<${DifferenceLegend} about=${`${second} needs`} />` : html`<${LossLegend} />`}
         ${weights && html`<span class="quiet">Underlined: what ${weights.name} looks at</span>`}
       </div>
@@ -127,8 +146,10 @@ function Found({ found, index, setIndex, sought, steps, setSteps, weights, setWe
 
 function Figures({ answer, name }) {
   const facts = [
-    `${figure(answer.loss)} nats per token`, answer.bits_per_byte != null && `${figure(answer.bits_per_byte)} bits per byte`,
-    answer.perplexity != null && `perplexity ${figure(answer.perplexity)}`, `${count(answer.n_tokens)} tokens`,
+    `${figure(answer.loss)} nats per token`,
+    answer.bits_per_byte != null && `${figure(answer.bits_per_byte)} bits per byte`,
+    answer.perplexity != null && `perplexity ${figure(answer.perplexity)}`,
+    `${count(answer.n_tokens)} tokens`,
     `step ${count(answer.step)}`,
   ].filter(Boolean);
   return html`<p class="facts number">${name && html`<bdi>${name}</bdi>: `}${facts.join(" · ")}</p>`;

@@ -21,19 +21,38 @@ export function Part({ shown, route, state, refresh }) {
   const [picked, setPicked] = useState(null);
   const [settings, set] = useState({ x: "step", window: null, smooth: 0, logX: false, logY: false, parents: true });
   const theme = useTheme();
-  useEffect(() => (shown ? follow((found, out) => setRuns({ runs: found, leftOut: out }), setProblem) : undefined), [shown]);
+  useEffect(
+    () => (shown ? follow((found, out) => setRuns({ runs: found, leftOut: out }), setProblem) : undefined),
+    [shown],
+  );
   const rows = useMemo(() => (runs ? [...runs.values()] : []), [runs]);
   const linked = route.join("/");
-  useLayoutEffect(() => { // a linked run may come into the list later
+  useLayoutEffect(() => {
+    // a linked run may come into the list later
     if (!rows.length || (chosen && !linked)) return;
     const first = rows.find((row) => row.id === linked);
-    setChosen(first ? [first.id] : (was) => was ?? [...rows].sort((a, b) => (b.state === "running") - (a.state === "running")).slice(0, FIRST).map((row) => row.id));
+    setChosen(
+      first
+        ? [first.id]
+        : (was) =>
+            was ??
+            [...rows]
+              .sort((a, b) => (b.state === "running") - (a.state === "running"))
+              .slice(0, FIRST)
+              .map((row) => row.id),
+    );
   }, [rows.length > 0, linked, Boolean(runs?.has(linked))]);
   const ids = useMemo(() => (chosen ?? []).filter((id) => runs?.has(id)), [chosen, runs?.size]);
   const styles = useStyles(ids);
   const drawn = useMemo(() => ids.map((id) => runs.get(id)).filter(Boolean), [ids, runs]);
-  const parents = useMemo(() => drawn.map((row) => row.origin?.id).filter((id, i, all) => runs.has(id) && !ids.includes(id) && all.indexOf(id) === i)
-    .map((id) => runs.get(id)), [drawn]);
+  const parents = useMemo(
+    () =>
+      drawn
+        .map((row) => row.origin?.id)
+        .filter((id, i, all) => runs.has(id) && !ids.includes(id) && all.indexOf(id) === i)
+        .map((id) => runs.get(id)),
+    [drawn],
+  );
   const faint = settings.parents ? parents : NONE;
   const version = useVersion([...drawn, ...faint]);
   const view = useMemo(() => ({ ...settings, theme }), [settings, theme]);
@@ -42,7 +61,8 @@ export function Part({ shown, route, state, refresh }) {
   const forget = useCallback(() => setPicked(null), []);
   const stop = useCallback((run) => post("studio/start/stop", { run }).then(refresh), [refresh]);
   if (!runs) return html`<p class="notice" role="status">${problem ?? "Looking for runs…"}</p>`;
-  if (!rows.length) return html`<div class="notice"><p>There is no run here yet. Train one with <code>gptworks train</code>; it appears by itself.</p>
+  if (!rows.length)
+    return html`<div class="notice"><p>There is no run here yet. Train one with <code>gptworks train</code>; it appears by itself.</p>
     <${LeftOut} reasons=${leftOut} /></div>`;
   return html`<div class="runs">
     <h1 class="hidden-text">Runs</h1>
@@ -90,7 +110,7 @@ function useStyles(ids) {
     let next = 0;
     for (const id of ids) {
       while (taken.has(next)) next += 1;
-      if (!kept.has(id)) taken.add(next), kept.set(id, next);
+      if (!kept.has(id)) (taken.add(next), kept.set(id, next));
     }
     held.current = kept;
     return new Map([...kept].map(([id, n]) => [id, styleOf(n)]));
@@ -104,12 +124,14 @@ function useVersion(drawn) {
   const last = useRef({ text: "", at: 0 });
   useEffect(() => {
     if (now === last.current.text) return undefined;
-    const timer = setTimeout(() => {
-      last.current = { text: now, at: Date.now() };
-      show((version) => version + 1);
-    }, Math.max(0, last.current.at + REFRESH_MS - Date.now()));
+    const timer = setTimeout(
+      () => {
+        last.current = { text: now, at: Date.now() };
+        show((version) => version + 1);
+      },
+      Math.max(0, last.current.at + REFRESH_MS - Date.now()),
+    );
     return () => clearTimeout(timer);
   }, [now]);
   return shown;
 }
-

@@ -41,7 +41,11 @@ export async function start(element) {
 /** Sign in where the address has a code. One that the server does not take shows where the state is asked for. */
 async function signedIn() {
   const code = takeCode();
-  if (code) await signIn(code).then(() => (refusedLink = null), (error) => (refusedLink = error.message));
+  if (code)
+    await signIn(code).then(
+      () => (refusedLink = null),
+      (error) => (refusedLink = error.message),
+    );
   return Boolean(code);
 }
 
@@ -134,20 +138,31 @@ function Shell() {
     <a class="skip" href="#main" onClick=${skip}>Skip to the content</a>
     <header class="shell">
       <strong class="brand">gptworks</strong>
-      ${known.length > 1 && html`<nav aria-label="Parts">${known.map((name) => html`
-        <a key=${name} href=${`#/${name}`} aria-current=${name === key ? "page" : null}>${parts.get(name).name}</a>`)}
-      </nav>`}
+      ${
+        known.length > 1 &&
+        html`<nav aria-label="Parts">${known.map(
+          (name) => html`
+        <a key=${name} href=${`#/${name}`} aria-current=${name === key ? "page" : null}>${parts.get(name).name}</a>`,
+        )}
+      </nav>`
+      }
       <span class="fill"></span>
       <${Connection} connected=${state && !problem} problem=${problem} status=${status} />
       <${Theme} />
     </header>
     <main id="main" tabindex="-1">
       ${status === 401 && html`<${AskForKey} refresh=${refresh} had=${Boolean(state)} />`}
-      ${problem && status !== 401 && html`<p class="problem notice" role="alert">${problem}
-        <button class="button" onClick=${refresh}>Try again</button></p>`}
+      ${
+        problem &&
+        status !== 401 &&
+        html`<p class="problem notice" role="alert">${problem}
+        <button class="button" onClick=${refresh}>Try again</button></p>`
+      }
       ${state?.notice && html`<p class="notice" role="status">${state.notice}</p>`}
-      ${known.map((name) => html`<${Loaded} key=${name} name=${name} shown=${name === key}
-        state=${state} route=${name === at.key ? at.rest : NOWHERE} refresh=${refresh} />`)}
+      ${known.map(
+        (name) => html`<${Loaded} key=${name} name=${name} shown=${name === key}
+        state=${state} route=${name === at.key ? at.rest : NOWHERE} refresh=${refresh} />`,
+      )}
       ${state && !known.length && html`<p class="notice">This server has no part that the page can show.</p>`}
     </main>`;
 }
@@ -171,7 +186,13 @@ function Loaded({ name, shown, ...props }) {
   useEffect(() => {
     if (!shown || asked.current) return;
     asked.current = true;
-    parts.get(name).load().then((module) => setPart(() => module.Part), (error) => setProblem(error.message));
+    parts
+      .get(name)
+      .load()
+      .then(
+        (module) => setPart(() => module.Part),
+        (error) => setProblem(error.message),
+      );
   }, [shown]);
   if (problem) return shown && html`<p class="problem notice" role="alert">This part cannot be loaded: ${problem}</p>`;
   return html`<div class="part" hidden=${!shown}>${Part && html`<${Part} shown=${shown} ...${props} />`}</div>`;
@@ -192,8 +213,12 @@ function AskForKey({ refresh, had }) {
       refuse("The server does not take this key: check it, or open the newest link.");
     }
   };
-  const why = refused ?? refusedLink ?? (had
-    ? "The session has ended, since the studio was started again for instance. What is on this page stays as it is." : null);
+  const why =
+    refused ??
+    refusedLink ??
+    (had
+      ? "The session has ended, since the studio was started again for instance. What is on this page stays as it is."
+      : null);
   return html`<form class="ask-key card" onSubmit=${submit}>
     <h1>This server asks for a key</h1>
     ${why && html`<p class="problem" role="alert">${why}</p>`}

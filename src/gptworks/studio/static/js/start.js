@@ -26,14 +26,17 @@ export function Part({ state, route, refresh, shown }) {
   useEffect(() => {
     get("studio/start").then(setKnown, (error) => setProblem(error.message));
   }, []);
-  const begin = useCallback((chosen, way = "new") => {
-    setOrigin(chosen);
-    setWay(way);
-    setStep(null);
-    setProblem(null);
-    say("");
-    setName(free((chosen.recipe ?? chosen.run).split("/").at(-1), state.models));
-  }, [state.models]);
+  const begin = useCallback(
+    (chosen, way = "new") => {
+      setOrigin(chosen);
+      setWay(way);
+      setStep(null);
+      setProblem(null);
+      say("");
+      setName(free((chosen.recipe ?? chosen.run).split("/").at(-1), state.models));
+    },
+    [state.models],
+  );
   useLayoutEffect(() => {
     if (!known || (origin && !linked)) return;
     const run = state.models.find((model) => model.id === linked && model.run);
@@ -58,43 +61,76 @@ export function Part({ state, route, refresh, shown }) {
   const run = state.models.find((model) => model.id === origin?.run);
   const steps = (run?.checkpoints ?? []).filter((one) => one.resumable).map((one) => one.step);
   const last = (run?.state === "finished" ? steps.at(-2) : null) ?? steps.at(-1); // after the last of a finished run, nothing is left to train
-  const from = way === "fork" ? step ?? last ?? null : null;
+  const from = way === "fork" ? (step ?? last ?? null) : null;
   const goesOn = useChanges(way === "new" ? null : origin.run, from, recipe);
   if (!known) return html`<p class="notice" role="status">${problem ?? "Reading the schema…"}</p>`;
-  const start = () => way === "fork" ? act("fork", { run: origin.run, step: from, name, text: recipe.text }, `${name} is forked, and trains: see above.`) : way === "resume" ? act("resume", { run: origin.run, text: recipe.text }, `${origin.run} is resumed: see above.`)
-    : act("new", { name, text: recipe.text, origin }, `${name} is started: see above.`);
+  const start = () =>
+    way === "fork"
+      ? act(
+          "fork",
+          { run: origin.run, step: from, name, text: recipe.text },
+          `${name} is forked, and trains: see above.`,
+        )
+      : way === "resume"
+        ? act("resume", { run: origin.run, text: recipe.text }, `${origin.run} is resumed: see above.`)
+        : act("new", { name, text: recipe.text, origin }, `${name} is started: see above.`);
   return html`<div class="start-part">
     <h1 class="hidden-text">Start</h1>
     <${Training} ...${{ state, shown, act, readOnly: known.read_only }} />
     <section class="card start-begin" aria-label="What to start">
       <div class="start-row"><label>Begin from <select class="field" value=${key(origin)} onChange=${(event) => begin(parsed(event.target.value))}>
-        <optgroup label="Recipes of gptworks">${known.recipes.map((one) => html`
-          <option key=${one.name} value=${`recipe ${one.name}`}>${one.name}</option>`)}</optgroup>
-        ${state.models.length > 0 && html`<optgroup label="Runs">${state.models.map((one) => html`
-          <option key=${one.id} value=${`run ${one.id}`}>${one.id}</option>`)}</optgroup>`}
+        <optgroup label="Recipes of gptworks">${known.recipes.map(
+          (one) => html`
+          <option key=${one.name} value=${`recipe ${one.name}`}>${one.name}</option>`,
+        )}</optgroup>
+        ${
+          state.models.length > 0 &&
+          html`<optgroup label="Runs">${state.models.map(
+            (one) => html`
+          <option key=${one.id} value=${`run ${one.id}`}>${one.id}</option>`,
+          )}</optgroup>`
+        }
       </select></label>
-      ${origin?.run && html`<div class="start-way" role="group" aria-label="What to do with it">${Object.entries(WAYS).map(([key, words]) =>
-        (key !== "fork" || steps.length > 0) && html`<button key=${key} class="button" aria-pressed=${String(way === key)} onClick=${() => setWay(key)}>${words}</button>`)}
-      </div>`}</div>
+      ${
+        origin?.run &&
+        html`<div class="start-way" role="group" aria-label="What to do with it">${Object.entries(WAYS).map(
+          ([key, words]) =>
+            (key !== "fork" || steps.length > 0) &&
+            html`<button key=${key} class="button" aria-pressed=${String(way === key)} onClick=${() => setWay(key)}>${words}</button>`,
+        )}
+      </div>`
+      }</div>
       <div class="start-row">
-      ${way === "fork" && html`<label>At step <select class="field" value=${String(from)} onChange=${(event) => setStep(Number(event.target.value))}>
-        ${[...steps].reverse().map((one) => html`<option key=${one} value=${String(one)}>${one}</option>`)}</select></label>`}
-      ${way !== "resume" && html`<label>Name <input class="field" value=${name} spellcheck="false" maxlength="100"
-        onInput=${(event) => setName(event.target.value.trim())} /></label>`}
-      ${known.read_only ? html`<p>This studio was started with <code>--read-only</code>: it starts and writes nothing.</p>`
-        : html`<button class="button primary" onClick=${start} disabled=${busy || !recipe.right || Boolean(goesOn?.problem) || (way !== "resume" && !name)}>
-          ${{ new: "Start", resume: "Go on", fork: "Fork" }[way]}</button>`}</div>
+      ${
+        way === "fork" &&
+        html`<label>At step <select class="field" value=${String(from)} onChange=${(event) => setStep(Number(event.target.value))}>
+        ${[...steps].reverse().map((one) => html`<option key=${one} value=${String(one)}>${one}</option>`)}</select></label>`
+      }
+      ${
+        way !== "resume" &&
+        html`<label>Name <input class="field" value=${name} spellcheck="false" maxlength="100"
+        onInput=${(event) => setName(event.target.value.trim())} /></label>`
+      }
+      ${
+        known.read_only
+          ? html`<p>This studio was started with <code>--read-only</code>: it starts and writes nothing.</p>`
+          : html`<button class="button primary" onClick=${start} disabled=${busy || !recipe.right || Boolean(goesOn?.problem) || (way !== "resume" && !name)}>
+          ${{ new: "Start", resume: "Go on", fork: "Fork" }[way]}</button>`
+      }</div>
       <p class="start-about quiet">${about(known, origin, way, name, from)} ${left(goesOn)}</p>
       <${Changes} found=${goesOn} />
       ${problem && html`<p class="problem" role="alert">${problem}</p>`}
       <p class=${said ? "start-about start-said" : "hidden-text"} role="status">${said}</p>
     </section>
     ${recipe.problem && html`<p class="problem start-wide" role="alert">${recipe.problem}</p>`}
-    ${recipe.checked && html`<${Form} groups=${known.form} recipe=${recipe} goesOn=${way !== "new"} />
+    ${
+      recipe.checked &&
+      html`<${Form} groups=${known.form} recipe=${recipe} goesOn=${way !== "new"} />
     <div class="start-beside">
       <${Plan} ...${{ recipe, origin, name, devices: known.devices }} />
       <${RecipeText} recipe=${recipe} />
-    </div>`}
+    </div>`
+    }
   </div>`;
 }
 
@@ -105,27 +141,38 @@ function useRecipe(origin) {
   const [problem, setProblem] = useState(null);
   const [waits, setWaits] = useState(false);
   const held = useRef({ edits: [] });
-  const ask = useCallback((body) => {
-    const now = held.current;
-    clearTimeout(now.timer);
-    now.stop?.abort();
-    now.stop = new AbortController();
-    const { signal } = now.stop;
-    const edits = now.edits;
-    setWaits(true);
-    now.timer = setTimeout(async () => {
-      try {
-        const answer = await post("studio/start/check", { ...body, edits, origin }, { signal });
-        now.edits = now.edits.slice(edits.length);
-        if (edits.length || body.text == null) setText(answer.text);
-        setChecked((was) => ({ ...answer, defaults: answer.defaults ?? was?.defaults ?? {}, fixed: answer.fixed ?? was?.fixed ?? [], right: !answer.problems.length }));
-        setProblem(null);
-        setWaits(now.edits.length > 0);
-      } catch (error) {
-        if (error.name !== "AbortError") setProblem(error.message), setWaits(false);
-      }
-    }, body.text == null ? 0 : TYPED_MS);
-  }, [origin]);
+  const ask = useCallback(
+    (body) => {
+      const now = held.current;
+      clearTimeout(now.timer);
+      now.stop?.abort();
+      now.stop = new AbortController();
+      const { signal } = now.stop;
+      const edits = now.edits;
+      setWaits(true);
+      now.timer = setTimeout(
+        async () => {
+          try {
+            const answer = await post("studio/start/check", { ...body, edits, origin }, { signal });
+            now.edits = now.edits.slice(edits.length);
+            if (edits.length || body.text == null) setText(answer.text);
+            setChecked((was) => ({
+              ...answer,
+              defaults: answer.defaults ?? was?.defaults ?? {},
+              fixed: answer.fixed ?? was?.fixed ?? [],
+              right: !answer.problems.length,
+            }));
+            setProblem(null);
+            setWaits(now.edits.length > 0);
+          } catch (error) {
+            if (error.name !== "AbortError") (setProblem(error.message), setWaits(false));
+          }
+        },
+        body.text == null ? 0 : TYPED_MS,
+      );
+    },
+    [origin],
+  );
   useEffect(() => {
     if (!origin) return;
     held.current.edits = [];
@@ -168,15 +215,22 @@ function left(goesOn) {
 }
 
 function about(known, origin, way, name, step) {
-  if (way === "fork") return `The fork continues from step ${step} in ${known.folder}/${name || "NAME"}; ${origin.run} is not changed.`;
+  if (way === "fork")
+    return `The fork continues from step ${step} in ${known.folder}/${name || "NAME"}; ${origin.run} is not changed.`;
   const shipped = known.recipes.find((one) => one.name === origin?.recipe);
   const what = shipped ? `${shipped.summary} ${shipped.time ? `Training takes ${shipped.time}.` : ""} ` : "";
-  return way === "resume" ? "The run trains on from its newest checkpoint." : `${what}The recipe is written to ${known.folder}/${name || "NAME"}.yaml.`;
+  return way === "resume"
+    ? "The run trains on from its newest checkpoint."
+    : `${what}The recipe is written to ${known.folder}/${name || "NAME"}.yaml.`;
 }
 
 function free(name, models) {
   const taken = new Set(models.map((model) => model.id));
-  const clean = name.replace(/[^A-Za-z0-9._-]/g, "-").replace(/^[^A-Za-z0-9]+/, "").slice(0, 90) || "run";
+  const clean =
+    name
+      .replace(/[^A-Za-z0-9._-]/g, "-")
+      .replace(/^[^A-Za-z0-9]+/, "")
+      .slice(0, 90) || "run";
   const base = clean.replace(/-\d+$/, "");
   let n = 2;
   if (!taken.has(clean)) return clean;

@@ -52,8 +52,11 @@ export function Part({ state, route }) {
       </div>
       ${problem && html`<p class="problem" role="alert">${problem}</p>`}
     </form>
-    ${!found && html`<p class="quiet">Paste a text, or take a document, and see what the run learned, and when: the loss of the text at each
-      checkpoint, how each continues it with one seed, and which of its tokens the run learned between two checkpoints.</p>`}
+    ${
+      !found &&
+      html`<p class="quiet">Paste a text, or take a document, and see what the run learned, and when: the loss of the text at each
+      checkpoint, how each continues it with one seed, and which of its tokens the run learned between two checkpoints.</p>`
+    }
     ${found && html`<${Found} key=${found.answer} ...${found} say=${say} model=${models.find((model) => model.id === found.body.model)} />`}
     <p class="hidden-text" role="status">${said}</p>
   </div>`;
@@ -68,32 +71,47 @@ function Found({ body, answer, model, say }) {
   const points = through.found?.points ?? [];
   const from = points.find(({ step }) => step === first) ?? points[0];
   const to = steps ?? points.at(-1);
-  const parts = useMemo(() => from && answer.tokens.map((token, i) => ({ ...token, tokens: [i, i + 1], nats: from.nats[i],
-    other_nats: to.nats[i] })), [answer, from, to]);
+  const parts = useMemo(
+    () =>
+      from &&
+      answer.tokens.map((token, i) => ({ ...token, tokens: [i, i + 1], nats: from.nats[i], other_nats: to.nats[i] })),
+    [answer, from, to],
+  );
   return html`<${Steps} ...${{ through, body, answer, index, steps, setSteps }} writing=${true} context=${model?.context}
       newest=${newestOf(model)} />
-    ${points.length > 1 && html`<section class="card" aria-labelledby="learned-title">
+    ${
+      points.length > 1 &&
+      html`<section class="card" aria-labelledby="learned-title">
       <h2 id="learned-title">What it learned between <select class="field" aria-label="From step" value=${from.step}
-        onChange=${(event) => setFirst(Number(event.target.value))}>${points.map(({ step }) => html`<option key=${step} value=${step}>step ${
-        count(step)}</option>`)}</select> and step ${count(to.step)}</h2>
+        onChange=${(event) => setFirst(Number(event.target.value))}>${points.map(
+          ({ step }) => html`<option key=${step} value=${step}>step ${count(step)}</option>`,
+        )}</select> and step ${count(to.step)}</h2>
       <p class="facts number">${figure(from.loss)} → ${figure(to.loss)} nats per token</p>
       <div class="toolbar"><${DifferenceLegend} about=${`Step ${count(to.step)} needs`} /></div>
       <${ReadText} tokens=${answer.tokens} segments=${parts} index=${index} pick=${setIndex} say=${say} second=${`step ${count(to.step)}`} />
       <${Changes} ...${{ parts, from, to, pick: setIndex }} />
-    </section>`}`;
+    </section>`
+    }`;
 }
 
 /** The tokens that changed most, one of each spelling. */
 function Changes({ parts, from, to, pick }) {
-  const changed = parts.map((part, i) => ({ ...part, i, less: part.nats - part.other_nats })).filter((one) => one.nats != null && one.other_nats != null);
-  const several = (list) => list.filter((one, i) => list.findIndex((other) => other.id === one.id) === i).slice(0, LISTED);
+  const changed = parts
+    .map((part, i) => ({ ...part, i, less: part.nats - part.other_nats }))
+    .filter((one) => one.nats != null && one.other_nats != null);
+  const several = (list) =>
+    list.filter((one, i) => list.findIndex((other) => other.id === one.id) === i).slice(0, LISTED);
   const better = several(changed.filter(({ less }) => less > 0).sort((a, b) => b.less - a.less));
   const worse = several(changed.filter(({ less }) => less < 0).sort((a, b) => a.less - b.less));
-  const table = (name, list) => list.length > 0 && html`<div class="scrolls" tabindex="0" role="region" aria-label=${name}><table>
+  const table = (name, list) =>
+    list.length > 0 &&
+    html`<div class="scrolls" tabindex="0" role="region" aria-label=${name}><table>
       <caption>${name} (probability)</caption>
       <thead><tr><th scope="col">Token</th><th scope="col">At step ${count(from.step)}</th><th scope="col">At step ${count(to.step)}</th></tr></thead>
-      <tbody>${list.map((one) => html`<tr key=${one.i}><th scope="row"><button class="button plain small" onClick=${() => pick(one.i)}>
+      <tbody>${list.map(
+        (one) => html`<tr key=${one.i}><th scope="row"><button class="button plain small" onClick=${() => pick(one.i)}>
         <bdi class="spelling">${visible(one.spelling)}</bdi> <span class="quiet">token ${count(one.i)}</span></button></th>
-        <td class="number">${percent(Math.exp(-one.nats))}</td><td class="number">${percent(Math.exp(-one.other_nats))}</td></tr>`)}</tbody></table></div>`;
+        <td class="number">${percent(Math.exp(-one.nats))}</td><td class="number">${percent(Math.exp(-one.other_nats))}</td></tr>`,
+      )}</tbody></table></div>`;
   return html`<div class="changes">${table("Learned most", better)}${table("Forgotten most", worse)}</div>`;
 }

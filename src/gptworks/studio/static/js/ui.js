@@ -3,7 +3,17 @@
 import { Component, h, useEffect, useState } from "../vendor/preact-htm.js";
 
 export {
-  Component, h, html, render, useCallback, useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState,
+  Component,
+  h,
+  html,
+  render,
+  useCallback,
+  useEffect,
+  useLayoutEffect,
+  useMemo,
+  useReducer,
+  useRef,
+  useState,
 } from "../vendor/preact-htm.js";
 
 /** The component, rendered anew only when one of its props is another value. */
@@ -41,6 +51,8 @@ export function cx(...names) {
 export function stepped(event, all, current) {
   if (event.ctrlKey || event.metaKey || event.altKey) return undefined;
   const at = all.indexOf(current);
-  const to = { ArrowRight: at + 1, ArrowLeft: at < 0 ? all.length - 1 : at - 1, Home: 0, End: all.length - 1 }[event.key];
+  const to = { ArrowRight: at + 1, ArrowLeft: at < 0 ? all.length - 1 : at - 1, Home: 0, End: all.length - 1 }[
+    event.key
+  ];
   return to == null ? undefined : all[Math.max(0, Math.min(all.length - 1, to))];
 }

@@ -14,9 +14,14 @@ export function useAsked(what, body) {
     if (!key) return undefined;
     const asked = new AbortController();
     set((was) => ({ ...was, busy: true }));
-    const timer = setTimeout(() => post(`studio/data/${what}`, body, { signal: asked.signal }).then(
-      (found) => set({ found, problem: null, busy: false }),
-      (error) => error.name === "AbortError" || set({ found: null, problem: error.message, busy: false })), PAUSE_MS);
+    const timer = setTimeout(
+      () =>
+        post(`studio/data/${what}`, body, { signal: asked.signal }).then(
+          (found) => set({ found, problem: null, busy: false }),
+          (error) => error.name === "AbortError" || set({ found: null, problem: error.message, busy: false }),
+        ),
+      PAUSE_MS,
+    );
     return () => (clearTimeout(timer), asked.abort());
   }, [what, key]);
   return answer;

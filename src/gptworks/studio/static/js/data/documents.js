@@ -19,7 +19,10 @@ export function Documents({ chosen, about, at, move }) {
         of=${`of ${count(n)}, numbered from 0`} />
     </div>
     ${problem && html`<p class="problem" role="alert">${problem}</p>`}
-    ${found && html`<p class="facts number">${count(found.n_tokens)} tokens${found.n_bytes != null ? ` · ${count(found.n_bytes)} bytes` : ""}</p>
+    ${
+      found &&
+      html`<p class="facts number">${count(found.n_tokens)} tokens${found.n_bytes != null ? ` · ${count(found.n_bytes)} bytes` : ""}</p>
       <${TokenPages} first=${first} n=${SHOWN} total=${found.n_tokens} set=${(to) => move({ first: to })} />
-      <${Tokens} rows=${[{ tokens: found.tokens }]} first=${found.first} />`}</section>`;
+      <${Tokens} rows=${[{ tokens: found.tokens }]} first=${found.first} />`
+    }</section>`;
 }

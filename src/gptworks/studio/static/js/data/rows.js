@@ -24,7 +24,10 @@ export function Windows({ chosen, about, at, move }) {
 
 export function Step({ chosen, about, at, move }) {
   const { step, sample, first, loss } = at;
-  const answer = useAsked("step", about.n_steps ? { ...chosen, step, sample, first, loss, n: SHOWN, n_samples: SAMPLES } : null);
+  const answer = useAsked(
+    "step",
+    about.n_steps ? { ...chosen, step, sample, first, loss, n: SHOWN, n_samples: SAMPLES } : null,
+  );
   const { found } = answer;
   if (!about.n_steps) return html`<p class="notice">The run has done no step yet.</p>`;
   return html`<section class="card" aria-label="A step" aria-busy=${String(answer.busy)}>
@@ -32,8 +35,11 @@ export function Step({ chosen, about, at, move }) {
     <div class="toolbar">
       <${Place} name="Step" value=${step} set=${(to) => move({ step: to, sample: 0, first: 0 })} min=${1} max=${about.n_steps}
         of=${`of ${count(about.n_steps)}`} />
-      ${found && html`<${Place} name="Sample" value=${sample} set=${(to) => move({ sample: to, first: 0 })} max=${found.n_samples - 1}
-        by=${found.n_shown} of=${`of ${count(found.n_samples)}, numbered from 0`} />`}
+      ${
+        found &&
+        html`<${Place} name="Sample" value=${sample} set=${(to) => move({ sample: to, first: 0 })} max=${found.n_samples - 1}
+        by=${found.n_shown} of=${`of ${count(found.n_samples)}, numbered from 0`} />`
+      }
     </div>
     ${found?.skipped && html`<p>This step was skipped: its gradients were not applied.</p>`}
     <${Rows} ...${{ answer, at, move }} /></section>`;
@@ -46,18 +52,31 @@ function Rows({ answer: { found, problem, busy }, at, move }) {
       <button class="button small" aria-pressed=${String(at.loss)} onClick=${() => move({ loss: !at.loss })}>Colour by loss</button>
       ${busy && html`<span class="quiet">Reading …</span>`}
       ${coloured && html`<${LossLegend} />`}
-      ${at.loss && found?.loss != null && html`<span class="number" role="status">${figure(found.loss)} nats for each learned token
-        that is shown, at step ${count(found.checkpoint)}</span>`}
+      ${
+        at.loss &&
+        found?.loss != null &&
+        html`<span class="number" role="status">${figure(found.loss)} nats for each learned token
+        that is shown, at step ${count(found.checkpoint)}</span>`
+      }
     </div>
     ${problem && html`<p class="problem" role="alert">${problem}</p>`}
-    ${rows && html`<${TokenPages} first=${at.first} n=${found.n} total=${Math.max(...rows.map((row) => row.n_tokens))}
+    ${
+      rows &&
+      html`<${TokenPages} first=${at.first} n=${found.n} total=${Math.max(...rows.map((row) => row.n_tokens))}
         set=${(to) => move({ first: to })} />
-      <${Tokens} rows=${rows} first=${found.first} />`}`;
+      <${Tokens} rows=${rows} first=${found.first} />`
+    }`;
 }
 
 function title(row) {
   return [
-    row.sample != null && `Sample ${count(row.sample)}`, row.sample != null && `window ${count(row.window)} of epoch ${count(row.epoch)}`,
-    row.answer, `${count(row.n_tokens)} tokens`, `${count(row.n_learned)} learned`, row.padding > 0 && `${count(row.padding)} of padding`,
-  ].filter(Boolean).join(" · ");
+    row.sample != null && `Sample ${count(row.sample)}`,
+    row.sample != null && `window ${count(row.window)} of epoch ${count(row.epoch)}`,
+    row.answer,
+    `${count(row.n_tokens)} tokens`,
+    `${count(row.n_learned)} learned`,
+    row.padding > 0 && `${count(row.padding)} of padding`,
+  ]
+    .filter(Boolean)
+    .join(" · ");
 }

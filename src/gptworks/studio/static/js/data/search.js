@@ -21,11 +21,17 @@ export function Search({ chosen, about, at, move, open }) {
       ${busy && html`<span class="quiet">Searching …</span>`}
     </form>
     ${problem && html`<p class="problem" role="alert">${problem}</p>`}
-    ${phrase && found && html`<p class="number" role="status">${count(found.n)} ${found.n === 1 ? "place" : "places"} in ${count(found.n_tokens)} tokens${
-        found.by_text ? "" : ", as whole tokens: this tokenizer does not keep the text"}${
-        found.hits.length < found.n ? `; ${count(found.hits.length)} of them:` : ""}</p>
-      <ol class="hits">${found.hits.map((hit) => html`<li key=${hit.position}>
+    ${
+      phrase &&
+      found &&
+      html`<p class="number" role="status">${count(found.n)} ${found.n === 1 ? "place" : "places"} in ${count(found.n_tokens)} tokens${
+        found.by_text ? "" : ", as whole tokens: this tokenizer does not keep the text"
+      }${found.hits.length < found.n ? `; ${count(found.hits.length)} of them:` : ""}</p>
+      <ol class="hits">${found.hits.map(
+        (hit) => html`<li key=${hit.position}>
         <button class="button small number" onClick=${() => open("documents", { split, document: hit.document, first: Math.max(0, hit.first - AROUND) })}>
           Document ${count(hit.document)}, token ${count(hit.first)}</button>
-        <bdi class="text hit">${hit.before}<mark>${hit.text}</mark>${hit.after}</bdi></li>`)}</ol>`}</section>`;
+        <bdi class="text hit">${hit.before}<mark>${hit.text}</mark>${hit.after}</bdi></li>`,
+      )}</ol>`
+    }</section>`;
 }

@@ -24,8 +24,10 @@ function Border({ begins }) {
 }
 
 const Row = memo(function Row({ row, index, masks }) {
-  const made = row.tokens.map((token, i) => html`${token.begins && html`<${Border} begins=${token.begins} />`}
-    <${Token} key=${i} ...${{ token, masks, i }} row=${index} />`);
+  const made = row.tokens.map(
+    (token, i) => html`${token.begins && html`<${Border} begins=${token.begins} />`}
+    <${Token} key=${i} ...${{ token, masks, i }} row=${index} />`,
+  );
   return html`<div class="line-of-tokens">${row.title && html`<h2 class="facts number">${row.title}</h2>`}
     <div class="text tokens">${made}${row.tokens.length === 0 && html`<span class="quiet">It ends before these tokens.</span>`}</div></div>`;
 });
@@ -49,14 +51,19 @@ export function Tokens({ rows, first }) {
     mark(element);
     element.scrollIntoView({ block: "nearest" });
   };
-  const point = ({ target }) => target.closest(".t") && target.closest(".t") !== cursor.current && mark(target.closest(".t"));
+  const point = ({ target }) =>
+    target.closest(".t") && target.closest(".t") !== cursor.current && mark(target.closest(".t"));
   const token = shown && rows[shown[0]]?.tokens[shown[1]];
   return html`<div class="tokens-pane">
     ${masks && html`<p class="facts"><span class="t learned">learned</span> <span class="t masked">only read</span></p>`}
     <div class="rows" ref=${pane} tabindex="0" role="group" aria-label="Tokens; the arrow keys walk through them" onKeyDown=${walk}
       onPointerMove=${point} onClick=${point}>${rows.map((row, i) => html`<${Row} key=${i} row=${row} index=${i} masks=${masks} />`)}</div>
-    <p class="detail number" role="status">${token ? html`Token <b>${count(first + shown[1])}</b>: <bdi class="spelling">${visible(token.spelling)}</bdi>,
-      id <b>${token.id}</b>${masks && (token.learned ? ", learned" : ", only read")}${token.nats != null &&
-      `, ${figure(token.nats)} nats, ${percent(Math.exp(-token.nats))}`}`
-      : html`<span class="quiet">Point at a token, or walk with the arrow keys, to see its id.</span>`}</p></div>`;
+    <p class="detail number" role="status">${
+      token
+        ? html`Token <b>${count(first + shown[1])}</b>: <bdi class="spelling">${visible(token.spelling)}</bdi>,
+      id <b>${token.id}</b>${masks && (token.learned ? ", learned" : ", only read")}${
+        token.nats != null && `, ${figure(token.nats)} nats, ${percent(Math.exp(-token.nats))}`
+      }`
+        : html`<span class="quiet">Point at a token, or walk with the arrow keys, to see its id.</span>`
+    }</p></div>`;
 }

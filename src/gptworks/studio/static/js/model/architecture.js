@@ -19,11 +19,15 @@ export function Architecture({ sheet, chosen, choose, setLayer }) {
     event.preventDefault();
     next.focus();
   };
-  const steps = (parts) => html`<ol class="arch-steps">${parts.map((part) => html`<li key=${part.key} class=${part.key}>
-    <${Step} part=${part} chosen=${part.key === chosen} choose=${choose} /></li>`)}</ol>`;
+  const steps = (parts) =>
+    html`<ol class="arch-steps">${parts.map(
+      (part) => html`<li key=${part.key} class=${part.key}>
+    <${Step} part=${part} chosen=${part.key === chosen} choose=${choose} /></li>`,
+    )}</ol>`;
   const group = (place) => html`<section class="arch-group" aria-label=${BLOCK[place]}>
     <p class="quiet">${at(place).some((part) => part.key === "experts") ? "Mixture of experts" : BLOCK[place]}${
-      place === "mlp" && sheet.parallel ? ", parallel to attention: both read the input of the block" : ""}</p>
+      place === "mlp" && sheet.parallel ? ", parallel to attention: both read the input of the block" : ""
+    }</p>
     ${steps(at(place))}
     <p class="arch-add quiet"><span aria-hidden="true">⊕</span> added to the residual stream</p></section>`;
   return html`<section class="card arch" aria-labelledby="arch-title" ref=${list} onKeyDown=${walk}>
@@ -47,6 +51,9 @@ function Step({ part, chosen, choose }) {
   return html`<button class=${cx("arch-step", `kind-${part.kind}`)} aria-pressed=${String(chosen)} onClick=${() => choose(part.key)}>
     <span>${part.name}</span>
     ${part.weights && html`<span class="quiet number">${part.weights}</span>`}
-    ${part.share > 0 && html`<span class="arch-share number" title="Share of the parameters, of all layers together">${percent(part.share)}
-      <span class="hidden-text">of the parameters</span></span>`}</button>`;
+    ${
+      part.share > 0 &&
+      html`<span class="arch-share number" title="Share of the parameters, of all layers together">${percent(part.share)}
+      <span class="hidden-text">of the parameters</span></span>`
+    }</button>`;
 }

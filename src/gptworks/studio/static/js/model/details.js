@@ -12,12 +12,17 @@ export function PartDetails({ sheet, part, tensor, choose }) {
     <h2 id="model-chosen" aria-live="polite">${part.name}${repeats && html` <span class="quiet">of layer ${count(sheet.layer)}</span>`}</h2>
     <p>${part.words} <cite class="quiet">${part.source}</cite></p>
     <p class="quiet number">What leaves it: ${part.shape}</p>
-    ${part.figures.length > 0 && html`<div class="model-scrolls" tabindex="0" role="region" aria-label="What the part takes"><table class="number">
+    ${
+      part.figures.length > 0 &&
+      html`<div class="model-scrolls" tabindex="0" role="region" aria-label="What the part takes"><table class="number">
       <thead><tr><td></td>${repeats && html`<th scope="col">this layer</th>`}<th scope="col">${repeats ? "all layers" : "in all"}</th>
         <th scope="col">of the model</th></tr></thead>
-      <tbody>${part.figures.map((row) => html`<tr key=${row.key} data-key=${row.key}><th scope="row">${row.name}</th>
+      <tbody>${part.figures.map(
+        (row) => html`<tr key=${row.key} data-key=${row.key}><th scope="row">${row.name}</th>
         ${repeats && html`<td title=${exact(row.layer)}>${row.layer_text}</td>`}<td title=${exact(row.all)}>${row.all_text}</td>
-        <td>${percent(row.share)}</td></tr>`)}</tbody></table></div>`}
+        <td>${percent(row.share)}</td></tr>`,
+      )}</tbody></table></div>`
+    }
     ${part.tensors.length > 0 && html`<${Tensors} part=${part} tensor=${tensor} choose=${choose} />`}
     ${!part.tensors.length && html`<p class="quiet">It has no weights.</p>`}
   </section>`;
@@ -31,7 +36,9 @@ function Tensors({ part, tensor, choose }) {
     return html`<label class="model-tensor">Tensor <select class="field" value=${tensor} onChange=${(event) => choose(event.target.value)}>
       ${part.tensors.map((one) => html`<option key=${one.name} value=${one.name}>${one.name}, ${about(one)}</option>`)}</select></label>`;
   }
-  return html`<ul class="model-tensors" aria-label="Tensors">${part.tensors.map((one) => html`<li key=${one.name}>
+  return html`<ul class="model-tensors" aria-label="Tensors">${part.tensors.map(
+    (one) => html`<li key=${one.name}>
     <button class="button small mono" aria-pressed=${String(one.name === tensor)} onClick=${() => choose(one.name)}>${one.name}</button>
-    <span class="quiet number">${about(one)} · ${count(one.parameters)} parameters${part.tied ? ", counted with the token embedding" : ""}</span></li>`)}</ul>`;
+    <span class="quiet number">${about(one)} · ${count(one.parameters)} parameters${part.tied ? ", counted with the token embedding" : ""}</span></li>`,
+  )}</ul>`;
 }

@@ -16,7 +16,8 @@ export function Plot({ title, series, log, shape = "line", ends, read, children 
   const scaled = (value) => (log ? Math.log10(value) : value);
   const bottom = shape === "bars" && log ? scaled(least) - 0.3 : scaled(least);
   const span = scaled(most) - bottom || 1;
-  const y = (value) => (value == null || (log && value <= 0) ? HIGH : HIGH - ((scaled(value) - bottom) / span) * (HIGH - 6));
+  const y = (value) =>
+    value == null || (log && value <= 0) ? HIGH : HIGH - ((scaled(value) - bottom) / span) * (HIGH - 6);
   const x = (i) => (shape === "bars" ? (i / n) * WIDE : n > 1 ? (i / (n - 1)) * WIDE : WIDE / 2);
   const keys = (event) => {
     const step = { ArrowLeft: -1, ArrowRight: 1, PageDown: 10, PageUp: -10, Home: -n, End: n }[event.key];
@@ -43,8 +44,13 @@ export function Plot({ title, series, log, shape = "line", ends, read, children 
       </svg></div>
     <div class="plot-x quiet number" aria-hidden="true"><span>${ends[0]}</span><span>${ends[1]}</span></div>
     <p class="plot-read number" role="status">${here == null ? "" : read(here)}</p>
-    ${series.length > 1 && html`<p class="plot-names">${series.map(({ name }, i) => html`<span key=${name}><span
-      class=${cx("plot-swatch", `is-${i}`)} aria-hidden="true"></span>${name}</span>`)}</p>`}
+    ${
+      series.length > 1 &&
+      html`<p class="plot-names">${series.map(
+        ({ name }, i) => html`<span key=${name}><span
+      class=${cx("plot-swatch", `is-${i}`)} aria-hidden="true"></span>${name}</span>`,
+      )}</p>`
+    }
   </figure>`;
 }
 
@@ -53,10 +59,12 @@ function path(values, x, y, shape) {
     return `M0 ${HIGH}${values.map((value, i) => `V${y(value).toFixed(1)}H${x(i + 1).toFixed(1)}`).join("")}V${HIGH}`;
   }
   let drawn = false;
-  return values.map((value, i) => {
-    const hidden = value == null || y(value) >= HIGH + 1;
-    const piece = hidden ? "" : `${drawn ? "L" : "M"}${x(i).toFixed(1)} ${y(value).toFixed(1)}`;
-    drawn = !hidden;
-    return piece;
-  }).join("");
+  return values
+    .map((value, i) => {
+      const hidden = value == null || y(value) >= HIGH + 1;
+      const piece = hidden ? "" : `${drawn ? "L" : "M"}${x(i).toFixed(1)} ${y(value).toFixed(1)}`;
+      drawn = !hidden;
+      return piece;
+    })
+    .join("");
 }

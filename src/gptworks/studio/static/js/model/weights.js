@@ -30,9 +30,14 @@ function useAnswer(path, body, wanted) {
   useEffect(() => {
     if (!wanted) return undefined;
     const asked = new AbortController();
-    const timer = setTimeout(() => post(path, body, { signal: asked.signal }).then(
-      (answer) => setFound({ key, answer }),
-      (error) => error.name === "AbortError" || setFound({ key, problem: error.message })), PAUSE_MS);
+    const timer = setTimeout(
+      () =>
+        post(path, body, { signal: asked.signal }).then(
+          (answer) => setFound({ key, answer }),
+          (error) => error.name === "AbortError" || setFound({ key, problem: error.message }),
+        ),
+      PAUSE_MS,
+    );
     return () => (clearTimeout(timer), asked.abort());
   }, [key, wanted]);
   return found.key === key ? found : {};
@@ -57,17 +62,24 @@ function Moments({ answer }) {
       <thead><tr><td></td>${all.map((one) => html`<th key=${one.step} scope="col">${nameOf(one)}</th>`)}</tr></thead>
       <tbody>${ROWS.map(([name, of]) => html`<tr key=${name}><th scope="row">${name}</th>${all.map((one) => html`<td key=${one.step}>${of(one)}</td>`)}</tr>`)}</tbody>
     </table></div>
-    ${all.length > 1 && html`<p class="model-change">${answer.relative_change == null
-      ? `Its norm at step ${count(all[1].step)} is zero or not finite, so that the change is not measured by it.`
-      : `The norm of the difference is ${figure(answer.relative_change)} times the norm at step ${count(all[1].step)}.`}</p>`}`;
+    ${
+      all.length > 1 &&
+      html`<p class="model-change">${
+        answer.relative_change == null
+          ? `Its norm at step ${count(all[1].step)} is zero or not finite, so that the change is not measured by it.`
+          : `The norm of the difference is ${figure(answer.relative_change)} times the norm at step ${count(all[1].step)}.`
+      }</p>`
+    }`;
 }
 
 function Histogram({ answer }) {
   const [log, setLog] = useState(false);
   const { edges, checkpoints } = answer;
   if (!edges.length) return html`<p>None of the weights is finite.</p>`;
-  const read = (i) => `weights from ${figure(edges[i])} to ${figure(edges[i + 1])}: ${checkpoints.map((one) => `${count(one.counts[i])}${
-    checkpoints.length > 1 ? ` at ${nameOf(one)}` : ""}`).join(", ")}`;
+  const read = (i) =>
+    `weights from ${figure(edges[i])} to ${figure(edges[i + 1])}: ${checkpoints
+      .map((one) => `${count(one.counts[i])}${checkpoints.length > 1 ? ` at ${nameOf(one)}` : ""}`)
+      .join(", ")}`;
   return html`<${Plot} title="Histogram" shape="bars" log=${log} read=${read} ends=${[figure(edges[0]), figure(edges.at(-1))]}
     series=${checkpoints.map((one) => ({ name: nameOf(one), values: one.counts }))}><${Log} log=${log} setLog=${setLog} what="histogram" /><//>`;
 }
@@ -75,7 +87,8 @@ function Histogram({ answer }) {
 function Values({ answer }) {
   const { checkpoints } = answer;
   if (!checkpoints[0].values) return null;
-  const read = (i) => `element ${count(i)}: ${checkpoints.map((one) => `${figure(one.values[i])}${checkpoints.length > 1 ? ` at ${nameOf(one)}` : ""}`).join(", ")}`;
+  const read = (i) =>
+    `element ${count(i)}: ${checkpoints.map((one) => `${figure(one.values[i])}${checkpoints.length > 1 ? ` at ${nameOf(one)}` : ""}`).join(", ")}`;
   return html`<${Plot} title="Values by channel" read=${read} ends=${["0", count(checkpoints[0].values.length - 1)]}
     series=${checkpoints.map((one) => ({ name: nameOf(one), values: one.values }))} />`;
 }
@@ -83,14 +96,22 @@ function Values({ answer }) {
 function Spectrum({ answer }) {
   const [log, setLog] = useState(true);
   const { checkpoints } = answer;
-  const read = (i) => `singular value ${count(i + 1)}: ${checkpoints.map((one) => `${figure(one.values[i])} of the largest${
-    checkpoints.length > 1 ? ` at ${nameOf(one)}` : ""}`).join(", ")}`;
+  const read = (i) =>
+    `singular value ${count(i + 1)}: ${checkpoints
+      .map((one) => `${figure(one.values[i])} of the largest${checkpoints.length > 1 ? ` at ${nameOf(one)}` : ""}`)
+      .join(", ")}`;
   return html`<${Plot} title="Singular values" log=${log} read=${read} ends=${["1", count(checkpoints[0].values.length)]}
       series=${checkpoints.map((one) => ({ name: nameOf(one), values: one.values }))}><${Log} log=${log} setLog=${setLog} what="spectrum" /><//>
     <div class="model-scrolls" tabindex="0" role="region" aria-label="Ranks"><table class="number">
       <thead><tr><td></td>${checkpoints.map((one) => html`<th key=${one.step} scope="col">${nameOf(one)}</th>`)}</tr></thead>
-      <tbody>${[["largest singular value", "largest"], ["stable rank", "stable_rank"], ["effective rank", "effective_rank"]].map(([name, key]) => html`
-        <tr key=${key}><th scope="row">${name}</th>${checkpoints.map((one) => html`<td key=${one.step}>${figure(one[key])}</td>`)}</tr>`)}</tbody></table></div>
+      <tbody>${[
+        ["largest singular value", "largest"],
+        ["stable rank", "stable_rank"],
+        ["effective rank", "effective_rank"],
+      ].map(
+        ([name, key]) => html`
+        <tr key=${key}><th scope="row">${name}</th>${checkpoints.map((one) => html`<td key=${one.step}>${figure(one[key])}</td>`)}</tr>`,
+      )}</tbody></table></div>
     <p class="quiet">Each value over the largest: how far the matrix stretches its strongest direction, and the others beside it. They are the
       roots of the eigenvalues of the matrix times its transpose, in float64; what is below a millionth of the largest may be rounding.
       The stable rank is the sum of their squares over the largest square; the effective rank is e to the entropy of their shares. Both say

@@ -10,14 +10,17 @@ export function Branches({ session }) {
   const shown = new Set(session.columns.map((column) => column.current));
   const [renaming, rename] = useState(null);
   const nav = useRef(null);
-  useEffect(() => { // the current branch in sight, without moving the page
+  useEffect(() => {
+    // the current branch in sight, without moving the page
     const box = nav.current?.closest("details");
     const at = nav.current?.querySelector(".current")?.getBoundingClientRect();
     if (!at) return;
     const { top, bottom } = box.getBoundingClientRect();
-    if (at.bottom > bottom || at.top < top) box.scrollTop += at.bottom > bottom ? at.bottom - bottom + 8 : at.top - top - 8;
+    if (at.bottom > bottom || at.top < top)
+      box.scrollTop += at.bottom > bottom ? at.bottom - bottom + 8 : at.top - top - 8;
   }, [[...shown].join()]);
-  if (!tree.branches.size) return html`<p class="quiet">Every text is kept here: what you generate, and each other way you take.</p>`;
+  if (!tree.branches.size)
+    return html`<p class="quiet">Every text is kept here: what you generate, and each other way you take.</p>`;
   const below = new Map();
   for (const branch of tree.branches.values()) {
     const parent = tree.get(branch.parent) ? branch.parent : null;
@@ -52,13 +55,21 @@ function Item({ session, branch, several, renaming, rename, current }) {
     <button class="open" aria-current=${current ? "true" : null} onClick=${() => session.show(branch.id)}>
       <bdi class="words">${words}</bdi>
       <span class="quiet number facts">${several && html`<bdi>${branch.model} · </bdi>`}${
-        branch.problem ? "failed" : `${count(n)} tokens`}${mean != null && html` · <span title="The mean of −ln of the probabilities that the model alone gave its new tokens; 0 is certain">${
-        figure(-mean)} nats per token</span>`}</span>
+        branch.problem ? "failed" : `${count(n)} tokens`
+      }${
+        mean != null &&
+        html` · <span title="The mean of −ln of the probabilities that the model alone gave its new tokens; 0 is certain">${figure(
+          -mean,
+        )} nats per token</span>`
+      }</span>
     </button>
-    ${current && html`<span class="tools">
+    ${
+      current &&
+      html`<span class="tools">
       <button class="button plain small" aria-label=${`Rename ${words}`} onClick=${() => rename(branch.id)}>Rename</button>
       <button class="button plain small" aria-label=${`Delete ${words}`} onClick=${() => session.remove(branch.id)}>Delete</button>
-    </span>`}</div>`;
+    </span>`
+    }</div>`;
 }
 
 function focusOnce(element) {
@@ -70,7 +81,13 @@ function focusOnce(element) {
 
 /** What sets this branch apart: its prompt where it begins with one, and its own first words. */
 function firstWords(tree, branch) {
-  const own = line(branch.edited ?? branch.tokens.slice(0, 20).map((one) => one.text).join(""));
+  const own = line(
+    branch.edited ??
+      branch.tokens
+        .slice(0, 20)
+        .map((one) => one.text)
+        .join(""),
+  );
   if (branch.at != null) return `… ${own || "(empty)"}`;
   return `${line(tree.promptText(branch)) || "(no prompt)"}${own && ` → ${own}`}`;
 }

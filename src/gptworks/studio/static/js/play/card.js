@@ -16,21 +16,25 @@ function rows(token) {
 
 function Bar({ logprob, of }) {
   const said = html`<span class="hidden-text"> ${of}, </span>`;
-  if (logprob == null) return html`<span class="bar none"><span aria-hidden="true">–</span><span class="hidden-text">not listed</span>${said}</span>`;
+  if (logprob == null)
+    return html`<span class="bar none"><span aria-hidden="true">–</span><span class="hidden-text">not listed</span>${said}</span>`;
   const width = `${100 * Math.exp(logprob)}%`;
-  return html`<span class="bar"><span class="length" style=${{ width }}></span><span class="number">${
-    percent(Math.exp(logprob))}</span>${said}</span>`;
+  return html`<span class="bar"><span class="length" style=${{ width }}></span><span class="number">${percent(
+    Math.exp(logprob),
+  )}</span>${said}</span>`;
 }
 
 function unscored({ part, i }) {
   if (part !== "prompt") return "Not scored.";
-  return i === 0 ? "There is no token before it, so the model does not predict it."
+  return i === 0
+    ? "There is no token before it, so the model does not predict it."
     : "Not scored: “score the prompt” in the settings gives the prompt's tokens their probabilities.";
 }
 
 /** `anchor`: the token's element. `pinned`: it stays, and takes the focus. */
 export function TokenCard({ token, place, anchor, pinned, take, edit, why, close, hold, release }) {
-  const beside = (by) => { // a token is small for a finger
+  const beside = (by) => {
+    // a token is small for a finger
     const all = [...anchor.closest(".text").querySelectorAll(".t")];
     const next = all[all.indexOf(anchor) + by];
     next?.click();
@@ -42,7 +46,10 @@ export function TokenCard({ token, place, anchor, pinned, take, edit, why, close
     const box = anchor.getClientRects()[0] ?? anchor.getBoundingClientRect();
     const { offsetWidth: width, offsetHeight: height } = card.current;
     const below = box.bottom + height + 8 < innerHeight || box.top < height + 8;
-    style.setProperty("left", `${scrollX + Math.max(8, Math.min(box.left, document.documentElement.clientWidth - width - 8))}px`);
+    style.setProperty(
+      "left",
+      `${scrollX + Math.max(8, Math.min(box.left, document.documentElement.clientWidth - width - 8))}px`,
+    );
     style.setProperty("top", `${scrollY + (below ? box.bottom + 4 : box.top - height - 4)}px`);
     const covered = box.bottom + 8 - card.current.getBoundingClientRect().top; // by a card at the foot of a small screen
     if (getComputedStyle(card.current).position === "fixed" && covered > 0) scrollBy(0, covered);
@@ -68,18 +75,31 @@ export function TokenCard({ token, place, anchor, pinned, take, edit, why, close
       <button class="button small beside" aria-label="Token before" onClick=${() => beside(-1)}>‹</button>
       <button class="button small beside" aria-label="Token after" onClick=${() => beside(1)}>›</button>
       <button class="button plain small" aria-label="Close" onClick=${() => close(true)}>✕</button></div>
-    <p class="figures number">${token.logprob == null ? html`<span class="quiet">${unscored(place)}</span>` : html`
-      <b>${percent(Math.exp(token.logprob))}</b> by the model, rank ${token.rank}${sampled && html`,
-      <b> ${percent(Math.exp(token.after.logprob))}</b> after sampling`}${token.chosen && ", chosen by you"}`}</p>
-    ${token.top?.length > 0 && html`<div class="rows">
+    <p class="figures number">${
+      token.logprob == null
+        ? html`<span class="quiet">${unscored(place)}</span>`
+        : html`
+      <b>${percent(Math.exp(token.logprob))}</b> by the model, rank ${token.rank}${
+        sampled &&
+        html`,
+      <b> ${percent(Math.exp(token.after.logprob))}</b> after sampling`
+      }${token.chosen && ", chosen by you"}`
+    }</p>
+    ${
+      token.top?.length > 0 &&
+      html`<div class="rows">
       <div class="names quiet" aria-hidden="true"><span></span><span>Model</span><span>${sampled && "After sampling"}</span></div>
-      ${shown.map((one) => html`<button key=${one.id} class=${cx("row", one.id === token.id && "this")}
+      ${shown.map(
+        (one) => html`<button key=${one.id} class=${cx("row", one.id === token.id && "this")}
           disabled=${one.id === token.id} onClick=${() => take(one, token)}>
         <bdi class="spelling">${visible(one.spelling)}</bdi><span class="hidden-text">: </span>
         <${Bar} logprob=${one.before} of="by the model" />${sampled && html`<${Bar} logprob=${one.after} of="after sampling" />`}${
-        one.id === token.id && html`<span class="hidden-text">the token here</span>`}</button>`)}
+          one.id === token.id && html`<span class="hidden-text">the token here</span>`
+        }</button>`,
+      )}
     </div>
-    <p class="quiet hint">Choose one and the text continues from there.</p>`}
+    <p class="quiet hint">Choose one and the text continues from there.</p>`
+    }
     <div class="actions">${edit && html`<button class="button small" onClick=${() => edit(place)}>Edit from here</button>`}
       ${why && html`<button class="button small" onClick=${() => why(place)}>Why this token?</button>`}</div>
   </div>`;

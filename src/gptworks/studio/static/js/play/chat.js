@@ -15,20 +15,31 @@ export function Conversation({ session, index, busy, text }) {
     else session.editTurn(index, place, content);
   };
   return html`<ol class="turns">
-    ${turns.length > 0 && turns[0].role !== "system" && html`<li key="system">${editing === "system"
-      ? html`<${Editor} name="System message" content="" save=${save("system")} cancel=${() => edit(null)} />`
-      : html`<button class="button plain small" disabled=${busy} onClick=${() => edit("system")}>Add a system message</button>`}</li>`}
-    ${turns.map((turn, place) => html`<li key=${place} class=${`turn ${turn.role}`}>
+    ${
+      turns.length > 0 &&
+      turns[0].role !== "system" &&
+      html`<li key="system">${
+        editing === "system"
+          ? html`<${Editor} name="System message" content="" save=${save("system")} cancel=${() => edit(null)} />`
+          : html`<button class="button plain small" disabled=${busy} onClick=${() => edit("system")}>Add a system message</button>`
+      }</li>`
+    }
+    ${turns.map(
+      (turn, place) => html`<li key=${place} class=${`turn ${turn.role}`}>
       <div class="head"><strong>${ROLES[turn.role]}</strong><span class="fill"></span>
         <button class="button plain small" disabled=${busy} aria-label=${`Edit: ${ROLES[turn.role]}, turn ${place + 1}`}
           onClick=${() => edit(place)}>Edit</button></div>
-      ${editing === place
-        ? html`<${Editor} name=${ROLES[turn.role]} content=${turn.content} save=${save(place)} cancel=${() => edit(null)} />`
-        : turn.from && tree.get(turn.from) && tree.get(turn.from).edited == null
-          ? place === turns.length - 1 ? html`<${TokenText} ...${text} busy=${busy} label="Answer, token by token" />`
-            : html`<${Earlier} tree=${tree} branch=${tree.get(turn.from)} kind=${text.kind} show=${() => session.show(turn.from)} />`
-          : html`<div class="text">${turn.content}</div>`}
-    </li>`)}
+      ${
+        editing === place
+          ? html`<${Editor} name=${ROLES[turn.role]} content=${turn.content} save=${save(place)} cancel=${() => edit(null)} />`
+          : turn.from && tree.get(turn.from) && tree.get(turn.from).edited == null
+            ? place === turns.length - 1
+              ? html`<${TokenText} ...${text} busy=${busy} label="Answer, token by token" />`
+              : html`<${Earlier} tree=${tree} branch=${tree.get(turn.from)} kind=${text.kind} show=${() => session.show(turn.from)} />`
+            : html`<div class="text">${turn.content}</div>`
+      }
+    </li>`,
+    )}
   </ol>`;
 }
 

@@ -11,7 +11,11 @@ import { curl, python, request } from "./copy.js";
 import { TokenText } from "./text.js";
 
 const ENDS = {
-  stop: "it came to its end", length: "max_tokens reached", context: "the context is full", stopped: "stopped", edited: "edited by you",
+  stop: "it came to its end",
+  length: "max_tokens reached",
+  context: "the context is full",
+  stopped: "stopped",
+  edited: "edited by you",
 };
 const OPEN_MS = 60;
 const CLOSE_MS = 220;
@@ -37,7 +41,8 @@ function useCard(branch) {
     return () => document.removeEventListener("pointerdown", away);
   }, [card]);
   return {
-    card, close,
+    card,
+    close,
     look: (part, i, anchor, pinned) => later(pinned ? 0 : OPEN_MS, { part, i, anchor, pinned }),
     leave: (now) => (now ? close(false) : later(CLOSE_MS, null)),
     hold: () => clearTimeout(timer.current),
@@ -59,67 +64,116 @@ export function Column({ session, index, models, chat, say, editPrompt, canRead 
     close(false);
     editPrompt(before.map((one) => one.text).join(""), whole());
   };
-  const why = ({ part, i }) => { // in the part Read, at the checkpoint that wrote it
+  const why = ({ part, i }) => {
+    // in the part Read, at the checkpoint that wrote it
     const prompt = tree.root(branch).prompt_tokens;
     const tokens = [...prompt, ...tree.answer(branch)];
     close(false);
-    go("read", branch.model, { model: branch.model, checkpoint: branch.step, text: tokens.map((one) => one.text).join(""),
-      tokens: tokens.map((one) => one.id), index: part === "prompt" ? i : prompt.length + i });
+    go("read", branch.model, {
+      model: branch.model,
+      checkpoint: branch.step,
+      text: tokens.map((one) => one.text).join(""),
+      tokens: tokens.map((one) => one.id),
+      index: part === "prompt" ? i : prompt.length + i,
+    });
   };
-  const whole = () => tree.root(branch).prompt_tokens.map((one) => one.text).join("") + tree.answerText(branch);
-  const shownToken = card && branch && (card.part === "prompt" ? tree.root(branch).prompt_tokens : tree.answer(branch))[card.i];
-  const text = { tree, branch, kind: session.shade, busy: Boolean(work), look, leave, say, edit: isChat ? () => {} : edit };
+  const whole = () =>
+    tree
+      .root(branch)
+      .prompt_tokens.map((one) => one.text)
+      .join("") + tree.answerText(branch);
+  const shownToken =
+    card && branch && (card.part === "prompt" ? tree.root(branch).prompt_tokens : tree.answer(branch))[card.i];
+  const text = {
+    tree,
+    branch,
+    kind: session.shade,
+    busy: Boolean(work),
+    look,
+    leave,
+    say,
+    edit: isChat ? () => {} : edit,
+  };
   return html`<section class="column card" aria-label=${`Column ${index + 1}`}>
     <div class="head">
       <div class="choices"><${ModelChoice} ...${{ session, index, column, models, model }} /></div>
-      ${session.columns.length > 1 && html`<button class="button plain" aria-label=${`Close column ${index + 1}`}
-        onClick=${() => session.closeColumn(index)}>✕</button>`}
+      ${
+        session.columns.length > 1 &&
+        html`<button class="button plain" aria-label=${`Close column ${index + 1}`}
+        onClick=${() => session.closeColumn(index)}>✕</button>`
+      }
     </div>
     ${model?.problem && html`<p class="problem" role="alert">${model.problem}</p>`}
     ${!branch && html`<p class="quiet start">${isChat ? "Write a message below." : "Write the beginning of a text above, and generate."}</p>`}
-    ${branch && (isChat
-      ? html`<${Conversation} session=${session} index=${index} busy=${Boolean(work)} text=${text} />`
-      : html`<${TokenText} ...${text} withPrompt=${true} label="Text, token by token" />`)}
+    ${
+      branch &&
+      (isChat
+        ? html`<${Conversation} session=${session} index=${index} busy=${Boolean(work)} text=${text} />`
+        : html`<${TokenText} ...${text} withPrompt=${true} label="Text, token by token" />`)
+    }
     ${work?.loading && html`<p class="quiet" role="status">Loading ${column.model} …</p>`}
     ${branch?.problem && html`<p class="problem" role="alert">${branch.problem}</p>`}
     ${branch && !work && html`<p class="quiet hint">Point at a token, or tap it, to see what else could have stood there; a click keeps it open.</p>`}
-    ${branch && html`<${Facts} branch=${branch} session=${session} work=${work} />
-      <${Actions} ...${{ session, index, branch, work, say, context: models.find((one) => one.id === branch.model)?.context, edit: isChat ? null : () => editPrompt(whole(), whole()) }} />`}
-    ${shownToken && html`<${TokenCard} token=${shownToken} place=${card} anchor=${card.anchor} pinned=${card.pinned}
+    ${
+      branch &&
+      html`<${Facts} branch=${branch} session=${session} work=${work} />
+      <${Actions} ...${{ session, index, branch, work, say, context: models.find((one) => one.id === branch.model)?.context, edit: isChat ? null : () => editPrompt(whole(), whole()) }} />`
+    }
+    ${
+      shownToken &&
+      html`<${TokenCard} token=${shownToken} place=${card} anchor=${card.anchor} pinned=${card.pinned}
       close=${close} hold=${hold} release=${release} edit=${isChat ? null : ({ part, i }) => edit(part, i)}
       why=${canRead && (card.part === "answer" || card.i > 0) ? why : null}
       take=${(one, at) => {
         const { part, i } = card;
         close(true);
-        const token = { id: one.id, spelling: one.spelling, logprob: one.before, top: at.top, after: at.after && {
-          ...at.after, logprob: one.after ?? -1e4 }, rank: null };
+        const token = {
+          id: one.id,
+          spelling: one.spelling,
+          logprob: one.before,
+          top: at.top,
+          after: at.after && { ...at.after, logprob: one.after ?? -1e4 },
+          rank: null,
+        };
         const rank = at.top.findIndex((other) => other.id === one.id);
         session.branch(index, part, i, { ...token, rank: rank < 0 ? null : rank + 1 });
-      }} />`}
+      }} />`
+    }
   </section>`;
 }
 
 function ModelChoice({ session, index, column, models, model }) {
   const choose = (event) => session.setColumn(index, { model: event.target.value, checkpoint: null });
-  const point = (event) => session.setColumn(index, {
-    checkpoint: /^\d+$/.test(event.target.value) ? Number(event.target.value) : event.target.value });
+  const point = (event) =>
+    session.setColumn(index, {
+      checkpoint: /^\d+$/.test(event.target.value) ? Number(event.target.value) : event.target.value,
+    });
   const checkpoints = model?.checkpoints ?? [];
   const gone = Number.isInteger(column.checkpoint) && !checkpoints.some(({ step }) => step === column.checkpoint);
   return html`<label class="choice"><span class="hidden-text">Model of column ${index + 1}</span>
       <select class="field" value=${column.model ?? ""} onChange=${choose}>
         ${!model && html`<option value="">No model</option>`}
-        ${models.map((one) => html`<option key=${one.id} value=${one.id} disabled=${Boolean(one.problem)}
-          title=${one.problem ?? ""}>${one.id}${one.problem ? " (cannot be used)" : one.state === "running" ? " (training)" : ""}</option>`)}
+        ${models.map(
+          (one) => html`<option key=${one.id} value=${one.id} disabled=${Boolean(one.problem)}
+          title=${one.problem ?? ""}>${one.id}${one.problem ? " (cannot be used)" : one.state === "running" ? " (training)" : ""}</option>`,
+        )}
       </select></label>
-    ${checkpoints.length > 0 && html`<label class="choice"><span class="hidden-text">Checkpoint of column ${index + 1}</span>
+    ${
+      checkpoints.length > 0 &&
+      html`<label class="choice"><span class="hidden-text">Checkpoint of column ${index + 1}</span>
       <select class="field" value=${column.checkpoint ?? "best"} onChange=${point}>
         <option value="best">best${stepOf(checkpoints, "best")}</option>
         <option value="last">last${stepOf(checkpoints, "last")}</option>
         ${gone && html`<option value=${column.checkpoint}>step ${count(column.checkpoint)} (gone)</option>`}
         ${stepOptions(checkpoints)}
-      </select></label>`}
-    ${model?.parameters != null && html`<span class="quiet number about-model">${short(model.parameters)} parameters${
-      model.context != null && html` · context ${count(model.context)}`}</span>`}`;
+      </select></label>`
+    }
+    ${
+      model?.parameters != null &&
+      html`<span class="quiet number about-model">${short(model.parameters)} parameters${
+        model.context != null && html` · context ${count(model.context)}`
+      }</span>`
+    }`;
 }
 
 function stepOf(checkpoints, which) {
@@ -135,15 +189,21 @@ function Facts({ branch, session, work }) {
     end && !work && (ENDS[end.reason] ?? end.reason),
     step != null && `step ${count(step)}`,
   ].filter(Boolean);
-  return html`<p class="facts quiet number">${facts.join(" · ")}${seed != null && html`${facts.length > 0 && " · "}seed ${seed} ${
-    session.settings.seed !== seed && html`<button class="button plain small" onClick=${() => session.set({
-      settings: { ...session.settings, seed } })}>Keep this seed</button>`}`}</p>`;
+  return html`<p class="facts quiet number">${facts.join(" · ")}${
+    seed != null &&
+    html`${facts.length > 0 && " · "}seed ${seed} ${
+      session.settings.seed !== seed &&
+      html`<button class="button plain small" onClick=${() =>
+        session.set({ settings: { ...session.settings, seed } })}>Keep this seed</button>`
+    }`
+  }</p>`;
 }
 
 function Actions({ session, index, branch, work, say, context, edit }) {
   const [shown, show] = useState(null);
   useEffect(() => show(null), [branch.id]);
-  if (work) return html`<div class="actions"><button class="button small" onClick=${() => session.stop(index)}>Stop</button></div>`;
+  if (work)
+    return html`<div class="actions"><button class="button small" onClick=${() => session.stop(index)}>Stop</button></div>`;
   const made = branch.edited == null;
   const full = context != null && session.tree.ids(branch).length >= context;
   const whole = branch.at == null || session.tree.root(branch).prompt.text != null; // chat has no half answers
@@ -159,16 +219,30 @@ function Actions({ session, index, branch, work, say, context, edit }) {
     }
   };
   return html`<div class="actions">
-      ${made && html`<button class="button small" disabled=${full || !branch.tokens.length}
+      ${
+        made &&
+        html`<button class="button small" disabled=${full || !branch.tokens.length}
         aria-describedby=${full ? `full-${index}` : null} onClick=${() => session.proceed(index)}>Continue</button>
-      <button class="button small" onClick=${() => session.regenerate(index)}>Regenerate</button>`}
+      <button class="button small" onClick=${() => session.regenerate(index)}>Regenerate</button>`
+      }
       ${edit && html`<button class="button small" onClick=${edit}>Edit text</button>`}
-      ${made && whole && html`<span class="copies"><button class="button plain small" onClick=${copy(curl, "curl")}>Copy as curl</button>
-      <button class="button plain small" onClick=${copy(python, "Python")}>Copy as Python</button></span>`}
+      ${
+        made &&
+        whole &&
+        html`<span class="copies"><button class="button plain small" onClick=${copy(curl, "curl")}>Copy as curl</button>
+      <button class="button plain small" onClick=${copy(python, "Python")}>Copy as Python</button></span>`
+      }
     </div>
-    ${full && html`<p class="quiet hint" id=${`full-${index}`}>It cannot be continued: the text fills the model's context of ${
-      count(context)} tokens.${edit && " Shorten it with “Edit text” to go on."}</p>`}
-    ${shown && html`<div class="copied"><div class="head"><span class="quiet">${shown.name}</span><span class="fill"></span>
+    ${
+      full &&
+      html`<p class="quiet hint" id=${`full-${index}`}>It cannot be continued: the text fills the model's context of ${count(
+        context,
+      )} tokens.${edit && " Shorten it with “Edit text” to go on."}</p>`
+    }
+    ${
+      shown &&
+      html`<div class="copied"><div class="head"><span class="quiet">${shown.name}</span><span class="fill"></span>
       <button class="button plain small" aria-label="Close the copied text" onClick=${() => show(null)}>✕</button></div>
-      <pre class="mono" tabindex="0" aria-label=${`As ${shown.name}`}>${shown.text}</pre></div>`}`;
+      <pre class="mono" tabindex="0" aria-label=${`As ${shown.name}`}>${shown.text}</pre></div>`
+    }`;
 }

@@ -1,6 +1,15 @@
 // A branch's request as it goes to the server's OpenAI-compatible API: as a curl command and as a Python program.
 
-const OPENAI = ["temperature", "top_p", "frequency_penalty", "presence_penalty", "max_tokens", "stop", "seed", "logit_bias"];
+const OPENAI = [
+  "temperature",
+  "top_p",
+  "frequency_penalty",
+  "presence_penalty",
+  "max_tokens",
+  "stop",
+  "seed",
+  "logit_bias",
+];
 
 /** The request's path and body. A branch sends token ids, so that it continues from exactly there. */
 export function request(tree, branch, model) {
@@ -28,7 +37,8 @@ export function curl({ path, body }, hasKey) {
 }
 
 export function python({ path, body }, hasKey) {
-  const extra = {}, usual = {};
+  const extra = {},
+    usual = {};
   for (const [key, value] of Object.entries(body)) {
     (OPENAI.includes(key) || ["model", "prompt", "messages"].includes(key) ? usual : extra)[key] = value;
   }
@@ -51,6 +61,9 @@ function literal(value) {
   if (value === null) return "None";
   if (typeof value === "boolean") return value ? "True" : "False";
   if (Array.isArray(value)) return `[${value.map(literal).join(", ")}]`;
-  if (typeof value === "object") return `{${Object.entries(value).map(([k, v]) => `${literal(k)}: ${literal(v)}`).join(", ")}}`;
+  if (typeof value === "object")
+    return `{${Object.entries(value)
+      .map(([k, v]) => `${literal(k)}: ${literal(v)}`)
+      .join(", ")}}`;
   return JSON.stringify(value);
 }

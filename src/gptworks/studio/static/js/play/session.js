@@ -13,7 +13,10 @@ export class Session {
     this.version = 0;
     this.listener = () => {};
     const kept = this.tree.restore();
-    this.columns = (kept?.columns ?? [{ model: null, checkpoint: null, current: null }]).map((one) => ({ ...one, work: null }));
+    this.columns = (kept?.columns ?? [{ model: null, checkpoint: null, current: null }]).map((one) => ({
+      ...one,
+      work: null,
+    }));
     this.settings = { ...DEFAULTS, ...kept?.settings };
     this.options = { n_top: 10, score_prompt: false, ...kept?.options };
     this.prompt = kept?.prompt ?? "";
@@ -140,8 +143,13 @@ export class Session {
   edited(id) {
     const branch = this.tree.get(id);
     const before = branch && this.tree.promptText(branch);
-    return Boolean(branch) && !this.tree.root(branch).prompt.messages && before !== this.prompt && Boolean(before)
-      && this.prompt.startsWith(before.slice(0, 40));
+    return (
+      Boolean(branch) &&
+      !this.tree.root(branch).prompt.messages &&
+      before !== this.prompt &&
+      Boolean(before) &&
+      this.prompt.startsWith(before.slice(0, 40))
+    );
   }
 
   /** The next turn in every column. */
@@ -166,8 +174,14 @@ export class Session {
     const turns = this.conversation(index);
     const { current } = this.columns[index];
     if (turns[place].role === "assistant") {
-      const branch = this.tree.add({ parent: current, prompt: { messages: turns.slice(0, place) }, edited: content,
-        end: { reason: "edited" }, column: index, model: this.columns[index].model });
+      const branch = this.tree.add({
+        parent: current,
+        prompt: { messages: turns.slice(0, place) },
+        edited: content,
+        end: { reason: "edited" },
+        column: index,
+        model: this.columns[index].model,
+      });
       this.setColumn(index, { current: branch.id });
       return;
     }
@@ -205,10 +219,17 @@ export class Session {
       const before = this.tree.root(branch).prompt_tokens.slice(0, place);
       const text = before.map((one) => one.text).join("") + token.spelling;
       this.prompt = text;
-      this.run(index, { parent: branch.id, prompt: { text } }, { tokens: [...before.map((one) => one.id), token.id], like: branch });
+      this.run(
+        index,
+        { parent: branch.id, prompt: { text } },
+        { tokens: [...before.map((one) => one.id), token.id], like: branch },
+      );
     } else {
-      this.run(index, { parent: branch.id, at: place, chosen: token },
-        { tokens: [...this.tree.ids(branch, place), token.id], like: branch });
+      this.run(
+        index,
+        { parent: branch.id, at: place, chosen: token },
+        { tokens: [...this.tree.ids(branch, place), token.id], like: branch },
+      );
     }
   }
 
@@ -221,13 +242,26 @@ export class Session {
     const checkpoint = like ? (like.step ?? like.checkpoint) : column.checkpoint;
     const settings = { ...this.settings, seed };
     const { chosen, ...fields } = made;
-    const branch = tree.add({ ...fields, column: index, model, checkpoint: like?.checkpoint ?? column.checkpoint, settings,
-      sent: tokens, chosen: Boolean(chosen) });
+    const branch = tree.add({
+      ...fields,
+      column: index,
+      model,
+      checkpoint: like?.checkpoint ?? column.checkpoint,
+      settings,
+      sent: tokens,
+      chosen: Boolean(chosen),
+    });
     const work = { controller: new AbortController(), branch: branch.id, loading: false };
     Object.assign(column, { current: branch.id, work });
     this.changed();
     const root = tree.root(branch);
-    const body = { model, checkpoint, settings, n_top: options.n_top, score_prompt: options.score_prompt && made.at == null };
+    const body = {
+      model,
+      checkpoint,
+      settings,
+      n_top: options.n_top,
+      score_prompt: options.score_prompt && made.at == null,
+    };
     if (tokens) Object.assign(body, { tokens, answers: Boolean(root.prompt.messages) });
     else if (made.prompt.messages) body.messages = sent(made.prompt.messages);
     else body.prompt = made.prompt.text;
@@ -249,7 +283,8 @@ export class Session {
     if (event.type === "start") {
       Object.assign(branch, { seed: event.seed, step: event.step });
       if (branch.at == null) branch.prompt_tokens = event.tokens;
-      else if (chosen) branch.tokens.push({ ...event.tokens.at(-1), ...chosen, text: event.tokens.at(-1).text, chosen: true });
+      else if (chosen)
+        branch.tokens.push({ ...event.tokens.at(-1), ...chosen, text: event.tokens.at(-1).text, chosen: true });
     } else if (event.type === "token") {
       delete event.type;
       branch.tokens.push(event);

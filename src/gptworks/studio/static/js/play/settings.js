@@ -6,30 +6,100 @@ const MOST_TOKENS = 1048576;
 
 /** In the order of the panel. `off` is the value that changes nothing. */
 export const SETTINGS = [
-  { key: "temperature", value: 0.8, least: 0, most: 2, step: 0.05, group: "choice",
-    about: "Divides the logits: lower is safer, higher is bolder. 0 always takes the likeliest token." },
-  { key: "top_k", value: 0, least: 0, most: MOST_TOKENS, step: 1, group: "choice", slide: 100,
-    about: "Keeps the k likeliest tokens. 0 keeps all." },
-  { key: "top_p", value: 1, least: 0.01, most: 1, step: 0.01, group: "choice",
-    about: "Keeps the fewest likeliest tokens whose probabilities reach this sum. 1 keeps all." },
-  { key: "min_p", value: 0, least: 0, most: 0.99, step: 0.01, group: "choice",
-    about: "Keeps tokens at least this many times as likely as the likeliest. 0 keeps all." },
-  { key: "repetition_penalty", value: 1, least: 0.1, most: 10, step: 0.05, group: "penalties", slide: 2,
-    about: "Above 1, tokens that occurred, in the prompt too, become less likely. 1 is off." },
-  { key: "frequency_penalty", value: 0, least: -2, most: 2, step: 0.1, group: "penalties",
-    about: "Taken from a token's logit for each time it was generated. 0 is off." },
-  { key: "presence_penalty", value: 0, least: -2, most: 2, step: 0.1, group: "penalties",
-    about: "Taken from a token's logit once it was generated. 0 is off." },
-  { key: "max_tokens", value: 200, least: 1, most: MOST_TOKENS, step: 1, group: "length", slide: 1000,
-    about: "Tokens generated at most; the model's context may end the text earlier." },
-  { key: "min_tokens", value: 0, least: 0, most: MOST_TOKENS, step: 1, group: "length", slide: 1000,
-    about: "No token that ends the text is chosen before this many. Stop texts still end it." },
+  {
+    key: "temperature",
+    value: 0.8,
+    least: 0,
+    most: 2,
+    step: 0.05,
+    group: "choice",
+    about: "Divides the logits: lower is safer, higher is bolder. 0 always takes the likeliest token.",
+  },
+  {
+    key: "top_k",
+    value: 0,
+    least: 0,
+    most: MOST_TOKENS,
+    step: 1,
+    group: "choice",
+    slide: 100,
+    about: "Keeps the k likeliest tokens. 0 keeps all.",
+  },
+  {
+    key: "top_p",
+    value: 1,
+    least: 0.01,
+    most: 1,
+    step: 0.01,
+    group: "choice",
+    about: "Keeps the fewest likeliest tokens whose probabilities reach this sum. 1 keeps all.",
+  },
+  {
+    key: "min_p",
+    value: 0,
+    least: 0,
+    most: 0.99,
+    step: 0.01,
+    group: "choice",
+    about: "Keeps tokens at least this many times as likely as the likeliest. 0 keeps all.",
+  },
+  {
+    key: "repetition_penalty",
+    value: 1,
+    least: 0.1,
+    most: 10,
+    step: 0.05,
+    group: "penalties",
+    slide: 2,
+    about: "Above 1, tokens that occurred, in the prompt too, become less likely. 1 is off.",
+  },
+  {
+    key: "frequency_penalty",
+    value: 0,
+    least: -2,
+    most: 2,
+    step: 0.1,
+    group: "penalties",
+    about: "Taken from a token's logit for each time it was generated. 0 is off.",
+  },
+  {
+    key: "presence_penalty",
+    value: 0,
+    least: -2,
+    most: 2,
+    step: 0.1,
+    group: "penalties",
+    about: "Taken from a token's logit once it was generated. 0 is off.",
+  },
+  {
+    key: "max_tokens",
+    value: 200,
+    least: 1,
+    most: MOST_TOKENS,
+    step: 1,
+    group: "length",
+    slide: 1000,
+    about: "Tokens generated at most; the model's context may end the text earlier.",
+  },
+  {
+    key: "min_tokens",
+    value: 0,
+    least: 0,
+    most: MOST_TOKENS,
+    step: 1,
+    group: "length",
+    slide: 1000,
+    about: "No token that ends the text is chosen before this many. Stop texts still end it.",
+  },
 ];
 const GROUPS = { choice: "Choice of the next token", penalties: "Penalties", length: "Length" };
 
 export const DEFAULTS = {
   ...Object.fromEntries(SETTINGS.map(({ key, value }) => [key, value])),
-  stop: [], seed: null, ignore_eos: false, logit_bias: {},
+  stop: [],
+  seed: null,
+  ignore_eos: false,
+  logit_bias: {},
 };
 const LARGEST_SEED = 2 ** 31;
 
@@ -40,12 +110,16 @@ export function drawSeed() {
 
 /** Stop texts are written one a line, with \n and \t for the characters that a line cannot hold. */
 export function readStops(text) {
-  return text.split("\n").filter(Boolean).map((line) =>
-    line.replace(/\\([nt\\])/g, (_, c) => ({ n: "\n", t: "\t", "\\": "\\" })[c]));
+  return text
+    .split("\n")
+    .filter(Boolean)
+    .map((line) => line.replace(/\\([nt\\])/g, (_, c) => ({ n: "\n", t: "\t", "\\": "\\" })[c]));
 }
 
 export function writeStops(stops) {
-  return stops.map((stop) => stop.replace(/[\\\n\t]/g, (c) => ({ "\n": "\\n", "\t": "\\t", "\\": "\\\\" })[c])).join("\n");
+  return stops
+    .map((stop) => stop.replace(/[\\\n\t]/g, (c) => ({ "\n": "\\n", "\t": "\\t", "\\": "\\\\" })[c]))
+    .join("\n");
 }
 
 /** Biases are written one a line: a token's id, a colon, a number. null: some line is neither. */
@@ -69,10 +143,14 @@ export const SettingsPanel = memo(function SettingsPanel({ settings, options, ch
         onClick=${() => change({ ...DEFAULTS, seed: settings.seed, temperature: 0 })}>Greedy</button>
     </div>
     <${Seed} seed=${settings.seed} set=${(seed) => set("seed", seed)} />
-    ${Object.entries(GROUPS).map(([group, name]) => html`<fieldset key=${group}><legend>${name}</legend>
-      ${SETTINGS.filter((one) => one.group === group).map((one) => html`
-        <${Dial} key=${one.key} one=${one} value=${settings[one.key]} set=${set} />`)}
-    </fieldset>`)}
+    ${Object.entries(GROUPS).map(
+      ([group, name]) => html`<fieldset key=${group}><legend>${name}</legend>
+      ${SETTINGS.filter((one) => one.group === group).map(
+        (one) => html`
+        <${Dial} key=${one.key} one=${one} value=${settings[one.key]} set=${set} />`,
+      )}
+    </fieldset>`,
+    )}
     <fieldset><legend>Ends and biases</legend>
       <${Lines} name="stop" value=${writeStops(settings.stop)} rows="2" placeholder="\\n\\n"
         about="The text ends before the first of these, one a line; \\n is a new line. At most 16."
@@ -80,13 +158,21 @@ export const SettingsPanel = memo(function SettingsPanel({ settings, options, ch
       <label class="check"><input type="checkbox" checked=${settings.ignore_eos}
         onChange=${(event) => set("ignore_eos", event.target.checked)} /> ignore_eos</label>
       <p class="about">The end-of-text token does not end the text.</p>
-      <${Lines} name="logit_bias" value=${Object.entries(settings.logit_bias).map(([id, x]) => `${id}: ${x}`).join("\n")}
+      <${Lines} name="logit_bias" value=${Object.entries(settings.logit_bias)
+        .map(([id, x]) => `${id}: ${x}`)
+        .join("\n")}
         rows="2" placeholder="198: -100" about="Added to the logits of these token ids, one a line, as id: number from -100 to 100."
         read=${readBiases} set=${(value) => set("logit_bias", value)} />
     </fieldset>
     <fieldset><legend>What is shown</legend>
-      <${Dial} one=${{ key: "alternatives", value: 10, least: 0, most: 20, step: 1,
-        about: "Alternatives listed for each token, before and after sampling." }}
+      <${Dial} one=${{
+        key: "alternatives",
+        value: 10,
+        least: 0,
+        most: 20,
+        step: 1,
+        about: "Alternatives listed for each token, before and after sampling.",
+      }}
         value=${options.n_top} set=${(_, n_top) => changeOptions({ ...options, n_top })} />
       <label class="check"><input type="checkbox" checked=${options.score_prompt}
         onChange=${(event) => changeOptions({ ...options, score_prompt: event.target.checked })} /> score the prompt</label>
@@ -103,7 +189,8 @@ function Dial({ one, value, set }) {
   const range = most === MOST_TOKENS ? `${least} or more` : `${least} to ${most}`;
   const typed = (event) => {
     const number = Number(event.target.value);
-    const good = event.target.value.trim() !== "" && number >= least && number <= most && (step < 1 || number % 1 === 0);
+    const good =
+      event.target.value.trim() !== "" && number >= least && number <= most && (step < 1 || number % 1 === 0);
     setDraft(good ? null : event.target.value);
     if (good) set(key, number);
   };
@@ -114,9 +201,9 @@ function Dial({ one, value, set }) {
       value=${value} onInput=${(event) => set(key, Number(event.target.value))} />
     <input id=${id} class="field number" inputmode="decimal" value=${draft ?? value} aria-invalid=${String(draft != null)}
       aria-describedby=${`${id}-about`} onInput=${typed} onBlur=${() => setDraft(null)} />
-    <p id=${`${id}-about`} class="about">${draft != null
-      ? html`<span class="problem">${range}${step < 1 ? "" : ", a whole number"}.</span>`
-      : one.about} <span class="range">${range}, default ${one.value}.</span></p>
+    <p id=${`${id}-about`} class="about">${
+      draft != null ? html`<span class="problem">${range}${step < 1 ? "" : ", a whole number"}.</span>` : one.about
+    } <span class="range">${range}, default ${one.value}.</span></p>
   </div>`;
 }
 
@@ -135,8 +222,11 @@ function Seed({ seed, set }) {
     <button class="button small" aria-label="Draw a seed" title="Draw a seed" onClick=${() => set(drawSeed())}>
       <span aria-hidden="true">⚄</span></button>
     <button class="button small" disabled=${seed == null} onClick=${() => set(null)}>Clear</button>
-    <p id="setting-seed-about" class="about">${wrong ? html`<span class="problem">A whole number of at most 15 digits.</span>`
-      : "The same seed and settings give the same text."}</p>
+    <p id="setting-seed-about" class="about">${
+      wrong
+        ? html`<span class="problem">A whole number of at most 15 digits.</span>`
+        : "The same seed and settings give the same text."
+    }</p>
   </div>`;
 }
 

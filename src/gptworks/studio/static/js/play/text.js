@@ -7,10 +7,16 @@ const CHUNK = 50;
 
 /** What the shades mean, from the likeliest to the least likely; the place in the list is the shade. */
 export const SHADES = {
-  probability: { names: ["≥ 50 %", "≥ 20 %", "≥ 5 %", "≥ 1 %", "≥ 0.1 %", "less"], bounds: [0.5, 0.2, 0.05, 0.01, 0.001],
-    of: (token, bound) => token.logprob != null && Math.exp(token.logprob) >= bound },
-  rank: { names: ["1st", "2nd", "3–5", "6–20", "21–100", "beyond"], bounds: [1, 2, 5, 20, 100],
-    of: (token, bound) => token.rank != null && token.rank <= bound },
+  probability: {
+    names: ["≥ 50 %", "≥ 20 %", "≥ 5 %", "≥ 1 %", "≥ 0.1 %", "less"],
+    bounds: [0.5, 0.2, 0.05, 0.01, 0.001],
+    of: (token, bound) => token.logprob != null && Math.exp(token.logprob) >= bound,
+  },
+  rank: {
+    names: ["1st", "2nd", "3–5", "6–20", "21–100", "beyond"],
+    bounds: [1, 2, 5, 20, 100],
+    of: (token, bound) => token.rank != null && token.rank <= bound,
+  },
 };
 
 function shade(token, kind) {
@@ -31,8 +37,15 @@ const Chunk = memo(function Chunk({ list, from, to, offset, kind, name }) {
   for (let i = from; i < to; i++) {
     const token = list[i];
     const { text } = token;
-    made.push(html`<span key=${i} class=${cx("t", `s${shade(token, kind)}`, !text && "empty", token.chosen && "chosen",
-      text.startsWith("\n") && "break")} data-part=${name} data-i=${offset + i}>${text}</span>`);
+    made.push(
+      html`<span key=${i} class=${cx(
+        "t",
+        `s${shade(token, kind)}`,
+        !text && "empty",
+        token.chosen && "chosen",
+        text.startsWith("\n") && "break",
+      )} data-part=${name} data-i=${offset + i}>${text}</span>`,
+    );
   }
   return html`<span>${made}</span>`;
 });
@@ -82,7 +95,8 @@ export function TokenText({ tree, branch, kind, busy, withPrompt, look, leave, e
       leave(true);
     }
   };
-  const over = (event) => { // real moves alone: a text that grows below a resting pointer opens nothing
+  const over = (event) => {
+    // real moves alone: a text that grows below a resting pointer opens nothing
     const element = event.target.closest(".t");
     if (!element || element === hovered.current || event.pointerType !== "mouse") return;
     hovered.current = element;
@@ -103,7 +117,15 @@ export function TokenText({ tree, branch, kind, busy, withPrompt, look, leave, e
   });
   return html`<div class="text" ref=${pane} tabindex="0" role="group" aria-label=${label} aria-busy=${String(busy)}
       onKeyDown=${walk} onPointerMove=${over} onPointerLeave=${out} onClick=${click}
-    >${withPrompt && html`<span class="prompt">${
-      chunks(tree.root(branch).prompt_tokens, tree.root(branch).prompt_tokens.length, 0, kind, "prompt", "prompt")}</span>`}${
-      branch.edited ?? answer}${branch.rest}${busy && html`<span class="caret" aria-hidden="true"></span>`}</div>`;
+    >${
+      withPrompt &&
+      html`<span class="prompt">${chunks(
+        tree.root(branch).prompt_tokens,
+        tree.root(branch).prompt_tokens.length,
+        0,
+        kind,
+        "prompt",
+        "prompt",
+      )}</span>`
+    }${branch.edited ?? answer}${branch.rest}${busy && html`<span class="caret" aria-hidden="true"></span>`}</div>`;
 }

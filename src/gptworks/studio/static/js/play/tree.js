@@ -16,8 +16,23 @@ export class Tree {
 
   /** A new branch; `made` gives its fields. */
   add(made) {
-    const branch = { id: ++this.last, parent: null, at: null, prompt: null, prompt_tokens: [], tokens: [], rest: "",
-      settings: {}, seed: null, end: null, problem: null, name: "", column: 0, chosen: false, ...made };
+    const branch = {
+      id: ++this.last,
+      parent: null,
+      at: null,
+      prompt: null,
+      prompt_tokens: [],
+      tokens: [],
+      rest: "",
+      settings: {},
+      seed: null,
+      end: null,
+      problem: null,
+      name: "",
+      column: 0,
+      chosen: false,
+      ...made,
+    };
     this.branches.set(branch.id, branch);
     return branch;
   }
@@ -65,7 +80,12 @@ export class Tree {
   }
 
   answerText(branch) {
-    return branch.edited ?? this.answer(branch).map((token) => token.text).join("") + branch.rest;
+    return (
+      branch.edited ??
+      this.answer(branch)
+        .map((token) => token.text)
+        .join("") + branch.rest
+    );
   }
 
   /** The ids of the prompt and of the first `n` tokens of the answer. */
@@ -85,7 +105,15 @@ export class Tree {
     const kept = [...this.branches.values()];
     let written = JSON.stringify({ more, last: this.last, branches: kept });
     if (written.length > MOST_CHARACTERS) {
-      const bare = ({ id, text, spelling, logprob, rank }) => ({ id, text, spelling, logprob, rank, top: [], after: null });
+      const bare = ({ id, text, spelling, logprob, rank }) => ({
+        id,
+        text,
+        spelling,
+        logprob,
+        rank,
+        top: [],
+        after: null,
+      });
       const smaller = kept.map((b) => ({ ...b, prompt_tokens: b.prompt_tokens.map(bare), tokens: b.tokens.map(bare) }));
       do written = JSON.stringify({ more, last: this.last, branches: smaller });
       while (written.length > MOST_CHARACTERS && dropOldest(smaller));
@@ -101,7 +129,8 @@ export class Tree {
   restore() {
     try {
       const { more, last, branches } = JSON.parse(sessionStorage.getItem(STORED));
-      for (const branch of branches) this.branches.set(branch.id, { ...branch, end: branch.end ?? { reason: "stopped" } });
+      for (const branch of branches)
+        this.branches.set(branch.id, { ...branch, end: branch.end ?? { reason: "stopped" } });
       this.last = last;
       return more;
     } catch {

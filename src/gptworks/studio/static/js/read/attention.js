@@ -10,8 +10,12 @@ const LEGEND = [0.01, 0.1, 0.3, 1];
 export function headsOf({ shape: [n_layers, n_heads, n_keys], data }, first) {
   const bytes = Uint8Array.from(atob(data), (c) => c.charCodeAt(0));
   const values = new Float32Array(bytes.buffer);
-  const of = (row) => ({ row, first, name: `block ${Math.floor(row / n_heads)} head ${row % n_heads}`,
-    values: values.subarray(row * n_keys, (row + 1) * n_keys) });
+  const of = (row) => ({
+    row,
+    first,
+    name: `block ${Math.floor(row / n_heads)} head ${row % n_heads}`,
+    values: values.subarray(row * n_keys, (row + 1) * n_keys),
+  });
   return { n_heads, n_keys, n_rows: n_layers * n_heads, first, of };
 }
 
@@ -54,10 +58,15 @@ export function Attention({ heads, tokens, look }) {
   const cellOf = (event) => {
     const box = canvas.current.getBoundingClientRect();
     const clamp = (x, n) => Math.max(0, Math.min(n - 1, Math.floor(x)));
-    return { row: clamp((event.clientY - box.top) / ROW, n_rows), key: clamp(((event.clientX - box.left) / box.width) * n_keys, n_keys) };
+    return {
+      row: clamp((event.clientY - box.top) / ROW, n_rows),
+      key: clamp(((event.clientX - box.left) / box.width) * n_keys, n_keys),
+    };
   };
   const keys = (event) => {
-    const [down, right] = { ArrowDown: [1, 0], ArrowUp: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] }[event.key] ?? [0, 0];
+    const [down, right] = { ArrowDown: [1, 0], ArrowUp: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] }[
+      event.key
+    ] ?? [0, 0];
     if (down || right) {
       event.preventDefault();
       setAt({ row: (at.row + down + n_rows) % n_rows, key: (at.key + right + n_keys) % n_keys });
@@ -73,6 +82,8 @@ export function Attention({ heads, tokens, look }) {
       <canvas ref=${canvas} style=${{ height: `${n_rows * ROW}px` }} role="img" aria-label="Heat map of attention"></canvas></div>
     <p class="number" role="status">${heads.of(at.row).name}: <b>${percent(weight(at.row, at.key))}</b> on ${""}
       <bdi class="spelling">${visible(tokens[first + at.key].spelling)}</bdi> <span class="quiet">token ${count(first + at.key)}</span></p>
-    <p class="ramp quiet" role="img" aria-label="Darker is more">${LEGEND.map((one) => html`<span key=${one}>
-      <span class="swatch" style=${{ opacity: strength(one) }}></span>${percent(one)}</span>`)}</p></section>`;
+    <p class="ramp quiet" role="img" aria-label="Darker is more">${LEGEND.map(
+      (one) => html`<span key=${one}>
+      <span class="swatch" style=${{ opacity: strength(one) }}></span>${percent(one)}</span>`,
+    )}</p></section>`;
 }

@@ -7,12 +7,20 @@ import { html, useEffect, useState } from "../ui.js";
 /** `source`: { kind: "text" | "document", text, number }. */
 export function Source({ chosen, source, change }) {
   return html`<div class="switch" role="group" aria-label="What to read">
-      ${[["text", "A text"], ["document", "A validation document"]].map(([kind, name]) => html`<button type="button" key=${kind}
-        class="button small" aria-pressed=${String(source.kind === kind)} onClick=${() => change({ ...source, kind })}>${name}</button>`)}
+      ${[
+        ["text", "A text"],
+        ["document", "A validation document"],
+      ].map(
+        ([kind, name]) => html`<button type="button" key=${kind}
+        class="button small" aria-pressed=${String(source.kind === kind)} onClick=${() => change({ ...source, kind })}>${name}</button>`,
+      )}
     </div>
-    ${source.kind === "text" ? html`<textarea class="field" rows="4" maxlength="100000" aria-label="Text" placeholder="Paste a text"
+    ${
+      source.kind === "text"
+        ? html`<textarea class="field" rows="4" maxlength="100000" aria-label="Text" placeholder="Paste a text"
         value=${source.text} onInput=${(event) => change({ ...source, text: event.target.value })}></textarea>`
-      : html`<${Document} chosen=${chosen} number=${source.number} setNumber=${(number) => change({ ...source, number })} />`}`;
+        : html`<${Document} chosen=${chosen} number=${source.number} setNumber=${(number) => change({ ...source, number })} />`
+    }`;
 }
 
 /** The source for the server; null: no text yet. */
@@ -28,8 +36,10 @@ function Document({ chosen, number, setNumber }) {
   useEffect(() => {
     const asking = new AbortController();
     setProblem(null);
-    post("studio/read/documents", chosen, { signal: asking.signal }).then(setAbout, (error) =>
-      error.name === "AbortError" || setProblem(error.message));
+    post("studio/read/documents", chosen, { signal: asking.signal }).then(
+      setAbout,
+      (error) => error.name === "AbortError" || setProblem(error.message),
+    );
     return () => asking.abort();
   }, [chosen.model, chosen.checkpoint]);
   if (problem) return html`<p class="problem" role="alert">${problem}</p>`;

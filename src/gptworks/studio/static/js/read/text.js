@@ -42,8 +42,14 @@ const Chunk = memo(function Chunk({ items, from, to, index, first, weights }) {
     const item = items[i];
     const shade = "other_nats" in item ? differenceShade(item) : lossShade(item.nats);
     const weight = weights?.values[i - weights.first] ?? 0;
-    made.push(html`<span key=${i} class=${cx("t", shade, !item.text && "empty", item.text.startsWith("\n") && "break",
-      first(item, i) === index && index != null && "picked", weights && "weighed")} data-i=${i}
+    made.push(html`<span key=${i} class=${cx(
+      "t",
+      shade,
+      !item.text && "empty",
+      item.text.startsWith("\n") && "break",
+      first(item, i) === index && index != null && "picked",
+      weights && "weighed",
+    )} data-i=${i}
       style=${weights ? { "--weight": weight } : null}>${item.text}</span>`);
   }
   return html`<span>${made}</span>`;

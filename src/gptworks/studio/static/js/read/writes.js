@@ -14,7 +14,9 @@ export function Writes({ body, answer, index, step, context, writing }) {
   const [problem, setProblem] = useState(null);
   const key = `${step}/${seed}/${index}`;
   const end = index ?? answer.tokens.length;
-  const tokens = answer.tokens.slice(Math.max(0, end - Math.max(1, Math.floor((context ?? 2) / 2))), end).map(({ id }) => id);
+  const tokens = answer.tokens
+    .slice(Math.max(0, end - Math.max(1, Math.floor((context ?? 2) / 2))), end)
+    .map(({ id }) => id);
   useEffect(() => {
     if (!on || texts[key]?.done) return undefined;
     const asked = new AbortController();
@@ -39,12 +41,19 @@ export function Writes({ body, answer, index, step, context, writing }) {
   }, [on, key]);
   const number = (event) => setSeed(Math.max(0, Math.floor(Number(event.target.value)) || 0));
   if (!on) {
-    return html`<p><button class="button" onClick=${() => setOn(true)}>${index == null ? "Write on from the end of the text"
-      : `Write from before ${visible(answer.tokens[index].spelling)} on`}</button></p>`;
+    return html`<p><button class="button" onClick=${() => setOn(true)}>${
+      index == null
+        ? "Write on from the end of the text"
+        : `Write from before ${visible(answer.tokens[index].spelling)} on`
+    }</button></p>`;
   }
   return html`<div class="writes"><label>Seed <input class="field" type="number" min="0" step="1" value=${seed} onInput=${number} /></label>
-    <p class="quiet">What step ${count(step)} writes ${index == null ? "after the text" : html`in the place of ${""}
-      <bdi class="spelling">${visible(answer.tokens[index].spelling)}</bdi>`}, up to ${MAX_TOKENS} tokens:</p>
+    <p class="quiet">What step ${count(step)} writes ${
+      index == null
+        ? "after the text"
+        : html`in the place of ${""}
+      <bdi class="spelling">${visible(answer.tokens[index].spelling)}</bdi>`
+    }, up to ${MAX_TOKENS} tokens:</p>
     ${problem && html`<p class="problem" role="alert">${problem}</p>`}
     <p class="text written" aria-busy=${String(!texts[key]?.done)}>${texts[key]?.text ?? "…"}</p></div>`;
 }

@@ -29,7 +29,14 @@ export function Chart({ title, ...props }) {
   kept.current = Object.assign(kept.current, { props, readout });
   const { view, curves, bands, xName } = props;
   useLayoutEffect(() => {
-    const plot = new uPlot(options(kept.current, box.current.clientWidth), [[0, 1], [null, null]], box.current);
+    const plot = new uPlot(
+      options(kept.current, box.current.clientWidth),
+      [
+        [0, 1],
+        [null, null],
+      ],
+      box.current,
+    );
     kept.current.plot = plot;
     const resized = new ResizeObserver(() => {
       const width = box.current.clientWidth;
@@ -54,9 +61,17 @@ function options(kept, width) {
   const style = getComputedStyle(document.documentElement);
   const [ink, rule] = ["--muted", "--rule"].map((name) => style.getPropertyValue(name).trim());
   const { view } = kept.props;
-  const axis = { stroke: ink, grid: { stroke: rule, width: 1 }, ticks: { stroke: rule, width: 1 }, font: "12px system-ui" };
+  const axis = {
+    stroke: ink,
+    grid: { stroke: rule, width: 1 },
+    ticks: { stroke: rule, width: 1 },
+    font: "12px system-ui",
+  };
   return {
-    width: width || 300, height: HEIGHT, legend: { show: false }, pxAlign: 0,
+    width: width || 300,
+    height: HEIGHT,
+    legend: { show: false },
+    pxAlign: 0,
     scales: {
       x: { time: false, distr: view.logX ? 3 : 1, range: () => windowOf(kept.props) },
       y: { distr: view.logY ? 3 : 1, range: () => heightOf(kept.props) },
@@ -64,10 +79,16 @@ function options(kept, width) {
     series: [{}, { show: true, stroke: "transparent", points: { show: false } }],
     axes: [
       { ...axis, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) },
-      { ...axis, size: 68, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : (kept.props.tick ?? plainNumber)(tick))) },
+      {
+        ...axis,
+        size: 68,
+        values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : (kept.props.tick ?? plainNumber)(tick))),
+      },
     ],
     cursor: {
-      sync: { key: "runs", scales: ["x", null], setSeries: false }, points: { show: false }, drag: { setScale: false, x: true, y: false },
+      sync: { key: "runs", scales: ["x", null], setSeries: false },
+      points: { show: false },
+      drag: { setScale: false, x: true, y: false },
       bind: { dblclick: () => () => (kept.props.zoom(null), null) },
     },
     hooks: {
@@ -81,7 +102,11 @@ function options(kept, width) {
 
 function plainNumber(value) {
   const size = Math.abs(value);
-  return size >= 1e5 ? short(value) : size && size < 1e-3 ? value.toExponential(0) : String(Number(value.toPrecision(6)));
+  return size >= 1e5
+    ? short(value)
+    : size && size < 1e-3
+      ? value.toExponential(0)
+      : String(Number(value.toPrecision(6)));
 }
 
 /** The ends of the axis: the window, or where all curves lie. */
@@ -153,13 +178,21 @@ function paint(plot, { curves, bands }, style) {
   };
   ctx.globalAlpha = 0.25;
   ctx.lineWidth = ratio;
-  for (const { raw, style: { colour } } of curves) {
+  for (const {
+    raw,
+    style: { colour },
+  } of curves) {
     ctx.strokeStyle = colourOf({ colour });
     if (raw) line(raw);
   }
   const full = curves.length > 3 * FEW ? 0.6 : 1;
   ctx.lineWidth = ratio * (curves.length > 3 * FEW ? 1 : 1.5);
-  for (const { x, y, style: { colour, dash, faint }, forkedAt } of curves) {
+  for (const {
+    x,
+    y,
+    style: { colour, dash, faint },
+    forkedAt,
+  } of curves) {
     ctx.strokeStyle = ctx.fillStyle = colourOf({ colour });
     ctx.setLineDash(DASHES[dash].map((length) => length * ratio));
     const before = faint ? x.length : forkedAt == null ? 0 : x.filter((one) => one <= forkedAt).length; // points that a fork has from another run
@@ -207,9 +240,10 @@ function read(plot, { props, readout }) {
     return;
   }
   const x = plot.posToVal(left, "x");
-  const shown = props.curves.length <= FEW
-    ? props.curves.filter((curve) => curve.x.length).map((curve) => ({ curve, at: placeOf(curve.x, x) }))
-    : [nearest(plot, props)].filter(Boolean);
+  const shown =
+    props.curves.length <= FEW
+      ? props.curves.filter((curve) => curve.x.length).map((curve) => ({ curve, at: placeOf(curve.x, x) }))
+      : [nearest(plot, props)].filter(Boolean);
   const values = shown.map(({ curve, at }) => `${curve.name} ${props.write(curve.y[at])}`);
   readout.current.textContent = [`${props.xName} ${Math.round(x).toLocaleString("en-US")}`, ...values].join(" · ");
 }
@@ -223,7 +257,8 @@ function nearest(plot, { curves }) {
   for (const curve of curves) {
     if (!curve.x.length) continue;
     const at = placeOf(curve.x, x);
-    const away = Math.abs(plot.valToPos(curve.y[at], "y") - top) + 0.2 * Math.abs(plot.valToPos(curve.x[at], "x") - left);
+    const away =
+      Math.abs(plot.valToPos(curve.y[at], "y") - top) + 0.2 * Math.abs(plot.valToPos(curve.x[at], "x") - left);
     if (!found || away < found.away) found = { curve, at, away };
   }
   return found;
@@ -244,8 +279,15 @@ function keyed(event, { props }) {
   const [from, to] = windowOf(props);
   const log = props.view.logX;
   const size = log ? Math.log(to / from) : to - from;
-  const moved = (start, end) => (log ? [from * Math.exp(size * start), from * Math.exp(size * end)] : [from + size * start, from + size * end]);
-  const windows = { "+": [0.2, 0.8], "=": [0.2, 0.8], "-": [-0.33, 1.33], ArrowLeft: [-0.1, 0.9], ArrowRight: [0.1, 1.1] };
+  const moved = (start, end) =>
+    log ? [from * Math.exp(size * start), from * Math.exp(size * end)] : [from + size * start, from + size * end];
+  const windows = {
+    "+": [0.2, 0.8],
+    "=": [0.2, 0.8],
+    "-": [-0.33, 1.33],
+    ArrowLeft: [-0.1, 0.9],
+    ArrowRight: [0.1, 1.1],
+  };
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key in windows) props.zoom(...moved(...windows[event.key]));
   else if (event.key === "0" || event.key === "Escape") props.zoom(null);

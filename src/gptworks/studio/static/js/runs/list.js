@@ -27,7 +27,8 @@ export const RunList = memo(({ rows, leftOut, chosen, styles, faint, choose, par
   const [order, setOrder] = useState("name");
   const found = useMemo(() => {
     const words = search.toLowerCase().split(/\s+/).filter(Boolean);
-    const fits = (row) => words.every((word) => `${row.id} ${row.recipe ?? ""} ${row.state}`.toLowerCase().includes(word));
+    const fits = (row) =>
+      words.every((word) => `${row.id} ${row.recipe ?? ""} ${row.state}`.toLowerCase().includes(word));
     return rows.filter(fits).sort(ORDERS[order][1]);
   }, [rows, search, order]);
   const reading = rows.filter((row) => !row.whole).length;
@@ -37,17 +38,24 @@ export const RunList = memo(({ rows, leftOut, chosen, styles, faint, choose, par
       <label><span class="hidden-text">Search runs</span><input class="field" type="search" placeholder="Search name, recipe, state"
         value=${search} onInput=${(event) => setSearch(event.target.value)} /></label>
       <label><span class="hidden-text">Order of the runs</span><select class="field" value=${order}
-        onChange=${(event) => setOrder(event.target.value)}>${Object.entries(ORDERS).map(([key, [name]]) => html`
-        <option key=${key} value=${key}>${name}</option>`)}</select></label>
+        onChange=${(event) => setOrder(event.target.value)}>${Object.entries(ORDERS).map(
+          ([key, [name]]) => html`
+        <option key=${key} value=${key}>${name}</option>`,
+        )}</select></label>
       <button class="button small" onClick=${() => choose(found.slice(0, 256).map((row) => row.id))}>All shown</button>
       <button class="button small" onClick=${() => choose([])}>None</button>
     </div>
     <p class="quiet" role="status">${count(found.length)} of ${count(rows.length)} runs, ${count(chosen.length)} drawn${
-      reading > 0 && `, ${count(reading)} still being read`}</p>
+      reading > 0 && `, ${count(reading)} still being read`
+    }</p>
     <${LeftOut} reasons=${leftOut} />
     <div class="runs-rows" tabindex="0" role="group" aria-label="Runs to draw">
-      ${found.slice(0, MOST_SHOWN).map((row) => html`<${Row} key=${row.id} row=${row} style=${styles.get(row.id)} isFaint=${faint.some((one) => one.id === row.id)}
-        ...${{ toggle, parts, stop }} />`)}
+      ${found.slice(0, MOST_SHOWN).map(
+        (
+          row,
+        ) => html`<${Row} key=${row.id} row=${row} style=${styles.get(row.id)} isFaint=${faint.some((one) => one.id === row.id)}
+        ...${{ toggle, parts, stop }} />`,
+      )}
       ${found.length > MOST_SHOWN && html`<p class="quiet">${count(found.length - MOST_SHOWN)} more: search for them.</p>`}
     </div>
   </section>`;
@@ -62,7 +70,14 @@ export function LeftOut({ reasons }) {
 }
 
 /** Where else a run can be looked at. */
-const LEADS = { play: "Play", read: "Read", time: "Through time", data: "Data", model: "Model", start: "Fork or go on" };
+const LEADS = {
+  play: "Play",
+  read: "Read",
+  time: "Through time",
+  data: "Data",
+  model: "Model",
+  start: "Fork or go on",
+};
 
 function Row({ row, style, isFaint, toggle, parts, stop }) {
   const state = row.problem ? "cannot be read" : !row.whole ? "reading…" : row.state;
@@ -72,14 +87,22 @@ function Row({ row, style, isFaint, toggle, parts, stop }) {
     <span class="name">${row.id}</span>
     <span class=${cx("state", row.state === "running" && "good", row.problem && "problem")}>${state}</span>
     <span class="facts quiet number">step ${count(row.step)}${row.best && html` · best ${loss(row.best.loss)} · last ${loss(row.last.loss)}`}${
-      !row.best && row.train_loss != null && ` · loss ${loss(row.train_loss)}`}${row.recipe && row.recipe !== row.id && ` · ${row.recipe}`}</span>
+      !row.best && row.train_loss != null && ` · loss ${loss(row.train_loss)}`
+    }${row.recipe && row.recipe !== row.id && ` · ${row.recipe}`}</span>
     ${row.origin && html`<span class="facts quiet">forked from ${row.origin.run} at step ${count(row.origin.step)}</span>`}
     ${row.problem && html`<span class="facts problem">${row.problem}</span>`}
     ${row.skipped && html`<span class="facts quiet">${row.skipped}</span>`}
     ${row.thinned && html`<span class="facts quiet">older records are shown thinned out</span>`}
   </label>
-  ${style && html`<nav class="run-links" aria-label=${`Other parts with ${row.id}`}>${parts.filter((key) => LEADS[key]).map((key) => html`
-    <a key=${key} href=${addressOf(key, row.id)}>${LEADS[key]}</a>`)}</nav>`}
+  ${
+    style &&
+    html`<nav class="run-links" aria-label=${`Other parts with ${row.id}`}>${parts
+      .filter((key) => LEADS[key])
+      .map(
+        (key) => html`
+    <a key=${key} href=${addressOf(key, row.id)}>${LEADS[key]}</a>`,
+      )}</nav>`
+  }
   ${stop && row.state === "running" && html`<${Stop} run=${row.id} stop=${stop} />`}`;
 }
 

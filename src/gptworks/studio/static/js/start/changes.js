@@ -11,7 +11,9 @@ export function useChanges(run, step, recipe) {
     if (!run || !recipe.right) return undefined;
     const stop = new AbortController();
     post("studio/start/changes", { run, step, text: recipe.text }, { signal: stop.signal }).then(
-      setFound, (error) => error.name !== "AbortError" && setFound({ changes: [], problem: error.message, steps_left: null }));
+      setFound,
+      (error) => error.name !== "AbortError" && setFound({ changes: [], problem: error.message, steps_left: null }),
+    );
     return () => stop.abort();
   }, [run, step, recipe.text, recipe.right]);
   return run ? found : null;
@@ -22,7 +24,12 @@ export function Changes({ found }) {
   const { changes, problem } = found;
   return html`${problem && html`<p class="problem" role="alert">${problem}</p>`}
     ${!changes.length && !problem && html`<p class="quiet start-about">It continues with its current settings. Change some below.</p>`}
-    ${changes.length > 0 && html`<ul class="start-changes" aria-label="Changes">${changes.map((one) => html`<li key=${one.path}>
+    ${
+      changes.length > 0 &&
+      html`<ul class="start-changes" aria-label="Changes">${changes.map(
+        (one) => html`<li key=${one.path}>
       <code>${one.path}</code> ${one.old} → ${one.new}
-      ${one.recorded && html`<span class="quiet"> – the loss curve depends on it: the run folder records the change</span>`}</li>`)}</ul>`}`;
+      ${one.recorded && html`<span class="quiet"> – the loss curve depends on it: the run folder records the change</span>`}</li>`,
+      )}</ul>`
+    }`;
 }

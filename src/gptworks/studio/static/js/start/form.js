@@ -9,11 +9,21 @@ export function Form({ groups, recipe, goesOn }) {
   const { given, problems, fixed } = recipe.checked;
   const words = search.toLowerCase().split(/\s+/).filter(Boolean);
   const stays = ({ path }) => fixed.some((one) => one === path || one.startsWith(`${path}.`));
-  const shows = (field, group) => words.length
-    ? words.every((word) => `${field.path} ${field.help} ${group.title}`.toLowerCase().includes(word))
-    : all || ((field.common || field.path in given) && !(goesOn && stays(field))) || problems.some((one) => one.path === field.path);
-  const shown = groups.map((group) => ({ group, fields: group.fields.filter((field) => belongs(field, group, recipe) && shows(field, group)) }))
-    .filter(({ group, fields }) => fields.length || (!words.length && group.optional && (all || (!goesOn && group.path in given))));
+  const shows = (field, group) =>
+    words.length
+      ? words.every((word) => `${field.path} ${field.help} ${group.title}`.toLowerCase().includes(word))
+      : all ||
+        ((field.common || field.path in given) && !(goesOn && stays(field))) ||
+        problems.some((one) => one.path === field.path);
+  const shown = groups
+    .map((group) => ({
+      group,
+      fields: group.fields.filter((field) => belongs(field, group, recipe) && shows(field, group)),
+    }))
+    .filter(
+      ({ group, fields }) =>
+        fields.length || (!words.length && group.optional && (all || (!goesOn && group.path in given))),
+    );
   const known = new Set(groups.flatMap((group) => group.fields.map((field) => field.path)));
   const elsewhere = problems.filter((one) => !known.has(one.path));
   return html`<form class="start-form" aria-label="Settings" onSubmit=${(event) => event.preventDefault()}>
@@ -42,10 +52,17 @@ function Group({ group, fields, recipe }) {
   return html`<fieldset class="card start-group">
     <legend>${group.title}</legend>
     <p class="quiet start-help">${group.kinds?.[type] ?? group.help}</p>
-    ${group.optional && html`<label class="start-all"><input type="checkbox" checked=${there}
-      onChange=${(event) => recipe.edit([group.path, event.target.checked ? "{}" : null])} /> Use ${group.title}</label>`}
-    ${there || !group.optional ? fields.map((field) => html`<${Field} key=${field.path} ...${{ field, recipe }} />`)
-      : fields.length > 0 && html`<p class="quiet start-help">It has ${fields.map((field) => field.name).join(", ")}.</p>`}
+    ${
+      group.optional &&
+      html`<label class="start-all"><input type="checkbox" checked=${there}
+      onChange=${(event) => recipe.edit([group.path, event.target.checked ? "{}" : null])} /> Use ${group.title}</label>`
+    }
+    ${
+      there || !group.optional
+        ? fields.map((field) => html`<${Field} key=${field.path} ...${{ field, recipe }} />`)
+        : fields.length > 0 &&
+          html`<p class="quiet start-help">It has ${fields.map((field) => field.name).join(", ")}.</p>`
+    }
   </fieldset>`;
 }
 
@@ -66,7 +83,9 @@ function Field({ field, recipe }) {
 function Input({ id, field, value, normal, wrong, edit }) {
   const [typed, setTyped] = useState(null); // while it has the focus
   const shared = {
-    id, class: cx("field", value != null && "given"), "aria-invalid": String(wrong),
+    id,
+    class: cx("field", value != null && "given"),
+    "aria-invalid": String(wrong),
     "aria-describedby": [wrong && `${id}-wrong`, field.help && `${id}-help`].filter(Boolean).join(" ") || null,
   };
   const choices = field.input === "switch" ? ["true", "false"] : field.choices;
@@ -80,8 +99,14 @@ function Input({ id, field, value, normal, wrong, edit }) {
     setTyped(event.target.value);
     edit(event.target.value.trim() === "" && field.input !== "text" ? null : event.target.value || null);
   };
-  const text = { ...shared, value: typed ?? value ?? "", placeholder: normal == null || normal === "null" ? "not set" : `default: ${normal}`, onInput: change,
-    onBlur: () => setTyped(null), spellcheck: false };
+  const text = {
+    ...shared,
+    value: typed ?? value ?? "",
+    placeholder: normal == null || normal === "null" ? "not set" : `default: ${normal}`,
+    onInput: change,
+    onBlur: () => setTyped(null),
+    spellcheck: false,
+  };
   if (field.input === "yaml" && (value ?? normal ?? "").length + (value ?? "").split("\n").length > 30) {
     return html`<textarea ...${text} class=${cx(shared.class, "mono")} rows=${Math.min(8, (value ?? "").split("\n").length + 1)}></textarea>`;
   }

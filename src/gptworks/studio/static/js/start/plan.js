@@ -12,9 +12,14 @@ export function Plan({ recipe, origin, name, devices }) {
     if (!recipe.right) return undefined;
     const stop = new AbortController();
     setAsked(true);
-    post("studio/start/plan", { text: recipe.text, origin, name: name || "run", device: device || null }, { signal: stop.signal }).then(
+    post(
+      "studio/start/plan",
+      { text: recipe.text, origin, name: name || "run", device: device || null },
+      { signal: stop.signal },
+    ).then(
       (answer) => (setFound(answer), setProblem(null), setAsked(false)),
-      (error) => error.name !== "AbortError" && (setProblem(error.message), setAsked(false)));
+      (error) => error.name !== "AbortError" && (setProblem(error.message), setAsked(false)),
+    );
     return () => stop.abort();
   }, [recipe.text, recipe.right, device]);
   const fit = found?.plan.fit;
@@ -27,14 +32,25 @@ export function Plan({ recipe, origin, name, devices }) {
         ${Object.entries(devices).map(([key, title]) => html`<option key=${key} value=${key}>${title}</option>`)}</select></label></div>
     ${wrong && html`<p class="quiet">${found ? "This was the plan before the last change." : "The plan follows when the recipe is right."}</p>`}
     ${problem && html`<p class="problem" role="alert">${problem}</p>`}
-    ${found && html`<div class=${cx("start-found", old && "old")}>
+    ${
+      found &&
+      html`<div class=${cx("start-found", old && "old")}>
       ${!wrong && html`<p role="status" class=${fit.fits ? "start-fits" : "problem"}>${fit.fits ? "It fits in memory." : "It does not fit in memory."}</p>`}
       ${found.missing && html`<p class="problem">${found.missing} What depends on its tokens is unknown in this plan.</p>`}
-      ${!wrong && fit.changes.some((one) => one.fits) && html`<div class="actions" role="group" aria-label="Changes with which it fits">
-        ${fit.changes.filter((one) => one.fits && one.world_size === 1).map((one) => html`<button key=${one.words} class="button small"
-          title=${one.costs} onClick=${() => recipe.edit(...one.overrides.map(split))}>${one.words}</button>`)}</div>`}
+      ${
+        !wrong &&
+        fit.changes.some((one) => one.fits) &&
+        html`<div class="actions" role="group" aria-label="Changes with which it fits">
+        ${fit.changes
+          .filter((one) => one.fits && one.world_size === 1)
+          .map(
+            (one) => html`<button key=${one.words} class="button small"
+          title=${one.costs} onClick=${() => recipe.edit(...one.overrides.map(split))}>${one.words}</button>`,
+          )}</div>`
+      }
       ${found.tables.map((table, i) => html`<div class="start-scroll" key=${i} tabindex="0" role="group" aria-label=${table.header.join(" ").trim()}><${Table} ...${table} /></div>`)}
-    </div>`}
+    </div>`
+    }
     ${!found && asked && html`<p class="quiet" role="status">Planning…</p>`}
   </section>`;
 }

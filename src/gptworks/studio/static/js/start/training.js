@@ -10,7 +10,10 @@ export function Training({ state, shown, act, readOnly }) {
   const [found, setFound] = useState([]);
   const [hidden, hide] = useState(new Set());
   const running = state.models.filter((model) => model.state === "running").map((model) => model.id);
-  const asked = running.slice(0, 32).map((id) => `run=${encodeURIComponent(id)}`).join("&");
+  const asked = running
+    .slice(0, 32)
+    .map((id) => `run=${encodeURIComponent(id)}`)
+    .join("&");
   useEffect(() => {
     if (!shown) return undefined;
     let timer;
@@ -25,23 +28,41 @@ export function Training({ state, shown, act, readOnly }) {
     look();
     return () => clearTimeout(timer);
   }, [shown, asked]);
-  const rows = found.filter((one) => one.running !== null || running.includes(one.run)).filter((one) => !hidden.has(`${one.run} ${one.code}`)).reverse();
-  return rows.map((one) => html`<${Process} key=${one.run} one=${one} act=${act} readOnly=${readOnly}
-    known=${state.models.some((model) => model.id === one.run)} hide=${() => hide(new Set([...hidden, `${one.run} ${one.code}`]))} />`);
+  const rows = found
+    .filter((one) => one.running !== null || running.includes(one.run))
+    .filter((one) => !hidden.has(`${one.run} ${one.code}`))
+    .reverse();
+  return rows.map(
+    (one) => html`<${Process} key=${one.run} one=${one} act=${act} readOnly=${readOnly}
+    known=${state.models.some((model) => model.id === one.run)} hide=${() => hide(new Set([...hidden, `${one.run} ${one.code}`]))} />`,
+  );
 }
 
 function Process({ one, act, readOnly, known, hide }) {
   const ended = one.running === false;
   const lines = one.code === 0 ? one.lines.slice(-ENDED_LINES) : one.lines;
-  const words = ended ? (one.code === 0 ? "ended" : `ended with exit code ${one.code}`) : one.stopping ? "stopping: it saves a checkpoint" : "training";
+  const words = ended
+    ? one.code === 0
+      ? "ended"
+      : `ended with exit code ${one.code}`
+    : one.stopping
+      ? "stopping: it saves a checkpoint"
+      : "training";
   return html`<section class="card start-process" aria-label=${`${one.run}, ${words}`}>
     <div class="toolbar"><h2>${one.run}</h2>
       <span class=${one.code ? "problem" : "quiet"} role="status">${words}</span><span class="fill"></span>
       ${known && html`<a href=${`#/runs/${one.run.split("/").map(encodeURIComponent).join("/")}`}>Curves</a>`}
-      ${ended ? html`<button class="button small" onClick=${hide}>Hide</button>`
-        : !readOnly && html`<button class="button small" disabled=${one.stopping}
-          onClick=${() => act("stop", { run: one.run }, `${one.run} is asked to stop.`)}>Stop</button>`}</div>
-    ${lines.length > 0 ? html`<pre class="start-console" tabindex="0" aria-label="Last lines">${lines.join("\n")}</pre>`
-      : one.running && html`<p class="quiet start-about">It begins; its first lines follow.</p>`}
+      ${
+        ended
+          ? html`<button class="button small" onClick=${hide}>Hide</button>`
+          : !readOnly &&
+            html`<button class="button small" disabled=${one.stopping}
+          onClick=${() => act("stop", { run: one.run }, `${one.run} is asked to stop.`)}>Stop</button>`
+      }</div>
+    ${
+      lines.length > 0
+        ? html`<pre class="start-console" tabindex="0" aria-label="Last lines">${lines.join("\n")}</pre>`
+        : one.running && html`<p class="quiet start-about">It begins; its first lines follow.</p>`
+    }
   </section>`;
 }
