@@ -29,7 +29,7 @@ help:
 	@echo "make test-notebooks  the notebooks of docs/, by a kernel, in an empty folder (about 2 minutes on 2 cores); make notebooks keeps the outputs"
 	@echo "make test-browser  the studio's page in a browser (needs chromium and npm; about 5 minutes on 2 cores)"
 	@echo "make wheel   a wheel in dist/ with the C++ built for this kind of processor, tried without a compiler (about 2 minutes on 2 cores)"
-	@echo "make lint    formatters of Python and C++, linters of both and of JavaScript, mypy and the import contract"
+	@echo "make lint    formatters and linters of Python, C++ and JavaScript, mypy and the import contract"
 	@echo "make reference  writes docs/reference/ from the settings and the commands"
 	@echo "make docs    the documents as a site in site/; a broken link is an error (about a minute)"
 	@echo "make bands   train the short recipes with three seeds each, for gptworks compare (about half an hour on 2 cores)"
@@ -138,6 +138,9 @@ wheel: .venv/.installed-dev
 	GPTWORKS_BUILD_NATIVE=1 $(BIN)/python -m build --wheel
 	$(BIN)/python -m pytest -m wheel -rs tests/test_wheel.py
 
+PAGE := src/gptworks/studio/static
+# From npm at its first use.
+PRETTIER := $(BIN)/deno run --quiet --allow-read --allow-write --allow-env --allow-sys npm:prettier@3.10.1 --log-level warn
 CXX_FILES := $(wildcard src/gptworks/*/*.cpp src/gptworks/*/*.h tests/*.cpp)
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
@@ -146,12 +149,15 @@ lint: .venv/.installed-dev
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/clang-tidy --quiet $(filter src/%.cpp,$(CXX_FILES)) -- -std=c++17 -O1
-	$(BIN)/deno lint --quiet src/gptworks/studio/static/js
+	$(BIN)/deno lint --quiet $(PAGE)/js
+	$(PRETTIER) --check $(PAGE)/js '$(PAGE)/*.css'
+	! grep -rnE '.{121,}' $(PAGE)/js $(PAGE)/*.css
 
 format: .venv/.installed-dev
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
+	$(PRETTIER) --write $(PAGE)/js '$(PAGE)/*.css'
 
 reference: .venv/.installed-dev
 	$(BIN)/python docs/generate_reference.py

@@ -1,5 +1,5 @@
-// Calls to the server. The address of a link has a code (#code=…), which the server takes once, for a session: a cookie,
-// which scripts cannot read, and a key, which this origin keeps. A key that is typed stays in this tab.
+// Calls to the server. The link has a code (#code=…) that the server exchanges once for a session: a cookie, which
+// scripts cannot read, and a key, which this origin keeps. A key that is typed stays in this tab.
 
 const SESSION = "gptworks-session";
 const TYPED = "gptworks-key";
@@ -48,7 +48,7 @@ export async function post(path, body, { signal } = {}) {
   return (await call(path, { method: "POST", body: JSON.stringify(body), signal })).json();
 }
 
-/** The events of a stream, as they come; without a body, of a GET. Leaving the loop early ends the work on the server. */
+/** The events of a stream as they come; a GET if there is no body. Leaving the loop ends the work on the server. */
 export async function* stream(path, body, { signal } = {}) {
   const response = await call(
     path,

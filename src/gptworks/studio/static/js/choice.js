@@ -12,7 +12,9 @@ export function useLinked(route, models, choose) {
 }
 
 export function RunChoice({ models, chosen, choose, name }) {
-  return html`<span class="choice"><select class="field" aria-label=${name} value=${chosen.model ?? ""} onChange=${(event) => choose({ model: event.target.value, checkpoint: null })}>
+  return html`<span class="choice">
+    <select class="field" aria-label=${name} value=${chosen.model ?? ""}
+      onChange=${(event) => choose({ model: event.target.value, checkpoint: null })}>
         ${!models.some((one) => one.id === chosen.model) && html`<option value="">No model</option>`}
         ${models.map(
           (one) => html`<option key=${one.id} value=${one.id} disabled=${Boolean(one.problem)}
@@ -38,7 +40,9 @@ export function ModelChoice({ models, chosen, choose, name }) {
   const point = ({ target: { value } }) =>
     choose({ ...chosen, checkpoint: /^\d+$/.test(value) ? Number(value) : value });
   return html`<${RunChoice} ...${{ models, chosen, choose, name }} />
-    <span class="choice"><select class="field" aria-label=${`Checkpoint of ${name.toLowerCase()}`} value=${chosen.checkpoint ?? "best"} onChange=${point}>
+    <span class="choice">
+      <select class="field" aria-label=${`Checkpoint of ${name.toLowerCase()}`} value=${chosen.checkpoint ?? "best"}
+        onChange=${point}>
         <option value="best">best</option><option value="last">last</option>
         ${stepOptions(model?.checkpoints)}
       </select></span>`;

@@ -53,8 +53,9 @@ export function Part({ state, route }) {
           about &&
           html`<p class="quiet facts number">${Object.entries(about.splits)
             .map(
-              ([name, split]) =>
-                `${name}: ${count(split.n_documents)} ${split.n_documents === 1 ? "document" : "documents"}, ${count(split.n_tokens)} tokens, ${count(split.text_bytes)} bytes`,
+              ([name, { n_documents, n_tokens, text_bytes }]) =>
+                `${name}: ${count(n_documents)} ${n_documents === 1 ? "document" : "documents"}, ` +
+                `${count(n_tokens)} tokens, ${count(text_bytes)} bytes`,
             )
             .join(" · ")}</p>`
         }

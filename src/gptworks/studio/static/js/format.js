@@ -1,8 +1,11 @@
 // Numbers and characters as the page shows them.
 
 const NAMES = { " ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥", "\u00a0": "⍽" };
-const UNSEEN =
-  /[\u0000-\u001f\u007f-\u00a0\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e\u2000-\u200f\u2028-\u202f\u205f-\u206f\u3000\u3164\ufeff\uffa0\ufff0-\ufffb]/gu;
+const UNSEEN = new RegExp(
+  String.raw`[\u0000-\u001f\u007f-\u00a0\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e\u2000-\u200f` +
+    String.raw`\u2028-\u202f\u205f-\u206f\u3000\u3164\ufeff\uffa0\ufff0-\ufffb]`,
+  "gu",
+);
 
 /** Text whose whitespace and characters without a shape can be seen. */
 export function visible(text) {

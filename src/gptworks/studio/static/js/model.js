@@ -48,7 +48,8 @@ export function Part({ state, route }) {
     ${
       sheet &&
       html`
-      <p class="model-summary number"><bdi>${sheet.name}</bdi>, step ${count(sheet.step)}: ${sheet.summary}<br /><span class="quiet">${sheet.traits}</span></p>
+      <p class="model-summary number"><bdi>${sheet.name}</bdi>, step ${count(sheet.step)}: ${sheet.summary}<br />
+        <span class="quiet">${sheet.traits}</span></p>
       <div class="model-sides">
         <${Architecture} sheet=${sheet} chosen=${part.key} choose=${setKey} setLayer=${setLayer} />
         <div class="model-details">
@@ -87,7 +88,9 @@ function useSheet({ model, checkpoint }, layer) {
 function Totals({ facts }) {
   return html`<section class="card" aria-labelledby="model-totals">
     <h2 id="model-totals">The whole model</h2>
-    <dl class="model-facts number">${facts.map(({ name, text }) => html`<div key=${name}><dt>${name}</dt><dd>${text}</dd></div>`)}</dl>
+    <dl class="model-facts number">${facts.map(
+      ({ name, text }) => html`<div key=${name}><dt>${name}</dt><dd>${text}</dd></div>`,
+    )}</dl>
   </section>`;
 }
 

@@ -46,7 +46,8 @@ export function Part({ state, shown, route }) {
     caret.current = null;
   });
   if (!models.length) {
-    return html`<p class="notice">There is no run here yet. Train one with <code>gptworks train</code>; it appears by itself.</p>`;
+    return html`<p class="notice">There is no run here yet. Train one with <code>gptworks train</code>
+      ; it appears by itself.</p>`;
   }
   const setPlain = (plain) =>
     session.set({ plain, columns: session.columns.map((column) => ({ ...column, current: null })) });
@@ -58,8 +59,10 @@ export function Part({ state, shown, route }) {
         ${
           canChat &&
           html`<div class="switch" role="group" aria-label="Kind of text">
-          <button class="button small" aria-pressed=${String(chat)} onClick=${() => setPlain(false)}>Conversation</button>
-          <button class="button small" aria-pressed=${String(!chat)} onClick=${() => setPlain(true)}>Text</button></div>`
+          <button class="button small" aria-pressed=${String(chat)} onClick=${() => setPlain(false)}>
+            Conversation</button>
+          <button class="button small" aria-pressed=${String(!chat)} onClick=${() => setPlain(true)}>
+            Text</button></div>`
         }
         <div class="switch" role="group" aria-label="Shade tokens by">
           ${["probability", "rank", "off"].map(
@@ -69,10 +72,14 @@ export function Part({ state, shown, route }) {
             }</button>`,
           )}</div>
         <${Legend} kind=${session.shade} />
-        <button class="button small" aria-pressed=${String(session.mono)} title="Every character as wide as another, for code"
+        <button class="button small" aria-pressed=${String(session.mono)}
+          title="Every character as wide as another, for code"
           onClick=${() => session.set({ mono: !session.mono })}>Monospaced</button>
         <span class="fill"></span>
-        ${session.columns.length < 2 && html`<button class="button small" onClick=${() => session.addColumn()}>Side by side</button>`}
+        ${
+          session.columns.length < 2 &&
+          html`<button class="button small" onClick=${() => session.addColumn()}>Side by side</button>`
+        }
       </div>
       <div class=${cx("columns", session.columns.length > 1 && "two")}>
         ${session.columns.map(
@@ -83,7 +90,8 @@ export function Part({ state, shown, route }) {
       ${chat && html`<${Message} ...${{ session, busy, prepare }} />`}
     </div>
     <aside aria-label="Branches and settings">
-      <${Folding} name="Branches" n=${session.tree.branches.size}>${html`<${Branches} session=${session} />`}</${Folding}>
+      <${Folding} name="Branches" n=${session.tree.branches.size}>
+        ${html`<${Branches} session=${session} />`}</${Folding}>
       <${Folding} name="Settings"><${SettingsPanel} settings=${session.settings} options=${session.options}
         change=${(session.changeSettings ??= (settings) => session.set({ settings }))}
         changeOptions=${(session.changeOptions ??= (options) => session.set({ options }))} /></${Folding}>
@@ -151,8 +159,10 @@ function Prompt({ session, busy, box, prepare }) {
   const typed = (event) => session.set({ prompt: event.target.value });
   return html`<div class="composer">
     <label for="prompt"><h2>Prompt</h2></label>
-    <textarea id="prompt" class="field" rows="4" ref=${box} value=${session.prompt} onInput=${typed} onFocus=${prepare} spellcheck="false"
-      placeholder="The beginning of a text" onKeyDown=${(event) => sends(event) && !busy && (event.preventDefault(), go())}></textarea>
+    <textarea id="prompt" class="field" rows="4" ref=${box} value=${session.prompt} onInput=${typed} onFocus=${prepare}
+      spellcheck="false"
+      placeholder="The beginning of a text"
+      onKeyDown=${(event) => sends(event) && !busy && (event.preventDefault(), go())}></textarea>
     <div class="actions"><${Go} name="Generate" busy=${busy} go=${go} stop=${() => session.stop()} />
       ${
         session.tree.get(session.columns[0].current) &&
@@ -178,12 +188,15 @@ function Message({ session, busy, prepare }) {
     ${
       !begun &&
       html`<label>System message <span class="quiet">(may be empty)</span>
-      <textarea class="field" rows="1" value=${system} onInput=${(event) => setSystem(event.target.value)}></textarea></label>`
+      <textarea class="field" rows="1" value=${system}
+        onInput=${(event) => setSystem(event.target.value)}></textarea></label>`
     }
     <label for="message"><h2>Message</h2></label>
-    <textarea id="message" class="field" rows="3" value=${text} placeholder="Ask or say something" onFocus=${prepare} onInput=${(event) => setText(event.target.value)}
+    <textarea id="message" class="field" rows="3" value=${text} placeholder="Ask or say something" onFocus=${prepare}
+      onInput=${(event) => setText(event.target.value)}
       onKeyDown=${(event) => sends(event) && !busy && (event.preventDefault(), go())}></textarea>
-    <div class="actions"><${Go} name="Send" busy=${busy} disabled=${!text.trim()} go=${go} stop=${() => session.stop()} />
+    <div class="actions">
+      <${Go} name="Send" busy=${busy} disabled=${!text.trim()} go=${go} stop=${() => session.stop()} />
       ${
         begun &&
         html`<span class="fill"></span>

@@ -74,7 +74,7 @@ export function Part({ state, route, shown }) {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) read(event);
   };
   if (!usable(models).length) return html`<p class="notice">There is no run here that can be read with yet.</p>`;
-  const earlier = models.find((model) => model.id === current.model)?.checkpoints[0]?.step ?? "last"; // what it knew at first
+  const earliest = models.find((model) => model.id === current.model)?.checkpoints[0]?.step ?? "last";
   return html`<div class="read">
     <h1 class="hidden-text">Read</h1>
     <form class="card composer" onSubmit=${read} onKeyDown=${keys}>
@@ -82,25 +82,31 @@ export function Part({ state, route, shown }) {
         <${ModelChoice} models=${models} chosen=${current} choose=${choose} name="Model" />
         <label class="check"><input type="checkbox" checked=${Boolean(against)} onChange=${(event) =>
           setAgainst(
-            event.target.checked ? { model: current.model, checkpoint: earlier } : null,
+            event.target.checked ? { model: current.model, checkpoint: earliest } : null,
           )} /> Compare with</label>
-        ${against && html`<${ModelChoice} models=${models} chosen=${against} choose=${setAgainst} name="Compared model" />`}
+        ${
+          against &&
+          html`<${ModelChoice} models=${models} chosen=${against} choose=${setAgainst} name="Compared model" />`
+        }
       </div>
       <${Source} chosen=${current} source=${source} change=${change} />
       <div class="actions">
-        <button class="button primary" disabled=${!current.model || !wanted(source) || Boolean(work)}>Read <kbd>Ctrl Enter</kbd></button>
+        <button class="button primary" disabled=${!current.model || !wanted(source) || Boolean(work)}>Read <kbd>
+          Ctrl Enter</kbd></button>
         ${work && html`<button type="button" class="button" onClick=${() => abort.current.abort()}>Stop</button>`}
       </div>
       ${problem && html`<p class="problem" role="alert">${problem}</p>`}
     </form>
     ${
       !found &&
-      html`<p class="quiet">Each token is coloured by what it costs the model. Choose one to see which parts of the model voted
+      html`<p class="quiet">
+        Each token is coloured by what it costs the model. Choose one to see which parts of the model voted
       for it, what other tokens could have stood there, and at which checkpoint the run learned it.</p>`
     }
     ${
       found &&
-      html`<${Found} key=${found.answer} ...${{ found, index, setIndex, sought, steps, setSteps, weights, setWeights, say }}
+      html`<${Found} key=${found.answer}
+        ...${{ found, index, setIndex, sought, steps, setSteps, weights, setWeights, say }}
       model=${models.find((model) => model.id === found.body.model)} />`
     }
     <p class="hidden-text" role="status">${said}</p>
@@ -127,8 +133,10 @@ function Found({ found, index, setIndex, sought, steps, setSteps, weights, setWe
         ${
           answer.segments &&
           html`<div class="switch" role="group" aria-label="Colour by">
-          <button class="button small" aria-pressed=${String(!difference)} onClick=${() => setDiffers(false)}>Loss</button>
-          <button class="button small" aria-pressed=${String(difference)} onClick=${() => setDiffers(true)}>Difference</button></div>`
+          <button class="button small" aria-pressed=${String(!difference)} onClick=${() => setDiffers(false)}>
+            Loss</button>
+          <button class="button small" aria-pressed=${String(difference)} onClick=${() => setDiffers(true)}>
+            Difference</button></div>`
         }
         ${difference ? html`<${DifferenceLegend} about=${`${second} needs`} />` : html`<${LossLegend} />`}
         ${weights && html`<span class="quiet">Underlined: what ${weights.name} looks at</span>`}
@@ -136,12 +144,17 @@ function Found({ found, index, setIndex, sought, steps, setSteps, weights, setWe
       <p class="quiet">Click a token to see why the model expects it or not.</p>
       <${Figures} answer=${answer} name=${answer.other ? answer.model : null} />
       ${answer.other && html`<${Figures} answer=${answer.other} name=${answer.other.model} />`}
-      <${ReadText} tokens=${shown} segments=${difference ? answer.segments : null} index=${index} pick=${pick} say=${say}
+      <${ReadText} tokens=${shown} segments=${difference ? answer.segments : null} index=${index} pick=${pick}
+        say=${say}
         weights=${weights} second=${second} />
       <${Along} parts=${answer.along} other=${answer.other?.along} />
     </section>
-    ${index != null && html`<${Token} key=${index} ...${{ body, answer, index, weights, setWeights }} sought=${sought === index} />`}
-    <${Steps} ...${{ through, body, answer, index, steps, setSteps }} context=${model?.context} newest=${newestOf(model)} />`;
+    ${
+      index != null &&
+      html`<${Token} key=${index} ...${{ body, answer, index, weights, setWeights }} sought=${sought === index} />`
+    }
+    <${Steps} ...${{ through, body, answer, index, steps, setSteps }} context=${model?.context}
+      newest=${newestOf(model)} />`;
 }
 
 function Figures({ answer, name }) {

@@ -62,7 +62,8 @@ export function Part({ shown, route, state, refresh }) {
   const stop = useCallback((run) => post("studio/start/stop", { run }).then(refresh), [refresh]);
   if (!runs) return html`<p class="notice" role="status">${problem ?? "Looking for runs…"}</p>`;
   if (!rows.length)
-    return html`<div class="notice"><p>There is no run here yet. Train one with <code>gptworks train</code>; it appears by itself.</p>
+    return html`<div class="notice"><p>There is no run here yet. Train one with <code>gptworks train</code>
+      ; it appears by itself.</p>
     <${LeftOut} reasons=${leftOut} /></div>`;
   return html`<div class="runs">
     <h1 class="hidden-text">Runs</h1>
@@ -89,10 +90,14 @@ function Controls({ settings, set, parents }) {
   const check = (name, text) => html`<label class="check"><input type="checkbox" checked=${settings[name]}
     onChange=${(event) => change({ [name]: event.target.checked })} /> ${text}</label>`;
   return html`<div class="card controls" role="group" aria-label="How the curves are drawn">
-    <label>Along <select class="field" value=${x} onChange=${(event) => change({ x: event.target.value, window: null })}>
-      ${Object.entries(AXES).map(([key, name]) => html`<option key=${key} value=${key}>${name}</option>`)}</select></label>
+    <label>Along <select class="field" value=${x}
+      onChange=${(event) => change({ x: event.target.value, window: null })}>
+      ${Object.entries(AXES).map(
+        ([key, name]) => html`<option key=${key} value=${key}>${name}</option>`,
+      )}</select></label>
     <label>Smoothing of training figures <input type="range" min="0" max="0.99" step="0.01" value=${smooth}
-      onInput=${(event) => change({ smooth: Number(event.target.value) })} /> <output class="number">${smooth.toFixed(2)}</output></label>
+      onInput=${(event) => change({ smooth: Number(event.target.value) })} /> <output class="number">
+      ${smooth.toFixed(2)}</output></label>
     ${check("logX", "Log x")} ${check("logY", "Log y")}
     ${parents.length > 0 && check("parents", "Show parents of forks, faintly")}
     <span class="fill"></span>

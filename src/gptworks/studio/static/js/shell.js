@@ -222,7 +222,8 @@ function AskForKey({ refresh, had }) {
   return html`<form class="ask-key card" onSubmit=${submit}>
     <h1>This server asks for a key</h1>
     ${why && html`<p class="problem" role="alert">${why}</p>`}
-    <p>Open the newest link that it printed in the terminal: each signs one browser in. Or enter an API key of the server
+    <p>Open the newest link that it printed in the terminal: each signs one browser in. Or enter an API key of the
+      server
       here, which stays in this tab.</p>
     <label>Key <input class="field" name="key" type="password" autocomplete="off" required /></label>
     <button class="button primary">Open</button>

@@ -60,7 +60,8 @@ export function Part({ state, route, refresh, shown }) {
   };
   const run = state.models.find((model) => model.id === origin?.run);
   const steps = (run?.checkpoints ?? []).filter((one) => one.resumable).map((one) => one.step);
-  const last = (run?.state === "finished" ? steps.at(-2) : null) ?? steps.at(-1); // after the last of a finished run, nothing is left to train
+  // After the last checkpoint of a finished run nothing is left to train.
+  const last = (run?.state === "finished" ? steps.at(-2) : null) ?? steps.at(-1);
   const from = way === "fork" ? (step ?? last ?? null) : null;
   const goesOn = useChanges(way === "new" ? null : origin.run, from, recipe);
   if (!known) return html`<p class="notice" role="status">${problem ?? "Reading the schema…"}</p>`;
@@ -78,7 +79,8 @@ export function Part({ state, route, refresh, shown }) {
     <h1 class="hidden-text">Start</h1>
     <${Training} ...${{ state, shown, act, readOnly: known.read_only }} />
     <section class="card start-begin" aria-label="What to start">
-      <div class="start-row"><label>Begin from <select class="field" value=${key(origin)} onChange=${(event) => begin(parsed(event.target.value))}>
+      <div class="start-row"><label>
+        Begin from <select class="field" value=${key(origin)} onChange=${(event) => begin(parsed(event.target.value))}>
         <optgroup label="Recipes of gptworks">${known.recipes.map(
           (one) => html`
           <option key=${one.name} value=${`recipe ${one.name}`}>${one.name}</option>`,
@@ -96,15 +98,19 @@ export function Part({ state, route, refresh, shown }) {
         html`<div class="start-way" role="group" aria-label="What to do with it">${Object.entries(WAYS).map(
           ([key, words]) =>
             (key !== "fork" || steps.length > 0) &&
-            html`<button key=${key} class="button" aria-pressed=${String(way === key)} onClick=${() => setWay(key)}>${words}</button>`,
+            html`<button key=${key} class="button" aria-pressed=${String(way === key)} onClick=${() => setWay(key)}>
+              ${words}</button>`,
         )}
       </div>`
       }</div>
       <div class="start-row">
       ${
         way === "fork" &&
-        html`<label>At step <select class="field" value=${String(from)} onChange=${(event) => setStep(Number(event.target.value))}>
-        ${[...steps].reverse().map((one) => html`<option key=${one} value=${String(one)}>${one}</option>`)}</select></label>`
+        html`<label>At step <select class="field" value=${String(from)}
+          onChange=${(event) => setStep(Number(event.target.value))}>
+        ${[...steps]
+          .reverse()
+          .map((one) => html`<option key=${one} value=${String(one)}>${one}</option>`)}</select></label>`
       }
       ${
         way !== "resume" &&
@@ -114,7 +120,8 @@ export function Part({ state, route, refresh, shown }) {
       ${
         known.read_only
           ? html`<p>This studio was started with <code>--read-only</code>: it starts and writes nothing.</p>`
-          : html`<button class="button primary" onClick=${start} disabled=${busy || !recipe.right || Boolean(goesOn?.problem) || (way !== "resume" && !name)}>
+          : html`<button class="button primary" onClick=${start}
+            disabled=${busy || !recipe.right || Boolean(goesOn?.problem) || (way !== "resume" && !name)}>
           ${{ new: "Start", resume: "Go on", fork: "Fork" }[way]}</button>`
       }</div>
       <p class="start-about quiet">${about(known, origin, way, name, from)} ${left(goesOn)}</p>

@@ -45,19 +45,27 @@ export function Part({ state, route }) {
   return html`<div class="read time">
     <h1 class="hidden-text">Through time</h1>
     <form class="card composer" onSubmit=${read} onKeyDown=${keys}>
-      <div class="toolbar"><${RunChoice} models=${usable} chosen=${chosen} choose=${({ model }) => pick(model)} name="Run" /></div>
+      <div class="toolbar">
+        <${RunChoice} models=${usable} chosen=${chosen} choose=${({ model }) => pick(model)} name="Run" /></div>
       <${Source} chosen=${chosen} source=${source} change=${change} />
       <div class="actions">
-        <button class="button primary" disabled=${!asked(source) || Boolean(work)}>Read at each checkpoint <kbd>Ctrl Enter</kbd></button>
+        <button class="button primary" disabled=${!asked(source) || Boolean(work)}>Read at each checkpoint <kbd>
+          Ctrl Enter</kbd></button>
       </div>
       ${problem && html`<p class="problem" role="alert">${problem}</p>`}
     </form>
     ${
       !found &&
-      html`<p class="quiet">Paste a text, or take a document, and see what the run learned, and when: the loss of the text at each
-      checkpoint, how each continues it with one seed, and which of its tokens the run learned between two checkpoints.</p>`
+      html`<p class="quiet">
+        Paste a text, or take a document, and see what the run learned, and when: the loss of the text at each
+      checkpoint, how each continues it with one seed, and which of its tokens the run learned between two
+      checkpoints.</p>`
     }
-    ${found && html`<${Found} key=${found.answer} ...${found} say=${say} model=${models.find((model) => model.id === found.body.model)} />`}
+    ${
+      found &&
+      html`<${Found} key=${found.answer} ...${found} say=${say}
+        model=${models.find((model) => model.id === found.body.model)} />`
+    }
     <p class="hidden-text" role="status">${said}</p>
   </div>`;
 }
@@ -77,7 +85,8 @@ function Found({ body, answer, model, say }) {
       answer.tokens.map((token, i) => ({ ...token, tokens: [i, i + 1], nats: from.nats[i], other_nats: to.nats[i] })),
     [answer, from, to],
   );
-  return html`<${Steps} ...${{ through, body, answer, index, steps, setSteps }} writing=${true} context=${model?.context}
+  return html`<${Steps} ...${{ through, body, answer, index, steps, setSteps }} writing=${true}
+    context=${model?.context}
       newest=${newestOf(model)} />
     ${
       points.length > 1 &&
@@ -88,7 +97,8 @@ function Found({ body, answer, model, say }) {
         )}</select> and step ${count(to.step)}</h2>
       <p class="facts number">${figure(from.loss)} → ${figure(to.loss)} nats per token</p>
       <div class="toolbar"><${DifferenceLegend} about=${`Step ${count(to.step)} needs`} /></div>
-      <${ReadText} tokens=${answer.tokens} segments=${parts} index=${index} pick=${setIndex} say=${say} second=${`step ${count(to.step)}`} />
+      <${ReadText} tokens=${answer.tokens} segments=${parts} index=${index} pick=${setIndex} say=${say}
+        second=${`step ${count(to.step)}`} />
       <${Changes} ...${{ parts, from, to, pick: setIndex }} />
     </section>`
     }`;
@@ -107,11 +117,14 @@ function Changes({ parts, from, to, pick }) {
     list.length > 0 &&
     html`<div class="scrolls" tabindex="0" role="region" aria-label=${name}><table>
       <caption>${name} (probability)</caption>
-      <thead><tr><th scope="col">Token</th><th scope="col">At step ${count(from.step)}</th><th scope="col">At step ${count(to.step)}</th></tr></thead>
+      <thead><tr><th scope="col">Token</th><th scope="col">At step ${count(from.step)}</th><th scope="col">
+        At step ${count(to.step)}</th></tr></thead>
       <tbody>${list.map(
         (one) => html`<tr key=${one.i}><th scope="row"><button class="button plain small" onClick=${() => pick(one.i)}>
-        <bdi class="spelling">${visible(one.spelling)}</bdi> <span class="quiet">token ${count(one.i)}</span></button></th>
-        <td class="number">${percent(Math.exp(-one.nats))}</td><td class="number">${percent(Math.exp(-one.other_nats))}</td></tr>`,
+        <bdi class="spelling">${visible(one.spelling)}</bdi> <span class="quiet">
+          token ${count(one.i)}</span></button></th>
+        <td class="number">${percent(Math.exp(-one.nats))}</td><td class="number">
+          ${percent(Math.exp(-one.other_nats))}</td></tr>`,
       )}</tbody></table></div>`;
   return html`<div class="changes">${table("Learned most", better)}${table("Forgotten most", worse)}</div>`;
 }

@@ -31,16 +31,23 @@ export function useAsked(what, body) {
 export function Place({ name, value, set, min = 0, max, by = 1, of }) {
   const to = (n) => set(Math.max(min, Math.min(max ?? Infinity, n)));
   const last = max == null || value + by > max;
-  return html`<span class="place"><label>${name} <input class="field number" type="number" min=${min} max=${max} step="1" value=${value}
-      onInput=${({ target }) => target.value !== "" && set(Math.max(min, Math.floor(Number(target.value)) || min))} /></label>
+  return html`<span class="place"><label>
+    ${name} <input class="field number" type="number" min=${min} max=${max} step="1" value=${value}
+      onInput=${({ target }) =>
+        target.value !== "" && set(Math.max(min, Math.floor(Number(target.value)) || min))} /></label>
     ${of && html`<span class="quiet number">${of}</span>`}
-    <button class="button small" aria-label=${`Previous ${name.toLowerCase()}`} disabled=${value <= min} onClick=${() => to(value - by)}>‹</button>
-    <button class="button small" aria-label=${`Next ${name.toLowerCase()}`} disabled=${last} onClick=${() => to(last ? value : value + by)}>›</button></span>`;
+    <button class="button small" aria-label=${`Previous ${name.toLowerCase()}`} disabled=${value <= min}
+      onClick=${() => to(value - by)}>‹</button>
+    <button class="button small" aria-label=${`Next ${name.toLowerCase()}`} disabled=${last}
+      onClick=${() => to(last ? value : value + by)}>›</button></span>`;
 }
 
 /** Which of many tokens are shown. */
 export function TokenPages({ first, n, total, set }) {
   if (total <= n && !first) return null;
-  return html`<div class="toolbar"><${Place} name="First token" value=${first} set=${set} max=${Math.max(0, total - 1)} by=${n} />
-    <span class="quiet number">tokens ${count(first)} to ${count(Math.min(total, first + n) - 1)} of ${count(total)}, numbered from 0</span></div>`;
+  return html`<div class="toolbar">
+    <${Place} name="First token" value=${first} set=${set} max=${Math.max(0, total - 1)} by=${n} />
+    <span class="quiet number">
+      tokens ${count(first)} to ${count(Math.min(total, first + n) - 1)} of ${count(total)}, numbered from
+      0</span></div>`;
 }

@@ -11,15 +11,14 @@ export function Figures({ chosen }) {
     ${!found && !problem && html`<p class="quiet">Reading every token …</p>`}
     ${
       found &&
-      html`<${Table} name="Amounts" header=${["", "Documents", "Tokens", "Bytes", "Tokens a byte"]} rows=${found.amounts.map(
-        (one) => [
+      html`<${Table} name="Amounts" header=${["", "Documents", "Tokens", "Bytes", "Tokens a byte"]}
+        rows=${found.amounts.map((one) => [
           one.source ?? one.name ?? one.split,
           count(one.documents),
           count(one.tokens),
           count(one.text_bytes),
           figure(one.tokens_per_byte),
-        ],
-      )} />
+        ])} />
       <p>${Object.entries(found.duplicates)
         .map(
           ([split, one]) =>
@@ -29,7 +28,9 @@ export function Figures({ chosen }) {
         found.held_out_in_training > 0 &&
         ` · ${count(found.held_out_in_training)} of the validation documents also in the training text`
       }</p>
-      ${Object.entries(found.lengths).map(([split, one]) => html`<${Lengths} key=${split} ...${{ split, lengths: one }} />`)}
+      ${Object.entries(found.lengths).map(
+        ([split, one]) => html`<${Lengths} key=${split} ...${{ split, lengths: one }} />`,
+      )}
       ${
         found.languages &&
         html`<${Table} name="Languages" header=${["Language", `Of ${count(found.languages.sample)} documents`]}
@@ -40,21 +41,26 @@ export function Figures({ chosen }) {
 
 function Lengths({ split, lengths }) {
   const most = Math.max(...lengths.histogram.map((one) => one.documents));
-  return html`<p class="number">${split}: ${count(lengths.shortest)} to ${count(lengths.longest)} tokens a document, half have ${count(
-    lengths.percentiles.p50,
-  )} or more</p>
+  return html`<p class="number">
+    ${split}: ${count(lengths.shortest)} to ${count(lengths.longest)} tokens a document, half have ${count(
+      lengths.percentiles.p50,
+    )} or more</p>
     <div class="scrolls" tabindex="0" role="region" aria-label=${`Lengths of ${split} documents`}><table class="number">
       <thead><tr><th scope="col">Tokens</th><th scope="col">Documents</th><td></td></tr></thead>
       <tbody>${lengths.histogram.map(
         (
           one,
         ) => html`<tr key=${one.at_least}><th scope="row">${count(one.at_least)} to ${count(2 * one.at_least - 1)}</th>
-        <td>${count(one.documents)}</td><td><meter min="0" max=${most} value=${one.documents} aria-hidden="true"></meter></td></tr>`,
+        <td>${count(one.documents)}</td><td>
+          <meter min="0" max=${most} value=${one.documents} aria-hidden="true"></meter></td></tr>`,
       )}</tbody></table></div>`;
 }
 
 function Table({ name, header, rows }) {
   return html`<div class="scrolls" tabindex="0" role="region" aria-label=${name}><table class="number">
     <thead><tr>${header.map((title) => (title ? html`<th scope="col">${title}</th>` : html`<td></td>`))}</tr></thead>
-    <tbody>${rows.map((cells, i) => html`<tr key=${i}><th scope="row">${cells[0]}</th>${cells.slice(1).map((cell) => html`<td>${cell}</td>`)}</tr>`)}</tbody></table></div>`;
+    <tbody>${rows.map(
+      (cells, i) =>
+        html`<tr key=${i}><th scope="row">${cells[0]}</th>${cells.slice(1).map((cell) => html`<td>${cell}</td>`)}</tr>`,
+    )}</tbody></table></div>`;
 }

@@ -13,7 +13,8 @@ export function Windows({ chosen, about, at, move }) {
   const { window, epoch, first, loss } = at;
   const answer = useAsked("window", { ...chosen, window, epoch, first, loss, n: SHOWN });
   return html`<section class="card" aria-label="Windows" aria-busy=${String(answer.busy)}>
-    <p class="quiet">What the model reads at once, up to ${count(about.context)} tokens, and the last token that it predicts.</p>
+    <p class="quiet">
+      What the model reads at once, up to ${count(about.context)} tokens, and the last token that it predicts.</p>
     <div class="toolbar">
       <${Place} name="Window" value=${window} set=${(to) => move({ window: to, first: 0 })} max=${about.n_windows - 1}
         of=${`of ${count(about.n_windows)}, numbered from 0`} />
@@ -33,11 +34,13 @@ export function Step({ chosen, about, at, move }) {
   return html`<section class="card" aria-label="A step" aria-busy=${String(answer.busy)}>
     <p class="quiet">The batch that the step trained on.</p>
     <div class="toolbar">
-      <${Place} name="Step" value=${step} set=${(to) => move({ step: to, sample: 0, first: 0 })} min=${1} max=${about.n_steps}
+      <${Place} name="Step" value=${step} set=${(to) => move({ step: to, sample: 0, first: 0 })} min=${1}
+        max=${about.n_steps}
         of=${`of ${count(about.n_steps)}`} />
       ${
         found &&
-        html`<${Place} name="Sample" value=${sample} set=${(to) => move({ sample: to, first: 0 })} max=${found.n_samples - 1}
+        html`<${Place} name="Sample" value=${sample} set=${(to) => move({ sample: to, first: 0 })}
+          max=${found.n_samples - 1}
         by=${found.n_shown} of=${`of ${count(found.n_samples)}, numbered from 0`} />`
       }
     </div>
@@ -49,7 +52,8 @@ function Rows({ answer: { found, problem, busy }, at, move }) {
   const rows = found?.rows.map((row) => ({ ...row, title: title(row) }));
   const coloured = at.loss && found?.rows.some((row) => row.tokens.some((token) => token.nats != null));
   return html`<div class="toolbar">
-      <button class="button small" aria-pressed=${String(at.loss)} onClick=${() => move({ loss: !at.loss })}>Colour by loss</button>
+      <button class="button small" aria-pressed=${String(at.loss)} onClick=${() => move({ loss: !at.loss })}>
+        Colour by loss</button>
       ${busy && html`<span class="quiet">Reading …</span>`}
       ${coloured && html`<${LossLegend} />`}
       ${

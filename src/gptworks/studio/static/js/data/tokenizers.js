@@ -21,7 +21,8 @@ export function Tokenizers({ models }) {
         ${models.map((model) => html`<option key=${model.id} value=${model.id}>${model.id}</option>`)}</select>
       ${
         found[i] &&
-        html`<p class="facts number">${count(found[i].n_tokens)} tokens · ${figure(found[i].bytes_per_token)} bytes per token ·
+        html`<p class="facts number">
+          ${count(found[i].n_tokens)} tokens · ${figure(found[i].bytes_per_token)} bytes per token ·
           vocabulary ${count(found[i].vocab_size)}</p>
         ${!found[i].round_trips && html`<p class="problem">Its tokens do not give the text back.</p>`}
         <${Tokens} rows=${[{ tokens: found[i].tokens }]} first=${0} />`

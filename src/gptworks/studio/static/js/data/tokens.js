@@ -29,7 +29,9 @@ const Row = memo(function Row({ row, index, masks }) {
     <${Token} key=${i} ...${{ token, masks, i }} row=${index} />`,
   );
   return html`<div class="line-of-tokens">${row.title && html`<h2 class="facts number">${row.title}</h2>`}
-    <div class="text tokens">${made}${row.tokens.length === 0 && html`<span class="quiet">It ends before these tokens.</span>`}</div></div>`;
+    <div class="text tokens">${made}${
+      row.tokens.length === 0 && html`<span class="quiet">It ends before these tokens.</span>`
+    }</div></div>`;
 });
 
 export function Tokens({ rows, first }) {
@@ -55,9 +57,14 @@ export function Tokens({ rows, first }) {
     target.closest(".t") && target.closest(".t") !== cursor.current && mark(target.closest(".t"));
   const token = shown && rows[shown[0]]?.tokens[shown[1]];
   return html`<div class="tokens-pane">
-    ${masks && html`<p class="facts"><span class="t learned">learned</span> <span class="t masked">only read</span></p>`}
-    <div class="rows" ref=${pane} tabindex="0" role="group" aria-label="Tokens; the arrow keys walk through them" onKeyDown=${walk}
-      onPointerMove=${point} onClick=${point}>${rows.map((row, i) => html`<${Row} key=${i} row=${row} index=${i} masks=${masks} />`)}</div>
+    ${
+      masks && html`<p class="facts"><span class="t learned">learned</span> <span class="t masked">only read</span></p>`
+    }
+    <div class="rows" ref=${pane} tabindex="0" role="group" aria-label="Tokens; the arrow keys walk through them"
+      onKeyDown=${walk}
+      onPointerMove=${point} onClick=${point}>${rows.map(
+        (row, i) => html`<${Row} key=${i} row=${row} index=${i} masks=${masks} />`,
+      )}</div>
     <p class="detail number" role="status">${
       token
         ? html`Token <b>${count(first + shown[1])}</b>: <bdi class="spelling">${visible(token.spelling)}</bdi>,

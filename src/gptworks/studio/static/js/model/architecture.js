@@ -36,10 +36,13 @@ export function Architecture({ sheet, chosen, choose, setLayer }) {
     <p class="arch-end">token ids <span class="quiet number">B × T</span></p>
     ${steps(at("input"))}
     <details class="arch-block" open>
-      <summary>${count(sheet.n_layers)} × block <span class="quiet number">${percent(sheet.block_share)} of the parameters</span></summary>
-      <label class="arch-layer">Layer <select class="field" value=${sheet.layer} onChange=${(event) => setLayer(Number(event.target.value))}>
+      <summary>${count(sheet.n_layers)} × block <span class="quiet number">
+        ${percent(sheet.block_share)} of the parameters</span></summary>
+      <label class="arch-layer">
+        Layer <select class="field" value=${sheet.layer} onChange=${(event) => setLayer(Number(event.target.value))}>
         ${Array.from({ length: sheet.n_layers }, (_, i) => html`<option key=${i} value=${i}>${i}</option>`)}</select>
-        <span class="quiet">${sheet.window ? `sees the last ${count(sheet.window)} tokens` : "sees all tokens before"}</span></label>
+        <span class="quiet">
+          ${sheet.window ? `sees the last ${count(sheet.window)} tokens` : "sees all tokens before"}</span></label>
       ${group("attention")}${group("mlp")}
     </details>
     ${steps(at("output"))}
@@ -48,12 +51,14 @@ export function Architecture({ sheet, chosen, choose, setLayer }) {
 }
 
 function Step({ part, chosen, choose }) {
-  return html`<button class=${cx("arch-step", `kind-${part.kind}`)} aria-pressed=${String(chosen)} onClick=${() => choose(part.key)}>
+  return html`<button class=${cx("arch-step", `kind-${part.kind}`)} aria-pressed=${String(chosen)}
+    onClick=${() => choose(part.key)}>
     <span>${part.name}</span>
     ${part.weights && html`<span class="quiet number">${part.weights}</span>`}
     ${
       part.share > 0 &&
-      html`<span class="arch-share number" title="Share of the parameters, of all layers together">${percent(part.share)}
+      html`<span class="arch-share number" title="Share of the parameters, of all layers together">
+        ${percent(part.share)}
       <span class="hidden-text">of the parameters</span></span>`
     }</button>`;
 }

@@ -34,11 +34,18 @@ export function Plot({ title, series, log, shape = "line", ends, read, children 
   const mark = here == null ? null : shape === "bars" ? x(here + 0.5) : x(here);
   return html`<figure class="model-plot">
     <figcaption><h3>${title}</h3>${children}</figcaption>
-    <div class="plot-y quiet number" aria-hidden="true"><span>${figure(most)}</span><span>${figure(shape === "bars" ? 0 : least)}</span></div>
-    <div class="plot-area" tabindex="0" role="group" aria-label=${`${title}; the arrow keys read values`} onKeyDown=${keys}
+    <div class="plot-y quiet number" aria-hidden="true"><span>${figure(most)}</span><span>
+      ${figure(shape === "bars" ? 0 : least)}</span></div>
+    <div class="plot-area" tabindex="0" role="group" aria-label=${`${title}; the arrow keys read values`}
+      onKeyDown=${keys}
       onPointerMove=${over}>
-      <svg viewBox=${`0 0 ${WIDE} ${HIGH}`} preserveAspectRatio="none" role="img" aria-label=${`${title}: ${series.map(({ name }) => name).join(" and ")}`}>
-        ${series.map(({ name, values }, i) => html`<path key=${name} class=${cx("plot-series", `plot-${shape}`, `is-${i}`)} d=${path(values, x, y, shape)} />`)}
+      <svg viewBox=${`0 0 ${WIDE} ${HIGH}`} preserveAspectRatio="none" role="img"
+        aria-label=${`${title}: ${series.map(({ name }) => name).join(" and ")}`}>
+        ${series.map(
+          ({ name, values }, i) =>
+            html`<path key=${name} class=${cx("plot-series", `plot-${shape}`, `is-${i}`)}
+              d=${path(values, x, y, shape)} />`,
+        )}
         ${shape === "line" && least < 0 && html`<path class="plot-zero" d=${`M0 ${y(0)}H${WIDE}`} />`}
         ${mark != null && html`<path class="plot-mark" d=${`M${mark} 0V${HIGH}`} />`}
       </svg></div>

@@ -28,7 +28,8 @@ export function Branches({ session }) {
   }
   const several = new Set([...tree.branches.values()].map((branch) => branch.model)).size > 1;
   const item = (branch) => html`<li key=${branch.id}>
-    <${Item} ...${{ session, branch, several, renaming: renaming === branch.id, rename, current: shown.has(branch.id) }} />
+    <${Item} ...${{ session, branch, several, rename }} renaming=${renaming === branch.id}
+      current=${shown.has(branch.id)} />
     ${list(below.get(branch.id))}</li>`;
   const list = (branches) => branches && html`<ul>${branches.map(item)}</ul>`;
   return html`<nav class="branches" aria-label="Branches" ref=${nav}>${list(below.get(null))}</nav>`;
@@ -58,16 +59,19 @@ function Item({ session, branch, several, renaming, rename, current }) {
         branch.problem ? "failed" : `${count(n)} tokens`
       }${
         mean != null &&
-        html` · <span title="The mean of −ln of the probabilities that the model alone gave its new tokens; 0 is certain">${figure(
-          -mean,
-        )} nats per token</span>`
+        html` · <span
+          title="The mean of −ln of the probabilities that the model alone gave its new tokens; 0 is certain">${figure(
+            -mean,
+          )} nats per token</span>`
       }</span>
     </button>
     ${
       current &&
       html`<span class="tools">
-      <button class="button plain small" aria-label=${`Rename ${words}`} onClick=${() => rename(branch.id)}>Rename</button>
-      <button class="button plain small" aria-label=${`Delete ${words}`} onClick=${() => session.remove(branch.id)}>Delete</button>
+      <button class="button plain small" aria-label=${`Rename ${words}`} onClick=${() => rename(branch.id)}>
+        Rename</button>
+      <button class="button plain small" aria-label=${`Delete ${words}`} onClick=${() => session.remove(branch.id)}>
+        Delete</button>
     </span>`
     }</div>`;
 }

@@ -17,7 +17,8 @@ function rows(token) {
 function Bar({ logprob, of }) {
   const said = html`<span class="hidden-text"> ${of}, </span>`;
   if (logprob == null)
-    return html`<span class="bar none"><span aria-hidden="true">–</span><span class="hidden-text">not listed</span>${said}</span>`;
+    return html`<span class="bar none"><span aria-hidden="true">–</span><span class="hidden-text">not listed</span>
+      ${said}</span>`;
   const width = `${100 * Math.exp(logprob)}%`;
   return html`<span class="bar"><span class="length" style=${{ width }}></span><span class="number">${percent(
     Math.exp(logprob),
@@ -51,7 +52,8 @@ export function TokenCard({ token, place, anchor, pinned, take, edit, why, close
       `${scrollX + Math.max(8, Math.min(box.left, document.documentElement.clientWidth - width - 8))}px`,
     );
     style.setProperty("top", `${scrollY + (below ? box.bottom + 4 : box.top - height - 4)}px`);
-    const covered = box.bottom + 8 - card.current.getBoundingClientRect().top; // by a card at the foot of a small screen
+    // On a small screen the card is at the foot and may cover its token.
+    const covered = box.bottom + 8 - card.current.getBoundingClientRect().top;
     if (getComputedStyle(card.current).position === "fixed" && covered > 0) scrollBy(0, covered);
   }, [anchor, token]);
   useEffect(() => {
@@ -88,19 +90,22 @@ export function TokenCard({ token, place, anchor, pinned, take, edit, why, close
     ${
       token.top?.length > 0 &&
       html`<div class="rows">
-      <div class="names quiet" aria-hidden="true"><span></span><span>Model</span><span>${sampled && "After sampling"}</span></div>
+      <div class="names quiet" aria-hidden="true"><span></span><span>Model</span><span>
+        ${sampled && "After sampling"}</span></div>
       ${shown.map(
         (one) => html`<button key=${one.id} class=${cx("row", one.id === token.id && "this")}
           disabled=${one.id === token.id} onClick=${() => take(one, token)}>
         <bdi class="spelling">${visible(one.spelling)}</bdi><span class="hidden-text">: </span>
-        <${Bar} logprob=${one.before} of="by the model" />${sampled && html`<${Bar} logprob=${one.after} of="after sampling" />`}${
-          one.id === token.id && html`<span class="hidden-text">the token here</span>`
-        }</button>`,
+        <${Bar} logprob=${one.before} of="by the model" />${
+          sampled && html`<${Bar} logprob=${one.after} of="after sampling" />`
+        }${one.id === token.id && html`<span class="hidden-text">the token here</span>`}</button>`,
       )}
     </div>
     <p class="quiet hint">Choose one and the text continues from there.</p>`
     }
-    <div class="actions">${edit && html`<button class="button small" onClick=${() => edit(place)}>Edit from here</button>`}
+    <div class="actions">${
+      edit && html`<button class="button small" onClick=${() => edit(place)}>Edit from here</button>`
+    }
       ${why && html`<button class="button small" onClick=${() => why(place)}>Why this token?</button>`}</div>
   </div>`;
 }

@@ -21,7 +21,8 @@ export function Conversation({ session, index, busy, text }) {
       html`<li key="system">${
         editing === "system"
           ? html`<${Editor} name="System message" content="" save=${save("system")} cancel=${() => edit(null)} />`
-          : html`<button class="button plain small" disabled=${busy} onClick=${() => edit("system")}>Add a system message</button>`
+          : html`<button class="button plain small" disabled=${busy} onClick=${() => edit("system")}>
+            Add a system message</button>`
       }</li>`
     }
     ${turns.map(
@@ -31,11 +32,13 @@ export function Conversation({ session, index, busy, text }) {
           onClick=${() => edit(place)}>Edit</button></div>
       ${
         editing === place
-          ? html`<${Editor} name=${ROLES[turn.role]} content=${turn.content} save=${save(place)} cancel=${() => edit(null)} />`
+          ? html`<${Editor} name=${ROLES[turn.role]} content=${turn.content} save=${save(place)}
+            cancel=${() => edit(null)} />`
           : turn.from && tree.get(turn.from) && tree.get(turn.from).edited == null
             ? place === turns.length - 1
               ? html`<${TokenText} ...${text} busy=${busy} label="Answer, token by token" />`
-              : html`<${Earlier} tree=${tree} branch=${tree.get(turn.from)} kind=${text.kind} show=${() => session.show(turn.from)} />`
+              : html`<${Earlier} tree=${tree} branch=${tree.get(turn.from)} kind=${text.kind}
+                show=${() => session.show(turn.from)} />`
             : html`<div class="text">${turn.content}</div>`
       }
     </li>`,
@@ -60,7 +63,8 @@ function Editor({ name, content, save, cancel }) {
   };
   return html`<form class="turn-editor" onSubmit=${submit}>
     <textarea class="field" name="content" aria-label=${name} rows="3" onKeyDown=${keys}
-      ref=${(element) => element && document.activeElement?.form !== element.form && element.focus()}>${content}</textarea>
+      ref=${(element) => element && document.activeElement?.form !== element.form && element.focus()}>
+      ${content}</textarea>
     <button class="button small primary">Save</button>
     <button type="button" class="button small" onClick=${cancel}>Cancel</button></form>`;
 }

@@ -104,7 +104,11 @@ export function Column({ session, index, models, chat, say, editPrompt, canRead 
       }
     </div>
     ${model?.problem && html`<p class="problem" role="alert">${model.problem}</p>`}
-    ${!branch && html`<p class="quiet start">${isChat ? "Write a message below." : "Write the beginning of a text above, and generate."}</p>`}
+    ${
+      !branch &&
+      html`<p class="quiet start">
+        ${isChat ? "Write a message below." : "Write the beginning of a text above, and generate."}</p>`
+    }
     ${
       branch &&
       (isChat
@@ -113,11 +117,18 @@ export function Column({ session, index, models, chat, say, editPrompt, canRead 
     }
     ${work?.loading && html`<p class="quiet" role="status">Loading ${column.model} …</p>`}
     ${branch?.problem && html`<p class="problem" role="alert">${branch.problem}</p>`}
-    ${branch && !work && html`<p class="quiet hint">Point at a token, or tap it, to see what else could have stood there; a click keeps it open.</p>`}
+    ${
+      branch &&
+      !work &&
+      html`<p class="quiet hint">
+        Point at a token, or tap it, to see what else could have stood there; a click keeps it open.</p>`
+    }
     ${
       branch &&
       html`<${Facts} branch=${branch} session=${session} work=${work} />
-      <${Actions} ...${{ session, index, branch, work, say, context: models.find((one) => one.id === branch.model)?.context, edit: isChat ? null : () => editPrompt(whole(), whole()) }} />`
+      <${Actions} ...${{ session, index, branch, work, say }}
+        context=${models.find((one) => one.id === branch.model)?.context}
+        edit=${isChat ? null : () => editPrompt(whole(), whole())} />`
     }
     ${
       shownToken &&
@@ -155,7 +166,8 @@ function ModelChoice({ session, index, column, models, model }) {
         ${!model && html`<option value="">No model</option>`}
         ${models.map(
           (one) => html`<option key=${one.id} value=${one.id} disabled=${Boolean(one.problem)}
-          title=${one.problem ?? ""}>${one.id}${one.problem ? " (cannot be used)" : one.state === "running" ? " (training)" : ""}</option>`,
+          title=${one.problem ?? ""}>
+          ${one.id}${one.problem ? " (cannot be used)" : one.state === "running" ? " (training)" : ""}</option>`,
         )}
       </select></label>
     ${
@@ -203,7 +215,8 @@ function Actions({ session, index, branch, work, say, context, edit }) {
   const [shown, show] = useState(null);
   useEffect(() => show(null), [branch.id]);
   if (work)
-    return html`<div class="actions"><button class="button small" onClick=${() => session.stop(index)}>Stop</button></div>`;
+    return html`<div class="actions"><button class="button small" onClick=${() => session.stop(index)}>
+      Stop</button></div>`;
   const made = branch.edited == null;
   const full = context != null && session.tree.ids(branch).length >= context;
   const whole = branch.at == null || session.tree.root(branch).prompt.text != null; // chat has no half answers
@@ -235,9 +248,10 @@ function Actions({ session, index, branch, work, say, context, edit }) {
     </div>
     ${
       full &&
-      html`<p class="quiet hint" id=${`full-${index}`}>It cannot be continued: the text fills the model's context of ${count(
-        context,
-      )} tokens.${edit && " Shorten it with “Edit text” to go on."}</p>`
+      html`<p class="quiet hint" id=${`full-${index}`}>
+        It cannot be continued: the text fills the model's context of ${count(
+          context,
+        )} tokens.${edit && " Shorten it with “Edit text” to go on."}</p>`
     }
     ${
       shown &&

@@ -81,7 +81,8 @@ export class Session {
     const has = (id) => models.some((model) => model.id === id && !model.problem && model.state !== "served");
     this.resting = setTimeout(async () => {
       for (const { model, checkpoint } of this.columns.filter((column) => has(column.model))) {
-        await post("studio/load", { model, checkpoint }, { signal }).catch(() => {}); // whoever asks for a text learns why
+        // A request for a text will report why it cannot be loaded.
+        await post("studio/load", { model, checkpoint }, { signal }).catch(() => {});
         if (signal.aborted) return;
       }
     }, REST_MS);

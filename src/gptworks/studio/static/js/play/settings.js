@@ -161,7 +161,8 @@ export const SettingsPanel = memo(function SettingsPanel({ settings, options, ch
       <${Lines} name="logit_bias" value=${Object.entries(settings.logit_bias)
         .map(([id, x]) => `${id}: ${x}`)
         .join("\n")}
-        rows="2" placeholder="198: -100" about="Added to the logits of these token ids, one a line, as id: number from -100 to 100."
+        rows="2" placeholder="198: -100"
+        about="Added to the logits of these token ids, one a line, as id: number from -100 to 100."
         read=${readBiases} set=${(value) => set("logit_bias", value)} />
     </fieldset>
     <fieldset><legend>What is shown</legend>
@@ -175,7 +176,8 @@ export const SettingsPanel = memo(function SettingsPanel({ settings, options, ch
       }}
         value=${options.n_top} set=${(_, n_top) => changeOptions({ ...options, n_top })} />
       <label class="check"><input type="checkbox" checked=${options.score_prompt}
-        onChange=${(event) => changeOptions({ ...options, score_prompt: event.target.checked })} /> score the prompt</label>
+        onChange=${(event) => changeOptions({ ...options, score_prompt: event.target.checked })} /> score the
+        prompt</label>
       <p class="about">Also shades the prompt's own tokens.</p>
     </fieldset>
   </div>`;
@@ -197,9 +199,11 @@ function Dial({ one, value, set }) {
   useEffect(() => setDraft(null), [value]);
   return html`<div class="dial">
     <label for=${id} class=${cx("mono", value !== one.value && "changed")}>${key}</label>
-    <input type="range" aria-label=${`${key}, slider`} min=${least} max=${Math.min(most, one.slide ?? most)} step=${step}
+    <input type="range" aria-label=${`${key}, slider`} min=${least} max=${Math.min(most, one.slide ?? most)}
+      step=${step}
       value=${value} onInput=${(event) => set(key, Number(event.target.value))} />
-    <input id=${id} class="field number" inputmode="decimal" value=${draft ?? value} aria-invalid=${String(draft != null)}
+    <input id=${id} class="field number" inputmode="decimal" value=${draft ?? value}
+      aria-invalid=${String(draft != null)}
       aria-describedby=${`${id}-about`} onInput=${typed} onBlur=${() => setDraft(null)} />
     <p id=${`${id}-about`} class="about">${
       draft != null ? html`<span class="problem">${range}${step < 1 ? "" : ", a whole number"}.</span>` : one.about
@@ -240,6 +244,7 @@ function Lines({ name, value, about, read, set, ...more }) {
   };
   return html`<div class="lines"><label for=${`setting-${name}`} class=${cx("mono", value && "changed")}>${name}</label>
     <textarea id=${`setting-${name}`} class="field mono" value=${draft ?? value} aria-invalid=${String(wrong)}
-      aria-describedby=${`setting-${name}-about`} onInput=${typed} onBlur=${() => wrong || setDraft(null)} ...${more}></textarea>
+      aria-describedby=${`setting-${name}-about`} onInput=${typed} onBlur=${() => wrong || setDraft(null)}
+      ...${more}></textarea>
     <p id=${`setting-${name}-about`} class=${cx("about", wrong && "problem")}>${about}</p></div>`;
 }

@@ -100,7 +100,7 @@ export class Tree {
 
   // -------------------------------------------------------------------------------------------------- keeping it
 
-  /** Write the tree and `more` to the tab's storage: without alternatives, then without the oldest, where it is too large. */
+  /** Write the tree and `more` to the tab's storage; if it is too large, drop the alternatives, then the oldest. */
   save(more) {
     const kept = [...this.branches.values()];
     let written = JSON.stringify({ more, last: this.last, branches: kept });

@@ -74,14 +74,18 @@ export function Attention({ heads, tokens, look }) {
   };
   return html`<section class="card" aria-labelledby="attention-title">
     <h3 id="attention-title">Where each head looks</h3>
-    <p class="quiet">One line for each head, the first block at the top; one column for each of the ${count(n_keys)} tokens before.
+    <p class="quiet">
+      One line for each head, the first block at the top; one column for each of the ${count(n_keys)} tokens before.
       Click a line to underline in the text what its head looks at.</p>
-    <div class="map" tabindex="0" role="group" aria-label="Attention by head and token; the arrow keys move, Enter underlines"
+    <div class="map" tabindex="0" role="group"
+      aria-label="Attention by head and token; the arrow keys move, Enter underlines"
         onKeyDown=${keys} onPointerMove=${(event) => event.target === canvas.current && setAt(cellOf(event))}
         onClick=${(event) => event.target === canvas.current && look(cellOf(event).row)}>
-      <canvas ref=${canvas} style=${{ height: `${n_rows * ROW}px` }} role="img" aria-label="Heat map of attention"></canvas></div>
+      <canvas ref=${canvas} style=${{ height: `${n_rows * ROW}px` }} role="img"
+        aria-label="Heat map of attention"></canvas></div>
     <p class="number" role="status">${heads.of(at.row).name}: <b>${percent(weight(at.row, at.key))}</b> on ${""}
-      <bdi class="spelling">${visible(tokens[first + at.key].spelling)}</bdi> <span class="quiet">token ${count(first + at.key)}</span></p>
+      <bdi class="spelling">${visible(tokens[first + at.key].spelling)}</bdi> <span class="quiet">
+        token ${count(first + at.key)}</span></p>
     <p class="ramp quiet" role="img" aria-label="Darker is more">${LEGEND.map(
       (one) => html`<span key=${one}>
       <span class="swatch" style=${{ opacity: strength(one) }}></span>${percent(one)}</span>`,

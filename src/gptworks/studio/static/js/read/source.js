@@ -12,14 +12,16 @@ export function Source({ chosen, source, change }) {
         ["document", "A validation document"],
       ].map(
         ([kind, name]) => html`<button type="button" key=${kind}
-        class="button small" aria-pressed=${String(source.kind === kind)} onClick=${() => change({ ...source, kind })}>${name}</button>`,
+        class="button small" aria-pressed=${String(source.kind === kind)} onClick=${() => change({ ...source, kind })}>
+        ${name}</button>`,
       )}
     </div>
     ${
       source.kind === "text"
         ? html`<textarea class="field" rows="4" maxlength="100000" aria-label="Text" placeholder="Paste a text"
         value=${source.text} onInput=${(event) => change({ ...source, text: event.target.value })}></textarea>`
-        : html`<${Document} chosen=${chosen} number=${source.number} setNumber=${(number) => change({ ...source, number })} />`
+        : html`<${Document} chosen=${chosen} number=${source.number}
+          setNumber=${(number) => change({ ...source, number })} />`
     }`;
 }
 
@@ -43,7 +45,9 @@ function Document({ chosen, number, setNumber }) {
     return () => asking.abort();
   }, [chosen.model, chosen.checkpoint]);
   if (problem) return html`<p class="problem" role="alert">${problem}</p>`;
-  return html`<label class="document">Document <input class="field" type="number" min="0" max=${about ? about.n_documents - 1 : null}
-      step="1" required value=${number} onInput=${(event) => setNumber(Math.max(0, Math.floor(Number(event.target.value))))} />
+  return html`<label class="document">
+    Document <input class="field" type="number" min="0" max=${about ? about.n_documents - 1 : null}
+      step="1" required value=${number}
+      onInput=${(event) => setNumber(Math.max(0, Math.floor(Number(event.target.value))))} />
     <span class="quiet">${about ? `of ${count(about.n_documents)}, numbered from 0` : "Loading …"}</span></label>`;
 }

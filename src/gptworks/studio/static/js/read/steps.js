@@ -13,7 +13,8 @@ const kept = new Map(); // what was found, as long as the page is open
 /** A text's loss at each checkpoint: the previous answer, and `look` to request it again. */
 export function useSteps(body, answer) {
   const key = [body.model, ...answer.tokens.map(({ id }) => id)].join();
-  const [found, setFound] = useState(kept.get(key) ?? null); // { steps, points: [{ step, nats, loss }], learned, threshold }
+  // { steps, points: [{ step, nats, loss }], learned, threshold }
+  const [found, setFound] = useState(kept.get(key) ?? null);
   const [problem, setProblem] = useState(null);
   const [work, setWork] = useState(null);
   const asked = useRef(null);
@@ -86,7 +87,8 @@ export function Steps({
     ${
       points.length > 0 &&
       html`<label class="slide">Checkpoint
-        <input type="range" min="0" max=${points.length - 1} step="1" value=${at} aria-valuetext=${`step ${points[at].step}`}
+        <input type="range" min="0" max=${points.length - 1} step="1" value=${at}
+          aria-valuetext=${`step ${points[at].step}`}
           onInput=${(event) => setSteps(points[Number(event.target.value)])} /></label>
       <p class="number" role="status">Step <b>${count(points[at].step)}</b>: ${figure(points[at].loss)} nats per token${
         index != null &&
@@ -95,12 +97,19 @@ export function Steps({
           Math.exp(-points[at].nats[index]),
         )}`
       }
-        ${steps && html` <button class="button small" onClick=${() => setSteps(null)}>Show step ${count(answer.step)} again</button>`}</p>
-      <div class="curves"><${Curve} points=${points.map(({ step, loss }) => [step, loss])} at=${at} name="Loss of the text, nats per token"
+        ${
+          steps &&
+          html` <button class="button small" onClick=${() => setSteps(null)}>
+            Show step ${count(answer.step)} again</button>`
+        }</p>
+      <div class="curves">
+        <${Curve} points=${points.map(({ step, loss }) => [step, loss])} at=${at}
+          name="Loss of the text, nats per token"
           text=${figure} />
         ${
           index != null &&
-          html`<${Curve} points=${points.map(({ step, nats }) => [step, Math.exp(-(nats[index] ?? Infinity))])} at=${at} most=${1}
+          html`<${Curve} points=${points.map(({ step, nats }) => [step, Math.exp(-(nats[index] ?? Infinity))])} at=${at}
+            most=${1}
           name=${`Probability of ${visible(answer.tokens[index].spelling)}`} text=${percent} />`
         }</div>
       ${
@@ -110,7 +119,9 @@ export function Steps({
         html`<p>${
           found.learned[index] == null
             ? `At the last checkpoint its probability is below ${percent(found.threshold)}: it is not learned.`
-            : `Learned at step ${count(found.learned[index])}: from there on its probability stays at ${percent(found.threshold)} or more.`
+            : `Learned at step ${count(found.learned[index])}: from there on its probability stays at ${percent(
+                found.threshold,
+              )} or more.`
         }</p>`
       }
       <${Writes} ...${{ body, answer, index, context, writing }} step=${points[at].step} />`

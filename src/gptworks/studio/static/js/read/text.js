@@ -26,7 +26,8 @@ export const LossLegend = () => html`<${Legend} about="Loss of each token" names
 export const DifferenceLegend = ({ about }) => html`<${Legend} about=${about} names=${DIFFERENCE_NAMES} letter="d" />`;
 
 function Legend({ about, names, letter }) {
-  return html`<span class="quiet">${about}</span> <span class="legend" role="img" aria-label=${`${about}: ${names.join(", ")}`}>
+  return html`<span class="quiet">
+    ${about}</span> <span class="legend" role="img" aria-label=${`${about}: ${names.join(", ")}`}>
     ${names.map((name, i) => html`<span key=${i} class=${`t ${letter}${i}`}>${name}</span>`)}</span>`;
 }
 
@@ -105,6 +106,7 @@ export function ReadText({ tokens, segments, index, pick, say, weights, second }
     made.push(html`<${Chunk} key=${from} items=${items} from=${from} to=${to} index=${has ? index : null} first=${place}
       weights=${segments ? null : weights} />`);
   }
-  return html`<div class="text" ref=${pane} tabindex="0" role="group" aria-label="Text, token by token; Enter looks into a token"
+  return html`<div class="text" ref=${pane} tabindex="0" role="group"
+    aria-label="Text, token by token; Enter looks into a token"
     onKeyDown=${walk} onPointerOver=${over} onClick=${click}>${made}</div>`;
 }

@@ -26,14 +26,14 @@ export function Token({ body, answer, index, sought, weights, setWeights }) {
   const token = answer.tokens[index];
   const look = (row) => setWeights(heads.of(row));
   return html`<section class="token" aria-label="The chosen token" ref=${section}>
-    <h2>Why <bdi class="spelling">${visible(token.spelling)}</bdi>? <span class="quiet number">token ${count(index)} · probability ${percent(
-      Math.exp(-token.nats),
-    )} · ${figure(token.nats)} nats</span></h2>
+    <h2>Why <bdi class="spelling">${visible(token.spelling)}</bdi>? <span class="quiet number">
+      token ${count(index)} · probability ${percent(Math.exp(-token.nats))} · ${figure(token.nats)} nats</span></h2>
     ${problem && html`<p class="problem" role="alert">${problem}</p>`}
     ${!found && !problem && html`<p class="quiet" role="status">Looking into the model …</p>`}
     ${
       found &&
-      html`<${InWords} token=${token} lens=${found.lens} parts=${sorted(found.attribution)} index=${index} against=${found.attribution.against} />
+      html`<${InWords} token=${token} lens=${found.lens} parts=${sorted(found.attribution)} index=${index}
+        against=${found.attribution.against} />
     <div class="panels">
       <${Attribution} made=${found.attribution} lens=${found.lens} tokens=${answer.tokens}
         ...${{ index, against, setAgainst, weights, look, heads }} />
@@ -69,7 +69,8 @@ function Lens({ lens, tokens, index }) {
   const layers = lens.layers.map((row, i) => ({ row, name: i ? `after block ${i - 1}` : "embedding" })).reverse();
   return html`<section class="card" aria-labelledby="lens-title">
     <h3 id="lens-title">Logit lens</h3>
-    <p class="quiet">What each block would predict if it were the last. The first line is the model's own prediction.</p>
+    <p class="quiet">
+      What each block would predict if it were the last. The first line is the model's own prediction.</p>
     <div class="scrolls" tabindex="0" role="region" aria-label="Logit lens, by layer and token"><table class="lens">
       <thead><tr><th scope="col">Block</th>${lens.tokens.map(
         (i) => html`<th key=${i} scope="col" class=${cx(i === index && "here")}>
@@ -83,7 +84,8 @@ function Lens({ lens, tokens, index }) {
             const title = guess.top.map((one) => `${visible(one.spelling)} ${percent(one.probability)}`).join("\n");
             return html`<td key=${i} class=${cx("t", lossShade(-Math.log(guess.probability)), right && "right")}
           title=${`${title}\nthe token here: ${percent(guess.probability)}, rank ${guess.rank}`}>
-          <bdi class="spelling">${visible(best.spelling)}</bdi> <span class="number">${percent(best.probability)}</span></td>`;
+          <bdi class="spelling">${visible(best.spelling)}</bdi> <span class="number">
+            ${percent(best.probability)}</span></td>`;
           })}</tr>`,
       )}</tbody></table></div>
     <p class="quiet">Each cell: the likeliest token and its probability; bold if it is the actual token. The
@@ -116,7 +118,8 @@ function Attribution({ made, lens, tokens, index, against, setAgainst, weights, 
   const name = (part) => {
     if (part.kind !== "head") return nameOf(part);
     const row = part.layer * heads.n_heads + part.head;
-    return html`<button class="button plain small" aria-pressed=${String(weights?.row === row)} onClick=${() => look(row)}>${nameOf(part)}</button>`;
+    return html`<button class="button plain small" aria-pressed=${String(weights?.row === row)}
+      onClick=${() => look(row)}>${nameOf(part)}</button>`;
   };
   return html`<section class="card" aria-labelledby="adds-title">
     <h3 id="adds-title">What each part adds</h3>
@@ -145,10 +148,11 @@ function Attribution({ made, lens, tokens, index, against, setAgainst, weights, 
         : html`<span
       class="quiet">Choose a head to see which tokens it looks at.</span>`
     }</p>
-    <p class="quiet number">All parts together make ${made.against ? "this difference of the logits" : "the logit"}: ${figure(made.logit)}${
-      made.logit.toPrecision(4) !== made.capped_logit.toPrecision(4) &&
-      `, which the model caps to ${figure(made.capped_logit)}`
-    }. They add up because the last norm's factor is held as it is at this token.</p></section>`;
+    <p class="quiet number">
+      All parts together make ${made.against ? "this difference of the logits" : "the logit"}: ${figure(made.logit)}${
+        made.logit.toPrecision(4) !== made.capped_logit.toPrecision(4) &&
+        `, which the model caps to ${figure(made.capped_logit)}`
+      }. They add up because the last norm's factor is held as it is at this token.</p></section>`;
 }
 
 /** The tokens to which a head gives most. */
@@ -215,7 +219,8 @@ function NGrams({ body, index }) {
         <ul class="places">${found.places.map(
           (one) => html`<li key=${`${one.document}-${one.token}`}>
           <span class="quiet number">document ${count(one.document)}, token ${count(one.token)}</span>
-          <p><span class="quiet">${one.before}</span><mark>${one.found}</mark><span class="quiet">${one.after}</span></p></li>`,
+          <p><span class="quiet">${one.before}</span><mark>${one.found}</mark><span class="quiet">
+            ${one.after}</span></p></li>`,
         )}</ul>`
       }
       ${found.longest === 0 && html`<p>The token itself does not occur there.</p>`}`

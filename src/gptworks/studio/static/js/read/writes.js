@@ -1,4 +1,4 @@
-// What a checkpoint writes in the place of the chosen token, or after the text: the same beginning and the same seed at each.
+// What each checkpoint writes in the place of the chosen token, or after the text, with the same beginning and seed.
 
 import { stream } from "../api.js";
 import { count, visible } from "../format.js";
@@ -47,7 +47,8 @@ export function Writes({ body, answer, index, step, context, writing }) {
         : `Write from before ${visible(answer.tokens[index].spelling)} on`
     }</button></p>`;
   }
-  return html`<div class="writes"><label>Seed <input class="field" type="number" min="0" step="1" value=${seed} onInput=${number} /></label>
+  return html`<div class="writes"><label>
+    Seed <input class="field" type="number" min="0" step="1" value=${seed} onInput=${number} /></label>
     <p class="quiet">What step ${count(step)} writes ${
       index == null
         ? "after the text"

@@ -1,4 +1,4 @@
-// One chart: uPlot makes the axes, the cursor and the selection; the curves, each with points of its own, are drawn here.
+// One chart: uPlot draws the axes, the cursor and the selection; this file draws the curves, whose points differ.
 
 import uPlot from "../../vendor/uPlot.esm.js";
 import { short } from "../format.js";
@@ -19,7 +19,8 @@ export function styleOf(n) {
 }
 
 /**
- * curves: [{ id, name, style, x, y, raw: { x, y } | undefined, forkedAt: where a fork begins | undefined }], bands: [{ name, style, x, low, high }], view: { window, logX, logY, theme },
+ * curves: [{ id, name, style, x, y, raw: { x, y } | undefined, forkedAt: where a fork begins | undefined }],
+ * bands: [{ name, style, x, low, high }], view: { window, logX, logY, theme },
  * zoom(from, to) or zoom(null), pick(id, x), xName, write(y): a value as text, tick(y): one at the axis.
  */
 export function Chart({ title, ...props }) {
@@ -50,10 +51,11 @@ export function Chart({ title, ...props }) {
     kept.current.plot.setData([ends, [null, null]]);
   }, [view, curves, bands]);
   const keys = (event) => keyed(event, kept.current);
+  const label = `${title} by ${xName}, ${curves.length} curves. Plus and minus zoom, arrows move, 0 shows all.`;
   return html`<figure class="chart">
     <figcaption><h2>${title}</h2><span class="readout quiet number" ref=${readout}></span></figcaption>
     <div class="plot" ref=${box} tabindex="0" role="group" onKeyDown=${keys}
-      aria-label=${`${title} by ${xName}, ${curves.length} curves. Plus and minus zoom, arrows move, 0 shows all.`}></div>
+      aria-label=${label}></div>
   </figure>`;
 }
 
@@ -195,7 +197,8 @@ function paint(plot, { curves, bands }, style) {
   } of curves) {
     ctx.strokeStyle = ctx.fillStyle = colourOf({ colour });
     ctx.setLineDash(DASHES[dash].map((length) => length * ratio));
-    const before = faint ? x.length : forkedAt == null ? 0 : x.filter((one) => one <= forkedAt).length; // points that a fork has from another run
+    // The points that a fork has from another run.
+    const before = faint ? x.length : forkedAt == null ? 0 : x.filter((one) => one <= forkedAt).length;
     ctx.globalAlpha = FAINT * full;
     line({ x, y }, 0, before);
     ctx.globalAlpha = full;
@@ -215,7 +218,7 @@ function placer({ min, max, distr }, start, length) {
   return (value) => start + ((of(value) - low) / size) * length;
 }
 
-// ---------------------------------------------------------------------------------------------------- the pointer and keys
+// ------------------------------------------------------------------------------------------------ the pointer and keys
 
 function selected(plot, { props }) {
   const { left, width } = plot.select;

@@ -70,7 +70,8 @@ export function Figures({ rows, parents, styles, view, version, zoom, pick }) {
       Object.keys(run.details).length > 0 &&
       html`<section class="by-part">
       <h2>By layer and by part</h2>
-      <label class="quiet">Layers and parts of <select class="field" value=${run.id} onChange=${(event) => setFocus(event.target.value)}>
+      <label class="quiet">
+        Layers and parts of <select class="field" value=${run.id} onChange=${(event) => setFocus(event.target.value)}>
         ${rows.map((row) => html`<option key=${row.id} value=${row.id}>${row.id}</option>`)}</select></label>
       <div class="charts">${ordered(Object.keys(run.details)).map(
         (key) => html`<${Parts} key=${`${run.id} ${key}`} run=${run.id} of=${key}
@@ -99,7 +100,9 @@ function Parts({ run, of, names, ...props }) {
       places.map((place, i) => ({ run, key: `${of}.${names[place]}`, name: nameOf(names[place]), style: styleOf(i) }));
   }, [run, of, text]);
   return html`<div class="parts"><${Figure} title=${titleOf(of)} of=${of} wanted=${wanted} ...${props} />
-    <ul class="legend-lines">${wanted().map((one) => html`<li key=${one.name}><${Line} style=${one.style} /> ${one.name}</li>`)}</ul></div>`;
+    <ul class="legend-lines">${wanted().map(
+      (one) => html`<li key=${one.name}><${Line} style=${one.style} /> ${one.name}</li>`,
+    )}</ul></div>`;
 }
 
 function Figure({ title, of, wanted, view, version, zoom, pick }) {
@@ -147,8 +150,16 @@ function Figure({ title, of, wanted, view, version, zoom, pick }) {
         : html`<${Chart} title=${title} curves=${drawn} bands=${bands}
       view=${view} zoom=${zoom} pick=${pick} xName=${view.x} ...${writing(of)} />`
     }
-    ${bands.map((band) => html`<p class="quiet" key=${band.name}>The shade is the band of ${band.name}: one more run lies in it with 95% probability.</p>`)}
-    ${answer.curves.some((curve) => !curve.whole) && html`<p class="quiet" role="status">Reading ${count(answer.curves.filter((curve) => !curve.whole).length)} of ${count(list.length)} logs…</p>`}
+    ${bands.map(
+      (band) =>
+        html`<p class="quiet" key=${band.name}>
+          The shade is the band of ${band.name}: one more run lies in it with 95% probability.</p>`,
+    )}
+    ${
+      answer.curves.some((curve) => !curve.whole) &&
+      html`<p class="quiet" role="status">
+        Reading ${count(answer.curves.filter((curve) => !curve.whole).length)} of ${count(list.length)} logs…</p>`
+    }
     ${problem && html`<p class="problem" role="alert">${problem}</p>`}
   </div>`;
 }

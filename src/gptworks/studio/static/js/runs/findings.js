@@ -43,31 +43,52 @@ export function Comparison({ ids, styles, version }) {
     ${!ids.length && html`<p class="quiet">Choose runs in the list.</p>`}
     ${ids.length > MOST_COMPARED && html`<p class="quiet">Choose at most ${MOST_COMPARED} runs to compare them.</p>`}
     ${problem && html`<p class="problem" role="alert">${problem}</p>`}
-    ${answer && !answer.whole && html`<p class="quiet" role="status">The logs are still being read; what follows is of what has been.</p>`}
+    ${
+      answer &&
+      !answer.whole &&
+      html`<p class="quiet" role="status">The logs are still being read; what follows is of what has been.</p>`
+    }
     ${answer && html`<ul class="notes">${answer.notes.map((note) => html`<li key=${note}>${note}</li>`)}</ul>`}
-    ${answer && !answer.notes.length && html`<p class="quiet">Nothing: the runs are of one recipe, and within one group there is nothing to test.</p>`}
+    ${
+      answer &&
+      !answer.notes.length &&
+      html`<p class="quiet">Nothing: the runs are of one recipe, and within one group there is nothing to test.</p>`
+    }
     ${
       answer &&
       html`<h2>Figures</h2><div class="scroll" tabindex="0" role="group" aria-label="Figures of the runs"><table>
-      <thead><tr>${["run", "parameters", "tokens", "tokens/s", "best loss", "last loss", "bits per byte"].map((name) => html`<th key=${name} scope="col">${name}</th>`)}</tr></thead>
+      <thead><tr>${["run", "parameters", "tokens", "tokens/s", "best loss", "last loss", "bits per byte"].map(
+        (name) => html`<th key=${name} scope="col">${name}</th>`,
+      )}</tr></thead>
       <tbody>${answer.runs.map(
         (run, i) => html`<tr key=${answer.ids[i]}>
         <th scope="row"><${Line} style=${styles.get(answer.ids[i])} /> ${run.run}</th>
         <td>${count(run.parameters)}</td><td>${count(run.tokens)}</td><td>${count(run.tokens_per_second)}</td>
-        <td>${loss(run.best_validation_loss)}</td><td>${loss(run.last_validation_loss)}</td><td>${loss(run.best_bits_per_byte)}</td>
+        <td>${loss(run.best_validation_loss)}</td><td>${loss(run.last_validation_loss)}</td><td>
+          ${loss(run.best_bits_per_byte)}</td>
       </tr>`,
       )}</tbody></table></div>`
     }
     ${
       settings.length > 0 &&
-      html`<h2>Settings that differ</h2><div class="scroll" tabindex="0" role="group" aria-label="Settings that differ"><table>
-      <thead><tr><th scope="col">setting</th>${columns.map((run, i) => html`<th key=${run.run} scope="col"><${Line} style=${styles.get(answer.ids[i])} /> ${run.run}</th>`)}</tr></thead>
+      html`<h2>Settings that differ</h2><div class="scroll" tabindex="0" role="group" aria-label="Settings that differ">
+        <table>
+      <thead><tr><th scope="col">setting</th>${columns.map(
+        (run, i) => html`<th key=${run.run} scope="col"><${Line} style=${styles.get(answer.ids[i])} /> ${run.run}</th>`,
+      )}</tr></thead>
       <tbody>${settings.map(
         ([key, values]) => html`<tr key=${key}><th scope="row">${key}</th>
-        ${columns.map((run) => html`<td key=${run.run}>${values[run.run] == null ? "" : String(values[run.run])}</td>`)}</tr>`,
+        ${columns.map(
+          (run) => html`<td key=${run.run}>${values[run.run] == null ? "" : String(values[run.run])}</td>`,
+        )}</tr>`,
       )}</tbody></table></div>`
     }
-    ${answer && answer.runs.length > MOST_COLUMNS && settings.length > 0 && html`<p class="quiet">The table shows the first ${MOST_COLUMNS} runs.</p>`}
+    ${
+      answer &&
+      answer.runs.length > MOST_COLUMNS &&
+      settings.length > 0 &&
+      html`<p class="quiet">The table shows the first ${MOST_COLUMNS} runs.</p>`
+    }
   </section>`;
 }
 
@@ -77,15 +98,14 @@ export function StepDetails({ picked, styles, forget }) {
     return html`<section class="card" aria-label="One step"><h2>One step</h2>
     <p class="quiet">Click a curve to see all that its run recorded at that step.</p></section>`;
   return html`<section class="card" aria-label="One step">
-    <h2>One step of <${Line} style=${styles.get(picked.run)} /> ${picked.run} <button class="button small plain" onClick=${forget}>Close</button></h2>
+    <h2>One step of <${Line} style=${styles.get(picked.run)} /> ${picked.run} <button class="button small plain"
+      onClick=${forget}>Close</button></h2>
     ${problem && html`<p class="problem" role="alert">${problem}</p>`}
     ${
       answer &&
       Object.entries(answer.records).map(
-        ([
-          kind,
-          record,
-        ]) => html`<h3 key=${kind}>${kind === "train" ? "Training" : "Last evaluation before"}: step ${count(record.step)}</h3>
+        ([kind, record]) => html`<h3 key=${kind}>
+          ${kind === "train" ? "Training" : "Last evaluation before"}: step ${count(record.step)}</h3>
       <dl class="record">${Object.entries(record)
         .filter(([key]) => key !== "kind" && key !== "step")
         .map(
@@ -129,7 +149,8 @@ export function Samples({ ids, styles, version }) {
       answer.samples.map(
         (sample, i) => html`<article class="sample" key=${`${sample.run} ${sample.step} ${i}`}>
       <h3><${Line} style=${styles.get(sample.run)} /> ${sample.run}, step ${count(sample.step)}</h3>
-      <p class="mono text" tabindex="0" role="group" aria-label=${`Sample of ${sample.run} at step ${sample.step}`}><b>${sample.prompt}</b>${sample.text}</p></article>`,
+      <p class="mono text" tabindex="0" role="group" aria-label=${`Sample of ${sample.run} at step ${sample.step}`}><b>
+        ${sample.prompt}</b>${sample.text}</p></article>`,
       )
     }
   </section>`;

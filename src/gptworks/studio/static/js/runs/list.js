@@ -35,7 +35,8 @@ export const RunList = memo(({ rows, leftOut, chosen, styles, faint, choose, par
   const toggle = (id) => choose(chosen.includes(id) ? chosen.filter((one) => one !== id) : [...chosen, id]);
   return html`<section class="card runs-list" aria-label="List of runs">
     <div class="runs-tools">
-      <label><span class="hidden-text">Search runs</span><input class="field" type="search" placeholder="Search name, recipe, state"
+      <label><span class="hidden-text">Search runs</span>
+        <input class="field" type="search" placeholder="Search name, recipe, state"
         value=${search} onInput=${(event) => setSearch(event.target.value)} /></label>
       <label><span class="hidden-text">Order of the runs</span><select class="field" value=${order}
         onChange=${(event) => setOrder(event.target.value)}>${Object.entries(ORDERS).map(
@@ -51,12 +52,14 @@ export const RunList = memo(({ rows, leftOut, chosen, styles, faint, choose, par
     <${LeftOut} reasons=${leftOut} />
     <div class="runs-rows" tabindex="0" role="group" aria-label="Runs to draw">
       ${found.slice(0, MOST_SHOWN).map(
-        (
-          row,
-        ) => html`<${Row} key=${row.id} row=${row} style=${styles.get(row.id)} isFaint=${faint.some((one) => one.id === row.id)}
+        (row) => html`<${Row} key=${row.id} row=${row} style=${styles.get(row.id)}
+          isFaint=${faint.some((one) => one.id === row.id)}
         ...${{ toggle, parts, stop }} />`,
       )}
-      ${found.length > MOST_SHOWN && html`<p class="quiet">${count(found.length - MOST_SHOWN)} more: search for them.</p>`}
+      ${
+        found.length > MOST_SHOWN &&
+        html`<p class="quiet">${count(found.length - MOST_SHOWN)} more: search for them.</p>`
+      }
     </div>
   </section>`;
 });
@@ -65,8 +68,13 @@ export const RunList = memo(({ rows, leftOut, chosen, styles, faint, choose, par
 export function LeftOut({ reasons }) {
   const found = Object.entries(reasons);
   if (!found.length) return null;
-  return html`<details class="left-out"><summary>${count(found.length)} ${found.length > 1 ? "runs are" : "run is"} left out</summary>
-    <ul>${found.slice(0, MOST_SHOWN).map(([id, reason]) => html`<li key=${id}><b>${id}</b> <span class="quiet">${reason}</span></li>`)}</ul></details>`;
+  return html`<details class="left-out"><summary>
+    ${count(found.length)} ${found.length > 1 ? "runs are" : "run is"} left out</summary>
+    <ul>${found
+      .slice(0, MOST_SHOWN)
+      .map(
+        ([id, reason]) => html`<li key=${id}><b>${id}</b> <span class="quiet">${reason}</span></li>`,
+      )}</ul></details>`;
 }
 
 /** Where else a run can be looked at. */
@@ -86,10 +94,15 @@ function Row({ row, style, isFaint, toggle, parts, stop }) {
     <${Line} style=${style ?? (isFaint && PARENT)} />
     <span class="name">${row.id}</span>
     <span class=${cx("state", row.state === "running" && "good", row.problem && "problem")}>${state}</span>
-    <span class="facts quiet number">step ${count(row.step)}${row.best && html` · best ${loss(row.best.loss)} · last ${loss(row.last.loss)}`}${
+    <span class="facts quiet number">step ${count(row.step)}${
+      row.best && html` · best ${loss(row.best.loss)} · last ${loss(row.last.loss)}`
+    }${
       !row.best && row.train_loss != null && ` · loss ${loss(row.train_loss)}`
     }${row.recipe && row.recipe !== row.id && ` · ${row.recipe}`}</span>
-    ${row.origin && html`<span class="facts quiet">forked from ${row.origin.run} at step ${count(row.origin.step)}</span>`}
+    ${
+      row.origin &&
+      html`<span class="facts quiet">forked from ${row.origin.run} at step ${count(row.origin.step)}</span>`
+    }
     ${row.problem && html`<span class="facts problem">${row.problem}</span>`}
     ${row.skipped && html`<span class="facts quiet">${row.skipped}</span>`}
     ${row.thinned && html`<span class="facts quiet">older records are shown thinned out</span>`}
@@ -115,12 +128,14 @@ function Stop({ run, stop }) {
     setProblem(null);
     stop(run).catch((error) => (setProblem(error.message), ask(false)));
   };
-  return html`<div class="run-stop"><button class="button small" disabled=${asked} onClick=${click}>Stop <span class="hidden-text">${run}</span></button>
+  return html`<div class="run-stop"><button class="button small" disabled=${asked} onClick=${click}>
+    Stop <span class="hidden-text">${run}</span></button>
     <span class="quiet" role="status">${asked && "stopping: it saves a checkpoint"}</span>
     ${problem && html`<span class="problem" role="alert">${problem}</span>`}</div>`;
 }
 
 /** A run's colour and line. */
 export function Line({ style }) {
-  return html`<span class=${cx("line", style ? `series-${style.colour} dash-${style.dash}` : "none")} aria-hidden="true"></span>`;
+  return html`<span class=${cx("line", style ? `series-${style.colour} dash-${style.dash}` : "none")}
+    aria-hidden="true"></span>`;
 }

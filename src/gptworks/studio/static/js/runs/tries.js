@@ -19,10 +19,12 @@ export function Tries({ rows, choose }) {
       ${one.problem && html`<p class="problem">${one.problem}</p>`}
       ${
         !one.problem &&
-        html`<p><code>${one.changes.join(" ")}</code> <span class="quiet number">${count(one.pairs)} of at most ${count(one.most_pairs)} pairs of ${count(one.steps)} steps</span></p>
+        html`<p><code>${one.changes.join(" ")}</code> <span class="quiet number">
+          ${count(one.pairs)} of at most ${count(one.most_pairs)} pairs of ${count(one.steps)} steps</span></p>
       <ul class="notes">${one.lines.map((line) => html`<li key=${line}>${line}</li>`)}</ul>`
       }
-      <p><button class="button small" onClick=${() => choose(one.runs)}>Draw its runs <span class="hidden-text">of ${one.id}</span></button>
+      <p><button class="button small" onClick=${() => choose(one.runs)}>Draw its runs <span class="hidden-text">
+        of ${one.id}</span></button>
         ${one.page && html` <span class="quiet">Its page: <code>${one.page}</code></span>`}</p>
     </article>`,
     )}

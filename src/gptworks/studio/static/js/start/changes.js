@@ -23,13 +23,20 @@ export function Changes({ found }) {
   if (!found) return null;
   const { changes, problem } = found;
   return html`${problem && html`<p class="problem" role="alert">${problem}</p>`}
-    ${!changes.length && !problem && html`<p class="quiet start-about">It continues with its current settings. Change some below.</p>`}
+    ${
+      !changes.length &&
+      !problem &&
+      html`<p class="quiet start-about">It continues with its current settings. Change some below.</p>`
+    }
     ${
       changes.length > 0 &&
       html`<ul class="start-changes" aria-label="Changes">${changes.map(
         (one) => html`<li key=${one.path}>
       <code>${one.path}</code> ${one.old} → ${one.new}
-      ${one.recorded && html`<span class="quiet"> – the loss curve depends on it: the run folder records the change</span>`}</li>`,
+      ${
+        one.recorded &&
+        html`<span class="quiet"> – the loss curve depends on it: the run folder records the change</span>`
+      }</li>`,
       )}</ul>`
     }`;
 }

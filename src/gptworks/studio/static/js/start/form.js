@@ -28,13 +28,25 @@ export function Form({ groups, recipe, goesOn }) {
   const elsewhere = problems.filter((one) => !known.has(one.path));
   return html`<form class="start-form" aria-label="Settings" onSubmit=${(event) => event.preventDefault()}>
     <div class="start-search">
-      <label><span class="hidden-text">Search settings</span><input class="field" type="search" placeholder="Search all settings"
+      <label><span class="hidden-text">Search settings</span>
+        <input class="field" type="search" placeholder="Search all settings"
         value=${search} onInput=${(event) => setSearch(event.target.value)} /></label>
-      <label class="start-all"><input type="checkbox" checked=${all} onChange=${(event) => setAll(event.target.checked)} /> Show all</label>
+      <label class="start-all">
+        <input type="checkbox" checked=${all} onChange=${(event) => setAll(event.target.checked)} /> Show all</label>
     </div>
-    ${elsewhere.length > 0 && html`<div class="card problem" role="alert">${elsewhere.map((one) => html`<p key=${one.message}>${one.message}</p>`)}</div>`}
+    ${
+      elsewhere.length > 0 &&
+      html`<div class="card problem" role="alert">${elsewhere.map(
+        (one) => html`<p key=${one.message}>${one.message}</p>`,
+      )}</div>`
+    }
     ${shown.map(({ group, fields }) => html`<${Group} key=${group.path} ...${{ group, fields, recipe }} />`)}
-    ${goesOn && !all && !words.length && html`<p class="quiet">Settings that a run cannot change are left out here: Show all has them.</p>`}
+    ${
+      goesOn &&
+      !all &&
+      !words.length &&
+      html`<p class="quiet">Settings that a run cannot change are left out here: Show all has them.</p>`
+    }
     ${!shown.length && html`<p class="quiet">No setting has ${search} in its name or its text.</p>`}
   </form>`;
 }
@@ -55,7 +67,8 @@ function Group({ group, fields, recipe }) {
     ${
       group.optional &&
       html`<label class="start-all"><input type="checkbox" checked=${there}
-      onChange=${(event) => recipe.edit([group.path, event.target.checked ? "{}" : null])} /> Use ${group.title}</label>`
+        onChange=${({ target }) => recipe.edit([group.path, target.checked ? "{}" : null])}
+        /> Use ${group.title}</label>`
     }
     ${
       there || !group.optional
@@ -74,7 +87,8 @@ function Field({ field, recipe }) {
   const value = given[field.path];
   return html`<div class="start-field">
     <label for=${id} title=${field.path}>${field.name}</label>
-    <${Input} ...${{ id, field, value, normal, wrong: wrong.length > 0, edit: (typed) => recipe.edit([field.path, typed]) }} />
+    <${Input} ...${{ id, field, value, normal }} wrong=${wrong.length > 0}
+      edit=${(typed) => recipe.edit([field.path, typed])} />
     ${wrong.map((one) => html`<p class="problem" id=${`${id}-wrong`} key=${one.message}>${one.message}</p>`)}
     ${field.help && html`<p class="quiet start-help" id=${`${id}-help`}>${field.help}</p>`}
   </div>`;
@@ -108,7 +122,8 @@ function Input({ id, field, value, normal, wrong, edit }) {
     spellcheck: false,
   };
   if (field.input === "yaml" && (value ?? normal ?? "").length + (value ?? "").split("\n").length > 30) {
-    return html`<textarea ...${text} class=${cx(shared.class, "mono")} rows=${Math.min(8, (value ?? "").split("\n").length + 1)}></textarea>`;
+    return html`<textarea ...${text} class=${cx(shared.class, "mono")}
+      rows=${Math.min(8, (value ?? "").split("\n").length + 1)}></textarea>`;
   }
   return html`<input ...${text} inputmode=${field.input === "number" ? "decimal" : null} />`;
 }

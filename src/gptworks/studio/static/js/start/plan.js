@@ -27,16 +27,30 @@ export function Plan({ recipe, origin, name, devices }) {
   const old = asked || !recipe.right || problem;
   return html`<section class="card start-plan" aria-label="Plan" aria-busy=${String(asked)}>
     <div class="toolbar"><h2>Plan</h2><span class="fill"></span>
-      <label><span class="hidden-text">Device</span><select class="field" value=${device} onChange=${(event) => setDevice(event.target.value)}>
+      <label><span class="hidden-text">Device</span>
+        <select class="field" value=${device} onChange=${(event) => setDevice(event.target.value)}>
         <option value="">this machine's CPU</option>
-        ${Object.entries(devices).map(([key, title]) => html`<option key=${key} value=${key}>${title}</option>`)}</select></label></div>
-    ${wrong && html`<p class="quiet">${found ? "This was the plan before the last change." : "The plan follows when the recipe is right."}</p>`}
+        ${Object.entries(devices).map(
+          ([key, title]) => html`<option key=${key} value=${key}>${title}</option>`,
+        )}</select></label></div>
+    ${
+      wrong &&
+      html`<p class="quiet">
+        ${found ? "This was the plan before the last change." : "The plan follows when the recipe is right."}</p>`
+    }
     ${problem && html`<p class="problem" role="alert">${problem}</p>`}
     ${
       found &&
       html`<div class=${cx("start-found", old && "old")}>
-      ${!wrong && html`<p role="status" class=${fit.fits ? "start-fits" : "problem"}>${fit.fits ? "It fits in memory." : "It does not fit in memory."}</p>`}
-      ${found.missing && html`<p class="problem">${found.missing} What depends on its tokens is unknown in this plan.</p>`}
+      ${
+        !wrong &&
+        html`<p role="status" class=${fit.fits ? "start-fits" : "problem"}>
+          ${fit.fits ? "It fits in memory." : "It does not fit in memory."}</p>`
+      }
+      ${
+        found.missing &&
+        html`<p class="problem">${found.missing} What depends on its tokens is unknown in this plan.</p>`
+      }
       ${
         !wrong &&
         fit.changes.some((one) => one.fits) &&
@@ -48,7 +62,11 @@ export function Plan({ recipe, origin, name, devices }) {
           title=${one.costs} onClick=${() => recipe.edit(...one.overrides.map(split))}>${one.words}</button>`,
           )}</div>`
       }
-      ${found.tables.map((table, i) => html`<div class="start-scroll" key=${i} tabindex="0" role="group" aria-label=${table.header.join(" ").trim()}><${Table} ...${table} /></div>`)}
+      ${found.tables.map(
+        (table, i) =>
+          html`<div class="start-scroll" key=${i} tabindex="0" role="group" aria-label=${table.header.join(" ").trim()}>
+            <${Table} ...${table} /></div>`,
+      )}
     </div>`
     }
     ${!found && asked && html`<p class="quiet" role="status">Planning…</p>`}
@@ -58,8 +76,12 @@ export function Plan({ recipe, origin, name, devices }) {
 function Table({ header, align, rows }) {
   const side = (i) => (align[i] === "r" ? "number right" : null);
   return html`<table>
-    <thead><tr>${header.map((cell, i) => (cell ? html`<th key=${i} scope="col" class=${side(i)}>${cell}</th>` : html`<td key=${i}></td>`))}</tr></thead>
-    <tbody>${rows.map((row, n) => html`<tr key=${n}>${row.map((cell, i) => html`<td key=${i} class=${side(i)}>${cell}</td>`)}</tr>`)}</tbody>
+    <thead><tr>${header.map((cell, i) =>
+      cell ? html`<th key=${i} scope="col" class=${side(i)}>${cell}</th>` : html`<td key=${i}></td>`,
+    )}</tr></thead>
+    <tbody>${rows.map(
+      (row, n) => html`<tr key=${n}>${row.map((cell, i) => html`<td key=${i} class=${side(i)}>${cell}</td>`)}</tr>`,
+    )}</tbody>
   </table>`;
 }
 

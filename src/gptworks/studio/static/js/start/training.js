@@ -34,7 +34,8 @@ export function Training({ state, shown, act, readOnly }) {
     .reverse();
   return rows.map(
     (one) => html`<${Process} key=${one.run} one=${one} act=${act} readOnly=${readOnly}
-    known=${state.models.some((model) => model.id === one.run)} hide=${() => hide(new Set([...hidden, `${one.run} ${one.code}`]))} />`,
+    known=${state.models.some((model) => model.id === one.run)}
+    hide=${() => hide(new Set([...hidden, `${one.run} ${one.code}`]))} />`,
   );
 }
 
