@@ -286,7 +286,7 @@ def test_a_server_answers_what_it_has_and_ends(monkeypatch: pytest.MonkeyPatch) 
         thread.join(60)
         assert not thread.is_alive()
         assert [str(error) for error in ended] == [
-            "the engine of base has failed (OtherPanic): the server has ended. The log above says how."
+            "the engine of base has failed (OtherPanic): the server has ended. The log above has the error."
         ]
 
 

@@ -109,10 +109,10 @@ def test_an_address_that_not_everyone_reaches_is_refused(
     assert not is_public(address)
     shown = f"[{address}]" if ":" in address else address
     if "%" not in address:
-        with pytest.raises(UserError, match="of this machine or its network"):
+        with pytest.raises(UserError, match="belongs to this machine or its network"):
             check_public(f"https://{shown}/a")
     names["files.example"] = [[PUBLIC, address]]
-    with pytest.raises(UserError, match="no public address"):
+    with pytest.raises(UserError, match="not a public address"):
         fetched("https://files.example/a", SUM, tmp_path)
     assert connected == []
 
@@ -164,14 +164,14 @@ def test_a_server_cannot_lead_on_to_what_is_refused(
         return Response()
 
     monkeypatch.setattr(fetch, "_answer", answer)
-    with pytest.raises(UserError, match="leads on to another address"):
+    with pytest.raises(UserError, match="redirects to another address"):
         fetched("https://files.example/a", SUM, tmp_path)
     assert asked == [(PUBLIC, "https://files.example/a")]
 
 
 def test_a_circle_ends(tmp_path: Path) -> None:
     files: dict[str, Any] = {"/a": (302, {"Location": "/b"}, b""), "/b": (307, {"Location": "/a"}, b"")}
-    with website(files) as url, pytest.raises(RunError, match="leads on more than 5 times"):
+    with website(files) as url, pytest.raises(RunError, match="redirects more than 5 times"):
         fetched(f"{url}/a", SUM, tmp_path)
 
 
@@ -351,7 +351,7 @@ def test_a_proxy_is_asked_for_the_name_or_in_the_studio_for_the_address(
     names["files.example"] = [["10.0.0.1"]]
     for within in ("public", "guarded"):
         monkeypatch.setenv(fetch.REACH, within)
-        with pytest.raises(UserError, match="no public address"):
+        with pytest.raises(UserError, match="not a public address"):
             fetched("https://files.example/a", SUM, tmp_path)
 
 

@@ -264,7 +264,7 @@ def test_a_swarm_of_swaps_never_shows_the_secret(place: SimpleNamespace) -> None
 def test_appending_follows_no_link_in_a_received_folder(place: SimpleNamespace) -> None:
     path = place.run / "metrics.jsonl"
     path.symlink_to(place.outside / "file.json")
-    with pytest.raises(UserError, match=r"metrics\.jsonl is a link, and it is written through none"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl is a link, and links are not written through"):
         open_to_append(path, inside=place.run)
     path.unlink()
     path.hardlink_to(place.outside / "file.json")

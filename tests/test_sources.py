@@ -405,7 +405,7 @@ def test_a_download_that_broke_off_goes_on_where_it_ended(cache: Path) -> None:
         source = TextSource(type="text", url=f"{url}/a.txt", sha256=hashlib.sha256(content).hexdigest())
         for n_bytes in (100_000, 200_000):
             with pytest.raises(
-                RunError, match=rf"before the end\. Try again, which goes on after the {n_bytes:,} bytes"
+                RunError, match=rf"before the end\. Try again, which continues after the first {n_bytes:,} bytes"
             ):
                 documents(source)
         assert documents(source) == [content.decode()]

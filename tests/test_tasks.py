@@ -505,7 +505,7 @@ def test_a_program_finds_no_proof_of_passing(place: str, monkeypatch: pytest.Mon
 
 def test_programs_are_not_run_where_they_cannot_be_closed_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gptworks.confined.sandbox.sys.platform", "darwin")
-    with pytest.raises(UserError, match="Linux's namespaces"):
+    with pytest.raises(UserError, match="only on Linux, whose namespaces"):
         Sandbox(1)
     monkeypatch.undo()
     monkeypatch.setattr(Sandbox, "run", lambda *_: "refused: unshare: Operation not permitted")

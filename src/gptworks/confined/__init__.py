@@ -4,12 +4,12 @@
     Confined.ask(question) ──► a line of JSON ──► set the limits, answer, lift them
                            ◄── a line of JSON ◄──
 
-A child that passes a limit dies, and `Task.abandon` kills one whose answer is no longer needed; the next question
-starts another. A child within its limits answers the next question too: a start costs some 0.1 s, an answer 0.1 ms.
+A child that exceeds a limit dies, and `Task.abandon` kills one whose answer is no longer needed; the next question
+starts another. A child within its limits answers the next question too: a start takes about 0.1 s, an answer 0.1 ms.
 
-Time is the child's own processor time, so that a busy machine refuses nothing that an idle one accepts. Memory is
-address space beyond what the child has when the question comes (RLIMIT_AS). macOS does not enforce RLIMIT_AS: there
-only the time is limited, and with it what can be allocated in that time.
+Time is the child's own processor time, so that a busy machine accepts the same questions as an idle one. Memory is
+address space beyond the child's at the question's arrival (RLIMIT_AS). macOS does not enforce RLIMIT_AS: there only the
+time is limited, and with it the memory that can be allocated.
 """
 
 import contextlib
@@ -24,30 +24,30 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 _MAX_REPLY_BYTES = 1 << 27
-_ABANDONED = "nobody waits for this any more."
+_ABANDONED = "the answer is no longer needed."
 _PROCESSES = 2
 """Questions at a time; others wait."""
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
-"""Of the environment: children see no API keys."""
+"""Environment variables of the children, which must not see API keys."""
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import main; main()"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one answer may take."""
+    """Limits of one answer."""
 
     seconds: float
-    """Of processor time."""
+    """Processor time."""
     n_bytes: int
-    """Of address space, beyond what the process has when the question comes."""
+    """Address space, beyond the process's at the question's arrival."""
 
 
 class Exceeded(Exception):
-    """An answer passed a limit; the text says which."""
+    """An answer exceeded a limit, which the message names."""
 
 
 class Abandoned(Exception):
-    """Nobody waits for the answer: its process was killed."""
+    """The task was abandoned: its process was killed."""
 
 
 class Refused(Exception):
@@ -55,7 +55,7 @@ class Refused(Exception):
 
 
 class Task:
-    """A question's process while it works, for whoever may stop it. Each is for one call of `ask`."""
+    """A handle to stop the process that works on a question. Each is for one call of `ask`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -63,14 +63,14 @@ class Task:
         self.abandoned = False
 
     def abandon(self) -> None:
-        """Kill the process, now or as soon as there is one. From any thread."""
+        """Kill the process, now or as soon as it starts. Thread-safe."""
         with self._lock:
             self.abandoned = True
             if self._process is not None:
                 self._process.kill()
 
     def hold(self, process: "subprocess.Popen[bytes] | None") -> None:
-        """For `Confined`: this process works on the question."""
+        """For `Confined`: set the process that works on the question."""
         with self._lock:
             if self.abandoned and process is not None:
                 raise Abandoned(_ABANDONED)
@@ -78,7 +78,7 @@ class Task:
 
 
 class Confined:
-    """Asks children of one kind, several at a time from several threads."""
+    """Asks children of one kind. Thread-safe."""
 
     def __init__(
         self,
@@ -91,10 +91,10 @@ class Confined:
     ) -> None:
         """
         Args:
-            kind: the module that answers, by its `main`.
-            setup: what a child gets when it starts, as JSON.
-            setup_limits: for that; None: the same.
-            keep_bytes: a child whose memory has grown by more is not asked again.
+            kind: the module whose `main` answers.
+            setup: a child's first question, as JSON.
+            setup_limits: limits for the setup; None: the same.
+            keep_bytes: a child whose memory has grown by more is not used again.
         """
         self.limits = limits
         self._kind, self._setup, self._keep_bytes = kind, setup, keep_bytes
@@ -108,8 +108,8 @@ class Confined:
         """The answer to a question, as JSON.
 
         Raises:
-            Refused: there is none; the text is the child's.
-            Exceeded: it takes more than the limits.
+            Refused: there is no answer; the message is the child's.
+            Exceeded: the answer takes more than the limits.
             Abandoned: the task was abandoned.
         """
         task = task or Task()
@@ -129,21 +129,21 @@ class Confined:
         """Start a child, to check the setup.
 
         Raises:
-            Refused, Exceeded: the setup is wrong.
+            Refused, Exceeded: the setup fails.
         """
         with self._places:
             self._idle.append(self._take(Task()))
 
     def close(self) -> None:
-        """End the children that wait for questions. More may be asked: that starts others."""
+        """End the idle children; a further question starts another."""
         _kill_all(self._idle)
 
     def _take(self, task: Task) -> "_Child":
-        if self._owner != os.getpid():  # a fork must not read its parent's answers
+        if self._owner != os.getpid():  # a forked process must not read its parent's answers
             self._idle.clear()
             self._owner = os.getpid()
         while self._idle:
-            with contextlib.suppress(IndexError):  # another thread has taken it
+            with contextlib.suppress(IndexError):  # another thread took it
                 child = self._idle.pop()
                 if child.alive:
                     return child
@@ -170,11 +170,11 @@ class _Child:
         """The child's reply.
 
         Raises:
-            Exceeded: it died of a limit.
+            Exceeded: a limit ended it.
         """
         assert self.process.stdin is not None and self.process.stdout is not None
         line = json.dumps([asdict(limits), question]).encode("ascii") + b"\n"
-        with contextlib.suppress(BrokenPipeError):  # its end says why
+        with contextlib.suppress(BrokenPipeError):  # its exit code has the reason
             self.process.stdin.write(line)
             self.process.stdin.flush()
         reply = self.process.stdout.readline(_MAX_REPLY_BYTES)
@@ -197,7 +197,7 @@ class _Child:
 
 @contextlib.contextmanager
 def _working(child: _Child, task: Task) -> Any:
-    """Inside, the task can kill the child, and any error does."""
+    """In the block, the task can kill the child; any error kills it too."""
     try:
         task.hold(child.process)
         try:
@@ -214,7 +214,7 @@ def _working(child: _Child, task: Task) -> Any:
 def _cause(code: int, limits: Limits) -> str:
     if code in (-getattr(signal, "SIGPROF", 27), -getattr(signal, "SIGXCPU", 24)):
         return f"it takes more than {limits.seconds:g} seconds of processor time."
-    if code in (-signal.SIGABRT, -getattr(signal, "SIGKILL", 9)):  # by a library or the system, for want of memory
+    if code in (-signal.SIGABRT, -getattr(signal, "SIGKILL", 9)):  # by a library or the system, for lack of memory
         return f"it takes more than {limits.n_bytes >> 20} MiB of memory."
     return f"it ended the process that worked on it ({_name_of(code)})."
 

@@ -1,4 +1,4 @@
-"""The child's side of `gptworks.confined`: read a question, answer it within limits, again and again."""
+"""The child's side of `gptworks.confined`: read questions and answer each within its limits."""
 
 import contextlib
 import json
@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 Answer = Callable[[Any], Any]
-"""From a question to its answer, both JSON. The text of an exception goes back instead of an answer."""
+"""From a question to its answer, both JSON. The message of an exception is returned instead of an answer."""
 
 
 def serve(prepare: Callable[[Any], Answer]) -> None:
     """Answer until the parent closes the pipe. The first question is the setup."""
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no reply
+    os.dup2(2, 1)  # output of a library is not a reply
     answer: Answer | None = None
     before = 0
     for line in sys.stdin.buffer:
@@ -40,7 +40,7 @@ def serve(prepare: Callable[[Any], Answer]) -> None:
 
 
 def resident_bytes() -> int:
-    """Of this process; 0 where the system does not say."""
+    """Resident bytes of this process; 0 if the system has no /proc."""
     return _statm(1)
 
 

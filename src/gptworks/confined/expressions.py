@@ -1,7 +1,7 @@
-"""Task templates and regular expressions of others: the child that answers them, and the two questions.
+"""Untrusted task templates and regular expressions: the two questions, and the child that answers them.
 
-Both are many and short, so one question has many items, and one child answers question after question. If a
-question exceeds a limit, its items are asked one by one, to say which one it is.
+There are many short items, so one question has many items, and one child answers many questions. If a question exceeds
+a limit, its items are asked one by one, to find the one that does.
 """
 
 import re
@@ -17,9 +17,9 @@ from gptworks.confined.child import Answer, serve
 from gptworks.errors import UserError
 
 SECONDS, _BYTES = 2.0, 1 << 28
-"""Of processor time and memory, for one item, and for one question of many."""
+"""Processor time and memory for one item, and for one question of many."""
 MAX_RENDERED_CHARACTERS = 1 << 20
-"""Of one template's text."""
+"""Longest text of one item."""
 MAX_EXPRESSION_CHARACTERS = 2000
 PER_QUESTION = 128
 
@@ -27,12 +27,12 @@ How = Literal["search", "match", "fullmatch"]
 
 
 class Fault(Exception):
-    """An item has no answer; the text says why."""
+    """An item has no answer, for the reason in the message."""
 
     def __init__(self, reason: str, syntax: bool = False) -> None:
         super().__init__(reason)
         self.syntax = syntax
-        """Whether the template itself is wrong, whatever the item."""
+        """Whether the template itself is wrong, for every item."""
 
 
 def render(source: str, items: Sequence[dict[str, Any]]) -> "list[str | Fault]":
@@ -44,7 +44,7 @@ def render(source: str, items: Sequence[dict[str, Any]]) -> "list[str | Fault]":
 def find(
     pattern: str, texts: Sequence[str], how: How = "search", seconds: float | None = None
 ) -> list[tuple[str, str] | None]:
-    """What `re.search` (or match, fullmatch) finds in each text: all of it, and its first group, or "". None: nothing.
+    """The match of `re.search` (or match, fullmatch) in each text, and its first group or ""; None: no match.
 
     Raises:
         UserError: the pattern does not compile, or takes too long on a text.
@@ -68,7 +68,7 @@ def _ask_all(kind: str, source: str, items: Sequence[Any], seconds: float | None
             for i, item in enumerate(part):
                 try:
                     replies += children.ask([kind, source, [item]])
-                except Exceeded as error:  # the caller stops at the first
+                except Exceeded as error:  # callers stop at the first fault
                     return [*replies, *[{"fault": str(error)}] * (len(items) - at - i)]
         except RecursionError:
             return [*replies, *[{"fault": "an item is nested too deeply."}] * (len(items) - at)]
@@ -110,7 +110,7 @@ def _render(source: str, item: Any) -> Any:
 
 
 def _line(error: Exception) -> int:
-    """The template's line that an error comes from; Jinja writes it into the traceback."""
+    """The template's line in an error's traceback."""
     line, trace = 1, error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "<template>":

@@ -1,4 +1,4 @@
-"""Grammars of constrained text: the same compilation here and, once it has proved cheap, in the parent."""
+"""Grammars of constrained text: compiled here first and, if that is cheap, also in the parent."""
 
 import contextlib
 import importlib
@@ -11,11 +11,11 @@ from gptworks.confined.child import Answer, resident_bytes, serve
 Encode = Callable[[str], list[int]]
 
 MAX_LEXER_STATES = 20_000
-"""Of one text, 1 to 2 kB each."""
+"""Lexer states of one text; each takes 1 to 2 kB."""
 
 
 class Vocabulary:
-    """A tokenizer as llguidance wants it: the bytes of each token, and a text's tokens (for what it forces)."""
+    """A tokenizer for llguidance: the bytes of each token, and the tokens of a text that the grammar forces."""
 
     def __init__(self, setup: dict[str, Any], encode: Encode | None) -> None:
         self.tokens = [token.encode("latin-1") for token in setup["tokens"]]
@@ -26,12 +26,12 @@ class Vocabulary:
         self._longest = max(map(len, self.tokens))
 
     def __call__(self, text: str) -> list[int]:
-        if not isinstance(text, str):  # llguidance tries, and then gives text
-            raise TypeError("text is wanted")
+        if not isinstance(text, str):  # llguidance tries bytes first
+            raise TypeError("not a text")
         return self._encode(text)
 
     def _longest_first(self, text: str) -> list[int]:
-        """As good as the tokenizer's own where the masks are only for a trial."""
+        """The longest tokens from the left; sufficient for the masks of a trial."""
         data, at, ids = text.encode(), 0, []
         while at < len(data):
             for end in range(min(len(data), at + self._longest), at, -1):
@@ -57,10 +57,10 @@ def read_tokenizer(setup: dict[str, Any], encode: Encode | None = None) -> Any:
 
 
 def compile_grammar(tokenizer: Any, grammar: str) -> Any:
-    """A matcher at the beginning of a text. A copy of it has computed which tokens may come first.
+    """A matcher at the beginning of a text. The first mask was computed, in a copy of it.
 
     Raises:
-        ValueError: llguidance cannot follow the grammar.
+        ValueError: llguidance does not accept the grammar.
     """
     library = importlib.import_module("llguidance")
     limits = library.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
@@ -75,7 +75,7 @@ def compile_grammar(tokenizer: Any, grammar: str) -> Any:
 
 
 def _reason(error: str) -> str:
-    """llguidance's word for what is wrong, in a line."""
+    """llguidance's error in a line."""
     if "NoExtensionBias" in error:
         return "no text satisfies it"
     return " ".join(error.replace("<non-verbose/>", "").split())
@@ -83,7 +83,7 @@ def _reason(error: str) -> str:
 
 def _prepare(setup: Any) -> Answer:
     with contextlib.suppress(OSError):
-        os.nice(5)  # who generates text comes first
+        os.nice(5)  # generation has priority
     tokenizer = read_tokenizer(setup)
 
     def answer(grammar: Any) -> int:

@@ -1,13 +1,13 @@
-"""Run by sandbox.py as a program of its own: closes itself off from the machine, then runs another program.
+"""Started by sandbox.py as a separate program: isolates itself from the machine, then runs another program.
 
     python -I -S jail.py SECONDS MEMORY_BYTES DISK_BYTES < the program, then an answer
 
-It needs nothing but the standard library. By Linux's namespaces the program gets its own users, processes, network
-(none) and file system: the interpreter and the system's libraries, read-only, and an empty folder in memory.
+It needs only the standard library. Linux namespaces give the program its own users, processes, network (none) and file
+system: the interpreter and the system's libraries, read-only, and an empty folder in memory.
 
-Neither namespaces nor limits cover what a program can keep in the kernel: shared memory, semaphores and message queues
-of System V are outside RLIMIT_AS, a session keyring is the caller's, and AF_VSOCK reaches a virtual machine's host. A
-seccomp filter refuses those system calls, and every call newer than Linux 5.0.
+Namespaces and limits do not cover all of the kernel: System V shared memory, semaphores and message queues are outside
+RLIMIT_AS, a session keyring is the caller's, and AF_VSOCK reaches a virtual machine's host. A seccomp filter refuses
+those system calls, and all calls that are newer than Linux 5.0.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _RDONLY, _NOSUID = 1, 2
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7, "riscv64": 0xC00000F3}
-"""AUDIT_ARCH_* of linux/audit.h, by what uname says."""
+"""AUDIT_ARCH_* of linux/audit.h, by uname's machine."""
 _REFUSED_CALLS = {
     # name: (number on x86_64, number on the others), from the kernel's tables of system calls
     "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
@@ -49,20 +49,20 @@ _REFUSED_CALLS = {
 }  # fmt: skip
 _X86_ONLY = {"modify_ldt": 154, "iopl": 172, "ioperm": 173, "uselib": 134, "_sysctl": 156, "ustat": 136}
 _SOCKET_CALLS = ((41, 198), (53, 199))
-"""socket and socketpair: only of _FAMILIES, which a network namespace confines."""
+"""socket and socketpair: allowed only for _FAMILIES, which a network namespace confines."""
 _FAMILIES = (1, 2, 10, 16)
 """AF_UNIX, AF_INET, AF_INET6, AF_NETLINK."""
 _FIRST_NEW_CALL = 424
-"""From here on the numbers are the same on every architecture. The C library has ways to do without these calls; what
-is above, on x86_64, is another ABI for the same calls."""
+"""From here on the numbers are the same on every architecture. The C library has fallbacks for these calls. On x86_64
+the highest numbers are another ABI for older calls."""
 _KEYCTL, _JOIN_SESSION_KEYRING = (250, 219), 1
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
-"""Instructions of BPF: load a word of the call, jump if it is equal, if it is at least, return a verdict."""
+"""BPF instructions: load a word of the call, jump if it is equal, jump if it is at least, return a verdict."""
 _ALLOW, _FAIL, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# Keeps its channels out of sight of the program; the answer is sent only after the program has ended.
+# Hides its channels from the program; sends the answer only after the program has ended.
 CHILD = """
 def run():
     import os, sys
@@ -105,9 +105,9 @@ def _write(path: str, text: str) -> None:
 
 
 def _enter_namespaces() -> None:
-    """New namespaces in which this process may mount, and the program is nobody.
+    """Enter new namespaces in which this process may mount, and in which the program will be nobody.
 
-    Root maps two users, itself and nobody, and so needs someone outside to write the map; all others map themselves.
+    Root maps two users, itself and nobody, which requires a helper process outside; other users map themselves.
     """
     user, group = os.getuid(), os.getgid()
     if user != 0:
@@ -137,10 +137,10 @@ def _enter_namespaces() -> None:
 
 
 def _build_root(program: bytes, disk_bytes: int) -> None:
-    """Make a root of the interpreter and the libraries, read-only, and a small folder; nothing else stays in reach."""
+    """Make a root of only the interpreter and the libraries, read-only, and a small folder."""
     root = "/tmp" if os.path.isdir("/tmp") else "/mnt"
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
-    own = [f"{sys.base_prefix}/{name}" for name in ("bin", "lib", "lib64")]  # a prefix may be somebody's home
+    own = [f"{sys.base_prefix}/{name}" for name in ("bin", "lib", "lib64")]  # the prefix may be a user's home
     shown = ["/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache", *own]
     shown = [path for i, path in enumerate(shown) if os.path.exists(path) and path not in shown[:i]]
     held = {path: os.open(path, os.O_PATH) for path in shown if not os.path.islink(path)}  # /tmp is about to be covered
@@ -168,7 +168,7 @@ def _build_root(program: bytes, disk_bytes: int) -> None:
     with open(f"{root}/work/program.py", "wb") as file:
         file.write(program)
     os.chown(f"{root}/work", NOBODY, NOBODY)
-    with contextlib.suppress(OSError):  # no namespaces of its own, in which the program might mount what it likes
+    with contextlib.suppress(OSError):  # the program must not make namespaces, in which it could mount
         _write("/proc/sys/user/max_user_namespaces", "0")
     os.chdir(root)
     _check(_libc.syscall(_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
@@ -185,7 +185,7 @@ def _make_read_only(path: str) -> None:
 
 
 def _become_program(seconds: int, memory_bytes: int) -> None:
-    """Give up every right, set the limits, and start the interpreter again."""
+    """Drop all rights, set the limits, and start the interpreter again."""
     if os.getuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -204,15 +204,15 @@ def _become_program(seconds: int, memory_bytes: int) -> None:
 
 
 def _leave_session_keyring() -> None:
-    """Have an empty session keyring instead of the caller's, which other calls than keyctl can search too."""
+    """Replace the caller's session keyring, which calls other than keyctl can also search, by an empty one."""
     if _libc.syscall(_KEYCTL[os.uname().machine != "x86_64"], _JOIN_SESSION_KEYRING, None) < 0:
         error = ctypes.get_errno()
-        if error not in (errno.ENOSYS, errno.EPERM):  # there are none, or the system refuses keyctl to all
+        if error not in (errno.ENOSYS, errno.EPERM):  # no keyrings, or keyctl is refused to everyone
             raise OSError(error, f"keyctl: {os.strerror(error)}")
 
 
 def _filter(machine: str) -> bytes:
-    """The seccomp filter, in BPF: which system calls fail, and that those of another architecture kill."""
+    """The seccomp filter in BPF: some system calls fail, and those of another architecture kill the process."""
     other = machine != "x86_64"
     refused = sorted({numbers[other] for numbers in _REFUSED_CALLS.values()} | set(() if other else _X86_ONLY.values()))
 
@@ -231,7 +231,7 @@ def _filter(machine: str) -> bytes:
 
 
 def _install_filter() -> None:
-    """Have the filter, with all that this process starts, for good."""
+    """Install the filter for this process and its children; it cannot be removed."""
     program = _filter(os.uname().machine)
     buffer = ctypes.create_string_buffer(program, len(program))
 
@@ -244,7 +244,7 @@ def _install_filter() -> None:
 
 
 def _guarded(seconds: int, memory_bytes: int) -> None:
-    """Be the first process of the new pid namespace: when it ends, all others there are killed."""
+    """Run as the first process of the new pid namespace: when it ends, the kernel kills all others there."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
     _leave_session_keyring()
     _install_filter()
@@ -274,7 +274,7 @@ def main() -> None:
             _guarded(seconds, memory_bytes)
             os._exit(0)
         signal.signal(signal.SIGTERM, lambda *_: os.kill(first, signal.SIGKILL))
-        _, status = os.waitpid(first, 0)  # returns when every process of the namespace is gone
+        _, status = os.waitpid(first, 0)  # returns when all processes of the namespace have ended
         os._exit(os.waitstatus_to_exitcode(status) and REFUSED)
     except (OSError, KeyError) as error:
         os.write(2, f"{error}".encode())

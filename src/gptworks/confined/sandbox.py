@@ -1,14 +1,13 @@
-"""Runs programs that a model wrote in processes that Linux namespaces isolate from the machine (jail.py).
+"""Runs programs that a model wrote, in processes that Linux namespaces isolate from the machine (jail.py).
 
-What holds: a program has no network, no file of the machine but the interpreter and the system's libraries, both
-read-only, and a folder in memory with a size limit. It is nobody, cannot start processes, has limits of time, memory
-and file sizes, and is gone when its time is over. A seccomp filter refuses it what those limits do not count (System
-V's shared memory and queues) and what is the caller's (keyrings). Where the system allows neither namespaces nor the
-filter, no program is run.
+Guaranteed: a program has no network and no files except the interpreter and the system's libraries, both read-only, and
+a folder in memory with a size limit. It runs as nobody, cannot start processes, has limits of time, memory and file
+sizes, and is killed when its time is over. A seccomp filter refuses the calls that those limits do not count (System V
+shared memory and queues) and the caller's keyrings. If the system lacks namespaces or the filter, no program is run.
 
-What does not hold: tests and program share an interpreter, so a program that is written against this very harness can
-claim to have passed. It finds no secret to do so: that it ended is answered with a random token, which is made only
-then. And a kernel has bugs: programs that someone wrote to do harm belong in a virtual machine.
+Not guaranteed: tests and program share an interpreter, so a program that targets this harness can claim to have passed.
+It finds no secret for that: the end of a program is confirmed with a random token that is made only then. And kernels
+have bugs: run malicious programs in a virtual machine.
 """
 
 import contextlib
@@ -31,26 +30,25 @@ _LAST_SECONDS = 10.0
 
 
 class Sandbox:
-    """Runs programs. Linux alone.
+    """Runs programs; only on Linux.
 
     Raises:
-        UserError: the system does not let a program be closed off.
+        UserError: the system does not allow the isolation.
     """
 
     def __init__(self, n_processes: int | None = None) -> None:
         if not sys.platform.startswith("linux"):
             raise UserError(
-                "generated programs are run only where Linux's namespaces close them off from the machine: run this "
-                "in Linux, such as a virtual machine or a container."
+                "generated programs run only on Linux, whose namespaces isolate them: use a virtual machine or a "
+                "container with Linux."
             )
         self.n_processes = n_processes or usable_cpus()
         if (outcome := self.run("pass", 20.0, 512)) != "passed":
             raise UserError(
-                f"this system does not let generated programs be closed off ({outcome}), so they are not run. They "
-                f"need user, mount, pid and network namespaces: allow them (sysctl kernel.unprivileged_userns_clone=1 "
-                f"or kernel.apparmor_restrict_unprivileged_userns=0; of a container, --security-opt "
-                f"seccomp=unconfined), "
-                f"or run this in a virtual machine."
+                f"this system does not allow the isolation of generated programs ({outcome}), so they are not run. "
+                f"They need user, mount, pid and network namespaces: allow them "
+                f"(sysctl kernel.unprivileged_userns_clone=1 or kernel.apparmor_restrict_unprivileged_userns=0; for a "
+                f"container, --security-opt seccomp=unconfined), or use a virtual machine."
             )
 
     def run_all(
@@ -60,9 +58,9 @@ class Sandbox:
         memory_mib: int,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[str]:
-        """Run Python programs, some at a time; for each: passed, timeout, or how it failed.
+        """Run Python programs in parallel; the outcome of each: "passed", "timeout", or how it failed.
 
-        A program has passed if it ran to its end without an exception. To leave early, with any exit code, is to fail.
+        A program passes if it runs to its end without an exception. An early exit fails, whatever its code.
         """
         outcomes: list[str] = []
         with ThreadPoolExecutor(self.n_processes) as pool:
@@ -100,17 +98,17 @@ class Sandbox:
                 return "passed"
             if reply.startswith(b"failed: "):
                 return reply.decode("ascii", "replace")
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it may have closed its channel and go on
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it may have closed its channel and still run
                 process.wait(max(0.1, deadline - time.monotonic()))
             if process.returncode == jail.REFUSED:
                 return f"refused: {process.stderr.read(500).decode('utf-8', 'replace').strip()}"
             return "failed: it ended early"
         finally:
-            process.terminate()  # it ends all that it began, and then itself
+            process.terminate()  # it ends its processes, and then itself
             try:
                 process.wait(_LAST_SECONDS)
             except subprocess.TimeoutExpired:
-                process.kill()  # the first process of the namespace dies with it, and so do all others
+                process.kill()  # all processes of the namespace die with it
                 process.wait()
             for stream in (process.stdin, process.stdout, process.stderr):
                 with contextlib.suppress(BrokenPipeError):
@@ -118,7 +116,7 @@ class Sandbox:
 
 
 def _read(descriptor: int, deadline: float) -> bytes | None:
-    """The next bytes; b"" where the other side has closed, None where the time is over."""
+    """The next bytes; b"" if the other side has closed, None if the time is over."""
     with selectors.DefaultSelector() as selector:
         selector.register(descriptor, selectors.EVENT_READ)
         if not selector.select(max(0.0, deadline - time.monotonic())):

@@ -1,4 +1,4 @@
-"""The Jinja environment that chat templates expect, and the child process that renders untrusted ones."""
+"""The Jinja environment for chat templates, and the child process that renders untrusted ones."""
 
 import json
 from datetime import datetime
@@ -12,11 +12,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from gptworks.confined.child import Answer, serve
 
 MAX_RENDERED_CHARACTERS = 1 << 24
-"""Of one conversation."""
+"""Longest text of a conversation."""
 
 
 class _Generation(Extension):
-    """`{% generation %}`, with which some templates mark an assistant's part: its content as it is."""
+    """`{% generation %}`, which marks an assistant's part in some templates; the content stays as it is."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own type)
 
@@ -26,7 +26,7 @@ class _Generation(Extension):
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """What the field's templates expect: `transformers` documents these settings, filters and functions."""
+    """The environment of `transformers`' templates, with the documented settings, filters and functions."""
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     made.filters["tojson"] = _to_json
     made.globals["raise_exception"] = _raise

@@ -1,7 +1,7 @@
-"""What a tokenizer of unknown origin may do: static rules, since tokenization is too frequent for a process per call.
+"""Limits for untrusted tokenizers: static rules, since tokenization is too frequent for a process per call.
 
-The `tokenizers` library limits neither how much a component lengthens a text nor how long a regular expression works,
-and an exhausted allocation ends the process. So each component has a factor: the most bytes that it can make of one.
+The `tokenizers` library limits neither how much a component lengthens a text nor how long a regular expression runs,
+and a failed allocation ends the process. So each component has a factor: the most bytes that it can make of one.
 """
 
 import base64
@@ -18,34 +18,34 @@ from tokenizers import Tokenizer
 from gptworks.errors import UserError
 
 MAX_GROWTH = 1 << 16
-"""Factor of the normalizers together. ALBERT's, with NFKD and a table, have a bound of about 1,000; most have 12."""
+"""Largest product of the normalizers' factors. ALBERT's, with NFKD and a table, is about 1,000; most are 12."""
 MAX_PIECES_GROWTH = 128
-"""Of the pre-tokenizers, and of the decoders. Metaspace and two ByteLevels have 72."""
+"""Largest product for the pre-tokenizers, and for the decoders. Metaspace and two ByteLevels have 72."""
 MAX_NORMALIZED_BYTES = 1 << 24
-"""Of one text, where that is more than it had times `_USUAL_GROWTH`."""
+"""Longest normalized text, unless `_USUAL_GROWTH` times the text is longer."""
 _USUAL_GROWTH = 16
 _MAX_AFFIX, _MAX_WORD, _MAX_TEMPLATE_BYTES, _MAX_PATTERN, _MAX_COMPONENTS = 64, 1000, 1 << 16, 10_000, 64
 
 _FACTORS = {
-    # type: the most UTF-8 bytes for one, by Unicode's own tables of decompositions
+    # type: the most UTF-8 bytes for one, from Unicode's tables of decompositions
     "NFC": 3.0, "NFD": 3.0, "NFKC": 11.0, "NFKD": 11.0, "Lowercase": 1.5, "BertNormalizer": 5.0, "ByteLevel": 3.0,
 }  # fmt: skip
 _PARTS = ("normalizers", "pretokenizers", "decoders")
 
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer that can lengthen a text, or work on it, without bound.
+    """Check that a tokenizer cannot lengthen a text, or work on it, without bound.
 
     Raises:
-        UserError: the text names the component, and the rule.
+        UserError: a component can; the message names it and the rule.
     """
     limits = {"normalizer": MAX_GROWTH, "pre_tokenizer": MAX_PIECES_GROWTH, "decoder": MAX_PIECES_GROWTH}
     for name, most in limits.items():
         state = _state(tokenizer, name)
         if (factor := _growth(state)) > most:
             raise UserError(
-                f"the tokenizer's {name} can make {factor:.3g} bytes of one; at most {most:,} are allowed. Take what "
-                f"lengthens a text (Replace, Prepend) out of its tokenizer.json."
+                f"the tokenizer's {name} can make {factor:.3g} bytes of one; at most {most:,} are allowed. Remove the "
+                f"components that lengthen a text (Replace, Prepend) from its tokenizer.json."
             )
         parts = list(_components(json.loads(state)))
         if len(parts) > _MAX_COMPONENTS:
@@ -59,23 +59,23 @@ def check_tokenizer(tokenizer: Tokenizer) -> None:
                     f"the tokenizer's {name} has the pattern {pattern[:100]!r}, which may take forever: {reason}. "
                     f"Write it without that."
                 )
-    for name, most in (("continuing_subword_prefix", _MAX_AFFIX), ("end_of_word_suffix", _MAX_AFFIX)):
-        if len(getattr(tokenizer.model, name, None) or "") > most:
-            raise UserError(f"the tokenizer's {name} has more than {most} characters, which each character would get.")
+    for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if len(getattr(tokenizer.model, name, None) or "") > _MAX_AFFIX:
+            raise UserError(f"the tokenizer's {name} has more than {_MAX_AFFIX} characters, for each character.")
     if (longest := getattr(tokenizer.model, "max_input_chars_per_word", 0)) > _MAX_WORD:
         raise UserError(
-            f"the tokenizer's max_input_chars_per_word is {longest}: the time for a word is its square. At most "
-            f"{_MAX_WORD} are allowed."
+            f"the tokenizer's max_input_chars_per_word is {longest}; at most {_MAX_WORD} are allowed: the time grows "
+            f"with its square."
         )
     if len(_state(tokenizer, "post_processor")) > _MAX_TEMPLATE_BYTES:
         raise UserError(f"the tokenizer's post_processor has more than {_MAX_TEMPLATE_BYTES:,} bytes.")
 
 
 def check_normalized(tokenizer: Tokenizer, texts: Sequence[str]) -> None:
-    """Refuse texts that the normalizer makes too long, before memory is used for them.
+    """Check the length of normalized texts before they take memory.
 
     Raises:
-        UserError: one has more than MAX_NORMALIZED_BYTES then.
+        UserError: one would be too long; see MAX_NORMALIZED_BYTES.
     """
     most = max(map(len, texts), default=0) * 4
     if most * MAX_GROWTH <= MAX_NORMALIZED_BYTES or tokenizer.normalizer is None:
@@ -110,7 +110,7 @@ def _growth(state: bytes) -> float:
 
 
 def _components(tree: Any) -> Iterator[dict[str, Any]]:
-    """Those of a sequence, nested ones too."""
+    """The components of a sequence, also nested ones."""
     waiting = [tree]
     while waiting:
         part = waiting.pop(0)
@@ -124,15 +124,15 @@ def _factor(part: dict[str, Any]) -> float:
     kind = part.get("type")
     if kind == "Replace":
         pattern, content = part["pattern"], len(part["content"].encode())
-        found = len(pattern.get("String", "").encode())  # a regular expression may match nothing at each place
+        found = len(pattern.get("String", "").encode())  # a regular expression may match "" everywhere
         return max(1.0, content / found) if found else 1.0 + content
-    if kind == "Prepend":  # before each part between added tokens
+    if kind == "Prepend":  # for each part between added tokens
         return 1.0 + len(part["prepend"].encode())
     if kind == "Metaspace":
         return 2.0 * max(4, len(part["replacement"].encode()))
     if kind in ("WordPiece", "BPEDecoder"):
         return 2.0
-    if kind == "Precompiled":  # a trie, and the texts that it replaces by, each with a zero at its end
+    if kind == "Precompiled":  # a trie, and the replacement texts, which end with a zero
         table = base64.b64decode(part["precompiled_charsmap"])
         texts = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")
         return max(1.0, float(max(map(len, texts))))
@@ -145,10 +145,10 @@ _QUANTIFIER = re.compile(r"(?:[*+?]|\{(\d*)(,?)(\d*)\})([+?]?)")
 
 
 def slow_pattern(pattern: str) -> str | None:
-    """Why a pattern's time can grow exponentially, or with a high power, with the text; None: it cannot.
+    """The reason why a pattern's time can grow exponentially, or with a high power, in the text's length; or None.
 
-    Exponentially takes a repeated group that can match one text in several ways: with a quantifier inside, or with
-    alternatives. The power is at most the number of long repetitions one after another; released patterns have two.
+    It is exponential only if a repeated group can match a text in several ways: with a quantifier inside, or with
+    alternatives. The power is at most the number of consecutive long repetitions; released patterns have two.
     """
     if len(pattern) > _MAX_PATTERN:
         return f"it has more than {_MAX_PATTERN:,} characters"
@@ -181,9 +181,7 @@ def slow_pattern(pattern: str) -> str | None:
             fixed = found[1] and not found[2]
             many = found[0][0] in "*+" or (found[0][0] == "{" and (not found[3] or int(found[3]) > _MANY))
             possessive = found[0][0] in "*+?" and found[4] == "+"
-            if varies and many and not fixed and not possessive:
-                return "it repeats a group that can match in several ways (a quantifier or alternatives within)"
-            if varies and fixed and int(found[1]) > _MANY:
+            if varies and (int(found[1]) > _MANY if fixed else many and not possessive):
                 return "it repeats a group that can match in several ways (a quantifier or alternatives within)"
             varies = varies or not (fixed or possessive)
             n_long += not possessive and (found[0][0] in "*+" or (not found[3] and found[2] == ","))
@@ -198,21 +196,23 @@ def slow_pattern(pattern: str) -> str | None:
 
 @dataclass
 class _Group:
-    """An open group of a pattern: can it match one text in several ways; long repetitions in its alternative; the most
-    in one."""
+    """An open group of a pattern."""
 
     varies: bool = False
+    """Whether it can match a text in several ways."""
     n_long: int = 0
+    """Long repetitions in the current alternative."""
     most_long: int = 0
+    """The most in one alternative."""
 
 
 _LONG, _MOST_LONG = 16, 2
 _MANY = 4
-"""Repetitions of a group that are few."""
+"""A group that repeats more often may take long."""
 
 
 def _end_of_class(pattern: str, at: int) -> int:
-    """The index after a class of characters, which may hold others."""
+    """The index after a class of characters, which may contain others."""
     depth, start = 0, at
     while at < len(pattern):
         if pattern[at] == "\\":

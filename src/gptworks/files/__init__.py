@@ -1,5 +1,5 @@
-"""The one door to files: `read` opens them, `write` replaces them so that neither a crash nor a link can spoil them,
-`sums` checks them, and `disk` says why a disk refused."""
+"""The one door to files: `read` opens them, `write` replaces them so that neither a crash nor a link spoils them,
+`sums` verifies them, and `disk` explains a disk's errors."""
 
 from gptworks.files.disk import naming_disk_errors, why_not_written
 from gptworks.files.lock import file_lock

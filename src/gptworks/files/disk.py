@@ -1,4 +1,4 @@
-"""Errors of the disk, in words."""
+"""Messages for errors of a disk."""
 
 import contextlib
 import errno
@@ -12,37 +12,37 @@ from gptworks.errors import RunError, UserError
 
 DISK_FAILS = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EIO, errno.EROFS}
 _NUMBER = re.compile(r"(?:\(os error |\[Errno )(\d+)")
-"""How libraries in Rust, and `shutil` of several files, give the number of a system's error in a text."""
+"""The number of a system's error in the messages of Rust libraries, and of `shutil` for several files."""
 _SHORT_WRITE = re.compile(r"^\d+ requested and \d+ written$")
-"""All that numpy says when a disk does not take an array whole."""
+"""numpy's message if only a part of an array could be written."""
 
 
 @contextlib.contextmanager
 def naming_disk_errors(what: str, place: Path, advice: str, needed_bytes: int | None = None) -> Iterator[None]:
-    """Turn errors of the disk into a RunError that says why, and what to do: `advice`. Other errors pass.
+    """Turn errors of the disk into a RunError with the reason and `advice`. Other errors pass.
 
-    Named are a full, failing or read-only disk, and whatever the system refuses of `place` and the folders above it.
+    These are errors of a full, failing or read-only disk, and errors of the system about `place` or a folder above it.
 
     Args:
-        place: what is written: a file or a folder, there or not.
-        needed_bytes: None where it is not known beforehand.
+        place: the file or folder that is written; it need not exist.
+        needed_bytes: None if unknown.
 
     Raises:
-        RunError: the disk failed, by an error of Python or of a library in Rust.
+        RunError: the disk failed, by an error of Python or of a Rust library.
     """
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        cause = error.__cause__ if isinstance(error, RunError) else error  # the whole is named, not the file in it
+        cause = error.__cause__ if isinstance(error, RunError) else error  # name `place`, not the file in it
         if not isinstance(cause, Exception) or not (_is_of_the_disk(cause) or _concerns(cause, place.absolute())):
             raise
         raise RunError(f"{what}: {why_not_written(cause, place, needed_bytes)}. {advice}") from cause
 
 
 def _is_of_the_disk(error: Exception) -> bool:
-    """Whether the disk is full, fails or is read-only, also where a library has made a text of its own of it."""
+    """Whether the disk is full, fails or is read-only; also recognized in a library's own message."""
     in_text = _NUMBER.search(str(error))
     number = error.errno if isinstance(error, OSError) and error.errno else int(in_text[1]) if in_text else None
     return number in DISK_FAILS or bool(_SHORT_WRITE.search(str(error)))
@@ -56,10 +56,8 @@ def _concerns(error: Exception, place: Path) -> bool:
 
 
 def why_not_written(error: Exception, place: Path, needed_bytes: int | None) -> str:
-    """Why files could not be written: the system's reason, and the file where it is known. Of a disk that fails, also
-    which it is, its free bytes and, where known, those needed.
-
-    Of an error that a library has made into text of its own, the system's reason stands in that text.
+    """The reason why files could not be written, and the file, if it is known; for a failing disk also its mount point,
+    its free bytes and, if known, the needed ones. A library's own message contains the system's reason.
     """
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     file = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""

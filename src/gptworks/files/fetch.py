@@ -1,8 +1,8 @@
-"""Downloading: by https, from public addresses, bounded in bytes and time, into a file that is its owner's alone.
+"""Download by https, from public addresses, with limits of bytes and time, to a file that only its owner may read.
 
-A recipe may come from someone else, and what it names is fetched with the rights and from the place of who runs it. So
-a server's name is resolved once, all its addresses are checked, and one of these is connected to: the name cannot lead
-elsewhere afterwards (DNS rebinding). The same holds for each redirect.
+A recipe may come from someone else, and its files are fetched with the rights and from the network of the user. So a
+server's name is resolved once, all its addresses are checked, and the connection goes to one of them: the name cannot
+lead elsewhere afterwards (DNS rebinding). The same holds for each redirect.
 """
 
 import base64
@@ -30,32 +30,32 @@ from gptworks.files.sums import sha256_file
 from gptworks.files.write import sync
 
 Reach = Literal["public", "private", "guarded"]
-"""Where downloads may come from. public: addresses that the whole internet reaches. private: an intranet and this
-machine too, and from this machine by http. guarded: as public, where who asks does not learn what came instead."""
+"""Allowed origins of downloads. public: addresses on the internet. private: also an intranet and this machine, and from
+this machine also by http. guarded: as public, but an error does not reveal the downloaded bytes."""
 REACH = "GPTWORKS_DOWNLOADS"
-"""The environment's variable that sets it; the studio sets it for the runs that it starts."""
+"""The environment variable that sets it; the studio sets it for the runs that it starts."""
 
 MOST_BYTES = 1 << 38
 MOST_SECONDS = 2 * 86_400
 MOST_REDIRECTS = 5
 CONNECT_SECONDS = 30
 HEADER_SECONDS = 60
-"""In which an answer begins."""
+"""Time for an answer to begin."""
 SLOW_SECONDS = 60
 SLOW_BYTES = 1 << 16
-"""That come at least in each such time."""
+"""Fewest bytes in each SLOW_SECONDS."""
 _CHUNK_BYTES = 1 << 20
 _URL = re.compile(r"[!#-;=?-\[\]_a-z~]{1,4096}")
-"""Of the characters that an address may have, percent signs among them."""
+"""The characters of an address, with percent signs."""
 _NAT64 = IPv6Network("64:ff9b::/96")
 _NETWORK = (OSError, http.client.HTTPException)
 
 
 def reach() -> Reach:
-    """Where downloads may come from, by the environment.
+    """The allowed origins of downloads, from the environment.
 
     Raises:
-        UserError: the variable has another value.
+        UserError: the variable has an unknown value.
     """
     given = os.environ.get(REACH) or "public"
     if given not in get_args(Reach):
@@ -64,38 +64,38 @@ def reach() -> Reach:
 
 
 def check_url(url: str, within: Reach | None = None) -> SplitResult:
-    """Refuse what is no plain https address; one of http only leads to this machine, and only where that is allowed.
+    """The parts of a plain https address; http is allowed only to this machine, with `private`.
 
     Args:
-        within: default: `reach`.
+        within: default: `reach()`.
 
     Raises:
-        UserError: it is another one.
+        UserError: it is another address.
     """
     within = within or reach()
     shown = url[:200]
     if not _URL.fullmatch(url):
         raise UserError(
-            f"url={shown!r} is no address: it has characters that addresses have percent-encoded, or over 4,096."
+            f"url={shown!r} is not an address: it has characters that must be percent-encoded, or more than 4,096."
         )
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise UserError(f"url={shown} is no address: {error}. Correct it.") from None
+        raise UserError(f"url={shown} is not an address: {error}. Correct it.") from None
     is_own = parts.scheme == "http" and within == "private" and _is_own_name(parts.hostname or "")
     if parts.scheme != "https" and not is_own:
-        raise UserError(f"url={shown}: only https is downloaded. Give an https address, or a file of yours as `path`.")
+        raise UserError(f"url={shown}: only https is allowed. Give an https address, or a local file as `path`.")
     if not parts.hostname or port == 0 or parts.username is not None or parts.password is not None:
-        raise UserError(f"url={shown}: it must name a server, without a user's name or password. Correct it.")
+        raise UserError(f"url={shown}: it must name a server, without a user name or password. Correct it.")
     return parts
 
 
 def check_public(url: str) -> None:
-    """Refuse, before anything is asked, what can be no public https address; see `check_url`.
+    """Check an address before any request.
 
     Raises:
-        UserError: it is none, or names an address that is not public.
+        UserError: it is not https (see `check_url`), or its host is not public.
     """
     host = check_url(url, "public").hostname or ""
     try:
@@ -103,11 +103,11 @@ def check_public(url: str) -> None:
     except ValueError:  # a name
         is_refused = host == "localhost" or host.endswith((".localhost", ".local", ".internal"))
     if is_refused:
-        raise UserError(f"url={url[:200]}: {host} is of this machine or its network. Give a public address.")
+        raise UserError(f"url={url[:200]}: {host} belongs to this machine or its network. Give a public address.")
 
 
 def is_public(address: str) -> bool:
-    """Whether the whole internet reaches an IP address: it is not of this machine, its network or a special range."""
+    """Whether an IP address is on the internet: not of this machine, its network or a special range."""
     found = ip_address(address.partition("%")[0])
     if isinstance(found, IPv6Address):
         inner = found.ipv4_mapped or found.sixtofour
@@ -121,14 +121,14 @@ def is_public(address: str) -> bool:
 
 
 def fetched(url: str, sha256: str, folder: Path) -> Path:
-    """The file at `url`, fetched once into a folder. It gets its name only when its bytes are the right ones; what a
-    download that broke off has fetched is kept, and the next one goes on from there.
+    """The file at `url`, downloaded once into a folder. It gets its name only if its bytes are right. An interrupted
+    download is kept, and the next one continues it.
 
     Args:
         folder: made with mode 0700 if it is missing; files get mode 0600.
 
     Raises:
-        UserError: the address may not be fetched, or its bytes are other ones.
+        UserError: the address is not allowed, or its bytes have another sha256.
         RunError: the download or the disk failed.
     """
     parts = check_url(url)
@@ -145,32 +145,29 @@ def fetched(url: str, sha256: str, folder: Path) -> Path:
             _fetch(url, partial)
             if (actual := sha256_file(partial)) != sha256:
                 partial.unlink()
-                what = f"the sha256 of what came is {actual} and the recipe states {sha256}"
+                what = f"the download has the sha256 {actual} and the recipe states {sha256}"
                 if reach() == "guarded":
-                    what = "what came does not have the sha256 that the recipe states"
-                raise UserError(
-                    f"{url}: {what}. Nothing was kept. It changed or the download was altered; correct the recipe if "
-                    f"you trust it."
-                )
+                    what = "the download does not have the sha256 that the recipe states"
+                raise UserError(f"{url}: {what}. It was deleted. If you trust the new file, correct the recipe.")
             sync(partial)
             partial.replace(file)
     return file
 
 
 def _plain(path: str) -> str:
-    """The name of what is fetched, of letters that every system takes."""
+    """The file name of a URL's path, in characters that every system allows."""
     name = re.sub(r"[^A-Za-z0-9._-]", "_", unquote(path).rpartition("/")[2])[-100:]
     return name or "download"
 
 
 def _is_there(file: Path) -> bool:
-    """Whether a copy is there, which is made its owner's alone if it is not yet."""
+    """Whether the file exists; if others may read it, its mode is corrected."""
     try:
         found = file.lstat()
     except FileNotFoundError:
         return False
     if not stat.S_ISREG(found.st_mode):
-        raise UserError(f"{file} is no regular file: delete it, so that it can be downloaded.")
+        raise UserError(f"{file} is not a regular file: delete it, so that it can be downloaded.")
     if stat.S_IMODE(found.st_mode) & 0o077 and found.st_uid == os.getuid():
         file.chmod(0o600)
     return True
@@ -180,7 +177,7 @@ def _is_there(file: Path) -> bool:
 
 
 def _fetch(url: str, partial: Path) -> None:
-    """Download what a file lacks; all of it where the server gives no parts."""
+    """Download the missing part of a file, or all of it if the server sends no parts."""
     have = partial.lstat().st_size if partial.exists() else 0
     place = url
     try:
@@ -192,29 +189,29 @@ def _fetch(url: str, partial: Path) -> None:
                     place = urljoin(place, response.getheader("Location") or "")
                     continue
                 if response.status == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and have:
-                    return  # it is whole, or of another file
+                    return  # it is complete, or another file; its sha256 decides
                 if response.status not in (http.HTTPStatus.OK, http.HTTPStatus.PARTIAL_CONTENT):
                     raise ConnectionError(f"the server answers {response.status} {response.reason[:100]!r}")
                 _save(response, partial, have if response.status == http.HTTPStatus.PARTIAL_CONTENT else 0)
                 return
-        raise ConnectionError(f"it leads on more than {MOST_REDIRECTS} times")
+        raise ConnectionError(f"it redirects more than {MOST_REDIRECTS} times")
     except UserError as error:
         if place == url:
             raise
-        raise UserError(f"{url} leads on to another address: {error}") from None
+        raise UserError(f"{url} redirects to another address: {error}") from None
     except _Disk as error:
         raise error.error from None
     except _NETWORK as error:
         kept = partial.stat().st_size if partial.exists() else 0
-        fix = "Try again" + (f", which goes on after the {kept:,} bytes that came" if kept else "")
+        fix = "Try again" + (f", which continues after the first {kept:,} bytes" if kept else "")
         what = f"{type(error).__name__}: {error}" if isinstance(error, http.client.HTTPException) else error
         raise RunError(
-            f"{url} could not be downloaded: {what}. {fix}, or fetch it yourself and set `path` to it."
-        ) from (error)
+            f"{url} could not be downloaded: {what}. {fix}, or download it yourself and set `path` to it."
+        ) from error
 
 
 class _Disk(Exception):
-    """An error of the disk, told from one of the network."""
+    """An error of the disk, to distinguish it from one of the network."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(error)
@@ -222,7 +219,7 @@ class _Disk(Exception):
 
 
 def _save(response: http.client.HTTPResponse, partial: Path, have: int) -> None:
-    """Append what comes to a file of `have` bytes, or replace it where that is 0."""
+    """Append the response to a file of `have` bytes, or replace the file if that is 0."""
     began = window = time.monotonic()
     n_bytes, n_before = have, have
     flags = os.O_WRONLY | os.O_CREAT | O_NOFOLLOW | (os.O_APPEND if have else os.O_TRUNC)
@@ -235,7 +232,7 @@ def _save(response: http.client.HTTPResponse, partial: Path, have: int) -> None:
             n_bytes += len(data)
             now = time.monotonic()
             if n_bytes > MOST_BYTES or now - began > MOST_SECONDS:
-                raise ConnectionError(f"more than {MOST_BYTES:,} bytes or {MOST_SECONDS:,} seconds, which is the most")
+                raise ConnectionError(f"it takes more than {MOST_BYTES:,} bytes or {MOST_SECONDS:,} seconds")
             if now - window > SLOW_SECONDS:
                 if n_bytes - n_before < SLOW_BYTES:
                     raise ConnectionError(f"fewer than {SLOW_BYTES:,} bytes came in {SLOW_SECONDS} seconds")
@@ -265,7 +262,7 @@ def _answer(connection: "_Connection", url: str, have: int) -> http.client.HTTPR
 
 @contextlib.contextmanager
 def _within(seconds: float, connection: "_Connection") -> Iterator[None]:
-    """End a connection whose server takes longer, however little it sends at a time.
+    """End a connection whose server takes longer, even if it sends something now and then.
 
     Raises:
         TimeoutError: it took longer.
@@ -290,7 +287,7 @@ def _within(seconds: float, connection: "_Connection") -> Iterator[None]:
 
 
 class _Connection(http.client.HTTPConnection):
-    """A connection to one address, whatever the server's name leads to later; through a proxy where one is given."""
+    """A connection to one address, wherever the server's name leads later; through a proxy if one is set."""
 
     def __init__(self, parts: SplitResult, address: str, proxy: SplitResult | None) -> None:
         self._is_https = parts.scheme == "https"
@@ -307,7 +304,7 @@ class _Connection(http.client.HTTPConnection):
             self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host)
 
     def _ask(self, proxy: SplitResult) -> None:
-        """Have the proxy connect."""
+        """Ask the proxy to connect."""
         shown = f"[{self._address}]" if ":" in self._address else self._address
         lines = [f"CONNECT {shown}:{self.port} HTTP/1.1", f"Host: {shown}:{self.port}"]
         if proxy.username is not None:
@@ -321,11 +318,11 @@ class _Connection(http.client.HTTPConnection):
 
 
 def _connection(parts: SplitResult) -> _Connection:
-    """To an address of a server, all of whose addresses are allowed; not connected yet.
+    """A connection, not yet open, to a server whose addresses are all allowed.
 
     Raises:
-        UserError: one is not.
-        OSError: it has none.
+        UserError: one of its addresses is not allowed.
+        OSError: it has no address.
     """
     host, within = parts.hostname or "", reach()
     given = None if proxy_bypass(host) else getproxies().get(parts.scheme)
@@ -335,18 +332,18 @@ def _connection(parts: SplitResult) -> _Connection:
     except OSError:
         if proxy is None or within == "guarded":
             raise
-        return _Connection(parts, host, proxy)  # only the proxy knows names
+        return _Connection(parts, host, proxy)  # only the proxy resolves names
     except UnicodeError:
-        raise OSError(f"no server can be named {host[:100]!r}") from None
+        raise OSError(f"{host[:100]!r} is not a server's name") from None
     addresses = [str(one[4][0]) for one in found]
     refused = [one for one in addresses if not (is_public(one) or within == "private")]
     if refused:
         raise UserError(
-            f"url={parts.geturl()[:200]}: {host} is {refused[0]}, which is no public address. Give another url; for "
-            f"an intranet of yours, set {REACH}=private."
+            f"url={parts.geturl()[:200]}: {host} is {refused[0]}, which is not a public address. Give another url; "
+            f"for your own intranet, set {REACH}=private."
         )
     if parts.scheme == "http" and not all(ip_address(one.partition("%")[0]).is_loopback for one in addresses):
-        raise UserError(f"url={parts.geturl()[:200]}: by http only this machine is asked. Give an https address.")
+        raise UserError(f"url={parts.geturl()[:200]}: http is allowed only to this machine. Give an https address.")
     return _Connection(parts, host if proxy is not None and within != "guarded" else addresses[0], proxy)
 
 

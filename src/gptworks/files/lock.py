@@ -1,4 +1,4 @@
-"""Locks among processes, each on a file that holds nothing."""
+"""Locks between processes, each on an empty file."""
 
 import contextlib
 from pathlib import Path
@@ -9,15 +9,15 @@ from gptworks.files.read import check_kind, check_names
 
 
 def file_lock(path: Path, *, timeout: float = -1, mode: int = 0o644) -> FileLock:
-    """A lock that is not acquired yet. Its file is made where it is missing; releases of filelock empty one that is
-    there, so one that holds something under another name is refused.
+    """A lock that is not acquired yet. Its file is made if it is missing. filelock may truncate an existing file, so a
+    file that has contents and a second name is refused.
 
     Args:
-        timeout: seconds to wait when it is acquired, before `filelock.Timeout`; -1: without end.
-        mode: of the file that is made.
+        timeout: seconds to wait for the lock, before `filelock.Timeout`; -1: no limit.
+        mode: mode of a new file.
 
     Raises:
-        UserError: it is a link, a folder, FIFO, socket or device, or as said.
+        UserError: the file is a link, a folder, FIFO, socket or device, or is refused as above.
     """
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         found = path.lstat()

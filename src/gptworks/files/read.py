@@ -1,9 +1,9 @@
-"""Reading what may come from elsewhere: a regular file, inside its folder, bounded in bytes.
+"""Read untrusted files: a file must be regular, inside its folder, and bounded in bytes.
 
-A FIFO would be waited for, a device read for ever, and a link could lead to any file of the reader's. Every name on the
-way from the folder to the file is opened by itself, without following a link, in the folder that is held open: so the
-file that was looked at is the one that is read. A link that stays inside the folder is followed; so is one of Hugging
-Face's cache, from `snapshots/REVISION/` to `blobs/`.
+Opening a FIFO would block, reading a device would never end, and a link could lead to any file of the user. So each
+name on the way from the folder to the file is opened separately, without following a link, relative to an open folder:
+the file that was checked is the one that is read. A link that stays inside the folder is followed, and so is one in
+Hugging Face's cache from `snapshots/REVISION/` to `blobs/`.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 O_DIRECTORY, O_NOFOLLOW, O_NONBLOCK = (getattr(os, name, 0) for name in ("O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK"))
 """Flags; 0 on Windows, which lacks them."""
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | O_DIRECTORY
-"""Flags of a folder on the way, which need not be listed."""
+"""Flags for a folder on the way, which need not be readable."""
 _MOST_LINKS = 40
 PIPE_SECONDS = 1.0
-"""How long a pipe that nobody writes to is waited for. A shell has both of its ends open before it starts a command."""
+"""Time to wait for the writer of a pipe. A shell has both ends open before it starts a command."""
 _CHUNK_BYTES = 1 << 16
 
 
@@ -35,12 +35,12 @@ def open_regular(path: Path, *, inside: Path | None = None, max_bytes: int | Non
     """Open a regular file to read its bytes.
 
     Args:
-        inside: a folder above `path` which no link may lead out of; None: the file is one that the user named.
-        max_bytes: the largest size; None: any.
+        inside: a folder above `path` that no link may lead out of; None: the user named the file, links are followed.
+        max_bytes: largest size; None: any.
 
     Raises:
         UserError: it is a folder, FIFO, socket or device, a link that leads outside, or too large.
-        OSError: it cannot be opened; FileNotFoundError where there is none.
+        OSError: it cannot be opened; FileNotFoundError if it does not exist.
     """
     descriptor = _open_anywhere(path) if inside is None else _open_inside(path, inside)
     try:
@@ -52,40 +52,32 @@ def open_regular(path: Path, *, inside: Path | None = None, max_bytes: int | Non
 
 
 def check_regular(path: Path, max_bytes: int | None = None, *, inside: Path | None = None) -> None:
-    """Refuse what `open_regular` would, before a library opens it by name.
-
-    Raises:
-        UserError, OSError: as `open_regular`.
-    """
+    """Raises the errors of `open_regular`, before a library opens a file by name."""
     open_regular(path, inside=inside, max_bytes=max_bytes).close()
 
 
 def read_regular(path: Path, max_bytes: int, *, inside: Path | None = None) -> bytes:
-    """The bytes of a regular file, at most `max_bytes` of them; see `open_regular`.
-
-    Raises:
-        UserError, OSError: as `open_regular`.
-    """
+    """The bytes of a regular file, at most `max_bytes`; arguments and errors: see `open_regular`."""
     with open_regular(path, inside=inside, max_bytes=max_bytes) as file:
         return _bounded(file, path, max_bytes)
 
 
 def read_text(path: Path, max_bytes: int, *, inside: Path | None = None) -> str:
-    """The text of a regular UTF-8 file, its line ends as they are; see `open_regular`.
+    """The text of a regular UTF-8 file, with its line ends as they are; see `open_regular`.
 
     Raises:
-        UserError, OSError: as `open_regular`; UserError also where it is not UTF-8.
+        UserError, OSError: as `open_regular`; UserError also if it is not UTF-8.
     """
     return _decoded(read_regular(path, max_bytes, inside=inside), path)
 
 
 def open_given(path: Path, max_bytes: int) -> BinaryIO:
-    """Open a file that an option of a command names, to read it, more than once if need be: a regular file, or a pipe,
-    such as a shell's `<(command)` or /dev/stdin, which is read to its end into a copy without a name.
+    """Open a file that an option of a command names: a regular file, or a pipe such as a shell's `<(command)` or
+    /dev/stdin, which is copied to a temporary file, so that the reader can seek.
 
     Raises:
-        UserError: it is a folder, socket or device, has more than `max_bytes`, or is a pipe that nobody writes to.
-        OSError: it cannot be opened; FileNotFoundError where there is none.
+        UserError: it is a folder, socket or device, has more than `max_bytes`, or is a pipe without a writer.
+        OSError: it cannot be opened; FileNotFoundError if it does not exist.
     """
     if not stat.S_ISFIFO(path.stat().st_mode):
         return open_regular(path, max_bytes=max_bytes)
@@ -100,7 +92,7 @@ def read_given(path: Path, max_bytes: int) -> str:
     """The UTF-8 text of a file that an option of a command names, or of a pipe; see `open_given`.
 
     Raises:
-        UserError, OSError: as `open_given`; UserError also where it is not UTF-8.
+        UserError, OSError: as `open_given`; UserError also if it is not UTF-8.
     """
     with open_given(path, max_bytes) as file:
         return _decoded(_bounded(file, path, max_bytes), path)
@@ -122,7 +114,7 @@ def _copied(pipe: int, path: Path, max_bytes: int) -> BinaryIO:
         while data:
             n_bytes += copy.write(data)
             if n_bytes > max_bytes:
-                raise UserError(f"{path} gives more than {max_bytes} bytes, which is what such a file may have.")
+                raise UserError(f"{path} has more than {max_bytes} bytes, which is the limit for such a file.")
             data = os.read(pipe, _CHUNK_BYTES)
         copy.seek(0)
     except BaseException:
@@ -134,7 +126,7 @@ def _copied(pipe: int, path: Path, max_bytes: int) -> BinaryIO:
 def _bounded(file: BinaryIO, path: Path, max_bytes: int) -> bytes:
     data = file.read(max_bytes + 1)
     if len(data) > max_bytes:  # it grows
-        raise UserError(f"{path} has more than {max_bytes} bytes, which is what such a file may have.")
+        raise UserError(f"{path} has more than {max_bytes} bytes, which is the limit for such a file.")
     return data
 
 
@@ -142,11 +134,11 @@ def _decoded(data: bytes, path: Path) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is no UTF-8 text: byte {error.start} cannot be read. Save it as UTF-8.") from None
+        raise UserError(f"{path} is not UTF-8: byte {error.start} cannot be read. Save it as UTF-8.") from None
 
 
 def read_array(path: Path, dtype: "npt.DTypeLike", *, inside: Path | None = None) -> "npt.NDArray[Any]":
-    """The numbers of a regular file that holds nothing else; errors: see `open_regular`."""
+    """The numbers of a regular file that has only numbers; errors: see `open_regular`."""
     import numpy as np
 
     with open_regular(path, inside=inside) as file:
@@ -154,8 +146,8 @@ def read_array(path: Path, dtype: "npt.DTypeLike", *, inside: Path | None = None
 
 
 def map_array(path: Path, dtype: "npt.DTypeLike", *, inside: Path | None = None) -> "npt.NDArray[Any]":
-    """The numbers of a regular file that holds nothing else and is not empty, as its pages, which are read when they
-    are used; errors: see `open_regular`."""
+    """The numbers of a regular file that has only numbers and is not empty, memory-mapped; errors: see
+    `open_regular`."""
     import numpy as np
 
     with open_regular(path, inside=inside) as file:
@@ -163,34 +155,25 @@ def map_array(path: Path, dtype: "npt.DTypeLike", *, inside: Path | None = None)
 
 
 def check_inside(path: Path, inside: Path) -> None:
-    """Refuse a file or folder, before a library opens it by name, that a link takes out of the folder `inside`; what
-    is not there passes.
-
-    Raises:
-        UserError: as said.
-    """
+    """Raises a UserError if a link leads a path, which need not exist, out of the folder `inside`. For use before a
+    library opens it by name."""
     with contextlib.suppress(FileNotFoundError):
         os.close(_open_inside(path, inside))
 
 
 def check_links(folder: Path) -> None:
-    """Refuse a folder that is about to be written to in which a name is a link that leads out of it. Hidden names, to
-    which nothing is written, are left alone, save for a lock's.
-
-    Raises:
-        UserError: as said.
-    """
+    """Raises a UserError if a folder, before it is written to, has a link that leads out of it. Hidden names are not
+    checked, since nothing is written to them, except a lock's."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.is_symlink() and (path.name == ".lock" or not path.name.startswith(".")):
             check_inside(path, folder)
 
 
 def check_tree(folder: Path) -> None:
-    """Refuse a folder, before a library opens files of it that this package does not name, in which a link leads out of
-    it or something is no regular file. Hidden names are left alone.
+    """Check a folder before a library opens files in it that this package does not name. Hidden names are not checked.
 
     Raises:
-        UserError: as said. OSError: it cannot be looked at.
+        UserError: a link leads out of it, or an entry is not a regular file. OSError: it cannot be read.
     """
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -207,14 +190,14 @@ def check_tree(folder: Path) -> None:
 
 
 def open_folder(path: Path, *, inside: Path | None = None) -> int:
-    """A descriptor of a folder, by which it is the same one whatever its path becomes.
+    """A descriptor of a folder, which stays valid if its path changes.
 
     Args:
-        inside: as of `open_regular`.
+        inside: see `open_regular`.
 
     Raises:
         UserError: a link leads out of `inside`.
-        OSError: it is no folder, or cannot be opened.
+        OSError: it is not a folder or cannot be opened.
     """
     if inside is not None:
         descriptor = _open_inside(path, inside)
@@ -224,28 +207,20 @@ def open_folder(path: Path, *, inside: Path | None = None) -> int:
         return descriptor
     try:
         return os.open(path, os.O_RDONLY | O_DIRECTORY)
-    except PermissionError:  # names can be made in a folder that cannot be listed, where the system has O_PATH
+    except PermissionError:  # with O_PATH, files can be made in a folder that cannot be listed
         return os.open(path, _FOLDER)
 
 
 def check_names(path: Path, found: os.stat_result) -> None:
-    """Refuse a file that has other names, before it is changed.
-
-    Raises:
-        UserError: as said.
-    """
+    """Raises a UserError if a file that is to be changed has other names."""
     if found.st_nlink > 1:
         raise UserError(f"{path} has another name elsewhere (a hard link), which would change too: copy it.")
 
 
 def check_kind(path: Path, found: os.stat_result, max_bytes: int | None = None) -> None:
-    """Refuse, by its status, what is no regular file or too large.
-
-    Raises:
-        UserError: as said.
-    """
+    """Raises a UserError if the status is not a regular file's, or the file is too large."""
     if stat.S_ISLNK(found.st_mode):
-        raise UserError(f"{path} is a link, and it is written through none: put a file there, or delete the link.")
+        raise UserError(f"{path} is a link, and links are not written through: put a file there, or delete the link.")
     if not stat.S_ISREG(found.st_mode):
         kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a FIFO, socket or device"
         raise UserError(f"{path} is {kind}: give a regular file.")
@@ -256,14 +231,14 @@ def check_kind(path: Path, found: os.stat_result, max_bytes: int | None = None) 
 def _open_anywhere(path: Path) -> int:
     """A descriptor of a file that the user named: links are followed."""
     _check_name(path)
-    found = path.stat()  # opening a device may do something
+    found = path.stat()  # opening a device may have an effect
     if not stat.S_ISREG(found.st_mode):
         check_kind(path, found)
     return os.open(path, os.O_RDONLY | O_NONBLOCK)
 
 
 def _check_name(path: Path) -> None:
-    """Refuse a name that no file can have, as a JSON text may hold: of it the system's calls make other errors."""
+    """Raises a UserError for a name that no file can have, such as one from JSON: system calls raise other errors."""
     try:
         if b"\0" not in os.fsencode(path):
             return
@@ -273,7 +248,7 @@ def _check_name(path: Path) -> None:
 
 
 def _open_inside(path: Path, inside: Path) -> int:
-    """A descriptor of what `path` names, each name on the way from `inside` opened by itself."""
+    """A descriptor of `path`, each name on the way from `inside` opened separately."""
     _check_name(path)
     root, names = Path(os.path.realpath(inside)), Path(os.path.normpath(path.relative_to(inside)))
     try:
@@ -283,8 +258,8 @@ def _open_inside(path: Path, inside: Path) -> int:
             if names.is_absolute() or names.parts[:1] == (os.pardir,):
                 if root.parent.name != "snapshots" or names.parts[:-1] != (os.pardir, os.pardir, "blobs"):
                     raise UserError(
-                        f"{path} leads out of {inside}, to {names}, and nothing outside is read or written. If you "
-                        "trust that, put it there in place of the link."
+                        f"{path} leads out of {inside}, to {names}; files outside are not read or written. If you "
+                        "trust that file, put it there in place of the link."
                     )
                 root, names = root.parents[1], Path(*names.parts[2:])
             descriptor, linked = _walk(root, names, path)
@@ -298,7 +273,8 @@ def _open_inside(path: Path, inside: Path) -> int:
 
 
 def _walk(root: Path, names: Path, path: Path) -> tuple[int, Path | None]:
-    """A descriptor of what the names from the root on lead to; or at the first link, what it has them stand for."""
+    """A descriptor of the file or folder that the names lead to from the root; or, at the first link, -1 and the names
+    with the link resolved."""
     held, parts = os.open(root, _FOLDER), names.parts
     try:
         for n, name in enumerate(parts):

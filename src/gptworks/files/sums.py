@@ -1,4 +1,4 @@
-"""sha256 sums: of a file, of the files in a folder, and of a JSON text's own contents."""
+"""sha256 sums of a file, of a folder's files, and of a JSON text's own contents."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ def sha256_file(path: Path, *, inside: Path | None = None, max_bytes: int | None
 
 
 def sealed_json(tree: dict[str, Any]) -> str:
-    """A mapping as JSON text that carries the sha256 of its own contents."""
+    """A mapping as JSON text that contains the sha256 of the rest."""
     digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode("ascii")).hexdigest()
     return json.dumps({**tree, "sha256": digest}, indent=2, ensure_ascii=False) + "\n"
 
@@ -26,14 +26,14 @@ def unsealed_json(data: bytes) -> dict[str, Any]:
     """The mapping of a `sealed_json` text.
 
     Raises:
-        ValueError: it is no such text, or a byte of it has changed.
+        ValueError: it is not such a text, or a byte of it has changed.
     """
     tree = json.loads(data)
     if not isinstance(tree, dict) or "sha256" not in tree:
-        raise ValueError("it carries no sha256 of its own")
+        raise ValueError("it does not contain its sha256")
     contents = {key: value for key, value in tree.items() if key != "sha256"}
     if sealed_json(contents).encode("utf-8") != data:
-        raise ValueError("its sha256 is not that of its contents")
+        raise ValueError("its contents have another sha256")
     return contents
 
 
@@ -47,21 +47,20 @@ def write_sums(folder: Path) -> None:
 
 
 def check_sums(folder: Path, max_bytes: int) -> None:
-    """Compare a folder's files with its `sums.json`; without one, nothing is checked. It may hold files that are not
-    named there.
+    """Compare a folder's files with its `sums.json`, if there is one. Files that it does not name are not checked.
 
     Args:
-        max_bytes: the largest size of a file.
+        max_bytes: largest size of a file.
 
     Raises:
-        UserError: a file is missing, was changed or is no regular file, or `sums.json` is damaged.
+        UserError: a file is missing, was changed or is not a regular file, or `sums.json` is damaged.
     """
     path = folder / SUMS_FILE
     try:
         sums = unsealed_json(read_regular(path, 1 << 20, inside=folder)).get("files")
         if not isinstance(sums, dict) or any(Path(name).name != name for name in sums):
-            raise ValueError("it does not list the files beside it")
-    except (FileNotFoundError, NotADirectoryError):  # the folder was written by an earlier version
+            raise ValueError("it does not list the files next to it")
+    except (FileNotFoundError, NotADirectoryError):
         return
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}): restore it from a copy, or delete it. {_ACCEPT}") from None
@@ -74,9 +73,9 @@ def check_sums(folder: Path, max_bytes: int) -> None:
             state = "is missing"
         if state is not None:
             raise UserError(
-                f"{file} {state}: {path} has the sha256 of each file beside it. Restore the file from a copy. If you "
+                f"{file} {state}: {path} has the sha256 of each file next to it. Restore the file from a copy. If you "
                 f"changed it on purpose, delete {path}. {_ACCEPT}"
             )
 
 
-_ACCEPT = "Without it, the files beside it are taken as they are."
+_ACCEPT = "Without it, the files next to it are not checked."

@@ -1,8 +1,8 @@
-"""Writing that neither a crash nor a planted link can spoil.
+"""Write files so that neither a crash nor a planted link spoils them.
 
-A file is written under a random name that did not exist, flushed, and renamed over the old one, all in a folder that is
-opened once and held. Nothing is written through a link: where the target is one, the link is replaced. A temporary
-file stays locked as long as its writer lives; what a killed writer left is removed by the next one of the same name.
+A file is written under a new random name, flushed, and renamed over the old one, all relative to a folder that is
+opened once. Links are not followed: a link at the target is replaced. A temporary file is locked while its writer
+lives; the next writer of the same name removes what a killed one left.
 """
 
 import contextlib
@@ -31,14 +31,14 @@ from gptworks.files.read import (
     open_regular,
 )
 
-_ADVICE = "Nothing of it is left behind; make room or permission there and try again."
+_ADVICE = "No part of it is left; make room or permission there and try again."
 _PREFIX, _TOKEN_BYTES = ".writing-", 6
-"""Of the names of temporary files."""
+"""Names of temporary files: `PREFIXname.TOKEN`."""
 _COPIED_BYTES = 1 << 20
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold a file, or the names in a folder, where the system lets a folder be opened."""
+    """Flush a file, or the names in a folder if the system lets it be opened, to the disk."""
     with contextlib.suppress(PermissionError):
         descriptor = os.open(path, os.O_RDONLY | O_NOFOLLOW | O_NONBLOCK)
         try:
@@ -48,7 +48,7 @@ def sync(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it, whose names a crash does not lose."""
+    """Make a folder and the missing ones above it; a crash does not lose their names."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in reversed(missing):
@@ -57,7 +57,7 @@ def make_folder(path: Path) -> None:
 
 
 def link_or_copy(file: Path, to: Path) -> None:
-    """Give a file a second name, or copy it to where the file system takes none."""
+    """Give a file a second name, or copy it if the file system has no hard links."""
     try:
         to.hardlink_to(file)
     except FileNotFoundError:
@@ -70,11 +70,11 @@ def link_or_copy(file: Path, to: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, *, inside: Path | None = None, private: bool = False) -> Iterator[BinaryIO]:
-    """A file to write to, which replaces `path` at the end: a reader sees the old file or the new, never a part. If the
-    writing fails, the old file stays. The mode is that of the old file, or the umask's.
+    """A file to write to, which replaces `path` at the end: readers see the old file or the new one, never a part. If
+    writing fails, the old file stays. The mode is the old file's, or the umask's.
 
     Args:
-        inside: a folder above `path` which no link may lead out of; None: the place is one that the user named.
+        inside: a folder above `path` that no link may lead out of; None: the user named the path.
         private: only the owner may read it.
 
     Raises:
@@ -104,8 +104,8 @@ def replacing(path: Path, *, inside: Path | None = None, private: bool = False) 
 
 @contextlib.contextmanager
 def replacing_by_name(path: Path, *, private: bool = False) -> Iterator[Path]:
-    """As `replacing`, for a library that opens what it writes by name: the path is in a folder that is the owner's.
-    Missing folders above `path` are made."""
+    """Like `replacing`, for a library that opens its output by name: the path is in a folder of the owner only. Missing
+    folders above `path` are made."""
     with naming_disk_errors(f"{path} could not be written", path, _ADVICE):
         make_folder(path.absolute().parent)
         with _held(path.parent) as folder, _new_private_folder(path, folder) as (name, aside, _):
@@ -126,7 +126,7 @@ def replacing_by_name(path: Path, *, private: bool = False) -> Iterator[Path]:
 def write_whole(
     path: Path, data: str | bytes, *, inside: Path | None = None, private: bool = False, new: bool = False
 ) -> None:
-    """Replace a small file, of UTF-8 where it is text, at once; see `replacing`.
+    """Replace a small file, in UTF-8 if it is text, at once; see `replacing`.
 
     Args:
         new: the file must not exist yet; see `making`.
@@ -141,19 +141,19 @@ def write_whole(
 
 @contextlib.contextmanager
 def new_folder(out: Path, needed_bytes: int | None = None, *, inside: Path | None = None) -> Iterator[Path]:
-    """A folder to fill, the owner's until it becomes `out` at the end, flushed: it is there whole or not at all.
+    """A folder to fill, private until it becomes `out` at the end, flushed: `out` is there completely or not at all.
 
     Args:
-        out: nothing, or an empty folder; see `check_free`.
-        needed_bytes: what will be written, for the message; None: not known.
-        inside: as of `replacing`.
+        out: a path that does not exist, or an empty folder; see `check_free`.
+        needed_bytes: bytes that will be written, for the message; None: unknown.
+        inside: see `replacing`.
 
     Raises:
         UserError: a link leads out of `inside`.
         RunError: the disk is full, fails or refuses.
     """
     place = out.absolute()
-    advice = "Nothing half-written is kept. Make room or permission there, or give another place, and do it again."
+    advice = "No part of it is kept. Make room or permission there, or give another place, and try again."
     with naming_disk_errors(f"{out} could not be written", out, advice, needed_bytes):
         make_folder(place.parent)
         with _held(out.parent, inside) as folder, _new_private_folder(place, folder) as (name, aside, mode):
@@ -170,19 +170,19 @@ def new_folder(out: Path, needed_bytes: int | None = None, *, inside: Path | Non
                 os.rename(name, place.name, src_dir_fd=folder, dst_dir_fd=folder)
                 try:
                     _sync(folder)
-                except OSError:  # a crash may still lose its name: then it is not done, and can be done again
+                except OSError:  # a crash may still lose the name, so it counts as not written
                     os.rename(place.name, name, src_dir_fd=folder, dst_dir_fd=folder)
                     raise
 
 
 def open_new(path: Path, *, inside: Path | None = None, private: bool = False) -> BufferedRandom:
-    """Open a file to write to where nothing is yet, not even a link.
+    """Open a new file to write to; not even a link may be there.
 
     Args:
-        inside, private: as of `replacing`.
+        inside, private: see `replacing`.
 
     Raises:
-        UserError: a link leads out of `inside`. OSError: the system refuses; FileExistsError where something is there.
+        UserError: a link leads out of `inside`. OSError: the system refuses; FileExistsError if the path exists.
     """
     with _held(path.parent, inside) as folder, _named(path):
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_SURPRISE
@@ -190,14 +190,14 @@ def open_new(path: Path, *, inside: Path | None = None, private: bool = False) -
 
 
 def open_to_append(path: Path, *, inside: Path | None = None) -> BufferedRandom:
-    """Open a regular file, made where nothing is, to add to its end; it can be read and cut as well.
+    """Open a regular file to append to, made if it is missing; it can also be read and truncated.
 
     Args:
-        inside: a folder above `path` which no link may lead out of; then `path` may be no link at all. None: the file
-            is one that the user named.
+        inside: a folder above `path` that no link may lead out of; `path` itself must not be a link. None: the user
+            named the file.
 
     Raises:
-        UserError: it is a folder, FIFO, socket or device, or a link as said; or with `inside` it has other names.
+        UserError: it is a folder, FIFO, socket or device; with `inside`, also if it is a link or has other names.
         OSError: the system refuses.
     """
     with _held(path.parent, inside) as folder, _named(path):
@@ -218,20 +218,20 @@ def open_to_append(path: Path, *, inside: Path | None = None) -> BufferedRandom:
 
 @contextlib.contextmanager
 def making(path: Path, *, inside: Path | None = None, private: bool = False) -> Iterator[BinaryIO]:
-    """A new file to write to, flushed at the end, where nothing is yet. If the writing fails, it is removed.
+    """A new file to write to, flushed at the end. If writing fails, it is removed.
 
     Args:
-        inside, private: as of `replacing`.
+        inside, private: see `replacing`.
 
     Raises:
-        UserError: something is there, or a link leads out of `inside`.
+        UserError: the path exists, or a link leads out of `inside`.
         RunError: the disk is full, fails or refuses.
     """
     with naming_disk_errors(f"{path} could not be written", path, _ADVICE), _held(path.parent, inside) as folder:
         try:
             opened = open_new(path, inside=inside, private=private)
         except FileExistsError:
-            raise UserError(f"{path} exists, and it is not overwritten: give another place, or delete it.") from None
+            raise UserError(f"{path} exists and is not overwritten: give another place, or delete it.") from None
         try:
             with opened as file:
                 yield file
@@ -247,17 +247,17 @@ def making(path: Path, *, inside: Path | None = None, private: bool = False) -> 
 
 
 def copy_file(file: Path, to: Path, max_bytes: int | None = None, *, inside: Path | None = None) -> None:
-    """Copy the bytes of a regular file to where nothing is yet; its mode is the umask's.
+    """Copy the bytes of a regular file to a new one, whose mode is the umask's.
 
     Args:
-        max_bytes, inside: of `file`; see `open_regular`.
+        max_bytes, inside: for `file`; see `open_regular`.
 
     Raises:
         UserError, OSError: as `open_regular` and `making`. RunError: as `making`.
     """
     with open_regular(file, inside=inside, max_bytes=max_bytes) as source, making(to) as target:
         n_bytes, free_bytes = os.fstat(source.fileno()).st_size, shutil.disk_usage(to.parent).free
-        if n_bytes > free_bytes:  # also of a sparse file, which takes no place where it is
+        if n_bytes > free_bytes:  # also for a sparse file, which may take no space now
             raise RunError(
                 f"{file} has {n_bytes:,} bytes, and {free_bytes:,} are free at {to.parent}: make room there."
             )
@@ -265,14 +265,13 @@ def copy_file(file: Path, to: Path, max_bytes: int | None = None, *, inside: Pat
 
 
 def copy_folder(folder: Path, to: Path, *, inside: Path | None = None) -> None:
-    """Copy the regular files of a folder to one that is not there yet. What is no file is left out: the folders that
-    this package writes hold no others.
+    """Copy the files of a folder, without those of folders in it, to a new folder.
 
     Args:
-        inside: as of `open_regular`.
+        inside: see `open_regular`.
 
     Raises:
-        UserError, OSError, RunError: as `copy_file`; OSError where `to` is there.
+        UserError, OSError, RunError: as `copy_file`; OSError if `to` exists.
     """
     if inside is not None:
         check_inside(folder, inside)
@@ -283,13 +282,13 @@ def copy_folder(folder: Path, to: Path, *, inside: Path | None = None) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove what killed writers of `path` have left next to it. What another process is writing stays."""
+    """Remove the temporary files that killed writers of `path` left next to it; those of live writers stay."""
     with contextlib.suppress(OSError), _held(path.parent) as folder:
         _remove_leftovers(path.name, folder)
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a folder and what is in it, or a file. A link is deleted, and not what it leads to.
+    """Delete a folder with its contents, a file, or a link without its target.
 
     Raises:
         OSError: the system refuses.
@@ -301,11 +300,7 @@ def remove_tree(path: Path) -> None:
 
 
 def check_free(out: Path) -> None:
-    """Refuse a place that holds something.
-
-    Raises:
-        UserError: it is a file, or a folder that is not empty.
-    """
+    """Raises a UserError if the path is a file, or a folder that is not empty."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty folder: give another place, or delete it.")
 
@@ -313,9 +308,9 @@ def check_free(out: Path) -> None:
 # --------------------------------------------------------------------------------------------- names in a held folder
 
 _NO_SURPRISE = O_NOFOLLOW | O_NONBLOCK
-"""Flags: follow no link, wait for no FIFO."""
+"""Flags: do not follow a link, do not wait for a FIFO."""
 _MOST_NAME_BYTES = 200
-"""Of a file's name in that of its temporary file; file systems take 255."""
+"""Longest file name that is part of the temporary file's; file systems allow 255."""
 
 
 @contextlib.contextmanager
@@ -330,7 +325,7 @@ def _held(folder: Path, inside: Path | None = None) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Give a system's error the whole path: a call in a held folder knows the last name of it, or none."""
+    """Set the full path in a system's error: a call relative to a folder has only the last name, or none."""
     try:
         yield
     except OSError as error:
@@ -339,7 +334,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _sync(descriptor: int) -> None:
-    """Flush a held folder's names; without effect where it was opened with O_PATH."""
+    """Flush the names in an open folder; no effect if it was opened with O_PATH."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -348,10 +343,10 @@ def _sync(descriptor: int) -> None:
 
 
 def _mode_of(path: Path, folder: int) -> int | None:
-    """The mode of the file that is to be replaced; None where there is none, or a link.
+    """The mode of the file to replace; None if it does not exist or is a link.
 
     Raises:
-        UserError: it is a FIFO, socket or device, which nothing may replace.
+        UserError: it is a FIFO, socket or device, which must not be replaced.
     """
     try:
         found = os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode
@@ -363,14 +358,14 @@ def _mode_of(path: Path, folder: int) -> int | None:
 
 
 def _stem(name: str) -> str:
-    """What the names of a file's temporary files begin with."""
+    """The beginning of the names of a file's temporary files."""
     encoded = os.fsencode(name)
     short = name if len(encoded) <= _MOST_NAME_BYTES else hashlib.sha256(encoded).hexdigest()
     return f"{_PREFIX}{short}."
 
 
 def _new_file(name: str, folder: int, mode: int) -> tuple[str, int]:
-    """A new file to write to, locked while it is open: its name and descriptor."""
+    """The name and descriptor of a new file to write to, locked while it is open."""
     _remove_leftovers(name, folder)
     while True:
         aside = _stem(name) + secrets.token_hex(_TOKEN_BYTES)
@@ -382,8 +377,8 @@ def _new_file(name: str, folder: int, mode: int) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def _new_private_folder(path: Path, folder: int) -> Iterator[tuple[str, int, int]]:
-    """A new folder next to `path` which the owner alone may enter, locked: its name, its descriptor, and the mode that
-    the umask gives a folder. At the end it is deleted if it still has that name."""
+    """A new locked folder next to `path` that only the owner may enter: its name, its descriptor, and the umask's mode
+    for folders. At the end it is deleted if it still has that name."""
     with _named(path):
         _remove_leftovers(path.name, folder)
         while True:
@@ -403,8 +398,8 @@ def _new_private_folder(path: Path, folder: int) -> Iterator[tuple[str, int, int
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock what was just made, which the system undoes when its process ends; false where it was removed meanwhile."""
-    with contextlib.suppress(OSError, ImportError):  # a file system without locks: what is left there stays
+    """Lock a new file or folder until its process ends; false if it was removed meanwhile."""
+    with contextlib.suppress(OSError, ImportError):  # without locks, leftovers stay
         import fcntl
 
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -412,13 +407,13 @@ def _lock(descriptor: int) -> bool:
 
 
 def _remove_leftovers(name: str, folder: int) -> None:
-    """Remove temporary files and folders of this name that no process holds, if they are this user's own."""
+    """Remove this user's temporary files and folders of this name that no process has locked."""
     pattern = re.compile(re.escape(_stem(name)) + rf"[0-9a-f]{{{2 * _TOKEN_BYTES}}}")
     try:
         import fcntl
 
         found = [each for each in os.listdir(folder) if pattern.fullmatch(each)]
-    except (OSError, ImportError):  # it cannot be listed, or nothing can be locked
+    except (OSError, ImportError):  # the folder cannot be listed, or there are no locks
         return
     for each in found:
         with contextlib.suppress(OSError):

@@ -41,8 +41,8 @@ def create_app(
     """The server's ASGI app; `app.state.service` is its state.
 
     Args:
-        engines: the models by name; the first is the default where a request may leave the name out.
-        routers: further routes, which the pages of a browser ask.
+        engines: the models by name; the first is the default if a request may omit the name.
+        routers: further routes, for pages in a browser.
         home: answers browsers at `/`.
     """
     service = Service(engines, settings or ServerSettings())
@@ -73,16 +73,16 @@ async def _for_a_page(request: Request) -> None:
 
 
 def service_of(request: Request) -> Service:
-    """The state of the server that a request came to."""
+    """The state of the server that received a request."""
     service: Service = request.app.state.service
     return service
 
 
 async def body_of(request: Request, kind: type[_Wire]) -> _Wire:
-    """A request's JSON.
+    """A request's JSON body.
 
     Raises:
-        APIError: the body is not JSON, or not of this kind.
+        APIError: it is not JSON, or not of this kind.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
@@ -94,7 +94,7 @@ async def body_of(request: Request, kind: type[_Wire]) -> _Wire:
 
 
 def caller_of(request: Request) -> Caller:
-    """Who sent a request."""
+    """The sender of a request."""
     caller: Caller = request.state.caller
     return caller
 
@@ -135,26 +135,26 @@ async def create_chat_completion(request: Request) -> Response:
 
 @router.post("/v1/embeddings", response_model=openai.EmbeddingResponse, openapi_extra=takes(openai.EmbeddingRequest))
 async def create_embeddings(request: Request) -> Response:
-    """The mean of the last hidden states of each text."""
+    """Return the mean of the last hidden states of each text."""
     body = await body_of(request, openai.EmbeddingRequest)
     return _json(await embeddings(service_of(request), body, caller_of(request)))
 
 
 @router.get("/v1/models", response_model=openai.ModelList)
 async def list_models(request: Request) -> Response:
-    """The models that are served."""
+    """List the served models."""
     return _json(openai.ModelList(object="list", data=[model.describe() for model in service_of(request).models]))
 
 
 @router.get("/v1/models/{model_id}", response_model=openai.Model)
 async def get_model(request: Request, model_id: str) -> Response:
-    """One of the models."""
+    """Return one of the models."""
     return _json(service_of(request).models.get(model_id).describe())
 
 
 @router.post("/tokenize", response_model=openai.TokenizeResponse, openapi_extra=takes(openai.TokenizeRequest))
 async def tokenize(request: Request) -> Response:
-    """The token ids of a text or a conversation."""
+    """Return the token ids of a text or a conversation."""
     body = await body_of(request, openai.TokenizeRequest)
     model = await service_of(request).model(body.model, caller_of(request))
     task = caller_of(request).task()
@@ -171,7 +171,7 @@ async def tokenize(request: Request) -> Response:
 
 @router.post("/detokenize", response_model=openai.DetokenizeResponse, openapi_extra=takes(openai.DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
-    """The text of token ids, without special tokens."""
+    """Return the text of token ids, without special tokens."""
     body = await body_of(request, openai.DetokenizeRequest)
     tokens = (await service_of(request).model(body.model, caller_of(request))).tokens
     text = await in_thread(request, lambda: tokens.decode(tokens.check(body.tokens, "tokens")))
@@ -180,7 +180,7 @@ async def detokenize(request: Request) -> Response:
 
 @router.get("/", response_model=documents.About)
 async def about(request: Request) -> Response:
-    """The server's name and the addresses of its API; a page for browsers where there is one."""
+    """Return the server's name and the addresses of its API; for browsers a page, if there is one."""
     home: Callable[[Request], Awaitable[Response]] | None = request.app.state.home
     if home is not None and "text/html" in request.headers.get("accept", ""):
         return await home(request)
@@ -188,7 +188,7 @@ async def about(request: Request) -> Response:
     return JSONResponse(
         {
             "name": "gptworks", "version": __version__,
-            "about": "language models behind an OpenAI-compatible interface",
+            "about": "language models behind an OpenAI-compatible API",
             "base_url": f"{base}v1", "models": f"{base}v1/models", "interface": f"{base}openapi.json",
             "health": f"{base}health",
         }
@@ -197,7 +197,7 @@ async def about(request: Request) -> Response:
 
 @router.get("/health", response_model=documents.Health)
 async def health(request: Request) -> Response:
-    """200 if the server accepts requests; 503 if it is about to stop or an engine has stopped."""
+    """Answer 200 if the server accepts requests, and 503 if it is about to stop or an engine has stopped."""
     service = service_of(request)
     if (failure := service.failure) is not None:
         return JSONResponse({"status": "failed", "reason": failure}, 503)
@@ -207,10 +207,10 @@ async def health(request: Request) -> Response:
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(request: Request) -> Response:
-    """Prometheus' text format; what vLLM calls vllm:NAME is gptworks:NAME here."""
+    """Return the metrics in Prometheus' text format; vLLM's vllm:NAME is gptworks:NAME here."""
     return Response(service_of(request).metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def in_thread(request: Request, work: Callable[[], _Result]) -> _Result:
-    """The result of work that takes long."""
+    """The result of slow work."""
     return await asyncio.get_running_loop().run_in_executor(service_of(request).threads, work)

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: a conversation is rendered by the run's chat template."""
+"""/v1/chat/completions: the run's chat template renders the conversation."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ class ChatAnswer(Answer[openai.ChatRequest]):
         ]
 
     def chunk_choices(self, delta: Delta) -> list[Any]:
-        """The role, the text, and why it ended."""
+        """The role, the text, and the finish reason."""
 
         def chunk(part: openai.Delta, logprobs: Any = None, finish_reason: Any = None) -> openai.ChatChunkChoice:
             return openai.ChatChunkChoice(
@@ -53,7 +53,7 @@ async def begin_chat(service: Service, body: openai.ChatRequest, caller: Caller)
     """Submit a conversation.
 
     Raises:
-        APIError, UserError, QueueFull: the request cannot be accepted.
+        APIError, UserError, QueueFull: it is not accepted.
     """
     model, task = await service.model(body.model, caller), caller.task()
     template = model.chat_template
@@ -76,7 +76,7 @@ async def begin_chat(service: Service, body: openai.ChatRequest, caller: Caller)
 def conversation_ids(
     model: ServedModel, messages: list[openai.ChatMessage], task: Task, *, add_generation_prompt: bool = True
 ) -> list[int]:
-    """The token ids of a conversation. Call it in a thread.
+    """The token ids of a conversation; slow.
 
     Raises:
         APIError: it is too long, or the template refuses it.
@@ -89,7 +89,7 @@ def conversation_ids(
     except UserError as error:
         raise invalid("messages", str(error)) from None
     if not ids:
-        raise invalid("messages", "the template makes no text of them.")
+        raise invalid("messages", "the template renders them as an empty text.")
     return model.tokens.check(ids, "messages")
 
 

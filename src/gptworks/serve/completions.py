@@ -18,7 +18,7 @@ class CompletionAnswer(Answer[openai.CompletionRequest]):
     whole_object = chunk_object = "text_completion"
 
     def choices(self, entries: list[list[Entry]]) -> list[Any]:
-        """Every text; of those made for `best_of`, the n likeliest by token."""
+        """Every text; with `best_of`, the n with the highest mean log-probability."""
         made, n_made, n_wanted = self.generation.choices, self.generation.order.n, self.body.n or 1
         kept: list[Choice] = []
         for start in range(0, len(made), n_made):
@@ -42,7 +42,7 @@ async def begin_completions(service: Service, body: openai.CompletionRequest, ca
     """Submit a request's prompts.
 
     Raises:
-        APIError, UserError, QueueFull: the request cannot be accepted.
+        APIError, UserError, QueueFull: they are not accepted.
     """
     model = await service.model(body.model, caller)
     n, max_tokens = body.n or 1, DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -76,7 +76,7 @@ def _logprobs(entries: list[Entry]) -> openai.CompletionLogprobs:
 
 
 def _alternatives(entry: Entry) -> dict[str, float] | None:
-    """The likeliest tokens, and the one that was chosen."""
+    """The likeliest tokens and the chosen one."""
     if entry.top is None or entry.logprob is None:
         return None
     return {text: logprob for text, _, logprob in entry.top} | {entry.text: entry.logprob}

@@ -1,4 +1,4 @@
-"""/openapi.json: what FastAPI knows of the routes, and the requests' schemas, which the routes read by themselves."""
+"""/openapi.json: FastAPI's description of the routes, with the schemas of the bodies, which the routes parse."""
 
 from typing import Any, Literal
 
@@ -7,19 +7,18 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from gptworks.serve import openai
 from gptworks.serve.errors import ErrorResponse
 
 _STATUSES = {
-    400: "The request is wrong; the message says where.",
+    400: "The request is invalid; `param` names the field.",
     401: "No valid API key.",
-    403: "Another host's name.",
+    403: "The Host or the Origin is not allowed.",
     404: "No such model or path.",
-    405: "Another method is meant.",
+    405: "The path does not accept this method.",
     408: "The body came, or the answer was read, too slowly.",
     413: "The body is too large.",
     415: "The body is not JSON.",
-    429: "Too much to do; `retry-after` says when to try again.",
+    429: "The server is busy; retry after `retry-after` seconds.",
     500: "The server failed.",
     503: "The server is about to stop.",
     504: "The request took too long.",
@@ -29,21 +28,16 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
-"""What a route answers where `stream` is true: events, each a chunk."""
+"""A route's answer if `stream` is true: events, each with a chunk."""
 
-_REQUESTS: tuple[type[openai.Wire], ...] = (
-    openai.CompletionRequest,
-    openai.ChatRequest,
-    openai.EmbeddingRequest,
-    openai.TokenizeRequest,
-    openai.DetokenizeRequest,
-)
+_bodies: list[type[BaseModel]] = []
+"""The bodies of the routes; `takes` adds each."""
 
 
 class Health(BaseModel):
     status: Literal["ok", "draining", "failed"]
     reason: str | None = None
-    """Why it has failed."""
+    """The failure."""
 
 
 class About(BaseModel):
@@ -58,13 +52,14 @@ class About(BaseModel):
 
 
 def takes(kind: type[BaseModel]) -> dict[str, Any]:
-    """A route's `openapi_extra`: it takes this as JSON."""
+    """The `openapi_extra` of a route whose body is this as JSON."""
+    _bodies.append(kind)
     schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def install(app: FastAPI) -> None:
-    """Let the app describe itself, its requests included."""
+    """Have the app describe its requests too."""
 
     def describe() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -77,7 +72,7 @@ def install(app: FastAPI) -> None:
 def _describe(app: FastAPI) -> dict[str, Any]:
     tree = get_openapi(title=app.title, version=app.version, routes=app.routes)
     _, requests = models_json_schema(
-        [(kind, "validation") for kind in _REQUESTS], ref_template="#/components/schemas/{model}"
+        [(kind, "validation") for kind in _bodies], ref_template="#/components/schemas/{model}"
     )
     components = tree["components"]
     components["schemas"] |= requests["$defs"]

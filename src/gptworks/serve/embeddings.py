@@ -1,4 +1,4 @@
-"""/v1/embeddings: a text's embedding is the mean of the last hidden states of its tokens, of length 1."""
+"""/v1/embeddings: the mean of the last hidden states of a text's tokens, normalized to length 1."""
 
 import asyncio
 import base64
@@ -14,20 +14,20 @@ from gptworks.serve.service import Service
 
 
 def embed(reader: Backend, ids: list[int]) -> list[float]:
-    """The mean over a text's tokens of the last norm's output, divided by its length: C numbers.
+    """The mean over a text's tokens of the last norm's output, normalized: C numbers.
 
     Raises:
-        RunError: they are not numbers.
+        RunError: they are not finite.
     """
     mean = reader.read(ids).mean(0)
     if not mean.isfinite().all():
-        raise RunError("the model's hidden states are not numbers (NaN).")
+        raise RunError("the model's hidden states are not finite.")
     numbers: list[float] = torch.nn.functional.normalize(mean, dim=0).tolist()
     return numbers
 
 
 async def embeddings(service: Service, body: openai.EmbeddingRequest, caller: Caller) -> openai.EmbeddingResponse:
-    """Embed one text after another in a thread of its own, which ends early where the client goes away."""
+    """Embed one text after another in their own thread, which ends early if the client leaves."""
     model, gone = await service.model(body.model, caller), threading.Event()
     service.take_places(caller, len(body.input))
 
@@ -58,5 +58,5 @@ async def embeddings(service: Service, body: openai.EmbeddingRequest, caller: Ca
 
 
 def _base64(numbers: list[float]) -> str:
-    """float32, little-endian."""
+    """Little-endian float32 numbers as base64."""
     return base64.b64encode(torch.tensor(numbers).numpy().astype("<f4").tobytes()).decode()

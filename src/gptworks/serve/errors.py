@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ from gptworks.infer.loop import EngineStopped, SlowReader
 from gptworks.infer.scheduler import QueueFull
 
 RETRY_AFTER_SECONDS = 1
-ENGINE_FAILED = "the engine of a model has failed: the server ends, and its log says how it failed."
+ENGINE_FAILED = "the engine of a model has failed: the server ends; its log has the error."
 
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
           429: "rate_limit_error"}  # fmt: skip
@@ -56,12 +56,10 @@ class APIError(Exception):
     def tree(self) -> dict[str, Any]:
         """The answer's JSON."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return ErrorResponse(
-            error=ErrorBody(message=self.message, type=kind, param=self.param, code=self.code)
-        ).model_dump()
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def event(self) -> bytes:
-        """As an event of a stream that has begun."""
+        """The error as an event of a stream that has begun."""
         return b"data: " + json.dumps(self.tree()).encode() + b"\n\n"
 
     def response(self) -> JSONResponse:
@@ -69,7 +67,7 @@ class APIError(Exception):
 
 
 def invalid(param: str, message: str, code: str | None = None) -> APIError:
-    """A field of the request is wrong."""
+    """The error of a request's field."""
     return APIError(400, f"{param}: {message}", param=param, code=code)
 
 
@@ -83,30 +81,30 @@ _FORESEEN: tuple[tuple[type[Exception], int, str | None], ...] = (
 
 
 def log_unforeseen(error: Exception) -> None:
-    """Log an error of which the client learns no more than that the server failed."""
+    """Log an error whose message is not sent to the client."""
     if as_api_error(error).status == 500 and not getattr(error, "is_logged", False):
         logging.getLogger("gptworks").error("a request failed", exc_info=error)
 
 
 def as_api_error(error: Exception) -> APIError:
-    """An error as the client sees it; an unforeseen one without its message."""
+    """The error that the client gets; without the message if it was unforeseen."""
     if isinstance(error, APIError):
         return error
-    if isinstance(error, EngineFailed):  # its message is the log's
+    if isinstance(error, EngineFailed):  # its message is only for the log
         return APIError(503, ENGINE_FAILED, code="engine_failed")
     for kind, status, code in _FORESEEN:
         if isinstance(error, kind):
             return APIError(status, _shortened(str(error)), code=code)
-    return APIError(500, "the server failed; its log says how.", headers={"connection": "close"})  # as uvicorn will
+    return APIError(500, "the server failed; its log has the error.", headers={"connection": "close"})  # uvicorn closes
 
 
 def _shortened(message: str) -> str:
-    """A long message without its middle: it may repeat what was sent."""
+    """A long message without its middle: it may repeat the request."""
     return message if len(message) <= 600 else f"{message[:250]} … {message[-250:]}"
 
 
 def from_validation(error: ValidationError) -> APIError:
-    """The error of a request's body that lies deepest: of a union's members, that of the one that fits best."""
+    """The deepest error of a request's body: for a union, the error of the member that fits best."""
     first = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
     place = ".".join(str(part) for part in first["loc"] if not _is_type_name(part)) or None
     message = first["msg"].removeprefix("Value error, ")
@@ -120,12 +118,12 @@ def from_validation(error: ValidationError) -> APIError:
 
 
 def _is_type_name(part: int | str) -> bool:
-    """pydantic puts the members of a union into the place, such as `list[str]`."""
+    """Whether it is a union's member, such as `list[str]`, which pydantic adds to the location."""
     return isinstance(part, str) and ("[" in part or part in ("str", "int", "function-plain"))
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error of the app in OpenAI's format."""
+    """Answer all errors of the app in OpenAI's format."""
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
         return as_api_error(error).response()
@@ -134,9 +132,9 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         status = error.status_code
         if status == 404:
-            message = f"there is nothing at {request.url.path}; /openapi.json lists what there is."
+            message = f"there is nothing at {request.url.path}; /openapi.json lists the paths."
         elif status == 405:
-            message = f"{request.method} is not for {request.url.path}."
+            message = f"{request.url.path} does not accept {request.method}."
         else:
             message = str(error.detail or HTTPStatus(status).phrase)
         return APIError(status, message, headers=error.headers).response()

@@ -1,4 +1,4 @@
-"""Answers that are streamed: server-sent events, as OpenAI writes them, `data: [DONE]` last."""
+"""Streamed answers: server-sent events in OpenAI's format, which end with `data: [DONE]`."""
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -11,7 +11,7 @@ from gptworks.serve.errors import APIError, as_api_error, log_unforeseen
 
 
 class EventStream(StreamingResponse):
-    """Sends chunks as they come, several in one write where several have come. However it ends, `cancel` is called."""
+    """Sends chunks as they come; one write has all that are ready. `cancel` is called however it ends."""
 
     last: ClassVar[bytes] = b"data: [DONE]\n\n"
 
@@ -24,7 +24,7 @@ class EventStream(StreamingResponse):
         self._cancel = cancel
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["state"]["error_event"] = self.error_event  # for the guard, where the time is over
+        scope["state"]["error_event"] = self.error_event  # for the guard, if the time is over
         try:
             await self.stream_response(send)
         finally:
@@ -32,13 +32,12 @@ class EventStream(StreamingResponse):
 
     @staticmethod
     def json_of(chunk: Any) -> str:
-        """A chunk as it is sent: JSON in one line."""
-        text: str = chunk
-        return text
+        """A chunk as JSON in one line."""
+        return str(chunk)
 
     @staticmethod
     def error_event(error: APIError) -> bytes:
-        """What is sent instead of the rest."""
+        """The event that replaces the rest of the stream."""
         return error.event()
 
     async def _events(self, chunks: AsyncGenerator[Sequence[Any]]) -> AsyncGenerator[bytes]:

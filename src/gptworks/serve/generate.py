@@ -1,4 +1,4 @@
-"""The texts of one request while they are generated.
+"""The texts of a request while they are generated.
 
 A thread tokenizes and submits the prompts; the engine's pieces become deltas of the choices.
 """
@@ -28,53 +28,53 @@ from gptworks.serve.tokens import Tokens
 from gptworks.tokenizer import StreamDecoder
 
 PIECES_AT_ONCE = 32
-"""If only whole texts are sent, the reader wakes once in so many pieces, and at an end at once."""
+"""Without streaming, the reader wakes once in this many pieces, and at a text's end."""
 
 LEAST_LOGPROB = -9999.0
-"""Stands for −inf, which JSON has not."""
+"""Replaces −inf, which JSON cannot represent."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is continued."""
+    """A text to continue."""
 
     ids: list[int]
     text: str = ""
-    """As it is echoed."""
+    """The text to echo."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a request asks for."""
+    """The options of a request."""
 
     settings: SamplingSettings
     n: int = 1
-    """Texts made of each prompt."""
+    """Texts for each prompt."""
     generates: bool = True
     echo: bool = False
     prompt_logprobs: int | None = None
     streams: bool = False
-    """Pieces are sent as they come, not whole texts at their end."""
+    """Send pieces as they come, not complete texts."""
 
     @property
     def n_made(self) -> int:
-        """Texts that the engine computes for each prompt: one where it is only read."""
+        """Texts that the engine computes for each prompt: one if it is only read."""
         return self.n if self.generates else 1
 
 
 class Entry(NamedTuple):
-    """A token and its log-probability, as they are sent."""
+    """A token and its log-probability as they are sent."""
 
     text: str
     bytes: list[int] | None
     logprob: float | None
     top: list[tuple[str, list[int] | None, float]] | None
     offset: int
-    """Where the token's text begins in the choice's."""
+    """Start of the token's text in the choice's text."""
 
 
 class Delta(NamedTuple):
-    """What is new in a choice."""
+    """The new part of a choice, made of a piece."""
 
     choice: int
     text: str
@@ -82,11 +82,10 @@ class Delta(NamedTuple):
     finish_reason: openai.FinishReason | None
     first: bool
     piece: Piece
-    """What it was made of."""
 
 
 class Speller:
-    """Entries of tokens one after another, each with the place where its text begins."""
+    """Makes the entries of consecutive tokens, with their offsets."""
 
     def __init__(self, tokens: Tokens, before: Sequence[int] = (), offset: int = 0) -> None:
         self._tokens, self._decoder, self._offset = tokens, StreamDecoder(tokens.tokenizer), offset
@@ -104,7 +103,7 @@ class Speller:
 
 
 class Choice:
-    """One text."""
+    """A text, of which each piece becomes a delta."""
 
     def __init__(self, index: int, prompt: Prompt, order: Order, tokens: Tokens) -> None:
         self.index, self.order = index, order
@@ -150,7 +149,7 @@ class Choice:
         return [speller.entry(token, one) for token, one in zip(request.prompt_ids, given, strict=True)]
 
     def _settled(self, piece: Piece) -> list[Entry]:
-        """Entries of tokens whose text is sent. Those of a stop string never are."""
+        """Entries of the tokens whose text is sent; those of a stop string are never sent."""
         n = len(self._held)
         ended_by_text = piece.finish_reason == "stop" and piece.token_id is not None
         if piece.finish_reason is None or ended_by_text:
@@ -162,7 +161,7 @@ class Choice:
 
 @dataclass
 class Generation:
-    """A request's choices, `order.n` for each prompt, in the order of the prompts."""
+    """A request's choices, `order.n` for each prompt, in the prompts' order."""
 
     model: ServedModel
     order: Order
@@ -174,10 +173,10 @@ class Generation:
     began: float = field(default_factory=time.monotonic)
 
     def submit(self, prompts: Sequence[Any], read: Callable[[Any], Prompt]) -> None:
-        """Tokenize each prompt with `read` and submit it to the engine. Takes long: call it in a thread."""
+        """Tokenize each prompt with `read` and submit it to the engine; slow."""
         order = self.order
         for given in prompts:
-            if self.stream.cancelled:  # the client has gone
+            if self.stream.cancelled:  # the client left
                 return
             prompt = read(given)
             self.choices += [
@@ -191,7 +190,7 @@ class Generation:
             )  # fmt: skip
 
     async def deltas(self) -> AsyncGenerator[list[Delta]]:
-        """What all choices get, as it comes. Leaving cancels the rest."""
+        """The deltas of all choices as they come. Leaving the loop cancels the rest."""
         clock = RequestClock(self.metrics, self.began)
         async with aclosing(self.stream.batches()) as batches:
             async for batch in batches:
@@ -223,10 +222,10 @@ class Generation:
 
 
 def check_size(service: Service, model: ServedModel, order: Order, n_prompts: int) -> tuple[int, int]:
-    """The texts that a request asks for, and the numbers of log-probabilities that its answer may hold.
+    """The number of a request's texts, and of the log-probabilities that its answer may have.
 
     Raises:
-        APIError: more than one answer may have.
+        APIError: one of the two is above its limit.
     """
     n_choices, n_texts, settings = n_prompts * order.n, n_prompts * order.n_made, order.settings
     if n_choices > MAX_TEXTS:
@@ -236,7 +235,7 @@ def check_size(service: Service, model: ServedModel, order: Order, n_prompts: in
         raise invalid("prompt", f"{n_texts} texts of {n_prompts} prompts, and {most} may wait.")
     n_each = sum(1 + n for n in (settings.logprobs, settings.processed_logprobs) if n is not None)
     n_tokens = min(settings.max_tokens, model.engine.context)
-    if order.streams:  # they are sent as they come
+    if order.streams:  # only unread pieces are held
         n_tokens = min(n_tokens, service.settings.max_unread_pieces)
     n_tokens += model.engine.context if order.prompt_logprobs is not None else 0
     if (n_numbers := n_choices * n_tokens * n_each) > MAX_LOGPROB_NUMBERS:
@@ -249,10 +248,10 @@ def check_size(service: Service, model: ServedModel, order: Order, n_prompts: in
 
 
 async def compiled(service: Service, model: ServedModel, settings: SamplingSettings, caller: Caller) -> Grammar | None:
-    """The grammar of constrained texts, compiled if it is new; None: the texts are free.
+    """The grammar of constrained texts, compiled if it is new; None if they are not constrained.
 
     Raises:
-        APIError, UserError, QueueFull: it cannot be compiled, or too many schemas wait.
+        APIError, UserError: it cannot be compiled, or too many schemas wait.
     """
     if settings.json_schema is None and settings.regex is None:
         return None
@@ -271,7 +270,7 @@ async def compiled(service: Service, model: ServedModel, settings: SamplingSetti
     except Abandoned:
         raise APIError(503, "the server is about to stop.", code="stopped") from None
     finally:
-        task.abandon()  # where the client has gone
+        task.abandon()  # if the client left
         schemas[caller.client] -= 1
         if not schemas[caller.client]:
             del schemas[caller.client]
@@ -288,15 +287,15 @@ async def begin(
     """Tokenize the prompts in a thread with `read`, and submit each as soon as it is tokenized.
 
     Raises:
-        APIError, UserError, QueueFull: the request cannot be accepted; nothing of it goes on.
+        APIError, UserError, QueueFull: the request is not accepted, and no part of it continues.
     """
     service.take_places(caller, *check_size(service, model, order, len(prompts)))
-    grammar = await compiled(service, model, order.settings, caller)  # held until the engine has its own hold on it
+    grammar = await compiled(service, model, order.settings, caller)  # referenced until the engine refers to it
     stream = model.loop.open(
         max_unread=service.settings.max_unread_pieces * len(prompts) * order.n,
         patience=1 if order.streams else PIECES_AT_ONCE,
     )
-    generation = Generation(model, order, stream, service.metrics.of(model.name), caller)
+    generation = Generation(model, order, stream, service.metrics.of[model.name], caller)
     loop = asyncio.get_running_loop()
     try:
         await loop.run_in_executor(service.threads, generation.submit, prompts, read)

@@ -1,16 +1,17 @@
-"""The checks before the routes: the key, the body's size and time, the number of requests, and clients that are gone.
+"""The checks before the routes: the key, the body's size and time, the number of requests, and clients that left.
 
-Each request is read whole before a route sees it. While a route works, the guard watches the connection: if the client
-goes away or the time is over, the guard cancels the work, and with it the texts that the engine generates.
+A route gets a request only when its body is complete. While the route works, the guard watches the connection: if the
+client leaves or the time is over, it cancels the work, and with it the texts that the engine generates.
 """
 
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from hashlib import sha256
 from ipaddress import ip_address
 
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gptworks.serve import sign_in
@@ -21,11 +22,11 @@ from gptworks.serve.service import Service
 
 OPEN_PATHS = ("/", "/health", "/openapi.json")
 STATIC = "/static/"
-"""These, and what is below it, need no key, and every page may ask for them."""
+"""These paths, and those below it, need no key and are open to pages of every origin."""
 
 
 class _Gone(Exception):
-    """The client has closed its connection."""
+    """The client closed its connection."""
 
 
 class Guard:
@@ -60,7 +61,7 @@ class Guard:
             if not answer.started:
                 service.metrics.answered(500)
                 answer.status = 500
-            raise  # to be answered and logged outside
+            raise  # answered and logged outside
         finally:
             service.in_flight -= 1
             service.n_answered += 1
@@ -69,24 +70,23 @@ class Guard:
             log_request(scope, answer.status, time.monotonic() - began, caller.n_tokens)
 
     def _client(self, scope: Scope) -> str:
-        """The client to whose share a request counts: its key, where keys are needed, or its address."""
-        authorization = dict(scope["headers"]).get(b"authorization", b"")
+        """The client whose share a request uses: its key's digest if keys are needed, else its address."""
+        authorization = Headers(scope=scope).get("authorization")
         if self._keys and authorization:
-            return sha256(authorization.partition(b" ")[2].strip()).hexdigest()
+            return _digest(authorization.partition(" ")[2]).hex()
         return str((scope.get("client") or ("",))[0])
 
     async def _serve(self, scope: Scope, receive: Receive, answer: "_Answer") -> None:
-        headers, incoming = dict(scope["headers"]), _Body(receive)
+        headers, incoming = Headers(scope=scope), _Body(receive)
         try:
             self._admit(scope, headers)
             body = await self._read(incoming)
             if self._service.n_working >= self._service.max_in_flight:
-                raise APIError(
-                    429, "the server has as much to do as it may: try again later.", code="too_many_requests"
-                )
-        except APIError as error:
+                raise APIError(429, "the server is at its limit of requests: try again later.",
+                               code="too_many_requests")  # fmt: skip
+        except APIError:
             await self._discard(headers, incoming, answer)
-            raise error
+            raise
         caller: Caller = scope["state"]["caller"]
         caller.works = True
         self._service.n_working += 1
@@ -96,20 +96,16 @@ class Guard:
             self._service.n_working -= caller.works
             caller.works = False
 
-    def _admit(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """Whether the request may be read at all.
-
-        Raises:
-            APIError: it may not.
-        """
+    def _admit(self, scope: Scope, headers: Headers) -> None:
+        """Raises an APIError if the request is refused before its body is read."""
         settings = self._service.settings
-        if settings.local_names_only and not _is_local(headers.get(b"host", b"").decode("latin-1")):
-            raise APIError(403, "this server answers to this machine's own names; --api-key opens it to others.",
+        if settings.local_names_only and not _is_local(headers.get("host", "")):
+            raise APIError(403, "this server answers only to names of this machine; --api-key opens it to others.",
                            code="host_not_allowed")  # fmt: skip
         is_open = scope["path"] in OPEN_PATHS or scope["path"].startswith(STATIC)
         if not is_open and not self._is_same_site(headers):
-            raise APIError(403, "a web page of another origin asks: --cors-origin lets pages of an origin call this "
-                           "server.", code="origin_not_allowed")  # fmt: skip
+            raise APIError(403, "pages of other origins may not call this server; --cors-origin allows an origin.",
+                           code="origin_not_allowed")  # fmt: skip
         needs_key = not is_open and scope["path"] != sign_in.PATH
         if needs_key and not self._has_key(scope, headers):
             how = "" if self._service.sign_in is None else "open the link that `gptworks studio` printed, or "
@@ -119,41 +115,40 @@ class Guard:
             raise APIError(503, ENGINE_FAILED, code="engine_failed")
         if self._service.draining:
             raise APIError(503, "the server is about to stop: try another, or again later.", code="draining")
-        length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length[:20]) > settings.max_body_bytes:
+        length = headers.get("content-length", "0")
+        if not (length.isascii() and length.isdigit()) or int(length[:20]) > settings.max_body_bytes:
             raise self._too_large()
 
-    def _is_same_site(self, headers: dict[bytes, bytes]) -> bool:
-        """Whether a request comes from a page of this server or of an origin that may call it, or from no page."""
-        origin, allowed = headers.get(b"origin", b"").decode("latin-1"), self._service.settings.cors_origins
+    def _is_same_site(self, headers: Headers) -> bool:
+        """Whether a request comes from no page, or from one of this server or of an origin that may call it."""
+        origin, allowed = headers.get("origin", ""), self._service.settings.cors_origins
         if origin and (origin in allowed or "*" in allowed):
             return True
-        same_host = origin.partition("://")[2].encode("latin-1") == headers.get(b"host")
-        return (same_host or not origin) and headers.get(b"sec-fetch-site") not in (b"cross-site", b"same-site")
+        same_host = origin.partition("://")[2] == headers.get("host")
+        return (same_host or not origin) and headers.get("sec-fetch-site") not in ("cross-site", "same-site")
 
-    def _has_key(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
-        """Whether a request has an API key, or the two halves of a session, or needs none. Takes the same time for
-        every key, valid or not."""
+    def _has_key(self, scope: Scope, headers: Headers) -> bool:
+        """Whether a request has an API key or both halves of a session, or needs none; in the same time for every
+        key."""
         service = self._service
         if not self._keys and service.sign_in is None:
             return True
-        kind, _, key = headers.get(b"authorization", b"").partition(b" ")
-        digest = sha256(key.strip()).digest()
-        fits = [hmac.compare_digest(digest, known) for known in self._keys]
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        fits = [hmac.compare_digest(_digest(key), known) for known in self._keys]
         if service.sign_in is not None:
-            cookies, given = sign_in.cookies_of(scope, sign_in.cookie_name(scope)), key.strip().decode("latin-1")
-            fits += [service.sign_in.knows(cookie, given) for cookie in cookies]
-        return any(fits) and kind.lower() == b"bearer"
+            cookies = sign_in.cookies_of(scope, sign_in.cookie_name(scope))
+            fits += [service.sign_in.knows(cookie, key.strip()) for cookie in cookies]
+        return any(fits) and kind.lower() == "bearer"
 
     def _too_large(self) -> APIError:
         return APIError(413, f"the body has more than {self._service.settings.max_body_bytes} bytes.",
                         code="body_too_large")  # fmt: skip
 
     async def _read(self, incoming: "_Body") -> bytes:
-        """The whole body.
+        """The complete body.
 
         Raises:
-            APIError: it is too large, or comes too slowly.
+            APIError: it is too large or comes too slowly.
         """
         service, settings = self._service, self._service.settings
         body = bytearray()
@@ -174,12 +169,12 @@ class Guard:
             service.bodies_bytes -= len(body)
         return bytes(body)
 
-    async def _discard(self, headers: dict[bytes, bytes], incoming: "_Body", answer: "_Answer") -> None:
-        """Read the rest of a refused body, so that the client gets to read the answer; or close after the answer."""
+    async def _discard(self, headers: Headers, incoming: "_Body", answer: "_Answer") -> None:
+        """Read the rest of a refused body, so that the client reads the answer; or close after the answer."""
         settings = self._service.settings
         left = settings.max_discarded_bytes
         answer.closes = True
-        if b"expect" in headers and not incoming.begun:  # it waits for a 100 before it sends
+        if "expect" in headers and not incoming.begun:  # the client waits for a 100
             return
         try:
             async with asyncio.timeout(min(settings.body_seconds, 5.0)):
@@ -192,7 +187,7 @@ class Guard:
         answer.closes = False
 
     async def _work(self, scope: Scope, receive: Receive, answer: "_Answer", body: bytes) -> None:
-        """Let the app answer, until the client is gone or the time is over."""
+        """Have the app answer until the client leaves or the time is over."""
         seconds = self._service.settings.request_seconds
         work: asyncio.Task[None] = asyncio.create_task(self._app(scope, _replay(body), answer))  # type: ignore[arg-type]
         watch = asyncio.create_task(_until_gone(receive))
@@ -212,37 +207,34 @@ class Guard:
             _raise_error(work)
 
 
-_KEPT_CLOSE = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
-"""Of an answer that says nothing else: no cache keeps it, and no browser takes it for another type."""
-
-
-def _has(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bool:
-    return any(found.lower() == name for found, _ in headers)
+def _digest(key: str) -> bytes:
+    return sha256(key.strip().encode("latin-1")).digest()
 
 
 class _Answer:
-    """`send`, with the state of the answer."""
+    """`send` with the state of the answer."""
 
     def __init__(self, send: Send, answered: Callable[[int], None]) -> None:
         self._send, self._answered = send, answered
         self.started = self.is_stream = self.closes = False
         self.status: int | None = None
-        """None: the client went away before there was an answer."""
+        """None: the client left before there was an answer."""
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.started = True
             self.status = message["status"]
             self._answered(message["status"])
-            headers = message.setdefault("headers", [])
-            self.is_stream = any(value.startswith(b"text/event-stream") for _, value in headers)
-            message["headers"] = headers = [*headers, *(pair for pair in _KEPT_CLOSE if not _has(headers, pair[0]))]
+            headers = MutableHeaders(scope=message)
+            self.is_stream = headers.get("content-type", "").startswith("text/event-stream")
+            headers.setdefault("cache-control", "no-store")
+            headers.setdefault("x-content-type-options", "nosniff")
             if self.closes:
-                message["headers"] = [*headers, (b"connection", b"close")]
+                headers["connection"] = "close"
         await self._send(message)
 
     async def end(self, error: APIError, event: Callable[[APIError], bytes]) -> None:
-        """Answer with an error; as an event where a stream has begun."""
+        """Answer with an error, as an event if a stream has begun."""
         if not self.started:
             raise error
         if self.is_stream:
@@ -250,17 +242,17 @@ class _Answer:
 
 
 class _Body:
-    """A request's body, as it comes."""
+    """A request's body as it comes."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self.begun = self.complete = False
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """What is still to come of it.
+        """The parts that are still to come.
 
         Raises:
-            _Gone: the client closes the connection before all of it has come.
+            _Gone: the client closes the connection before the end.
         """
         while not self.complete:
             self.begun = True
@@ -272,7 +264,7 @@ class _Body:
 
 
 def _raise_error(work: "asyncio.Task[None]") -> None:
-    """Raise the task's error, if any, as an `Exception`: a Rust library's panic is none, and has no handler."""
+    """Raise the task's error, if any, as an `Exception`: a panic of a Rust library is not one, and has no handler."""
     error = work.exception()
     if error is not None and not isinstance(error, Exception):
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
@@ -285,7 +277,7 @@ async def _until_gone(receive: Receive) -> None:
 
 
 def _replay(body: bytes) -> Receive:
-    """A `receive` that gives a body that was read, and then nothing more."""
+    """A `receive` that returns a body once, and then waits for ever."""
     given = False
 
     async def receive() -> Message:

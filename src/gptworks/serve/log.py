@@ -1,4 +1,4 @@
-"""The server's log: a line for each request, written by a thread of its own, so that a full pipe holds up nobody."""
+"""The server's log: a line for each request, written in its own thread, so that a full pipe delays no request."""
 
 import logging
 import queue
@@ -13,16 +13,16 @@ from starlette.types import Scope
 _REQUESTS = logging.getLogger("gptworks.requests")
 _ALL = logging.getLogger("gptworks")
 _MAX_LINES = 10_000
-"""That may wait to be written; those beyond are lost."""
+"""Most lines that wait to be written; further ones are lost."""
 _LAST_LINES_SECONDS = 2.0
-"""In which they may be written at the end; a reader who does not read is not waited for."""
+"""Time to write the waiting lines at the end."""
 
 
 def log_request(scope: Scope, status: int | None, seconds: float, n_tokens: int) -> None:
-    """One line: address, method, path, status, milliseconds, tokens read and written.
+    """Log one line: address, method, path, status, milliseconds, tokens read and written.
 
     Args:
-        status: None where the client went away without an answer; 499 is written, as nginx has it.
+        status: None if the client left without an answer; logged as nginx's 499.
     """
     if not _REQUESTS.isEnabledFor(logging.INFO):
         return
@@ -40,7 +40,7 @@ class _Lossy(QueueHandler):
 
 @contextmanager
 def logged_to_stderr() -> Iterator[None]:
-    """Write the log to standard error while the `with` lasts."""
+    """Write the log to standard error inside the `with` block."""
     lines: queue.Queue[logging.LogRecord | None] = queue.Queue(_MAX_LINES)
     handler, writer = _Lossy(lines), logging.StreamHandler(sys.stderr)
     writer.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))

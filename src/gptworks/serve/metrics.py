@@ -1,9 +1,10 @@
-"""/metrics: Prometheus text. Names and meanings are vLLM's (`vllm:…`), so that its dashboards need only another prefix.
+"""/metrics: Prometheus text. Names and meanings are vLLM's (`vllm:…`): its dashboards need only another prefix.
 
-Prometheus' request reads the counters of the engines; the times of requests are observed as they pass.
+The engines' counters are read when Prometheus asks; the times of requests are observed as they pass.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -24,17 +25,25 @@ _COUNTED: tuple[tuple[type[_Family], str, str, Callable[[Statistics], float]], .
      lambda s: s.slots_used / s.slots if s.slots else 0),
     (CounterMetricFamily, "prompt_tokens", "Tokens of prompts.", lambda s: s.prompt_tokens),
     (CounterMetricFamily, "generation_tokens", "Tokens generated.", lambda s: s.generated_tokens),
-    (CounterMetricFamily, "prefix_cache_queries", "Tokens of prompts that were looked for in slots.",
+    (CounterMetricFamily, "prefix_cache_queries", "Prompt tokens that were looked up in slots.",
      lambda s: s.prompt_tokens),
-    (CounterMetricFamily, "prefix_cache_hits", "Tokens of prompts that a slot held already.",
-     lambda s: s.reused_tokens),
+    (CounterMetricFamily, "prefix_cache_hits", "Prompt tokens that a slot already held.", lambda s: s.reused_tokens),
     (CounterMetricFamily, "spec_decode_num_draft_tokens", "Draft tokens.", lambda s: s.draft_tokens),
     (CounterMetricFamily, "spec_decode_num_accepted_tokens", "Draft tokens accepted.", lambda s: s.accepted_tokens),
-    (CounterMetricFamily, "requests_cancelled", "Requests whose client went away, or that took too long.",
+    (CounterMetricFamily, "requests_cancelled", "Requests whose client left, or that took too long.",
      lambda s: s.cancelled),
     (CounterMetricFamily, "requests_failed", "Requests that ended with an error.", lambda s: s.failed),
 )  # fmt: skip
-"""What an engine counts: the kind, the name, the help text, and the value."""
+"""An engine's counters: the kind, the name, the help text, and the value."""
+
+
+class ModelMetrics(NamedTuple):
+    """The observed metrics of one model."""
+
+    observe: Mapping[str, Callable[[float], None]]
+    """By the histogram's name."""
+    finished: Mapping[str, Callable[[], None]]
+    """Count a text by its finish reason."""
 
 
 class Metrics:
@@ -63,76 +72,64 @@ class Metrics:
             self._histograms[name] = Histogram(
                 f"gptworks:{name}", help_text, ["model_name"], buckets=buckets, registry=self._registry
             )
-        self._models: dict[str, ModelMetrics] = {}
+        self.of: dict[str, ModelMetrics] = {}
+        """By the model's name."""
 
     def add(self, model: str, statistics: Callable[[], Statistics]) -> None:
-        """A further model, with what counts for its engine."""
-        self._models[model] = ModelMetrics(model, self._histograms, self._finished)
+        """Report a further model."""
+        self.of[model] = ModelMetrics(
+            {kind: histogram.labels(model).observe for kind, histogram in self._histograms.items()},
+            {reason: self._finished.labels(model, reason).inc for reason in FINISHED},
+        )
         self._statistics[model] = statistics
 
     def remove(self, model: str) -> None:
-        """Report a model no longer."""
-        del self._models[model], self._statistics[model]
+        """Stop reporting a model."""
+        del self.of[model], self._statistics[model]
         for histogram in self._histograms.values():
             histogram.remove(model)
         for reason in FINISHED:
             self._finished.remove(model, reason)
 
-    def of(self, model: str) -> "ModelMetrics":
-        return self._models[model]
-
     def answered(self, status: int) -> None:
         self._responses.labels(str(status)).inc()
 
     def text(self) -> bytes:
-        """All of it, in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
-class ModelMetrics:
-    """The metrics that are observed for one model."""
-
-    def __init__(self, name: str, histograms: Mapping[str, Histogram], finished: Counter) -> None:
-        self._observe = {kind: histogram.labels(name).observe for kind, histogram in histograms.items()}
-        self._finished = {reason: finished.labels(name, reason) for reason in FINISHED}
-
-    def observe(self, kind: str, value: float) -> None:
-        self._observe[kind](value)
-
-    def finished(self, reason: str) -> None:
-        self._finished[reason].inc()
-
-
 class RequestClock:
-    """Observes the times of one request's texts, as their tokens come."""
+    """Observes the times of one request's texts as their tokens come."""
 
     def __init__(self, metrics: ModelMetrics, began: float) -> None:
         """
         Args:
-            began: when the request came, by `time.monotonic`.
+            began: time of the request's arrival, by `time.monotonic`.
         """
-        self._metrics, self._began = metrics, began
+        self._observe, self._finished = metrics
+        self._began = began
         self._last: dict[int, float] = {}
         self._first: dict[int, float] = {}
 
     def tick(self, now: float, text: int, request: Request, n_tokens: int, finish_reason: str | None) -> None:
-        """A piece of a text has come, by `time.monotonic`; n_tokens are there now."""
-        metrics = self._metrics
+        """A piece of a text, which has n_tokens now, came at `now`, by `time.monotonic`."""
+        observe = self._observe
         if text not in self._first:
             admitted = request.admitted_at or now
-            metrics.observe("time_to_first_token_seconds", now - self._began)
-            metrics.observe("request_queue_time_seconds", max(0.0, admitted - self._began))
-            metrics.observe("request_prefill_time_seconds", max(0.0, now - admitted))
-            metrics.observe("request_prompt_tokens", len(request.prompt_ids))
+            observe["time_to_first_token_seconds"](now - self._began)
+            observe["request_queue_time_seconds"](max(0.0, admitted - self._began))
+            observe["request_prefill_time_seconds"](max(0.0, now - admitted))
+            observe["request_prompt_tokens"](len(request.prompt_ids))
             self._first[text] = now
         else:
-            metrics.observe("inter_token_latency_seconds", now - self._last[text])
+            observe["inter_token_latency_seconds"](now - self._last[text])
         self._last[text] = now
         if finish_reason is not None:
-            metrics.observe("e2e_request_latency_seconds", now - self._began)
-            metrics.observe("request_decode_time_seconds", now - self._first[text])
-            metrics.observe("request_generation_tokens", n_tokens)
-            metrics.finished(finish_reason)
+            observe["e2e_request_latency_seconds"](now - self._began)
+            observe["request_decode_time_seconds"](now - self._first[text])
+            observe["request_generation_tokens"](n_tokens)
+            self._finished[finish_reason]()
 
 
 class _EngineCollector(Collector):

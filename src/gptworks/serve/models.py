@@ -1,4 +1,4 @@
-"""The models that are served: each an engine that steps in a thread of its own, under a name."""
+"""The served models: each has a name, and an engine that steps in its own thread."""
 
 import functools
 import re
@@ -21,7 +21,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 @dataclass
 class ServedModel:
-    """One model."""
+    """A model, its engine and its tokenizer."""
 
     name: str
     engine: Engine
@@ -31,7 +31,7 @@ class ServedModel:
 
     @functools.cached_property
     def reader(self) -> Backend:
-        """What computes embeddings, one text at a time; made by the first."""
+        """Computes embeddings, one text at a time; created at its first use."""
         return self.engine.reader()
 
     @property
@@ -40,8 +40,8 @@ class ServedModel:
         if self.engine.chat_template is None:
             raise APIError(
                 400,
-                f"{self.name} is a base model: its run has no chat template (tokenizer/chat_template.jinja), so it "
-                f"knows no turns. Use /v1/completions, or serve a model that was tuned on conversations.",
+                f"{self.name} is a base model: its run has no chat template (tokenizer/chat_template.jinja). "
+                f"Use /v1/completions, or serve a model that was tuned on conversations.",
                 param="messages",
                 code="no_chat_template",
             )
@@ -63,7 +63,7 @@ class Models:
         return iter(tuple(self._models.values()))
 
     def add(self, name: str, engine: Engine, settings: ServerSettings) -> ServedModel:
-        """A further model, whose loop does not run yet."""
+        """Add a model, whose loop does not run yet."""
         tokens = Tokens(engine.tokenizer, engine.context, settings)
         model = self._models[name] = ServedModel(name, engine, EngineLoop(engine), tokens)
         return model
@@ -72,10 +72,10 @@ class Models:
         return self._models.pop(name)
 
     def get(self, name: str | None) -> ServedModel:
-        """The model of that name; without one, the first.
+        """The model of that name; the first if there is no name.
 
         Raises:
-            APIError: there is none.
+            APIError: there is no such model.
         """
         model = next(iter(self), None) if name is None else self._models.get(name)
         if model is None:

@@ -1,7 +1,7 @@
-"""Requests and responses of OpenAI's API, and of vLLM's where OpenAI has none.
+"""Requests and responses of OpenAI's API, and of vLLM's if OpenAI has none.
 
-A field that is not listed is refused, not ignored. Every number and list has a bound. A response is dumped without the
-fields that were not set, so constants such as `object` are set like the rest.
+Unknown fields are refused, not ignored. Every number and list is bounded. Responses are dumped without unset fields, so
+constants such as `object` are set too.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -22,36 +22,31 @@ from gptworks.serve.settings import (
 )
 
 MAX_CHARACTERS = 1 << 24
-"""Of a text, whatever the server's limits on bytes are."""
+"""Longest text, whatever the server's limits on bytes."""
 MAX_TOKENS = 1 << 20
-"""The largest number of tokens a request may name; a model's context ends a text much earlier."""
+"""Largest number of tokens in a request; a model's context ends a text much earlier."""
 
 REFUSED = {
     "suffix": "text is only continued, not filled in",
-    "tools": "models here call no tools",
-    "tool_choice": "models here call no tools",
-    "parallel_tool_calls": "models here call no tools",
-    "functions": "models here call no functions",
-    "function_call": "models here call no functions",
-    "audio": "models here read and write text alone",
-    "modalities": "models here read and write text alone",
+    **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), "models here call no tools"),
+    **dict.fromkeys(("functions", "function_call"), "models here call no functions"),
+    **dict.fromkeys(("audio", "modalities"), "models here read and write only text"),
     "dimensions": "an embedding has the model's width",
     "use_beam_search": "the server samples",
-    "store": "the server stores nothing",
-    "metadata": "the server stores nothing",
-    "prediction": "the server takes no predicted text; --speculative N drafts by itself",
+    **dict.fromkeys(("store", "metadata"), "the server stores nothing"),
+    "prediction": "the server takes no predicted text; --speculative N drafts tokens",
     "reasoning_effort": "models here do not reason apart from their answer",
-    "service_tier": "there is one",
+    "service_tier": "there is only one",
     "verbosity": "models here write as they were trained",
     "web_search_options": "models here search nothing",
     "safety_identifier": "the server keeps no list of users",
-    "prompt_cache_key": "prompts that begin alike share what was computed by themselves",
+    "prompt_cache_key": "prompts with the same beginning share its computation automatically",
 }
 """Fields of OpenAI's API that are not supported, and why. They may be null."""
 
 
 class Wire(Bounded):
-    """A request, or a part of one. An error names one field: the answer is short, however long the body."""
+    """A request or a part of one. An error names only one field, so that the answer to a long body is short."""
 
     most_number = 2**53
     most_characters = MAX_CHARACTERS
@@ -63,9 +58,9 @@ class Wire(Bounded):
     def _refuse_unknown(cls, tree: Any) -> Any:
         if isinstance(tree, dict):
             known = [field.alias or name for name, field in cls.model_fields.items()]
-            unwanted = {name for name in REFUSED if name in tree and tree[name] is None}
-            unwanted |= {"store"} if tree.get("store") is False else set()
-            tree = {name: value for name, value in tree.items() if name not in unwanted}
+            empty = {"store"} if tree.get("store") is False else set()
+            empty |= {name for name in REFUSED if tree.get(name) is None}
+            tree = {name: value for name, value in tree.items() if name not in empty}
             for name in tree:
                 if name not in known:
                     near, short = nearest(name[:64], known), name[:64]
@@ -79,7 +74,7 @@ class Wire(Bounded):
 
 
 def _prompts(value: Any) -> list[str] | list[list[int]]:
-    """One text, several, a text's token ids, or several texts' ids: as a list of texts, or of ids."""
+    """A text, several texts, the token ids of a text or of several texts, as a list of texts or of ids."""
     if isinstance(value, str):
         return [_text(value)]
     if not isinstance(value, list) or not value:
@@ -197,7 +192,7 @@ class CompletionRequest(SamplingFields):
         if best_of < n:
             raise ValueError(f"best_of: {best_of} is below n={n}")
         if self.stream and best_of > n:
-            raise ValueError("best_of: not with stream: which are best is known at the end")
+            raise ValueError("best_of: not with stream: the best texts are known only at the end")
         return self
 
 
@@ -247,14 +242,14 @@ class TextPart(Wire):
 
 def _nothing(value: Any) -> None:
     if value:
-        raise ValueError("it is not supported: models here call nothing, and write text alone")
+        raise ValueError("it is not supported: models here call nothing and write only text")
 
 
 Nothing = Annotated[Any, AfterValidator(_nothing), WithJsonSchema({"type": "null"})]
 
 
 class ChatMessage(Wire):
-    """One turn. Clients that send an answer back also send its empty fields, which follow `name`."""
+    """A turn. Clients that send an answer back also send its empty fields: those after `name`."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
@@ -292,7 +287,7 @@ class ResponseFormat(Wire):
     @model_validator(mode="after")
     def _schema(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema: with the type json_schema, and only there")
+            raise ValueError("json_schema: required with the type json_schema, and allowed only with it")
         return self
 
 
@@ -309,7 +304,7 @@ class ChatRequest(SamplingFields):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs: true")
         if None not in (self.max_tokens, self.max_completion_tokens):
-            raise ValueError("max_tokens: it is the old name of max_completion_tokens; give one of them")
+            raise ValueError("max_tokens: it is the old name of max_completion_tokens; give only one")
         return self
 
 
@@ -400,7 +395,7 @@ class EmbeddingResponse(BaseModel):
 
 
 class TokenizeRequest(Wire):
-    """A text, or a conversation, as the model would read it."""
+    """A text, or a conversation as the model reads it."""
 
     model: ModelName | None = None
     prompt: str | None = None

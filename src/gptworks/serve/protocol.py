@@ -1,8 +1,7 @@
-"""uvicorn's HTTP protocol with bounds on what comes before a request is whole, and on readers that do not read.
+"""uvicorn's HTTP protocol with limits on incomplete requests, and on readers that do not read.
 
-A connection is ended where its headers are too many or take too long, where it sends much more than a body may have,
-or where it leaves what was written to it unread for too long. Where there are too many connections, the one that has
-waited longest without a request makes room.
+A connection ends if its headers are too long or take too long, if it sends much more than a body may have, or if its
+answers stay unread for too long. If there are too many connections, the one that is idle longest makes room.
 """
 
 import asyncio
@@ -18,19 +17,17 @@ from gptworks.serve.errors import APIError
 from gptworks.serve.settings import ServerSettings
 
 SWEEP_SECONDS = 0.5
-"""How often connections are looked at."""
-
+"""Between two checks of the connections."""
 
 KERNEL_BYTES = 1 << 17
-"""What the system keeps for a reader who is slow. By itself it would take megabytes for each."""
-
+"""Send buffer of a connection; the system's default takes megabytes for each slow reader."""
 
 _LOOKS = (0.02, 0.1)
-"""Seconds after which a client that sends no more is looked at; later by each sweep."""
+"""Seconds after which a client that sends no more is checked; after these, each sweep checks it."""
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection. `bounded_by` makes the class for a server's settings."""
+    """A connection. `bounded_by` makes the class for a server's settings."""
 
     settings: ServerSettings
 
@@ -52,7 +49,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if idle:
             min(idle, key=lambda pair: pair[0])[1].transport.abort()
         else:
-            self._refuse(APIError(503, "the server has as many connections as it may.", code="too_many_connections"))
+            self._refuse(APIError(503, "the server is at its limit of connections.", code="too_many_connections"))
 
     def data_received(self, data: bytes) -> None:
         if self._idle and self._waiting_since is None:
@@ -62,16 +59,16 @@ class GuardedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self.transport.is_closing():
             return
-        if self._in_headers and self._n_fed_bytes > self.settings.max_header_bytes:  # one header, not yet whole
+        if self._in_headers and self._n_fed_bytes > self.settings.max_header_bytes:  # an incomplete header
             self._refuse_headers()
         elif self._n_bytes > 2 * self.settings.max_discarded_bytes:
             self.transport.abort()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more. It may still read: an answer that is being made is sent, and then it ends.
+        """The client sends no more, but may still read: the current answer is sent, and then the connection ends.
 
-        A client that is gone altogether looks the same. It is found out by sending it something, to which its system
-        answers with a reset: `100 Continue`, which every client passes over.
+        A client that closed the connection looks the same. `100 Continue`, which clients ignore, shows the difference:
+        the system of a closed connection answers with a reset.
         """
         if self._idle or self.cycle.more_body or self.transport.is_closing():
             return False  # the transport closes
@@ -86,7 +83,7 @@ class GuardedProtocol(HttpToolsProtocol):
         return True
 
     def _leave_if_gone(self) -> None:
-        """Notice a reset, which is not reported while nothing is read or written."""
+        """Check for a reset, which is not reported while nothing is read or written."""
         socket_ = self.transport.get_extra_info("socket")
         with contextlib.suppress(OSError):
             if self._half_closed and socket_ is not None and socket_.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -108,7 +105,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def _count(self, n_bytes: int) -> None:
-        """Headers are counted as the parser reads them: all of a long one may come in one piece, with its end."""
+        """Count bytes of headers as the parser reads them: a long header may come in one piece, with its end."""
         self._n_header_bytes += n_bytes
         if self._n_header_bytes > self.settings.max_header_bytes:
             self._too_long = True
@@ -134,7 +131,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(len(name) + len(value) + len(": \r\n"))
-        if self._in_headers:  # after them come trailers, which nobody reads
+        if self._in_headers:  # trailers come later and are not used
             lower = name.lower()
             self._n_hosts += lower == b"host"
             if self._n_hosts > 1:
@@ -142,7 +139,7 @@ class GuardedProtocol(HttpToolsProtocol):
             if lower == b"transfer-encoding":
                 self._coding += b"," * bool(self._coding) + value.strip().lower()
                 if self._coding != b"chunked":
-                    raise ValueError("its transfer coding is not known here")  # answered with 501
+                    raise ValueError("its transfer coding is unknown")  # answered with 501
             super().on_header(name, value)
 
     def send_400_response(self, msg: str) -> None:
@@ -150,9 +147,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse_headers()
             return
         if self._coding not in (b"", b"chunked"):
-            self._refuse(APIError(501, "the only transfer coding here is chunked.", code="transfer_coding"))
+            self._refuse(APIError(501, "the only supported transfer coding is chunked.", code="transfer_coding"))
             return
-        self._refuse(APIError(400, f"this is not HTTP as it should be: {msg}", code="invalid_http"))
+        self._refuse(APIError(400, f"this is not valid HTTP: {msg}", code="invalid_http"))
 
     def _refuse_headers(self) -> None:
         most = self.settings.max_header_bytes
@@ -168,7 +165,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def sweep(self, now: float) -> None:
-        """End the connection where it is too slow, or its client gone."""
+        """End the connection if it is too slow or its client has gone."""
         self._leave_if_gone()
         settings = self.settings
         stuck = self.flow.write_paused or self.transport.is_closing()
@@ -184,7 +181,7 @@ def bounded_by(settings: ServerSettings) -> type[GuardedProtocol]:
 
 
 def sweep(connections: Iterable[Any]) -> None:
-    """End those of the connections that are too slow."""
+    """End the connections that are too slow."""
     now = time.monotonic()
     for connection in _guarded(connections):
         connection.sweep(now)

@@ -1,4 +1,4 @@
-"""Starting and ending: uvicorn with our protocol, and a drain between the first signal and the end."""
+"""Start and end: uvicorn with our protocol, and a drain between the first signal and the end."""
 
 import asyncio
 import contextlib
@@ -22,18 +22,18 @@ from gptworks.serve.settings import ServerSettings
 
 _TICKS_PER_SECOND = 10  # uvicorn's
 _CLOSING_SECONDS = 2
-"""For connections to be closed, at the end."""
+"""Time for connections to close at the end."""
 _SPARE_FILES = 128
-"""Open files for other things than connections."""
+"""Open files that are not connections."""
 _BACKLOG = 100
-"""Connections accepted at once, before any is looked at. They are open files too."""
+"""Connections accepted at once. They are open files too."""
 _FEWEST_FILES = 16
 _SHORT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Server(uvicorn.Server):
-    """Serves until a signal comes, or an engine is dead; then lets requests finish and refuses others, up to the time
-    for that. A second signal ends it at once."""
+    """Serves until a signal comes or an engine dies; then refuses new requests and lets the others finish within
+    `drain_seconds`. A second signal ends it at once."""
 
     def __init__(self, config: uvicorn.Config, service: Service, started: Callable[[int], None]) -> None:
         super().__init__(config)
@@ -49,24 +49,24 @@ class Server(uvicorn.Server):
         """Serve until the end.
 
         Raises:
-            RunError: an engine has failed, so that the server ended by itself.
+            RunError: the server ended because an engine failed.
         """
         super().run(sockets)
         if (failure := self._service.failure) is not None:
-            raise RunError(f"{failure}: the server has ended. The log above says how.")
+            raise RunError(f"{failure}: the server has ended. The log above has the error.")
 
     async def startup(self, sockets: Any = None) -> None:
         loop, said = asyncio.get_running_loop(), False
 
         def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-            """Log that files run out once: asyncio asks again, many times a second."""
+            """Log only once that files run out: asyncio tries again many times a second."""
             nonlocal said
             error = context.get("exception")
             if not isinstance(error, OSError) or error.errno not in _SHORT_OF_FILES:
                 loop.default_exception_handler(context)
             elif not said:
                 said = True
-                logging.getLogger("gptworks").error("no more connections are taken for now: %s", error.strerror)
+                logging.getLogger("gptworks").error("no connections are accepted for now: %s", error.strerror)
 
         loop.set_exception_handler(handle)
         await super().startup(sockets)
@@ -81,18 +81,18 @@ class Server(uvicorn.Server):
         if service.draining:
             self._drain_ends = self._drain_ends or now + service.settings.drain_seconds
             if now > self._drain_ends:
-                service.close()  # what still runs is answered with 503
+                service.close()  # unfinished requests are answered with 503
             if service.in_flight == 0 or now > self._drain_ends:
                 return True
         return await super().on_tick(counter)
 
 
 def make_server(app: FastAPI, host: str, port: int, started: Callable[[int], None] = lambda port: None) -> Server:
-    """A server of the app, to be run by its `run`.
+    """A server of the app, which its `run` starts.
 
     Args:
-        port: 0 takes a free one.
-        started: called with the port when the server listens.
+        port: 0 chooses a free one.
+        started: called with the port once the server listens.
     """
     service: Service = app.state.service
     settings: ServerSettings = service.settings
@@ -115,11 +115,11 @@ def make_server(app: FastAPI, host: str, port: int, started: Callable[[int], Non
 
 
 def _connections(most: int) -> tuple[int, int]:
-    """Connections that the limit of open files allows, at most `most`, and those that may be accepted at once. The
-    process' own limit is raised to what they need, where the system lets it.
+    """The number of connections that the limit of open files allows, at most `most`, and how many may be accepted at
+    once. The process's limit is raised as far as needed and allowed.
 
     Raises:
-        UserError: the limit is too low to serve anybody.
+        UserError: the limit is too low for any connection.
     """
     try:
         import resource

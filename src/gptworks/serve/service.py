@@ -1,4 +1,4 @@
-"""The state that the routes share: the models, the settings, the metrics, and the threads for long work."""
+"""The state that routes share: the models, the settings, the metrics, and the threads for slow work."""
 
 import time
 from collections import Counter
@@ -18,31 +18,31 @@ _NEED_NO_SLOT = 16
 
 
 class Service:
-    """A server's state. `start` and `close` frame its work."""
+    """A server's state, used between `start` and `close`."""
 
     def __init__(self, engines: Mapping[str, Engine], settings: ServerSettings) -> None:
         self.settings = settings
         self.models, self.metrics = Models(), Metrics()
         self.load: Callable[[str, Caller], Awaitable[ServedModel]] | None = None
-        """Makes a model of a name that is not among `models`, for as long as the caller is there; or an APIError."""
+        """Loads the model of a name for a caller, or raises an APIError; None: only `models` are served."""
         self.threads = ThreadPoolExecutor(2, "gptworks text")
-        """Tokenize and render templates."""
+        """They tokenize and render templates."""
         self.schema_threads = ThreadPoolExecutor(2, "gptworks schemas")
-        """Wait for schemas to be compiled; apart, so that no text waits for a schema."""
+        """They wait for schemas to be compiled; separate, so that no text waits for a schema."""
         self.embedding_thread = ThreadPoolExecutor(1, "gptworks embeddings")
         self.sign_in: SignIn | None = None
-        """Of a studio: every request needs a session of it, or an API key."""
+        """In a studio, every request needs a session of this, or an API key."""
         self.draining = False
-        """The server is about to end and accepts nothing new."""
+        """Whether the server is about to end and accepts no new requests."""
         self.in_flight = 0
-        """Requests that are not yet answered, without those to /health."""
+        """Unanswered requests, except those for /health."""
         self.n_working = 0
         """Requests in flight whose bodies are complete."""
         self.bodies_bytes = 0
         """Bytes of the bodies that are being read."""
         self.callers: set[Caller] = set()
         self.schemas: Counter[str] = Counter()
-        """Schemas that are compiled or wait to be, for each client."""
+        """Schemas that are being compiled or wait, for each client."""
         self.n_answered = 0
         self._began = time.monotonic()
         self._texts: Counter[str] = Counter()
@@ -59,7 +59,7 @@ class Service:
             model.loop.start()
 
     def add(self, name: str, engine: Engine) -> ServedModel:
-        """Serve a further model."""
+        """Serve one more model."""
         engine.max_waiting = self.settings.max_waiting
         model = self.models.add(name, engine, self.settings)
         self.metrics.add(name, engine.statistics)
@@ -68,13 +68,13 @@ class Service:
         return model
 
     def remove(self, name: str) -> None:
-        """Serve a model no longer. Takes as long as what still runs: call it in a thread."""
+        """Stop serving a model, after its unfinished texts; slow."""
         model = self.models.remove(name)
         model.loop.close()
         self.metrics.remove(name)
 
     async def model(self, name: str | None, caller: Caller) -> ServedModel:
-        """The model that a caller names; see `Models.get`."""
+        """The model of that name; see `Models.get`."""
         if self.load is not None and name is not None:
             return await self.load(name, caller)
         return self.models.get(name)
@@ -90,11 +90,11 @@ class Service:
 
     @property
     def max_texts_each(self) -> int:
-        """Texts that one client may have running or waiting."""
+        """Texts of one client that may run or wait."""
         return max(1, round(self.settings.client_share * self.max_texts))
 
     def close(self) -> None:
-        """End what still runs; its readers get a RunError."""
+        """End all texts; their readers get a RunError."""
         self.runs = False
         for model in self.models:
             model.loop.close(drain=False)
@@ -104,7 +104,7 @@ class Service:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def leave(self, caller: Caller) -> None:
-        """A request is answered, or its client is gone: free what it held."""
+        """Free what a request held, after it is answered or its client has left."""
         caller.abandon()
         for call in caller.on_leave:
             call()
@@ -119,16 +119,16 @@ class Service:
         caller.watches = False
 
     def watch(self, caller: Caller) -> None:
-        """Let a request be a stream that watches, for as long as its client likes: it no longer counts as work.
+        """Make a request a stream that watches, without a time limit: it no longer counts as work.
 
         Raises:
-            APIError: there are too many of them, of this client or of all.
+            APIError: this client or all clients have too many.
         """
-        n, most = self._watching[caller.client], MAX_WATCHING_EACH
-        if n >= most or self._watching.total() >= MAX_WATCHING:
+        n, n_all = self._watching[caller.client], self._watching.total()
+        if n >= MAX_WATCHING_EACH or n_all >= MAX_WATCHING:
             raise APIError(
-                429, f"{self._watching.total()} pages are kept up to date, {n} of this client, of {MAX_WATCHING} and "
-                f"{most} that may be: close one.", code="too_many_pages",
+                429, f"{n_all} pages are kept up to date, {n} of this client; at most {MAX_WATCHING} and "
+                f"{MAX_WATCHING_EACH} can be: close one.", code="too_many_pages",
             )  # fmt: skip
         self._watching[caller.client] += 1
         self.n_working -= caller.works
@@ -138,27 +138,20 @@ class Service:
         """Count a request's texts, and the numbers of their log-probabilities, for its client, until `leave`.
 
         Raises:
-            APIError: the client has as many as it may, or all clients together have.
+            APIError: the client or all clients together would have too many.
         """
         held, each = self._texts[caller.client], self.max_texts_each
-        if n_texts > each:
-            raise APIError(
-                400, f"{n_texts} texts in one request, and one client may have {each} at once.", code="client_share"
-            )
         if held + n_texts > each:
-            raise APIError(
-                429,
-                f"{held} texts of this client are being worked on, and one client may have {each}: wait for some to "
-                f"end.",
-                code="client_share",
-            )
+            found = f"{n_texts} texts in one request" if n_texts > each else f"this client has {held} unfinished texts"
+            raise APIError(400 if n_texts > each else 429, f"{found}; a client may have {each} at once.",
+                           code="client_share")  # fmt: skip
         most = self.settings.max_logprob_numbers
         for there, limit in (
             (self._numbers[caller.client], int(self.settings.client_share * most)), (self._numbers.total(), most)
         ):  # fmt: skip
             if there and there + n_numbers > limit:
                 raise APIError(
-                    429, f"{there} log-probabilities are held for other answers, and {limit} may be: try again later.",
+                    429, f"other answers hold {there} log-probabilities, of at most {limit}: try again later.",
                     code="too_many_logprobs",
                 )  # fmt: skip
         self._texts[caller.client] += n_texts
@@ -167,16 +160,15 @@ class Service:
         caller.n_numbers += n_numbers
 
     def summary(self) -> str:
-        """What has been served so far, in a line."""
+        """The number of requests and tokens so far, in a line."""
         found = [model.engine.statistics() for model in self.models]
         n_tokens = sum(one.prompt_tokens + one.generated_tokens for one in found)
-        return (
-            f"served {self.n_answered:,} requests and {n_tokens:,} tokens in {time.monotonic() - self._began:,.0f} s."
-        )
+        seconds = time.monotonic() - self._began
+        return f"served {self.n_answered:,} requests and {n_tokens:,} tokens in {seconds:,.0f} s."
 
     @property
     def failure(self) -> str | None:
-        """Which engine is dead, and of what kind of error, where one is: then nothing new is accepted."""
+        """Name and kind of error of a dead engine, if there is one: then no new request is accepted."""
         for model in self.models:
             if (failure := model.loop.check()) is not None:
                 return f"the engine of {model.name} has failed ({failure.kind})"

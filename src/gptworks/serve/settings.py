@@ -1,4 +1,4 @@
-"""Every bound of the server: what a client may send, and how long things may take."""
+"""The server's limits: sizes of requests, and times."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,11 @@ MAX_N = 32
 MAX_PROMPTS = 64
 """Prompts of one request."""
 MAX_TEXTS = 128
-"""Of one request: prompts times continuations. Each has its own copy of its prompt from the beginning."""
+"""Texts of one request: prompts times continuations. Each has its own copy of its prompt from the beginning."""
 MAX_LOGPROB_NUMBERS = 1 << 20
-"""Numbers in an answer with log-probabilities: tokens times (1 + alternatives). The answer is held in memory: about 220
-bytes for each."""
+"""Numbers in an answer with log-probabilities: tokens times (1 + alternatives). One takes about 220 bytes of memory."""
 MAX_WATCHING, MAX_WATCHING_EACH = 64, 32
-"""Streams that tell of changes for as long as a page is open: of all clients, and of one."""
+"""Streams that report changes as long as a page is open: of all clients, and of one."""
 MAX_MESSAGES = 1024
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -27,52 +26,51 @@ MAX_SCHEMA_BYTES = 1 << 16
 class ServerSettings:
     """
     Raises:
-        UserError: a number that is not above 0, or is absurdly large; or an API key that no header can carry.
+        UserError: a number is not above 0 or is absurdly large, or a header cannot carry an API key.
     """
 
     api_keys: tuple[str, ...] = ()
-    """One of these is needed for everything but /health and /openapi.json. None: no key is."""
+    """Every request but those for /health and /openapi.json needs one of these. Empty: none is needed."""
     cors_origins: tuple[str, ...] = ()
-    """Web pages from these origins may call the server. None: none may."""
+    """Origins whose web pages may call the server."""
     local_names_only: bool = True
-    """Answer only requests that name this machine as their host: a page whose name was made to lead here, after it was
-    loaded (DNS rebinding), names another. For a loopback address without API keys."""
+    """Answer only requests whose Host is a name of this machine. A page whose name was pointed here after it was loaded
+    (DNS rebinding) sends another Host. For a loopback address without API keys."""
     max_waiting: int = 128
-    """Texts that may wait for a slot, for each model; the next is answered with 429."""
+    """Texts that may wait for a slot of a model; the next is answered with 429."""
     max_logprob_numbers: int = 1 << 21
-    """Numbers in all answers with log-probabilities that are being made; see MAX_LOGPROB_NUMBERS."""
+    """Numbers of log-probabilities in all unfinished answers; see MAX_LOGPROB_NUMBERS."""
     client_share: float = 0.8
-    """Of the slots and places to wait, and of `max_logprob_numbers`: the most that the texts of one client may hold, so
-    that others are served too. A client is an API key, or an address where no keys are needed. 1: no bound, for use
-    behind a proxy."""
+    """Largest share of the slots, the waiting places and `max_logprob_numbers` that one client may hold. A client is an
+    API key, or an address if no keys are needed. 1: no limit, for use behind a proxy."""
     max_schemas: int = 16
     """Schemas that may wait to be compiled, two at a time; the next is answered with 429."""
     max_schemas_each: int = 4
-    """Of these, those of one client."""
+    """Schemas of one client among these."""
     max_body_bytes: int = 1 << 20
     max_prompt_bytes: int = 1 << 18
-    """Bytes of one prompt's text. It is checked before the text is tokenized."""
+    """Bytes of a prompt's text, checked before it is tokenized."""
     max_bodies_bytes: int = 1 << 26
     """Bytes of all bodies that are being read."""
     max_header_bytes: int = 1 << 15
     """Bytes of a request's first line and headers."""
     max_discarded_bytes: int = 1 << 24
-    """Bytes of a refused body that are read and forgotten, so that the client gets to read the answer."""
+    """Bytes of a refused body that are read and dropped, so that the client reads the answer."""
     max_connections: int = 1024
     max_pipelined: int = 8
     """Requests that a connection may send ahead of their answers."""
     max_unread_pieces: int = 1024
-    """Tokens that may wait for a reader who is slow; with more, the request is cancelled."""
+    """Tokens that may wait for a slow reader; with more, the request is cancelled."""
     header_seconds: float = 10.0
-    """Time in which a request's headers must come."""
+    """Time for a request's headers to arrive."""
     body_seconds: float = 20.0
     request_seconds: float = 600.0
     """Time from a request's last byte to the end of its answer."""
     stall_seconds: float = 20.0
-    """Time for which a reader may leave the connection full."""
+    """Time that a reader may leave the connection full."""
     keep_alive_seconds: int = 15
     drain_seconds: float = 30.0
-    """After SIGTERM, time in which requests may finish."""
+    """Time for requests to finish after SIGTERM."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -80,9 +78,9 @@ class ServerSettings:
             if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value <= most:
                 raise UserError(f"{name}={value}: it must be above 0 and at most {most:,}.")
         if self.client_share > 1:
-            raise UserError(f"client_share={self.client_share}: it must be at most 1, which is all places.")
+            raise UserError(f"client_share={self.client_share}: it must be at most 1, which means no limit.")
         for key in self.api_keys:
             if not key or not key.isascii() or not key.isprintable() or " " in key:
                 raise UserError(
-                    "an API key is empty or has characters that a header cannot carry: use letters, digits, - _"
+                    "an API key is empty or has characters that a header cannot carry: use letters, digits, - and _"
                 )

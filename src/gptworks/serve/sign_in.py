@@ -1,38 +1,41 @@
-"""Who may use the page: a one-time code, which only its owner sees, is exchanged for a session.
+"""Access to the page: a one-time code, which only its owner sees, is exchanged for a session.
 
-A session is two random values, and both are needed. The cookie is hidden from scripts; but browsers send cookies to
-every port of a host, so to servers of other users of this machine too. The key is kept by the page's own scripts, for
-this address and port only.
+A session has two random values, and a request needs both. The cookie is hidden from scripts, but browsers send it to
+every port of the host, so also to servers of other users of this machine. The page's own scripts keep the key, for this
+address and port only.
 """
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from hashlib import sha256
 from hmac import compare_digest
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
 
 MOST = 64
-"""Codes that wait, and sessions; the oldest ones go first."""
+"""Most unused codes, and most sessions; the oldest are dropped."""
 PATH = "/studio/sign-in"
 _MOST_COOKIES = 200
-"""More than a browser keeps of a host."""
+"""More than a browser keeps for a host."""
 
 
 class Session(NamedTuple):
-    """What a browser gets for a code."""
+    """The two values that a browser gets for a code."""
 
     cookie: str
     key: str
 
 
 class SignIn:
-    """Codes and sessions, in memory only. From any thread."""
+    """Codes and sessions, in memory only. Thread-safe."""
 
     def __init__(self) -> None:
         self.on_exchange: Callable[[str], None] = lambda code: None
         """Called with each code that was used."""
         self._codes: dict[bytes, str] = {}
-        self._sessions: dict[bytes, bytes] = {}  # digests of cookies, and those of their keys
+        self._sessions: dict[bytes, bytes] = {}  # the digest of a cookie to that of its key
 
     def code(self) -> str:
         """A new code, for one browser."""
@@ -42,7 +45,7 @@ class SignIn:
         return code
 
     def exchange(self, code: str) -> Session | None:
-        """A session for a code, which is used up; None: there is no such code, or it was used."""
+        """A session for a code, which is used up; None if there is no such code or it was used."""
         known = self._codes.pop(_digest(code), None)
         if known is None:
             return None
@@ -53,22 +56,22 @@ class SignIn:
         return session
 
     def knows(self, cookie: str, key: str) -> bool:
-        """Whether the two are those of one session."""
+        """Whether the two belong to one session."""
         expected = self._sessions.get(_digest(cookie))
         return expected is not None and compare_digest(expected, _digest(key))
 
 
-def cookie_name(scope: Mapping[str, Any]) -> str:
-    """Of the session of a request's address: pages at several ports of a host share its cookies. The port is the one
-    that the browser names, which may be forwarded to another."""
-    host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+def cookie_name(scope: Scope) -> str:
+    """The cookie's name for a request's address: pages at several ports of a host share its cookies. The port is the
+    one in the browser's address, which may be forwarded to another."""
+    host = Headers(scope=scope).get("host", "")
     port = host.rpartition(":")[2] if ":" in host and not host.endswith("]") else "80"
     return f"gptworks-{port if port.isdecimal() and port.isascii() else (scope.get('server') or ('', 0))[1]}"
 
 
-def cookies_of(scope: Mapping[str, Any], name: str) -> list[str]:
-    """The values of a request's cookies of this name. Another server of the host may have set some, for a path."""
-    lines = [value.decode("latin-1") for key, value in scope["headers"] if key == b"cookie"]
+def cookies_of(scope: Scope, name: str) -> list[str]:
+    """The values of a request's cookies of this name: another server of the host may have set some for a path."""
+    lines = Headers(scope=scope).getlist("cookie")
     pairs = [part.strip().partition("=") for line in lines for part in line.split(";")]
     return [value for found, _, value in pairs if found == name][:_MOST_COOKIES]
 

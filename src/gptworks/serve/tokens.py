@@ -1,4 +1,4 @@
-"""Text to token ids and back, in a thread: a long prompt must not hold up other requests."""
+"""Text to token ids and back, in a thread, so that a long prompt does not delay other requests."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -13,7 +13,7 @@ from gptworks.tokenizer import StreamDecoder, prompt_ids, token_bytes, vocabular
 
 
 class Tokens:
-    """A model's tokenizer, for requests, which are bounded first."""
+    """A model's tokenizer for requests, whose texts are bounded first."""
 
     def __init__(self, tokenizer: Tokenizer, context: int, settings: ServerSettings) -> None:
         """
@@ -25,17 +25,17 @@ class Tokens:
         sizes = token_bytes(tokenizer)
         fitting = settings.max_prompt_bytes if sizes is None else context * max(1, *sizes)
         self.max_bytes = min(settings.max_prompt_bytes, fitting)
-        """Bytes of text; more cannot be few enough tokens, or is more than the server reads."""
+        """Longest text: a longer one has too many tokens for the context, or is above the server's limit."""
 
     def read(self, prompt: str | list[int], param: str) -> list[int]:
         """The ids of a prompt that is text or ids; see `encode` and `check`."""
         return self.encode(prompt, param) if isinstance(prompt, str) else self.check(prompt, param)
 
     def encode(self, text: str, param: str) -> list[int]:
-        """The ids of a prompt, as `Engine.encode_prompt` gives them, without its warnings. Call it in a thread.
+        """The ids of a prompt, as `Engine.encode_prompt` gives them, without its warnings; slow.
 
         Raises:
-            APIError: the text is too long, or has no tokens.
+            APIError: the text is too long or has no tokens.
             UserError: the tokenizer cannot read it.
         """
         self.check_bytes(len(text.encode()), param)
@@ -43,11 +43,11 @@ class Tokens:
         if text and len(ids) == len(special.before) + len(special.after):
             raise invalid(param, "it has no token that this model's tokenizer knows.")
         if not ids:
-            raise invalid(param, "it is empty, and this model has no token to begin a text.")
+            raise invalid(param, "it is empty, and this model has no token that begins a text.")
         return self.check(ids, param)
 
     def check_bytes(self, n_bytes: int, param: str) -> None:
-        """Raises an APIError if a text of so many bytes is too long."""
+        """Raises an APIError if a text of this many bytes is too long."""
         if n_bytes > self.max_bytes:
             raise invalid(
                 param,
@@ -57,7 +57,7 @@ class Tokens:
             )
 
     def check(self, ids: list[int], param: str) -> list[int]:
-        """The ids, if the model can read them.
+        """The ids.
 
         Raises:
             APIError: there are too many, or one is not in the vocabulary.
@@ -71,12 +71,12 @@ class Tokens:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens, as it is streamed."""
+        """The text without special tokens, as it is streamed."""
         decoder = StreamDecoder(self.tokenizer)
         return "".join([*map(decoder.push, ids), decoder.flush()])
 
     def spell(self, token: int) -> tuple[str, list[int] | None]:
-        """A token by itself: a text that no other token has, and its bytes where it has bytes of its own."""
+        """A token by itself: a text that no other token has, and its bytes, if it has any."""
         return self._speller.spell(token)
 
     @cached_property

@@ -83,7 +83,9 @@ function Moments({ answer }) {
       html`<p class="model-change">${
         answer.relative_change == null
           ? `Its norm at step ${count(all[1].step)} is zero or not finite, so that the change is not measured by it.`
-          : `The difference has ${figure(answer.relative_change)} times the norm of step ${count(all[1].step)}.`
+          : `The norm of the difference is ${figure(answer.relative_change)} times the norm at step ${count(
+              all[1].step,
+            )}.`
       }</p>`
     }`;
 }
