@@ -94,7 +94,7 @@ def test_a_run_leads_to_the_other_parts(page: Any, studio: Studio) -> None:
         page.get_by_label("Other parts with group/tuned").get_by_role("link", name=name, exact=True).click()
         assert set(page.evaluate("chosen")) == {"group/tuned"}, "not even for one frame is there another run"
     visit(page, "#/runs/group/tuned")
-    page.get_by_role("link", name="Fork or go on").click()
+    page.get_by_role("link", name="Fork or resume").click()
     page.get_by_role("button", name="Fork it").wait_for()
     assert page.get_by_role("button", name="Fork it").get_attribute("aria-pressed") == "true"
     assert page.get_by_label("Begin from").input_value() == "run group/tuned"

@@ -92,7 +92,7 @@ def test_a_run_is_changed_started_stopped_and_resumed(page: Any, runs: Studio) -
     assert "stopped by SIGTERM" in process(page, "mine").inner_text()
 
     page.get_by_label("Begin from").select_option(label="old")
-    page.get_by_role("button", name="Go on with it").click()
+    page.get_by_role("button", name="Resume it").click()
     page.get_by_role("alert").get_by_text("Checkpoint 8 is the last of max_steps=8: raise train.max_steps.").wait_for()
     field(page, "train.learning_rate").fill("0.004")
     page.get_by_text("the run folder records the change").wait_for()
@@ -104,7 +104,7 @@ def test_a_run_is_changed_started_stopped_and_resumed(page: Any, runs: Studio) -
     page.get_by_label("Show all").uncheck()
     field(page, "train.max_steps").fill("12")
     page.locator(".start-changes", has_text="8 → 12").wait_for()
-    page.get_by_role("button", name="Go on", exact=True).click()
+    page.get_by_role("button", name="Resume", exact=True).click()
     process(page, "old").get_by_text("ended", exact=True).wait_for()
     assert load_recipe(runs.runs / "old").train.max_steps == 12
     assert read_history(runs.runs / "old").changes[0].settings["train.learning_rate"] == [0.003, 0.004]
@@ -277,7 +277,7 @@ def test_axe_finds_nothing_and_every_width_fits(new_page: Callable[..., Any], ru
             places = [page.get_by_label("Name"), page.get_by_role("button", name="Fork", exact=True)]
             middles = [box["y"] + box["height"] / 2 for box in (one.bounding_box() for one in places)]
             assert abs(middles[0] - middles[1]) < 2, "the button is in the row of its name"
-        page.get_by_role("button", name="Go on with it").click()
+        page.get_by_role("button", name="Resume it").click()
         field(page, "train.max_steps").fill("20")
         page.locator(".start-changes").wait_for()
         planned(page)

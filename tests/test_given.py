@@ -50,7 +50,7 @@ def test_a_pipe_is_read_to_its_end_and_more_than_once() -> None:
 
 
 def test_a_pipe_that_gives_too_much_is_left_at_the_bound() -> None:
-    with piped(b"y\n" * 1_000_000) as path, pytest.raises(UserError, match=r"/dev/fd/\d+ gives more than 1000 bytes"):
+    with piped(b"y\n" * 1_000_000) as path, pytest.raises(UserError, match=r"/dev/fd/\d+ has more than 1000 bytes"):
         read_given(path, 1000)
 
 

@@ -25,8 +25,8 @@ from gptworks.infer.engine import Engine, load
 from gptworks.recipe import parse_recipe
 from gptworks.serve.settings import ServerSettings
 from gptworks.studio import loaded
+from gptworks.studio.answers import as_json
 from gptworks.studio.app import create_served, create_studio
-from gptworks.studio.state import uncached
 from gptworks.training.loop import train
 from gptworks.training.run_folder import is_in_use
 from histories import training
@@ -556,4 +556,4 @@ def test_a_list_that_leaves_runs_out_says_so(runs: Path) -> None:
 
 def test_a_number_that_is_not_finite_is_null() -> None:
     tree = {"a": [1.5, math.nan, (math.inf,)], "b": {"c": -math.inf}, "d": "nan"}
-    assert json.loads(uncached(tree).body) == {"a": [1.5, None, [None]], "b": {"c": None}, "d": "nan"}
+    assert json.loads(as_json(tree).body) == {"a": [1.5, None, [None]], "b": {"c": None}, "d": "nan"}

@@ -218,8 +218,8 @@ def test_a_recipe_reads_and_writes_nothing_outside_and_runs_no_code(http: httpx.
     ("url", "words"),
     [
         ("file:///etc/passwd", "only https"), ("http://127.0.0.1:1/a", "only https"), ("data:,a", "only https"),
-        ("https://127.0.0.1/a", "of this machine"), ("https://[::ffff:10.0.0.1]/a", "of this machine"),
-        ("https://169.254.169.254/latest", "of this machine"), ("https://localhost:8080/a", "of this machine"),
+        ("https://127.0.0.1/a", "this machine or its network"), ("https://[::ffff:10.0.0.1]/a", "this machine or its network"),
+        ("https://169.254.169.254/latest", "this machine or its network"), ("https://localhost:8080/a", "this machine or its network"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("where", ["sources", "mixture"])
@@ -272,7 +272,7 @@ def test_a_hostile_recipe_is_answered_within_limits(
     http: httpx.Client, studio: Studio, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked(http, "")
-    monkeypatch.setattr(studio.app.state.starting.children, "limits", Limits(seconds=0.8, n_bytes=1 << 30))
+    monkeypatch.setattr(studio.app.state.studio.checks.children, "limits", Limits(seconds=0.8, n_bytes=1 << 30))
     found = http.post("/studio/start/check", json={"text": text})
     assert found.status_code == 400 or found.json()["problems"] or found.json()["defaults"]
     assert http.post("/studio/start/plan", json={"text": text}).status_code == 400

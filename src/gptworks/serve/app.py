@@ -14,7 +14,6 @@ from gptworks import __version__
 from gptworks.infer.engine import Engine
 from gptworks.serve import documents, errors, openai
 from gptworks.serve.answer import Answer
-from gptworks.serve.caller import Caller
 from gptworks.serve.chat import begin_chat, conversation_ids
 from gptworks.serve.completions import begin_completions
 from gptworks.serve.documents import takes
@@ -22,7 +21,7 @@ from gptworks.serve.embeddings import embeddings
 from gptworks.serve.errors import APIError
 from gptworks.serve.events import EventStream
 from gptworks.serve.guard import Guard
-from gptworks.serve.service import Service
+from gptworks.serve.service import Caller, Service
 from gptworks.serve.settings import ServerSettings
 
 _Wire = TypeVar("_Wire", bound=openai.Wire)

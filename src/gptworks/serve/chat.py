@@ -6,11 +6,10 @@ from gptworks.confined import Task
 from gptworks.errors import UserError
 from gptworks.serve import openai
 from gptworks.serve.answer import Answer, sampling_settings
-from gptworks.serve.caller import Caller
 from gptworks.serve.errors import invalid
 from gptworks.serve.generate import Delta, Entry, Order, Prompt, begin
 from gptworks.serve.models import ServedModel
-from gptworks.serve.service import Service
+from gptworks.serve.service import Caller, Service
 from gptworks.serve.settings import MAX_SCHEMA_BYTES
 
 

@@ -4,9 +4,8 @@ from typing import Any
 
 from gptworks.serve import openai
 from gptworks.serve.answer import Answer, sampling_settings
-from gptworks.serve.caller import Caller
 from gptworks.serve.generate import Choice, Delta, Entry, Order, Prompt, begin
-from gptworks.serve.service import Service
+from gptworks.serve.service import Caller, Service
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for completions."""

@@ -9,8 +9,7 @@ import torch
 from gptworks.errors import RunError
 from gptworks.infer.backends.backend import Backend
 from gptworks.serve import openai
-from gptworks.serve.caller import Caller
-from gptworks.serve.service import Service
+from gptworks.serve.service import Caller, Service
 
 
 def embed(reader: Backend, ids: list[int]) -> list[float]:

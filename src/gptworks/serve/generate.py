@@ -18,11 +18,10 @@ from gptworks.infer.request import Request
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.text import DECODER_CONTEXT_TOKENS, Piece
 from gptworks.serve import openai
-from gptworks.serve.caller import Caller
 from gptworks.serve.errors import APIError, invalid
 from gptworks.serve.metrics import ModelMetrics, RequestClock
 from gptworks.serve.models import ServedModel
-from gptworks.serve.service import Service
+from gptworks.serve.service import Caller, Service
 from gptworks.serve.settings import MAX_LOGPROB_NUMBERS, MAX_TEXTS
 from gptworks.serve.tokens import Tokens
 from gptworks.tokenizer import StreamDecoder

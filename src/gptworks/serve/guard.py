@@ -15,10 +15,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gptworks.serve import sign_in
-from gptworks.serve.caller import Caller
 from gptworks.serve.errors import ENGINE_FAILED, APIError
 from gptworks.serve.log import log_request
-from gptworks.serve.service import Service
+from gptworks.serve.service import Caller, Service
 
 OPEN_PATHS = ("/", "/health", "/openapi.json")
 STATIC = "/static/"

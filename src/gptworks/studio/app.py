@@ -12,9 +12,11 @@ from gptworks.serve.app import create_app
 from gptworks.serve.settings import ServerSettings
 from gptworks.serve.sign_in import SignIn
 from gptworks.studio import data, model, page, play, read, runs, start, tries
+from gptworks.studio.feed import Feed
 from gptworks.studio.library import Library
 from gptworks.studio.loaded import Engines
-from gptworks.studio.state import Studio
+from gptworks.studio.processes import Processes
+from gptworks.studio.state import Served, Studio
 
 ROUTERS = [one.router for one in (play, runs, read, data, model, start, tries)]
 PARTS = ("play", "runs", "read", "time", "data", "model", "start")
@@ -48,13 +50,12 @@ def create_studio(
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder. Give run folders, or a folder of them: gptworks studio runs.")
     app = create_app({}, settings, routers=[page.router, *ROUTERS, start.actions], home=page.home)
-    app.state.service.sign_in = SignIn()
-    library = Library(folders)
-    engines = Engines(app.state.service, library, device=device, backend=backend, max_idle_bytes=max_idle_bytes)
-    app.state.service.load = engines.by_name
-    app.state.studio = Studio(
-        app.state.service, library, engines, parts=PARTS, read_only=read_only, runs_at_once=runs_at_once
-    )
+    service, library = app.state.service, Library(folders)
+    engines = Engines(service, library, device=device, backend=backend, max_idle_bytes=max_idle_bytes)
+    service.sign_in, service.load = SignIn(), engines.by_name
+    feed, processes = Feed(library), Processes(runs_at_once)
+    app.state.studio = Studio(service, library, engines, feed, processes, PARTS, read_only)
+    app.state.tries = tries.Tries(feed)
     return app
 
 
@@ -67,5 +68,5 @@ def create_served(
         runs: the run folders of the models.
     """
     app = create_app(engines, settings, routers=[page.router, play.router], home=page.home)
-    app.state.studio = Studio(app.state.service, served_runs=runs)
+    app.state.studio = Served(app.state.service, runs or {})
     return app

@@ -2,14 +2,16 @@
 The recipe's own parser and `gptworks plan` give the answers.
 """
 
+import asyncio
 import contextlib
 import glob
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
@@ -19,6 +21,7 @@ from gptworks.chat_template import BUILT_IN
 from gptworks.config import FileTokenizer, Recipe, settings
 from gptworks.config.base import Place
 from gptworks.config.explain import faults, sections_at
+from gptworks.confined import Abandoned, Confined, Exceeded, Limits, Refused, Task
 from gptworks.confined.child import Answer, serve
 from gptworks.describe.plan_tables import plan_json, tables
 from gptworks.errors import UserError
@@ -32,6 +35,49 @@ from gptworks.yaml_files import MAX_BYTES, compose_yaml, parse_yaml
 
 Tree = dict[str, Any]
 _UNMEASURED = "the run shows this machine's speed once it trains"
+_LIMITS = Limits(seconds=8.0, n_bytes=3 << 30)
+_WAIT_SECONDS = 30.0
+_GRACE_SECONDS = 1.0
+"""Time that an abandoned question gets to finish, so that its process can answer the next one."""
+_Result = TypeVar("_Result")
+
+
+class Checks:
+    """Asks the process that checks."""
+
+    def __init__(self) -> None:
+        setup_limits = Limits(seconds=60, n_bytes=3 << 30)
+        self.children = Confined(
+            "gptworks.studio.checking", None, _LIMITS, setup_limits=setup_limits, keep_bytes=1 << 30
+        )
+        self._threads = ThreadPoolExecutor(4, "gptworks start")
+
+    async def ask(self, question: Tree) -> Tree:
+        """The answer of `check` or `plan`.
+
+        Raises:
+            UserError: it refuses, or a limit is reached.
+        """
+        task, loop = Task(), asyncio.get_running_loop()
+        work = loop.run_in_executor(self._threads, lambda: self.children.ask(question, task))
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved even if no one waits
+        try:
+            answer: Tree = await asyncio.wait_for(asyncio.shield(work), _WAIT_SECONDS)
+            return answer
+        except Refused as error:
+            raise UserError(str(error)) from None
+        except Exceeded as error:
+            reason = str(error)
+        except (TimeoutError, Abandoned):
+            task.abandon()
+            reason = f"it takes more than {_WAIT_SECONDS:g} seconds."
+        except asyncio.CancelledError:
+            loop.call_later(_GRACE_SECONDS, task.abandon)
+            raise
+        raise UserError(f"the recipe cannot be checked here: {reason} gptworks plan has no such limit.")
+
+    async def in_thread(self, work: Callable[[], _Result]) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
 def main() -> None:

@@ -17,16 +17,17 @@ from gptworks.data.spelling import MAX_PHRASE_BYTES, Speller
 from gptworks.errors import UserError
 from gptworks.evaluation.loss import BATCH_TOKENS
 from gptworks.interpret.hooks import Check, stoppable
-from gptworks.interpret.text import Costs, TokenizedText, check_ids
+from gptworks.interpret.text import TokenizedText, check_ids
 from gptworks.model import GPT
 from gptworks.model.gpt import eval_mode
 from gptworks.model.loss import token_nats
 from gptworks.runs.data import RunData
 from gptworks.serve import openai
 from gptworks.serve.app import body_of, caller_of
-from gptworks.studio.play import Chosen
-from gptworks.studio.read import MOST_CHARACTERS, finite
-from gptworks.studio.state import studio_of, uncached
+from gptworks.studio.answers import as_json
+from gptworks.studio.play import Chosen, RunName
+from gptworks.studio.read import MOST_CHARACTERS
+from gptworks.studio.state import studio_of
 from gptworks.tokenizer import load_tokenizer
 
 router = APIRouter(prefix="/studio/data", include_in_schema=False)
@@ -85,7 +86,7 @@ class SearchRequest(Chosen):
 
 
 class TokenizeRequest(openai.Wire):
-    models: Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(min_length=1, max_length=2)]
+    models: Annotated[list[RunName], Field(min_length=1, max_length=2)]
     text: Annotated[str, Field(min_length=1, max_length=MOST_CHARACTERS)]
 
 
@@ -202,11 +203,10 @@ async def tokenize(request: Request) -> Response:
     studio, body = studio_of(request), await body_of(request, TokenizeRequest)
 
     def read(_: Check) -> Tree:
-        assert studio.library is not None
         folders = [studio.library.get(name).folder for name in body.models]
         return {"found": [_tokenized(load_tokenizer(folder / "tokenizer"), body.text) for folder in folders]}
 
-    return uncached(await studio.reader.compute(read))
+    return as_json(await studio.reader.compute(read))
 
 
 def _tokenized(tokenizer: Tokenizer, text: str) -> Tree:
@@ -232,16 +232,13 @@ def _of_rows(data: RunData, body: RowsRequest, rows: Sequence[Row], model: GPT |
             f"token {body.first} is in no row: the longest has {max(len(row.ids) for row in rows)}, from 0."
         )
     costs = [None] * len(rows) if model is None else _nats(model, rows, body.first + n, check)
-    shown = [
-        data.shown(row, body.first, n, None if nats is None else [finite(one) for one in nats.tolist()])
-        for row, nats in zip(rows, costs, strict=True)
-    ]
+    shown = [data.shown(row, body.first, n, nats) for row, nats in zip(rows, costs, strict=True)]
     total = [nats for row in shown for token in row["tokens"] if (nats := token["nats"]) is not None]
     return {"first": body.first, "n": n, "rows": shown, "loss": sum(total) / len(total) if total else None}
 
 
-def _nats(model: GPT, rows: Sequence[Row], end: int, check: Check) -> list[Costs]:
-    """The loss of each token of the rows that the page shows; the model also reads the tokens before them.
+def _nats(model: GPT, rows: Sequence[Row], end: int, check: Check) -> list[list[float | None]]:
+    """The loss of each token of the rows that the page shows, None if unknown; the model also reads earlier tokens.
 
     Raises:
         UserError: the model cannot read them.
@@ -251,7 +248,7 @@ def _nats(model: GPT, rows: Sequence[Row], end: int, check: Check) -> list[Costs
         raise UserError(f"a row can be coloured up to its token {MOST_READ}: the model has to read all that is before.")
     for row in rows:
         check_ids(model, row.ids)
-    found: list[Costs] = []
+    found = []
     with stoppable(model, check), eval_mode(model), torch.inference_mode():
         for lot in _lots(rows, n):
             check()
@@ -268,7 +265,7 @@ def _nats(model: GPT, rows: Sequence[Row], end: int, check: Check) -> list[Costs
                 costs = np.full(len(rows[i].ids), math.nan)
                 there = (rows[i].target_of >= 0) & (rows[i].target_of < length)
                 costs[there] = of_row[rows[i].target_of[there]]
-                found.append(costs)
+                found.append([one if math.isfinite(one) else None for one in costs.tolist()])
     return found
 
 
@@ -292,11 +289,10 @@ async def _answer(
 ) -> Response:
     """The answer of `work` for the run's data, with the checkpoint's model if `loss` is set."""
     studio = studio_of(request)
-    assert studio.engines is not None
     wanted = await studio.engines.find(body.model, body.checkpoint)
     model = (await studio.engines.take(wanted, caller_of(request))).engine.model if loss else None
 
     def compute(check: Check) -> Tree:
         return work(studio.data.of(wanted), model, check) | {"checkpoint": wanted.checkpoint.step}
 
-    return uncached(await studio.reader.compute(compute))
+    return as_json(await studio.reader.compute(compute))

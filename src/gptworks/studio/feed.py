@@ -4,15 +4,11 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
-
-from fastapi import Request
+from typing import TypeVar
 
 from gptworks.errors import UserError
 from gptworks.runs.watch import Watch
-from gptworks.serve.errors import APIError
 from gptworks.studio.library import Library, RunFolder, printable, state_of
-from gptworks.studio.state import studio_of
 
 _Result = TypeVar("_Result")
 
@@ -110,25 +106,3 @@ class Changes:
 
     def close(self) -> None:
         self._clients.pop(self._event, None)
-
-
-def plain(tree: Any) -> Any:
-    """A tree for JSON: a non-finite number becomes its name, as in metrics.jsonl."""
-    if isinstance(tree, dict):
-        return {str(key): plain(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [plain(value) for value in tree]
-    if isinstance(tree, float) and not -float("inf") < tree < float("inf"):
-        return repr(tree)
-    return tree if tree is None or isinstance(tree, str | int | float) else str(tree)
-
-
-def feed_of(request: Request) -> Feed:
-    """The feed of the studio, created at its first use."""
-    state, studio = request.app.state, studio_of(request)
-    if studio.library is None:
-        raise APIError(404, "this server serves models and has no runs: start `gptworks studio`.")
-    if not hasattr(state, "feed"):
-        state.feed = Feed(studio.library)
-    feed: Feed = state.feed
-    return feed

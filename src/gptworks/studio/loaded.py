@@ -12,9 +12,8 @@ from gptworks.device import choose_device, memory_bytes
 from gptworks.errors import RunError, UserError
 from gptworks.infer.engine import Engine, EngineFailed, load
 from gptworks.infer.loop import EngineStopped
-from gptworks.serve.caller import Caller
 from gptworks.serve.models import ServedModel
-from gptworks.serve.service import Service
+from gptworks.serve.service import Caller, Service
 from gptworks.studio.library import Library, RunFolder
 from gptworks.units import readable
 

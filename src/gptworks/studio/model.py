@@ -1,10 +1,9 @@
 """Model: the parts of a run's architecture, the cost of each, and its weights at a checkpoint."""
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -29,30 +28,26 @@ from gptworks.interpret.weights import (
 from gptworks.planning.params import Shape
 from gptworks.planning.parts import Figures, module_figures
 from gptworks.recipe import load_recipe
-from gptworks.serve import openai
 from gptworks.serve.app import body_of
+from gptworks.studio.answers import as_json
 from gptworks.studio.loaded import Wanted
-from gptworks.studio.state import Studio, studio_of, uncached
+from gptworks.studio.play import Chosen, Which
+from gptworks.studio.state import Studio, studio_of
 from gptworks.units import readable
 
 router = APIRouter(prefix="/studio/model", include_in_schema=False)
 Tree = dict[str, Any]
-Which = Literal["best", "last"] | Annotated[int, Field(ge=0)] | None
 
 MOST_VALUES = 8192
 """Longest vector whose elements are sent."""
 
 
-class SheetRequest(openai.Wire):
-    model: Annotated[str, Field(min_length=1, max_length=4096)]
-    checkpoint: Which = None
+class SheetRequest(Chosen):
     layer: Annotated[int, Field(ge=0)] = 0
     """The block that is shown."""
 
 
-class WeightsRequest(openai.Wire):
-    model: Annotated[str, Field(min_length=1, max_length=4096)]
-    checkpoint: Which = None
+class WeightsRequest(Chosen):
     against: Which = None
     """Another checkpoint of the run; null: none."""
     tensor: Annotated[str, Field(min_length=1, max_length=512)]
@@ -97,7 +92,6 @@ def _verify(wanted: Wanted) -> None:
 
 
 async def _shown(studio: Studio, model: str, which: str | int | None) -> Shown:
-    assert studio.engines is not None
     return Shown(await studio.engines.find(model, which))
 
 
@@ -109,7 +103,7 @@ async def model_sheet(request: Request) -> Response:
     """A model's parts, including those of one block, with the cost of each; and the totals."""
     studio, body = studio_of(request), await body_of(request, SheetRequest)
     shown = await _shown(studio, body.model, body.checkpoint)
-    return uncached(await studio.reader.compute(lambda _: _sheet(shown, body.layer)))
+    return as_json(await studio.reader.compute(lambda _: _sheet(shown, body.layer)))
 
 
 def _sheet(shown: Shown, layer: int) -> Tree:
@@ -219,7 +213,7 @@ async def _of_checkpoints(request: Request, look: Callable[[list[tuple[int, Stor
         of = [(shown.wanted.checkpoint.step, shown.stored([body.tensor])[0]) for shown in both]
         return {"model": body.model, "tensor": body.tensor, "shape": list(of[0][1].shape), **look(of, check)}
 
-    return uncached(await studio.reader.compute(work))
+    return as_json(await studio.reader.compute(work))
 
 
 def _weights(of: list[tuple[int, StoredWeights]], check: Check) -> Tree:
@@ -237,12 +231,11 @@ def _weights(of: list[tuple[int, StoredWeights]], check: Check) -> Tree:
     }  # fmt: skip
 
 
-def _values(weights: StoredWeights, check: Check) -> list[float | None] | None:
+def _values(weights: StoredWeights, check: Check) -> list[float] | None:
     """The elements of a short vector; None for other tensors."""
     if len(weights.shape) > 1 or weights.size > MOST_VALUES:
         return None
-    values = [value for part in weights.parts(check) for value in part.tolist()]
-    return [value if math.isfinite(value) else None for value in values]
+    return [value for part in weights.parts(check) for value in part.tolist()]
 
 
 def _spectra(of: list[tuple[int, StoredWeights]], check: Check) -> Tree:

@@ -63,6 +63,6 @@ async def signed_in(request: Request) -> Response:
             403, "this link was used already, or is of a studio that has ended: open the newest link that `gptworks "
             "studio` printed.", code="invalid_code",
         )  # fmt: skip
-    response = JSONResponse({"key": session.key}, headers={"cache-control": "no-store"})
+    response = JSONResponse({"key": session.key})
     response.set_cookie(sign_in.cookie_name(request.scope), session.cookie, httponly=True, samesite="strict", path="/")
     return response

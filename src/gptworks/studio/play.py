@@ -1,6 +1,5 @@
 """Play: a model's text, token by token, with the alternatives before and after sampling."""
 
-import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
@@ -16,13 +15,13 @@ from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.text import Pace
 from gptworks.serve import openai
 from gptworks.serve.app import body_of, caller_of, in_thread, service_of
-from gptworks.serve.caller import Caller
 from gptworks.serve.chat import conversation_ids
 from gptworks.serve.errors import APIError
 from gptworks.serve.generate import LEAST_LOGPROB, Generation, Order, Prompt, begin
 from gptworks.serve.models import ServedModel
-from gptworks.serve.service import Service
-from gptworks.studio.state import Events, studio_of, uncached
+from gptworks.serve.service import Caller, Service
+from gptworks.studio.answers import MessageEvents, as_json
+from gptworks.studio.loaded import Engines
 from gptworks.tokenizer import StreamDecoder
 
 router = APIRouter(include_in_schema=False)
@@ -57,11 +56,16 @@ class PlaySettings(openai.Wire):
         return SamplingSettings(**{"seed": secrets.randbelow(_SEEDS)} | given, logprobs=n_top, processed_logprobs=n_top)
 
 
-class Chosen(openai.Wire):
-    """A model and one of its checkpoints; by default the best."""
+RunName = Annotated[str, Field(min_length=1, max_length=4096)]
+Which = Literal["best", "last"] | Annotated[int, Field(ge=0)] | None
+"""A checkpoint; None: the best."""
 
-    model: Annotated[str, Field(min_length=1, max_length=4096)]
-    checkpoint: Literal["best", "last"] | Annotated[int, Field(ge=0)] | None = None
+
+class Chosen(openai.Wire):
+    """A model and one of its checkpoints."""
+
+    model: RunName
+    checkpoint: Which = None
 
 
 class GenerateRequest(Chosen):
@@ -80,24 +84,22 @@ class GenerateRequest(Chosen):
         return self
 
 
-class PlayStream(Events):
-    """The events of a text."""
-
-    @staticmethod
-    def error_event(error: APIError) -> bytes:
-        return b"data: " + json.dumps({"type": "error", "message": error.message}).encode() + b"\n\n"
+def _engines_of(request: Request) -> Engines | None:
+    """The engines of a studio's runs; None if a server's models are served."""
+    engines: Engines | None = request.app.state.studio.engines
+    return engines
 
 
 @router.get("/studio/state")
 async def state(request: Request) -> Response:
     """The parts of the studio, and the models."""
-    return uncached(await in_thread(request, studio_of(request).describe))
+    return as_json(await in_thread(request, request.app.state.studio.describe))
 
 
 @router.post("/studio/load")
 async def load(request: Request) -> Response:
     """Load a model before a text is requested, if there is memory; answers once it is loaded."""
-    body, engines = await body_of(request, Chosen), studio_of(request).engines
+    body, engines = await body_of(request, Chosen), _engines_of(request)
     if engines is None:
         service_of(request).models.get(body.model)
         return JSONResponse({"loaded": True})
@@ -109,7 +111,7 @@ async def load(request: Request) -> Response:
 async def generate(request: Request) -> Response:
     """A text, token by token, as events."""
     body, caller = await body_of(request, GenerateRequest), caller_of(request)
-    service, engines = service_of(request), studio_of(request).engines
+    service, engines = service_of(request), _engines_of(request)
     settings = body.settings.sampling(body.n_top)
     begun: list[Generation] = []
 
@@ -125,12 +127,12 @@ async def generate(request: Request) -> Response:
         if body.checkpoint is not None:
             raise APIError(400, "checkpoint: a served model has one; leave it out.", param="checkpoint")
         generation = await start(service.models.get(body.model))
-        return PlayStream(_events(generation, body, None), cancel)
+        return MessageEvents(_events(generation, body, None), cancel)
     wanted = await engines.find(body.model, body.checkpoint)
     step = wanted.checkpoint.step
     if engines.is_ready(wanted):
         generation = await start(await engines.take(wanted, caller))
-        return PlayStream(_events(generation, body, step), cancel)
+        return MessageEvents(_events(generation, body, step), cancel)
 
     async def load() -> AsyncGenerator[list[Event]]:
         yield [{"type": "loading", "model": body.model, "checkpoint": step}]
@@ -138,7 +140,7 @@ async def generate(request: Request) -> Response:
         async for events in _events(generation, body, step):
             yield events
 
-    return PlayStream(load(), cancel)
+    return MessageEvents(load(), cancel)
 
 
 async def _begin(

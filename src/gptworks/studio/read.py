@@ -1,7 +1,6 @@
 """Read: a checkpoint's loss on each token of a text; for one token why, since which step, and where the data has it."""
 
 import base64
-import math
 from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Any, Self
 
@@ -21,9 +20,10 @@ from gptworks.interpret.ngrams import LONGEST, NGrams, find_ngrams
 from gptworks.interpret.record import record
 from gptworks.interpret.text import MOST_TOKENS, Costs, TokenizedText, along, segments
 from gptworks.serve.app import body_of, caller_of
-from gptworks.studio.play import Chosen, PlayStream
+from gptworks.studio.answers import MessageEvents, as_json
+from gptworks.studio.play import Chosen
 from gptworks.studio.reading import Reading
-from gptworks.studio.state import Studio, studio_of, uncached
+from gptworks.studio.state import Studio, studio_of
 from gptworks.tokenizer import StreamDecoder
 
 router = APIRouter(prefix="/studio/read", include_in_schema=False)
@@ -72,7 +72,6 @@ class StepsRequest(ReadRequest):
 
 async def reading_of(studio: Studio, request: Request, chosen: Chosen) -> Reading:
     """The checkpoint that a request names, loaded."""
-    assert studio.engines is not None
     wanted = await studio.engines.find(chosen.model, chosen.checkpoint)
     return Reading(wanted, await studio.engines.take(wanted, caller_of(request)), studio.data)
 
@@ -87,7 +86,7 @@ async def documents(request: Request) -> Response:
         shards = reading.shards("validation")
         return {"n_documents": shards.n_documents, "n_tokens": shards.n_tokens}
 
-    return uncached(await studio.reader.compute(count))
+    return as_json(await studio.reader.compute(count))
 
 
 @router.post("/text")
@@ -108,14 +107,14 @@ async def read_text(request: Request) -> Response:
         parts = segments(text, nats, same, other_nats)
         return found | {"other": _of_text(other, same, other_nats), "segments": [vars(part) for part in parts]}
 
-    return uncached(await studio.reader.compute(read))
+    return as_json(await studio.reader.compute(read))
 
 
 def _of_text(reading: Reading, text: TokenizedText, nats: Costs) -> Tree:
     report = LossReport(float(nats[1:].sum()), text.n_tokens - 1, text.predicted_bytes)
     spell = reading.model.tokens.spell
     tokens = [
-        {"id": token, "text": piece, "spelling": spell(token)[0], "nats": finite(cost)}
+        {"id": token, "text": piece, "spelling": spell(token)[0], "nats": cost}
         for token, piece, cost in zip(text.ids.tolist(), text.pieces, nats.tolist(), strict=True)
     ]
     parts = [
@@ -124,7 +123,7 @@ def _of_text(reading: Reading, text: TokenizedText, nats: Costs) -> Tree:
     ]
     return {
         "model": reading.wanted.run.id, "step": reading.wanted.checkpoint.step, "tokens": tokens, "along": parts,
-        "loss": finite(report.loss), "perplexity": finite(report.perplexity), "bits_per_byte": report.bits_per_byte,
+        "loss": report.loss, "perplexity": report.perplexity, "bits_per_byte": report.bits_per_byte,
         "text_bytes": report.text_bytes, "n_tokens": report.n_tokens,
     }  # fmt: skip
 
@@ -156,7 +155,7 @@ async def read_token(request: Request) -> Response:
             },
         }  # fmt: skip
 
-    return uncached(await studio.reader.compute(read))
+    return as_json(await studio.reader.compute(read))
 
 
 def _guess(reading: Reading, guess: Guess) -> Tree:
@@ -180,7 +179,7 @@ async def read_ngrams(request: Request) -> Response:
         ids = text.ids[max(0, body.index + 1 - LONGEST) : body.index + 1].tolist()
         return _of_ngrams(reading, training, find_ngrams(training, ids, check=check))
 
-    return uncached(await studio.reader.compute(read))
+    return as_json(await studio.reader.compute(read))
 
 
 def _of_ngrams(reading: Reading, training: TokenShards, found: NGrams) -> Tree:
@@ -232,20 +231,15 @@ async def read_checkpoints(request: Request) -> Response:
 
             found.append(await studio.reader.compute(one))
             loss = float(found[-1][1:].mean())
-            yield [{"type": "checkpoint", "step": step, "nats": list(map(finite, found[-1].tolist())), "loss": loss}]
+            yield [{"type": "checkpoint", "step": step, "nats": found[-1].tolist(), "loss": loss}]
         probabilities = np.exp(-np.stack(found)).T
         learned = [learned_at(steps, of_token.tolist(), body.threshold) for of_token in probabilities]
         yield [{"type": "end", "threshold": body.threshold, "learned": learned}]
 
-    return PlayStream(events(), lambda: None)
+    return MessageEvents(events(), lambda: None)
 
 
 def _numbers(values: torch.Tensor) -> Tree:
     """A shape, and float32 numbers, little-endian, in base64."""
     data = values.float().cpu().contiguous().numpy().astype("<f4").tobytes()
     return {"shape": list(values.shape), "data": base64.b64encode(data).decode()}
-
-
-def finite(value: float) -> float | None:
-    """The value; None if it is not finite, which JSON cannot represent."""
-    return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Reads a text or a document under one checkpoint of a run, with a cache of token losses."""
+"""Reads a text or a document under a checkpoint of a run, with caches of token losses and of the runs' data."""
 
 import asyncio
 import hashlib
@@ -7,21 +7,25 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from gptworks.data.shards import Split, TokenShards
+from gptworks.data.shards import MANIFEST_FILE, Split, TokenShards
 from gptworks.errors import UserError
 from gptworks.interpret.hooks import Check
 from gptworks.interpret.text import Costs, TokenizedText, check_ids
+from gptworks.runs.data import RunData, data_of_run
 from gptworks.serve.models import ServedModel
 from gptworks.studio.loaded import Wanted
-from gptworks.studio.run_data import OpenData
 from gptworks.tokenizer import fingerprint
 
 MOST_KEPT = 64
 """Most texts whose losses are cached."""
+
+MOST_OPEN = 4
+"""Most runs whose data is kept open."""
 
 _Result = TypeVar("_Result")
 
@@ -63,6 +67,42 @@ class Reader:
         while len(self._kept) > MOST_KEPT:
             self._kept.popitem(last=False)
         return self._kept[key]
+
+
+class OpenData:
+    """The data of the runs that were used last. For one thread."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[tuple[object, ...], tuple[RunData, int | None]] = OrderedDict()
+
+    def of(self, wanted: Wanted) -> RunData:
+        """The data of a run.
+
+        Raises:
+            UserError: the data is missing, or belongs to another run.
+        """
+        folder = wanted.run.folder
+        try:
+            trained_on = str(wanted.checkpoint.state().get("data_fingerprint") or "")
+        except OSError:
+            raise UserError(f"{wanted.name} was deleted just now: choose another checkpoint.") from None
+        recipe_changed = (folder / "recipe.yaml").stat().st_mtime_ns
+        key = (folder, trained_on, recipe_changed)
+        if key not in self._open or _changed(self._open[key][0].prepared.folder) != self._open[key][1]:
+            opened = data_of_run(wanted.run.id, folder, trained_on)
+            self._open[key] = opened, _changed(opened.prepared.folder)
+        self._open.move_to_end(key)
+        while len(self._open) > MOST_OPEN:
+            self._open.popitem(last=False)
+        return self._open[key][0]
+
+
+def _changed(folder: Path) -> int | None:
+    """When a folder's manifest was written; None: it was deleted."""
+    try:
+        return (folder / MANIFEST_FILE).stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ from gptworks.runs.bands import Band
 from gptworks.runs.compare import compare
 from gptworks.runs.series import FEWEST_POINTS, MOST_POINTS, View, drawn
 from gptworks.runs.watch import Watch, Watched
-from gptworks.serve.app import caller_of, service_of
+from gptworks.serve.app import caller_of
 from gptworks.serve.errors import APIError, invalid
-from gptworks.studio.feed import Changes, Feed, feed_of, plain
-from gptworks.studio.state import Events, Studio, json_text, studio_of, uncached
+from gptworks.studio.answers import Events, as_json, json_text, plain
+from gptworks.studio.feed import Changes, Feed
+from gptworks.studio.state import Studio, studio_of
 
 router = APIRouter(include_in_schema=False)
 
@@ -85,9 +86,9 @@ def _origin(one: Watched, named: Mapping[str, Mapping[Path, str]]) -> dict[str, 
 @router.get("/studio/runs")
 async def list_runs(request: Request) -> Response:
     """The runs: state, step, last and best figures."""
-    feed = feed_of(request)
+    feed = studio_of(request).feed
     rows = await feed.ask(_rows_of(feed))
-    return uncached({"runs": rows, "left_out": feed.left_out})
+    return as_json({"runs": rows, "left_out": feed.left_out})
 
 
 @router.get("/studio/runs/curves")
@@ -113,7 +114,7 @@ async def curves(
         raise invalid(
             "points", f"{len(names)} runs × {len(keys)} figures × {points} points are more than {MOST_DRAWN:,}"
         )
-    feed, asked_at = feed_of(request), time.monotonic()
+    feed, asked_at = studio_of(request).feed, time.monotonic()
     wanted = [(name, one) for name in names for one in keys]
     views = {"raw": replace(view, smoothing=0.0), "smooth": view} if has_raw else {"smooth": view}
     parts_of = (
@@ -177,7 +178,7 @@ async def step_of(request: Request, run: str, at: Annotated[float, Query(ge=0)],
         (one,) = _used(watch, [run])
         return {"run": run, "records": plain(one.series.at(x, at))}
 
-    return uncached(await feed_of(request).ask(look))
+    return as_json(await studio_of(request).feed.ask(look))
 
 
 @router.get("/studio/runs/compare")
@@ -185,7 +186,7 @@ async def comparison(
     request: Request, run: Annotated[list[str], Query(min_length=1, max_length=MOST_COMPARED)]
 ) -> Response:
     """The conclusions of `gptworks compare`, and the settings that differ."""
-    feed = feed_of(request)
+    feed = studio_of(request).feed
 
     def conclude(watch: Watch) -> dict[str, Any]:
         runs = _used(watch, run)
@@ -198,7 +199,7 @@ async def comparison(
         whole = all(one.series.at_end for one in runs)
         return {**plain(found.to_json()), "ids": list(dict.fromkeys(run)), "whole": whole}
 
-    return uncached(await feed.ask(conclude))
+    return as_json(await feed.ask(conclude))
 
 
 @router.get("/studio/runs/samples")
@@ -214,7 +215,7 @@ async def samples(request: Request, run: Names, most: Annotated[int, Query(ge=1,
             for name, text in found[:most]
         ]
 
-    return uncached({"samples": await feed_of(request).ask(look)})
+    return as_json({"samples": await studio_of(request).feed.ask(look)})
 
 
 def _cut(text: str) -> str:
@@ -224,14 +225,15 @@ def _cut(text: str) -> str:
 @router.get("/studio/runs/live")
 async def live(request: Request) -> Response:
     """The rows of the list as they change, all of them first."""
-    feed = feed_of(request)
-    await feed.ask(lambda watch: None)
-    service_of(request).watch(caller_of(request))
-    changes = feed.changes()
-    return Events(_live(feed, changes, studio_of(request)), changes.close)
+    studio = studio_of(request)
+    await studio.feed.ask(lambda watch: None)
+    studio.service.watch(caller_of(request))
+    changes = studio.feed.changes()
+    return Events(_live(studio, changes), changes.close)
 
 
-async def _live(feed: Feed, changes: Changes, studio: Studio) -> AsyncGenerator[list[dict[str, Any]]]:
+async def _live(studio: Studio, changes: Changes) -> AsyncGenerator[list[dict[str, Any]]]:
+    feed = studio.feed
     rows = await feed.ask(_rows_of(feed))
     left_out = feed.left_out
     yield [{"type": "runs", "runs": rows, "gone": [], "all": True, "left_out": left_out}]

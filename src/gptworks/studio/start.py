@@ -3,19 +3,15 @@
 A recipe from the page is checked in a process with limits before anything else reads it.
 """
 
-import asyncio
 import re
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response
 from pydantic import Field, model_validator
 
-from gptworks.confined import Abandoned, Confined, Exceeded, Limits, Refused, Task
 from gptworks.errors import RunError, UserError
 from gptworks.files import write_whole
 from gptworks.planning.devices import DEVICES
@@ -23,70 +19,20 @@ from gptworks.recipes import shipped_paths, shipped_recipes
 from gptworks.serve import openai
 from gptworks.serve.app import body_of
 from gptworks.serve.errors import APIError
+from gptworks.studio.answers import as_json
 from gptworks.studio.form import form
-from gptworks.studio.library import Library, RunFolder
+from gptworks.studio.library import RunFolder
+from gptworks.studio.play import RunName
 from gptworks.studio.processes import Processes, console_lines
 from gptworks.studio.resuming import allowed_changes, resumption
-from gptworks.studio.state import studio_of, uncached
+from gptworks.studio.state import Studio, studio_of
 from gptworks.training.fork import fork
 
 MOST_TEXT = 100_000
 """Characters of a recipe."""
 MOST_EDITS = 64
 MOST_ASKED = 32
-_LIMITS = Limits(seconds=8.0, n_bytes=3 << 30)
-_WAIT_SECONDS = 30.0
-_GRACE_SECONDS = 1.0
-"""Time that an abandoned question gets to finish, so that its process can answer the next one."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-
-_Result = TypeVar("_Result")
-
-
-@dataclass
-class Starting:
-    """Objects that the routes share."""
-
-    processes: Processes
-    children: Confined = field(
-        default_factory=lambda: Confined(
-            "gptworks.studio.checking",
-            None,
-            _LIMITS,
-            setup_limits=Limits(seconds=60, n_bytes=3 << 30),
-            keep_bytes=1 << 30,
-        )
-    )
-    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, "gptworks start"))
-
-    async def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """The answer of `gptworks.studio.checking`.
-
-        Raises:
-            UserError: it refuses, or a limit is reached.
-        """
-        task, loop = Task(), asyncio.get_running_loop()
-        work = loop.run_in_executor(self.threads, lambda: self.children.ask(question, task))
-        work.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved even if no one waits
-        try:
-            answer: dict[str, Any] = await asyncio.wait_for(asyncio.shield(work), _WAIT_SECONDS)
-            return answer
-        except Refused as error:
-            raise UserError(str(error)) from None
-        except Exceeded as error:
-            raise UserError(f"the recipe cannot be looked at here: {error} gptworks plan has no such limit.") from None
-        except (TimeoutError, Abandoned):
-            task.abandon()
-            raise UserError(
-                f"the recipe cannot be looked at here: it takes more than {_WAIT_SECONDS:g} seconds. gptworks plan has "
-                "no such limit."
-            ) from None
-        except asyncio.CancelledError:
-            loop.call_later(_GRACE_SECONDS, task.abandon)
-            raise
-
-    async def in_thread(self, work: Callable[[], _Result]) -> _Result:
-        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
 
 
 # ------------------------------------------------------------------------------------------------------------ requests
@@ -108,7 +54,6 @@ class Origin(openai.Wire):
 Text = Annotated[str, Field(max_length=MOST_TEXT)]
 Edit = Annotated[list[str | None], Field(min_length=2, max_length=2)]
 """A setting's path and its value as typed; None removes it."""
-Name = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class _Recipe(openai.Wire):
@@ -131,16 +76,16 @@ class CheckRequest(openai.Wire):
 
 
 class PlanRequest(_Recipe):
-    name: Name = "run"
+    name: RunName = "run"
     device: Literal[tuple(DEVICES)] | None = None  # type: ignore[valid-type]
 
 
 class NewRequest(_Recipe):
-    name: Name
+    name: RunName
 
 
 class ResumeRequest(openai.Wire):
-    run: Name
+    run: RunName
     text: Text
 
 
@@ -150,24 +95,15 @@ class ChangesRequest(ResumeRequest):
 
 
 class ForkRequest(ChangesRequest):
-    name: Name
+    name: RunName
     step: Annotated[int, Field(ge=0)]
 
 
 class StopRequest(openai.Wire):
-    run: Name
+    run: RunName
 
 
 # -------------------------------------------------------------------------------------------------------------- routes
-
-
-def starting_of(request: Request) -> Starting:
-    """Objects that the routes share, created at their first use."""
-    state, studio = request.app.state, studio_of(request)
-    if not hasattr(state, "starting"):
-        state.starting = Starting(Processes(studio.runs_at_once))
-    starting: Starting = state.starting
-    return starting
 
 
 def _writable(request: Request) -> None:
@@ -181,14 +117,9 @@ actions = APIRouter(include_in_schema=False, dependencies=[Depends(_writable)])
 """The routes that write, start or stop."""
 
 
-def _library(request: Request) -> Library:
-    library = studio_of(request).library
-    assert library is not None  # these routes are a studio's
-    return library
-
-
-async def _question(request: Request, body: CheckRequest | _Recipe, ask: str, **more: Any) -> dict[str, Any]:
-    library, origin = _library(request), body.origin
+async def _ask(studio: Studio, body: CheckRequest | _Recipe, ask: str, **more: Any) -> dict[str, Any]:
+    """The answer of `checking` to a recipe."""
+    library, origin = studio.library, body.origin
     found = None
     if origin is not None and origin.recipe is not None:
         if origin.recipe not in shipped_paths():
@@ -196,18 +127,18 @@ async def _question(request: Request, body: CheckRequest | _Recipe, ask: str, **
         found = str(shipped_paths()[origin.recipe])
     elif origin is not None and origin.run is not None:
         name = origin.run
-        found = str((await starting_of(request).in_thread(lambda: library.get(name))).folder)
+        found = str((await studio.checks.in_thread(lambda: library.get(name))).folder)
     allowed = list(dict.fromkeys(str(one.absolute()) for one in (Path.cwd(), *library.roots)))
-    return {"ask": ask, "text": body.text, "origin": found, "allowed": allowed, **more}
+    return await studio.checks.ask({"ask": ask, "text": body.text, "origin": found, "allowed": allowed, **more})
 
 
-async def _checked(request: Request, body: _Recipe, *edits: tuple[str, str | None]) -> str:
+async def _checked(studio: Studio, body: _Recipe, *edits: tuple[str, str | None]) -> str:
     """The text of a valid recipe, with edits made.
 
     Raises:
         UserError: it is invalid.
     """
-    found = await starting_of(request).ask(await _question(request, body, "check", edits=edits))
+    found = await _ask(studio, body, "check", edits=edits)
     if found["problems"]:
         raise UserError("\n".join(one["message"] for one in found["problems"]))
     text: str = found["text"]
@@ -219,7 +150,7 @@ async def begin(request: Request) -> Response:
     """The recipes to begin from, and the form."""
     studio = studio_of(request)
     recipes = [{"name": one.name, "summary": one.summary, "time": one.time} for one in shipped_recipes()]
-    return uncached({"read_only": studio.read_only, "folder": str(_library(request).roots[0]), "recipes": recipes,
+    return as_json({"read_only": studio.read_only, "folder": str(studio.library.roots[0]), "recipes": recipes,
                   "devices": {name: one.name for name, one in DEVICES.items()}, "form": form()})  # fmt: skip
 
 
@@ -227,16 +158,14 @@ async def begin(request: Request) -> Response:
 async def check(request: Request) -> Response:
     """A recipe's text with edits made, its settings, and its problems."""
     body = await body_of(request, CheckRequest)
-    return uncached(await starting_of(request).ask(await _question(request, body, "check", edits=body.edits)))
+    return as_json(await _ask(studio_of(request), body, "check", edits=body.edits))
 
 
 @router.post("/studio/start/plan")
 async def plan(request: Request) -> Response:
     """The answer of `gptworks plan`."""
     body = await body_of(request, PlanRequest)
-    return uncached(
-        await starting_of(request).ask(await _question(request, body, "plan", name=body.name, device=body.device))
-    )
+    return as_json(await _ask(studio_of(request), body, "plan", name=body.name, device=body.device))
 
 
 @router.get("/studio/start/processes")
@@ -244,10 +173,10 @@ async def processes(
     request: Request, run: Annotated[list[str], Query(max_length=MOST_ASKED, default_factory=list)]
 ) -> Response:
     """The last lines of the runs that were started here, and of requested others."""
-    starting, library = starting_of(request), _library(request)
+    studio = studio_of(request)
 
     def look() -> list[dict[str, Any]]:
-        known = {one.name: one for one in [*starting.processes.started.values()]}
+        known = {one.name: one for one in [*studio.processes.started.values()]}
         found = [
             {"run": name, "running": one.goes_on, "stopping": one.asked and one.goes_on,
              "code": one.process.poll(), "lines": console_lines(one.folder)}
@@ -255,84 +184,79 @@ async def processes(
         ]  # fmt: skip
         for name in dict.fromkeys(run):
             if name not in known:
-                folder = library.find(name).folder
-                lines = console_lines(folder)
-                stopping = starting.processes.is_stopping(name, folder)
+                folder = studio.library.find(name).folder
+                lines, stopping = console_lines(folder), studio.processes.is_stopping(name, folder)
                 found.append({"run": name, "running": None, "stopping": stopping, "code": None, "lines": lines})
         return found
 
-    return uncached({"processes": await starting.in_thread(look)})
+    return as_json({"processes": await studio.checks.in_thread(look)})
 
 
 @actions.post("/studio/start/new")
 async def start_new(request: Request) -> Response:
     """Write the recipe as NAME.yaml, and train it in the folder NAME next to it."""
-    body = await body_of(request, NewRequest)
-    root = _library(request).roots[0]
-    folder = _new_folder(root, body.name)
-    starting = starting_of(request)
-    text = await _checked(request, body, ("name", body.name), ("run_dir", str(folder)))
-    await starting.in_thread(lambda: _start_new(starting.processes, body.name, folder, text))
-    return uncached({"run": body.name})
+    studio, body = studio_of(request), await body_of(request, NewRequest)
+    folder = _new_folder(studio.library.roots[0], body.name)
+    text = await _checked(studio, body, ("name", body.name), ("run_dir", str(folder)))
+    await studio.checks.in_thread(lambda: _start_new(studio.processes, body.name, folder, text))
+    return as_json({"run": body.name})
 
 
 @actions.post("/studio/start/resume")
 async def resume(request: Request) -> Response:
     """Resume a run, with changed settings."""
-    body = await body_of(request, ResumeRequest)
-    starting, run, text = await _changed_text(request, body)
+    studio, body = studio_of(request), await body_of(request, ResumeRequest)
+    run, text = await _changed_text(studio, body)
 
     def resume_run() -> None:
         changes = allowed_changes(run, text)
         arguments = [f"--change={one['path']}={one['new']}" for one in changes if one["recorded"]]
         settings = [f"{one['path']}={one['new']}" for one in changes if not one["recorded"]]
         arguments = ["--resume", *arguments, "--", str(run.folder), *settings]
-        starting.processes.start(run.id, run.folder, arguments)
+        studio.processes.start(run.id, run.folder, arguments)
 
-    await starting.in_thread(resume_run)
-    return uncached({"run": run.id})
+    await studio.checks.in_thread(resume_run)
+    return as_json({"run": run.id})
 
 
 @actions.post("/studio/start/fork")
 async def fork_run(request: Request) -> Response:
     """Fork a run at a checkpoint into a new folder, with changed settings."""
-    body = await body_of(request, ForkRequest)
-    folder = _new_folder(_library(request).roots[0], body.name)
-    starting, run, text = await _changed_text(request, body)
+    studio, body = studio_of(request), await body_of(request, ForkRequest)
+    folder = _new_folder(studio.library.roots[0], body.name)
+    run, text = await _changed_text(studio, body)
 
     def begin_fork() -> None:
-        starting.processes.check_room()
+        studio.processes.check_room()
         changes = allowed_changes(run, text, body.step)
         fork(run.folder, body.step, folder, [f"{one['path']}={one['new']}" for one in changes])
-        starting.processes.start(body.name, folder, ["--resume", "--", str(folder)])
+        studio.processes.start(body.name, folder, ["--resume", "--", str(folder)])
 
-    await starting.in_thread(begin_fork)
-    return uncached({"run": body.name})
+    await studio.checks.in_thread(begin_fork)
+    return as_json({"run": body.name})
 
 
 @router.post("/studio/start/changes")
 async def changes(request: Request) -> Response:
     """The changes if a run, or its fork, resumes with a recipe, and why it cannot; see `Resumption`."""
-    body = await body_of(request, ChangesRequest)
-    starting, run, text = await _changed_text(request, body)
-    return uncached(asdict(await starting.in_thread(lambda: resumption(run, text, body.step))))
+    studio, body = studio_of(request), await body_of(request, ChangesRequest)
+    run, text = await _changed_text(studio, body)
+    return as_json(asdict(await studio.checks.in_thread(lambda: resumption(run, text, body.step))))
 
 
 @actions.post("/studio/start/stop")
 async def stop(request: Request) -> Response:
     """Ask a run to stop after its step, and to save a checkpoint."""
-    body = await body_of(request, StopRequest)
-    starting, found = starting_of(request), _library(request).runs().get(body.run)
+    studio, body = studio_of(request), await body_of(request, StopRequest)
+    found = studio.library.runs().get(body.run)
     folder = None if found is None else found.folder
-    await starting.in_thread(lambda: starting.processes.stop(body.run, folder))
-    return uncached({"run": body.run})
+    await studio.checks.in_thread(lambda: studio.processes.stop(body.run, folder))
+    return as_json({"run": body.run})
 
 
-async def _changed_text(request: Request, body: ResumeRequest) -> tuple[Starting, RunFolder, str]:
-    origin = Origin(run=body.run)
-    text = await _checked(request, _Recipe(text=body.text, origin=origin))
-    starting, library = starting_of(request), _library(request)
-    return starting, await starting.in_thread(lambda: library.get(body.run)), text
+async def _changed_text(studio: Studio, body: ResumeRequest) -> tuple[RunFolder, str]:
+    text = await _checked(studio, _Recipe(text=body.text, origin=Origin(run=body.run)))
+    return await studio.checks.in_thread(lambda: studio.library.get(body.run)), text
 
 
 # ------------------------------------------------------------------------------------------------------------ the work

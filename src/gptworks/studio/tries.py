@@ -12,9 +12,10 @@ from gptworks.errors import UserError
 from gptworks.runs.try_page import TRY_PAGE, try_lines
 from gptworks.runs.try_results import TRY_FILE, read_try
 from gptworks.runs.watch import Watch
-from gptworks.studio.feed import Feed, feed_of
+from gptworks.studio.answers import as_json
+from gptworks.studio.feed import Feed
 from gptworks.studio.library import printable
-from gptworks.studio.state import uncached
+from gptworks.studio.state import studio_of
 
 router = APIRouter(include_in_schema=False)
 
@@ -28,11 +29,8 @@ MOST_RUNS = 256
 @router.get("/studio/tries")
 async def list_tries(request: Request) -> Response:
     """The tries whose runs are listed: what they change, their verdicts in words, and the ids of their runs."""
-    feed, state = feed_of(request), request.app.state
-    if not hasattr(state, "tries"):
-        state.tries = Tries(feed)
-    tries: Tries = state.tries
-    return uncached(await feed.ask(tries.rows))
+    tries: Tries = request.app.state.tries
+    return as_json(await studio_of(request).feed.ask(tries.rows))
 
 
 class Tries:

@@ -3,7 +3,7 @@
 import { count, figure } from "./format.js";
 import { html, useLayoutEffect } from "./ui.js";
 
-/** Chooses the run that the address names, before anything is drawn: no other run is there for a moment. */
+/** Choose the run in the address before anything is drawn, so that no other run appears for a moment. */
 export function useLinked(route, models, choose) {
   const linked = route.join("/");
   useLayoutEffect(() => {

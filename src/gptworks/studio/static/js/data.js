@@ -1,4 +1,4 @@
-// The part Data: what a run was trained on, document by document, window by window, step by step.
+// The part Data: a run's training data by documents, by windows, and by steps.
 
 import { useAsked } from "./data/asked.js";
 import { Documents } from "./data/documents.js";

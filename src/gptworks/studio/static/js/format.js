@@ -7,7 +7,7 @@ const UNSEEN = new RegExp(
   "gu",
 );
 
-/** Text whose whitespace and characters without a shape can be seen. */
+/** A text with visible signs for whitespace and invisible characters. */
 export function visible(text) {
   return text
     .replace(/ /g, "␣")

@@ -1,4 +1,4 @@
-// The part Model: the architecture of a run, what each part of it takes and does, and its weights at a checkpoint.
+// The part Model: a run's architecture, its parts with their costs, and its weights at a checkpoint.
 
 import { post } from "./api.js";
 import { count } from "./format.js";
@@ -67,7 +67,7 @@ export function Part({ state, route }) {
   </div>`;
 }
 
-/** The same tensor of another layer. */
+/** The name of a tensor in another layer. */
 const shortName = (name) => name.replace(/^blocks\.\d+\./, "");
 
 /** The sheet, fetched again when another model, checkpoint or layer is chosen; the previous one is kept until then. */
@@ -87,7 +87,7 @@ function useSheet({ model, checkpoint }, layer) {
 
 function Totals({ facts }) {
   return html`<section class="card" aria-labelledby="model-totals">
-    <h2 id="model-totals">The whole model</h2>
+    <h2 id="model-totals">Total</h2>
     <dl class="model-facts number">${facts.map(
       ({ name, text }) => html`<div key=${name}><dt>${name}</dt><dd>${text}</dd></div>`,
     )}</dl>

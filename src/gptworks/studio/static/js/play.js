@@ -34,7 +34,7 @@ export function Part({ state, shown, route }) {
   useAnnouncements(session, busy, say);
   useFollowing(chat && busy);
   const prompt = useRef(null);
-  const caret = useRef(null); // where it goes as soon as the prompt to be edited is shown
+  const caret = useRef(null); // its place once the prompt to edit is shown
   const editPrompt = (before, whole) => {
     caret.current = before.length;
     session.set({ prompt: whole });
@@ -100,7 +100,7 @@ export function Part({ state, shown, route }) {
   </div>`;
 }
 
-/** Say when a text begins and ends, and its words in between every few seconds. */
+/** Announce the beginning and the end of a text, and its new words every few seconds. */
 function useAnnouncements(session, busy, say) {
   useEffect(() => {
     if (!busy) return undefined;
@@ -124,7 +124,7 @@ function useAnnouncements(session, busy, say) {
   }, [busy]);
 }
 
-/** Keep the end of a growing conversation in sight, if it was. */
+/** Keep the end of a growing conversation visible if it was visible. */
 function useFollowing(follows) {
   const atEnd = useRef(true);
   useEffect(() => {
@@ -137,7 +137,7 @@ function useFollowing(follows) {
   });
 }
 
-/** A folding section, open where there is room. */
+/** A folding section, open if there is room. */
 function Folding({ name, n, children }) {
   const [open, setOpen] = useState(matchMedia(WIDE).matches);
   return html`<details class="folding card" open=${open} onToggle=${(event) => setOpen(event.target.open)}>

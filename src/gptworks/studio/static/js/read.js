@@ -1,4 +1,4 @@
-// The part Read: what each token of a text costs a model, and for one token why, since when, and where it was seen.
+// The part Read: the loss of each token of a text, and for one token its causes and its places in the training data.
 
 import { post } from "./api.js";
 import { count, figure } from "./format.js";
@@ -22,8 +22,8 @@ export function Part({ state, route, shown }) {
   const [work, setWork] = useState(null);
   const [problem, setProblem] = useState(null);
   const [index, setIndex] = useState(null);
-  const [sought, seek] = useState(null); // the token to which another part led
-  const [steps, setSteps] = useState(null); // what each token costs at the checkpoint of the slider
+  const [sought, seek] = useState(null); // the token that another part opened
+  const [steps, setSteps] = useState(null); // each token's loss at the slider's checkpoint
   const [weights, setWeights] = useState(null); // of one head, over the tokens before the chosen one
   const [handed, hand] = useState(null); // a text that Play wrote, as its tokens
   const [said, say] = useState("");
@@ -59,7 +59,7 @@ export function Part({ state, route, shown }) {
   };
   const linked = route.join("/");
   useLayoutEffect(() => {
-    // another part leads to a run, or to one token of a text
+    // another part opens a run, or a token of a text
     const brought = shown ? taken() : null;
     if (brought) {
       const { model, checkpoint, text: wrote, tokens, index: at } = brought;

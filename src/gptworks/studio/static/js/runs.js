@@ -1,4 +1,4 @@
-// The part Runs: the curves of many runs as they train, and what can be concluded from them.
+// The part Runs: the curves of many runs as they train, and the conclusions from them.
 
 import { post } from "./api.js";
 import { follow } from "./runs/live.js";

@@ -7,7 +7,7 @@ const parts = new Map();
 const RUNNING_SECONDS = 4;
 const QUIET_SECONDS = 20;
 let brought = null;
-let refusedLink = null; // why the last link did not sign in
+let refusedLink = null; // the reason why the last link did not sign in
 const NOWHERE = []; // the rest of an address belongs to the shown part
 
 /** Add a part: its key in the server's state and in the address, its tab's name, and its module with `Part`. */
@@ -15,13 +15,13 @@ export function part(key, name, load) {
   parts.set(key, { name, load });
 }
 
-/** Open a part. `what` waits there to be taken. */
+/** Open a part and hand it `what`, which it gets from `taken`. */
 export function go(key, rest = "", what = null) {
   brought = what;
   location.hash = addressOf(key, rest);
 }
 
-/** What the shown part was opened with, once. */
+/** The `what` of the last `go`, once. */
 export function taken() {
   const what = brought;
   brought = null;
@@ -38,7 +38,7 @@ export async function start(element) {
   render(html`<${Shell} />`, element);
 }
 
-/** Sign in where the address has a code. One that the server does not take shows where the state is asked for. */
+/** Sign in if the address has a code. If the server refuses it, the frame shows the reason. */
 async function signedIn() {
   const code = takeCode();
   if (code)
@@ -209,7 +209,7 @@ function AskForKey({ refresh, had }) {
     }
     setKey(key);
     if ((await refresh()) === 401) {
-      dropKey(key); // a session that begins in another tab counts again
+      dropKey(key); // a session may begin in another tab
       refuse("The server does not take this key: check it, or open the newest link.");
     }
   };

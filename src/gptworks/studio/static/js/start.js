@@ -1,4 +1,4 @@
-// The part Start: a recipe as a form and as text, what `gptworks plan` says of it, and runs that are started with it.
+// The part Start: a recipe as a form and as text, its plan, and the runs that are started with it.
 
 import { get, post } from "./api.js";
 import { count } from "./format.js";
@@ -9,11 +9,11 @@ import { Plan } from "./start/plan.js";
 import { Training } from "./start/training.js";
 
 const TYPED_MS = 300;
-const WAYS = { new: "New run", resume: "Go on with it", fork: "Fork it" };
-const LISTED_MS = 3000; // after which the server's list of runs has a new one
+const WAYS = { new: "New run", resume: "Resume it", fork: "Fork it" };
+const LISTED_MS = 3000; // until the server's list has a new run
 
 export function Part({ state, route, refresh, shown }) {
-  const [known, setKnown] = useState(null); // what one can begin from, and the form
+  const [known, setKnown] = useState(null); // the recipes to begin from, and the form
   const [origin, setOrigin] = useState(null);
   const [name, setName] = useState("");
   const [way, setWay] = useState("new"); // new, resume, or fork
@@ -122,7 +122,7 @@ export function Part({ state, route, refresh, shown }) {
           ? html`<p>This studio was started with <code>--read-only</code>: it starts and writes nothing.</p>`
           : html`<button class="button primary" onClick=${start}
             disabled=${busy || !recipe.right || Boolean(goesOn?.problem) || (way !== "resume" && !name)}>
-          ${{ new: "Start", resume: "Go on", fork: "Fork" }[way]}</button>`
+          ${{ new: "Start", resume: "Resume", fork: "Fork" }[way]}</button>`
       }</div>
       <p class="start-about quiet">${about(known, origin, way, name, from)} ${left(goesOn)}</p>
       <${Changes} found=${goesOn} />
@@ -141,7 +141,7 @@ export function Part({ state, route, refresh, shown }) {
   </div>`;
 }
 
-/** The recipe's text, which is what counts, and what the server says of it. */
+/** The recipe's text, which is the source of the form, and the server's check of it. */
 function useRecipe(origin) {
   const [text, setText] = useState(null);
   const [checked, setChecked] = useState(null); // given, defaults, fixed, problems

@@ -1,4 +1,4 @@
-// Light or dark, as data-theme of the page, before anything is painted: the one script that the page waits for.
+// Set light or dark as the page's data-theme before anything is painted: the only script that the page waits for.
 
 (() => {
   const dark = matchMedia("(prefers-color-scheme: dark)");

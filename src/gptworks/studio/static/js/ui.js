@@ -16,7 +16,7 @@ export {
   useState,
 } from "../vendor/preact-htm.js";
 
-/** The component, rendered anew only when one of its props is another value. */
+/** The component, rendered again only when one of its props changes. */
 export function memo(Inner) {
   return class extends Component {
     shouldComponentUpdate(next) {
@@ -30,7 +30,7 @@ export function memo(Inner) {
   };
 }
 
-/** Which colours are shown, light or dark: what is drawn on a canvas has to be drawn anew when it changes. */
+/** The shown colours, light or dark: a canvas must be redrawn when they change. */
 export function useTheme() {
   const now = () => document.documentElement.dataset.theme;
   const [theme, set] = useState(now());
@@ -42,12 +42,12 @@ export function useTheme() {
   return theme;
 }
 
-/** A class attribute of the names that are given. */
+/** A class attribute of the truthy names. */
 export function cx(...names) {
   return names.filter(Boolean).join(" ");
 }
 
-/** The element to which an arrow, Home or End leads in a list from the current one; undefined: the key is another. */
+/** The element of a list that an arrow key, Home or End selects; undefined for other keys. */
 export function stepped(event, all, current) {
   if (event.ctrlKey || event.metaKey || event.altKey) return undefined;
   const at = all.indexOf(current);

@@ -1,4 +1,4 @@
-// The server's answer for what is shown, requested again whenever that changes.
+// The server's answer for the shown data, requested again when they change.
 
 import { post } from "../api.js";
 import { count } from "../format.js";
@@ -6,7 +6,7 @@ import { html, useEffect, useState } from "../ui.js";
 
 const PAUSE_MS = 120; // a number is being typed
 
-/** Without a body, nothing is asked. What was found before stays until the answer comes. */
+/** Without a body there is no request. The previous answer stays until the new one comes. */
 export function useAsked(what, body) {
   const [answer, set] = useState({ found: null, problem: null, busy: false });
   const key = body && JSON.stringify(body);
@@ -42,7 +42,7 @@ export function Place({ name, value, set, min = 0, max, by = 1, of }) {
       onClick=${() => to(last ? value : value + by)}>›</button></span>`;
 }
 
-/** Which of many tokens are shown. */
+/** The choice of the shown tokens. */
 export function TokenPages({ first, n, total, set }) {
   if (total <= n && !first) return null;
   return html`<div class="toolbar">

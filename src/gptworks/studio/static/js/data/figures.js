@@ -1,4 +1,4 @@
-// What a run's data holds: amounts, lengths, duplicates, languages.
+// The figures of a run's data: amounts, lengths, duplicates, languages.
 
 import { count, figure } from "../format.js";
 import { html } from "../ui.js";

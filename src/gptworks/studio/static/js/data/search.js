@@ -30,7 +30,7 @@ export function Search({ chosen, about, at, move, open }) {
       found &&
       html`<p class="number" role="status">
         ${count(found.n)} ${found.n === 1 ? "place" : "places"} in ${count(found.n_tokens)} tokens${
-          found.by_text ? "" : ", as whole tokens: this tokenizer does not keep the text"
+          found.by_text ? "" : ", as complete tokens: this tokenizer does not preserve the text"
         }${found.hits.length < found.n ? `; ${count(found.hits.length)} of them:` : ""}</p>
       <ol class="hits">${found.hits.map(
         (hit) => html`<li key=${hit.position}>

@@ -1,4 +1,4 @@
-// One text as two tokenizers cut it.
+// One text, cut by two tokenizers.
 
 import { count, figure } from "../format.js";
 import { html, useState } from "../ui.js";

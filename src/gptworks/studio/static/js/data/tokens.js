@@ -1,4 +1,4 @@
-// Rows of tokens with their borders. Pointing, or the arrow keys, show a token's id and what else is known of it.
+// Rows of tokens with their borders. The pointer and the arrow keys show a token's id and details.
 
 import { count, figure, percent, visible } from "../format.js";
 import { lossShade } from "../read/text.js";
@@ -12,7 +12,7 @@ function Token({ token, masks, row, i }) {
     data-row=${row} data-i=${i}>${token.text ? withEnds(token.text) : visible(token.spelling)}</span>`;
 }
 
-/** The text with a sign at the end of each line, which is not part of it. */
+/** The text with a sign, which is not part of it, at the end of each line. */
 function withEnds(text) {
   const [first, ...rest] = text.split("\n");
   return [first, ...rest.map((line) => html`<span class="line-end"></span>${`\n${line}`}`)];

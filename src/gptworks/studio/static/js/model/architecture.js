@@ -1,4 +1,4 @@
-// The architecture as a person reads it: from token ids to logits, with one block drawn in full.
+// The architecture from token ids to logits, with one block in full.
 
 import { count, percent } from "../format.js";
 import { cx, html, stepped, useRef } from "../ui.js";

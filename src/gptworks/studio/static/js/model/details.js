@@ -1,4 +1,4 @@
-// What a part does, what it takes, and its tensors.
+// A part's description, its costs and its tensors.
 
 import { count, percent } from "../format.js";
 import { html } from "../ui.js";

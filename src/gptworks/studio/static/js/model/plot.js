@@ -1,4 +1,4 @@
-// A small chart of one or two rows of numbers over the same places: bars of a histogram, a line, or points.
+// A small chart of one or two rows of numbers with the same x: a histogram's bars, a line, or points.
 
 import { figure } from "../format.js";
 import { cx, html, useState } from "../ui.js";

@@ -34,7 +34,7 @@ export function Weights({ model, step, against, name, shape }) {
   </section>`;
 }
 
-/** The server's answer to what is asked now; leaving it ends the work there. */
+/** The server's answer to the current request; leaving ends the work there. */
 function useAnswer(path, body, wanted) {
   const [found, setFound] = useState({});
   const key = JSON.stringify(body);

@@ -11,7 +11,7 @@ export function Branches({ session }) {
   const [renaming, rename] = useState(null);
   const nav = useRef(null);
   useEffect(() => {
-    // the current branch in sight, without moving the page
+    // scroll to the current branch without moving the page
     const box = nav.current?.closest("details");
     const at = nav.current?.querySelector(".current")?.getBoundingClientRect();
     if (!at) return;
@@ -83,7 +83,7 @@ function focusOnce(element) {
   }
 }
 
-/** What sets this branch apart: its prompt where it begins with one, and its own first words. */
+/** A short name: the branch's prompt if it begins with one, and its own first words. */
 function firstWords(tree, branch) {
   const own = line(
     branch.edited ??

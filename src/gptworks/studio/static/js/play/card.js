@@ -1,9 +1,9 @@
-// The card of one token: what else could have stood here, before and after sampling.
+// The card of one token: its alternatives, before and after sampling.
 
 import { percent, visible } from "../format.js";
 import { cx, html, useEffect, useLayoutEffect, useRef } from "../ui.js";
 
-/** Rows of the alternatives: the model's own order, then those that only sampling has, each once. */
+/** Rows of the alternatives: in the model's order, then those that only sampling has. */
 function rows(token) {
   const made = new Map();
   const row = ({ id, spelling }) => made.get(id) ?? made.set(id, { id, spelling, before: null, after: null }).get(id);
@@ -32,7 +32,7 @@ function unscored({ part, i }) {
     : "Not scored: “score the prompt” in the settings gives the prompt's tokens their probabilities.";
 }
 
-/** `anchor`: the token's element. `pinned`: it stays, and takes the focus. */
+/** `anchor`: the token's element. `pinned`: it stays open and has the focus. */
 export function TokenCard({ token, place, anchor, pinned, take, edit, why, close, hold, release }) {
   const beside = (by) => {
     // a token is small for a finger

@@ -1,4 +1,4 @@
-// One column: which model, its text or conversation, what can be done with it.
+// One column: its model, its text or conversation, and the actions on it.
 
 import { key as apiKey } from "../api.js";
 import { stepOptions } from "../choice.js";
@@ -20,7 +20,7 @@ const ENDS = {
 const OPEN_MS = 60;
 const CLOSE_MS = 220;
 
-/** Which token's card is open. Hovering opens it a moment later, leaving closes it, unless it is pinned. */
+/** The open token's card. Hovering opens it after a moment, leaving closes it, unless it is pinned. */
 function useCard(branch) {
   const [card, set] = useState(null);
   const timer = useRef(0);
@@ -121,7 +121,7 @@ export function Column({ session, index, models, chat, say, editPrompt, canRead 
       branch &&
       !work &&
       html`<p class="quiet hint">
-        Point at a token, or tap it, to see what else could have stood there; a click keeps it open.</p>`
+        Point at a token, or tap it, to see its alternatives; a click keeps them open.</p>`
     }
     ${
       branch &&
@@ -219,7 +219,7 @@ function Actions({ session, index, branch, work, say, context, edit }) {
       Stop</button></div>`;
   const made = branch.edited == null;
   const full = context != null && session.tree.ids(branch).length >= context;
-  const whole = branch.at == null || session.tree.root(branch).prompt.text != null; // chat has no half answers
+  const whole = branch.at == null || session.tree.root(branch).prompt.text != null; // an answer in a chat is not cut
   const named = branch.step == null ? branch.model : `${branch.model}@${branch.step}`;
   const copy = (how, name) => async () => {
     const text = how(request(session.tree, branch, named), Boolean(apiKey()));
@@ -251,7 +251,7 @@ function Actions({ session, index, branch, work, say, context, edit }) {
       html`<p class="quiet hint" id=${`full-${index}`}>
         It cannot be continued: the text fills the model's context of ${count(
           context,
-        )} tokens.${edit && " Shorten it with “Edit text” to go on."}</p>`
+        )} tokens.${edit && " Shorten it with “Edit text” to continue."}</p>`
     }
     ${
       shown &&

@@ -1,4 +1,4 @@
-// A branch's request as it goes to the server's OpenAI-compatible API: as a curl command and as a Python program.
+// A branch's request to the server's OpenAI-compatible API, as a curl command and as a Python program.
 
 const OPENAI = [
   "temperature",
@@ -25,7 +25,7 @@ export function request(tree, branch, model) {
   return { path: "/v1/completions", body: { model, prompt, ...settings } };
 }
 
-/** The messages as the server takes them. */
+/** The messages in the server's format. */
 export function sent(messages) {
   return messages.map(({ role, content }) => ({ role, content }));
 }

@@ -1,4 +1,4 @@
-// What the part Play holds: columns, settings, the tree of branches, and the streams that fill it.
+// The state of the part Play: columns, settings, the tree of branches, and the streams that fill it.
 
 import { post, stream } from "../api.js";
 import { sent } from "./copy.js";
@@ -46,7 +46,7 @@ export class Session {
     this.saving = setTimeout(() => this.save(), 400);
   }
 
-  /** Show what came, once for all that comes until the next frame. */
+  /** Redraw at the next frame, once for all changes until then. */
   soon() {
     if (this.drawn) return;
     this.drawn = true;
@@ -72,7 +72,7 @@ export class Session {
     }
   }
 
-  /** Have the columns' models loaded before a text is asked for, once the choice has rested for a moment. */
+  /** Load the columns' models before a text is requested, after the choice has rested for a moment. */
   prepare(models) {
     clearTimeout(this.resting);
     this.preparing?.abort();
@@ -170,7 +170,7 @@ export class Session {
     return [...messages, { role: "assistant", content: this.tree.answerText(branch), from: branch.id }];
   }
 
-  /** Change a turn: what followed it is generated again; a changed answer is kept. */
+  /** Change a turn: the next answer is generated again; a changed answer is kept. */
   editTurn(index, place, content) {
     const turns = this.conversation(index);
     const { current } = this.columns[index];
@@ -198,7 +198,7 @@ export class Session {
     this.run(index, { parent: this.columns[index].current, prompt: { messages } });
   }
 
-  /** The same request once more, with another seed unless one is set. */
+  /** Repeat the request, with another seed unless one is set. */
   regenerate(index) {
     const branch = this.tree.get(this.columns[index].current);
     const { parent, at, prompt, chosen } = branch;
@@ -206,7 +206,7 @@ export class Session {
     else this.run(index, { parent, at, chosen: chosen && branch.tokens[0] }, { tokens: branch.sent, like: branch });
   }
 
-  /** Go on at the end of the text. */
+  /** Continue at the end of the text. */
   proceed(index) {
     const branch = this.tree.get(this.columns[index].current);
     const at = this.tree.length(branch);

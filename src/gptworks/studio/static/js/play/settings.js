@@ -4,7 +4,7 @@ import { cx, html, memo, useEffect, useState } from "../ui.js";
 
 const MOST_TOKENS = 1048576;
 
-/** In the order of the panel. `off` is the value that changes nothing. */
+/** In the panel's order. `off` is the value without effect. */
 export const SETTINGS = [
   {
     key: "temperature",
@@ -122,7 +122,7 @@ export function writeStops(stops) {
     .join("\n");
 }
 
-/** Biases are written one a line: a token's id, a colon, a number. null: some line is neither. */
+/** Biases are written one a line: a token's id, a colon, a number. null: a line is invalid. */
 export function readBiases(text) {
   const biases = {};
   for (const line of text.split("\n").filter((one) => one.trim())) {
@@ -183,7 +183,7 @@ export const SettingsPanel = memo(function SettingsPanel({ settings, options, ch
   </div>`;
 });
 
-/** A number: a slider for what is usual, and a box for every value. */
+/** A number: a slider for usual values, and a box for all values. */
 function Dial({ one, value, set }) {
   const [draft, setDraft] = useState(null);
   const { key, least, most, step } = one;

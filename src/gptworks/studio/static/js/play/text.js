@@ -1,11 +1,11 @@
-// The tokens of a branch, shaded. They are drawn in chunks: while a text streams, the last chunk alone is drawn anew.
+// The tokens of a branch, shaded. They are drawn in chunks: while a text streams, only the last chunk is redrawn.
 
 import { percent, visible } from "../format.js";
 import { cx, html, memo, stepped, useEffect, useRef } from "../ui.js";
 
 const CHUNK = 50;
 
-/** What the shades mean, from the likeliest to the least likely; the place in the list is the shade. */
+/** The shades' meanings, from the likeliest to the least likely; the index is the shade. */
 export const SHADES = {
   probability: {
     names: ["≥ 50 %", "≥ 20 %", "≥ 5 %", "≥ 1 %", "≥ 0.1 %", "less"],
@@ -59,7 +59,7 @@ function chunks(list, n, offset, kind, name, key) {
   return made;
 }
 
-/** A branch's text. `look(part, i, element, pin)` shows a token's card, `leave()` takes it away. */
+/** A branch's text. `look(part, i, element, pin)` shows a token's card, `leave()` closes it. */
 export function TokenText({ tree, branch, kind, busy, withPrompt, look, leave, edit, say, label }) {
   const pane = useRef(null);
   const cursor = useRef(null);
@@ -96,7 +96,7 @@ export function TokenText({ tree, branch, kind, busy, withPrompt, look, leave, e
     }
   };
   const over = (event) => {
-    // real moves alone: a text that grows below a resting pointer opens nothing
+    // only real moves: a text that grows below a resting pointer opens no card
     const element = event.target.closest(".t");
     if (!element || element === hovered.current || event.pointerType !== "mouse") return;
     hovered.current = element;

@@ -1,5 +1,5 @@
-// Every text of the session as a tree of branches. A branch has tokens of its own after the first `at` of its parent's
-// answer (`at` null: it begins with a prompt of its own). The tree lives in sessionStorage, within a bound.
+// All texts of the session as a tree of branches. A branch has its own tokens after the first `at` of its parent's
+// answer (`at` null: it begins with its own prompt). The tree is kept in sessionStorage, within a limit.
 
 const STORED = "gptworks-play";
 const MOST_CHARACTERS = 2_000_000;
@@ -54,7 +54,7 @@ export class Tree {
     return branch.at == null ? branch : this.root(this.get(branch.parent));
   }
 
-  /** Parts of the answer in order: lists of tokens, of which the first `n` count. */
+  /** The parts of the answer in order: lists of tokens, of which the first `n` are used. */
   segments(branch, n = branch.tokens.length) {
     const own = { branch, tokens: branch.tokens, n };
     return branch.at == null ? [own] : [...this.before(this.get(branch.parent), branch.at), own];
@@ -121,11 +121,11 @@ export class Tree {
     try {
       sessionStorage.setItem(STORED, written);
     } catch {
-      sessionStorage.removeItem(STORED); // the tab's storage is full: the tree lives on in the page
+      sessionStorage.removeItem(STORED); // the tab's storage is full: only the page has the tree
     }
   }
 
-  /** What `save` wrote: the tree is filled, and `more` is returned. */
+  /** Fill the tree with what `save` wrote, and return `more`. */
   restore() {
     try {
       const { more, last, branches } = JSON.parse(sessionStorage.getItem(STORED));

@@ -1,4 +1,4 @@
-// Where each head looks when it predicts the chosen token: a heat map of heads by tokens.
+// The attention of each head when it predicts the chosen token: a heat map of heads by tokens.
 
 import { count, percent, visible } from "../format.js";
 import { html, useEffect, useRef, useState, useTheme } from "../ui.js";
@@ -6,7 +6,7 @@ import { html, useEffect, useRef, useState, useTheme } from "../ui.js";
 const ROW = 12;
 const LEGEND = [0.01, 0.1, 0.3, 1];
 
-/** The weights of all heads from what the server sent; `of` gives those of one head. */
+/** The weights of all heads, decoded; `of` returns those of one head. */
 export function headsOf({ shape: [n_layers, n_heads, n_keys], data }, first) {
   const bytes = Uint8Array.from(atob(data), (c) => c.charCodeAt(0));
   const values = new Float32Array(bytes.buffer);

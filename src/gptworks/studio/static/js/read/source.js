@@ -1,4 +1,4 @@
-// What is read: a text, or a document of a run's validation split.
+// The source to read: a text, or a document of a run's validation split.
 
 import { post } from "../api.js";
 import { count } from "../format.js";
@@ -31,7 +31,7 @@ export function asked({ kind, text, number }) {
   return text ? { text } : null;
 }
 
-/** Which document: those of a run's validation split have numbers. */
+/** The number of a document in a run's validation split. */
 function Document({ chosen, number, setNumber }) {
   const [about, setAbout] = useState(null);
   const [problem, setProblem] = useState(null);

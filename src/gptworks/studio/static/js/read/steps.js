@@ -8,7 +8,7 @@ import { Writes } from "./writes.js";
 const WIDE = 600;
 const HIGH = 140;
 const MOST_KEPT = 8;
-const kept = new Map(); // what was found, as long as the page is open
+const kept = new Map(); // the answers, as long as the page is open
 
 /** A text's loss at each checkpoint: the previous answer, and `look` to request it again. */
 export function useSteps(body, answer) {

@@ -1,4 +1,4 @@
-// A text coloured by what its tokens cost, or by the difference of two models.
+// A text coloured by its tokens' losses, or by the difference of two models.
 
 import { figure, percent, visible } from "../format.js";
 import { cx, html, memo, stepped, useEffect, useRef } from "../ui.js";
@@ -15,7 +15,7 @@ export function lossShade(nats) {
   return `s${found < 0 ? LOSSES.length : found}`;
 }
 
-/** By what the second model needs more (positive) or less than the first. */
+/** By the difference of the second model's loss to the first's. */
 export function differenceShade({ nats, other_nats: other }) {
   if (nats == null || other == null) return "d3";
   const found = DIFFERENCES.findIndex((bound) => other - nats < bound);

@@ -1,4 +1,4 @@
-// One token: why the model gave it its probability, in words and by the parts of the model, and where it was seen.
+// One token: the causes of its probability, in words and by the parts of the model, and where the data has it.
 
 import { post } from "../api.js";
 import { count, figure, percent, visible } from "../format.js";
@@ -6,7 +6,7 @@ import { cx, html, useEffect, useMemo, useRef, useState } from "../ui.js";
 import { Attention, headsOf } from "./attention.js";
 import { lossShade } from "./text.js";
 
-/** `sought`: it is what the reader came for, and is brought into sight. */
+/** `sought`: another part opened this token: scroll to it. */
 export function Token({ body, answer, index, sought, weights, setWeights }) {
   const [found, setFound] = useState(null);
   const [against, setAgainst] = useState(null);
@@ -44,7 +44,7 @@ export function Token({ body, answer, index, sought, weights, setWeights }) {
     }</section>`;
 }
 
-/** The model's own prediction, and the parts that made it, largest first. */
+/** The model's prediction and the contributions of its parts, largest first. */
 function InWords({ token, lens, parts, index, against }) {
   const { top, rank, probability } = lens.layers.at(-1)[lens.tokens.indexOf(index)];
   const others = top.filter(({ id }) => id !== token.id).slice(0, 3);
@@ -155,7 +155,7 @@ function Attribution({ made, lens, tokens, index, against, setAgainst, weights, 
       }. They add up because the last norm's factor is held as it is at this token.</p></section>`;
 }
 
-/** The tokens to which a head gives most. */
+/** The tokens with a head's largest weights. */
 function lookedAt({ values, first }, tokens) {
   const most = Array.from(values, (weight, i) => ({ weight, i }))
     .sort((a, b) => b.weight - a.weight)

@@ -111,7 +111,7 @@ function plainNumber(value) {
       : String(Number(value.toPrecision(6)));
 }
 
-/** The ends of the axis: the window, or where all curves lie. */
+/** The ends of the axis: the window, or the range of all curves. */
 function windowOf({ view, curves }) {
   if (view.window) return view.window;
   let [low, high] = [Infinity, -Infinity];
@@ -124,7 +124,7 @@ function windowOf({ view, curves }) {
   return low < high ? [low, high] : view.logX ? [low / 2, high * 2] : [low - 1, high + 1];
 }
 
-/** The lowest and highest values that the window shows, with some room. */
+/** The lowest and highest values in the window, with a margin. */
 function heightOf(props) {
   const { view, curves, bands } = props;
   const [from, to] = windowOf(props);

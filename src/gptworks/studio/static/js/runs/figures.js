@@ -1,4 +1,4 @@
-// The charts of the chosen runs. Each asks the server for its points when it is seen, for the window that is shown.
+// The charts of the chosen runs. Each requests the points of the shown window once it is visible.
 
 import { get } from "../api.js";
 import { bytes, count, figure } from "../format.js";
@@ -8,7 +8,7 @@ import { Line } from "./list.js";
 
 const POINTS = 40_000;
 const MOST_PARTS = 8;
-const MOST_RAW = 16; // of more, the lines behind the smoothed ones would hide them
+const MOST_RAW = 16; // with more, the unsmoothed lines hide the smoothed ones
 const WAIT_MS = 60;
 const TITLES = {
   "validation.loss": "Validation loss",
@@ -164,7 +164,7 @@ function Figure({ title, of, wanted, view, version, zoom, pick }) {
   </div>`;
 }
 
-/** How a figure's values are written, and those at the axis where that is another way. */
+/** The formats of a figure's values, and of those at the axis if they differ. */
 function writing(of) {
   if (/_bytes$/.test(of)) return { write: bytes, tick: bytes };
   return { write: /loss|bits/.test(of) ? (y) => y.toFixed(4) : figure };
@@ -189,7 +189,7 @@ function questionOf(list, view, smooth) {
   return `studio/runs/curves?${asked}`;
 }
 
-/** Whether an element is on the screen; null until it has been there once. */
+/** Whether an element is visible; null until it was visible once. */
 function useSeen(place) {
   const [seen, set] = useState(null);
   useEffect(() => {

@@ -1,4 +1,4 @@
-// Beside the curves: what `gptworks compare` concludes, what differs, one step's record, and the texts that runs wrote.
+// Next to the curves: the conclusions of `gptworks compare`, the settings that differ, a step's record, and samples.
 
 import { get } from "../api.js";
 import { count, figure } from "../format.js";
@@ -8,7 +8,7 @@ import { Line, loss } from "./list.js";
 const MOST_COMPARED = 64;
 const MOST_COLUMNS = 12;
 
-/** The answer to a question, asked again when the question or the version changes. */
+/** The answer to a request, repeated when the request or the version changes. */
 export function useAnswer(question, version, waitMs) {
   const [found, set] = useState({ answer: null, problem: null });
   useEffect(() => {

@@ -64,7 +64,7 @@ export const RunList = memo(({ rows, leftOut, chosen, styles, faint, choose, par
   </section>`;
 });
 
-/** How many runs are not read, and why each is not. */
+/** The number of runs that are not read, and the reason for each. */
 export function LeftOut({ reasons }) {
   const found = Object.entries(reasons);
   if (!found.length) return null;
@@ -77,14 +77,14 @@ export function LeftOut({ reasons }) {
       )}</ul></details>`;
 }
 
-/** Where else a run can be looked at. */
+/** Links to a run in the other parts. */
 const LEADS = {
   play: "Play",
   read: "Read",
   time: "Through time",
   data: "Data",
   model: "Model",
-  start: "Fork or go on",
+  start: "Fork or resume",
 };
 
 function Row({ row, style, isFaint, toggle, parts, stop }) {

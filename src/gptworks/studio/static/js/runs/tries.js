@@ -1,4 +1,4 @@
-// What `gptworks try` found, of the tries whose runs are in the list.
+// The results of `gptworks try` for the tries whose runs are listed.
 
 import { count } from "../format.js";
 import { html } from "../ui.js";

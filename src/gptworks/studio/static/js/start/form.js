@@ -1,4 +1,4 @@
-// The recipe as a form: the settings that it gives and those that people change most; all others behind a search box.
+// The recipe as a form: its settings and those that are changed most often; a search box finds the others.
 
 import { cx, html, useState } from "../ui.js";
 

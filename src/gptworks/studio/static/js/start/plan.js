@@ -1,4 +1,4 @@
-// What `gptworks plan` says of the recipe, as it is typed.
+// The plan of the recipe, updated as it is typed.
 
 import { post } from "../api.js";
 import { cx, html, useEffect, useState } from "../ui.js";

@@ -1,10 +1,10 @@
-// The runs that train: their last lines, and a button that stops them.
+// The training runs: their last lines, and a button that stops them.
 
 import { get } from "../api.js";
 import { html, useEffect, useState } from "../ui.js";
 
 const EVERY_MS = 1500;
-const ENDED_LINES = 4; // of a run that ended well: how it did, and what can be done with it
+const ENDED_LINES = 4; // of a run that ended well: its result and the next commands
 
 export function Training({ state, shown, act, readOnly }) {
   const [found, setFound] = useState([]);
@@ -21,7 +21,7 @@ export function Training({ state, shown, act, readOnly }) {
       try {
         setFound((await get(`studio/start/processes?${asked}`)).processes);
       } catch {
-        // the shell says when the server is gone
+        // the frame reports a lost server
       }
       timer = setTimeout(look, EVERY_MS);
     };

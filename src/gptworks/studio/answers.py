@@ -1,0 +1,60 @@
+"""The studio's answers: JSON and events."""
+
+import json
+import math
+from typing import Any
+
+from fastapi.responses import Response
+
+from gptworks.serve.errors import APIError
+from gptworks.serve.events import EventStream
+
+
+class Events(EventStream):
+    """Dictionaries as events."""
+
+    last = b""
+
+    @staticmethod
+    def json_of(chunk: Any) -> str:
+        return json_text(chunk)
+
+
+class MessageEvents(Events):
+    """Dictionaries as events; an error is an event with only its message."""
+
+    @staticmethod
+    def error_event(error: APIError) -> bytes:
+        return b"data: " + json.dumps({"type": "error", "message": error.message}).encode() + b"\n\n"
+
+
+def as_json(tree: Any) -> Response:
+    """An answer with a tree as JSON, which no cache keeps."""
+    return Response(json_text(tree), media_type="application/json")
+
+
+def json_text(tree: Any) -> str:
+    """A tree as JSON, with null for non-finite numbers."""
+    try:
+        return json.dumps(tree, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(tree), allow_nan=False)
+
+
+def _finite(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _finite(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_finite(value) for value in tree]
+    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
+
+
+def plain(tree: Any) -> Any:
+    """A tree for JSON: a non-finite number becomes its name, as in metrics.jsonl."""
+    if isinstance(tree, dict):
+        return {str(key): plain(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [plain(value) for value in tree]
+    if isinstance(tree, float) and not -float("inf") < tree < float("inf"):
+        return repr(tree)
+    return tree if tree is None or isinstance(tree, str | int | float) else str(tree)
