@@ -6,7 +6,7 @@ constants such as `object` are set too.
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from gptworks.config import Bounded
@@ -73,63 +73,37 @@ class Wire(Bounded):
 # ------------------------------------------------------------------------------------------------------- parts
 
 
-def _prompts(value: Any) -> list[str] | list[list[int]]:
-    """A text, several texts, the token ids of a text or of several texts, as a list of texts or of ids."""
-    if isinstance(value, str):
-        return [_text(value)]
-    if not isinstance(value, list) or not value:
-        raise ValueError("it must be a text, a list of texts, a list of token ids, or a list of such lists, not empty")
-    if all(type(item) is int for item in value):
-        return [_ids(value)]
-    if len(value) > MAX_PROMPTS:
-        raise ValueError(f"{len(value)} prompts; at most {MAX_PROMPTS} go into one request")
-    if all(isinstance(item, str) for item in value):
-        return [_text(item) for item in value]
-    if all(isinstance(item, list) and item and all(type(i) is int for i in item) for item in value):
-        return [_ids(item) for item in value]
-    raise ValueError("its parts must all be texts, all token ids, or all lists of token ids that are not empty")
+Text = Annotated[str, Field(max_length=MAX_CHARACTERS)]
+TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKENS)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
+_SEVERAL = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
+_Texts = Annotated[list[Text], _SEVERAL]
+_Lists = Annotated[list[TokenIds], _SEVERAL]
 
 
-def _text(text: str) -> str:
-    if len(text) > MAX_CHARACTERS:
-        raise ValueError(f"a text of {len(text)} characters; at most {MAX_CHARACTERS}")
-    return text
+def _as_prompts(value: Any) -> Any:
+    """A text, or the token ids of one, as a list of one."""
+    is_ids = isinstance(value, list) and value and type(value[0]) is int
+    return [value] if is_ids or isinstance(value, str) else value
 
 
-def _ids(ids: list[int]) -> list[int]:
-    if len(ids) > MAX_TOKENS or any(not 0 <= i < MAX_TOKENS for i in ids):
-        raise ValueError("a token id is out of range")
-    return ids
+Prompts = Annotated[
+    _Texts | _Lists, BeforeValidator(_as_prompts, json_schema_input_type=Text | TokenIds | _Texts | _Lists)
+]
+"""One or several texts, each as a text or as token ids."""
 
 
-_TOKEN_ID = {"type": "integer", "minimum": 0, "exclusiveMaximum": MAX_TOKENS}
-_TOKEN_IDS = {"type": "array", "items": _TOKEN_ID, "minItems": 1, "maxItems": MAX_TOKENS}
-_TEXT = {"type": "string", "maxLength": MAX_CHARACTERS}
-_PROMPT_SCHEMA = {
-    "anyOf": [
-        _TEXT,
-        {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_PROMPTS},
-        _TOKEN_IDS,
-        {"type": "array", "items": _TOKEN_IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
-    ]
-}
-Prompts = Annotated[list[str] | list[list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
+def _as_stops(value: Any) -> Any:
+    return tuple(value or ()) if value is None or isinstance(value, list) else (value,)
 
 
-def _stops(value: Any) -> tuple[str, ...]:
-    stops = (value,) if isinstance(value, str) else value
-    if stops is None:
-        return ()
-    if not isinstance(stops, tuple | list) or not all(isinstance(stop, str) for stop in stops):
-        raise ValueError("it must be a text, or a list of texts")
-    if len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
-        raise ValueError(f"at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARACTERS} characters")
-    return tuple(stops)
-
-
-_STOP_TEXT = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
-_STOP_SCHEMA = {"anyOf": [_STOP_TEXT, {"type": "array", "items": _STOP_TEXT, "maxItems": MAX_STOPS}, {"type": "null"}]}
-Stops = Annotated[tuple[str, ...], PlainValidator(_stops), WithJsonSchema(_STOP_SCHEMA)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+_Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS)]
+Stops = Annotated[
+    tuple[Stop, ...],
+    Field(max_length=MAX_STOPS, fail_fast=True),
+    BeforeValidator(_as_stops, json_schema_input_type=Stop | _Stops | None),
+]
 
 
 TokenKey = Annotated[str, Field(pattern="^[0-9]{1,7}$")]
@@ -419,7 +393,7 @@ class TokenizeResponse(BaseModel):
 
 class DetokenizeRequest(Wire):
     model: ModelName | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=MAX_TOKENS)]], Field(fail_fast=True, max_length=MAX_TOKENS)]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_TOKENS)]
 
 
 class DetokenizeResponse(BaseModel):

@@ -1,7 +1,7 @@
 """Read: a checkpoint's loss on each token of a text; for one token why, since which step, and where the data has it."""
 
 import base64
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Annotated, Any, Self
 
 import numpy as np
@@ -76,17 +76,21 @@ async def reading_of(studio: Studio, request: Request, chosen: Chosen) -> Readin
     return Reading(wanted, await studio.engines.take(wanted, caller_of(request)), studio.data)
 
 
+async def _answer(request: Request, chosen: Chosen, work: Callable[[Reading, Check], Tree]) -> Response:
+    studio = studio_of(request)
+    reading = await reading_of(studio, request, chosen)
+    return as_json(await studio.reader.compute(lambda check: work(reading, check)))
+
+
 @router.post("/documents")
 async def documents(request: Request) -> Response:
     """The number of documents in a run's validation split."""
-    studio, body = studio_of(request), await body_of(request, Chosen)
-    reading = await reading_of(studio, request, body)
 
-    def count(_: Check) -> Tree:
+    def count(reading: Reading, _: Check) -> Tree:
         shards = reading.shards("validation")
         return {"n_documents": shards.n_documents, "n_tokens": shards.n_tokens}
 
-    return as_json(await studio.reader.compute(count))
+    return await _answer(request, await body_of(request, Chosen), count)
 
 
 @router.post("/text")
@@ -131,10 +135,9 @@ def _of_text(reading: Reading, text: TokenizedText, nats: Costs) -> Tree:
 @router.post("/token")
 async def read_token(request: Request) -> Response:
     """Why one token: attention, logit lens, and the contribution of each part of the model to its logit."""
-    studio, body = studio_of(request), await body_of(request, TokenRequest)
-    reading = await reading_of(studio, request, body)
+    body = await body_of(request, TokenRequest)
 
-    def read(check: Check) -> Tree:
+    def read(reading: Reading, check: Check) -> Tree:
         text, model = reading.text(body.text, body.document, body.tokens), reading.model.engine.model
         start, end = text.window(model.config.context_length, body.index)
         around = range(max(start + 1, body.index - NEIGHBOURS), min(end, body.index + NEIGHBOURS) + 1)
@@ -155,7 +158,7 @@ async def read_token(request: Request) -> Response:
             },
         }  # fmt: skip
 
-    return as_json(await studio.reader.compute(read))
+    return await _answer(request, body, read)
 
 
 def _guess(reading: Reading, guess: Guess) -> Tree:
@@ -167,19 +170,16 @@ def _guess(reading: Reading, guess: Guess) -> Tree:
 @router.post("/ngrams")
 async def read_ngrams(request: Request) -> Response:
     """Where the training data has the tokens up to the chosen one, and what follows there."""
-    studio, body = studio_of(request), await body_of(request, TokenRequest)
-    reading = await reading_of(studio, request, body)
+    body = await body_of(request, TokenRequest)
 
-    def read(check: Check) -> Tree:
+    def read(reading: Reading, check: Check) -> Tree:
         text = reading.text(body.text, body.document, body.tokens)
-        text.window(
-            reading.model.engine.model.config.context_length, body.index
-        )  # refuses an index outside of the text
+        text.window(reading.model.engine.context, body.index)  # refuses an index outside of the text
         training = reading.shards("train")
         ids = text.ids[max(0, body.index + 1 - LONGEST) : body.index + 1].tolist()
         return _of_ngrams(reading, training, find_ngrams(training, ids, check=check))
 
-    return as_json(await studio.reader.compute(read))
+    return await _answer(request, body, read)
 
 
 def _of_ngrams(reading: Reading, training: TokenShards, found: NGrams) -> Tree:

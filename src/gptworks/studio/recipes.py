@@ -9,7 +9,6 @@ recipe is refused. An answer, also a refusal, is kept until the recipe's file ch
 import os
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,19 +52,13 @@ def _values(question: Any) -> Any:
 Stamp = tuple[int, int, int]
 
 
-@dataclass(frozen=True)
-class _Known:
-    stamp: Stamp
-    recipe: Recipe | None
-    fault: str
-
-
 class Recipes:
     """Reads each recipe once, one at a time. Thread-safe."""
 
     def __init__(self, process: Confined | None = None) -> None:
         self._process = process or _SHARED
-        self._known: OrderedDict[Path, _Known] = OrderedDict()
+        self._known: OrderedDict[Path, tuple[Stamp, Recipe | str]] = OrderedDict()
+        """The recipe, or why it is refused, by path and with the stamp of its file."""
         self._lock = threading.Lock()
 
     def of(self, path: Path) -> Recipe:
@@ -74,10 +67,10 @@ class Recipes:
         Raises:
             UserError: the recipe is missing or invalid, or takes more time or memory than a recipe may.
         """
-        known = self._find(path) or self._read(path)
-        if known.recipe is None:
-            raise UserError(known.fault)
-        return known.recipe
+        found = self._find(path) or self._read(path)
+        if isinstance(found, str):
+            raise UserError(found)
+        return found
 
     def knows(self, path: Path) -> bool:
         """Whether the recipe, as its file is now, was read or refused already.
@@ -87,35 +80,34 @@ class Recipes:
         """
         return self._find(path) is not None
 
-    def _find(self, path: Path) -> _Known | None:
-        known = self._known.get(path)
-        return known if known is not None and known.stamp == _stamp(path) else None
+    def _find(self, path: Path) -> Recipe | str | None:
+        stamp, found = self._known.get(path, (None, None))
+        return found if stamp is not None and stamp == _stamp(path) else None
 
-    def _read(self, path: Path) -> _Known:
+    def _read(self, path: Path) -> Recipe | str:
         with self._lock:
-            if (known := self._find(path)) is not None:  # another thread was first
-                return known
+            if (found := self._find(path)) is not None:  # another thread was first
+                return found
             stamp, task, question = _stamp(path), Task(), {"path": str(path), "cwd": str(Path.cwd())}
             timer = threading.Timer(_WAIT_SECONDS, task.abandon)
             timer.daemon = True
             timer.start()
             try:
-                known = _Known(stamp, Recipe.model_validate(self._process.ask(question, task)), "")
+                found = Recipe.model_validate(self._process.ask(question, task))
             except Refused as error:
-                known = _Known(stamp, None, str(error))
+                found = str(error)
             except Exceeded as error:
-                fault = f"the recipe is refused: {error} Reading a recipe takes far less: give it fewer settings."
-                known = _Known(stamp, None, fault)
+                found = f"the recipe is refused: {error} Reading a recipe takes far less: give it fewer settings."
             except ValidationError as error:  # the values do not make a recipe again
-                known = _Known(stamp, None, f"the recipe is refused: {error.errors()[0]['msg']}")
+                found = f"the recipe is refused: {error.errors()[0]['msg']}"
             except Abandoned:  # by the timer; the disk may be faster next time
                 raise UserError(f"the recipe was not read within {_WAIT_SECONDS:g} seconds.") from None
             finally:
                 timer.cancel()
-            self._known[path] = known
+            self._known[path] = stamp, found
             while len(self._known) > MOST_KEPT:
                 self._known.popitem(last=False)
-            return known
+            return found
 
 
 def _stamp(path: Path) -> Stamp:
