@@ -15,7 +15,6 @@ from tokenizers import Tokenizer
 from gptworks.data.rows import Row
 from gptworks.data.spelling import MAX_PHRASE_BYTES, Speller
 from gptworks.errors import UserError
-from gptworks.evaluation.loss import BATCH_TOKENS
 from gptworks.interpret.hooks import Check, stoppable
 from gptworks.interpret.text import TokenizedText, check_ids
 from gptworks.model import GPT
@@ -250,35 +249,17 @@ def _nats(model: GPT, rows: Sequence[Row], end: int, check: Check) -> list[list[
         check_ids(model, row.ids)
     found = []
     with stoppable(model, check), eval_mode(model), torch.inference_mode():
-        for lot in _lots(rows, n):
-            check()
-            length = max(n[i] for i in lot)
-            parts = ([rows[i].inputs, rows[i].targets, rows[i].positions] for i in lot)
+        for row, length in zip(rows, n, strict=True):
             inputs, targets, *positions = (
-                torch.stack([x[:length] for x in of]).to(model.device)
-                for of in zip(*parts, strict=True)
-                if of[0] is not None
+                x[None, :length].to(model.device) for x in (row.inputs, row.targets, row.positions) if x is not None
             )
             features = model.features(inputs, None, None, *positions)
             nats = token_nats(features, model.head_weight, targets, model.config.logit_softcap).double().cpu().numpy()
-            for i, of_row in zip(lot, nats, strict=True):
-                costs = np.full(len(rows[i].ids), math.nan)
-                there = (rows[i].target_of >= 0) & (rows[i].target_of < length)
-                costs[there] = of_row[rows[i].target_of[there]]
-                found.append([one if math.isfinite(one) else None for one in costs.tolist()])
+            costs = np.full(len(row.ids), math.nan)
+            there = (row.target_of >= 0) & (row.target_of < length)
+            costs[there] = nats[0][row.target_of[there]]
+            found.append([one if math.isfinite(one) else None for one in costs.tolist()])
     return found
-
-
-def _lots(rows: Sequence[Row], n: Sequence[int]) -> list[list[int]]:
-    """Batches of neighbouring rows of equal length."""
-    lots: list[list[int]] = []
-    for i in range(len(rows)):
-        alike = bool(lots) and len(rows[lots[-1][0]].inputs) == len(rows[i].inputs)
-        if alike and (len(lots[-1]) + 1) * max(n[i], *(n[k] for k in lots[-1])) <= BATCH_TOKENS:
-            lots[-1].append(i)
-        else:
-            lots.append([i])
-    return lots
 
 
 # ----------------------------------------------------------------------------------------------------- answers

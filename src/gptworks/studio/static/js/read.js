@@ -100,8 +100,8 @@ export function Part({ state, route, shown }) {
     ${
       !found &&
       html`<p class="quiet">
-        Each token is coloured by what it costs the model. Choose one to see which parts of the model voted
-      for it, what other tokens could have stood there, and at which checkpoint the run learned it.</p>`
+        Each token is coloured by its loss. Choose one to see its alternatives, the contribution of each part of the
+        model, and the checkpoint at which the run learned it.</p>`
     }
     ${
       found &&

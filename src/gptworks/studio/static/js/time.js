@@ -57,9 +57,9 @@ export function Part({ state, route }) {
     ${
       !found &&
       html`<p class="quiet">
-        Paste a text, or take a document, and see what the run learned, and when: the loss of the text at each
-      checkpoint, how each continues it with one seed, and which of its tokens the run learned between two
-      checkpoints.</p>`
+        Paste a text, or choose a document, to see what the run learned, and when: the text's loss at each checkpoint,
+        how each checkpoint continues it with one seed, and the tokens that the run learned between two
+        checkpoints.</p>`
     }
     ${
       found &&

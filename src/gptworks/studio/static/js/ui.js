@@ -1,6 +1,6 @@
-// Preact with hooks and htm, and two small helpers.
+// Preact with hooks and htm, and small helpers.
 
-import { Component, h, useEffect, useState } from "../vendor/preact-htm.js";
+import { Component, h, useEffect, useRef, useState } from "../vendor/preact-htm.js";
 
 export {
   Component,
@@ -55,4 +55,25 @@ export function stepped(event, all, current) {
     event.key
   ];
   return to == null ? undefined : all[Math.max(0, Math.min(all.length - 1, to))];
+}
+
+/** The marked token of a `pane`, unmarked when `reset` changes. */
+export function useCursor(pane, reset) {
+  const cursor = useRef(null);
+  const mark = (element) => {
+    cursor.current?.classList.remove("at");
+    cursor.current = element;
+    element?.classList.add("at");
+  };
+  /** Mark and return the token that a key selects; undefined for other keys. */
+  const walk = (event) => {
+    const element = stepped(event, [...pane.current.querySelectorAll(".t")], cursor.current);
+    if (!element) return undefined;
+    event.preventDefault();
+    mark(element);
+    element.scrollIntoView({ block: "nearest" });
+    return element;
+  };
+  useEffect(() => mark(null), [reset]);
+  return { cursor, mark, walk };
 }

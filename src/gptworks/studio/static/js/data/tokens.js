@@ -2,7 +2,7 @@
 
 import { count, figure, percent, visible } from "../format.js";
 import { lossShade } from "../read/text.js";
-import { cx, html, memo, stepped, useEffect, useRef, useState } from "../ui.js";
+import { cx, html, memo, useCursor, useEffect, useRef, useState } from "../ui.js";
 
 /** Tokens without a text of their own are shown by their spelling: special ones, and parts of a character. */
 function Token({ token, masks, row, i }) {
@@ -36,32 +36,25 @@ const Row = memo(function Row({ row, index, masks }) {
 
 export function Tokens({ rows, first }) {
   const pane = useRef(null);
-  const cursor = useRef(null);
+  const batch = rows.map((row) => row.tokens)[0];
+  const { cursor, mark, walk } = useCursor(pane, batch);
   const [shown, show] = useState(null);
   const masks = rows.some((row) => row.tokens.some((token) => token.learned === false && !token.begins?.alone));
-  const mark = (element) => {
-    cursor.current?.classList.remove("at");
-    cursor.current = element;
-    element?.classList.add("at");
-    if (element) show([Number(element.dataset.row), Number(element.dataset.i)]);
-  };
-  useEffect(() => (mark(null), show(null)), [rows.map((row) => row.tokens)[0]]);
-  const walk = (event) => {
-    const element = stepped(event, [...pane.current.querySelectorAll(".t")], cursor.current);
-    if (!element) return;
-    event.preventDefault();
+  const look = (element) => element && show([Number(element.dataset.row), Number(element.dataset.i)]);
+  useEffect(() => show(null), [batch]);
+  const point = ({ target }) => {
+    const element = target.closest(".t");
+    if (!element || element === cursor.current) return;
     mark(element);
-    element.scrollIntoView({ block: "nearest" });
+    look(element);
   };
-  const point = ({ target }) =>
-    target.closest(".t") && target.closest(".t") !== cursor.current && mark(target.closest(".t"));
   const token = shown && rows[shown[0]]?.tokens[shown[1]];
   return html`<div class="tokens-pane">
     ${
       masks && html`<p class="facts"><span class="t learned">learned</span> <span class="t masked">only read</span></p>`
     }
     <div class="rows" ref=${pane} tabindex="0" role="group" aria-label="Tokens; the arrow keys walk through them"
-      onKeyDown=${walk}
+      onKeyDown=${(event) => look(walk(event))}
       onPointerMove=${point} onClick=${point}>${rows.map(
         (row, i) => html`<${Row} key=${i} row=${row} index=${i} masks=${masks} />`,
       )}</div>

@@ -1,7 +1,7 @@
 // The tokens of a branch, shaded. They are drawn in chunks: while a text streams, only the last chunk is redrawn.
 
 import { percent, visible } from "../format.js";
-import { cx, html, memo, stepped, useEffect, useRef } from "../ui.js";
+import { cx, html, memo, useCursor, useRef } from "../ui.js";
 
 const CHUNK = 50;
 
@@ -62,25 +62,15 @@ function chunks(list, n, offset, kind, name, key) {
 /** A branch's text. `look(part, i, element, pin)` shows a token's card, `leave()` closes it. */
 export function TokenText({ tree, branch, kind, busy, withPrompt, look, leave, edit, say, label }) {
   const pane = useRef(null);
-  const cursor = useRef(null);
+  const { cursor, mark, walk: step } = useCursor(pane, branch.id);
   const hovered = useRef(null);
-  const spans = () => [...pane.current.querySelectorAll(".t")];
-  const mark = (element) => {
-    cursor.current?.classList.remove("at");
-    cursor.current = element;
-    element?.classList.add("at");
-  };
-  useEffect(() => mark(null), [branch.id]);
   const token = (element) => {
     const i = Number(element.dataset.i);
     return element.dataset.part === "prompt" ? tree.root(branch).prompt_tokens[i] : tree.answer(branch)[i];
   };
   const walk = (event) => {
-    const element = stepped(event, spans(), cursor.current);
+    const element = step(event);
     if (element) {
-      event.preventDefault();
-      mark(element);
-      element.scrollIntoView({ block: "nearest" });
       const { logprob, rank, spelling } = token(element);
       say(`${visible(spelling)}${logprob == null ? "" : `, ${percent(Math.exp(logprob))}, rank ${rank}`}`);
       look(element.dataset.part, Number(element.dataset.i), element, false);

@@ -1,7 +1,7 @@
 // A text coloured by its tokens' losses, or by the difference of two models.
 
 import { figure, percent, visible } from "../format.js";
-import { cx, html, memo, stepped, useEffect, useRef } from "../ui.js";
+import { cx, html, memo, useCursor, useRef } from "../ui.js";
 
 const CHUNK = 50;
 const LOSSES = [0.7, 1.6, 3, 4.6, 6.9];
@@ -61,26 +61,16 @@ const place = (item, i) => (item.tokens ? item.tokens[1] - 1 : i);
 /** `pick(i)` is called with the chosen token's place. */
 export function ReadText({ tokens, segments, index, pick, say, weights, second }) {
   const pane = useRef(null);
-  const cursor = useRef(null);
+  const { cursor, mark, walk: step } = useCursor(pane, items);
   const items = segments ?? tokens;
-  const spans = () => [...pane.current.querySelectorAll(".t")];
-  const mark = (element) => {
-    cursor.current?.classList.remove("at");
-    cursor.current = element;
-    element?.classList.add("at");
-  };
-  useEffect(() => mark(null), [items]);
   const take = (element) => {
     const i = place(items[Number(element.dataset.i)], Number(element.dataset.i));
     if (i > 0) pick(i);
     else say("The first token is not predicted.");
   };
   const walk = (event) => {
-    const element = stepped(event, spans(), cursor.current);
+    const element = step(event);
     if (element) {
-      event.preventDefault();
-      mark(element);
-      element.scrollIntoView({ block: "nearest" });
       const item = items[Number(element.dataset.i)];
       say(`${visible(item.spelling ?? item.text)}, ${said(item, second)}`);
     } else if (event.key === "Enter" && cursor.current) {
