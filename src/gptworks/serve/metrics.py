@@ -46,13 +46,13 @@ class ModelMetrics(NamedTuple):
     """Count a text by its finish reason."""
 
 
-class Metrics:
+class Metrics(Collector):
     """The metrics of all models of a server."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._statistics: dict[str, Callable[[], Statistics]] = {}
-        self._registry.register(_EngineCollector(self._statistics))
+        self._registry.register(self)
         self.in_flight = Gauge("gptworks:http_requests_in_flight", "HTTP requests not yet answered.",
                                registry=self._registry)  # fmt: skip
         self._responses = Counter("gptworks:http_responses", "HTTP answers.", ["status"], registry=self._registry)
@@ -98,6 +98,18 @@ class Metrics:
         """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
+    def collect(self) -> Iterator[Metric]:
+        """The counters of the engines, for Prometheus' library."""
+        now = {name: read() for name, read in tuple(self._statistics.items())}
+        for kind, name, help_text, value in _COUNTED:
+            family = kind(f"gptworks:{name}", help_text, labels=["model_name"])
+            for model, statistics in now.items():
+                family.add_metric([model], value(statistics))
+            yield family
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
 
 class RequestClock:
     """Observes the times of one request's texts as their tokens come."""
@@ -130,19 +142,3 @@ class RequestClock:
             observe["request_decode_time_seconds"](now - self._first[text])
             observe["request_generation_tokens"](n_tokens)
             self._finished[finish_reason]()
-
-
-class _EngineCollector(Collector):
-    def __init__(self, statistics: Mapping[str, Callable[[], Statistics]]) -> None:
-        self._statistics = statistics
-
-    def collect(self) -> Iterator[Metric]:
-        now = {name: read() for name, read in tuple(self._statistics.items())}
-        for kind, name, help_text, value in _COUNTED:
-            family = kind(f"gptworks:{name}", help_text, labels=["model_name"])
-            for model, statistics in now.items():
-                family.add_metric([model], value(statistics))
-            yield family
-
-    def describe(self) -> Iterable[Metric]:
-        return []

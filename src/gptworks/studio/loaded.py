@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -31,6 +30,11 @@ class Loaded:
     """Size of its weights' file."""
     n_users: int = 0
     used_at: float = field(default_factory=time.monotonic)
+
+    def leave(self) -> None:
+        """A user has left."""
+        self.n_users -= 1
+        self.used_at = time.monotonic()
 
     @property
     def held_bytes(self) -> int:
@@ -139,7 +143,7 @@ class Engines:
             found = self._loaded[wanted] = Loaded(wanted.name, future, n_bytes)
             future.add_done_callback(lambda done: self._forget_failed(wanted, done))
         found.n_users += 1
-        caller.on_leave.append(self._leaver(found))
+        caller.on_leave.append(found.leave)
         return await asyncio.shield(found.model)
 
     async def by_name(self, name: str, caller: Caller) -> ServedModel:
@@ -149,13 +153,6 @@ class Engines:
         by_step = at and step.isascii() and step.isdigit() and name not in known
         wanted = await self.find(run, int(step[:18])) if by_step else await self.find(name, None)
         return await self.take(wanted, caller)
-
-    def _leaver(self, one: Loaded) -> Callable[[], None]:
-        def leave() -> None:
-            one.n_users -= 1
-            one.used_at = time.monotonic()
-
-        return leave
 
     def _forget_failed(self, wanted: Wanted, done: "asyncio.Future[ServedModel]") -> None:
         if done.cancelled() or done.exception() is not None:
