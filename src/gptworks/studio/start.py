@@ -52,6 +52,8 @@ class Origin(openai.Wire):
 
 
 Text = Annotated[str, Field(max_length=MOST_TEXT)]
+Edit = Annotated[list[str | None], Field(min_length=2, max_length=2)]
+"""A setting's path and its value as typed; None removes it."""
 
 
 class _Recipe(openai.Wire):
@@ -62,13 +64,14 @@ class _Recipe(openai.Wire):
 class CheckRequest(openai.Wire):
     text: Text | None = None
     origin: Origin | None = None
-    edits: list[tuple[str, str | None]] = Field(default_factory=list, max_length=MOST_EDITS)
-    """Paths of settings and their values as typed; None removes the setting."""
+    edits: list[Edit] = Field(default_factory=list, max_length=MOST_EDITS)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.text is None and self.origin is None:
             raise ValueError("give text or origin")
+        if any(path is None for path, _ in self.edits):
+            raise ValueError("an edit is a setting's path and its value")
         return self
 
 

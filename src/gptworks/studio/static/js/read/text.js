@@ -61,8 +61,8 @@ const place = (item, i) => (item.tokens ? item.tokens[1] - 1 : i);
 /** `pick(i)` is called with the chosen token's place. */
 export function ReadText({ tokens, segments, index, pick, say, weights, second }) {
   const pane = useRef(null);
-  const { cursor, mark, walk: step } = useCursor(pane, items);
   const items = segments ?? tokens;
+  const { cursor, mark, walk: step } = useCursor(pane, items);
   const take = (element) => {
     const i = place(items[Number(element.dataset.i)], Number(element.dataset.i));
     if (i > 0) pick(i);
