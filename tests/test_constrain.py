@@ -111,7 +111,7 @@ def test_exactly_the_allowed_tokens_may_be_pushed() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"regex": "a("}, "regex='a\\('"), ({"json_schema": "{"}, "is no JSON schema"),
+        ({"regex": "a("}, "regex='a\\('"), ({"json_schema": "{"}, "is not a JSON schema"),
         ({"json_schema": {"type": "nonsense"}}, "json_schema=.*cannot be followed"),
         ({"json_schema": "[1]"}, "a schema is an object"),
     ],

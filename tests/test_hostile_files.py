@@ -38,7 +38,7 @@ RECIPES = {
     "aliases that stand for a billion values": (BOMB, "more than 100,000 values"),
     "a section that contains itself": ("model: &m\n  x: *m\n", "contains itself"),
     "a list that contains itself": ("&a [*a]", "contains itself"),
-    "a key that stands twice": ("seed: 1\nseed: 2\n", "the key `seed` stands twice"),
+    "a key that occurs twice": ("seed: 1\nseed: 2\n", "the key `seed` occurs twice"),
     "brackets without end": ("[" * 5000, "nested more than 64 deep"),
     "braces without end": ("{a: " * 5000, "nested more than 64 deep"),
     "tabs": ("model:\n\tx: 1\n", "not readable YAML"),

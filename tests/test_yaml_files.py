@@ -88,8 +88,8 @@ def test_depth_follows_aliases() -> None:
     [
         ("seed: 1" + ":1" * 200_000, "a number of 400,001 digits"),  # base 60: quadratic to compute
         ("seed: 0b" + "1" * 20_000, "a number of 20,002 digits"),  # too long to be shown
-        ("a: 1\nb: {c: 1, c: 2}\n", r"line 2, column 11: the key `c` stands twice"),
-        ("b: &b {x: 1, x: 2}\na: {<<: *b}", "the key `x` stands twice"),
+        ("a: 1\nb: {c: 1, c: 2}\n", r"line 2, column 11: the key `c` occurs twice"),
+        ("b: &b {x: 1, x: 2}\na: {<<: *b}", "the key `x` occurs twice"),
         ("1: 2\n", "line 1, column 1: it has the key 1"),
         ("yes: 2\n", "it has the key yes"),
         ("? \n: 1\n", "it has the key null"),

@@ -13,9 +13,9 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & set(os.environ):
-    # A thread that waits for others gives its core to whoever can use it; under libgomp after some 40 microseconds, so
-    # that the next operation of a step finds it awake. OpenMP reads this as torch loads it, so it is set before; in a
-    # program that has imported torch already, it changes nothing.
+    # A waiting thread releases its core; under libgomp after some 40 microseconds, so that it is still awake for the
+    # next operation of a step. OpenMP reads these variables when torch loads it, so they have no effect in a program
+    # that has already imported torch.
     os.environ |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "2000"}
 
 __version__ = "0.2.0"

@@ -107,7 +107,7 @@ class _Loader(Composer, _Parser, SafeConstructor, Resolver):
                     f"it has the key {key.value[:40] or 'null'}: keys are names; put it into quotation marks", key
                 )
             if key.value in names:
-                raise _fault(f"the key `{key.value[:40]}` stands twice in one section", key)
+                raise _fault(f"the key `{key.value[:40]}` occurs twice in one section", key)
             names.add(key.value)
         return node
 

@@ -74,17 +74,17 @@ class Constraint:
         mask = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten()[: self._n_tokens].bool()
         if self._matcher.is_error() or not mask.any():
             reason = " ".join(self._matcher.get_error().split()) or "no token of this tokenizer may come next."
-            raise UserError(f"the constraint cannot go on: {reason}")
+            raise UserError(f"the constraint failed: {reason}")
         self._seconds_left += _MASK_SECONDS_PER_TOKEN - (time.thread_time() - began)
         if self._seconds_left < 0:
-            raise UserError("the constraint cannot go on: finding the next tokens takes too long. Use a simpler one.")
+            raise UserError("the constraint failed: finding the next tokens takes too long. Use a simpler one.")
         self._seconds_left = min(self._seconds_left, _MASK_SECONDS)
         return mask
 
     def push(self, token: int) -> bool:
         """Add a token; whether the text is complete, so that nothing can follow."""
         if not self._matcher.consume_token(token):
-            raise UserError(f"the constraint cannot go on: {self._matcher.get_error()}")
+            raise UserError(f"the constraint failed: {self._matcher.get_error()}")
         return bool(self._matcher.is_stopped())
 
     def accepts(self, tokens: list[int]) -> int:
@@ -184,7 +184,7 @@ class Constraints:
         except RecursionError:
             raise UserError(f"json_schema={_shown(schema)} is nested too deeply.") from None
         except (ValueError, TypeError) as error:
-            raise UserError(f"json_schema={_shown(schema)} is no JSON schema: {error}.") from None
+            raise UserError(f"json_schema={_shown(schema)} is not a JSON schema: {error}.") from None
         return source
 
 

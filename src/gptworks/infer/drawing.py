@@ -66,7 +66,7 @@ def _draftable(job: Job, requests: OpenRequests) -> Draftable | None:
     assert room.backend is not None and job.slot is not None
     one, capacity = request.samples[request.jobs[job]], room.backend.capacity
     if room.turns_at is not None and length <= room.turns_at:
-        capacity = min(capacity, room.turns_at)  # what is longer is computed with other factors
+        capacity = min(capacity, room.turns_at)  # longer texts are computed with other factors
     n_wanted = min(one.settings.max_tokens - one.n_generated - 1, capacity - length)
     if not one.n_generated or n_wanted <= 0 or length != job.n_computed + 1:
         return None
@@ -158,7 +158,7 @@ def _push(draw: Draw, token: int, processed: TokenLogprob | None, requests: Open
     draw.n_drawn += 1
     try:
         piece = one.push(token)
-    except UserError as error:  # its constraint cannot go on, or its tokens cannot be decoded
+    except UserError as error:  # its constraint failed, or its tokens cannot be decoded
         requests.fail(draw.request, error)
         return
     if piece.token_id is not None:

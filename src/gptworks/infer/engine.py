@@ -11,7 +11,7 @@ For one text at a time: `generate`, `stream`, `complete`, `chat`, `pieces` and `
         for piece in request.take(): ...                      # or submit(..., listener=function of a Piece or an error)
     engine.cancel(request)                                    # from any thread; its slots are free at once
 
-`EngineLoop` (loop.py) runs the steps in a thread, for readers in asyncio. drawing.py says what is done with the logits.
+`EngineLoop` (loop.py) runs the steps in a thread, for readers in asyncio. drawing.py draws tokens from the logits.
 
 The prompt and its continuation together may fill the context. When it is full, a request ends (`overflow="error"`), or
 its window restarts (`overflow="slide"`): the last half of the context is computed again, from position 0. Positions so

@@ -32,7 +32,13 @@ class Draftable:
 
 
 class Drafter:
-    """Proposes draft tokens."""
+    """Proposes up to `n_tokens` draft tokens for a text."""
+
+    def __init__(self, n_tokens: int) -> None:
+        """Raises a UserError if n_tokens is below 1."""
+        if n_tokens < 1:
+            raise UserError(f"n_tokens={n_tokens}: it must be 1 or more.")
+        self.n_tokens = n_tokens
 
     def draft(self, texts: Sequence[Draftable]) -> list[list[int]]:
         """At most `n_wanted` tokens that may follow each text."""
@@ -58,15 +64,16 @@ class PromptLookup(Drafter):
     def __init__(self, n_tokens: int = 8, ngram: int = 3) -> None:
         """
         Args:
-            n_tokens: limit of draft tokens.
+            n_tokens: see `Drafter`.
             ngram: tokens that must have occurred before; one token fewer is also tried.
 
         Raises:
             UserError: a number below its minimum.
         """
-        if n_tokens < 1 or ngram < 2:
-            raise UserError(f"n_tokens={n_tokens}, ngram={ngram}: they must be at least 1 and 2.")
-        self.n_tokens, self.ngram = n_tokens, ngram
+        super().__init__(n_tokens)
+        if ngram < 2:
+            raise UserError(f"ngram={ngram}: it must be 2 or more.")
+        self.ngram = ngram
 
     def draft(self, texts: Sequence[Draftable]) -> list[list[int]]:
         return [self._draft(text.tokens, min(self.n_tokens, text.n_wanted)) for text in texts]
@@ -77,12 +84,6 @@ class PromptLookup(Drafter):
             if start is not None:
                 return tokens[start + n : start + n + n_wanted]
         return []
-
-
-def _at_least_one(n_tokens: int) -> int:
-    if n_tokens < 1:
-        raise UserError(f"n_tokens={n_tokens}: it must be 1 or more.")
-    return n_tokens
 
 
 def _drawn(logits: Tensor, texts: Sequence[Draftable], ahead: int) -> list[int]:
@@ -109,13 +110,11 @@ class DraftModel(Drafter):
     def __init__(self, model: GPT, n_tokens: int = 4, *, backend: BackendName = "auto") -> None:
         """
         Args:
-            n_tokens: limit of draft tokens.
+            n_tokens, errors: see `Drafter`.
             backend: see `choose_backend`.
-
-        Raises:
-            UserError: n_tokens below 1.
         """
-        self.model, self.n_tokens, self._backend_name = model, _at_least_one(n_tokens), backend
+        super().__init__(n_tokens)
+        self.model, self._backend_name = model, backend
         self._backend: Backend | None = None
         self._held: list[list[int]] = []  # the tokens in each slot; slots are numbered as in the engine
         self._n_ids = 0
@@ -182,14 +181,9 @@ class HeadsDraft(Drafter):
     draft token from the features that the last token was drawn from. No other model is run."""
 
     def __init__(self, n_tokens: int = 4) -> None:
-        """
-        Args:
-            n_tokens: limit of draft tokens, as is the number of the model's heads.
-
-        Raises:
-            UserError: n_tokens below 1.
-        """
-        self.n_tokens, self._n_ids = _at_least_one(n_tokens), 0
+        """n_tokens and errors: see `Drafter`; the number of the model's heads is another limit."""
+        super().__init__(n_tokens)
+        self._n_ids = 0
         self._backend: Backend | None = None
 
     def check(self, n_ids: int, model: GPT) -> None:

@@ -48,7 +48,7 @@ def kinds_to_pack(model: GPT, weights: LoadedWeights, stored: Mapping[str, Weigh
 def read_packed(
     file: TensorFile,
     kinds: Mapping[str, Weights],
-    beneath: Mapping[str, Weights],
+    under_adapter: Mapping[str, Weights],
     adapter: LoRAConfig | None,
     device: torch.device | str,
 ) -> dict[str, Tensor]:
@@ -56,7 +56,7 @@ def read_packed(
 
     Args:
         kinds: the kinds of the matrices to pack, by module's name.
-        beneath: the kinds of matrices under an adapter in the file, by module's name.
+        under_adapter: the kinds of matrices under an adapter in the file, by module's name.
         adapter: the settings of the file's adapter, which is merged into the weights.
 
     Raises:
@@ -65,17 +65,17 @@ def read_packed(
     tensors: dict[str, Tensor] = {}
     for name in file.stored:
         module, _, part = name.rpartition(".")
-        if is_adapter(name) or (part == "scale" and module in beneath):
+        if is_adapter(name) or (part == "scale" and module in under_adapter):
             continue
-        whole = partial(_whole, file, name, module in beneath, adapter)  # no variable here keeps it in memory
+        read = partial(_read_merged, file, name, module in under_adapter, adapter)  # no variable keeps it
         if part == "weight" and module in kinds:
-            tensors |= packed_parts(module, whole().to(device), kinds[module])
+            tensors |= packed_parts(module, read().to(device), kinds[module])
         else:
-            tensors[name] = whole().clone()
+            tensors[name] = read().clone()
     return tensors
 
 
-def _whole(file: TensorFile, name: str, is_packed: bool, adapter: LoRAConfig | None) -> Tensor:
+def _read_merged(file: TensorFile, name: str, is_packed: bool, adapter: LoRAConfig | None) -> Tensor:
     """A tensor in fp32, with its adapter merged."""
     module, _, part = name.rpartition(".")
     tensor = file.read(name)[name]

@@ -1,11 +1,11 @@
 """The native backend: a GPT's step in C++ (step.cpp; library.py builds and loads it).
 
-Decoding, checking drafts and prefill are the same call, over all rows of all texts; a long chunk takes several. What a
-row gets depends neither on the rows beside it nor on how its text was cut into chunks, bit for bit.
+Decoding, checking drafts and prefill are the same call, over all rows of all texts; a long chunk takes several calls. A
+row's result depends neither on other rows nor on how its text is cut into chunks, bit for bit.
 
-Activations are float32, and are rounded where the processor multiplies narrower numbers: to bf16 for weights in bf16
-(AVX512_BF16, AMX), as torch does, and so are queries and attention weights for a cache in bf16; for weights of 8 and 4
-bits to 16 bits with one scale a row, which is finer (AVX2, AVX512_VNNI; AMX for int8).
+Activations are float32. They are rounded if the processor multiplies narrower numbers: for weights in bf16 to bf16,
+like torch's (AVX512_BF16, AMX); for weights of 8 and 4 bits to 16 bits with one scale a row, which is finer (AVX2,
+AVX512_VNNI; AMX for int8). For a cache in bf16, queries and attention weights are rounded to bf16.
 """
 
 import ctypes
