@@ -25,7 +25,7 @@ from gptworks.tokenizer import save_tokenizer, train_tokenizer
 from gptworks.training.changes import check_changes
 from gptworks.training.fork import fork
 from gptworks.training.loop import train
-from gptworks.training.objectives.choose import choose_objective
+from gptworks.training.objectives.base import choose_objective
 from gptworks.training.record.metrics import read_metrics
 from gptworks.units import epochs_words
 from tiny import recipe_tree

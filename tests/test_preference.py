@@ -31,7 +31,7 @@ from gptworks.planning.run import Plan
 from gptworks.recipe import parse_recipe
 from gptworks.training.distributed.parallel import Parallel
 from gptworks.training.loop import train
-from gptworks.training.objectives.choose import choose_objective
+from gptworks.training.objectives.base import choose_objective
 from gptworks.training.objectives.next_token import Batch, Routing
 from gptworks.training.objectives.odds_ratio import odds_ratio, odds_ratio_loss
 from gptworks.training.objectives.pairs import answer_logprobs

@@ -16,7 +16,7 @@ from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.runs.data import data_of
-from gptworks.training.objectives.choose import choose_objective
+from gptworks.training.objectives.base import choose_objective
 
 
 def printed(*arguments: object) -> str:

@@ -30,7 +30,7 @@ from gptworks.studio import data as studio_data
 from gptworks.tokenizer import encode_text, load_tokenizer
 from gptworks.training.fork import fork
 from gptworks.training.loop import train
-from gptworks.training.objectives.choose import choose_objective
+from gptworks.training.objectives.base import choose_objective
 from gptworks.training.objectives.next_token import Batch, Losses, next_token
 from gptworks.training.record.metrics import read_metrics
 from gptworks.training.samples import samples_of_step

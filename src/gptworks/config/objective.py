@@ -30,8 +30,8 @@ class Rollouts(NamedTuple):
 class ObjectiveSettings(Section):
     """An objective's settings, and what other rooms need to know of it: they read these properties, never its type."""
 
-    code: ClassVar[str] = "base:Objective"
-    """File and class in `gptworks.training.objectives`."""
+    code: ClassVar[str] = "gptworks.training.objectives.base:Objective"
+    """The class that computes it."""
     sources: ClassVar[tuple[str, ...]] = ("text", "conversations")
     """Kinds of sources that it learns from."""
     rows_per_sample: ClassVar[int] = 1
@@ -126,7 +126,7 @@ class PreferenceObjective(_PairsObjective):
     """Raise the chosen answer's probability over the rejected one's; beta limits the drift from the starting model. The
     step's batch_size counts pairs. Needs sources of type preferences."""
 
-    code = "preference:Preference"
+    code = "gptworks.training.objectives.preference:Preference"
     scores_start = True
 
     type: Measured[Literal["preference"]]
@@ -155,7 +155,7 @@ class OddsRatioObjective(_PairsObjective):
     """Learn the chosen answers and raise their odds over the rejected ones' at once, without a reference: ORPO (Hong et
     al., 2024). The step's batch_size counts pairs. Needs sources of type preferences."""
 
-    code = "odds_ratio:OddsRatio"
+    code = "gptworks.training.objectives.odds_ratio:OddsRatio"
 
     type: Measured[Literal["odds_ratio"]]
     weight: Measured[float] = Field(0.1, gt=0, description="Weight of the odds ratio, added to the answer's loss (λ).")
@@ -169,7 +169,7 @@ class DistillationObjective(ObjectiveSettings):
     """Learn a teacher's whole distribution as well as the text itself (Hinton et al., 2015):
     ce_weight · cross-entropy + kl_weight · temperature² · KL(teacher ‖ student), both softened by the temperature."""
 
-    code = "distillation:Distillation"
+    code = "gptworks.training.objectives.distillation:Distillation"
     several_texts = True
 
     type: Measured[Literal["distillation"]]
@@ -190,7 +190,7 @@ class RewardObjective(ObjectiveSettings):
     answers is sampled, and each is judged by how far it is above the group's mean. The step's batch_size counts
     answers. The prompts are those of conversations, up to the last answer."""
 
-    code = "reward:Reward"
+    code = "gptworks.training.objectives.reward:Reward"
     sources = ("conversations",)
     varying_widths = True
     scores_targets = True

@@ -25,7 +25,7 @@ from gptworks.training.changes import (
     settings_at,
     write_history,
 )
-from gptworks.training.objectives.choose import OBJECTIVES
+from gptworks.training.objectives.base import objective_of
 from gptworks.training.progress import Progress
 from gptworks.training.record.metrics import LOG, MOST_LOG_BYTES, MetricsLog
 
@@ -148,7 +148,7 @@ def _take_files(source: Path, checkpoint: Checkpoint, progress: Progress, recipe
             check_regular(taken.folder / name, inside=source)
             link_or_copy((taken.folder / name).resolve(), to / name)
     check_sums(source / "tokenizer", MAX_TOKENIZER_BYTES)
-    for name in ("tokenizer", LOG, *OBJECTIVES[recipe.objective.type].kept_files):
+    for name in ("tokenizer", LOG, *objective_of(recipe.objective).kept_files):
         _copy(source, name, aside)
     MetricsLog(aside / LOG, checkpoint.step, resume_rollbacks=progress.rollbacks).close()
 

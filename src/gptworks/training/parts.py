@@ -6,7 +6,7 @@ from gptworks.training.distributed.parallel import choose_parallel
 from gptworks.training.engine import training_engine
 from gptworks.training.events import Listener
 from gptworks.training.length import Length
-from gptworks.training.objectives.choose import choose_objective
+from gptworks.training.objectives.base import choose_objective
 from gptworks.training.objectives.next_token import LossFunction
 from gptworks.training.optim.trainable import trainable_model
 from gptworks.training.prefetch import Prefetcher

@@ -19,7 +19,7 @@ from gptworks.recipe import with_vocab_size
 from gptworks.tokenizer import vocabulary_size
 from gptworks.training.distributed.parallel import check_parallel
 from gptworks.training.distributed.ranks import ALONE, Ranks
-from gptworks.training.objectives.choose import OBJECTIVES
+from gptworks.training.objectives.base import objective_of
 from gptworks.training.optim.trainable import check_trained
 from gptworks.training.record.display import Display
 from gptworks.training.record.writers import check_writers
@@ -105,6 +105,6 @@ def check_train(recipe: Recipe, resume: bool = False, n_ranks: int = 1, change: 
     check_run_folder(recipe, resume, change)
     check_start(recipe, resume)
     check_trained(recipe)
-    OBJECTIVES[recipe.objective.type].check(recipe)
+    objective_of(recipe.objective).check(recipe)
     check_writers(recipe.train.loggers)
     check_parallel(recipe, n_ranks)

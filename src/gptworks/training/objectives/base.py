@@ -6,10 +6,12 @@ To add one, write its settings in `gptworks.config.objective`, and a subclass of
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from pkgutil import resolve_name
 
 from gptworks.config import Recipe, TrainConfig
 from gptworks.config.objective import ObjectiveSettings
-from gptworks.data.samples import Samples
+from gptworks.data.samples import Samples, open_samples
 from gptworks.device import Precision
 from gptworks.evaluation.loss import LossReport, Workers, evaluate_loss
 from gptworks.infer.engine import Engine
@@ -114,3 +116,14 @@ class Objective:
         text_bytes = self.samples.held_out_bytes if n_sequences == 0 else None
         with precision.autocast():
             return evaluate_loss(model, sequences, text_bytes=text_bytes, workers=workers), {}
+
+
+def objective_of(settings: ObjectiveSettings) -> type[Objective]:
+    """The class that the settings name."""
+    found: type[Objective] = resolve_name(settings.code)
+    return found
+
+
+def choose_objective(recipe: Recipe, folder: Path, verify: bool = False) -> Objective:
+    """The objective of a recipe, with its samples; arguments and errors as for `open_samples`."""
+    return objective_of(recipe.objective)(recipe, open_samples(recipe, folder, verify))
