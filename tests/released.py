@@ -187,7 +187,7 @@ RELEASED: dict[str, tuple[Facts, Facts | str]] = {
     "google/gemma-3-4b-it": (
         {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": {},
          "vision_config": {}, "eos_token_id": [1, 106], "image_token_index": 262144, "mm_tokens_per_image": 256},
-        "a folder of its language model only can be read",
+        "a folder of only its language model can be read",
     ),
     "ibm-granite/granite-3.1-2b-instruct": (
         _file("granite", "GraniteForCausalLM", "4.47.0.dev0", _sizes(49155, 2048, 40, 32, 8192, 131072, 8) | {
@@ -280,7 +280,7 @@ RELEASED: dict[str, tuple[Facts, Facts | str]] = {
     ),
     "state-spaces/mamba-130m-hf": (
         {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "hidden_size": 768, "state_size": 16},
-        "a state in place of attention",
+        "a recurrent state, not attention",
     ),
     "facebook/opt-125m": (
         {"architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 768, "do_layer_norm_before": True},

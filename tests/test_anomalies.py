@@ -254,8 +254,8 @@ def test_the_last_steps_average_evenly() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ema_decay": 0.9}, "average_last=0.2 and ema_decay=0.9: weights have one average"),
-        ({"max_minutes": 3}, "average_last=0.2 and max_minutes=3: the clock may end the run"),
+        ({"ema_decay": 0.9}, "average_last=0.2 and ema_decay=0.9: only one average is kept"),
+        ({"max_minutes": 3}, "average_last=0.2 and max_minutes=3: the run may end before"),
     ],
 )
 def test_an_average_that_cannot_be_is_refused(settings: dict[str, Any], message: str) -> None:

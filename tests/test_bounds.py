@@ -197,7 +197,7 @@ def test_layers_that_are_run_again_count() -> None:
     size = {"context_length": 8, "d_model": 8, "n_heads": 1}
     assert len(ModelConfig(n_layers=10, layer_repeats=100, **size).layer_uses) == 1000
     for repeats in (101, (100,) * 9 + (101,)):
-        with pytest.raises(ValidationError, match="at most 1,000 are run"):
+        with pytest.raises(ValidationError, match="repeat at most 1,000"):
             ModelConfig(n_layers=10, layer_repeats=repeats, **size)
 
 
@@ -206,3 +206,10 @@ def test_presets_are_inside_all_bounds() -> None:
         ModelConfig(**settings)
     assert PRESETS["gpt3-175b"]["n_layers"] == 96
     assert TrainConfig(max_steps=10**6, batch_size=1 << 16, micro_batch_size=1).batch_size == 65_536
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if issubclass(kind, Section)], ids=lambda kind: kind.__name__)
+def test_every_setting_of_a_recipe_has_a_description(kind: type[Section]) -> None:
+    """docs/reference/ and the studio's forms are made of them."""
+    if kind.__module__.startswith("gptworks.config."):
+        assert [name for name, field in kind.model_fields.items() if name != "type" and not field.description] == []

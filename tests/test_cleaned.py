@@ -166,7 +166,7 @@ def test_each_dataset_of_a_mixture_has_filters_of_its_own(tmp_path: Path) -> Non
     assert [part.name for part in prepared.manifest.parts] == ["clean", "short"]
     assert sum(split.documents for split in prepared.manifest.splits.values()) == 2 * (60 + 2)  # heads and tails
     assert "@" not in prepared.tokenizer.get_vocab()  # it learned from what the filters leave
-    with pytest.raises(ValidationError, match="give it to the members"):
+    with pytest.raises(ValidationError, match="move it to the members"):
         recipe(tmp_path, sources=(), mixture=members)
 
 
@@ -181,5 +181,5 @@ def test_filters_that_cannot_work_are_refused_before_the_work(tmp_path: Path, mo
         prepare(recipe(tmp_path))
     with pytest.raises(ValidationError, match="length comes after exact-duplicates"):
         recipe(tmp_path, {"type": "exact-duplicates"}, {"type": "length"})
-    with pytest.raises(ValidationError, match="clean` is for the text"):
+    with pytest.raises(ValidationError, match="clean` applies to the text"):
         recipe(tmp_path, sources=[{"type": "conversations", "path": "x.jsonl"}])

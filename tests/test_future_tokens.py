@@ -282,7 +282,7 @@ def test_a_run_whose_weights_fall_learns_with_those_of_its_step(tmp_path: Path) 
         ({"n_future_tokens": 13}, {}, "n_future_tokens=13 is more than context_length=12"),
         ({"n_future_tokens": 3}, {"train": {"max_steps": 1, "future_weights": [0.3]}}, "has 1 numbers .*give 2"),
         ({}, {"train": {"max_steps": 1, "future_weights": [0.3]}}, "n_future_tokens=1: give 0"),
-        ({}, {"train": {"max_steps": 1, "future_weights_fall": True}}, "future_weights_fall=true and no tokens"),
+        ({}, {"train": {"max_steps": 1, "future_weights_fall": True}}, "future_weights_fall=true without tokens"),
         (
             {"n_future_tokens": 2},
             {"objective": {"type": "distillation", "teacher": "runs/one"}},

@@ -6,6 +6,7 @@ Tests marked `llama_cpp` need the `peers` extra and are run by `make test-gguf`.
 import argparse
 import ctypes
 import decimal
+import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +27,9 @@ import tiny
 from gptworks.config import BPETokenizer, CharTokenizer, GPT2Tokenizer, ModelConfig, WordTokenizer
 from gptworks.errors import RunError, UserError
 from gptworks.interop.gguf import export_gguf
-from gptworks.interop.gguf.architectures import ARCHITECTURES, choose_architecture, interleaved
+from gptworks.interop.gguf.architectures import ARCHITECTURES, choose_architecture
 from gptworks.interop.gguf.vocabulary import PATTERNS, read_vocabulary
+from gptworks.interop.tensors import interleaved
 from gptworks.model.rotary import Rotary, rotate
 from gptworks.presets import PRESETS, preset
 from gptworks.special_tokens import special_tokens
@@ -197,7 +199,7 @@ def test_interleaved_rows_give_the_same_scores() -> None:
     heads, width, length = config.n_heads, config.d_head, 20
     x = torch.randn(length, config.d_model, generator=generator, dtype=torch.float64)
     w_query, w_key = torch.randn(2, heads * width, config.d_model, generator=generator, dtype=torch.float64)
-    tables = Rotary(config).at(slice(0, length), length, torch.float64)
+    tables = Rotary(config)(0, length, length, torch.float64)
     ours_q, ours_k = (rotate((x @ w.T).view(length, heads, width).transpose(0, 1), tables) for w in (w_query, w_key))
     turn = torch.polar(
         torch.ones(()).double(),
@@ -344,11 +346,11 @@ def test_a_token_at_which_llama_cpp_ends_a_text_by_its_name_only_is_in_a_note() 
 
     assert not notes("<s>", "</s>"), "an end here too"
     (note,) = notes("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|file_sep|>")
-    assert "at <|im_end|>, <|file_sep|>, because of the name; the run does not" in note
+    assert "at <|im_end|>, <|file_sep|> because of the name; the run does not" in note
     (note,) = notes("</s>", "<|end|>")
     assert "<|end|>" in note
     (note,) = notes("</s>", "<|end|>", "<|return|>", "<|call|>")
-    assert "at <|return|>, <|call|>, because" in note, "llama.cpp reads on at <|end|> where both others are"
+    assert "at <|return|>, <|call|> because" in note, "llama.cpp reads on at <|end|> where both others are"
 
 
 def test_characters_in_the_file() -> None:
@@ -388,11 +390,11 @@ def replaced(**settings: Any) -> Tokenizer:
 UNLIKE: dict[str, tuple[Callable[[], Tokenizer], str]] = {
     "our own pattern": (
         lambda: train_tokenizer(BPETokenizer(type="bpe", vocab_size=300, pattern="code"), [tiny.TEXT]),
-        "another pattern than gpt-2, smollm, smaug-bpe, llama-bpe, qwen2; tokenizer.pattern=llama3",
+        "its pattern is not one of gpt-2, smollm, smaug-bpe, llama-bpe, qwen2; tokenizer.pattern=llama3",
     ),
     "words": (
         lambda: train_tokenizer(WordTokenizer(type="word"), [tiny.TEXT]),
-        "it takes words whole (tokenizer.type=word)",
+        "it reads words (tokenizer.type=word)",
     ),
     "unigrams": (
         lambda: hf_special(Tokenizer(models.Unigram([("a", -1.0), ("<unk>", -2.0)], unk_id=1))),
@@ -405,15 +407,15 @@ UNLIKE: dict[str, tuple[Callable[[], Tokenizer], str]] = {
     ),
     "a space before the text": (
         lambda: changed(lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True))),
-        "another pattern",
+        "its pattern is not one of",
     ),
     "split on white space": (
         lambda: changed(lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.Whitespace())),
-        "another pattern",
+        "its pattern is not one of",
     ),
     "byte fallback": (lambda: replaced(byte_fallback=True), "its BPE has byte_fallback=True"),
     "suffixes": (lambda: replaced(end_of_word_suffix="</w>"), "its BPE has end_of_word_suffix='</w>'"),
-    "whole words": (lambda: replaced(ignore_merges=True), "another pattern"),
+    "whole words": (lambda: replaced(ignore_merges=True), "its pattern is not one of"),
     "llama.cpp's space": (lambda: train_tokenizer(CharTokenizer(type="char"), ["a ▁"]), "▁ (U+2581)"),
 }
 
@@ -497,10 +499,12 @@ def test_an_unknown_quantization_is_refused(tmp_path: Path) -> None:
         export_gguf(tmp_path, tmp_path / "model.gguf", quantization=unknown)
 
 
-def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [name for name in sys.modules if name.startswith("gptworks.interop.gguf")]:
+        monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UserError, match=r"pip install 'gptworks\[interop\]'"):
-        export_gguf(tmp_path, tmp_path / "model.gguf")
+        importlib.import_module("gptworks.interop.gguf")
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

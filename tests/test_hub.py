@@ -130,7 +130,7 @@ def test_a_model_of_the_hub_is_tuned_by_its_name_and_imported_once(
     assert local is not None and local != run and same(local, run), "a folder of this machine"
     assert train(load_recipe("local.yaml", ["train.max_steps=1", "train.warmup_steps=0"])).step == 1
     for place, words in (
-        ("org/absent", "no folder here has that name"),
+        ("org/absent", "there is no local folder of that name"),
         (tmp_path, "neither a run folder nor a Hugging"),
     ):
         with pytest.raises(UserError, match=words):
@@ -159,16 +159,16 @@ def test_a_gated_model_is_read_with_the_token_of_an_account_that_may(
     [
         (
             "org/absent",
-            r"org/absent: no folder here has that name, and no model at http.*for a private one set HF_TOKEN",
+            r"org/absent: there is no local folder of that name, and no model at http.*for a private model set",
         ),
-        ("org/plain@v2", r"org/plain@v2: the model is on the hub, and has no branch, tag or commit of that name"),
+        ("org/plain@v2", r"org/plain@v2: the model is on the hub, but has no branch, tag or commit of that name"),
         (
             "org/pickled",
-            r"its weights in pytorch_model.bin alone.*org/pickled@refs/pr/1.*save_pretrained\(\"FOLDER\"\)",
+            r"its weights only in pytorch_model.bin.*org/pickled@refs/pr/1.*save_pretrained\(\"FOLDER\"\)",
         ),
         ("org/unknown", r"model_type `mamba`"),
         ("org/untokenized", r"no tokenizer.json.*AutoTokenizer.from_pretrained"),
-        ("org/a--b", r"org/a--b is no name that the hub allows"),
+        ("org/a--b", r"org/a--b is not a valid name on the hub"),
         ("plain", r"plain: no such folder.*such as HuggingFaceTB/SmolLM2-135M"),
         ("./org/plain", r"./org/plain: no such folder"),
     ],
@@ -186,7 +186,7 @@ def test_no_network_and_no_room_are_named(server: hub.Hub, tmp_path: Path, monke
     with monkeypatch.context() as patch:
         patch.setattr("gptworks.interop.hub.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
         with pytest.raises(
-            RunError, match=r"org/plain needs [\d,]+ bytes, and 1,000 are free on the disk of the cache"
+            RunError, match=r"org/plain needs [\d,]+ bytes, and the disk of the cache .* has 1,000 free"
         ):
             gptworks("import", "org/plain", tmp_path / "run")
     assert "model.safetensors" not in server.fetched()
@@ -204,7 +204,7 @@ def test_the_address_of_the_hub_and_its_cache_are_those_of_the_environment(serve
     made = tiny.gptworks("import", "org/plain", tmp_path / "run", "--no-verify", env=environment)
     assert made.returncode == 0, made.stderr
     assert made.stderr.splitlines() == [
-        f"there is no folder org/plain here: looking for it at {server.address}",
+        f"there is no local folder org/plain: looking for it at {server.address}",
         f"fetching 138,952 bytes of org/plain, commit {hub.COMMIT[:12]}",
         "reading a LlamaForCausalLM of 34,208 parameters",
     ], "no progress bars where stderr is no terminal"
@@ -215,13 +215,13 @@ def test_an_export_is_pushed_whole_once_it_was_verified(
     server: hub.Hub, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gptworks("import", models / "org" / "plain", tmp_path / "run", "--no-verify")
-    with pytest.raises(UserError, match=r"--push my/model needs a token that may write: set HF_TOKEN"):
+    with pytest.raises(UserError, match=r"--push my/model needs a token with write access: set HF_TOKEN"):
         gptworks("export", tmp_path / "run", tmp_path / "out", "--push", "my/model")
     monkeypatch.setenv("HF_TOKEN", hub.WRITER)
     for options, message in (
         (["--push", "my/model", "--no-verify"], "for a complete and verified model"),
         (["--push", "my/model", "--format", "gguf"], "is for --format=hf"),
-        (["--push", "model"], "--push model: give a name on the hub with its owner's"),
+        (["--push", "model"], "--push model: give a name on the hub with its owner,"),
     ):
         with pytest.raises(UserError, match=message):
             gptworks("export", tmp_path / "run", tmp_path / "out", *options)

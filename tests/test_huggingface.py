@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,18 @@ from safetensors.torch import load_file, save_file
 import hf
 from gptworks.checkpoint import load_run
 from gptworks.config import ModelConfig
+from gptworks.errors import UserError
 from gptworks.infer.engine import load
 from gptworks.infer.speculate import PromptLookup
 from gptworks.interop.huggingface import export_huggingface, import_huggingface
-from gptworks.interop.huggingface.architectures import FAMILIES, HARMLESS
+from gptworks.interop.huggingface.architectures import FAMILIES
 from gptworks.interop.huggingface.choice import choose_family
 from gptworks.interop.huggingface.exporting import write_tensors
 from gptworks.interop.huggingface.importing import read_config
-from gptworks.interop.huggingface.settings import Settings
-from gptworks.interop.huggingface.tensors import their_tensors
+from gptworks.interop.huggingface.keys import CONFIG_HARMLESS
+from gptworks.interop.huggingface.settings import Settings, fixed
 from gptworks.interop.huggingface.verify import quiet
+from gptworks.interop.tensors import their_tensors
 from gptworks.presets import PRESETS, preset
 from gptworks.tokenizer import load_tokenizer
 from tiny import plain_model
@@ -300,6 +303,24 @@ def test_greedy_texts_that_outgrow_the_original_context_are_those_of_transformer
     assert len({tuple(text) for text in ours}) > 8
 
 
+def test_an_architecture_is_one_entry_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """VaultGemma, a Gemma 2 without norms after attention and MLP: with an entry, import and export both work."""
+    gemma = FAMILIES["gemma2"]
+    after = ("post_attention_layernorm", "post_feedforward_layernorm")
+    vault = replace(
+        gemma, model_type="vaultgemma", architecture="VaultGemmaForCausalLM",
+        clauses=(*gemma.clauses, fixed(norm_placement="before")),
+        places=tuple(place for place in gemma.places if place.theirs.rpartition(".")[2] not in after),
+    )  # fmt: skip
+    hf.save_theirs(tmp_path / "theirs", t.VaultGemmaConfig(**GEMMA, sliding_window=6, query_pre_attn_scalar=64))
+    with pytest.raises(UserError, match="model_type `vaultgemma`"):
+        import_huggingface(tmp_path / "theirs", tmp_path / "run")
+    monkeypatch.setitem(FAMILIES, "vaultgemma", vault)
+    difference = import_huggingface(tmp_path / "theirs", tmp_path / "run").logit_difference
+    assert difference is not None and difference < EXACT
+    assert export_huggingface(tmp_path / "run", tmp_path / "back").architecture == "VaultGemmaForCausalLM"
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_setting_of_the_class_is_known_and_a_missing_one_means_what_it_means_there(name: str) -> None:
     whole = THEIRS[name][0].to_dict()
@@ -312,7 +333,7 @@ def test_every_setting_of_the_class_is_known_and_a_missing_one_means_what_it_mea
     theirs = Settings(whole)
     family.read(theirs)
     theirs.take("model_type")
-    unknown = [key for key in theirs.left() if key not in HARMLESS | family.harmless]
+    unknown = [key for key in theirs.left() if key not in CONFIG_HARMLESS | family.harmless]
     assert not unknown, "each setting of the class is read, or is known to change nothing"
     assert read_config(required)[1] == model, "a setting that is left out means the class's default"
     assert len(required) < len(whole) / 2

@@ -69,7 +69,7 @@ def test_the_folder_has_what_its_readers_look_for(folder: Path) -> None:
     card = (folder / "hf" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert "greedy tokens from a cache are equal" in card
-    assert "dropout_residual=0.1, which is for training alone, is left out" in card
+    assert "dropout_residual=0.1, which only training uses, is left out" in card
     assert "## Training" in card
     assert str(folder) not in card
 

@@ -248,7 +248,7 @@ def test_a_resumed_run_ends_bit_for_bit_the_same(base: Path, settings: dict[str,
         ({"adapter": {"targets": ["gate"]}}, "has no gate"),
         ({"adapter": {"targets": ["qurey"]}}, "adapter.targets"),
         ({"adapter": {"ranks": 4}}, "did you mean `adapter.rank`|did you mean `rank`"),
-        ({"freeze": {"first_blocks": 3}}, "freeze.first_blocks=3 and model.n_layers=2"),
+        ({"freeze": {"first_blocks": 3}}, "freeze.first_blocks=3 is more than model.n_layers=2"),
         ({"freeze": {"patterns": ["block.*"]}}, "names no parameter"),
         ({"freeze": {"patterns": ["*"]}}, "freeze leaves nothing to train"),
     ],
@@ -287,7 +287,7 @@ def test_a_run_over_a_packed_base_is_used_as_it_was_evaluated(base: Path) -> Non
     [
         ({"compile": "block"}, 1, "adapter.base=int4 and train.compile=block.*set train.compile=none"),
         ({"parallel": {"strategy": "fsdp"}}, 2, "adapter.base=int4 keeps packed matrices whole.*use strategy=ddp"),
-        ({"parallel": {"tensor_parallel": 2}}, 2, "A and B are not divided"),
+        ({"parallel": {"tensor_parallel": 2}}, 2, "A and B are not sharded"),
     ],
 )
 def test_where_a_packed_base_cannot_be_is_refused(

@@ -58,16 +58,16 @@ def code(**settings: Any) -> dict[str, Any]:
     ("members", "data", "words"),
     [
         ([web()], {"sources": SOURCES}, "`data.sources` and `data.mixture` are both given"),
-        ([], {}, "`data.sources` is empty, and so is `data.mixture`"),
-        ([web(), web()], {}, "two datasets of the name web"),
+        ([], {}, "`data.sources` and `data.mixture` are both empty"),
+        ([web(), web()], {}, "two datasets with the name web"),
         ([web(weight=-1), code()], {}, "`data.mixture.0.weight`=-1: should be greater than or equal to 0"),
         ([web(weight=float("nan")), code()], {}, "`data.mixture.0.weight`=NaN: should be a finite number"),
         ([web(weight=float("inf")), code()], {}, "`data.mixture.0.weight`=Infinity: should be a finite number"),
-        ([web(weight=0), code()], {}, "web has weight=0 and no weight in anneal.weights, so nothing of it is read"),
+        ([web(weight=0), code()], {}, "web has weight=0 and no weight in anneal.weights, so it is never read"),
         ([web(weight=0)], {}, "the weights of mixture are all 0"),
         ([web(name="../web")], {}, "`data.mixture.0.name`"),
-        ([web(sources=SOURCES)], {}, "web: give either dataset, a folder that was built, or sources"),
-        ([{"name": "web"}], {}, "web: give either dataset, a folder that was built, or sources"),
+        ([web(sources=SOURCES)], {}, "web: give either dataset (a built folder) or sources"),
+        ([{"name": "web"}], {}, "web: give either dataset (a built folder) or sources"),
         ([{"name": "web", "sources": [{"type": "conversations", "path": "x"}]}], {}, "a mixture is of text"),
         ([web(wieght=1)], {}, "unknown key `data.mixture.0.wieght`; did you mean `weight`?"),
         ([web(), code()], {"anneal": {"share": 0.1, "weights": {"cod": 1}}}, "anneal.weights has cod, and mixture has"),
@@ -75,10 +75,10 @@ def code(**settings: Any) -> dict[str, Any]:
         (
             [web(), code()],
             {"anneal": {"weights": {"code": 1}}},
-            "give either share (of the run's steps)",
+            "set either share or from_sample",
         ),
         ([web(), code()], {"anneal": {"share": 1, "weights": {"code": 1}}}, "less than 1"),
-        ([web(), code()], {"anneal": {"share": 0.99, "weights": {"code": 1}}}, "is the whole run"),
+        ([web(), code()], {"anneal": {"share": 0.99, "weights": {"code": 1}}}, "is the entire run"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
@@ -96,7 +96,7 @@ def test_anneal_needs_a_mixture_and_a_share_needs_max_steps(tmp_path: Path) -> N
         parse_recipe(whole)
     whole = tree(tmp_path, web(), code(), anneal={"share": 0.1, "weights": {"code": 1}})
     for length in ({"max_steps": None, "epochs": 1}, {"max_minutes": 1}):
-        with pytest.raises(UserError, match=r"share=0.1 is a share of train.max_steps, which must then be"):
+        with pytest.raises(UserError, match=r"share=0.1 is a share of train.max_steps, which must be"):
             parse_recipe(whole | {"train": whole["train"] | length})
 
 
@@ -112,10 +112,10 @@ def test_the_place_of_the_anneal_is_counted_in_samples(tmp_path: Path) -> None:
 
 def test_the_tokenizer_must_be_that_of_the_datasets(tmp_path: Path) -> None:
     for type_ in ("char", "bpe", "word"):
-        with pytest.raises(UserError, match=rf"tokenizer.type={type_} is trained on text, and the dataset web has its"):
+        with pytest.raises(UserError, match=rf"tokenizer.type={type_} would be trained, but the dataset web is"):
             parse_recipe(tree(tmp_path, web()) | {"tokenizer": {"type": type_}})
     sources = {"name": "web", "sources": SOURCES}
-    with pytest.raises(UserError, match=r"tokenizer.type=dataset and no dataset of data.mixture is built"):
+    with pytest.raises(UserError, match=r"tokenizer.type=dataset needs a built dataset"):
         parse_recipe(tree(tmp_path, sources) | {"tokenizer": {"type": "dataset"}})
     with pytest.raises(UserError, match="type=dataset with added_tokens or chat_template"):
         parse_recipe(tree(tmp_path, web()) | {"tokenizer": {"type": "dataset", "added_tokens": ["<a>"]}})
@@ -361,7 +361,7 @@ def test_the_command_mixes_folders(tmp_path: Path, two: dict[str, Prepared]) -> 
         (["web={0}:nan"], "weight Input should be a finite number. Give NAME=FOLDER"),
         (["web={0}:-1"], "greater than or equal to 0"),
         (["{0}"], "Give NAME=FOLDER"),
-        (["web={0}", "web={1}"], "two datasets of the name web"),
+        (["web={0}", "web={1}"], "two datasets with the name web"),
         (["web={0}:0", "code={1}"], "web has weight=0"),
         (["web=nothing"], "nothing holds no prepared text"),
     ],

@@ -9,9 +9,18 @@ import torch
 import torch.nn.functional as F
 
 import tiny
-from gptworks.config import ModelConfig, expert_rows
+from gptworks.config import ModelConfig
 from gptworks.model import GPT
-from gptworks.model.moe import MoE, balance_loss, busiest_load, expert_tokens, route, tokens_per_expert, z_loss
+from gptworks.model.moe import (
+    MoE,
+    balance_loss,
+    busiest_load,
+    expert_rows,
+    expert_tokens,
+    route,
+    tokens_per_expert,
+    z_loss,
+)
 from gptworks.recipe import parse_recipe
 from gptworks.training.loop import train
 from gptworks.training.objectives.next_token import Routing, next_token

@@ -356,7 +356,7 @@ def test_a_resumed_run_is_the_same_and_needs_its_reference(base: Path, settings:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"objective": {"loss": "ipo", "label_smoothing": 0.1}}, "only dpo has it"),
+        ({"objective": {"loss": "ipo", "label_smoothing": 0.1}}, "loss=ipo, which has none"),
         ({"data": {"sources": [{"type": "python-stdlib"}]}}, "data.sources are text: give sources of type preferences"),
         ({"objective": {"beta": 0}}, "beta"),
         ({"objective": {"type": "odds_ratio", "beta": 0.1}}, "beta"),
@@ -392,7 +392,7 @@ def test_loss_and_gradients_are_those_of_trl(settings: dict[str, Any], tmp_path:
 
     from gptworks.interop.huggingface import export_huggingface
     from gptworks.interop.huggingface.architectures import FAMILIES
-    from gptworks.interop.huggingface.tensors import tensor_places
+    from gptworks.interop.tensors import tensor_places
     from hf import make_run, random_model
 
     objective = PreferenceObjective.model_validate({"type": "preference", **settings})

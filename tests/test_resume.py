@@ -243,7 +243,7 @@ def test_rows_that_are_not_windows_of_text_are_not_cut(tmp_path: Path) -> None:
         ({"smaller_batches": [[3, 4], [2, 6]]}, r"\[2, 6\] after \[3, 4\]"),
         ({"smaller_batches": [[3, 8]]}, "batch_size is the largest"),
         ({"smaller_batches": [[3, 3]]}, "3, which is not a multiple of micro_batch_size=2"),
-        ({"smaller_batches": [[3, 4]], "epochs": 2}, "set max_steps instead of epochs"),
+        ({"smaller_batches": [[3, 4]], "epochs": 2}, "set max_steps, not epochs"),
     ],
 )
 def test_batches_that_cannot_grow_are_refused(settings: dict[str, Any], message: str) -> None:

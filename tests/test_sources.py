@@ -421,9 +421,9 @@ def test_several_downloads_are_one_source() -> None:
         check_sources([source])
         assert documents(source) == ["b.txt", "a.txt"]
         assert source_signature([source]) == [["sha256", one] for one in sums]
-        with pytest.raises(ValueError, match="2 of url and 1 of sha256"):
+        with pytest.raises(ValueError, match="url lists 2 and sha256 lists 1"):
             TextSource(type="text", url=source.url, sha256=sums[:1])
-        with pytest.raises(ValueError, match="path beside several of url"):
+        with pytest.raises(ValueError, match="give path or url, not both"):
             text("a.txt", url=source.url, sha256=sums)
 
 

@@ -25,7 +25,6 @@ from gptworks.interop.huggingface.importing import Import
 from gptworks.interop.huggingface.keys import (
     GENERATION_KEYS,
     TOKENIZER_CONFIG_KEYS,
-    TOKENIZER_KEYS,
     TOKENS_MAP_KEYS,
     Keys,
 )
@@ -198,7 +197,8 @@ def test_each_key_that_means_something_is_followed_harmless_or_named(keys: Keys,
 
 def test_each_key_of_tokenizer_json_is_known_and_the_library_refuses_others(folder: Path) -> None:
     tree = json.loads((folder / "tokenizer.json").read_text())
-    assert tree.keys() == TOKENIZER_KEYS.keys()
+    honoured = {"added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder", "model"}
+    assert tree.keys() == honoured | {"version", "truncation", "padding"}
     change(folder, "tokenizer.json", a_key_of_tomorrow=1)
     with pytest.raises(UserError, match="not a tokenizer of the Hugging Face"):
         load_tokenizer(folder)
@@ -234,7 +234,7 @@ def test_a_list_without_a_default_leaves_the_run_without_a_template_and_says_so(
     change(folder, "tokenizer_config.json", chat_template=[{"name": "rag", "template": "{{ messages }}"}])
     found, tokenizer = imported(folder)
     assert load_chat_template(found.run_dir / "tokenizer", tokenizer) is None
-    assert any("rag" in note and "none is `default`" in note for note in found.notes)
+    assert any("rag" in note and "no `default`" in note for note in found.notes)
     out = export_huggingface(found.run_dir, folder.parent / "out", verify=False).folder
     assert t.AutoTokenizer.from_pretrained(out).chat_template == {"rag": "{{ messages }}"}
 
@@ -308,7 +308,7 @@ def test_an_export_that_differs_from_the_imported_folder_is_refused(folder: Path
     (run / "tokenizer" / "sums.json").unlink()
     for key, value, words in (
         ("ends", [END], "ends at .* and that of the imported folder"),
-        ("texts", {"Hi": [1, 2]}, "reads 'Hi' as"),
+        ("texts", {"Hi": [1, 2]}, "encodes 'Hi' as"),
         ("names", {"eos_token": "<|end_of_text|>"}, "`eos_token`='<|eot_id|>'"),
         ("template", "0" * 64, "another chat template"),
     ):
@@ -463,7 +463,8 @@ def test_a_note_reports_that_transformers_reads_a_text_differently(tmp_path: Pat
     """LlamaTokenizer ignores the normalizer of tokenizer.json, by which gptworks reads."""
     layouts.write(tmp_path / "theirs", layouts.LAYOUTS["llama-2"])
     notes = import_huggingface(tmp_path / "theirs", tmp_path / "run").notes
-    assert [note for note in notes if "AutoTokenizer of transformers reads ' leading" in note and "counts here" in note]
+    differing = [note for note in notes if "AutoTokenizer of transformers reads ' leading" in note]
+    assert differing and "follows tokenizer.json" in differing[0]
     change(tmp_path / "theirs", "tokenizer_config.json", eos_token={"content": "</s>"})  # transformers wants `__type`
     (tmp_path / "theirs" / "special_tokens_map.json").unlink()
     notes = import_huggingface(tmp_path / "theirs", tmp_path / "again").notes

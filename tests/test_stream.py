@@ -224,7 +224,7 @@ def test_no_format_of_others_holds_it(name: str) -> None:
     [
         ({"unet_skips": True, "n_layers": 1}, "unet_skips=true and n_layers=1"),
         ({"value_residual": True, "n_layers": 1}, "value_residual=true and n_layers=1"),
-        ({"value_embeddings": ("none", "table"), "n_layers": 1}, "no layer has one"),
+        ({"value_embeddings": ("none", "table"), "n_layers": 1}, "all layers get `none`"),
         ({"gate_channels": 4}, "the model has no gate"),
         ({"attention_gate": True, "gate_channels": 17}, "more than d_model=16"),
     ],

@@ -1,4 +1,4 @@
-"""Named architectures: the settings of each, by name."""
+"""Named architectures."""
 
 from typing import Any
 
@@ -18,9 +18,9 @@ def preset(name: str) -> ModelConfig:
 
 
 def expand_preset(settings: Settings) -> Settings:
-    """Replace the key `preset` by that preset's settings; the other keys win over them.
+    """Replace the key `preset` by that preset's settings; other keys override them.
 
-    A preset's derived settings are left out, so that a changed `d_model` also changes what follows from it.
+    Derived settings are not filled in, so that they follow a changed `d_model`.
     """
     if "preset" not in settings:
         return settings
@@ -65,10 +65,10 @@ def _llama(
 
 
 def _modern(vocab_size: int, d_model: int, n_layers: int, context_length: int) -> Settings:
-    """Our default for small models: what their speedruns kept, as far as every other tool can run it.
+    """The default for small models: what speedruns kept, restricted to what other tools can run.
 
-    RoPE, RMSNorm, QK-norm, SwiGLU of 8/3 the width, projections that start at zero, a tied head; heads of 64. ReLU²
-    does as well at this size, and no architecture of Hugging Face or llama.cpp combines it with QK-norm.
+    RoPE, RMSNorm, QK-norm, SwiGLU of 8/3 the width, zero-initialized projections, a tied head; heads of 64. ReLU² is
+    as good at this size, but no architecture of Hugging Face or llama.cpp combines it with QK-norm.
     """
     return _sized(
         vocab_size, d_model, n_layers, d_model // 64, context_length, d_ff=round(d_model * 8 / 3 / 64) * 64,
@@ -88,8 +88,8 @@ GPT3_SIZES = {
 _GPT3 = {f"gpt3-{size}": _gpt2(50_257, *shape, 2048, init="xavier") for size, shape in GPT3_SIZES.items()}
 
 _BANDED: Settings = {"window": 256, "window_pattern": ["full", "window"]}
-"""Dense and locally banded layers alternate as in the GPT-3 paper (section 2.1), which leaves the band's width to Child
-et al. (2019), whose text models use 128 to 256 tokens."""
+"""Alternating dense and locally banded layers as in the GPT-3 paper (section 2.1). The band's width is from Child et
+al. (2019), whose text models use 128 to 256 tokens."""
 
 PRESETS: dict[str, Settings] = {
     # Document 000: GPT-2 shaped, 24 layers, 2,048 tokens of context. Exactly 355,871,744 parameters.
@@ -100,7 +100,7 @@ PRESETS: dict[str, Settings] = {
     "gpt2-midi": _gpt2(512, 384, 6, 6, 256, **_FROM_SCRATCH),
     "gpt2-small-untied": _gpt2(50_257, 768, 12, 12, 1024, **_FROM_SCRATCH),
     # Document 003: RoPE, no biases in linear layers, word tokenizer. Exactly 403,254,016 parameters.
-    # The document leaves the MLP's biases open; `mlp_bias=true` gives its variant of 403,366,656.
+    # The document does not state the MLP's biases; `mlp_bias=true` gives its variant of 403,366,656.
     "vaani-427m": _sized(
         16_000, 1408, 16, 11, 1024, position="rope", norm="layernorm", norm_eps=1e-5, mlp="gelu",
         attention_bias=False, mlp_bias=False, **_DROPOUT, dropout_mlp=0.1, init="normal",
@@ -114,7 +114,7 @@ PRESETS: dict[str, Settings] = {
     "modern-24m": _modern(16_384, 384, 10, 1024),
     "modern-110m": _modern(32_768, 768, 12, 2048),
     "modern-336m": _modern(32_768, 1024, 24, 2048),
-    # A small mixture of experts: 115M parameters, 40M of them for any one token.
+    # A small mixture of experts: 115M parameters, 40M of them active per token.
     "moe-115m": _llama(
         16_384, 512, 8, 8, 4, 1024, 1024, norm_eps=1e-6, tie_embeddings=True, n_experts=8, n_experts_per_token=2,
     ),

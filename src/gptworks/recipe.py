@@ -1,8 +1,8 @@
-"""Recipe files: reading, overriding, checking, saving.
+"""Read, override, check and save recipes.
 
-A recipe is one YAML file with the sections `model`, `tokenizer`, `data` and `train`. `load_recipe` reads it, applies
-`key.path=value` overrides, takes what it leaves out of model and tokenizer from the run that it starts from, and
-refuses unknown keys, wrong types and settings that contradict one another before any work begins.
+A recipe is a YAML file with the sections `model`, `tokenizer`, `data` and `train`. `load_recipe` reads it, applies
+`key.path=value` overrides, completes model and tokenizer from the run that it starts from, and refuses unknown keys,
+wrong types and contradictory settings before any work begins.
 """
 
 import contextlib
@@ -39,20 +39,20 @@ from gptworks.yaml_files import MAX_BYTES, parse_yaml
 AnySection = TypeVar("AnySection", bound=Section)
 
 RecipeLike = str | PathLike[str] | Mapping[str, Any] | Recipe
-"""A recipe's file, shipped name or run folder, its nested dictionaries, or the recipe itself."""
+"""A recipe's file, shipped name or run folder, nested dictionaries, or a `Recipe`."""
 
 Unsaid = Mapping[str, Mapping[str, Any]]
-"""Settings by section that hold where a recipe does not say."""
+"""Settings by section, used if a recipe does not set them."""
 
 
 def with_vocab_size(recipe: Recipe, vocab_size: int) -> Recipe:
-    """The recipe with its model's vocabulary set to the tokenizer's.
+    """The recipe with its model's vocabulary size set to the tokenizer's.
 
-    A stated vocabulary may be larger than that of a tokenizer that is read from a file: published models have rows to
-    spare in their embeddings.
+    The recipe may state a larger size than that of a tokenizer from a file, since embeddings of published models have
+    unused rows.
 
     Raises:
-        UserError: the recipe states another vocabulary.
+        UserError: the recipe states another size.
     """
     stated = recipe.model.vocab_size
     if isinstance(recipe.tokenizer, FileTokenizer | DatasetTokenizer) and stated > vocab_size:
@@ -66,14 +66,14 @@ def with_vocab_size(recipe: Recipe, vocab_size: int) -> Recipe:
 
 
 def load_recipe(recipe: RecipeLike, overrides: Sequence[str] = (), unsaid: Unsaid | None = None) -> Recipe:
-    """Read a recipe file, the one of a run folder or a shipped one by its name, apply `key.path=value` overrides, and
-    validate the whole. A recipe that is at hand, as an object or as nested dictionaries, is taken as it is.
+    """Read a recipe from a file, a run folder, a shipped name or nested dictionaries, apply `key.path=value` overrides,
+    and validate it.
 
     Args:
-        unsaid: settings for those that neither the recipe nor an override gives, instead of the defaults.
+        unsaid: defaults that replace the usual ones.
 
     Raises:
-        UserError: a missing file, broken YAML, an unknown key, a wrong type or settings that contradict one another.
+        UserError: a missing file, broken YAML, an unknown key, a wrong type or contradictory settings.
     """
     if isinstance(recipe, Recipe | Mapping):
         return _from_tree(recipe, overrides, unsaid or {})
@@ -90,7 +90,7 @@ def load_recipe(recipe: RecipeLike, overrides: Sequence[str] = (), unsaid: Unsai
 
 
 def load_dataset_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> AnyRecipe:
-    """Read what describes a dataset: a recipe, or a file that has `tokenizer` and `data` alone.
+    """Read the recipe of a dataset: any recipe, or a file with only `tokenizer` and `data`.
 
     Raises:
         UserError: as `load_recipe`.
@@ -106,7 +106,7 @@ def load_dataset_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> An
 def _from_tree(recipe: Recipe | Mapping[str, Any], overrides: Sequence[str], unsaid: Unsaid) -> Recipe:
     if isinstance(recipe, Recipe) and not overrides:
         return recipe
-    # Of a recipe what was set: what follows from other settings follows from the overrides.
+    # Only settings that were set, so that derived ones follow the overrides.
     tree = recipe.model_dump(mode="json", exclude_unset=True) if isinstance(recipe, Recipe) else dict(recipe)
     return parse_recipe(_with_unsaid(apply_overrides(tree, overrides), unsaid), "recipe", _by_key(overrides))
 
@@ -116,7 +116,7 @@ def _by_key(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def is_folder(recipe: RecipeLike) -> bool:
-    """Whether a recipe is given as a folder: that of a run."""
+    """Whether a recipe is given as a run folder."""
     return isinstance(recipe, str | PathLike) and Path(recipe).is_dir()
 
 
@@ -125,21 +125,21 @@ def _with_unsaid(tree: dict[str, Any], unsaid: Unsaid) -> dict[str, Any]:
 
 
 def _beneath(said: Any, settings: Mapping[str, Any]) -> Any:
-    """What is said, and the settings of which nothing is."""
+    """The settings of `said`, completed from `settings`."""
     if not isinstance(said, dict):
         return said
     said = expand_preset(said)
-    ends = () if ENDS.isdisjoint(said) else ENDS  # one that is given replaces all
+    ends = () if ENDS.isdisjoint(said) else ENDS  # a given length replaces the others
     rest = {key: value for key, value in settings.items() if key not in said and key not in ends}
     sections = {key: value for key, value in settings.items() if key in said and isinstance(value, Mapping)}
     return rest | said | {key: _beneath(said[key], value) for key, value in sections.items()}
 
 
 def recipe_text(path: str | PathLike[str]) -> tuple[Path, str]:
-    """The file of a recipe, which may be a run folder's or a shipped one's, or a pipe, and its text.
+    """The path and text of a recipe: a file, a run folder, a shipped name or a pipe.
 
     Raises:
-        UserError: there is none, or it cannot be read.
+        UserError: it does not exist, or cannot be read.
     """
     path = Path(path)
     if path.as_posix() in shipped_paths() and not path.exists():
@@ -156,10 +156,10 @@ def recipe_text(path: str | PathLike[str]) -> tuple[Path, str]:
 
 
 def read_recipe(path: str | PathLike[str]) -> tuple[Path, dict[str, Any]]:
-    """The file of a recipe, as `recipe_text` finds it, and what is written in it.
+    """The path of a recipe (see `recipe_text`) and its parsed YAML.
 
     Raises:
-        UserError: a missing file, broken YAML, or no mapping of names.
+        UserError: a missing file, broken YAML, or YAML that is not a mapping.
     """
     path, text = recipe_text(path)
     tree = parse_yaml(text, str(path))
@@ -174,8 +174,8 @@ def _no_such_recipe(path: Path) -> str:
     checkpoint, run = path.parent, path.parents[2] if len(path.parents) > 2 else path
     if checkpoint.parent.name == "checkpoints" and (run / "recipe.yaml").exists():
         return (
-            f"{checkpoint} is a checkpoint, not a run folder: give {run} and --resume, and training goes on from its "
-            f"newest step-… checkpoint. One named weights-… has no optimizer state and is only used."
+            f"{checkpoint} is a checkpoint, not a run folder: give {run} and --resume to continue from its newest "
+            f"step-… checkpoint. One named weights-… has no optimizer state and cannot be resumed."
         )
     folder = path.parent if path.parent.is_dir() else Path()
     near = nearest(path.name, (one.name for one in folder.iterdir() if one.suffix in (".yaml", ".yml")))
@@ -183,11 +183,11 @@ def _no_such_recipe(path: Path) -> str:
         return f"{path}: no such recipe file; did you mean {folder / near}?"
     if shipped := nearest(path.with_suffix("").as_posix(), shipped_paths()):
         return f"{path}: no such recipe file; did you mean `{shipped}`, which comes with gptworks?"
-    return f"{path}: no such recipe file. `gptworks recipes` lists those that have a name."
+    return f"{path}: no such recipe file. `gptworks recipes` lists the shipped ones."
 
 
 def _with_tokenizer_at_hand(recipe: Recipe, run_dir: Path) -> Recipe:
-    """The recipe of a run folder, whose tokenizer file may have been left behind: the folder has a copy."""
+    """The recipe of a run folder, with the folder's copies of a tokenizer or template that no longer exists."""
     tokenizer, copy = recipe.tokenizer, run_dir / "tokenizer"
     changes: dict[str, Any] = {}
     if isinstance(tokenizer, FileTokenizer) and not tokenizer.path.expanduser().exists() and copy.exists():
@@ -199,12 +199,12 @@ def _with_tokenizer_at_hand(recipe: Recipe, run_dir: Path) -> Recipe:
 
 
 def parse_recipe(tree: dict[str, Any], origin: str = "recipe", overrides: Mapping[str, str] | None = None) -> Recipe:
-    """Validate a recipe given as plain dictionaries. `model.preset` is replaced by the preset's settings; what model
-    and tokenizer leave out is taken from the run that `initialize_from` names.
+    """Validate a recipe given as nested dictionaries. `model.preset` is replaced by the preset's settings; model and
+    tokenizer are completed from the run `initialize_from`.
 
     Args:
         origin: the file, for messages.
-        overrides: those that were applied, by key; messages about these settings name the override instead.
+        overrides: applied overrides by key; a message about such a setting names its override, not the file.
 
     Raises:
         UserError: a wrong setting; or model and run contradict each other.
@@ -223,14 +223,14 @@ def parse_recipe(tree: dict[str, Any], origin: str = "recipe", overrides: Mappin
 
 
 def _require_model_and_tokenizer(tree: dict[str, Any], source: Path, origin: str) -> None:
-    """Refuse a recipe that leaves out what the run it starts from would supply, where that run is missing."""
+    """Refuse an incomplete recipe if the run that should complete it does not exist."""
     model, tokenizer = tree.get("model"), tree.get("tokenizer")
     missing = [] if isinstance(model, dict) and model.keys() >= _SIZES else ["model"]
     missing += [] if isinstance(tokenizer, dict) and "type" in tokenizer else ["tokenizer"]
     if missing:
         raise UserError(
-            f"{origin}: initialize_from={source} is not a run folder, for it has no recipe.yaml, and the recipe takes "
-            f"its {' and '.join(missing)} from it. Train or import that run first, or correct the path."
+            f"{origin}: initialize_from={source} is not a run folder (it has no recipe.yaml), and the recipe takes its "
+            f"{' and '.join(missing)} from it. Train or import that run first, or correct the path."
         )
 
 
@@ -238,7 +238,7 @@ _SIZES = {name for name, field in ModelConfig.model_fields.items() if field.is_r
 
 
 def _completed(tree: dict[str, Any], source: Path) -> dict[str, Any]:
-    """The tree with what its model and its tokenizer leave out, taken from the run that it starts from."""
+    """The tree with model and tokenizer completed from the run that it starts from."""
     base = load_recipe(source).model.model_dump(mode="json")
     if not _trains_future_heads(tree.get("objective")):
         base["n_future_tokens"] = 1
@@ -246,12 +246,12 @@ def _completed(tree: dict[str, Any], source: Path) -> dict[str, Any]:
     if isinstance(tokenizer, dict) and "type" not in tokenizer:
         tokenizer = {"type": "file", "path": str(source / "tokenizer")} | tokenizer
     if isinstance(tokenizer, dict) and (tokenizer["type"] != "file" or tokenizer.get("added_tokens")):
-        base["vocab_size"] = 0  # another tokenizer has, or new tokens make, another vocabulary
+        base["vocab_size"] = 0  # another tokenizer or new tokens change the vocabulary
     return {**tree, "model": base | model if isinstance(model, dict) else model, "tokenizer": tokenizer}
 
 
 def _trains_future_heads(objective: Any) -> bool:
-    """Whether heads of tokens beyond the next are taken over from the run that a recipe starts from."""
+    """Whether the objective trains heads of tokens beyond the next, so that they are kept from the first run."""
     kind = OBJECTIVE_SETTINGS.get(str(objective.get("type"))) if isinstance(objective, dict) else None
     return kind is None or kind.trains_future_heads
 
@@ -261,11 +261,11 @@ FREE_TO_CHANGE = frozenset({
     "dropout_mlp",
     "init", "init_std", "zero_init_projections", "n_future_tokens",
 })  # fmt: skip
-"""Fields that the weights do not depend on, or not alone: vocabulary and tokenizer are compared when both are known."""
+"""Fields that may differ from the run that the weights are from; vocabularies are compared with the tokenizers."""
 
 
 def check_same_model(model: ModelConfig, source: Path) -> None:
-    """Refuse a model that the weights of a run do not belong to.
+    """Refuse a model that does not fit the weights of a run.
 
     Raises:
         UserError: a field differs; both values are named.
@@ -275,27 +275,27 @@ def check_same_model(model: ModelConfig, source: Path) -> None:
         ours, other = getattr(model, name), getattr(theirs, name)
         if name not in FREE_TO_CHANGE and ours != other:
             raise UserError(
-                f"model.{name}={ours} and initialize_from={source} has {other}: its weights belong to another model. "
-                f"Leave model.{name} out, and it is taken from that run."
+                f"model.{name}={ours} and initialize_from={source} has {other}: its weights do not fit. "
+                f"Leave model.{name} out to take it from that run."
             )
 
 
 def _parse_whole(tree: dict[str, Any], origin: str, overrides: Mapping[str, str] | None = None) -> Recipe:
-    """Validate a recipe that leaves nothing out."""
+    """Validate a complete recipe."""
     recipe = parse_section(tree, Recipe, origin, overrides)
     known = known_vocab_size(recipe.tokenizer)
     return recipe if known is None else with_vocab_size(recipe, known)
 
 
 def parse_model(tree: dict[str, Any], origin: str = "model") -> ModelConfig:
-    """Validate the settings of a model given as a plain dictionary."""
+    """Validate the settings of a model given as a dictionary."""
     return parse_section(expand_preset(tree), ModelConfig, origin)
 
 
 def parse_section(
     tree: dict[str, Any], section: type[AnySection], origin: str, overrides: Mapping[str, str] | None = None
 ) -> AnySection:
-    """Validate the settings of any section given as a plain dictionary; see `parse_recipe`."""
+    """Validate a section given as a dictionary; see `parse_recipe`."""
     try:
         return section.model_validate(tree)
     except ValidationError as error:
@@ -303,12 +303,12 @@ def parse_section(
 
 
 def save_recipe(recipe: Recipe, path: Path, history: Sequence[str] = ()) -> None:
-    """Write the resolved recipe as YAML, replacing an earlier one at once; `load_recipe` reads back an equal one.
+    """Write the resolved recipe as YAML, atomically; `load_recipe` reads an equal one.
 
     Args:
-        history: what a run has changed on its way, a line each, for who reads the file: written as comments.
+        history: changes during the run, one per line, which are written as comments.
     """
-    heading = ["These are the run's last settings. On the way:"] if history else []
+    heading = ["These are the run's last settings. Changes:"] if history else []
     comments = "".join(f"# {' '.join(line.split())}\n" for line in [*heading, *history])
     write_whole(path, comments + yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
 
@@ -336,10 +336,10 @@ def recipe_schema() -> dict[str, Any]:
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The tree with each `key.path=value` set; list items are named by their index, and values are read as YAML.
+    """The tree with each `key.path=value` applied; list items are named by index.
 
     Raises:
-        UserError: an override of another form, or a path that runs through a value or past a list's end.
+        UserError: an override of another form, or a path that leads through a value or past a list's end.
     """
     tree = copy.deepcopy(tree)
     for override in overrides:
@@ -367,7 +367,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         elif isinstance(node, dict):
             index = part
         else:
-            raise UserError(f"override `{override}`: `{'.'.join(parts[:depth])}` is a value, it has no keys below it.")
+            raise UserError(f"override `{override}`: `{'.'.join(parts[:depth])}` is a value and has no keys.")
         if depth == len(parts) - 1:
             node[index] = value
         else:
@@ -380,9 +380,9 @@ _NOTHING = ("null", "~", "None", "")
 
 
 def _value_of(location: tuple[Any, ...], text: str) -> Any:
-    """The value of an override's text, by the type of the setting: paths and names are taken as they are typed.
+    """The value of an override's text, by the setting's type: paths and names are taken literally.
 
-    Lists, sections and settings of several types are read as YAML.
+    Lists, sections and settings of several types are parsed as YAML.
     """
     name = str(location[-1])
     sections = sections_at(location[:-1], Recipe)
@@ -404,7 +404,7 @@ def _value_of(location: tuple[Any, ...], text: str) -> Any:
 
 
 def _number(text: str) -> int | float | str:
-    """A number as a person writes it (YAML reads 1:30 as 90 and 010 as 8); other text as it is, to be refused."""
+    """The number in a text, in decimal (YAML reads 1:30 as 90 and 010 as 8); other text unchanged."""
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
@@ -412,7 +412,7 @@ def _number(text: str) -> int | float | str:
 
 
 def _unquoted(word: str) -> str:
-    """One of a few words, with or without quotes."""
+    """The word without quotes."""
     return word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "\"'" else word
 
 

@@ -1,6 +1,6 @@
-"""Every setting: typed, validated, frozen. Knows nothing of torch, nor of files (see recipe.py beside this folder)."""
+"""Every setting: typed, validated, frozen. Independent of torch and of files; gptworks/recipe.py reads recipes."""
 
-from gptworks.config.architecture import EARLIER_DEFAULTS, expert_rows
+from gptworks.config.architecture import EARLIER_DEFAULTS
 from gptworks.config.base import (
     Bounded,
     Fraction,

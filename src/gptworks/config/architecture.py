@@ -1,4 +1,4 @@
-"""The architecture of a model, without the settings of the laboratory (`gptworks.config.model`)."""
+"""Settings of the architecture, without those of the laboratory (model.py)."""
 
 from typing import Literal, Self
 
@@ -8,25 +8,17 @@ from gptworks.config.base import Fixed, Fraction, PositiveInt, Repeat, Section, 
 from gptworks.config.rope_scaling import RopeScaling
 
 MOST_LAYERS = 1000
-"""Of a model, those that are run again included."""
+"""Most layers of a model, counting repeated ones."""
 
 GATED = ("swiglu", "geglu", "geglu_tanh")
 """Kinds of MLP with a gate matrix."""
 
 EARLIER_DEFAULTS = {"norm": "layernorm", "mlp": "gelu", "qk_norm": False, "zero_init_projections": False}
-"""What described architectures have where they do not say otherwise: presets and imported models begin with these."""
+"""Settings of older architectures, which presets and imported models start from."""
 
 
 def _inner_width(width: int, mlp: str) -> int:
     return -(-8 * width // (3 * 64)) * 64 if mlp in GATED else 4 * width
-
-
-def expert_rows(n_tokens: int) -> int:
-    """Rows that an expert multiplies for `n_tokens` in training on a CPU: rounded up to five binary digits, at most a
-    sixteenth more. oneDNN compiles a kernel for each number of rows, so there should be few.
-    """
-    unit = 1 << max(0, n_tokens.bit_length() - 5)
-    return -(-n_tokens // unit) * unit
 
 
 class Architecture(Section):
@@ -42,125 +34,115 @@ class Architecture(Section):
     n_kv_heads: Fixed[PositiveInt] = Field(
         default_factory=derived("n_heads"),
         le=1_000_000,
-        description="Key/value heads; fewer than n_heads is grouped-query attention.",
+        description="Key/value heads (G). Fewer than n_heads: grouped-query attention.",
     )
     d_head: Fixed[PositiveInt] = Field(
         default_factory=lambda data: data["d_model"] // data["n_heads"] or 1,
         le=1_000_000,
-        description="Width of one head (D). Default: d_model / n_heads, which must then divide.",
+        description="Width of one head (D). Default: d_model / n_heads, which must be an integer.",
     )
     mlp: Fixed[Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"]] = Field(
         "swiglu",
-        description="Activation; relu2: ReLU squared (So et al., 2021); swiglu and geglu add a gate matrix (Shazeer, "
-        "2020).",
+        description="Activation. relu2: squared ReLU (So et al., 2021). swiglu, geglu: with a gate (Shazeer, 2020).",
     )
     d_ff: Fixed[PositiveInt] = Field(
         default_factory=lambda data: _inner_width(data["d_model"], data["mlp"]),
         le=10_000_000,
-        description="Inner width of the MLP. Default: 4 × d_model; with a gate, which adds a matrix, 8/3 of it, "
-        "rounded up to whole 64s.",
+        description="Inner width of the MLP. Default: 4 × d_model; with a gate 8/3 × d_model, rounded up to a multiple "
+        "of 64.",
     )
 
-    position: Fixed[Literal["learned", "rope", "none"]] = Field("rope", description="How positions enter the model.")
-    rope_theta: Fixed[float] = Field(10_000.0, gt=1, description="Base of the rotary frequencies (Su et al., 2021).")
-    rope_fraction: Fixed[float] = Field(
-        1.0, gt=0, le=1, description="Share of each head that is rotated, its first part (GPT-NeoX)."
+    position: Fixed[Literal["learned", "rope", "none"]] = Field(
+        "rope", description="Positional encoding. rope: rotary."
     )
+    rope_theta: Fixed[float] = Field(10_000.0, gt=1, description="Base of the rotary frequencies (Su et al., 2021).")
+    rope_fraction: Fixed[float] = Field(1.0, gt=0, le=1, description="First share of each head to rotate (GPT-NeoX).")
     rope_pattern: Fixed[tuple[Literal["rope", "none"], ...]] = Field(
         ("rope",),
         min_length=1,
         max_length=MOST_LAYERS,
-        description="Repeated over the layers: which are rotated (SmolLM3 leaves some out).",
+        description="Pattern over the layers: which are rotated (SmolLM3).",
     )
-    rope_scaling: Fixed[RopeScaling | None] = Field(None, description="For a context longer than the one trained with.")
+    rope_scaling: Fixed[RopeScaling | None] = Field(None, description="Extends the trained context.")
     window_rope_theta: Fixed[float | None] = Field(
-        None, gt=1, description="Base of windowed layers, without scaling (OLMo 3). None: they turn as the others do."
+        None, gt=1, description="Base in windowed layers, without scaling (OLMo 3). None: as in the other layers."
     )
     norm: Fixed[Literal["layernorm", "rmsnorm"]] = Field("rmsnorm", description="Kind of norm.")
-    norm_eps: Fixed[float] = Field(1e-5, gt=0, description="Added to the mean square or the variance.")
+    norm_eps: Fixed[float] = Field(1e-5, gt=0, description="Added to the mean square or variance.")
     norm_bias: Fixed[bool] = Field(
         default_factory=derived("norm", lambda norm: norm == "layernorm"),
-        description="Shift term of LayerNorm. Default: true for layernorm; rmsnorm has none.",
+        description="Shift of LayerNorm. Default: true for layernorm; rmsnorm has none.",
     )
     norm_placement: Fixed[Literal["before", "after", "both"]] = Field(
         "before",
-        description="Attention and MLP read what was normalized, or what they give is normalized (OLMo 2), or both "
-        "(Gemma 2).",
+        description="Norms of the inputs of attention and MLP, of their outputs (OLMo 2), or both (Gemma 2).",
     )
     attention_bias: Fixed[bool | Literal["qkv", "out"]] = Field(
-        False, description="Biases on the query, key, value and output projections; qkv or out: only on those."
+        False, description="Biases of the query, key, value and output projections. qkv, out: only of those."
     )
     attention_scale: Fixed[float | None] = Field(None, gt=0, description="Factor of q·k. None: 1 / sqrt(d_head).")
-    mlp_bias: Fixed[bool] = Field(False, description="Biases on the MLP's linear layers.")
+    mlp_bias: Fixed[bool] = Field(False, description="Biases of the MLP's linear layers.")
     qk_norm: Fixed[bool | Literal["whole"]] = Field(
         True,
-        description="RMSNorm over each head of queries and keys (Henry et al., 2020); whole: over all heads together.",
+        description="RMSNorm of queries and keys in each head (Henry et al., 2020). whole: over all heads.",
     )
     embedding_scale: Fixed[float] = Field(1.0, gt=0, description="Factor of the token embedding (Granite).")
-    residual_scale: Fixed[float] = Field(
-        1.0, gt=0, description="Factor of what attention and MLP add to the residual stream (Granite)."
-    )
-    logit_divisor: Fixed[float] = Field(1.0, gt=0, description="What logits are divided by (Granite).")
+    residual_scale: Fixed[float] = Field(1.0, gt=0, description="Factor of the outputs of attention and MLP (Granite).")
+    logit_divisor: Fixed[float] = Field(1.0, gt=0, description="Divisor of the logits (Granite).")
     attention_softcap: Fixed[float | None] = Field(
-        None, gt=0, description="Scores s become softcap · tanh(s / softcap) (Gemma 2). None: they stay as they are."
+        None, gt=0, description="Scores s become softcap · tanh(s / softcap) (Gemma 2). None: no cap."
     )
-    logit_softcap: Fixed[float | None] = Field(None, gt=0, description="The same of logits (Gemma 2).")
-    tie_embeddings: Fixed[bool] = Field(
-        True, description="The head shares the token embedding's matrix (Press & Wolf, 2017)."
-    )
+    logit_softcap: Fixed[float | None] = Field(None, gt=0, description="The same for logits (Gemma 2).")
+    tie_embeddings: Fixed[bool] = Field(True, description="Use the embedding as the head (Press & Wolf, 2017).")
     window: Fixed[PositiveInt | None] = Field(
-        None, description="Tokens a windowed layer sees, the token itself included. None: every layer sees all."
+        None, description="Tokens that a windowed layer attends to, including the current one. None: all."
     )
     window_pattern: Fixed[tuple[Literal["full", "window"], ...]] = Field(
         default_factory=lambda data: ("window",) if data["window"] else ("full",),
         min_length=1,
         max_length=MOST_LAYERS,
-        description="Repeated over the layers: which are windowed.",
+        description="Pattern over the layers: which are windowed.",
     )
 
     parallel_residual: Fixed[bool] = Field(
-        False, description="Attention and MLP both read the block's input, each through its norm (GPT-NeoX)."
+        False, description="Attention and MLP both read the block's input, each with its norm (GPT-NeoX)."
     )
 
     n_experts: Fixed[int] = Field(
-        0, ge=0, le=4096, description="MLPs a layer, of which a router chooses for each token. 0: one, dense."
+        0, ge=0, le=4096, description="Experts (MLPs) per layer, chosen by a router. 0: one dense MLP."
     )
-    n_experts_per_token: Fixed[PositiveInt] = Field(2, le=4096, description="Experts that a token is sent to (top-k).")
+    n_experts_per_token: Fixed[PositiveInt] = Field(2, le=4096, description="Experts per token (top-k).")
     d_ff_shared: Fixed[int] = Field(
-        0, ge=0, le=10_000_000, description="Inner width of one more expert that sees every token. 0: none."
+        0, ge=0, le=10_000_000, description="Inner width of a shared expert for every token. 0: none."
     )
 
     dropout_embedding: Fixed[Fraction] = Field(0.0, description="Dropout rate of the embeddings.")
     dropout_attention: Fixed[Fraction] = Field(0.0, description="Dropout rate of the attention weights.")
-    dropout_residual: Fixed[Fraction] = Field(
-        0.0, description="Dropout rate of what attention and MLP add to the residual stream."
-    )
-    dropout_mlp: Fixed[Fraction] = Field(
-        0.0, description="Dropout rate of the MLP's inner channels, before the down projection."
-    )
+    dropout_residual: Fixed[Fraction] = Field(0.0, description="Dropout rate of the outputs of attention and MLP.")
+    dropout_mlp: Fixed[Fraction] = Field(0.0, description="Dropout rate of the MLP's inner channels.")
 
     init: Fixed[Literal["normal", "gpt2", "xavier", "induction"]] = Field(
         "normal",
-        description="normal: N(0, init_std). gpt2: the same, residual projections scaled by 1/sqrt(2L). "
-        "xavier: uniform (Glorot & Bengio, 2010), each matrix by its own fan. induction: normal, but for a head in "
-        "each of the first two layers, which copy what followed the same token before (Olsson et al., 2022). It needs "
-        "rotary positions in those layers and norm_placement=before; the model trains, runs and exports as any other.",
+        description="normal: N(0, init_std). gpt2: normal with residual projections scaled by 1/sqrt(2L). xavier: "
+        "uniform by each matrix's fan (Glorot & Bengio, 2010). induction: normal, except for one head in each of the "
+        "first two layers; together they copy what followed the same token before (Olsson et al., 2022). It needs "
+        "rotary positions in those layers and norm_placement=before.",
     )
     init_std: Fixed[float] = Field(0.02, gt=0, description="Standard deviation of init=normal and gpt2.")
     zero_init_projections: Fixed[bool] = Field(
         default_factory=derived("init", lambda init: init in ("normal", "induction")),
-        description="Residual projections start at zero: blocks begin as identity. Default: true with init=normal, and "
-        "with init=induction but for its two heads.",
+        description="Residual projections start at zero, so blocks start as the identity. Default: true with "
+        "init=normal and with init=induction except for its two heads.",
     )
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP multiplies by a gate (three matrices instead of two)."""
+        """Whether the MLP has a gate (three matrices, not two)."""
         return self.mlp in GATED
 
     @property
     def norms_behind(self) -> tuple[str, str] | None:
-        """The names of the norms behind attention and behind the MLP; None: there are none."""
+        """The names of the norms after attention and after the MLP; None: neither has one."""
         names = {"before": None, "after": ("norm1", "norm2"), "both": ("norm1_after", "norm2_after")}
         return names[self.norm_placement]
 
@@ -176,21 +158,21 @@ class Architecture(Section):
 
     @property
     def score_scale(self) -> float:
-        """The factor of q·k, as a number."""
+        """The factor of q·k."""
         return self.d_head**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
     def d_rotary(self) -> int:
-        """Elements of each head that the rotary embedding turns."""
+        """Elements of each head that are rotated."""
         return int(self.d_head * self.rope_fraction)
 
     def layer_rotates(self, layer: int) -> bool:
-        """Whether one layer turns its queries and keys by their positions."""
+        """Whether a layer rotates its queries and keys."""
         return self.position == "rope" and self.rope_pattern[layer % len(self.rope_pattern)] == "rope"
 
     @property
     def rotating_windows(self) -> Self | None:
-        """The model as windowed layers see it where they turn by another base; None: they turn as the others do."""
+        """The model with the rotation of its windowed layers; None: they rotate like the others."""
         if self.window_rope_theta is None:
             return None
         return self.model_copy(
@@ -199,20 +181,19 @@ class Architecture(Section):
 
     @property
     def original_context_length(self) -> int:
-        """Tokens that the rotary frequencies were made for: the context, or less where they are scaled."""
-        if self.rope_scaling is None:
-            return self.context_length
-        return self.rope_scaling.original_context_length or max(
-            1, round(self.context_length / self.rope_scaling.factor)
-        )
+        """The context that the rotary frequencies were made for; less than the context if they are scaled."""
+        context, scaling = self.context_length, self.rope_scaling
+        if scaling is None:
+            return context
+        return scaling.original_context_length or max(1, round(context / scaling.factor))
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """For each layer, the tokens it sees, or None for all of them."""
+        """For each layer, the tokens that it attends to; None: all."""
         return tuple(map(self.layer_window, range(self.n_layers)))
 
     def layer_window(self, layer: int) -> int | None:
-        """The tokens that one layer sees, or None for all of them."""
+        """The tokens that a layer attends to; None: all."""
         return self.window if self.window_pattern[layer % len(self.window_pattern)] == "window" else None
 
     @model_validator(mode="after")
@@ -225,23 +206,17 @@ class Architecture(Section):
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}: "
-                f"each key/value head serves a whole number of query heads"
-            )
-        if self.position == "rope" and self.rope_fraction == 1 and self.d_head % 2:
-            raise ValueError(
-                f"d_head={self.d_head} is odd, and position=rope rotates pairs: "
-                f"choose n_heads so that d_model / n_heads is even, or set d_head"
+                f"choose n_kv_heads that divides n_heads"
             )
         if self.position == "rope" and (self.d_rotary % 2 or not self.d_rotary):
             raise ValueError(
                 f"rope_fraction={self.rope_fraction:g} of d_head={self.d_head} is {self.d_rotary} elements, and "
-                f"position=rope rotates pairs: choose a fraction that gives an even number"
+                f"position=rope rotates pairs: choose a fraction, n_heads or d_head that gives an even number"
             )
         self._check_scaling()
         if self.n_experts and self.n_experts_per_token > self.n_experts:
             raise ValueError(
-                f"n_experts_per_token={self.n_experts_per_token} is more than n_experts={self.n_experts}: "
-                f"a token goes to at most all of them"
+                f"n_experts_per_token={self.n_experts_per_token} is more than n_experts={self.n_experts}: lower it"
             )
         if self.d_ff_shared and not self.n_experts:
             raise ValueError(f"d_ff_shared={self.d_ff_shared} is set and n_experts is 0: set n_experts, or drop it")
@@ -253,40 +228,39 @@ class Architecture(Section):
         if self.norm == "rmsnorm" and self.norm_bias:
             raise ValueError("norm_bias=true with norm=rmsnorm: RMSNorm has no shift; leave norm_bias out")
         if "window" in self.window_pattern and self.window is None:
-            raise ValueError("window_pattern names windowed layers and window is not set: set window to a token count")
+            raise ValueError("window_pattern has a `window` entry and window is not set: set window to a token count")
         if self.window is not None and "window" not in self.window_pattern:
             raise ValueError(f"window={self.window} is set and window_pattern has no `window` entry: drop one of them")
         if self.window is None and self.window_rope_theta is not None:
             raise ValueError(
-                f"window_rope_theta={self.window_rope_theta:g} is set and window is not: only windowed layers have a "
-                f"base of their own; set window, or drop it"
+                f"window_rope_theta={self.window_rope_theta:g} is set and window is not: it is the base of windowed "
+                f"layers; set window, or drop it"
             )
         if self.window is not None and self.window > self.context_length:
             raise ValueError(
-                f"window={self.window} is longer than context_length={self.context_length}: "
-                f"a window holds at most the context"
+                f"window={self.window} is longer than context_length={self.context_length}: choose at most the context"
             )
         return self
 
     def _check_scaling(self) -> None:
         if "rope" not in self.rope_pattern:
-            raise ValueError("rope_pattern has no `rope` entry, so that no layer is rotated: set position=none instead")
+            raise ValueError("rope_pattern has no `rope` entry, so no layer is rotated: set position=none instead")
         for name in ("rope_scaling", "rope_fraction", "rope_pattern", "window_rope_theta"):
             if self.position != "rope" and getattr(self, name) not in (None, 1.0, ("rope",)):
-                raise ValueError(f"{name} is set and position={self.position}: only position=rope rotates; drop it")
+                raise ValueError(f"{name} is set and position={self.position}: it needs position=rope; drop it")
         if self.rope_scaling is None:
             return
         if self.original_context_length > self.context_length:
             raise ValueError(
                 f"rope_scaling.original_context_length={self.original_context_length} is longer than "
-                f"context_length={self.context_length}: scaling reaches beyond the original context"
+                f"context_length={self.context_length}: choose at most context_length"
             )
         for name in ("short_factors", "long_factors"):
             factors = getattr(self.rope_scaling, name)
             if factors is not None and len(factors) != self.d_rotary // 2:
                 raise ValueError(
-                    f"rope_scaling.{name} has {len(factors)} numbers, and {self.d_rotary // 2} pairs of each head are "
-                    f"rotated: give one for each"
+                    f"rope_scaling.{name} has {len(factors)} numbers, and each head has {self.d_rotary // 2} rotated "
+                    f"pairs: give one number per pair"
                 )
         if self.rope_scaling.type == "longrope" and self.original_context_length < 2:
             raise ValueError("rope_scaling.type=longrope needs an original context of at least 2 tokens")

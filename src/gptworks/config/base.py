@@ -1,4 +1,4 @@
-"""What settings are made of, and what each one decides."""
+"""Building blocks of settings: bounds, sections, roles and places."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchem
 from pydantic_core import CoreSchema
 
 MOST_NAME_CHARACTERS = 200
-"""Of a name that becomes a folder: systems allow 255 bytes."""
+"""Longest name of a folder; file systems allow 255 bytes."""
 MOST_PATH_CHARACTERS = 4096
 
 
@@ -20,7 +20,7 @@ def _short(path: Any) -> Any:
     return path
 
 
-# Bounds that no real run reaches: they keep a slip of the keyboard from costing hours or all memory.
+# Bounds beyond every real run, so that a typing error does not cost hours or all memory.
 PositiveInt = Annotated[int, Field(gt=0, le=10**9)]
 ShortPath = Annotated[
     Path,
@@ -28,20 +28,20 @@ ShortPath = Annotated[
     WithJsonSchema({"type": "string", "format": "path", "maxLength": MOST_PATH_CHARACTERS}),
 ]
 PositiveTime = Annotated[float, Field(gt=0, le=10**9)]
-"""30 years in seconds; what waits for longer cannot be asked of the system."""
+"""Seconds or minutes; 10^9 seconds are 30 years, and systems accept no longer timeouts."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 _INNER = {"schema", "fields", "choices", "items_schema", "keys_schema", "values_schema", "lax_schema", "strict_schema",
           "json_schema", "python_schema", "steps"}  # fmt: skip
-"""Where a part of a core schema holds further ones."""
+"""Keys of a core schema whose values contain schemas."""
 _TIGHTER: dict[str, Callable[[Any, Any], Any]] = {
     "le": min, "lt": min, "max_length": min, "ge": max, "gt": max, "min_length": max
 }  # fmt: skip
 
 
 def _tightest(metadata: list[Any]) -> list[Any]:
-    """A field's metadata with one bound of each kind."""
+    """A field's metadata with only the tightest bound of each kind."""
     found: dict[str, Any] = {}
     for one in metadata:
         for name, tighter in _TIGHTER.items():
@@ -53,18 +53,18 @@ def _tightest(metadata: list[Any]) -> list[Any]:
 
 
 class Bounded(BaseModel):
-    """A model whose every number, text and list is bounded, at any depth, and whose JSON schema states the bounds.
+    """A model in which every number, text and list is bounded at any depth, also in its JSON schema.
 
-    What declares no bound gets the class's. Of a bound that is declared twice, in a type and in `Field`, the tighter
-    counts; pydantic would take the last.
+    A type without a bound gets the class's. If a type and its `Field` both declare a bound, the tighter one counts;
+    pydantic would take the last.
     """
 
     most_number: ClassVar[int] = 10**15
-    """In size, of a number: what is computed from one stays a finite number."""
+    """Largest absolute value of a number, so that results computed from it stay finite."""
     most_characters: ClassVar[int] = 100_000
-    """Of a text."""
+    """Longest text."""
     most_items: ClassVar[int] = 10_000
-    """Of a list or a mapping."""
+    """Longest list or mapping."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -76,7 +76,7 @@ class Bounded(BaseModel):
 
     @classmethod
     def _bound(cls, part: Any) -> None:
-        """Bound what is not bounded yet, in a part of a core schema."""
+        """Add missing bounds to a part of a core schema."""
         if isinstance(part, list | tuple):
             for inner in part:
                 cls._bound(inner)
@@ -98,7 +98,7 @@ class Bounded(BaseModel):
 
 
 class Section(Bounded):
-    """A frozen group of settings that accepts only the keys it knows."""
+    """A frozen group of settings that accepts only known keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
@@ -108,38 +108,38 @@ def derived(name: str, function: Callable[[Any], Any] = lambda value: value) -> 
     return lambda data: function(data[name])
 
 
-# --------------------------------------------------------------------------------------------- what a setting decides
+# ------------------------------------------------------------------------------------------------ roles and places
 
 
 class Role(Enum):
-    """What a setting decides: whether a resumed run may change it, and which runs may be compared.
+    """What depends on a setting: whether a resumed run may change it, and which runs may be compared.
 
-    Each setting declares its role beside its type: `batch_size: Steering[PositiveInt]`.
+    Each setting declares its role with its type: `batch_size: Steering[PositiveInt]`.
     """
 
     MEASURED = "measured"
-    """What the validation loss is measured on, or in: losses of runs that differ here are not comparable."""
+    """The data or unit of the validation loss: losses of runs that differ here are not comparable."""
     FIXED = "fixed"
-    """The weights, the optimizer's state or the order of the samples, from the first step on."""
+    """The weights, the optimizer's state or the order of samples, from the first step on."""
     STEERING = "steering"
     """The loss curve from here on. A resumed run may change it, and the run folder records the change."""
     START = "start"
-    """Where the run started from. Changing the path of a run that has started changes nothing."""
+    """The starting point. Changing it after the first step has no effect."""
     REPEAT = "repeat"
-    """What tells repeats of an experiment apart, or follows from other settings."""
+    """The identity of a repeat of an experiment, or a consequence of other settings."""
     FREE = "free"
-    """Nothing but rounding, place, time and what is written down."""
+    """Only rounding, place, time and records."""
 
     @property
     def on_resume(self) -> Literal["refused", "recorded", "allowed"]:
-        """What happens when a resumed run changes the setting. `recorded`: the loss curve depends on the change."""
+        """What happens if a resumed run changes the setting. `recorded`: the loss curve depends on the change."""
         if self in (Role.MEASURED, Role.FIXED, Role.REPEAT):
             return "refused"
         return "recorded" if self is Role.STEERING else "allowed"
 
     @property
     def words(self) -> str:
-        """What the setting decides, in words."""
+        """What depends on the setting, in words."""
         return {
             Role.MEASURED: "it decides what the validation loss measures",
             Role.FIXED: "the weights, the optimizer's state or the order of the samples depend on it",
@@ -151,30 +151,30 @@ class Role(Enum):
 
     @property
     def decides_curve(self) -> bool:
-        """Whether the loss curve depends on the setting, beyond rounding and the noise between seeds."""
+        """Whether the loss curve depends on the setting, beyond rounding and noise between seeds."""
         return self not in (Role.REPEAT, Role.FREE)
 
     @property
     def decides_measure(self) -> bool:
-        """Whether runs that differ in the setting measure different things, so that their losses cannot be compared."""
+        """Whether losses of runs that differ in the setting cannot be compared."""
         return self is Role.MEASURED
 
 
 class Place(Enum):
-    """What a setting names outside of its recipe: who takes recipes of others asks for each whether it may be read.
+    """What a setting names outside its recipe. A program that runs other people's recipes checks each such setting.
 
-    Each setting that names a place says so: `path: Free[Annotated[str, Place.PATH]]`.
+    A setting that names a place declares it: `path: Free[Annotated[str, Place.PATH]]`.
     """
 
     PATH = "path"
-    """A file or a folder; a pattern of such names."""
+    """A file, a folder or a glob."""
     URL = "url"
     DATASET = "dataset"
     """A dataset of the Hugging Face hub, or a folder."""
     TEMPLATE = "template"
     """The name of a chat template, or a file."""
     CODE = "code"
-    """A file of Python, which is run."""
+    """A Python file, which is executed."""
 
 
 T = TypeVar("T")
@@ -191,16 +191,16 @@ class Setting:
     """One setting of a recipe."""
 
     path: str
-    """As an override names it, such as `train.batch_size` or `data.sources.0.path`."""
+    """As in an override, such as `train.batch_size` or `data.sources.0.path`."""
     value: Any
     role: Role
     place: Place | None = None
 
 
 def settings(section: Section, path: str = "") -> Iterator[Setting]:
-    """Every setting of a section and of the sections inside it, in the order of declaration.
+    """Every setting of a section and its inner sections, in order of declaration.
 
-    An optional section that is absent is one setting whose value is None.
+    An absent optional section is one setting with the value None.
     """
     for name, field in type(section).model_fields.items():
         value, where = getattr(section, name), f"{path}.{name}" if path else name
@@ -215,10 +215,10 @@ def settings(section: Section, path: str = "") -> Iterator[Setting]:
 
 
 def role_of(section: Section, path: str) -> Role:
-    """The role of the setting at a path, or of the one that a path such as `train.betas.0` lies within.
+    """The role of the setting at a path; for a path into a value, such as `train.betas.0`, that of the value.
 
     Raises:
-        KeyError: the section has no such setting.
+        KeyError: no such setting.
     """
     roles = {setting.path: setting.role for setting in settings(section)}
     place = path

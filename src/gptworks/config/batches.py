@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from gptworks.config.base import Fixed, Free, PositiveInt, PositiveTime, Section, Steering
 
 IGNORED = -100
-"""A target that carries no loss, as `torch.nn.functional.cross_entropy` has it."""
+"""The target of a token without loss, the default of `torch.nn.functional.cross_entropy`."""
 
 
 FUTURE_WEIGHT = 0.3
@@ -33,10 +33,10 @@ class ParallelConfig(Section):
     tensor_parallel: Free[PositiveInt] = Field(
         1,
         le=65_536,
-        description="Devices that share each block's matrices: heads and inner width (Shoeybi et al., 2019).",
+        description="Devices among which each block's heads and inner width are split (Shoeybi et al., 2019).",
     )
     reshard_after_forward: Free[bool] = Field(
-        True, description="fsdp: free a block's gathered weights after its forward pass and gather them again."
+        True, description="fsdp: free a block's gathered weights after its forward pass and gather them again later."
     )
     timeout_seconds: Free[PositiveTime] = Field(
         600, description="A rank that is silent, or for which all others wait, for this long ends the run."
@@ -56,41 +56,41 @@ class BatchSettings(Section):
         None,
         gt=0,
         le=10**9,
-        description="Passes over the training text. Default if no length is set: 4; from trained weights 2.",
+        description="Passes over the training text. Default if no length is set: 4; from trained weights: 2.",
     )
     max_minutes: Steering[PositiveTime | None] = Field(
-        None, description="Minutes of training. Such a run follows the clock and is not repeatable."
+        None, description="Minutes of training. A run with this limit is not repeatable."
     )
 
     batch_size: Steering[PositiveInt] = Field(32, le=10_000_000, description="Sequences in one optimizer step.")
     smaller_batches: Fixed[tuple[tuple[PositiveInt, PositiveInt], ...]] = Field(
         (),
         max_length=100,
-        description="Batches that grow (Smith et al., 2018): pairs of a step and the batch_size up to it, ascending in "
-        "both; from the last of these steps on it is batch_size. Rates stay as the schedule has them.",
+        description="Growing batches (Smith et al., 2018): pairs of a step and the batch size before it, both "
+        "ascending. Afterwards the size is batch_size. The learning rates do not change.",
     )
     shorter_contexts: Fixed[tuple[tuple[PositiveInt, PositiveInt], ...]] = Field(
         (),
         max_length=100,
-        description="Texts that grow (Li et al., 2022): pairs of a step and the length in tokens up to it, ascending "
-        "in both. Windows of the context are cut into rows of this length, so a step has as many tokens as any other; "
-        "the rows of a step come from different windows.",
+        description="Growing contexts (Li et al., 2022): pairs of a step and the length in tokens before it, both "
+        "ascending. Windows are cut into rows of this length, so every step has equally many tokens; the rows of a "
+        "step come from different windows.",
     )
     micro_batch_size: Free[PositiveInt] = Field(
         default_factory=_least_batch,
         le=10_000_000,
-        description="Sequences in one forward and backward pass; divides batch_size. Gradients are accumulated. With "
-        "several devices, each takes this many, or its whole part of the batch if that is less.",
+        description="Sequences in one forward and backward pass; divides batch_size. Gradients are accumulated. Each "
+        "of several devices takes this many, or its part of the batch if that is less.",
     )
-    parallel: ParallelConfig = ParallelConfig()
+    parallel: ParallelConfig = Field(ParallelConfig(), description="How several devices share the run.")
     activation_checkpointing: Free[Literal["none", "selective", "block"]] = Field(
         "none",
-        description="block: keep only each block's input and compute the block again in the backward pass. "
-        "selective: the same for every second block."
-        " Gradients are the same bit for bit; block computes a quarter to a third more, selective half of that.",
+        description="block: keep only each block's input and recompute the block in the backward pass. selective: the "
+        "same for every second block. Gradients are identical; block costs a quarter to a third more computation, "
+        "selective half of that.",
     )
     compile: Free[Literal["auto", "none", "block"]] = Field(
-        "auto", description="block: compile each block with torch.compile; auto: on CUDA, where it pays."
+        "auto", description="block: compile each block with torch.compile. auto: only on CUDA, if it pays."
     )
     router_balance_weight: Steering[float] = Field(
         0.01, ge=0, description="Weight of the experts' load-balancing loss (Fedus et al., 2021)."
@@ -115,20 +115,20 @@ class BatchSettings(Section):
         if self.batch_size % self.micro_batch_size:
             raise ValueError(
                 f"batch_size={self.batch_size} is not a multiple of micro_batch_size={self.micro_batch_size}: "
-                f"a step is a whole number of micro-batches"
+                f"choose a micro_batch_size that divides it"
             )
         self._check_smaller_batches()
         if self.future_weights_fall and not self.future_weights:
             raise ValueError(
-                "future_weights_fall=true and no tokens beyond the next are learned: set model.n_future_tokens to 2 or "
-                "more, or leave it out"
+                "future_weights_fall=true without tokens beyond the next: set model.n_future_tokens to 2 or more, or "
+                "leave it out"
             )
         return self
 
     def _check_smaller_batches(self) -> None:
         if self.smaller_batches and self.epochs is not None:
             raise ValueError(
-                f"smaller_batches and epochs={self.epochs:g}: sizes are set by step; set max_steps instead of epochs"
+                f"smaller_batches and epochs={self.epochs:g}: sizes depend on steps; set max_steps, not epochs"
             )
         until = size = 0
         for step, smaller in self.smaller_batches:

@@ -1,4 +1,4 @@
-"""The filters that clean text before it is tokenized. Each is described in the guide, with what it costs."""
+"""The filters that clean text before it is tokenized; docs/topics/data.md describes them."""
 
 import itertools
 from typing import Annotated, Literal, Self
@@ -12,17 +12,16 @@ PersonalData = Literal["email", "ip", "phone", "key"]
 
 
 class RepairEncoding(Section):
-    """Text that was decoded wrongly (`cafÃ©`) becomes what was meant; what cannot be repaired is dropped. Needs the
-    `clean` extra."""
+    """Repair wrongly decoded text (`cafÃ©`) and drop what cannot be repaired. Needs the `clean` extra."""
 
     type: Measured[Literal["repair-encoding"]]
     max_lost: Measured[Ratio] = Field(
-        0.005, description="Characters replaced by U+FFFD, or still wrong after the repair, of all."
+        0.005, description="Largest share of characters that are U+FFFD or still wrong after the repair."
     )
 
 
 class NormalizeUnicode(Section):
-    """One spelling of each character, `\\n` at the end of each line, no control characters."""
+    """Use one Unicode form, end lines with `\\n` and remove control characters."""
 
     type: Measured[Literal["normalize-unicode"]]
     form: Measured[Literal["NFC", "NFKC"]] = Field(
@@ -31,132 +30,138 @@ class NormalizeUnicode(Section):
 
 
 class LengthRules(Section):
-    """Documents that are too short or too long are dropped."""
+    """Drop documents that are too short or too long."""
 
     type: Measured[Literal["length"]]
-    min_characters: Measured[Annotated[int, Field(ge=0)]] = 1
-    max_characters: Measured[PositiveInt | None] = None
-    min_words: Measured[Annotated[int, Field(ge=0)]] = 0
-    max_words: Measured[PositiveInt | None] = None
+    min_characters: Measured[int] = Field(1, ge=0, description="Fewest characters of a kept document.")
+    max_characters: Measured[PositiveInt | None] = Field(None, description="Most characters. None: no limit.")
+    min_words: Measured[int] = Field(0, ge=0, description="Fewest words of a kept document.")
+    max_words: Measured[PositiveInt | None] = Field(None, description="Most words. None: no limit.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         for name in ("characters", "words"):
             least, most = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
             if most is not None and most < least:
-                raise ValueError(f"min_{name}={least} and max_{name}={most}: no document is kept; swap them")
+                raise ValueError(f"min_{name}={least} and max_{name}={most}: no document is kept; exchange them")
         return self
 
 
 class GopherQuality(Section):
-    """The quality rules of Gopher, for English prose."""
+    """Drop documents that break the quality rules of Gopher (Rae et al., 2021), which are for English prose."""
 
     type: Measured[Literal["gopher-quality"]]
-    min_words: Measured[Annotated[int, Field(ge=0)]] = 50
-    max_words: Measured[PositiveInt] = 100_000
-    min_mean_word_length: Measured[Annotated[float, Field(ge=0)]] = 3.0
-    max_mean_word_length: Measured[Annotated[float, Field(gt=0)]] = 10.0
-    max_symbols_per_word: Measured[Ratio] = Field(0.1, description="Of `#`, and of ellipses.")
-    max_bullet_lines: Measured[Ratio] = 0.9
-    max_ellipsis_lines: Measured[Ratio] = 0.3
-    min_alphabetic_words: Measured[Ratio] = 0.8
-    min_stop_words: Measured[Annotated[int, Field(ge=0, le=8)]] = Field(
-        2, description="Of: the, be, to, of, and, that, have, with. 0 for other languages."
+    min_words: Measured[int] = Field(50, ge=0, description="Fewest words of a kept document.")
+    max_words: Measured[PositiveInt] = Field(100_000, description="Most words of a kept document.")
+    min_mean_word_length: Measured[float] = Field(3.0, ge=0, description="Least mean length of a word in characters.")
+    max_mean_word_length: Measured[float] = Field(10.0, gt=0, description="Largest mean length of a word.")
+    max_symbols_per_word: Measured[Ratio] = Field(0.1, description="Most `#` per word, and most ellipses per word.")
+    max_bullet_lines: Measured[Ratio] = Field(0.9, description="Largest share of lines that begin with a bullet.")
+    max_ellipsis_lines: Measured[Ratio] = Field(0.3, description="Largest share of lines that end with an ellipsis.")
+    min_alphabetic_words: Measured[Ratio] = Field(0.8, description="Least share of words that contain a letter.")
+    min_stop_words: Measured[int] = Field(
+        2,
+        ge=0,
+        le=8,
+        description="How many of these words must occur: the, be, to, of, and, that, have, with. 0 for other "
+        "languages.",
     )
 
 
 class GopherRepetition(Section):
-    """The repetition rules of Gopher."""
+    """Drop documents that break the repetition rules of Gopher: each limit is a share of the document."""
 
     type: Measured[Literal["gopher-repetition"]]
-    max_duplicate_lines: Measured[Ratio] = 0.30
-    max_duplicate_paragraphs: Measured[Ratio] = 0.30
-    max_duplicate_line_characters: Measured[Ratio] = 0.20
-    max_duplicate_paragraph_characters: Measured[Ratio] = 0.20
+    max_duplicate_lines: Measured[Ratio] = Field(0.30, description="Repeated lines.")
+    max_duplicate_paragraphs: Measured[Ratio] = Field(0.30, description="Repeated paragraphs.")
+    max_duplicate_line_characters: Measured[Ratio] = Field(0.20, description="Characters in repeated lines.")
+    max_duplicate_paragraph_characters: Measured[Ratio] = Field(0.20, description="Characters in repeated paragraphs.")
     max_top_ngram: Measured[tuple[Ratio, Ratio, Ratio]] = Field(
-        (0.20, 0.18, 0.16), description="Characters in the most frequent sequence of 2, 3 and 4 words, of all."
+        (0.20, 0.18, 0.16), description="Characters in the most frequent sequence of 2, 3 and 4 words."
     )
     max_duplicate_ngrams: Measured[tuple[Ratio, Ratio, Ratio, Ratio, Ratio, Ratio]] = Field(
         (0.15, 0.14, 0.13, 0.12, 0.11, 0.10),
-        description="Characters in repeated sequences of 5, 6, … 10 words, of all.",
+        description="Characters in repeated sequences of 5, 6, … 10 words.",
     )
 
 
 class C4Rules(Section):
-    """The rules of C4, for English web pages: lines that are no sentences are removed, pages with few left dropped."""
+    """Remove lines that are not sentences, then pages with few left: C4's rules for English (Raffel et al., 2020)."""
 
     type: Measured[Literal["c4"]]
-    require_punctuation: Measured[bool] = Field(True, description="Remove lines that no sentence ends.")
+    require_punctuation: Measured[bool] = Field(True, description="Remove lines without final punctuation.")
     drop_braces: Measured[bool] = Field(True, description="Drop pages with a curly bracket; false for text with code.")
-    min_sentences: Measured[Annotated[int, Field(ge=0)]] = 5
-    min_line_words: Measured[Annotated[int, Field(ge=0)]] = 3
-    max_word_characters: Measured[PositiveInt] = Field(1000, description="Lines with a longer word are removed.")
+    min_sentences: Measured[int] = Field(5, ge=0, description="Fewest sentences of a kept page.")
+    min_line_words: Measured[int] = Field(3, ge=0, description="Remove lines with fewer words.")
+    max_word_characters: Measured[PositiveInt] = Field(1000, description="Remove lines with a longer word.")
 
 
 class FineWebRules(Section):
-    """The rules that FineWeb adds to Gopher's and C4's: lists, menus and boilerplate are dropped."""
+    """Drop lists, menus and boilerplate: the rules that FineWeb adds to Gopher's and C4's (Penedo et al., 2024)."""
 
     type: Measured[Literal["fineweb"]]
-    min_punctuated_lines: Measured[Ratio] = 0.12
-    max_short_lines: Measured[Ratio] = Field(0.67, description="Lines of at most short_line_characters, of all.")
-    short_line_characters: Measured[PositiveInt] = 30
+    min_punctuated_lines: Measured[Ratio] = Field(0.12, description="Least share of lines with final punctuation.")
+    max_short_lines: Measured[Ratio] = Field(0.67, description="Largest share of lines of short_line_characters.")
+    short_line_characters: Measured[PositiveInt] = Field(30, description="Most characters of a short line.")
     max_duplicate_characters: Measured[Ratio] = Field(
-        0.1, description="Characters in repeated lines, of all. The paper's; datatrove's code has 0.01."
+        0.1,
+        description="Largest share of characters in repeated lines. The default is the paper's; datatrove's code has "
+        "0.01.",
     )
-    max_line_breaks_per_word: Measured[Ratio] = 0.3
+    max_line_breaks_per_word: Measured[Ratio] = Field(0.3, description="Most line breaks per word.")
 
 
 class LanguageFilter(Section):
-    """Documents in other languages are dropped. The model is fastText's small one, offline. Needs the `clean` extra."""
+    """Drop documents in other languages, found by fastText's small model, offline. Needs the `clean` extra."""
 
     type: Measured[Literal["language"]]
     languages: Measured[tuple[Annotated[str, Field(pattern="^[a-z]{2,3}$")], ...]] = Field(
-        min_length=1, description="ISO 639 codes, such as en."
+        min_length=1, description="ISO 639 codes of the languages to keep, such as en."
     )
-    min_score: Measured[Ratio] = Field(0.65, description="The model's probability of the language.")
+    min_score: Measured[Ratio] = Field(0.65, description="Least probability of the language.")
 
 
 class GeneratedCode(Section):
-    """Files whose beginning says that a program wrote them are dropped."""
+    """Drop files that say at their beginning that a program wrote them."""
 
     type: Measured[Literal["generated-code"]]
-    lines: Measured[PositiveInt] = Field(10, description="Of the beginning that are read.")
+    lines: Measured[PositiveInt] = Field(10, description="Number of lines to read from the beginning.")
 
 
 class CodeTables(Section):
-    """Files that are mostly data, long lists of numbers or strings, are dropped."""
+    """Drop files that are mostly data: long lists of numbers or strings."""
 
     type: Measured[Literal["code-tables"]]
-    max_data: Measured[Ratio] = Field(0.5, description="Characters in lines of literals alone, of all.")
-    min_lines: Measured[PositiveInt] = Field(10, description="Files with fewer lines of literals are kept.")
+    max_data: Measured[Ratio] = Field(0.5, description="Largest share of characters in lines of literals only.")
+    min_lines: Measured[PositiveInt] = Field(10, description="Keep files with fewer lines of literals.")
 
 
 class LicenceHeaders(Section):
-    """A comment with a licence at the beginning of a file is removed."""
+    """Remove a licence comment from the beginning of a file."""
 
     type: Measured[Literal["licence-headers"]]
 
 
 class MinifiedCode(Section):
-    """Files with very long lines, or hardly a letter, are dropped."""
+    """Drop files with very long lines or few letters."""
 
     type: Measured[Literal["minified-code"]]
-    max_line_characters: Measured[PositiveInt] = 1000
-    max_mean_line_characters: Measured[PositiveInt] = 100
-    min_alphanumeric: Measured[Ratio] = 0.25
+    max_line_characters: Measured[PositiveInt] = Field(1000, description="Most characters of the longest line.")
+    max_mean_line_characters: Measured[PositiveInt] = Field(100, description="Largest mean length of a line.")
+    min_alphanumeric: Measured[Ratio] = Field(0.25, description="Least share of letters and digits.")
 
 
 class Decontaminate(Section):
-    """Documents that hold a part of an evaluation task are dropped."""
+    """Drop documents that contain a part of an evaluation task."""
 
     type: Measured[Literal["decontaminate"]]
     tasks: Measured[Annotated[tuple[ShortPath, ...], Place.PATH]] = Field(
-        min_length=1, description="Task files, or JSONL files of items, whose texts may not occur."
+        min_length=1, description="Task files, or JSONL files of items, whose texts must not occur."
     )
-    ngram: Measured[Annotated[int, Field(ge=2, le=100)]] = Field(
-        13, description="Words in a row that both have, as in GPT-3."
+    ngram: Measured[int] = Field(13, ge=2, le=100, description="Length in words of a shared sequence, as in GPT-3.")
+    min_words: Measured[PositiveInt] = Field(
+        8, description="Shortest text of a task to look for, in words; below ngram, all of the text must occur."
     )
-    min_words: Measured[PositiveInt] = Field(8, description="A shorter text of a task must occur whole; from here on.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -166,34 +171,35 @@ class Decontaminate(Section):
 
 
 class MaskPersonalData(Section):
-    """E-mail addresses, public IP addresses, phone numbers and secret keys become `<email>`, `<ip>`, `<phone>`,
-    `<key>`."""
+    """Replace e-mail and public IP addresses, phone numbers and keys with `<email>`, `<ip>`, `<phone>`, `<key>`."""
 
     type: Measured[Literal["mask-personal-data"]]
-    kinds: Measured[tuple[PersonalData, ...]] = Field(("email", "ip", "phone", "key"), min_length=1)
+    kinds: Measured[tuple[PersonalData, ...]] = Field(
+        ("email", "ip", "phone", "key"), min_length=1, description="What is replaced."
+    )
 
 
 class ExactDuplicates(Section):
-    """Of equal documents the first is kept."""
+    """Keep the first of equal documents."""
 
     type: Measured[Literal["exact-duplicates"]]
 
 
 class NearDuplicates(Section):
-    """Of documents that share most of their word sequences the first is kept: MinHash. Needs the `clean` extra.
+    """Keep the first of documents that share most of their word sequences, by MinHash. Needs the `clean` extra.
 
-    Documents whose sets of word sequences have the Jaccard similarity s are found with the probability
+    Two documents whose sets of word sequences have the Jaccard similarity s are found with probability
     1 - (1 - s^rows)^bands.
     """
 
     type: Measured[Literal["near-duplicates"]]
-    ngram: Measured[Annotated[int, Field(ge=1, le=100)]] = Field(5, description="Words in a sequence.")
-    bands: Measured[Annotated[int, Field(ge=1, le=256)]] = 14
-    rows: Measured[Annotated[int, Field(ge=1, le=64)]] = 8
+    ngram: Measured[int] = Field(5, ge=1, le=100, description="Words in a sequence.")
+    bands: Measured[int] = Field(14, ge=1, le=256, description="Groups of hashes; documents that share one are alike.")
+    rows: Measured[int] = Field(8, ge=1, le=64, description="Hashes in a group.")
 
 
 GlobalFilter = ExactDuplicates | NearDuplicates
-"""Compare documents with each other; the others look at one alone."""
+"""Filters that compare documents with each other; all others look at one document at a time."""
 
 FilterConfig = Annotated[
     RepairEncoding
@@ -217,14 +223,14 @@ FilterConfig = Annotated[
 
 
 def check_order(filters: tuple[FilterConfig, ...]) -> tuple[FilterConfig, ...]:
-    """The filters, if those that compare documents come last, each kind once.
+    """Return the filters unchanged.
 
     Raises:
-        ValueError: they do not.
+        ValueError: a filter that compares documents occurs twice, or comes before one that does not.
     """
     found = [one.type for one in filters if isinstance(one, GlobalFilter)]
     if len(set(found)) < len(found):
-        raise ValueError(f"{found[0]} stands more than once: keep one")
+        raise ValueError(f"{found[0]} is listed more than once: keep one")
     for earlier, later in itertools.pairwise(filters):
         if isinstance(earlier, GlobalFilter) and not isinstance(later, GlobalFilter):
             raise ValueError(

@@ -1,7 +1,7 @@
-"""What a recipe's training gets where the recipe does not say, as far as that follows from the rest of the recipe.
+"""Defaults of training that depend on the rest of the recipe.
 
-Defaults that depend on nothing stand beside their settings (train.py, model.py). The experiments behind both are in
-docs/benchmarks.md.
+Constant defaults are in train.py and model.py. docs/experiments.md and docs/benchmarks.md have the experiments behind
+them.
 """
 
 from collections.abc import Mapping
@@ -13,37 +13,37 @@ from gptworks.config.objective import ObjectiveConfig
 from gptworks.config.optimizers import OPTIMIZERS
 
 RATE, RATE_WIDTH = 0.02, 512
-"""AdamW's rate beside Muon, for embeddings, head and vectors, up to the widest model that was tried; in inverse
-proportion to the root of wider ones, as a precaution. Muon's own is the same at every width."""
+"""AdamW's rate with Muon, for embeddings, head and vectors, up to the widest model that was tried. For wider models it
+is divided by the root of the width, as a precaution. Muon's rate is the same at every width."""
 
 ADAMW_RATE_TIMES_WIDTH, HIGHEST_ADAMW_RATE = 0.5, 0.003
-"""AdamW's rate for all weights is in inverse proportion to the width (Yang et al., 2022), which gives 0.7 to 1.6 times
-the rates of table 2.1 of Brown et al. (2020)."""
+"""AdamW's rate for all weights is inversely proportional to the width (Yang et al., 2022): 0.7 to 1.6 times the rates
+in table 2.1 of Brown et al. (2020)."""
 
 TUNING_RATE_TIMES_WIDTH, HIGHEST_TUNING_RATE = 0.0768, 1e-3
 """The same from trained weights: 1e-4 at a width of 768."""
 
 ADAPTER_TIMES = 10
-"""An adapter's rate is about ten times that of all weights (Schulman et al., 2025)."""
+"""An adapter's rate over the rate for all weights (Schulman et al., 2025)."""
 
 JUDGED_SHARE = 0.2
-"""Of the rate, where answers are judged: a policy that moves fast forgets its language."""
+"""Factor of the rate for preferences and rewards: a policy that moves fast forgets its language."""
 
 EPOCHS = 4
-"""Up to 4 epochs, text that is read again teaches almost as much as new text (Muennighoff et al., 2023)."""
+"""Up to 4 epochs, repeated text is almost as useful as new text (Muennighoff et al., 2023)."""
 
 TUNING_EPOCHS = 2
 
 ENDS = frozenset({"max_steps", "epochs", "max_minutes"})
-"""Settings of which one ends the run."""
+"""Settings that limit the length of a run."""
 
 
 def tuning_rate(d_model: int, judged: bool, adapter: bool) -> float:
-    """AdamW's rate for weights that are trained already.
+    """AdamW's rate for fine-tuning.
 
     Args:
-        judged: whether answers are judged, as pairs or by a reward.
-        adapter: whether an adapter alone is trained.
+        judged: whether the objective compares or rewards answers.
+        adapter: whether only an adapter is trained.
     """
     rate = TUNING_RATE_TIMES_WIDTH / d_model
     rate *= ADAPTER_TIMES if adapter else 1
@@ -54,12 +54,12 @@ def tuning_rate(d_model: int, judged: bool, adapter: bool) -> float:
 def train_defaults(
     given: Mapping[str, Any], model: ModelConfig, objective: ObjectiveConfig, tunes: bool, adapter: bool
 ) -> dict[str, Any]:
-    """Settings of `train` that the recipe leaves out.
+    """Defaults for the settings of `train`.
 
     Args:
-        given: those that it has.
+        given: the settings in the recipe.
         tunes: whether training starts from trained weights.
-        adapter: whether it trains an adapter alone.
+        adapter: whether only an adapter is trained.
     """
     adamw = tunes or adapter or given.get("optimizer_state") == "int8" or _divides_matrices(given)
     optimizer = given.get("optimizer", "adamw" if adamw else "muon")
@@ -80,7 +80,7 @@ def train_defaults(
 
 
 def _divides_matrices(given: Mapping[str, Any]) -> bool:
-    """Whether devices hold parts of matrices, which Muon needs whole."""
+    """Whether matrices are sharded, which Muon does not support."""
     parallel = given.get("parallel")
     return isinstance(parallel, dict) and (
         parallel.get("strategy") == "fsdp" or parallel.get("tensor_parallel", 1) not in (1, "1")
@@ -88,9 +88,9 @@ def _divides_matrices(given: Mapping[str, Any]) -> bool:
 
 
 def _by_length(steps: Any, samples: bool) -> dict[str, int]:
-    """Warmup of a fiftieth of the run; 5 evaluations and 4 samples and checkpoints, or more in a long run."""
+    """Warmup over a fiftieth of the run; at least 5 evaluations, 4 checkpoints and, with text, 4 samples."""
     if not isinstance(steps, int) or steps < 1:
-        steps = 500  # not known yet
+        steps = 500  # the length is not known yet
     return {
         "warmup_steps": min(1000, steps // 50),
         "evaluate_every": max(1, min(250, steps // 5)),
@@ -100,5 +100,5 @@ def _by_length(steps: Any, samples: bool) -> dict[str, int]:
 
 
 def _rounded(rate: float) -> float:
-    """Two digits: what a person would write."""
+    """The rate rounded to two significant digits."""
     return float(f"{rate:.2g}")

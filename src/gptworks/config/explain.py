@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a recipe, in words that name the setting as the user wrote it."""
+"""pydantic's errors as messages that name each setting as the user wrote it."""
 
 import json
 import types
@@ -12,15 +12,15 @@ from gptworks.errors import nearest
 
 _SHOWN_CHARACTERS = 200
 MOST_FAULTS = 50
-"""Of one text that are explained: each is compared with all names that there are."""
+"""Most faults that are explained: each unknown name is compared with all known ones."""
 
 
 def explain(error: ValidationError, root: type[Section], origin: str, overrides: Mapping[str, str]) -> str:
-    """The errors of a section, a line each.
+    """The errors of a section, one per line.
 
     Args:
         origin: the file.
-        overrides: those that were applied, by key; messages about these settings name the override instead.
+        overrides: applied overrides by key; a message about such a setting names its override, not the file.
     """
     lines = []
     for key, message in faults(error, root):
@@ -31,12 +31,13 @@ def explain(error: ValidationError, root: type[Section], origin: str, overrides:
 
 
 def faults(error: ValidationError, root: type[Section]) -> list[tuple[str, str]]:
-    """The key of each error, as the user wrote it (empty: of the whole), and what is wrong; of many, the first."""
+    """Key (empty for the section itself) and message of the first `MOST_FAULTS` errors."""
     items: list[dict[str, Any]] = [
         dict(item) for item in error.errors(include_url=False) if item["type"] != "default_factory_not_called"
     ]
     inner = {item["loc"][:depth] for item in items for depth in range(len(item["loc"]))}
-    items = [item for item in items if not (item["type"] == "too_short" and item["loc"] in inner)]  # a mere consequence
+    # An error inside a list also makes the list too short: only the inner one is reported.
+    items = [item for item in items if not (item["type"] == "too_short" and item["loc"] in inner)]
     found = [(_key(item, root), _explain_one(item, root)) for item in items[:MOST_FAULTS]]
     n_more = len(items) - len(found)
     return [*found, ("", f"and {n_more:,} more like these.")] if n_more else found
@@ -75,7 +76,7 @@ def _explain_one(item: dict[str, Any], root: type[Section]) -> str:
 
 
 def _elsewhere(name: str, root: type[Section], path: str = "") -> str | None:
-    """Where a section inside has a setting of this name: `learning_rate` is `train.learning_rate`."""
+    """The path of a setting of this name in an inner section: `learning_rate` → `train.learning_rate`."""
     for field_name, field in root.model_fields.items():
         for leaf in leaves(field.annotation):
             if isinstance(leaf, type) and issubclass(leaf, Section) and "type" not in leaf.model_fields:
@@ -88,7 +89,7 @@ def _elsewhere(name: str, root: type[Section], path: str = "") -> str | None:
 
 
 def _visible(location: tuple[Any, ...], root: type[Section]) -> Iterator[Any]:
-    """The location as the user wrote it: pydantic adds the chosen `type` of a union, which is not a key."""
+    """The location without the `type` of a union, which pydantic adds and which is not a key."""
     for depth, part in enumerate(location):
         before = sections_at(location[:depth], root)
         if not (isinstance(part, str) and len(before) > 1 and part != "type"):
@@ -96,7 +97,7 @@ def _visible(location: tuple[Any, ...], root: type[Section]) -> Iterator[Any]:
 
 
 def sections_at(location: tuple[Any, ...], root: type[Section]) -> list[type[Section]]:
-    """The section types that may stand at a location; several where a union has not been decided yet."""
+    """The section types possible at a location; several if a union is undecided."""
     current: list[Any] = [root]
     for part in location:
         sections = [c for c in current if isinstance(c, type) and issubclass(c, Section)]
@@ -107,7 +108,7 @@ def sections_at(location: tuple[Any, ...], root: type[Section]) -> list[type[Sec
             current = tagged
         elif isinstance(part, int):
             continue
-        elif any(get_origin(c) is dict for c in current):  # the part is a key of the user's own
+        elif any(get_origin(c) is dict for c in current):  # the user chose this key
             current = [leaf for c in current for leaf in leaves(get_args(c)[1])]
         else:
             current = [
@@ -117,7 +118,7 @@ def sections_at(location: tuple[Any, ...], root: type[Section]) -> list[type[Sec
 
 
 def leaves(annotation: Any) -> Iterator[Any]:
-    """The plain types inside unions, tuples and annotations."""
+    """The types inside unions, tuples and annotations."""
     if get_origin(annotation) is Annotated:
         yield from leaves(get_args(annotation)[0])
     elif get_origin(annotation) in (Union, types.UnionType, tuple):

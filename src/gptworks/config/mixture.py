@@ -1,4 +1,4 @@
-"""Several datasets in one run, each with its weight."""
+"""Several weighted datasets in one run."""
 
 from collections import Counter
 from typing import Annotated, Self
@@ -14,69 +14,73 @@ Weight = Annotated[float, Field(ge=0, le=10**9)]
 
 
 class MixtureMember(Section):
-    """A dataset of a mixture: a folder that was built, or sources of text."""
+    """A dataset of a mixture: a built folder, or sources of text."""
 
-    name: Free[str] = Field(max_length=MOST_NAME_CHARACTERS, pattern=NAME_PATTERN)
+    name: Free[str] = Field(
+        max_length=MOST_NAME_CHARACTERS, pattern=NAME_PATTERN, description="The name that weights and reports use."
+    )
     weight: Fixed[Weight] = Field(
-        1.0, description="Its share of the samples is this over the sum of all. 0: it is read from data.anneal on."
+        1.0, description="Its share of the samples is weight / sum of all weights. 0: not read before data.anneal."
     )
     dataset: Free[Annotated[ShortPath | None, Place.PATH]] = Field(
-        None, description="A folder of `gptworks data build`; or one of `gptworks data mix`, which holds this name."
+        None, description="A folder that `gptworks data build` wrote, or `gptworks data mix` with this name in it."
     )
-    sources: Measured[tuple[SourceConfig, ...]] = ()
+    sources: Measured[tuple[SourceConfig, ...]] = Field((), description="Sources of text to build it from.")
     clean: Measured[Annotated[tuple[FilterConfig, ...], AfterValidator(check_order)]] = Field(
-        (), description="Filters of the sources' text, in order."
+        (), description="Filters for the text of the sources, in order."
     )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if bool(self.sources) == (self.dataset is not None):
-            raise ValueError(f"{self.name}: give either dataset, a folder that was built, or sources")
+            raise ValueError(f"{self.name}: give either dataset (a built folder) or sources")
         if self.clean and not self.sources:
-            raise ValueError(f"{self.name}: clean is for sources, and a dataset that was built stays as it is")
+            raise ValueError(f"{self.name}: clean applies only to sources: leave it out for a built dataset")
         if any(isinstance(source, RecordsSource) for source in self.sources):
-            raise ValueError(f"{self.name}: a mixture is of text; conversations and preferences go into data.sources")
+            raise ValueError(f"{self.name}: a mixture is of text: put conversations and preferences into data.sources")
         return self
 
 
 class Anneal(Section):
-    """Other weights from one sample on, near the end of the run. A resumed run cannot change what it has read."""
+    """New weights from one sample on, near the end of the run. A resumed run cannot change what it has read."""
 
     weights: Steering[dict[str, Weight]] = Field(
-        description="By the datasets' names. One that is not named is read no more."
+        description="The new weights by dataset name. A dataset that is not named is no longer read."
     )
     share: Steering[float | None] = Field(
-        None, gt=0, lt=1, description="Of train.max_steps, at its end. The run's other lengths must not be set."
+        None, gt=0, lt=1, description="The last share of train.max_steps, which must be the run's only length."
     )
     from_sample: Steering[int | None] = Field(
-        None, gt=0, lt=2**53, description="Counted from the start of the run: train.batch_size a step."
+        None, gt=0, lt=2**53, description="The first sample, counted from the start of the run."
     )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.share is None) == (self.from_sample is None):
-            raise ValueError("give either share (of the run's steps) or from_sample: it says where the weights change")
+            raise ValueError("set either share or from_sample, which say where the weights change")
         return self
 
 
 def check_mixture(members: tuple[MixtureMember, ...], anneal: Anneal | None) -> None:
-    """Refuse a mixture whose names or weights make no sense.
+    """Refuse contradictory names or weights.
 
     Raises:
-        ValueError: two datasets of one name; weights that give one or all no samples; or weights of an unknown name.
+        ValueError: a name occurs twice or is unknown, or a dataset, or all, would get no samples.
     """
     names = [member.name for member in members]
     if twice := [name for name, n in Counter(names).items() if n > 1]:
-        raise ValueError(f"mixture has two datasets of the name {twice[0]}: give each its own")
+        raise ValueError(f"mixture has two datasets with the name {twice[0]}: rename one")
     last = {} if anneal is None else anneal.weights
     if unknown := [name for name in last if name not in names]:
-        raise ValueError(f"anneal.weights has {unknown[0]}, and mixture has {', '.join(names) or 'no datasets'}")
+        raise ValueError(
+            f"anneal.weights has {unknown[0]}, and mixture has {', '.join(names) or 'no datasets'}: correct the name"
+        )
     if anneal is not None and not any(last.values()):
         raise ValueError("anneal.weights are all 0: give one dataset at least a weight above 0")
     if members and not any(member.weight for member in members):
         raise ValueError("the weights of mixture are all 0: give one dataset at least a weight above 0")
     if never := [member.name for member in members if not member.weight and not last.get(member.name)]:
         raise ValueError(
-            f"{never[0]} has weight=0 and no weight in anneal.weights, so nothing of it is read: give it one, or leave "
-            f"it out"
+            f"{never[0]} has weight=0 and no weight in anneal.weights, so it is never read: give it a weight, or "
+            f"leave it out"
         )

@@ -1,6 +1,6 @@
-"""A model: its architecture, with the settings of the laboratory and what they add to it.
+"""Settings of a model: its architecture and the laboratory, with the tensors that the laboratory adds.
 
-To add a setting of the laboratory, write it here, with its tensors, and what it computes in `gptworks.model.lab`.
+To add a setting of the laboratory, add the setting and its tensors here, and its computation in `gptworks.model.lab`.
 """
 
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ LABORATORY = (
     "residual_scalars", "unet_skips", "value_residual", "value_embeddings", "attention_gate", "smear",
     "bigram_vocab_size", "layer_repeats",
 )  # fmt: skip
-"""Settings from speedruns and recent papers that no architecture of transformers or llama.cpp has. The native engine
-does not compute them, and tensor parallelism does not divide them."""
+"""Settings from speedruns and recent papers that no architecture of transformers or llama.cpp has. The C++ engine does
+not support them, and neither does tensor parallelism."""
 
 
 class ModelConfig(Architecture):
@@ -29,93 +29,89 @@ class ModelConfig(Architecture):
         0,
         ge=0,
         le=100_000_000,
-        description="Rows of a table, indexed by a hash of each token and the one before it, whose vectors are added "
-        "to the token embedding with a learned scale (Huang et al., 2025; modded-nanogpt). 0: none.",
+        description="Rows of an embedding of token pairs, indexed by a hash, which is added to the token embedding "
+        "times a learned scale (Huang et al., 2025; modded-nanogpt). 0: none.",
     )
     residual_scalars: Fixed[bool] = Field(
         False,
-        description="What enters block l is λ_l · stream + μ_l · embedding, both learned, from 1 and 0 on (nanochat, "
-        "after modded-nanogpt).",
+        description="Block l reads λ_l · stream + μ_l · embedding, both learned, initially 1 and 0 (nanochat, after "
+        "modded-nanogpt).",
     )
     unet_skips: Fixed[bool] = Field(
         False,
-        description="Each layer of the second half adds what its mirror in the first half gave, times a learned scalar "
-        "that starts at 1 (modded-nanogpt).",
+        description="Each layer of the second half adds the output of its mirror in the first half, times a learned "
+        "scalar, initially 1 (modded-nanogpt).",
     )
     value_residual: Fixed[bool] = Field(
         False,
-        description="From the second layer on, values are a · the layer's own + b · the first layer's, both learned, "
-        "from 0.5 on (Zhou et al., 2024).",
+        description="From the second layer on, values are a · the layer's + b · the first layer's, both learned, "
+        "initially 0.5 (Zhou et al., 2024).",
     )
     value_embeddings: Fixed[tuple[Literal["none", "table", "projected"], ...]] = Field(
         ("none",),
         min_length=1,
         max_length=MOST_LAYERS,
-        description="Repeated over the layers: what is added to values, gated for each head. table: a vector of the "
-        "token, from a table of the layer's own (modded-nanogpt, nanochat). projected: a projection of what entered "
-        "the first block.",
+        description="Pattern over the layers: what is added to values, gated per head. table: an embedding of the "
+        "token for this layer (modded-nanogpt, nanochat). projected: a projection of the first block's input.",
     )
     attention_gate: Fixed[bool] = Field(
-        False,
-        description="Each head's result is multiplied by a sigmoid of what attention reads (Qiu et al., 2025).",
+        False, description="Multiply each head's output by a sigmoid of attention's input (Qiu et al., 2025)."
     )
     smear: Fixed[bool] = Field(
         False,
-        description="To each token's embedding that of the token before it is added, times λ and a sigmoid of its own, "
-        "both learned; λ starts at 0 (modded-nanogpt).",
+        description="Add the previous token's embedding to each token's, times λ and a sigmoid gate, both learned; λ "
+        "is initially 0 (modded-nanogpt).",
     )
     gate_channels: Fixed[PositiveInt | None] = Field(
-        None,
-        description="Number of channels that gates read, from the first (nanochat: 32, modded-nanogpt: 12). None: all.",
+        None, description="Gates read this many first channels (nanochat: 32, modded-nanogpt: 12). None: all."
     )
 
     layer_repeats: Fixed[Times | Annotated[tuple[Times, ...], Field(max_length=MOST_LAYERS)]] = Field(
         1,
-        description="How often blocks are run with the same weights. A number: the whole stack, this many times one "
-        "after the other (Dehghani et al., 2018; with n_layers=1, Lan et al., 2019). A number for each block: that "
-        "block this many times in a row (Liu et al., 2024).",
+        description="How often blocks run with the same weights. One number: the whole stack in sequence (Dehghani et "
+        "al., 2018; with n_layers=1, Lan et al., 2019). One per block: each block in a row (Liu et al., 2024).",
     )
 
     n_future_tokens: Fixed[int] = Field(
         1,
         ge=1,
         le=64,
-        description="Tokens that are predicted from each position in training: for each beyond the next a head of its "
-        "own, features + SiLU(W · features) (Cai et al., 2024), and the unembedding of all (Gloeckle et al., 2024). "
-        "The next token's logits do not depend on them. 1: none.",
+        description="Tokens predicted from each position in training (Gloeckle et al., 2024). Each token beyond the "
+        "next has a head, features + SiLU(W · features) (Cai et al., 2024); they share the unembedding. The next "
+        "token's logits do not depend on them. 1: no such heads.",
     )
 
     @property
     def laboratory(self) -> tuple[str, ...]:
-        """Those of LABORATORY that are on."""
+        """The settings of LABORATORY that are on."""
         return tuple(name for name in LABORATORY if getattr(self, name) != type(self).model_fields[name].default)
 
     @property
     def d_gate(self) -> int:
-        """Channels that gates read."""
+        """Number of channels that gates read."""
         return self.gate_channels or self.d_model
 
     def layer_value_embedding(self, layer: int) -> str:
-        """What is added to the values of one layer: none, table or projected."""
+        """What is added to the values of a layer: none, table or projected."""
         return self.value_embeddings[layer % len(self.value_embeddings)]
 
     def layer_skips(self, layer: int) -> bool:
-        """Whether one layer adds what layer n_layers - 1 - layer gave."""
+        """Whether a layer adds the output of layer n_layers - 1 - layer."""
         return self.unet_skips and layer >= self.n_layers - self.n_layers // 2
 
     def layer_is_skipped_to(self, layer: int) -> bool:
-        """Whether a later layer adds what one layer gave."""
+        """Whether a later layer adds the output of a layer."""
         return self.unet_skips and layer < self.n_layers // 2
 
     def layer_kind(self, layer: int) -> tuple[int | None, str, bool, bool, bool]:
-        """What makes one layer take other memory than another."""
+        """A key that is equal for layers of equal memory and compute."""
         skips, is_skipped_to = self.layer_skips(layer), self.layer_is_skipped_to(layer)
         first_values = self.value_residual and layer > 0
         return self.layer_window(layer), self.layer_value_embedding(layer), first_values, skips, is_skipped_to
 
     @property
     def layer_uses(self) -> tuple[int, ...]:
-        """The number of the block that is run at each step of a forward pass: 0 … n_layers - 1 where none repeats."""
+        """The blocks in the order in which a forward pass runs them: 0 … n_layers - 1 if none repeats."""
         layers = range(self.n_layers)
         if isinstance(self.layer_repeats, int):
             return tuple(layers) * self.layer_repeats
@@ -123,17 +119,17 @@ class ModelConfig(Architecture):
 
     @property
     def repeats_layers(self) -> bool:
-        """Whether a block is run more than once."""
+        """Whether a block runs more than once."""
         return len(self.layer_uses) > self.n_layers
 
     @property
     def reads_previous_token(self) -> bool:
-        """Whether a token's embedding depends on the token before it, so that a cache keeps tokens too."""
+        """Whether a token's embedding depends on the previous token, so that a cache must also keep tokens."""
         return self.smear or self.bigram_vocab_size > 0
 
     def laboratory_tensors(self) -> Iterator[tuple[str, dict[str, Shape], tuple[int, ...] | None]]:
-        """What the settings that are on add: a group's name, its tensors' shapes by name as in the built model, and the
-        layers that each have them; None: they are outside the blocks."""
+        """The tensors that the laboratory adds: a group's name, the tensors' shapes by name, and the layers that have
+        them; None: they are outside the blocks."""
         layers, key_width = tuple(range(self.n_layers)), self.n_kv_heads * self.d_head
         tables, projected = (
             tuple(i for i in layers if self.layer_value_embedding(i) == kind) for kind in ("table", "projected")
@@ -166,8 +162,8 @@ class ModelConfig(Architecture):
     def _check_laboratory(self) -> Self:
         if self.n_future_tokens > self.context_length:
             raise ValueError(
-                f"n_future_tokens={self.n_future_tokens} is more than context_length={self.context_length}: a row has "
-                f"no token so far ahead"
+                f"n_future_tokens={self.n_future_tokens} is more than context_length={self.context_length}: predict "
+                f"at most as many tokens as a row has"
             )
         if self.bigram_vocab_size == 1:
             raise ValueError(
@@ -176,30 +172,27 @@ class ModelConfig(Architecture):
             )
         if not isinstance(self.layer_repeats, int) and len(self.layer_repeats) != self.n_layers:
             raise ValueError(
-                f"layer_repeats has {len(self.layer_repeats)} numbers and n_layers={self.n_layers}: give one for each "
+                f"layer_repeats has {len(self.layer_repeats)} numbers and n_layers={self.n_layers}: give one per "
                 f"block, or a single number for the whole stack"
             )
         repeats = self.layer_repeats
         if (n_run := self.n_layers * repeats if isinstance(repeats, int) else sum(repeats)) > MOST_LAYERS:
             raise ValueError(
-                f"layer_repeats makes {n_run:,} layers of n_layers={self.n_layers}: at most {MOST_LAYERS:,} are run"
+                f"layer_repeats runs {n_run:,} layers with n_layers={self.n_layers}: repeat at most {MOST_LAYERS:,}"
             )
         placed = [name for name in self.laboratory if name not in ("bigram_vocab_size", "layer_repeats", "smear")]
         if self.repeats_layers and placed:
             raise ValueError(
-                f"layer_repeats runs a block at several places, and {placed[0]} was made for one place of each: drop "
-                f"one of them"
+                f"layer_repeats and {placed[0]} are both set: {placed[0]} needs blocks that run once; drop one of them"
             )
         for name in ("unet_skips", "value_residual"):
             if getattr(self, name) and self.n_layers < 2:
-                raise ValueError(
-                    f"{name}=true and n_layers={self.n_layers}: a later layer reads what an earlier one gave"
-                )
+                raise ValueError(f"{name}=true and n_layers={self.n_layers}: it needs at least 2 layers; drop it")
         embeds = {self.layer_value_embedding(layer) for layer in range(self.n_layers)}
         if embeds == {"none"} != set(self.value_embeddings):
             raise ValueError(
-                f"value_embeddings has {len(self.value_embeddings)} entries and n_layers={self.n_layers}: no layer has "
-                f"one; shorten the pattern"
+                f"value_embeddings has {len(self.value_embeddings)} entries and n_layers={self.n_layers}: all layers "
+                f"get `none`; shorten the pattern"
             )
         if self.gate_channels is not None and not self.attention_gate and not self.smear and embeds == {"none"}:
             raise ValueError(
@@ -208,7 +201,7 @@ class ModelConfig(Architecture):
             )
         if self.gate_channels is not None and self.gate_channels > self.d_model:
             raise ValueError(
-                f"gate_channels={self.gate_channels} is more than d_model={self.d_model}: gates read the first of these"
+                f"gate_channels={self.gate_channels} is more than d_model={self.d_model}: choose at most d_model"
             )
         self._check_induction()
         return self
@@ -229,6 +222,6 @@ class ModelConfig(Architecture):
         for what, is_there in obstacles.items():
             if is_there:
                 raise ValueError(
-                    f"init=induction with {what}: it lays two heads into the first two layers, of at least 4 rotated "
-                    f"elements each, behind norms of the block's input; choose another init"
+                    f"init=induction with {what}: it needs a head of at least 4 rotated elements in each of the first "
+                    f"two layers, after a norm of the block's input; choose another init"
                 )

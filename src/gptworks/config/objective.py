@@ -1,4 +1,4 @@
-"""What is learned."""
+"""Settings of the objectives."""
 
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self, get_args
@@ -13,14 +13,14 @@ DataFault = Literal[
     "template-changed", "no-base-run", "duplicates", "validation-overlap", "one-answer", "unknown-tokens",
     "answers-alike", "keys-not-read",
 ]  # fmt: skip
-"""What conversations and pairs of answers are checked for before the first step."""
+"""Faults of conversations and pairs of answers that stop a run before its first step."""
 
 
 class Rollouts(NamedTuple):
     """How an objective generates the answers that it learns from."""
 
     max_tokens: int
-    """Of an answer."""
+    """Most tokens of an answer."""
     group_size: int
     """Answers to each prompt."""
     steps: int
@@ -28,30 +28,30 @@ class Rollouts(NamedTuple):
 
 
 class ObjectiveSettings(Section):
-    """An objective's settings, and what other rooms need to know of it: they read these properties, never its type."""
+    """Settings of an objective, and its properties: other rooms read these, never the type."""
 
     code: ClassVar[str] = "gptworks.training.objectives.base:Objective"
     """The class that computes it."""
     sources: ClassVar[tuple[str, ...]] = ("text", "conversations")
-    """Kinds of sources that it learns from."""
+    """Kinds of sources that it can learn from."""
     rows_per_sample: ClassVar[int] = 1
-    """Rows of a batch for each sample that `train.batch_size` counts."""
+    """Rows of a batch per sample of `train.batch_size`."""
     varying_widths: ClassVar[bool] = False
-    """Whether a batch is as long as its longest row; else as the context."""
+    """Whether a batch is as long as its longest row, not as the context."""
     several_texts: ClassVar[bool] = False
-    """Whether a row of conversations may hold several, each with positions of its own."""
+    """Whether a row may hold several conversations, each with its own positions."""
     learns_prompts: ClassVar[bool] = False
-    """Whether every token of a conversation is learned, not the answers alone."""
+    """Whether every token of a conversation is learned, not only the answers."""
     trains_future_heads: ClassVar[bool] = False
-    """Whether the loss may have terms of tokens beyond the next (model.n_future_tokens)."""
+    """Whether the loss can cover tokens beyond the next (model.n_future_tokens)."""
     scores_targets: ClassVar[bool] = False
-    """Whether the loss needs each target's log-probability (`target_logprobs`), not only their sum."""
+    """Whether the loss needs each target's log-probability (`target_logprobs`), not only the sum."""
     scores_start: ClassVar[bool] = False
-    """Whether the model at the start reads every sample once, before the first step."""
+    """Whether the starting model scores every sample before the first step."""
     fixed_settings: ClassVar[dict[str, str]] = {}
-    """Settings outside this section that a resumed run may not change: path → why."""
+    """Settings outside this section that a resumed run may not change: path → reason."""
 
-    allow: Free[tuple[DataFault, ...]] = Field((), description="Faults of the data to train on all the same, by name.")
+    allow: Free[tuple[DataFault, ...]] = Field((), description="Faults of the data, by name, that do not stop the run.")
 
     @property
     def loss_unit(self) -> str:
@@ -65,27 +65,27 @@ class ObjectiveSettings(Section):
 
     @property
     def teacher_run(self) -> Path | None:
-        """The run folder of a second model, which reads each batch too."""
+        """The run folder of a second model that also reads each batch."""
         return None
 
     @property
     def keeps_start(self) -> bool:
-        """Whether the weights at the start stay in memory beside those in training."""
+        """Whether the starting weights stay in memory during training."""
         return False
 
     @property
     def rollouts(self) -> Rollouts | None:
-        """How it generates answers; None: it only reads data."""
+        """How it generates answers; None: it does not."""
         return None
 
     @property
     def micro_batch_multiple(self) -> int:
-        """What the number of samples in a micro-batch must be a multiple of."""
+        """The number of samples in a micro-batch must be a multiple of this."""
         return self.rollouts.group_size if self.rollouts else 1
 
 
 class NextTokenObjective(ObjectiveSettings):
-    """Every token of the text is predicted from those before it."""
+    """Predict every token of the text from the tokens before it."""
 
     learns_prompts = True
     trains_future_heads = True
@@ -97,7 +97,7 @@ NEXT_TOKEN = NextTokenObjective()
 
 
 class InstructionObjective(ObjectiveSettings):
-    """The answers of conversations are learned, the rest is only read. Needs sources of type conversations."""
+    """Learn the answers of conversations; other turns carry no loss. Needs sources of type conversations."""
 
     sources = ("conversations",)
     several_texts = True
@@ -106,8 +106,8 @@ class InstructionObjective(ObjectiveSettings):
     type: Measured[Literal["instruction"]]
     packing: Fixed[bool] = Field(
         True,
-        description="Several examples a row; none sees another, and positions restart with each. "
-        "false: one example a row, padded to the context.",
+        description="Put several examples into a row; none attends to another, and positions restart with each. false: "
+        "one example per row, padded to the context.",
     )
 
     @property
@@ -132,12 +132,12 @@ class PreferenceObjective(_PairsObjective):
     type: Measured[Literal["preference"]]
     loss: Measured[Literal["dpo", "ipo"]] = Field(
         "dpo",
-        description="dpo: Rafailov et al., 2023; with label_smoothing, cDPO. ipo: Azar et al., 2023, with the "
-        "answers' log-probabilities a token.",
+        description="dpo: Rafailov et al., 2023; with label_smoothing, cDPO. ipo: Azar et al., 2023, with mean "
+        "log-probabilities of the answers' tokens.",
     )
-    beta: Measured[float] = Field(0.1, gt=0, description="Larger values keep the model nearer to its start (ipo: τ).")
+    beta: Measured[float] = Field(0.1, gt=0, description="Larger values keep the model closer to its start (ipo: τ).")
     label_smoothing: Measured[float] = Field(
-        0.0, ge=0, lt=0.5, description="dpo: the share of pairs that are taken to be labelled the wrong way round."
+        0.0, ge=0, lt=0.5, description="dpo: assumed share of pairs with swapped labels."
     )
 
     @property
@@ -147,12 +147,12 @@ class PreferenceObjective(_PairsObjective):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.loss == "ipo" and self.label_smoothing:
-            raise ValueError(f"label_smoothing={self.label_smoothing:g} with loss=ipo: only dpo has it; leave it out")
+            raise ValueError(f"label_smoothing={self.label_smoothing:g} and loss=ipo, which has none: leave it out")
         return self
 
 
 class OddsRatioObjective(_PairsObjective):
-    """Learn the chosen answers and raise their odds over the rejected ones' at once, without a reference: ORPO (Hong et
+    """Learn the chosen answers and raise their odds over the rejected ones, without a reference model: ORPO (Hong et
     al., 2024). The step's batch_size counts pairs. Needs sources of type preferences."""
 
     code = "gptworks.training.objectives.odds_ratio:OddsRatio"
@@ -166,17 +166,17 @@ class OddsRatioObjective(_PairsObjective):
 
 
 class DistillationObjective(ObjectiveSettings):
-    """Learn a teacher's whole distribution as well as the text itself (Hinton et al., 2015):
-    ce_weight · cross-entropy + kl_weight · temperature² · KL(teacher ‖ student), both softened by the temperature."""
+    """Learn a teacher's distribution and the text (Hinton et al., 2015):
+    ce_weight · cross-entropy + kl_weight · temperature² · KL(teacher ‖ student), with softened distributions."""
 
     code = "gptworks.training.objectives.distillation:Distillation"
     several_texts = True
 
     type: Measured[Literal["distillation"]]
     teacher: Start[Annotated[ShortPath, Place.PATH]] = Field(
-        description="A run folder, trained or imported, with the same tokenizer."
+        description="The run folder of a trained or imported model with the same tokenizer."
     )
-    temperature: Fixed[float] = Field(2.0, gt=0, description="Softens both distributions.")
+    temperature: Fixed[float] = Field(2.0, gt=0, description="Divides the logits of both models in the KL term.")
     kl_weight: Fixed[float] = Field(0.5, gt=0, description="Weight of the KL divergence from the teacher.")
     ce_weight: Fixed[float] = Field(0.5, ge=0, description="Weight of the cross-entropy on the text.")
 
@@ -186,34 +186,32 @@ class DistillationObjective(ObjectiveSettings):
 
 
 class RewardObjective(ObjectiveSettings):
-    """Raise the probability of answers that a function rewards: GRPO (Shao et al., 2024). For each prompt a group of
-    answers is sampled, and each is judged by how far it is above the group's mean. The step's batch_size counts
-    answers. The prompts are those of conversations, up to the last answer."""
+    """Raise the probability of answers that a function rewards: GRPO (Shao et al., 2024). Each prompt gets a group of
+    sampled answers, whose advantages are their rewards less the group's mean. The step's batch_size counts answers.
+    The prompts are conversations without their last answer."""
 
     code = "gptworks.training.objectives.reward:Reward"
     sources = ("conversations",)
     varying_widths = True
     scores_targets = True
-    fixed_settings: ClassVar[dict[str, str]] = {"train.batch_size": "its prompts are counted in steps of one size"}
+    fixed_settings: ClassVar[dict[str, str]] = {"train.batch_size": "its prompts are counted in steps of equal size"}
 
     type: Measured[Literal["reward"]]
     reward: Measured[Annotated[str, Place.CODE]] = Field(
         pattern=r"^.+\.py:[A-Za-z_][A-Za-z0-9_]*$",
-        description="`path/to/file.py:function`, which is called as function(completion, prompt=..., answer=...), "
-        "all text, and returns a number. It is run as it is.",
+        description="`path/to/file.py:function`, called as function(completion, prompt=..., answer=...) with texts; it "
+        "returns a number. The file is executed without a sandbox.",
     )
     group_size: Fixed[int] = Field(8, ge=2, le=1 << 16, description="Answers to each prompt.")
-    max_tokens: Measured[PositiveInt] = Field(128, le=1 << 22, description="Of an answer.")
-    temperature: Measured[float] = Field(1.0, gt=0, description="At which answers are sampled.")
-    clip: Fixed[float] = Field(
-        0.2, gt=0, lt=1, description="How far an answer's tokens may become likelier at once (ε)."
-    )
+    max_tokens: Measured[PositiveInt] = Field(128, le=1 << 22, description="Most tokens of an answer.")
+    temperature: Measured[float] = Field(1.0, gt=0, description="Temperature at which answers are sampled.")
+    clip: Fixed[float] = Field(0.2, gt=0, lt=1, description="Clipping range of the probability ratio (ε).")
     beta: Fixed[float] = Field(
-        0.0, ge=0, description="Weight of the KL divergence from the start. 0: none, and no reference."
+        0.0, ge=0, description="Weight of the KL divergence from the starting model. 0: no reference model."
     )
-    steps_per_rollout: Fixed[PositiveInt] = Field(1, description="Optimizer steps that use the same answers (μ).")
+    steps_per_rollout: Fixed[PositiveInt] = Field(1, description="Optimizer steps per set of answers (μ).")
     scale_by_deviation: Fixed[bool] = Field(
-        True, description="Divide by the group's standard deviation. false: only subtract the mean (Liu et al., 2025)."
+        True, description="Divide advantages by the group's standard deviation. false: do not (Liu et al., 2025)."
     )
 
     @property
@@ -242,4 +240,4 @@ ObjectiveConfig = Annotated[
 OBJECTIVE_SETTINGS: dict[str, type[ObjectiveSettings]] = {
     get_args(kind.model_fields["type"].annotation)[0]: kind for kind in get_args(get_args(ObjectiveConfig)[0])
 }
-"""By `objective.type`."""
+"""Objectives by `objective.type`."""

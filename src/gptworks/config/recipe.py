@@ -1,4 +1,4 @@
-"""A recipe: all that a run is, and what must agree in it."""
+"""A recipe: every setting of a run, and the rules across its sections."""
 
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -22,13 +22,16 @@ from gptworks.config.tokenizer import (
 from gptworks.config.train import TrainConfig
 from gptworks.config.trained import FreezeConfig, LoRAConfig
 
+TOKENIZER = Field(description="The tokenizer, trained on the text or given.")
+DATA = Field(description="The text that is read.")
+
 
 class DatasetRecipe(Section):
-    """Text and its tokenizer: what `gptworks data build` needs to know."""
+    """Text and its tokenizer: the settings of `gptworks data build`."""
 
-    name: Free[str] = Field("dataset", max_length=MOST_NAME_CHARACTERS)
-    tokenizer: TokenizerConfig
-    data: DataConfig
+    name: Free[str] = Field("dataset", max_length=MOST_NAME_CHARACTERS, description="The dataset's name.")
+    tokenizer: TokenizerConfig = TOKENIZER
+    data: DataConfig = DATA
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -37,43 +40,41 @@ class DatasetRecipe(Section):
 
 
 class Recipe(Section):
-    """A model, its tokenizer, its data and its training: everything a command needs to know."""
+    """A model, its tokenizer, its data and its training."""
 
     name: Free[str] = Field(
         "run",
         max_length=MOST_NAME_CHARACTERS,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="The run's name. Default: the file's name.",
+        description="The run's name. Default: the name of the file.",
     )
     run_dir: Free[Annotated[ShortPath, Place.PATH]] = Field(
         default_factory=lambda data: Path("runs") / data["name"],
-        description="The run folder, which holds everything that training writes. Default: runs/NAME.",
+        description="The run folder, for everything that training writes. Default: runs/NAME.",
     )
-    seed: Repeat[int] = Field(1337, ge=0, lt=2**32, description="Of the weights, the order of samples and dropout.")
+    seed: Repeat[int] = Field(1337, ge=0, lt=2**32, description="Seed of weights, sample order and dropout.")
     initialize_from: Start[Annotated[ShortPath | None, Place.PATH]] = Field(
-        None, description="A run folder whose best weights this run starts from. None: random ones, as model.init says."
+        None, description="A run folder whose best weights this run starts from. None: random weights by model.init."
     )
-    model: ModelConfig
-    tokenizer: TokenizerConfig
-    data: DataConfig
+    model: ModelConfig = Field(description="The architecture.")
+    tokenizer: TokenizerConfig = TOKENIZER
+    data: DataConfig = DATA
     objective: ObjectiveConfig = Field(NextTokenObjective(), description="What is learned.")
-    adapter: Fixed[LoRAConfig | None] = Field(
-        None, description="Train a small addition to the weights instead of them."
-    )
-    freeze: Fixed[FreezeConfig | None] = Field(None, description="Parameters that training leaves as they are.")
+    adapter: Fixed[LoRAConfig | None] = Field(None, description="Train a small adapter in place of the weights.")
+    freeze: Fixed[FreezeConfig | None] = Field(None, description="Parameters that are not trained.")
     train: TrainConfig = Field(
         default_factory=dict,
         validate_default=True,
-        description="How it is trained. Settings that are left out suit the model.",
+        description="Training. Defaults depend on the model and the objective.",
     )
-    sweep: Free[SweepConfig | None] = Field(None, description="What gptworks sweep tries; training ignores it.")
+    sweep: Free[SweepConfig | None] = Field(None, description="Search by `gptworks sweep`; training ignores it.")
 
     @field_validator("train", mode="before")
     @classmethod
     def _fill_in(cls, given: Any, info: ValidationInfo) -> Any:
         rest = info.data
         if not isinstance(given, dict) or not {"model", "objective", "adapter", "initialize_from"} <= rest.keys():
-            return given  # validated already, or something before is wrong, which is reported
+            return given  # validated already, or another section is wrong and will be reported
         tunes, adapter = rest["initialize_from"] is not None, rest["adapter"] is not None
         return train_defaults(given, rest["model"], rest["objective"], tunes, adapter) | given
 
@@ -81,12 +82,11 @@ class Recipe(Section):
         steps = self.train.untie_after_steps
         if not steps:
             return
-        whole = "trains the embedding and the head of a new model"
         for name, there, fix in (
             ("model.tie_embeddings=true", self.model.tie_embeddings, "leaves no head to untie; set it to false"),
-            ("initialize_from", self.initialize_from is not None, "has a head of its own; drop one of them"),
-            ("adapter", self.adapter is not None, f"leaves most weights as they are, and untying {whole}; drop one"),
-            ("freeze", self.freeze is not None, f"leaves weights as they are, and untying {whole}; drop one of them"),
+            ("initialize_from", self.initialize_from is not None, "has its own head; drop one of them"),
+            ("adapter", self.adapter is not None, "does not train the embedding and the head; drop one of them"),
+            ("freeze", self.freeze is not None, "may not train the embedding and the head; drop one of them"),
         ):
             if there:
                 raise ValueError(f"train.untie_after_steps={steps} and {name}, which {fix}")
@@ -95,15 +95,15 @@ class Recipe(Section):
         n, given = self.model.n_future_tokens, self.train.future_weights
         if n > 1 and self.adapter is None and not self.objective.trains_future_heads:
             raise ValueError(
-                f"model.n_future_tokens={n} and objective.type={self.objective.type}, whose loss has no tokens beyond "
-                f"the next: set model.n_future_tokens=1, which leaves the heads of initialize_from out"
+                f"model.n_future_tokens={n} and objective.type={self.objective.type}, whose loss covers only the next "
+                f"token: set model.n_future_tokens=1, which drops the heads of initialize_from"
             )
         due = 0 if self.adapter is not None else n - 1
         if len(given) != due:
-            of = " and an adapter, which leaves heads as they are" if self.adapter is not None else ""
+            of = " and an adapter, which trains no heads" if self.adapter is not None else ""
             raise ValueError(
                 f"train.future_weights has {len(given)} numbers with model.n_future_tokens={n}{of}: give {due}, one "
-                f"for each token beyond the next, or leave them out"
+                f"for each token beyond the next, or leave it out"
             )
 
     @model_validator(mode="after")
@@ -121,7 +121,7 @@ class Recipe(Section):
                 f"they must be equal; set tokenizer.vocab_size or leave model.vocab_size out"
             )
         check_tokenizer(self.tokenizer, self.data)
-        assert self.anneal_from is None or self.anneal_from > 0  # it checks
+        assert self.anneal_from is None or self.anneal_from > 0  # the property raises on a wrong share
         self._check_groups(self.objective.micro_batch_multiple)
         self._check_adapter()
         self._check_packing()
@@ -129,55 +129,55 @@ class Recipe(Section):
         if self.model.tie_embeddings and self.train.rate_factors.head != 1:
             raise ValueError(
                 f"train.rate_factors.head={self.train.rate_factors.head:g} and model.tie_embeddings=true: the head is "
-                f"the embeddings' matrix; set train.rate_factors.embeddings, or tie_embeddings=false"
+                f"the embedding; set train.rate_factors.embeddings, or tie_embeddings=false"
             )
         self._check_untying()
         self._check_future()
         if self.freeze is not None and self.freeze.first_blocks > self.model.n_layers:
             raise ValueError(
-                f"freeze.first_blocks={self.freeze.first_blocks} and model.n_layers={self.model.n_layers}: "
-                f"there are not so many blocks"
+                f"freeze.first_blocks={self.freeze.first_blocks} is more than model.n_layers={self.model.n_layers}: "
+                f"freeze at most all blocks"
             )
         return self
 
     @property
     def anneal_from(self) -> int | None:
-        """From which sample on the weights of `data.anneal` hold; None: there are none."""
+        """The first sample with the weights of `data.anneal`; None: it is not set."""
         anneal, train = self.data.anneal, self.train
         if anneal is None or anneal.share is None:
             return None if anneal is None else anneal.from_sample
         if train.max_steps is None or train.epochs is not None or train.max_minutes is not None:
             raise ValueError(
-                f"data.anneal.share={anneal.share:g} is a share of train.max_steps, which must then be the run's only "
-                f"length: set max_steps and neither epochs nor max_minutes, or give data.anneal.from_sample"
+                f"data.anneal.share={anneal.share:g} is a share of train.max_steps, which must be the run's only "
+                f"length: set max_steps and neither epochs nor max_minutes, or set data.anneal.from_sample"
             )
         steps_before = train.max_steps - max(1, round(anneal.share * train.max_steps))
         if not steps_before:
             raise ValueError(
-                f"data.anneal.share={anneal.share:g} of train.max_steps={train.max_steps} is the whole run: set the "
-                f"weights of data.mixture instead"
+                f"data.anneal.share={anneal.share:g} of train.max_steps={train.max_steps} is the entire run: set the "
+                f"weights in data.mixture instead"
             )
         return train.samples_before(steps_before)
 
     def _check_groups(self, group_size: int) -> None:
         if self.train.smaller_batches and self.objective.rollouts is not None:
             raise ValueError(
-                f"train.smaller_batches and objective.type={self.objective.type}, which counts prompts in steps of one "
+                f"train.smaller_batches and objective.type={self.objective.type}, which needs steps of equal "
                 f"size: leave smaller_batches out"
             )
         for name in ("batch_size", "micro_batch_size"):
             if getattr(self.train, name) % group_size:
                 raise ValueError(
                     f"train.{name}={getattr(self.train, name)} is not a multiple of objective.group_size={group_size}: "
-                    f"all answers to a prompt are judged together"
+                    f"all answers to a prompt are in one micro-batch; choose a multiple"
                 )
 
     def _check_packing(self) -> None:
         scaling = self.model.rope_scaling
         if scaling is not None and scaling.by_length and self.objective.packs and self.data.conversations:
             raise ValueError(
-                f"model.rope_scaling.type={scaling.type} and conversations packed into rows: each would be read as if "
-                "it were as long as its row; set rope_scaling.type=yarn, or objective.packing=false where there is one"
+                f"model.rope_scaling.type={scaling.type} and conversations packed into rows: each would be scaled as "
+                "if it were as long as its row; set rope_scaling.type=yarn, or objective.packing=false if it exists"
             )
 
     def _check_lengths(self) -> None:
@@ -192,47 +192,47 @@ class Recipe(Section):
             last = (step, length)
         if self.train.shorter_contexts and (self.objective.type != "next_token" or self.data.conversations):
             raise ValueError(
-                f"train.shorter_contexts cuts windows of text, and objective.type={self.objective.type} over these "
-                f"sources has rows that are no such windows: leave it out"
+                f"train.shorter_contexts cuts windows of text, which objective.type={self.objective.type} with these "
+                f"sources does not read: leave it out"
             )
 
     def _check_adapter(self) -> None:
         if self.adapter is None:
             return
         if self.freeze is not None:
-            raise ValueError("adapter and freeze are both set: an adapter trains nothing else; drop one of them")
+            raise ValueError("adapter and freeze are both set: an adapter freezes the weights; drop one of them")
         if self.train.optimizer != "adamw":
             raise ValueError(
-                f"train.optimizer={self.train.optimizer} with an adapter: what it does for a matrix would be done for "
-                f"A and for B, not for their product; set train.optimizer=adamw"
+                f"train.optimizer={self.train.optimizer} with an adapter: it is made for whole matrices, not for the "
+                f"factors A and B; set train.optimizer=adamw"
             )
         if self.train.parallel.tensor_parallel > 1:
             raise ValueError(
                 f"train.parallel.tensor_parallel={self.train.parallel.tensor_parallel} with an adapter: A and B are "
-                f"not divided among devices; set tensor_parallel=1"
+                f"not sharded; set tensor_parallel=1"
             )
         if self.adapter.base != "full" and self.train.compile == "block":
             raise ValueError(
-                f"adapter.base={self.adapter.base} and train.compile=block: a compiled block might keep the matrices "
-                f"that it unpacks until the backward pass; set train.compile=none"
+                f"adapter.base={self.adapter.base} and train.compile=block: a compiled block may keep unpacked "
+                f"matrices until the backward pass; set train.compile=none"
             )
         if set(self.adapter.targets) == {"gate"} and not self.model.gated:
-            raise ValueError(f"adapter.targets=gate and model.mlp={self.model.mlp} has no gate: name other targets")
+            raise ValueError(f"adapter.targets=gate and model.mlp={self.model.mlp} has no gate: choose others")
 
 
 def check_tokenizer(tokenizer: TokenizerConfig, data: DataConfig) -> None:
-    """Refuse a tokenizer that cannot be that of the data.
+    """Refuse a tokenizer that does not fit the data.
 
     Raises:
-        ValueError: there is no dataset to take it from, or datasets that have one and a tokenizer that is trained.
+        ValueError: no built dataset has the tokenizer, or built datasets meet a tokenizer that would be trained.
     """
     built = [member.name for member in data.mixture if member.dataset is not None]
     if isinstance(tokenizer, DatasetTokenizer) and not built:
-        raise ValueError("tokenizer.type=dataset and no dataset of data.mixture is built: name the folder of one")
+        raise ValueError("tokenizer.type=dataset needs a built dataset: set `dataset` of a member of data.mixture")
     if built and isinstance(tokenizer, BPETokenizer | CharTokenizer | WordTokenizer):
         raise ValueError(
-            f"tokenizer.type={tokenizer.type} is trained on text, and the dataset {built[0]} has its tokens: set "
-            f"tokenizer.type=dataset"
+            f"tokenizer.type={tokenizer.type} would be trained, but the dataset {built[0]} is tokenized already: "
+            f"set tokenizer.type=dataset"
         )
 
 
@@ -240,8 +240,8 @@ AnyRecipe = Recipe | DatasetRecipe
 
 
 def known_vocab_size(tokenizer: TokenizerConfig) -> int | None:
-    """The vocabulary a tokenizer will have, where its settings alone fix it; None where its text decides."""
-    n_added = len(set(tokenizer.added_tokens) - {"<|endoftext|>"})  # which both of these have
+    """The vocabulary size if the settings of a tokenizer determine it; None if it depends on the text."""
+    n_added = len(set(tokenizer.added_tokens) - {"<|endoftext|>"})  # both kinds below have it
     if isinstance(tokenizer, GPT2Tokenizer):
         return 50_257 + n_added
     return tokenizer.vocab_size + n_added if isinstance(tokenizer, BPETokenizer) else None

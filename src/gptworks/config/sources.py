@@ -14,15 +14,18 @@ LANGUAGES: dict[str, tuple[str, ...]] = {
     "julia": (".jl",), "haskell": (".hs",), "ocaml": (".ml", ".mli"), "sql": (".sql",), "zig": (".zig",),
     "dart": (".dart",), "elixir": (".ex", ".exs"), "clojure": (".clj",), "cuda": (".cu", ".cuh"),
 }  # fmt: skip
-"""The endings of their files."""
+"""Programming languages and the extensions of their files."""
 
 
 class PythonStdlibSource(Section):
-    """The standard library's own sources of the interpreter that runs, tests left out."""
+    """The source files of the running interpreter's standard library, without its tests."""
 
     type: Measured[Literal["python-stdlib"]]
 
 
+TEXT_FIELD = Field("text", description="The field that holds the text.")
+CONFIGURATION = Field(None, description="The dataset's configuration on the hub, where it has several.")
+SPLIT = Field("train", description="The dataset's split.")
 Sum = Annotated[str, Field(pattern="^[0-9a-f]{64}$", max_length=64)]
 
 
@@ -31,16 +34,15 @@ def _several(one: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 class FileSource(Section):
-    """Local files, or a download; also compressed: .gz, .xz, .bz2, and with the `data` extra .zst."""
+    """Local files or downloads, which may be compressed: .gz, .xz, .bz2, and .zst with the `data` extra."""
 
     path: Free[Annotated[str | None, Place.PATH]] = Field(
-        None, description="A file, a folder or a glob. With url: a local copy, used instead."
+        None, description="A file, a folder or a glob. With url: a local copy to use instead."
     )
     url: Measured[Annotated[str | tuple[str, ...] | None, Place.URL]] = Field(
-        None,
-        description="An https address, downloaded once into the cache; needs sha256. Or several, each with its sha256.",
+        None, description="One or more https addresses, downloaded once into the cache; each needs its sha256."
     )
-    sha256: Measured[Sum | tuple[Sum, ...] | None] = Field(None, description="Of each url, in hexadecimal digits.")
+    sha256: Measured[Sum | tuple[Sum, ...] | None] = Field(None, description="The checksum of each url in hexadecimal.")
 
     def _check_place(self) -> None:
         if not self.path and not self.url:
@@ -59,14 +61,14 @@ class FileSource(Section):
         several = isinstance(self.url, tuple) or isinstance(self.sha256, tuple)
         n_urls, n_sums = len(_several(self.url)), len(self.sums)
         if several and n_urls != n_sums:
-            raise ValueError(f"{n_urls} of url and {n_sums} of sha256: give as many of the one as of the other")
+            raise ValueError(f"url lists {n_urls} and sha256 lists {n_sums}: give one sha256 for each url")
         if several and self.path:
-            raise ValueError("path beside several of url: give the one or the other")
+            raise ValueError(f"path={self.path} with {n_urls} addresses in url: give path or url, not both")
         return self
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """The sha256 of each file, where they are stated."""
+        """The sha256 of each url; empty where none is given."""
         return _several(self.sha256)
 
     @property
@@ -79,28 +81,28 @@ class TextSource(FileSource):
     """UTF-8 text; each file is one document."""
 
     type: Measured[Literal["text"]]
-    extensions: Measured[tuple[str, ...]] = Field((".txt", ".md", ".text"), description="Files taken from a folder.")
+    extensions: Measured[tuple[str, ...]] = Field((".txt", ".md", ".text"), description="Files to read from a folder.")
 
 
 class JSONLSource(FileSource):
-    """One JSON object a line, each of which is one document."""
+    """One JSON object per line, each one document."""
 
     type: Measured[Literal["jsonl"]]
-    field: Measured[str] = "text"
+    field: Measured[str] = TEXT_FIELD
 
 
 class JSONSource(FileSource):
-    """JSON files that hold one list of objects, each of which is one document. They are streamed."""
+    """JSON files that hold one list of objects, each one document. They are streamed."""
 
     type: Measured[Literal["json"]]
-    field: Measured[str] = "text"
+    field: Measured[str] = TEXT_FIELD
     records: Measured[str | None] = Field(
-        None, description="The key of the list, where the file holds an object. None: the file is the list."
+        None, description="The key of the list if the file holds an object. None: the file is the list."
     )
 
 
 class CSVSource(FileSource):
-    """Tables of delimited text, whose first line names the columns: .csv or .tsv. Each row is one document."""
+    """Tables of delimited text (.csv, .tsv) whose first line names the columns. Each row is one document."""
 
     type: Measured[Literal["csv"]]
     field: Measured[str] = Field("text", description="The column that holds the text.")
@@ -108,7 +110,7 @@ class CSVSource(FileSource):
         None, pattern=r'^[^"\r\n\x00]$', description="One character. None: a tab for .tsv, else a comma."
     )
     quotes: Measured[bool] = Field(
-        True, description="false: quotation marks are text, and no field holds the delimiter or a line break."
+        True, description="false: quotation marks are text, and fields contain no delimiters or line breaks."
     )
 
 
@@ -117,23 +119,23 @@ class ArchiveSource(FileSource):
 
     type: Measured[Literal["archive"]]
     format: Measured[Literal["text", "jsonl", "csv"]] = Field(
-        "text", description="text: each member is one document. jsonl, csv: members hold records."
+        "text", description="text: each member is one document. jsonl, csv: each record of a member is one."
     )
     members: Measured[tuple[str, ...]] = Field(
-        (), description="Patterns such as *.py or docs/*; * also stands for slashes. Empty: those usual for the format."
+        (), description="Patterns such as *.py or docs/*; * also matches slashes. Empty: the format's usual extensions."
     )
-    field: Measured[str] = Field("text", description="Of records.")
+    field: Measured[str] = Field("text", description="The field of a record that holds the text.")
 
 
 class ParquetSource(FileSource):
     """Parquet files; each row is one document. Needs the `data` extra."""
 
     type: Measured[Literal["parquet"]]
-    field: Measured[str] = "text"
+    field: Measured[str] = TEXT_FIELD
 
 
 class HTMLSource(FileSource):
-    """Pages of HTML, of which the main text is taken. Each file is one document. Needs the `sources` extra."""
+    """The main text of HTML pages. Each file is one document. Needs the `sources` extra."""
 
     type: Measured[Literal["html"]]
 
@@ -145,27 +147,27 @@ class WARCSource(FileSource):
 
 
 class PDFSource(FileSource):
-    """The text of PDF files, each of which is one document. Needs the `sources` extra."""
+    """The text of PDF files, each one document. Needs the `sources` extra."""
 
     type: Measured[Literal["pdf"]]
     broken: Measured[Literal["refuse", "skip"]] = Field(
-        "refuse", description="skip: a file that cannot be read is left out, with a warning."
+        "refuse", description="What happens to a file that cannot be read. skip: it is left out with a warning."
     )
 
 
 class CodeSource(Section):
-    """The code in a folder; each file is one document. Files that are not UTF-8 text are left out, and so is what
-    `.gitignore` files name, which needs the `sources` extra."""
+    """The code in a folder; each file is one document. Files that are not UTF-8 text, or that `.gitignore` names, are
+    left out; the latter needs the `sources` extra."""
 
     type: Measured[Literal["code"]]
     path: Free[Annotated[str, Place.PATH]] = Field(description="A folder.")
     languages: Measured[tuple[str, ...]] = Field(
-        (), description=f"Of {', '.join(LANGUAGES)}. Empty: all of them, unless `extensions` are given."
+        (), description=f"Some of {', '.join(LANGUAGES)}. Empty: all, unless `extensions` are given."
     )
-    extensions: Measured[tuple[str, ...]] = Field((), description="More endings of files, or names such as Makefile.")
-    gitignore: Measured[bool] = Field(True, description="Leave out what `.gitignore` files name.")
+    extensions: Measured[tuple[str, ...]] = Field((), description="More file extensions, or names such as Makefile.")
+    gitignore: Measured[bool] = Field(True, description="Leave out files that `.gitignore` names.")
     vendored: Measured[bool] = Field(
-        False, description="Also what others wrote: node_modules, vendor, third_party and the like."
+        False, description="Also read third-party code: node_modules, vendor, third_party and similar folders."
     )
     largest_file_bytes: Measured[PositiveInt] = Field(1 << 20, description="Larger files are left out.")
 
@@ -174,7 +176,7 @@ class CodeSource(Section):
     def _check_languages(cls, languages: tuple[str, ...]) -> tuple[str, ...]:
         for one in languages:
             if one not in LANGUAGES:
-                raise ValueError(f"no language `{one}` is known: list the endings of its files as `extensions`")
+                raise ValueError(f"unknown language `{one}`: list its file extensions in `extensions`")
         return languages
 
 
@@ -182,24 +184,24 @@ class HuggingFaceSource(Section):
     """A dataset of the Hugging Face hub, or a local dataset folder, streamed. Needs the `data` extra."""
 
     type: Measured[Literal["huggingface"]]
-    dataset: Measured[Annotated[str, Place.DATASET]]
-    name: Measured[str | None] = None
+    dataset: Measured[Annotated[str, Place.DATASET]] = Field(description="Its name on the hub, or a local folder.")
+    name: Measured[str | None] = CONFIGURATION
     revision: Measured[str | None] = Field(
-        None, description="A commit, branch or tag of the hub. Name a commit, so that the same text is used every time."
+        None, description="A commit, branch or tag of the hub. Only a commit gives the same text every time."
     )
-    split: Measured[str] = "train"
-    field: Measured[str] = "text"
+    split: Measured[str] = SPLIT
+    field: Measured[str] = TEXT_FIELD
 
 
 class RecordsSource(FileSource):
     """Records from files or a dataset."""
 
     dataset: Measured[Annotated[str | None, Place.DATASET]] = Field(
-        None, description="Of the Hugging Face hub, or a local dataset folder."
+        None, description="A dataset of the Hugging Face hub, or a local dataset folder."
     )
-    name: Measured[str | None] = None
+    name: Measured[str | None] = CONFIGURATION
     revision: Measured[str | None] = Field(None, description="A commit, branch or tag of the hub.")
-    split: Measured[str] = "train"
+    split: Measured[str] = SPLIT
 
     def _check_place(self) -> None:
         if bool(self.path or self.url) == bool(self.dataset):
@@ -207,19 +209,21 @@ class RecordsSource(FileSource):
 
 
 class ConversationsSource(RecordsSource):
-    """Conversations, or instructions with their answers. Each record is one example.
+    """Conversations, or instructions with answers. Each record is one example.
 
-    Files of .jsonl, .json (one list) or .parquet, or a Hugging Face dataset. Of each file the shape is
-    recognized: alpaca (instruction, input, output), sharegpt (conversations of from and value) or messages (messages of
-    role and content).
+    Files of .jsonl, .json (one list) or .parquet, or a Hugging Face dataset. The shape of each file is recognized:
+    alpaca (instruction, input, output), sharegpt (conversations of from and value) or messages (messages of role and
+    content).
     """
 
     type: Measured[Literal["conversations"]]
-    shape: Measured[Literal["auto", "alpaca", "sharegpt", "messages"]] = "auto"
+    shape: Measured[Literal["auto", "alpaca", "sharegpt", "messages"]] = Field(
+        "auto", description="The fields of a record. auto: recognized in each file."
+    )
 
 
 class PreferencesSource(RecordsSource):
-    """Prompts with two answers, of which one is preferred. Each record is one pair.
+    """Prompts with a chosen and a rejected answer. Each record is one pair.
 
     Files as for conversations. A record has `chosen` and `rejected`, each an answer or a list of messages, and the
     prompt as `prompt` (text or messages), as `instruction` and `input`, or as the beginning of both lists.

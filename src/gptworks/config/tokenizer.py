@@ -10,24 +10,23 @@ from gptworks.config.base import Measured, Place, Section, ShortPath
 class _Tokenizer(Section):
     added_tokens: Measured[tuple[str, ...]] = Field(
         (),
-        description="Special tokens added to it, such as <|im_start|> and <|im_end|>, which chatml writes. A run that "
-        "starts from one without them gets embeddings for them, each the mean of the others.",
+        description="Special tokens to add, such as chatml's <|im_start|> and <|im_end|>. A run that starts from one "
+        "without them initializes their embeddings to the mean of the others.",
     )
     chat_template: Measured[Annotated[str | None, Place.TEMPLATE]] = Field(
         None,
-        description="chatml, alpaca, plain, or a Jinja file. None: the one that lies beside a tokenizer read from a "
-        "folder, if any.",
+        description="chatml, alpaca, plain, or a Jinja file. None: the template in the tokenizer's folder, if any.",
     )
 
     @model_validator(mode="after")
     def _check_added(self) -> Self:
         if len(set(self.added_tokens)) != len(self.added_tokens) or not all(self.added_tokens):
-            raise ValueError(f"added_tokens={list(self.added_tokens)}: give each name once, and none empty")
+            raise ValueError(f"added_tokens={list(self.added_tokens)}: remove duplicates and empty names")
         return self
 
 
 class BPETokenizer(_Tokenizer):
-    """Byte-level byte-pair encoding trained on the recipe's own training text. Every byte sequence round-trips."""
+    """Byte-level byte-pair encoding trained on the recipe's training text. Every byte sequence round-trips."""
 
     type: Measured[Literal["bpe"]]
     vocab_size: Measured[int] = Field(
@@ -35,23 +34,23 @@ class BPETokenizer(_Tokenizer):
     )
     pattern: Measured[Literal["llama3", "gpt2", "code"]] = Field(
         "llama3",
-        description="What one token may span. llama3 and gpt2: as those models have it, which llama.cpp knows (export "
-        "to GGUF). code: indentation joins the line break before it; the fewest tokens for code.",
+        description="How text is split before merging. llama3, gpt2: the patterns of those models, which GGUF exports "
+        "support. code: indentation joins the preceding line break, which gives the fewest tokens for code.",
     )
 
 
 class CharTokenizer(_Tokenizer):
-    """One token for each character of the training text."""
+    """One token per character of the training text."""
 
     type: Measured[Literal["char"]]
 
 
 class WordTokenizer(_Tokenizer):
-    """Lower-cased words and punctuation, the most frequent first; <pad> <unk> <bos> <eos> are 0 to 3."""
+    """Lower-case words and punctuation, most frequent first; <pad>, <unk>, <bos> and <eos> are 0 to 3."""
 
     type: Measured[Literal["word"]]
     vocab_size: Measured[int] = Field(
-        16_000, ge=5, le=10_000_000, description="At most this many tokens, the four special ones included."
+        16_000, ge=5, le=10_000_000, description="Most tokens, including the four special ones."
     )
 
 
@@ -60,19 +59,19 @@ class GPT2Tokenizer(_Tokenizer):
 
     type: Measured[Literal["gpt2"]]
     path: Measured[Annotated[ShortPath | None, Place.PATH]] = Field(
-        None, description="The published ranks file (r50k_base.tiktoken) or a Hugging Face folder. None: the hub."
+        None, description="The published ranks file (r50k_base.tiktoken) or a Hugging Face folder. None: from the hub."
     )
 
 
 class FileTokenizer(_Tokenizer):
-    """Any `tokenizer.json`, or a folder that holds one."""
+    """An existing `tokenizer.json`."""
 
     type: Measured[Literal["file"]]
-    path: Measured[Annotated[ShortPath, Place.PATH]]
+    path: Measured[Annotated[ShortPath, Place.PATH]] = Field(description="A `tokenizer.json`, or its folder.")
 
 
 class DatasetTokenizer(_Tokenizer):
-    """That of the datasets in data.mixture that were built before, which must all have the same."""
+    """The tokenizer of the built datasets in data.mixture, which must all have the same one."""
 
     type: Measured[Literal["dataset"]]
 
@@ -80,8 +79,8 @@ class DatasetTokenizer(_Tokenizer):
     def _check_nothing_more(self) -> Self:
         if self.added_tokens or self.chat_template is not None:
             raise ValueError(
-                "type=dataset with added_tokens or chat_template: the tokens are made already; set these in the recipe "
-                "that builds the datasets"
+                "type=dataset with added_tokens or chat_template: the datasets are tokenized already; set these in the "
+                "recipe that builds them"
             )
         return self
 

@@ -21,8 +21,8 @@ class TrainConfig(OptimizerSettings):
 
     schedule: Steering[Literal["cosine", "wsd", "constant"]] = Field(
         "wsd",
-        description="After warmup: cosine to the end (Loshchilov & Hutter, 2017); or constant, then linear decay (WSD; "
-        "Hu et al., 2024); or constant.",
+        description="Learning rate after warmup. cosine: to the end of the run (Loshchilov & Hutter, 2017). wsd: "
+        "constant, then decay (Hu et al., 2024).",
     )
     warmup_steps: Steering[int] = Field(
         0,
@@ -30,11 +30,9 @@ class TrainConfig(OptimizerSettings):
         le=1_000_000_000,
         description="Optimizer steps of linear warmup. Default: a fiftieth of max_steps, at most 1,000.",
     )
-    decay_fraction: Steering[float] = Field(
-        0.6, gt=0, le=1, description="wsd: share of the run that decays, at its end."
-    )
+    decay_fraction: Steering[float] = Field(0.6, gt=0, le=1, description="wsd: last share of the run, which decays.")
     decay_shape: Steering[Literal["linear", "1-sqrt"]] = Field(
-        "linear", description="wsd: how it decays; 1-sqrt falls faster at first (Hägele et al., 2024)."
+        "linear", description="wsd: shape of the decay. 1-sqrt falls faster at first (Hägele et al., 2024)."
     )
     final_rate_fraction: Steering[float] = Field(0.0, ge=0, le=1, description="Last rate as a fraction of the peak.")
 
@@ -47,39 +45,39 @@ class TrainConfig(OptimizerSettings):
         "the start.",
     )
     ema_decay: Steering[Fraction] = Field(
-        0.0, description="Decay of the weights' moving average, which is then evaluated and published. 0: none."
+        0.0, description="Decay of the moving average of the weights, which is evaluated and published. 0: none."
     )
 
     average_last: Steering[float] = Field(
         0.0,
         ge=0,
         lt=1,
-        description="Share of the run's steps, at its end, over which the weights are averaged evenly (Izmailov et "
-        "al., 2018); the average is evaluated and published. 0: none.",
+        description="Last share of the run's steps over which the weights are averaged (Izmailov et al., 2018); the "
+        "average is evaluated and published. 0: none.",
     )
 
     precision: Free[PrecisionName] = Field(
-        "auto", description="auto: bf16 autocast where the hardware multiplies bf16 natively, else fp32."
+        "auto", description="auto: bf16 autocast if the hardware multiplies bf16 natively, else fp32."
     )
-    device: Free[DeviceName] = "auto"
+    device: Free[DeviceName] = Field("auto", description="auto: CUDA, else MPS, else the CPU.")
     threads: Free[PositiveInt | None] = Field(
         None,
         le=1024,
-        description="CPU threads that a process computes with. null: OMP_NUM_THREADS, else one for each core less the "
-        "cores that other programs keep busy as a run of one process begins: all threads wait for the slowest.",
+        description="CPU threads of each process. null: OMP_NUM_THREADS, else one per core; for one process, less the "
+        "cores that other programs keep busy when the run starts, since all threads wait for the slowest.",
     )
 
-    log_every: Free[PositiveInt] = 10
+    log_every: Free[PositiveInt] = Field(10, description="Steps between training records in metrics.jsonl.")
     loggers: Free[tuple[Literal["tensorboard", "wandb"], ...]] = Field(
         (), description="Programs that also get the records of metrics.jsonl; each needs the extra of its name."
     )
-    evaluate_every: Free[PositiveInt] = 250
+    evaluate_every: Free[PositiveInt] = Field(250, description="Steps between evaluations.")
     evaluate_sequences: Measured[int | None] = Field(
         None,
         ge=0,
         le=1_000_000_000,
-        description="Validation windows per evaluation, evenly spaced. 0: all. null: all, or as many as hold "
-        f"{EVALUATED_TOKENS:,} tokens at the full context where there are more.",
+        description="Validation windows per evaluation, evenly spaced. 0: all. null: as many as hold "
+        f"{EVALUATED_TOKENS:,} tokens at the full context, or all if there are fewer.",
     )
     checkpoint_every: Free[PositiveInt] = Field(
         250,
@@ -90,19 +88,20 @@ class TrainConfig(OptimizerSettings):
         0,
         ge=0,
         le=1_000_000_000,
-        description="Checkpoints with optimizer state at multiples of this are kept too, and the weights of step 0. "
-        "0: none.",
+        description="Also keep checkpoints with optimizer state every this many steps, and weights of step 0. 0: none.",
     )
     sample_every: Free[int] = Field(0, ge=0, le=1_000_000_000, description="Steps between samples. 0: none.")
-    sample_prompts: Free[tuple[str, ...]] = Field(("",), max_length=1000)
-    sample_tokens: Free[PositiveInt] = Field(100, le=1 << 22)
+    sample_prompts: Free[tuple[str, ...]] = Field(("",), max_length=1000, description="Prompts of the samples.")
+    sample_tokens: Free[PositiveInt] = Field(100, le=1 << 22, description="Length of a sample in tokens.")
 
-    early_stopping_patience: Free[PositiveInt | None] = Field(None, description="Evaluations without improvement.")
+    early_stopping_patience: Free[PositiveInt | None] = Field(
+        None, description="Evaluations without improvement after which the run ends. None: it does not."
+    )
     spike_deviations: Steering[float] = Field(
         0.0, ge=0, description="Skip a step whose gradient norm is this many deviations above the run's. 0: never."
     )
     max_skipped_steps: Free[PositiveInt] = Field(
-        10, description="Skipped steps in a row that end the run, or take it back."
+        10, description="Skipped steps in a row after which the run ends or goes back."
     )
     max_rollbacks: Steering[int] = Field(
         0,
@@ -115,16 +114,14 @@ class TrainConfig(OptimizerSettings):
     def _check(self) -> Self:
         if self.average_last and (self.ema_decay or self.max_minutes is not None):
             other = f"ema_decay={self.ema_decay:g}" if self.ema_decay else f"max_minutes={self.max_minutes:g}"
-            why = "weights have one average" if self.ema_decay else "the clock may end the run before those steps"
+            why = "only one average is kept" if self.ema_decay else "the run may end before those steps"
             raise ValueError(f"average_last={self.average_last:g} and {other}: {why}; leave one of them out")
         if self.max_steps is not None and self.warmup_steps >= self.max_steps:
-            raise ValueError(
-                f"warmup_steps={self.warmup_steps} leaves nothing of max_steps={self.max_steps}: warm up for less"
-            )
+            raise ValueError(f"warmup_steps={self.warmup_steps} is not less than max_steps={self.max_steps}: reduce it")
         return self
 
     def is_whole_step(self, step: int) -> bool:
-        """Whether optimizer step number `step`, from 0, is of the size that the last ones have."""
+        """Whether optimizer step number `step`, from 0, has the shape and cost of the run's last steps."""
         last_change = max((until for until, _ in (*self.smaller_batches, *self.shorter_contexts)), default=0)
         return step >= max(last_change, self.untie_after_steps)
 
@@ -137,5 +134,5 @@ class TrainConfig(OptimizerSettings):
 
     @property
     def averages(self) -> bool:
-        """Whether an average of the weights is kept, evaluated and published."""
+        """Whether an average of the weights is evaluated and published."""
         return self.ema_decay > 0 or self.average_last > 0

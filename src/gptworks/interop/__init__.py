@@ -1,1 +1,1 @@
-"""Other programs' formats: Hugging Face folders in both directions, and GGUF."""
+"""Other programs' formats: Hugging Face folders, PEFT adapters, GGUF files and lm-evaluation-harness."""

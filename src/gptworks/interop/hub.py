@@ -1,7 +1,7 @@
-"""Models on the Hugging Face hub: fetched into its cache at one commit, or pushed as an exported folder.
+"""Models on the Hugging Face hub: fetch one at a commit into the cache, or push an exported folder.
 
-The hub's own library does the transfers, so its cache, `HF_ENDPOINT`, `HF_HOME` and `HF_TOKEN` mean what they mean
-everywhere. Progress is shown where stderr is a terminal.
+huggingface_hub does the transfers, so its cache, `HF_ENDPOINT`, `HF_HOME` and `HF_TOKEN` work as usual. Progress is
+shown if stderr is a terminal.
 """
 
 import contextlib
@@ -36,21 +36,21 @@ _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 @dataclass(frozen=True)
 class Fetched:
-    """A model's folder, and where it comes from."""
+    """A model's folder and its origin."""
 
     folder: Path
     source: str
-    """Name and commit on the hub; empty for a folder of this machine."""
+    """Name and commit on the hub; empty for a local folder."""
 
 
 def find_model(place: str, report: Report = lambda _: None) -> Fetched:
-    """The folder named `place`; where there is none and it reads `ORG/NAME[@revision]`, that model of the hub.
+    """The folder `place`; if there is none and it has the form `ORG/NAME[@revision]`, that model from the hub.
 
-    Only settings, tokenizer, chat template and safetensors are fetched, the weights last: what gptworks cannot read is
-    refused before they are.
+    Only settings, tokenizer, chat template and safetensors are fetched, weights last, so that an unsupported model is
+    refused before its weights are fetched.
 
     Raises:
-        UserError: no such folder or model, a gated one, or one that gptworks does not read; it says what helps.
+        UserError: no such folder or model, or a gated or unsupported one; the message says what helps.
         RunError: no network, or a full disk.
     """
     if Path(place).is_dir():
@@ -58,8 +58,8 @@ def find_model(place: str, report: Report = lambda _: None) -> Fetched:
     named = _ID.fullmatch(place)
     if named is None:
         raise UserError(
-            f"{place}: no such folder. Give a Hugging Face folder, one that PEFT wrote, or the name of a model on the "
-            f"hub with its owner's, such as HuggingFaceTB/SmolLM2-135M."
+            f"{place}: no such folder. Give a Hugging Face folder, a PEFT folder, or the name of a model on the hub "
+            f"with its owner, such as HuggingFaceTB/SmolLM2-135M."
         )
     return _fetch(named["name"], named["revision"], report)
 
@@ -69,7 +69,7 @@ def _fetch(name: str, revision: str | None, report: Report) -> Fetched:
     from huggingface_hub.hf_api import RepoFile
 
     cache, where = Path(constants.HF_HUB_CACHE), f"{name}@{revision}" if revision else name
-    report(f"there is no folder {where} here: looking for it at {constants.ENDPOINT}")
+    report(f"there is no local folder {where}: looking for it at {constants.ENDPOINT}")
     with _explaining(name, where, cache):
         small = [*_SETTINGS, _INDEX]
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=small, tqdm_class=_quiet(), **_USER))
@@ -90,20 +90,20 @@ def _fetch(name: str, revision: str | None, report: Report) -> Fetched:
 
 
 def _needed(name: str, folder: Path) -> list[str]:
-    """The files with weights of a model whose settings are there.
+    """The weight files of a model whose settings were fetched.
 
     Raises:
-        UserError: gptworks does not read such a model.
+        UserError: gptworks does not support the model.
     """
     if (folder / "adapter_config.json").exists():
         return [_ADAPTER]
     if not (folder / "config.json").exists():
-        raise UserError(f"{name} on the hub has no config.json: it is no model that transformers' classes load.")
+        raise UserError(f"{name} on the hub has no config.json: it is not a model for transformers.")
     read_folder_config(folder)
     if not (folder / "tokenizer.json").exists():
         raise UserError(
-            f"{name} on the hub has no tokenizer.json, which gptworks reads. transformers can make one of the files it "
-            f'has: AutoTokenizer.from_pretrained("{name}").save_pretrained("FOLDER"), beside the model.'
+            f"{name} on the hub has no tokenizer.json, which gptworks reads. transformers can make one from its files: "
+            f'AutoTokenizer.from_pretrained("{name}").save_pretrained("FOLDER"), with the model in the same folder.'
         )
     load_tokenizer(folder)
     if not (folder / _INDEX).exists():
@@ -115,16 +115,16 @@ def _needed(name: str, folder: Path) -> list[str]:
 
 
 def _check_files(name: str, needed: list[str], there: dict[str, int]) -> None:
-    """Refuse a model without these files; where it has pickled ones, say how they are converted."""
+    """Refuse a model without these files; if it has pickled ones, explain how to convert them."""
     absent = [file for file in needed if file not in there or not file.endswith(".safetensors")]
     if not absent:
         return
     pickled = sorted(file for file in there if any(fnmatch.fnmatch(file, kind) for kind in _PICKLED))
     if pickled and absent == [_WEIGHTS]:
         raise UserError(
-            f"{name} has its weights in {pickled[0]} alone, a kind of file that can run code when it is read: gptworks "
-            f"reads safetensors. Look for a converted revision among the pull requests of the model's page (import it "
-            f"as {name}@refs/pr/1), or convert it yourself where you trust its owner, with transformers: "
+            f"{name} has its weights only in {pickled[0]}, a kind of file that can run code when it is read: gptworks "
+            f"reads safetensors. Look for a converted revision among the pull requests on the model's page (import it "
+            f"as {name}@refs/pr/1), or, if you trust its owner, convert it with transformers: "
             f'AutoModelForCausalLM.from_pretrained("{name}").save_pretrained("FOLDER"), and the tokenizer as well; '
             f"then import FOLDER."
         )
@@ -135,8 +135,8 @@ def _check_room(n_bytes: int, cache: Path, where: str) -> None:
     folder = next(folder for folder in (cache, *cache.absolute().parents) if folder.is_dir())
     if n_bytes > (free := shutil.disk_usage(folder).free):
         raise RunError(
-            f"{where} needs {n_bytes:,} bytes, and {free:,} are free on the disk of the cache, {cache}: make room, or "
-            f"set HF_HOME to a folder on another disk."
+            f"{where} needs {n_bytes:,} bytes, and the disk of the cache {cache} has {free:,} free: make room, or set "
+            f"HF_HOME to a folder on another disk."
         )
 
 
@@ -144,26 +144,29 @@ def check_push(name: str) -> None:
     """Refuse a push that cannot succeed, before any work.
 
     Raises:
-        UserError: no name on the hub, or no token.
+        UserError: not a valid name for the hub, or no token.
     """
     from huggingface_hub import get_token
 
     named = _ID.fullmatch(name)
     if named is None or named["revision"] is not None:
-        raise UserError(f"--push {name}: give a name on the hub with its owner's, such as my-name/my-model.")
+        raise UserError(f"--push {name}: give a name on the hub with its owner, such as my-name/my-model.")
     if get_token() is None:
         raise UserError(
-            f"--push {name} needs a token that may write: set HF_TOKEN, or log in with `hf auth login`. "
-            f"{_endpoint()}/settings/tokens makes one."
+            f"--push {name} needs a token with write access: set HF_TOKEN, or log in with `hf auth login`. "
+            f"Create one at {_endpoint()}/settings/tokens."
         )
 
 
 def push_folder(folder: Path, name: str, report: Report = lambda _: None) -> str:
-    """Upload a folder as a model, in one commit; a model that is not there yet is created private. Weights that the
-    model had are replaced. Returns the commit's address.
+    """Upload a folder as a model in one commit, replacing its weights. A new model is created private.
+
+    Returns:
+        The commit's URL.
 
     Raises:
-        UserError: no right to write there. RunError: no network, or the hub fails.
+        UserError: no write access.
+        RunError: no network, or the hub fails.
     """
     from huggingface_hub import HfApi
 
@@ -199,10 +202,11 @@ def _quiet() -> Any:
 
 @contextlib.contextmanager
 def _explaining(name: str, where: str, place: Path, done: str = "fetched") -> Iterator[None]:
-    """Errors of the hub's library as ours, each with what helps.
+    """Convert errors of huggingface_hub to ours, each with advice.
 
     Args:
-        where: the name with the revision that was asked for. place: the folder that is written or read here.
+        where: the name with the requested revision.
+        place: the local folder.
         done: fetched or uploaded.
     """
     from huggingface_hub import errors, get_token
@@ -228,23 +232,22 @@ def _explaining(name: str, where: str, place: Path, done: str = "fetched") -> It
         ) from None
     except errors.RevisionNotFoundError:
         raise UserError(
-            f"{where}: the model is on the hub, and has no branch, tag or commit of that name. {page}/tree/main lists "
-            f"them."
+            f"{where}: the model is on the hub, but has no branch, tag or commit of that name. See {page}/tree/main."
         ) from None
     except errors.RepositoryNotFoundError:
         raise UserError(
-            f"{name}: no folder here has that name, and no model at {_endpoint()}, or it is a private one. Look for it "
-            f"at {_endpoint()}/models; for a private one set HF_TOKEN."
+            f"{name}: there is no local folder of that name, and no model at {_endpoint()}, or it is private. Search "
+            f"{_endpoint()}/models; for a private model set HF_TOKEN."
         ) from None
     except errors.HFValidationError as error:
-        raise UserError(f"{where} is no name that the hub allows: {error}") from None
-    except Exception as error:  # the libraries that transfer have no base class in common
+        raise UserError(f"{where} is not a valid name on the hub: {error}") from None
+    except Exception as error:  # the transfer libraries' errors have no common base class
         response = getattr(error, "response", None)
         if done == "uploaded" and getattr(response, "status_code", None) in (401, 403):
-            raise UserError(f"your token may not write to {page}: use one with the right to write there.") from None
+            raise UserError(f"your token may not write to {page}: use one with write access.") from None
         cause = error.__cause__ or error
         raise RunError(
-            f"{where} could not be {done}: {_endpoint()} does not answer as it should "
-            f"({type(cause).__name__}: {' '.join(str(cause).split())[:200]}). Check the network, and HF_ENDPOINT where "
-            f"it is set."
+            f"{where} could not be {done}: {_endpoint()} does not answer as expected "
+            f"({type(cause).__name__}: {' '.join(str(cause).split())[:200]}). Check the network, and HF_ENDPOINT if it "
+            f"is set."
         ) from error

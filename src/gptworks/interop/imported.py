@@ -1,4 +1,4 @@
-"""What every import does: write a run folder at step 0."""
+"""Steps shared by all imports: write a run folder at step 0."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +14,7 @@ from gptworks.training.progress import Progress
 
 
 def write_run(folder: Path, recipe: Recipe, tensors: dict[str, Tensor], card: str) -> None:
-    """Write a run at step 0 into a folder that holds its tokenizer already."""
+    """Write a run at step 0 into a folder that already holds its tokenizer."""
     save_recipe(recipe, folder / "recipe.yaml")
     write_sums(folder / "tokenizer")
     save_checkpoint(folder, 0, tensors, {}, asdict(Progress()))
@@ -22,6 +22,6 @@ def write_run(folder: Path, recipe: Recipe, tensors: dict[str, Tensor], card: st
 
 
 def further_training(model: ModelConfig, adapter: bool = False) -> TrainConfig:
-    """How an imported model would be trained further, for its recipe: nothing was trained here."""
+    """Training settings for the recipe of an imported model, which was not trained here."""
     length = {"max_steps": 1000, "batch_size": 8}
     return TrainConfig(**train_defaults(length, model, NEXT_TOKEN, tunes=True, adapter=adapter) | length)

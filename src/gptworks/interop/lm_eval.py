@@ -1,10 +1,10 @@
-"""Runs of gptworks in lm-evaluation-harness (EleutherAI), computed by our engine.
+"""Runs of gptworks as models of lm-evaluation-harness (EleutherAI), computed by our engine.
 
     gptworks evaluate runs/mine --harness lambada_openai                                       # or a task's YAML file
-    python -m gptworks.interop.lm_eval --model gptworks --model_args run=runs/mine --tasks …   # its own command line
+    python -m gptworks.interop.lm_eval --model gptworks --model_args run=runs/mine --tasks …   # its command line
 
-Texts are encoded, truncated and cut as the harness's `hf` model does it, so that scores equal those of the exported
-folder. Where an embedding has rows that stand for no token, `hf` gives them probability, and the engine does not.
+Texts are encoded and truncated like in the harness's `hf` model, so scores equal those of the exported folder, except
+that `hf` gives probability to rows of the embedding without a token, and the engine does not.
 """
 
 import hashlib
@@ -57,9 +57,9 @@ class GptworksLM(TemplateLM):  # type: ignore[misc]
         """
         Args:
             run: a run folder, or an engine.
-            checkpoint, device, backend: as on our command line.
-            max_gen_toks: tokens generated where a task does not say.
-            batch_size, max_batch_size: nothing; the engine decides.
+            checkpoint, device, backend: as on the command line.
+            max_gen_toks: default number of tokens to generate.
+            batch_size, max_batch_size: ignored; the engine decides.
         """
         super().__init__()
         options: Any = {"backend": backend, "n_slots": SLOTS}
@@ -76,10 +76,10 @@ class GptworksLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without a context."""
+        """The token before a text without a context."""
         found = self._special.eos if self._special.bos is None else self._special.bos
         if found is None:
-            raise UserError("this tokenizer has no token to begin a text: tasks with empty contexts cannot be asked.")
+            raise UserError("this tokenizer has no token that begins a text: choose tasks without empty contexts.")
         return found
 
     @property
@@ -153,9 +153,7 @@ class GptworksLM(TemplateLM):  # type: ignore[misc]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         if not add_generation_prompt:
-            raise UserError(
-                "a task with `gen_prefix` begins the answer itself, which runs of gptworks cannot be asked."
-            )
+            raise UserError("a task with `gen_prefix` starts the answer, which gptworks does not support.")
         return self._template.render(chat_history, add_generation_prompt=True)
 
     @property
@@ -179,11 +177,11 @@ def _sampling(options: dict[str, Any], max_tokens: int, until: list[str], seed: 
 def run_harness(
     engine: Engine, tasks: Sequence[str], *, run: str, step: int, limit: int | None = None, chat: bool = False
 ) -> list[Evaluation]:
-    """The harness's tasks with a run, an evaluation for each.
+    """Evaluate a run on the harness's tasks, one evaluation each.
 
     Args:
-        tasks: names that the harness knows, or YAML files of tasks.
-        limit: the first so many items.
+        tasks: names of the harness's tasks, or YAML files of tasks.
+        limit: number of first items; None: all.
 
     Raises:
         UserError: an unknown task.
@@ -200,7 +198,7 @@ def run_harness(
     manager = TaskManager(include_path=list(dict.fromkeys(folders)) or None, include_defaults=not only_files)
     if unknown := [name for name in names if name not in manager.all_tasks]:
         raise UserError(
-            f"lm-evaluation-harness has no task {unknown[0]!r}: name one of its own, or a task's YAML file."
+            f"lm-evaluation-harness has no task {unknown[0]!r}: name one of its tasks, or a task's YAML file."
         )
     found = evaluator.simple_evaluate(
         GptworksLM(engine), tasks=list(names), task_manager=manager, limit=limit, bootstrap_iters=0, log_samples=True,
@@ -211,7 +209,7 @@ def run_harness(
 
 def _name_in(path: Path) -> str:
     try:
-        node = compose_yaml(read_text(path, MAX_BYTES), str(path))  # its tags may call functions of its own
+        node = compose_yaml(read_text(path, MAX_BYTES), str(path))  # its tags may name functions
     except FileNotFoundError:
         raise UserError(f"--harness {path}: no such file.") from None
     named = [value for key, value in (node.value if isinstance(node, yaml.MappingNode) else []) if key.value == "task"]
@@ -219,7 +217,7 @@ def _name_in(path: Path) -> str:
 
 
 def _evaluation(name: str, found: dict[str, Any], run: str, step: int) -> Evaluation:
-    """A task's result; figures that are means of their items' have an interval."""
+    """A task's result; metrics that are means over items get an interval."""
     samples, metrics = found["samples"][name], {}
     for key, value in found["results"][name].items():
         metric, _, filtered = key.partition(",")

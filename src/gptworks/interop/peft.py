@@ -1,10 +1,10 @@
-"""Adapters in PEFT's file format: `export_adapter` writes a run's, `import_adapter` makes a run of one.
+"""Adapters in PEFT's file format: `export_adapter` writes a run's adapter, `import_adapter` makes a run from one.
 
-    adapter_config.json           rank, alpha and the modules of transformers that are adapted
+    adapter_config.json           rank, alpha and the adapted modules of transformers
     adapter_model.safetensors     base_model.model.<module>.lora_A.weight [r, I], lora_B.weight [O, r]
 
-Where transformers keeps several of our matrices as one (query, key and value of a GPT-2), their adapters become one of
-the sum of their ranks: the As below one another, the Bs as blocks of a diagonal. That is exact.
+If transformers joins several of our matrices (query, key and value of a GPT-2), their adapters become one with the sum
+of their ranks: A is stacked, B is block-diagonal. That is exact.
 """
 
 import json
@@ -29,7 +29,18 @@ from gptworks.interop.huggingface.exporting import export_huggingface
 from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.importing import import_huggingface, read_folder_config
 from gptworks.interop.huggingface.settings import biases
-from gptworks.interop.huggingface.tensors import (
+from gptworks.interop.huggingface.verify import (
+    compare_logits,
+    load_theirs,
+    quiet,
+    require,
+    sequences_for,
+    verify_import,
+)
+from gptworks.interop.imported import further_training, write_run
+from gptworks.interop.left_out import leave_out_heads
+from gptworks.interop.peft_settings import CONFIG_FILE, LoraSettings, read_settings
+from gptworks.interop.tensors import (
     STACKED,
     STACKED_HALVES,
     TRANSPOSED,
@@ -37,10 +48,6 @@ from gptworks.interop.huggingface.tensors import (
     Place,
     tensor_places,
 )
-from gptworks.interop.huggingface.verify import load_theirs, quiet, require, verify_import, verify_logits
-from gptworks.interop.imported import further_training, write_run
-from gptworks.interop.left_out import leave_out_heads
-from gptworks.interop.peft_settings import CONFIG_FILE, LoraSettings, read_settings
 from gptworks.model.lora import is_adapter, merge_lora
 from gptworks.recipe import parse_section, run_name
 from gptworks.tensors import read_tensors
@@ -50,34 +57,34 @@ TENSORS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
 UPRIGHT = (TRANSPOSED, TRANSPOSED_THIRDS)
-"""Layouts of matrices that transformers keeps as [I, O]; PEFT's A and B stand beside them as beside all others."""
+"""Layouts of matrices that transformers stores as [I, O]; PEFT's A and B have the same shapes as for others."""
 
 Pair = tuple[Tensor, Tensor]
-"""A [r, I] and B [O, r], multiplied by nothing but the adapter's own scale."""
+"""A [r, I] and B [O, r], to be multiplied by the adapter's scale only."""
 
 
 @dataclass(frozen=True)
 class AdapterExport:
-    """What was written."""
+    """The result of an export."""
 
     folder: Path
     base: str
-    """The Hugging Face folder that the adapter belongs to."""
+    """The Hugging Face folder of the adapter's base."""
     modules: int
     parameters: int
     logit_difference: float | None
-    """Largest, beside our model, of base and adapter in PEFT; None: not compared."""
+    """The largest difference of a logit from base and adapter in PEFT; None: not compared."""
 
 
 @dataclass(frozen=True)
 class AdapterImport:
-    """What was read."""
+    """The result of an import."""
 
     run_dir: Path
     adapter: LoRAConfig
     parameters: int
     logit_difference: float | None
-    """Largest, of the run beside base and adapter in PEFT; None: not compared."""
+    """The largest difference of a logit from base and adapter in PEFT; None: not compared."""
 
 
 def export_adapter(
@@ -89,29 +96,28 @@ def export_adapter(
     verify: bool = True,
     report: Report = lambda _: None,
 ) -> AdapterExport:
-    """Write a run's adapter as a folder that PEFT loads beside a Hugging Face model.
+    """Write a run's adapter as a folder that PEFT loads with a Hugging Face model.
 
     Args:
-        base: the Hugging Face folder of the model that it adapts, or its name on the hub. None: the model is written to
-            `out/base` too.
+        base: the Hugging Face folder of the base, or its name on the hub. None: also write the base to `out/base`.
         verify: compare base and adapter in PEFT with our model; not possible with a name on the hub.
 
     Raises:
-        UserError: the run has no adapter, or one that PEFT's format does not hold; `out` holds something.
-        RunError: they differ, or the disk is full, fails or refuses. Nothing is kept.
+        UserError: the run has no adapter, or one that PEFT's format cannot represent; `out` is not empty.
+        RunError: they differ, or the disk is full or fails. Nothing is kept.
     """
     out = Path(out).absolute()
     check_free(out)
     loaded = load_run(run, checkpoint, full=True, merge=False, report=report)
     adapter = loaded.recipe.adapter
     if adapter is None:
-        raise UserError(f"{run} has no adapter: all its weights were trained. Leave --adapter out.")
+        raise UserError(f"{run} has no adapter: leave --adapter out.")
     if adapter.embeddings:
-        raise UserError(f"{run} has trained embeddings beside its adapter: export it merged, without --adapter.")
+        raise UserError(f"{run} also trained its embeddings (adapter.embeddings): export it merged, without --adapter.")
     if base is not None and adapter.base != "full":
         raise UserError(
-            f"{run} was trained beside weights rounded to {adapter.base} (adapter.base), and --base {base} has others: "
-            f"leave --base out, and the rounded ones are written to {out / 'base'}."
+            f"{run} was trained on weights rounded to {adapter.base} (adapter.base), and --base {base} has others: "
+            f"leave --base out to write the rounded ones to {out / 'base'}."
         )
     leave_out_heads(loaded.model)
     config, tokenizer = loaded.model.config, load_tokenizer(loaded.tokenizer_folder)
@@ -125,13 +131,13 @@ def export_adapter(
     base_name, difference = str(out / "base" if base is None else base), None
     with new_folder(out) as aside:
         if base is None:
-            report("writing the model that it adapts")
+            report("writing the base")
             export_huggingface(run, aside / "base", checkpoint=checkpoint, verify=verify, merge=False, report=report)
         _write(aside, theirs, adapter, base_name, family)
         if verify:
             here = aside / "base" if base is None else Path(base)
             if not here.is_dir():
-                raise UserError(f"--base {base} is no folder here, so nothing can be compared: give --no-verify.")
+                raise UserError(f"--base {base} is not a local folder, so it cannot be compared: give --no-verify.")
             report("comparing it with the run in peft")
             difference = _verify(aside, here, loaded, tokenizer)
     n_parameters = sum(a.numel() + b.numel() for a, b in theirs.values())
@@ -139,17 +145,17 @@ def export_adapter(
 
 
 def to_peft(family: Family, config: ModelConfig, adapter: LoRAConfig, tensors: Mapping[str, Tensor]) -> dict[str, Pair]:
-    """A model's adapters by the modules that they stand beside in transformers.
+    """A model's adapters by the module of transformers.
 
     Raises:
-        UserError: PEFT has no module for one of them.
+        UserError: PEFT cannot represent one of them.
     """
     adapters = [name.removesuffix(".lora_a") for name in tensors if name.endswith(".lora_a")]
     ours = {module: (tensors[f"{module}.lora_a"], tensors[f"{module}.lora_b"]) for module in adapters}
     adapted = family.adapted(config)
     if "qkv" in biases(config) - biases(adapted) and adapter.adapts("attention.out"):
         raise UserError(
-            f"a `{family.model_type}` keeps the value's biases in the output projection's, whose adapter then changes "
+            f"a `{family.model_type}` merges the value's biases into the output projection, whose adapter would change "
             f"them: export the run merged, without --adapter."
         )
     if not adapted.qk_norm and (factor := config.score_scale / adapted.score_scale) != 1.0:
@@ -162,24 +168,24 @@ def to_peft(family: Family, config: ModelConfig, adapter: LoRAConfig, tensors: M
 
 
 def _places(family: Family, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Place, list[str]]]:
-    """Where each weight that may have an adapter is in transformers, and our modules there.
+    """The place in transformers of each weight that may have an adapter, and our modules there.
 
     Raises:
-        UserError: an adapter belongs to experts that transformers keeps as one tensor, not as modules.
+        UserError: an adapter belongs to experts that transformers stores as one tensor, not as modules.
     """
     names = [name for name in tensors if name.endswith(".weight")]
     for place in tensor_places(family.places, config, names):
         modules = [name.removesuffix(".weight") for name in place.ours]
         if place.layout in (STACKED, STACKED_HALVES) and any(f"{module}.lora_a" in tensors for module in modules):
             raise UserError(
-                f"a `{family.model_type}` keeps all experts in one tensor, for which PEFT has no module: export the "
+                f"a `{family.model_type}` stores all experts in one tensor, which PEFT cannot adapt: export the "
                 f"run merged, without --adapter, or train with adapter.targets=attention."
             )
         yield place, modules
 
 
 def _joined(parts: list[Pair | None], place: Place, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Pair:
-    """The adapter of one of their matrices from those of ours that lie in it."""
+    """The adapter of one of their matrices, from the adapters of our matrices in it."""
     there = [pair for pair in parts if pair is not None]
     rank, at = sum(len(a) for a, _ in there), 0
     columns = []
@@ -194,7 +200,7 @@ def _joined(parts: list[Pair | None], place: Place, config: ModelConfig, tensors
 
 
 def _upright(x: Tensor, place: Place) -> Tensor:
-    """PEFT keeps B as [O, r] also where the model keeps its matrix as [I, O]."""
+    """B as [O, r], which PEFT uses even if the model stores its matrix as [I, O]."""
     return x.T if place.layout in UPRIGHT else x
 
 
@@ -223,10 +229,11 @@ def _write(folder: Path, pairs: dict[str, Pair], adapter: LoRAConfig, base: str,
 
 
 def _verify(folder: Path, base: Path, loaded: LoadedRun, tokenizer: Tokenizer) -> float:
-    """The largest difference of a logit between our model and base and adapter in PEFT."""
+    """The largest difference of a logit between our model and base with adapter in PEFT."""
     with quiet():
         theirs = require("peft").PeftModel.from_pretrained(load_theirs(base), folder, local_files_only=True).eval()
-        return verify_logits(merge_lora(loaded.model), theirs, tokenizer, loaded.recipe.train.sample_prompts)
+        sequences = sequences_for(loaded.model, tokenizer, loaded.recipe.train.sample_prompts)
+        return compare_logits(merge_lora(loaded.model), theirs, sequences)[0]
 
 
 # ------------------------------------------------------------------------------------------------------- import
@@ -240,17 +247,16 @@ def import_adapter(
     verify: bool = True,
     report: Report = lambda _: None,
 ) -> AdapterImport:
-    """Make a run of an adapter of PEFT's and the model that it adapts.
+    """Make a run from a PEFT adapter and its base.
 
     Args:
-        base: a run folder, or a Hugging Face folder.
-        verify: compare the run with base and adapter in PEFT, where PEFT is installed.
+        base: a run folder or a Hugging Face folder.
+        verify: compare the run with base and adapter in PEFT, if PEFT is installed.
 
     Raises:
-        UserError: the folder holds no LoRA adapter, or one that does more than LoRA, or a tensor that has no place in
-            the model; or `run_dir` holds something.
-        RunError: the run computes something else than PEFT does, or the disk is full, fails or refuses. Nothing
-            is kept.
+        UserError: the folder has no LoRA adapter, or one that does more than LoRA or does not fit the base; or
+            `run_dir` is not empty.
+        RunError: the logits differ from PEFT's, or the disk is full or fails. Nothing is kept.
     """
     folder, run_dir, base = Path(folder), Path(run_dir), Path(base)
     check_free(run_dir)
@@ -264,7 +270,7 @@ def import_adapter(
         update = {"name": run_name(run_dir), "run_dir": run_dir, "adapter": adapter, "freeze": None, "train": train}
         recipe = loaded.recipe.model_copy(update=update)
         copy_folder(loaded.tokenizer_folder, aside / "tokenizer", inside=loaded.tokenizer_folder.parent)
-        card = f"# {recipe.name}\n\nA LoRA adapter that was imported, beside the model in `{base.name}`.\n"
+        card = f"# {recipe.name}\n\nAn imported LoRA adapter of the model in `{base.name}`.\n"
         write_run(aside, recipe, weights | changed, card)
         difference = None
         if verify:
@@ -275,7 +281,7 @@ def import_adapter(
 
 
 def _load_base(base: Path, aside: Path, report: Report) -> tuple[LoadedRun, Family]:
-    """The model that is adapted, and the architecture of transformers by which the adapter calls its modules."""
+    """The base, and the architecture of transformers that names the adapter's modules."""
     if (base / "recipe.yaml").exists():
         loaded = load_run(base, full=True, report=report)
         return loaded, choose_family(loaded.model.config, load_tokenizer(loaded.tokenizer_folder))[0]
@@ -284,7 +290,7 @@ def _load_base(base: Path, aside: Path, report: Report) -> tuple[LoadedRun, Fami
 
 
 def _in_peft(base: Path, adapter: Path, aside: Path) -> Any:
-    """Base and adapter in PEFT; `aside` takes the Hugging Face folder of a base that is a run."""
+    """Base and adapter in PEFT. A base that is a run is first exported to `aside`."""
     if (base / "recipe.yaml").exists():
         export_huggingface(base, aside, verify=False)
         base = aside
@@ -298,19 +304,19 @@ def from_peft(
     tensors: Mapping[str, Tensor],
     weights: Mapping[str, Tensor],
 ) -> tuple[LoRAConfig, dict[str, Tensor]]:
-    """An adapter of ours from PEFT's settings and tensors (names without their prefix).
+    """Our adapter from PEFT's settings and tensors (names without their prefix).
 
-    All modules get the largest rank that occurs, filled up with zeros, and one scale, the rest of which B takes.
+    All modules get the largest rank, padded with zeros, and one scale; B absorbs the ratio to the module's own scale.
 
     Args:
-        weights: of the base.
+        weights: the base's weights.
 
     Returns:
-        The adapter, and the weights that it changes: A and B of each module, and the matrices of the base from which
-        its start took a part.
+        The adapter, and the weights that it changes: A and B of each module, and matrices of the base that its
+        initialization changed.
 
     Raises:
-        UserError: a tensor has no place in the model, another shape or rank than the settings say, or no other half.
+        UserError: a tensor does not belong to the model, has a wrong shape or rank, or lacks its other half.
     """
     left = dict(tensors)
     found: dict[str, tuple[Tensor, Tensor, float]] = {}
@@ -324,12 +330,11 @@ def from_peft(
             continue
         if a is None or b is None:
             missing = " and ".join(f"`{theirs}.lora_{half}.weight`" for half, x in (("A", a), ("B", b)) if x is None)
-            raise UserError(f"{TENSORS_FILE} has no {missing}, and {CONFIG_FILE} names the module: the adapter is not "
-                            f"whole.")  # fmt: skip
+            raise UserError(f"{TENSORS_FILE} has no {missing}, but {CONFIG_FILE} names the module: it is incomplete.")
         if not targeted:
             raise UserError(
                 f"{TENSORS_FILE} has an adapter of `{theirs}`, which target_modules, exclude_modules and "
-                f"layers_to_transform of {CONFIG_FILE} leave out: PEFT would ignore it. Correct the settings."
+                f"layers_to_transform in {CONFIG_FILE} exclude: PEFT would ignore it. Correct the settings."
             )
         scales = [factor if name.endswith(".query.weight") else 1.0 for name in place.ours]
         whole = place.layout.join([weights[n].float() * s for n, s in zip(place.ours, scales, strict=True)], config)
@@ -345,7 +350,7 @@ def from_peft(
     if strange or not found:
         raise UserError(
             f"the adapter has `{strange[0] if strange else 'nothing'}`, for which gptworks has no adapter in a "
-            f"`{family.model_type}`: it reads those of the blocks' linear layers."
+            f"`{family.model_type}`: it supports only the blocks' linear layers."
         )
     rank, scale = max(len(a) for a, _, _ in found.values()), next(iter(found.values()))[2]
     fields = {"rank": rank, "alpha": scale * rank, "dropout": settings.lora_dropout, "targets": sorted(targets)}
@@ -364,22 +369,22 @@ def from_peft(
 
 
 def _check_shapes(module: str, a: Tensor, b: Tensor, rank: int, shape: torch.Size) -> None:
-    """Refuse an A and B that are not of this rank and of a module with a matrix of this shape, [O, I]."""
+    """Refuse A and B that do not have this rank or do not fit a matrix of this shape, [O, I]."""
     given, expected = (tuple(a.shape), tuple(b.shape)), ((rank, shape[1]), (shape[0], rank))
     if given != expected:
         raise UserError(
             f"the adapter of `{module}` has the shapes {given[0]} and {given[1]}; the model and the rank in "
-            f"{CONFIG_FILE} make them {expected[0]} and {expected[1]}."
+            f"{CONFIG_FILE} require {expected[0]} and {expected[1]}."
         )
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors, by their names without PEFT's prefix."""
+    """The adapter's tensors by name, without PEFT's prefix."""
     path = folder / TENSORS_FILE
     if not path.exists():
-        raise UserError(f"{folder} has no {TENSORS_FILE}: gptworks reads safetensors alone.")
+        raise UserError(f"{folder} has no {TENSORS_FILE}: gptworks reads only safetensors.")
     tensors: dict[str, Tensor] = {}
-    fix = "Save the adapter again, or take another one."
+    fix = "Save the adapter again, or use another one."
     held = read_tensors(path, None, inside=folder, owner="an adapter", fix=fix)
     for name, tensor in held.items():
         short = name.removeprefix(PREFIX)

@@ -1,7 +1,7 @@
-"""`adapter_config.json`: what each setting of PEFT's LoRA means for the weights, and which settings are refused.
+"""`adapter_config.json`: the meaning of each setting of PEFT's LoRA for the weights, and the settings that are refused.
 
-Each key is a field of `LoraSettings`, without effect on a finished adapter, or refused by name with the reason. A key
-that is none of these is refused unless it is empty.
+A key is a field of `LoraSettings`, has no effect on a finished adapter, or is refused with a reason. Any other key is
+refused unless it is empty.
 """
 
 import math
@@ -26,18 +26,18 @@ WITHOUT_EFFECT = frozenset({
     "task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping",
     "megatron_core", "runtime_config", "qalora_group_size", "eva_config", "ensure_weight_tying", "fan_in_fan_out",
 })  # fmt: skip
-"""Settings that change nothing of a finished adapter: notes, what only training reads, options of features that are
-refused below, and `fan_in_fan_out`, which PEFT itself sets by the kind of each layer."""
+"""Settings without effect on a finished adapter: notes, settings of training, options of features that are refused
+below, and `fan_in_fan_out`, which PEFT sets itself by the kind of each layer."""
 
 REFUSED: Mapping[str, str] = {
     "use_dora": "DoRA scales each row of the merged matrix",
     "use_qalora": "QALoRA pools the adapter's inputs",
     "use_bdlora": "BD-LoRA keeps blocks of a diagonal",
     "lora_bias": "the adapter has biases of its own",
-    "modules_to_save": "it replaces whole modules of the base",
+    "modules_to_save": "it replaces modules of the base",
     "trainable_token_indices": "it replaces rows of the embedding",
     "target_parameters": "it adapts parameters that are not modules",
-    "layer_replication": "it repeats layers of the base, which makes another model",
+    "layer_replication": "it repeats layers of the base, which gives another model",
     "alora_invocation_tokens": "the adapter works only after certain tokens",
     "arrow_config": "it routes between several adapters",
     "velora_config": "VeLoRA is another kind of adapter",
@@ -48,11 +48,11 @@ REFUSED: Mapping[str, str] = {
     "corda_config": "CorDA changes the base by activations that the adapter's folder does not hold",
     "lora_ga_config": "LoRA-GA changes the base by gradients that the adapter's folder does not hold",
 }
-"""What else an adapter may do than LoRA, and why that cannot be read. Empty values are fine."""
+"""Features other than LoRA, and why they cannot be read. Empty values are accepted."""
 
 INITS = frozenset({"gaussian", "orthogonal", "eva", "pissa", "olora"})
-"""Values of `init_lora_weights` that are read, beside true and false: the base stays as it is, or gives up a part that
-follows from it alone (`part_of_base`).
+"""Accepted values of `init_lora_weights` besides true and false: the base is unchanged, or loses a part that can be
+computed from it (`part_of_base`).
 """
 
 _CONVERT = (
@@ -61,15 +61,15 @@ _CONVERT = (
 )
 _QUANTIFIERS = 8
 _SECONDS = 0.1
-"""Of processor time, for a pattern and the name of a module."""
+"""Limit of processor time for matching a pattern with a module's name."""
 _PATTERN_CHARACTERS = 2000
 
 
 def _check_pattern(pattern: str) -> str:
-    """Refuse regular expressions that take forever or do not compile: the file may come from anyone."""
+    """Refuse untrusted regular expressions that may take very long or do not compile."""
     repeated_group = re.search(r"\)[*+{]", pattern)
     if repeated_group or len(re.findall(r"(?<!\\)[*+{]", pattern)) > _QUANTIFIERS or len(pattern) > _PATTERN_CHARACTERS:
-        raise ValueError(f"the pattern {_short(pattern)} may take forever to match: name the modules in a list")
+        raise ValueError(f"the pattern {_short(pattern)} may take very long to match: name the modules in a list")
     try:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
@@ -82,11 +82,11 @@ _Whole = Annotated[int, Field(strict=True, gt=0)]
 _Number = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 _Pattern = Annotated[str, AfterValidator(_check_pattern)]
 _Names = _Pattern | list[_Pattern] | None
-"""A regular expression, or the ends of names."""
+"""A regular expression, or a list of suffixes of names."""
 
 
 class LoraSettings(BaseModel):
-    """The settings that decide what an adapter's tensors mean."""
+    """The settings that determine the meaning of an adapter's tensors."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -105,11 +105,11 @@ class LoraSettings(BaseModel):
     layers_pattern: _Names = None
 
     def targets(self, module: str) -> bool:
-        """Whether PEFT puts an adapter beside a module, by its rules; for a module that it could adapt."""
+        """Whether PEFT adapts a module, given that it can."""
         if self.exclude_modules and _named(self.exclude_modules, module):
             return False
         names = self.target_modules
-        if names is None or names == "all-linear":  # PEFT writes the names that it found; by itself this says nothing
+        if names is None or names == "all-linear":  # PEFT saves the names that it found; without any, all are allowed
             return True
         if isinstance(names, str) or module in names:
             return _named(names, module)
@@ -123,7 +123,7 @@ class LoraSettings(BaseModel):
             if (found := find(rf".*\.{pattern}\.(\d+)\.", [module], "match", _SECONDS)[0]) is not None:
                 if not found[1].isdigit():
                     raise UserError(
-                        f"layers_pattern={_short(pattern)} has a group: give the name of the list of layers."
+                        f"layers_pattern={_short(pattern)} has a group: give only the name of the list of layers."
                     )
                 return int(found[1]) in (layers if isinstance(layers, list) else [layers])
         return False
@@ -138,15 +138,15 @@ class LoraSettings(BaseModel):
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def part_of_base(self, module: str, weight: Tensor, transposed: bool) -> Tensor | None:
-        """What the adapter's start took from the base: to be subtracted, since the adapter holds it. None: nothing.
+        """The part of the base that the initialization moved into the adapter, to be subtracted; None: nothing.
 
-        PiSSA (Meng et al., 2024) starts with the largest singular parts of W, OLoRA (Büyükakyüz, 2024) with the first
-        columns of its QR decomposition.
+        PiSSA (Meng et al., 2024) initializes with the largest singular components of W, OLoRA (Büyükakyüz, 2024) with
+        the first columns of its QR decomposition.
 
         Args:
-            weight: the base's matrix as transformers keeps it, fp32.
-            transposed: it is [in, out]. PEFT's PiSSA transposes it and its OLoRA does not, so that an untrained OLoRA
-                of a square matrix of a GPT-2 does change the model there.
+            weight: the base's matrix in transformers' layout, fp32.
+            transposed: the layout is [in, out]. PEFT's PiSSA transposes it and its OLoRA does not, so an untrained
+                OLoRA of a square GPT-2 matrix changes the model in PEFT.
 
         Returns:
             fp32, of the same shape.
@@ -170,27 +170,27 @@ def _named(names: str | list[str], module: str) -> bool:
 
 
 def _of_pattern(patterns: Mapping[str, Number], module: str, otherwise: Number) -> Number:
-    """What the first pattern that names the module says."""
+    """The value of the first pattern that matches the module."""
     return next((value for key, value in patterns.items() if _is_named(key, module)), otherwise)
 
 
 def _is_named(pattern: str, module: str) -> bool:
-    """Whether PEFT's pattern of a module names this one, by PEFT's rule."""
+    """Whether a pattern matches a module's name, by PEFT's rule."""
     return find(rf"(.*\.)?({pattern})$", [module], "match", _SECONDS)[0] is not None
 
 
 def read_settings(folder: Path) -> LoraSettings:
-    """The settings of an adapter, checked: each one is read, has no effect, or is empty.
+    """The checked settings of an adapter.
 
     Raises:
-        UserError: no readable file, or settings that make another kind of adapter.
+        UserError: the file is not readable, or describes another kind of adapter.
     """
     path = folder / CONFIG_FILE
     settings = read_json(path, "Give a folder that PEFT's `save_pretrained` wrote.")
     if settings.get("peft_type") != "LORA":
-        raise UserError(f"{path} has peft_type `{settings.get('peft_type')}`: gptworks reads LORA alone.")
+        raise UserError(f"{path} has peft_type `{settings.get('peft_type')}`: gptworks reads only LORA.")
     if settings.get("bias", "none") != "none":
-        raise UserError(f"{path} has bias `{settings['bias']}`: gptworks reads adapters that leave biases alone.")
+        raise UserError(f"{path} has bias `{settings['bias']}`: gptworks reads only adapters without trained biases.")
     _check_init(settings.get("init_lora_weights", True), path)
     for name, value in settings.items():
         if name in LoraSettings.model_fields or name in WITHOUT_EFFECT or not value:
@@ -208,9 +208,9 @@ def read_settings(folder: Path) -> LoraSettings:
 def _check_init(init: Any, path: Path) -> None:
     if isinstance(init, bool) or (isinstance(init, str) and _start(init) in INITS):
         return
-    reason = "gptworks does not know this start, which may change the base"
+    reason = "gptworks does not know this initialization, which may change the base"
     if isinstance(init, str) and init.startswith("pissa_niter_"):
-        reason = "its part of the base was found by a random search, so no one can take it away again, PEFT included"
+        reason = "its part of the base was found by a random search, so it cannot be computed again, not even by PEFT"
     elif isinstance(init, str):
         reason = {
             "loftq": REFUSED["loftq_config"], "lora_ga": REFUSED["lora_ga_config"], "corda": REFUSED["corda_config"],
@@ -219,7 +219,7 @@ def _check_init(init: Any, path: Path) -> None:
 
 
 def _start(init: Any) -> Any:
-    """PEFT ignores the case of these two."""
+    """The value, in lower case if PEFT ignores its case."""
     return init.lower() if isinstance(init, str) and init.lower() in ("olora", "gaussian") else init
 
 

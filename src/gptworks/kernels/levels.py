@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Level:
-    """A kind of processor that a library is built for."""
+    """What a library is built for, and where it runs."""
 
     name: str
     options: tuple[str, ...]
-    """Options of the compiler."""
+    """Of the compiler."""
     flags: frozenset[str]
     """The features that a processor must have, as Linux names them."""
 

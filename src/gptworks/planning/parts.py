@@ -1,4 +1,4 @@
-"""Parameters, FLOPs and bytes of each module of a model; their sums are the plan's totals."""
+"""What each module of a model takes: parameters, FLOPs and bytes. Over all modules they add up to the plan's totals."""
 
 from dataclasses import dataclass, fields
 from math import prod
@@ -15,17 +15,17 @@ from gptworks.planning.work import work_of_modules
 
 @dataclass(frozen=True)
 class Figures:
-    """What a part of a model costs. A tied head's parameters and bytes are the token embedding's."""
+    """What a part of a model takes. Of a tied head, parameters and bytes are the token embedding's."""
 
     parameters: int = 0
     adapter_parameters: int = 0
-    """Parameters of its adapter."""
+    """Of an adapter beside it."""
     forward: float = 0.0
     """FLOPs a token over the full context, attention dense, in training: heads of tokens beyond the next too."""
     backward: float = 0.0
-    """FLOPs a token of the backward pass: fewer if something is frozen."""
+    """The same of the backward pass: less where something is frozen."""
     weights_bytes: int = 0
-    """Bytes of the weights in training, its adapter's included."""
+    """While it is trained, its adapter's included."""
     gradients_bytes: int = 0
     optimizer_bytes: int = 0
     kv_cache_bytes_per_token: int = 0

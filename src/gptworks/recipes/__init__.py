@@ -1,4 +1,4 @@
-"""The recipes that come with the package. A command takes one by its name if no file or folder has that name."""
+"""The recipes that ship with the package. Commands accept their names if no file or folder has that name."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,13 +8,13 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class ShippedRecipe:
-    """A recipe's file, and what its first comments say."""
+    """A recipe's file and its first comments."""
 
     name: str
     path: Path
     summary: str
     time: str | None
-    """How long training takes, and where that was measured; None: not known."""
+    """Training time, and where it was measured; None: unknown."""
 
 
 def shipped_paths() -> dict[str, Path]:
@@ -23,7 +23,7 @@ def shipped_paths() -> dict[str, Path]:
 
 
 def shipped_recipes() -> list[ShippedRecipe]:
-    """All of them. A file's first line is its summary; a comment `Time: …` says how long it trains."""
+    """All shipped recipes. A file's first line is its summary; a comment `Time: …` states the training time."""
     found = []
     for name, path in shipped_paths().items():
         summary, *more = path.read_text(encoding="utf-8").splitlines()

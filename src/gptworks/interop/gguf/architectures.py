@@ -1,36 +1,44 @@
-"""The architectures of llama.cpp that compute what a `GPT` computes, and a model's settings and tensors there.
+"""The architectures of llama.cpp that a `GPT` can compute, with a model's settings and tensors there.
 
-What stands in the table was read from llama.cpp's sources; test_gguf.py compares each with llama.cpp itself.
+The table follows llama.cpp's sources; test_gguf.py compares each entry with llama.cpp itself.
 """
 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-import torch
+from gguf import GGUFWriter, RopeScalingType
 from torch import Tensor
 
 from gptworks.config import LABORATORY, ModelConfig
 from gptworks.errors import UserError
-
-if TYPE_CHECKING:
-    from gguf import GGUFWriter
+from gptworks.interop.tensors import (
+    KEY_IN_PAIRS,
+    PLAIN,
+    QUERY_IN_PAIRS,
+    QUERY_KEY_VALUE,
+    STACKED,
+    Place,
+    each_tensor,
+    expected_tensors,
+    places,
+)
 
 Bias = Literal["qkv", "out", "mlp"]
 ALL_BIASES: tuple[Bias, ...] = ("qkv", "out", "mlp")
 GELU = ("gelu_tanh", "gelu")
-"""llama.cpp has the tanh form alone."""
+"""llama.cpp has only the tanh form."""
 
 APPROXIMATE_GELU = (
-    "llama.cpp computes model.mlp=gelu by its tanh form, which is off by at most 0.0005; on a CPU it rounds GELU to 16 "
-    "bits besides"
+    "llama.cpp computes model.mlp=gelu in its tanh form, which differs by at most 0.0005; on a CPU it also rounds GELU "
+    "to 16 bits"
 )
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture of llama.cpp: the models it computes, and how their tensors lie."""
+    """An architecture of llama.cpp: which models it computes, and the layout of their tensors."""
 
     name: str
     norm: Literal["layernorm", "rmsnorm"]
@@ -38,25 +46,25 @@ class Architecture:
     position: tuple[str, ...] = ("rope",)
     qk_norm: bool = False
     biases: tuple[Bias, ...] = ()
-    """Those of linear layers that it can have."""
+    """The biases of linear layers that it can have."""
     always_biased: bool = False
-    """It has all of them in every file. Where the model has none they are zeros."""
+    """Every file has all of them, as zeros if the model has none."""
     joined: bool = False
     """Query, key and value are one tensor."""
     interleaved: bool = False
-    """It rotates elements 2i and 2i + 1 of a head where we rotate i and i + D/2."""
+    """It rotates elements 2i and 2i + 1 of a head together, gptworks i and i + D/2."""
     free_head_width: bool = False
-    """A head may be wider or narrower than d_model / n_heads."""
+    """The width of a head may differ from d_model / n_heads."""
     partial_rotation: bool = False
     parallel: bool = False
-    """Attention and MLP may stand side by side, each behind its norm."""
+    """Attention and MLP may be parallel, each with its norm."""
     tied: bool = True
-    """The head may be left out of the file. Where not, a tied one is stored twice."""
+    """The file may leave out a tied head; if False, it stores the embedding twice."""
     experts: Literal["none", "routed", "shared"] = "none"
     attention_scale: bool = False
 
     def obstacles(self, config: ModelConfig) -> list[str]:
-        """The settings that it does not compute, as `name=value`."""
+        """The settings of a model that it cannot compute, as `name=value`."""
         used = {"qkv": config.qkv_bias, "out": config.out_bias, "mlp": config.mlp_bias}
         held = {bias: bias in self.biases and not (bias == "mlp" and config.n_experts) for bias in ALL_BIASES}
         wide = config.n_heads * config.d_head != config.d_model
@@ -113,14 +121,14 @@ ARCHITECTURES = (
         "qwen3moe", "rmsnorm", ("swiglu",), qk_norm=True, biases=("qkv",), free_head_width=True, experts="routed"
     ),
 )  # fmt: skip
-"""Qwen2 and Mixtral are `llama` here: with biases, and with experts. The first that computes a model is taken."""
+"""The first that fits a model is used. Qwen2 and Mixtral are `llama` here, with biases and with experts."""
 
 
 def choose_architecture(config: ModelConfig) -> Architecture:
-    """The architecture of llama.cpp that computes a model.
+    """The architecture of llama.cpp for a model.
 
     Raises:
-        UserError: there is none; those that lack the fewest settings are named with what they lack.
+        UserError: none fits; the message names the nearest ones and what they lack.
     """
     lacking = [(architecture, architecture.obstacles(config)) for architecture in ARCHITECTURES]
     fewest = min(len(obstacles) for _, obstacles in lacking)
@@ -131,7 +139,7 @@ def choose_architecture(config: ModelConfig) -> Architecture:
     raise UserError(
         f"no architecture of llama.cpp computes this model: "
         f"{'; '.join(f'`{name}` lacks {settings}' for settings, name in reversed(names.items()))}. "
-        f"Train another, or try --format hf."
+        f"Train a model without them, or use --format hf."
     )
 
 
@@ -145,8 +153,8 @@ def _value(config: ModelConfig, name: str) -> str:
 # ---------------------------------------------------------------------------------------------- settings
 
 
-def add_settings(writer: "GGUFWriter", architecture: Architecture, config: ModelConfig) -> None:
-    """Write the numbers that llama.cpp builds the model from."""
+def add_settings(writer: GGUFWriter, architecture: Architecture, config: ModelConfig) -> None:
+    """Write the settings that llama.cpp builds the model from."""
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.context_length)
     writer.add_block_count(config.n_layers)
@@ -173,12 +181,10 @@ def add_settings(writer: "GGUFWriter", architecture: Architecture, config: Model
         writer.add_attention_scale(config.score_scale)
         writer.add_logit_scale(1.0)
     if "none" in architecture.position:
-        writer.add_rope_scaling_finetuned(config.position == "rope")  # what llama.cpp switches rotation by
+        writer.add_rope_scaling_finetuned(config.position == "rope")  # llama.cpp's switch for rotation
 
 
-def _add_rotation(writer: "GGUFWriter", config: ModelConfig) -> None:
-    from gguf import RopeScalingType
-
+def _add_rotation(writer: GGUFWriter, config: ModelConfig) -> None:
     writer.add_rope_dimension_count(config.d_rotary)
     writer.add_rope_freq_base(config.rope_theta)
     scaling = config.rope_scaling
@@ -187,72 +193,61 @@ def _add_rotation(writer: "GGUFWriter", config: ModelConfig) -> None:
     writer.add_rope_scaling_type(RopeScalingType(scaling.type))
     writer.add_rope_scaling_factor(scaling.factor)
     writer.add_rope_scaling_orig_ctx_len(config.original_context_length)
-    if scaling.attention_factor is not None:  # llama.cpp multiplies its own by this
+    if scaling.attention_factor is not None:  # a factor of llama.cpp's own
         writer.add_rope_scaling_attn_factors(scaling.attention_factor / (0.1 * math.log(scaling.factor) + 1))
 
 
 # ----------------------------------------------------------------------------------------------- tensors
 
-Module = dict[str, Tensor]
-"""A module's tensors: `weight`, and `bias` where it has one."""
+_QUERY, _KEY, _VALUE = (f"blocks.{{layer}}.attention.{name}" for name in ("query", "key", "value"))
+_BLOCK = {
+    "blk.{layer}.attn_q_norm": "blocks.{layer}.attention.query_norm",
+    "blk.{layer}.attn_k_norm": "blocks.{layer}.attention.key_norm",
+    "blk.{layer}.attn_output": "blocks.{layer}.attention.out",
+    "blk.{layer}.ffn_gate": "blocks.{layer}.mlp.gate",
+    "blk.{layer}.ffn_up": "blocks.{layer}.mlp.up",
+    "blk.{layer}.ffn_down": "blocks.{layer}.mlp.down",
+    "blk.{layer}.ffn_gate_inp": "blocks.{layer}.mlp.router",
+}
+_EXPERTS = tuple(
+    place
+    for name in ("gate", "up", "down")
+    for place in (
+        Place(f"blk.{{layer}}.ffn_{name}_exps", (f"blocks.{{layer}}.mlp.experts.{{expert}}.{name}",), STACKED),
+        Place(f"blk.{{layer}}.ffn_{name}_shexp", (f"blocks.{{layer}}.mlp.shared.{name}",)),
+    )
+)
 
 
-def their_tensors(
+def _places(architecture: Architecture, config: ModelConfig) -> tuple[Place, ...]:
+    """The places of a model's tensors, in the order of the file."""
+    interleaves = architecture.interleaved and config.position == "rope"
+    apart = (
+        Place("blk.{layer}.attn_q", (_QUERY,), QUERY_IN_PAIRS if interleaves else PLAIN),
+        Place("blk.{layer}.attn_k", (_KEY,), KEY_IN_PAIRS if interleaves else PLAIN),
+        Place("blk.{layer}.attn_v", (_VALUE,)),
+    )
+    joined = (Place("blk.{layer}.attn_qkv", (_QUERY, _KEY, _VALUE), QUERY_KEY_VALUE),)
+    return (
+        *places({"token_embd": "token_embedding", "position_embd": "position_embedding"}),
+        *places({"blk.{layer}.attn_norm": "blocks.{layer}.norm1", "blk.{layer}.ffn_norm": "blocks.{layer}.norm2"}),
+        *(joined if architecture.joined else apart),
+        *places(_BLOCK),
+        *_EXPERTS,
+        *places({"output_norm": "norm", "output": "untied_head"}),
+    )
+
+
+def file_tensors(
     architecture: Architecture, config: ModelConfig, weights: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the file with its name there, block by block. Given meta tensors, gives meta tensors."""
+    always = {"attention_bias": True, "mlp_bias": True} if architecture.always_biased else {}
+    tied = config.tie_embeddings and architecture.tied
+    held = config.model_copy(update=always | {"norm_bias": config.norm == "layernorm", "tie_embeddings": tied})
     embedding = weights["token_embedding.weight"]
-    yield "token_embd.weight", embedding
-    if config.position == "learned":
-        yield "position_embd.weight", weights["position_embedding.weight"]
-    for layer in range(config.n_layers):
-        prefix = f"blocks.{layer}."
-        ours = {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
-        for name, module in _block(architecture, config, ours).items():
-            for kind, tensor in module.items():
-                yield f"blk.{layer}.{name}.{kind}", tensor
-    for kind, tensor in _module(weights, "norm", config.norm == "layernorm").items():
-        yield f"output_norm.{kind}", tensor
-    if not config.tie_embeddings or not architecture.tied:
-        yield "output.weight", weights.get("untied_head.weight", embedding)
-
-
-def _block(architecture: Architecture, config: ModelConfig, ours: Mapping[str, Tensor]) -> dict[str, Module]:
-    """The modules of one block by their names in the file, from the block's tensors by ours."""
-    shifted, biased = config.norm == "layernorm", architecture.always_biased
-    query, key, value = (_module(ours, f"attention.{name}", biased) for name in ("query", "key", "value"))
-    if architecture.interleaved and config.position == "rope":
-        query = {kind: interleaved(x, config.n_heads) for kind, x in query.items()}
-        key = {kind: interleaved(x, config.n_kv_heads) for kind, x in key.items()}
-    block = {"attn_norm": _module(ours, "norm1", shifted), "ffn_norm": _module(ours, "norm2", shifted)}
-    if architecture.joined:
-        block["attn_qkv"] = {kind: torch.cat([query[kind], key[kind], value[kind]]) for kind in query}
-    else:
-        block |= {"attn_q": query, "attn_k": key, "attn_v": value}
-    if config.qk_norm:
-        block["attn_q_norm"] = _module(ours, "attention.query_norm")
-        block["attn_k_norm"] = _module(ours, "attention.key_norm")
-    block["attn_output"] = _module(ours, "attention.out", biased)
-    matrices = ("gate", "up", "down") if config.gated else ("up", "down")
-    if not config.n_experts:
-        return block | {f"ffn_{name}": _module(ours, f"mlp.{name}", biased) for name in matrices}
-    block["ffn_gate_inp"] = _module(ours, "mlp.router")
-    for name in matrices:
-        experts = [ours[f"mlp.experts.{expert}.{name}.weight"] for expert in range(config.n_experts)]
-        block[f"ffn_{name}_exps"] = {"weight": torch.stack(experts)}  # E F C
-        if config.d_ff_shared:
-            block[f"ffn_{name}_shexp"] = _module(ours, f"mlp.shared.{name}")
-    return block
-
-
-def _module(weights: Mapping[str, Tensor], name: str, biased: bool = False) -> Module:
-    """A module's tensors. `biased`: with zeros for a bias that it does not have."""
-    module = {kind: weights[f"{name}.{kind}"] for kind in ("weight", "bias") if f"{name}.{kind}" in weights}
-    if biased and "bias" not in module:
-        module["bias"] = module["weight"].new_zeros(len(module["weight"]))
-    return module
-
-
-def interleaved(x: Tensor, n_heads: int) -> Tensor:
-    """Rows of queries or keys, [H·D, ...], in the order that brings elements i and i + D/2 of each head together."""
-    return x.view(n_heads, 2, -1, *x.shape[1:]).transpose(1, 2).flatten(0, 2)
+    absent = {name: x for name, x in expected_tensors(held).items() if name not in weights}
+    filled = {name: embedding.new_zeros(x.shape) for name, x in absent.items()}  # biases
+    if "untied_head.weight" in absent:
+        filled["untied_head.weight"] = embedding
+    return each_tensor(_places(architecture, held), held, {**filled, **weights})

@@ -1,29 +1,27 @@
-"""A run as a GGUF file, written aside, tensor by tensor, and then renamed."""
+"""Export a run as a GGUF file: write it aside, tensor by tensor, then rename it."""
 
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import get_args
 
+import gguf
 import numpy as np
 
 from gptworks.chat_template import load_chat_template
 from gptworks.checkpoint import Report, load_run
 from gptworks.choices import GGUFType
-from gptworks.errors import UserError, not_installed
+from gptworks.errors import UserError
 from gptworks.files import replacing_by_name
-from gptworks.interop.gguf.architectures import APPROXIMATE_GELU, add_settings, choose_architecture, their_tensors
+from gptworks.interop.gguf.architectures import APPROXIMATE_GELU, add_settings, choose_architecture, file_tensors
 from gptworks.interop.gguf.vocabulary import add_vocabulary, read_vocabulary
 from gptworks.interop.left_out import leave_out_heads
 from gptworks.tokenizer import load_tokenizer
 
-if TYPE_CHECKING:
-    from gguf import GGMLQuantizationType
-
 
 @dataclass(frozen=True)
 class Export:
-    """What was written."""
+    """The result of an export."""
 
     file: Path
     architecture: str
@@ -31,9 +29,9 @@ class Export:
     bytes: int
     step: int
     tokenizer: str | None
-    """As llama.cpp names it; None: the file has none."""
+    """llama.cpp's name of it; None: the file has none."""
     notes: tuple[str, ...]
-    """What llama.cpp computes otherwise than the run, in words."""
+    """Differences between llama.cpp and the run."""
 
 
 def export_gguf(
@@ -48,22 +46,21 @@ def export_gguf(
     """Write a run's model as a file that llama.cpp loads.
 
     Args:
-        quantization: of the matrices. q8_0: 8.5 bits a weight; q4_0: 4.5, the embedding and the head in q8_0. A matrix
-            whose rows are no whole number of 32 weights is kept in f16; norms, biases, positions and routers in f32.
-        tokenizer: write the tokenizer too. Without, the file takes and gives token ids alone.
+        quantization: format of the matrices. q8_0: 8.5 bits per weight. q4_0: 4.5, with embedding and head in q8_0.
+            A matrix whose row length is not a multiple of 32 is stored in f16; norms, biases, positions and routers in
+            f32.
+        tokenizer: also write the tokenizer. Without it, the file works only with token ids.
         report: receives damage that was skipped.
 
     Raises:
-        UserError: no such run; `out` exists; llama.cpp has no architecture or no tokenizer like the run's; the `gguf`
-            package is not installed.
-        RunError: the disk is full, fails or refuses. Nothing is kept.
+        UserError: no such run; `out` exists; llama.cpp lacks the run's architecture or tokenizer.
+        RunError: the disk is full or fails. Nothing is kept.
     """
     out = Path(out)
     if out.exists():
-        raise UserError(f"{out} exists: give another place, or delete it.")
+        raise UserError(f"{out} exists: choose another path, or delete it.")
     if quantization not in get_args(GGUFType):
         raise UserError(f"quantization={quantization}: it must be one of {', '.join(get_args(GGUFType))}.")
-    gguf = _require_gguf()
     loaded = load_run(run, checkpoint, full=True, report=report)
     notes = leave_out_heads(loaded.model)
     config, weights = loaded.model.config, loaded.model.state_dict()
@@ -87,7 +84,7 @@ def export_gguf(
         if template is not None:
             writer.add_chat_template(template.source)
         kinds = {}
-        for name, tensor in their_tensors(architecture, config, {name: x.to("meta") for name, x in weights.items()}):
+        for name, tensor in file_tensors(architecture, config, {name: x.to("meta") for name, x in weights.items()}):
             kinds[name] = kind = stored_as(name, tuple(tensor.shape), quantization)
             block_weights, block_bytes = gguf.GGML_QUANT_SIZES[kind]
             n_bytes = tensor.numel() // block_weights * block_bytes
@@ -95,29 +92,19 @@ def export_gguf(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for name, tensor in their_tensors(architecture, config, weights):
+        for name, tensor in file_tensors(architecture, config, weights):
             writer.write_tensor_data(gguf.quantize(tensor.float().contiguous().numpy(), kinds[name]))
     words_there = (vocabulary.pattern or vocabulary.model) if vocabulary else None
     step, n_bytes = loaded.checkpoint.step, out.stat().st_size
     return Export(out, architecture.name, quantization, n_bytes, step, words_there, tuple(notes))
 
 
-def stored_as(name: str, shape: tuple[int, ...], quantization: GGUFType) -> "GGMLQuantizationType":
-    """How a tensor is stored: as llama.cpp's own converter does it, and the embedding and the head never in 4 bits."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
+def stored_as(name: str, shape: tuple[int, ...], quantization: GGUFType) -> gguf.GGMLQuantizationType:
+    """The format of a tensor, as in llama.cpp's converter, but with embedding and head never in 4 bits."""
     if len(shape) == 1 or name == "position_embd.weight" or name.endswith("ffn_gate_inp.weight"):
-        return GGMLQuantizationType.F32
+        return gguf.GGMLQuantizationType.F32
     if quantization == "q4_0" and name in ("token_embd.weight", "output.weight"):
         quantization = "q8_0"
-    kind = GGMLQuantizationType[quantization.upper()]
-    block_weights, _ = GGML_QUANT_SIZES[kind]
-    return kind if shape[-1] % block_weights == 0 else GGMLQuantizationType.F16
-
-
-def _require_gguf() -> Any:
-    try:
-        import gguf
-    except ImportError:
-        raise not_installed("gguf", "interop", "the export to GGUF") from None
-    return gguf
+    kind = gguf.GGMLQuantizationType[quantization.upper()]
+    block_weights, _ = gguf.GGML_QUANT_SIZES[kind]
+    return kind if shape[-1] % block_weights == 0 else gguf.GGMLQuantizationType.F16

@@ -1,22 +1,19 @@
-"""A tokenizer in llama.cpp's form: tokens, merges and the name of a pattern. What gives other ids there is refused."""
+"""A tokenizer in llama.cpp's form: tokens, merges and a pattern's name. One that gives other ids there is refused."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gguf import GGUFWriter, TokenType
 from tokenizers import Tokenizer
 
 from gptworks.errors import UserError
 from gptworks.special_tokens import special_tokens
 
-if TYPE_CHECKING:
-    from gguf import GGUFWriter
-
-# Patterns of byte-level BPE that llama.cpp implements, as `tokenizer.json` has them, one after another, and its names
-# for them without and with `ignore_merges` (a word that is a token is taken whole).
+# Sequences of patterns in `tokenizer.json` for byte-level BPE, and llama.cpp's names for them without and with
+# `ignore_merges` (a word that is a token is not split).
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -27,20 +24,19 @@ PATTERNS: dict[tuple[str, ...], tuple[str | None, str | None]] = {
     (rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}",): ("qwen2", None),
 }
 _BPE_WITHOUT = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback")
-"""Settings of a BPE that llama.cpp's does not have."""
+"""Settings of BPE that llama.cpp does not support."""
 
 _CHARACTERS = r"[\s\S]"
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""How llama.cpp writes a space in the tokens of `t5`."""
+"""llama.cpp's space in the tokens of `t5`."""
 
-_RUNS_OF_UNKNOWN = "llama.cpp takes several unknown characters in a row for one <unk>, the run for one each"
-_UNNORMALIZED = "llama.cpp does not bring text to Unicode's NFC form before it reads it, as the run does"
-
+_RUNS_OF_UNKNOWN = "llama.cpp reads consecutive unknown characters as one <unk>, the run as one each"
+_UNNORMALIZED = "llama.cpp does not normalize text to Unicode's NFC form, and the run does"
 
 _KNOWN_ENDS = frozenset(
     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>"}
 )
-"""Tokens at which every llama.cpp since 2024 ends a text because of their names."""
+"""Names of tokens at which every llama.cpp since 2024 ends a text."""
 
 _FURTHER_ENDS = frozenset(
     {"</s>", "<eos>", "<|end_of_text|>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>", "<turn|>",
@@ -48,46 +44,36 @@ _FURTHER_ENDS = frozenset(
      "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>",
      "<reponame>", "<|file_sep|>"}
 )  # fmt: skip
-"""Names at which newer ones do, those between files of a repository included (llama.cpp, src/llama-vocab.cpp)."""
+"""Further names in newer versions, including separators of files (llama.cpp, src/llama-vocab.cpp)."""
 
 _END_IS_NONE = ({"<|return|>", "<|call|>"}, {"<|call|>", "<|flush|>"}, {"<|calls|>", "<|flush|>"},
                 {"<|return|>", "<|calls|>"})  # fmt: skip
-"""Where a vocabulary has all of one of these, newer ones do not end a text at <|end|>."""
-
-
-class TokenType(IntEnum):
-    """What llama.cpp may do with a token."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
+"""If a vocabulary has both names of a pair, newer versions do not end a text at <|end|>."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a GGUF file says of its tokenizer."""
+    """The tokenizer of a GGUF file."""
 
     model: str
-    """gpt2: byte-level BPE. t5: the best sequence of known tokens, which for single characters is the only one."""
+    """gpt2: byte-level BPE. t5: the best sequence of known tokens; for single characters there is only one."""
     pattern: str | None
     tokens: tuple[str, ...]
     types: tuple[TokenType, ...]
     merges: tuple[str, ...]
     special_ids: Mapping[str, int]
-    """bos, eos, unk and pad, and other tokens that end a text: eot and eom; as far as there are such."""
+    """bos, eos, unk and pad, and eot and eom for other tokens that end a text; without those that do not exist."""
     begins_with_bos: bool
     ends_with_eos: bool
     notes: tuple[str, ...]
-    """On which texts llama.cpp's ids differ from ours after all, and where it does not end a text."""
+    """Remaining differences: texts with other ids, and tokens that end a text on one side only."""
 
 
 def read_vocabulary(tokenizer: Tokenizer, n_rows: int, turn_end: int | None = None) -> Vocabulary:
-    """The tokenizer for a model of `n_rows` token ids, the last of them perhaps unused.
+    """The tokenizer for a model with `n_rows` token ids, the last of which may be unused.
 
     Args:
-        turn_end: the token that the chat template writes after an answer.
+        turn_end: the chat template's token after an answer.
 
     Raises:
         UserError: llama.cpp has no tokenizer that gives the same ids.
@@ -97,11 +83,11 @@ def read_vocabulary(tokenizer: Tokenizer, n_rows: int, turn_end: int | None = No
     pattern = None if characters else _bpe_pattern(tree)
     special = special_tokens(tokenizer)
     if special.end is None:
-        raise _refusal("it has no token that ends a text, for which llama.cpp then takes some other one")
+        raise _refusal("it has no token that ends a text, and llama.cpp would choose another")
     added = {token["id"]: token["special"] for token in tree["added_tokens"]}
     names = {index: name for name, index in tokenizer.get_vocab(with_added_tokens=True).items()}
     if characters and _SPACE in names.values():
-        raise _refusal(f"it has a token for the character {_SPACE} (U+2581), which llama.cpp takes for a space")
+        raise _refusal(f"it has a token for the character {_SPACE} (U+2581), which llama.cpp reads as a space")
     tokens, types = [], []
     for index in range(n_rows):
         name = names.get(index, f"[unused {index}]")
@@ -115,7 +101,7 @@ def read_vocabulary(tokenizer: Tokenizer, n_rows: int, turn_end: int | None = No
         else:
             types.append(TokenType.NORMAL)
     if len(special.before) > 1 or len(special.after) > 1 or (special.after and special.after != (special.end,)):
-        raise _refusal(f"it puts {list(special.before)} before and {list(special.after)} after a text")
+        raise _refusal(f"it adds {list(special.before)} before and {list(special.after)} after a text")
     bos = special.before[0] if special.before else special.eos if special.separator else special.bos
     ids = {"bos": bos, "eos": special.end, "unk": special.unk, "pad": special.pad, "eot": turn_end}
     others = [end for end in special.ends if end not in (special.end, turn_end)]
@@ -130,9 +116,9 @@ def read_vocabulary(tokenizer: Tokenizer, n_rows: int, turn_end: int | None = No
     too = [name for name in by_name if tokenizer.token_to_id(name) not in stated]
     notes = [_RUNS_OF_UNKNOWN] if characters else [_UNNORMALIZED] if tree["normalizer"] else []
     if unsaid:
-        notes.append(f"llama.cpp does not end a text at {', '.join(unsaid)}: its files name three end tokens at most")
+        notes.append(f"llama.cpp does not end a text at {', '.join(unsaid)}: its files name at most three end tokens")
     if too:
-        notes.append(f"llama.cpp also ends a text at {', '.join(too)}, because of the name; the run does not")
+        notes.append(f"llama.cpp also ends a text at {', '.join(too)} because of the name; the run does not")
     return Vocabulary(
         model="t5" if characters else "gpt2",
         pattern=pattern,
@@ -159,12 +145,12 @@ def _bpe_pattern(tree: Mapping[str, Any]) -> str:
     """llama.cpp's name for the pattern of a byte-level BPE.
 
     Raises:
-        UserError: the tokenizer is another one.
+        UserError: the tokenizer is of another kind.
     """
     model = tree["model"]
     if model["type"] != "BPE":
         raise _refusal(
-            "it takes words whole (tokenizer.type=word)" if model["type"] == "WordLevel" else f"it is a {model['type']}"
+            "it reads words (tokenizer.type=word)" if model["type"] == "WordLevel" else f"it is a {model['type']}"
         )
     for setting in _BPE_WITHOUT:
         if model.get(setting):
@@ -178,14 +164,13 @@ def _bpe_pattern(tree: Mapping[str, Any]) -> str:
     if name is None or steps[-1]["type"] != "ByteLevel" or steps[-1]["add_prefix_space"]:
         known = ", ".join(filter(None, chain(*PATTERNS.values())))
         raise _refusal(
-            f"it splits text by another pattern than {known}; tokenizer.pattern=llama3 and gpt2, and "
-            f"tokenizer.type=gpt2, have one of these"
+            f"its pattern is not one of {known}; tokenizer.pattern=llama3 or gpt2 and tokenizer.type=gpt2 are"
         )
     return name
 
 
 def _pattern(step: Mapping[str, Any]) -> str | None:
-    """The pattern by which a step of the pre-tokenizer splits, None where it splits nothing; "" where it is unknown."""
+    """The pattern of a step of the pre-tokenizer; None: it does not split; "": unknown."""
     if step["type"] == "ByteLevel":
         return _GPT2 if step["use_regex"] else None
     if step["type"] == "Digits" and step["individual_digits"]:
@@ -198,12 +183,12 @@ def _pattern(step: Mapping[str, Any]) -> str | None:
 def _refusal(reason: str) -> UserError:
     return UserError(
         f"llama.cpp has no tokenizer like this run's: {reason}. Give --no-tokenizer (tokenizer=False in Python) for a "
-        f"file without one, which takes and gives token ids alone, or use --format hf."
+        f"file without one, which works only with token ids, or use --format hf."
     )
 
 
-def add_vocabulary(writer: "GGUFWriter", vocabulary: Vocabulary | None) -> None:
-    """Write the tokenizer, so that prompts begin as ours do; None: that there is none."""
+def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary | None) -> None:
+    """Write the tokenizer, so that prompts begin like ours; None: state that there is none."""
     if vocabulary is None:
         writer.add_tokenizer_model("no_vocab")
         return

@@ -1,16 +1,20 @@
 """Hugging Face folders: `export_huggingface` writes one that stock transformers loads, `import_huggingface` reads one.
 
-settings       the parts of `config.json`, in both directions
-layers         those that differ from layer to layer
+settings       the clauses of `config.json`: each writes and reads a part of it
+layers         clauses for settings that differ between layers
+rotary         the clause of rotary positions
 tensors        names and layouts of tensors, in both directions
-family         an architecture of transformers: its settings and the places of its tensors
-architectures  all of them
-choice         which one a model belongs to, or what stands in the way
-adapt          what an architecture holds in another form: biases, the scale of attention
+family         an architecture of transformers: its clauses and the places of its tensors
+architectures  all architectures: a new one is one entry here
+keys           the keys of the other JSON files, and what each means here
+choice         which architecture a model is exported as, or why none fits
+adapt          weights in another form for an architecture: biases, the scale of attention
 exporting      run folder → Hugging Face folder, kept only if `verify` finds it equal
-verify         a folder beside our model: logits, greedy tokens, token ids
+verify         compares a folder with our model: logits, greedy tokens, token ids
 card           the folder's README.md
 importing      Hugging Face folder → run folder, without transformers
+original       facts of an imported folder that its exports are compared with
+kinds          why a model type cannot be read
 """
 
 from gptworks.interop.huggingface.exporting import export_huggingface

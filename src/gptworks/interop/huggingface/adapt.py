@@ -1,4 +1,4 @@
-"""Weights in the form that an architecture holds: the same function of the tokens, exactly, in other tensors."""
+"""Rewrite weights for an architecture without changing the function that they compute."""
 
 from collections.abc import Mapping
 
@@ -9,24 +9,24 @@ from gptworks.config import ModelConfig
 from gptworks.errors import UserError
 from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.settings import biases
-from gptworks.interop.huggingface.tensors import expected_tensors
+from gptworks.interop.tensors import expected_tensors
 
 
 def adapt_weights(
     family: Family, config: ModelConfig, adapted: ModelConfig, tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors of `adapted`, which compute what those of `config` do, and what was changed, in words.
+    """The tensors of `adapted`, equivalent to those of `config`, and notes about the changes.
 
     Raises:
-        UserError: the query has biases that are not zero, and the architecture has none.
+        UserError: a query has nonzero biases, and the architecture has none.
     """
     weights, changes = dict(tensors), []
     if "qkv" in biases(config) - biases(adapted):
         _move_value_biases(family, config, weights)
-        changes.append("the value's biases are part of the output's, the key's (without effect) are left out")
+        changes.append("value biases are merged into the output's; key biases, which have no effect, are left out")
     if (factor := config.score_scale / adapted.score_scale) != 1.0:
         _scale_queries(adapted, weights, factor)
-        changes.append(f"queries are multiplied by {factor:g}, since this architecture scales attention otherwise")
+        changes.append(f"queries are multiplied by {factor:g}, since this architecture scales attention differently")
     expected = expected_tensors(adapted)
     if absent := [name for name in expected if name not in weights]:
         assert all(name.endswith(".bias") for name in absent), f"a weight is missing: {absent[0]}"
@@ -37,19 +37,19 @@ def adapt_weights(
 
 
 def _move_value_biases(family: Family, config: ModelConfig, weights: dict[str, Tensor]) -> None:
-    """Take the biases of query, key and value away.
+    """Remove the biases of query, key and value.
 
-    Attention weights add to 1, so a value's bias comes out as it is and the output projection can add it. A key's adds
-    the same to all scores of a query, which the softmax takes away. A query's does neither.
+    Attention weights sum to 1, so a value's bias passes through unchanged and can move to the output projection. A
+    key's bias adds the same number to all scores of a query, which softmax cancels. A query's bias must be zero.
     """
     group = config.n_heads // config.n_kv_heads
     for layer in range(config.n_layers):
         attention = f"blocks.{layer}.attention"
         if weights.pop(f"{attention}.query.bias").any():
             raise UserError(
-                f"model.attention_bias={str(config.attention_bias).lower()}, and `{family.model_type}`, the one "
-                f"architecture of transformers for the rest of this model, has no biases of queries: those of layer "
-                f"{layer} are not zero. Train with model.attention_bias=out to export."
+                f"model.attention_bias={str(config.attention_bias).lower()}, and `{family.model_type}`, the only "
+                f"architecture of transformers for this model, has no query biases: those of layer {layer} are not "
+                f"zero. Train with model.attention_bias=out to export."
             )
         weights.pop(f"{attention}.key.bias")
         value = weights.pop(f"{attention}.value.bias").view(config.n_kv_heads, -1)  # G D
@@ -61,7 +61,7 @@ def _move_value_biases(family: Family, config: ModelConfig, weights: dict[str, T
 
 
 def _scale_queries(adapted: ModelConfig, weights: dict[str, Tensor], factor: float) -> None:
-    """Multiply the queries, which multiplies q·k; rotation commutes with it, a norm of queries has its own scale."""
+    """Multiply q·k by scaling the query weights, which commutes with rotation, or the weight of the query norm."""
     for layer in range(adapted.n_layers):
         attention = f"blocks.{layer}.attention"
         scaled = ("query_norm.weight",) if adapted.qk_norm else ("query.weight", "query.bias")

@@ -1,12 +1,13 @@
-"""The architectures of transformers that compute what a `GPT` computes.
+"""The architectures of transformers that a `GPT` can compute.
 
-What stands in the tables was read from the classes of transformers 5; test_huggingface.py compares each with its class.
+To add one, add an entry to `_ALL`; export and import then use it. The tables follow the classes of transformers 5, and
+test_huggingface.py compares each entry with its class.
 """
 
 from typing import Any
 
 from gptworks.interop.huggingface.family import Family
-from gptworks.interop.huggingface.layers import SOME_ROTATE, WINDOW_BY_PATTERN, window_by_layer, window_everywhere
+from gptworks.interop.huggingface.layers import ROTATED_LAYERS, WINDOW_BY_PATTERN, window_by_layer, window_everywhere
 from gptworks.interop.huggingface.rotary import rope
 from gptworks.interop.huggingface.settings import (
     EMBEDDING_ROOT,
@@ -20,12 +21,11 @@ from gptworks.interop.huggingface.settings import (
     fixed,
     heads,
     needed,
-    nullable,
     only,
     optional,
     own_code,
 )
-from gptworks.interop.huggingface.tensors import (
+from gptworks.interop.tensors import (
     HALVES,
     HEAD_BY_HEAD,
     KEY_IN_PAIRS,
@@ -42,40 +42,7 @@ from gptworks.interop.huggingface.tensors import (
     places,
 )
 
-# ------------------------------------------------------------------------------------------- settings in common
-
-_HARMLESS_FOR: dict[str, frozenset[str]] = {
-    "a name, a place or a version": frozenset({
-        "architectures", "transformers_version", "name_or_path", "_name_or_path", "transformers.js_config",
-        "tokenizer_class", "prefix", "finetuning_task", "is_llama_config", "unsloth_version", "unsloth_fixed",
-        "model_name",
-    }),
-    "tokens: read by special_tokens.py, or of other kinds of model": frozenset({
-        "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "unk_token_id",
-        "mask_token_id", "cls_token_id",
-    }),
-    "how it is computed, not what": frozenset({
-        "dtype", "torch_dtype", "use_cache", "cache_implementation", "attn_implementation", "pretraining_tp",
-        "_attn_implementation_autoset", "_attn_implementation", "torchscript", "chunk_size_feed_forward",
-        "gradient_checkpointing", "output_hidden_states", "output_attentions", "output_router_logits", "return_dict",
-        "use_return_dict", "use_flash_attn", "use_bfloat16",
-    }),
-    "training only": frozenset({
-        "router_aux_loss_coef", "router_jitter_noise", "classifier_dropout", "id2label", "label2id", "num_labels",
-        "_num_labels",
-        "problem_type", "task_specific_params", "is_decoder", "tf_legacy_loss", "loss_type",
-    }),
-    "generation, which each request says": frozenset({
-        "max_length", "min_length", "do_sample", "num_beams", "temperature", "top_k", "top_p", "repetition_penalty",
-        "length_penalty", "no_repeat_ngram_size", "num_return_sequences", "early_stopping", "num_beam_groups",
-        "diversity_penalty", "typical_p", "encoder_no_repeat_ngram_size", "output_scores", "return_dict_in_generate",
-        "remove_invalid_values",
-    }),
-}  # fmt: skip
-"""Why a setting of any `config.json` changes no logits → its names."""
-HARMLESS = frozenset().union(*_HARMLESS_FOR.values())
-"""Settings that change no logits. Others that no clause takes are refused by name: they may belong to a newer class
-that computes something else."""
+# ----------------------------------------------------------------------------------------------- shared settings
 
 _SUMMARY = frozenset({"summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
                       "summary_first_dropout"})  # fmt: skip
@@ -89,7 +56,7 @@ _PHI3_ALONE = (
 )  # fmt: skip
 _UNGATED = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
 _UNGATED_NEW = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu2": "relu2"}
-"""The same; GPT-2's files have another name for the tanh form."""
+"""`_UNGATED` with the name of the tanh form in GPT-2's files."""
 _GATES = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh"}
 _SILU = activation("hidden_act", _GATES, "silu")
 _LAYER_NORM = fixed(norm="layernorm", norm_bias=True)
@@ -108,27 +75,27 @@ _SEED_FLAGS = bias_flags(
         for qkv in (False, True) for out in (False, True) for mlp in (False, True)
     },
 )  # fmt: skip
-_MULTIPLIERS = optional(
-    embedding_multiplier=("embedding_scale", 1.0),
-    residual_multiplier=("residual_scale", 1.0),
-    logits_scaling=("logit_divisor", 1.0),
-)
+_MULTIPLIERS = optional({
+    "embedding_multiplier": ("embedding_scale", 1.0),
+    "residual_multiplier": ("residual_scale", 1.0),
+    "logits_scaling": ("logit_divisor", 1.0),
+})  # fmt: skip
 _FIXED_LENGTH = ("default", "linear", "yarn", "llama3")
-"""Scalings that do not depend on a text's length."""
+"""Scalings that do not depend on the length of a text."""
 _SIZES = needed(vocab_size="vocab_size", hidden_size="d_model", num_hidden_layers="n_layers")
 _FOUR_TIMES = ("d_ff", lambda ours: 4 * ours["d_model"])
 
 
 def _more(norm_eps: str, eps: float, *, tied: bool, std: float = 0.02) -> Clause:
     ends = {"tie_word_embeddings": ("tie_embeddings", tied), "initializer_range": ("init_std", std)}
-    return optional(**{norm_eps: ("norm_eps", eps)}, **ends)
+    return optional({norm_eps: ("norm_eps", eps), **ends})
 
 
 def _dropouts(absent: float = 0.0, **names: str) -> Clause:
-    return optional(**{name: (f"dropout_{ours}", absent) for name, ours in names.items()})
+    return optional({name: (f"dropout_{ours}", absent) for name, ours in names.items()})
 
 
-# ------------------------------------------------------------------------------------------ tensors in common
+# ------------------------------------------------------------------------------------------------ shared tensors
 
 _LLAMA_BLOCK = {
     "model.embed_tokens": "token_embedding",
@@ -168,7 +135,7 @@ _ROTATED_IN_PAIRS = (
 )
 
 
-def _like_llama(
+def like_llama(
     model_type: str,
     architecture: str,
     *clauses: Clause,
@@ -185,11 +152,13 @@ def _like_llama(
     dropout: float = 0.0,
     **more: Any,
 ) -> Family:
-    """An architecture of Llama's kind: rotary positions, RMSNorm, its names of settings and tensors.
+    """An architecture like Llama: rotary positions, RMSNorm, and Llama's names of settings and tensors.
 
     Args:
-        clauses: what it has of its own. modules: their name → ours, beside those of `block`. joined: of several of
-            ours.
+        clauses: its own clauses.
+        width: their name of the MLP's inner width.
+        modules: further modules in addition to `block`: their name → ours.
+        joined: their tensors that hold several of ours.
     """
     return Family(
         model_type, architecture, "model.",
@@ -204,8 +173,8 @@ def _like_llama(
 
 
 def _gemma(model_type: str, architecture: str, *clauses: Clause, rope: Clause, **more: Any) -> Family:
-    """Gemma 2 or 3: norms before and behind, of 1 + w, a scaled embedding, GEGLU, windows in most layers."""
-    return _like_llama(
+    """Gemma 2 or 3: norms of 1 + w on both sides, a scaled embedding, GEGLU, windows in most layers."""
+    return like_llama(
         model_type, architecture, fixed(norm_placement="both"), _ATTENTION_FLAG, QUERY_SCALAR, EMBEDDING_ROOT,
         *clauses, only("use_bidirectional_attention", False, absent=False),
         heads=heads(kv_absent=4, width_absent=256, whole=True), rope=rope, tied=True,
@@ -221,7 +190,7 @@ _ALL = (
         "gpt2", "GPT2LMHeadModel", "transformer.",
         (
             needed(vocab_size="vocab_size", n_embd="d_model", n_layer="n_layers", n_positions="context_length"),
-            heads("n_head", None, None), _LEARNED, _LAYER_NORM, optional(n_inner=_FOUR_TIMES),
+            heads("n_head", None, None), _LEARNED, _LAYER_NORM, optional({"n_inner": _FOUR_TIMES}),
             activation("activation_function", _UNGATED_NEW, "gelu_new"), fixed(attention_bias=True, mlp_bias=True),
             SCALE_SWITCH, only("scale_attn_by_inverse_layer_idx", False, absent=False), *_ALONE,
             _more("layer_norm_epsilon", 1e-5, tied=True), fixed(init="gpt2"),
@@ -246,7 +215,7 @@ _ALL = (
         (
             needed(vocab_size="vocab_size", hidden_size="d_model", num_layers="n_layers",
                    max_position_embeddings="context_length"),
-            heads("num_heads", None, None), _LEARNED, _LAYER_NORM, optional(intermediate_size=_FOUR_TIMES),
+            heads("num_heads", None, None), _LEARNED, _LAYER_NORM, optional({"intermediate_size": _FOUR_TIMES}),
             activation("activation_function", _UNGATED_NEW, "gelu_new"), fixed(attention_bias="out", mlp_bias=True),
             fixed(attention_scale=1.0), WINDOW_BY_PATTERN, *_ALONE, _more("layer_norm_epsilon", 1e-5, tied=True),
             _dropouts(embed_dropout="embedding", attention_dropout="attention", resid_dropout="residual"),
@@ -268,8 +237,8 @@ _ALL = (
         harmless=_SUMMARY,
         moves_value_bias=True,
         written={"attn_implementation": "eager"},
-        advice='Windowed layers need `attn_implementation="eager"`, which `config.json` asks for: other '
-               "implementations of this architecture do not keep to the window.",
+        advice='Windowed layers need `attn_implementation="eager"`, which `config.json` sets: other implementations '
+               "of this architecture ignore the window.",
     ),
     Family(
         "starcoder2", "Starcoder2ForCausalLM", "model.",
@@ -285,7 +254,7 @@ _ALL = (
             "model.layers.{layer}.mlp.c_proj": "blocks.{layer}.mlp.down",
         }),
         harmless=frozenset({"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "scale_attn_weights",
-                            "mlp_type", "norm_type", "activation_function", "layer_norm_epsilon"}),  # of its ancestors
+                            "mlp_type", "norm_type", "activation_function", "layer_norm_epsilon"}),  # of related models
     ),
     Family(
         "stablelm", "StableLmForCausalLM", "model.",
@@ -297,15 +266,16 @@ _ALL = (
             _more("layer_norm_eps", 1e-5, tied=False), _dropouts(attention_dropout="attention"),
         ),
         places(_LLAMA_BLOCK | _GATED_MLP),
-        harmless=frozenset({"hidden_dropout"}),  # in training alone, and after the MLP alone
+        harmless=frozenset({"hidden_dropout"}),  # in training only, after the MLP only
     ),
     Family(
         "gpt_neox", "GPTNeoXForCausalLM", "gpt_neox.",
         (
             _SIZES, needed(intermediate_size="d_ff"), heads(kv_heads=None, width=None), _ROPE, _LAYER_NORM,
             rope("rotary_emb_base", fraction="rotary_pct", fraction_absent=0.25),
-            optional(use_parallel_residual=("parallel_residual", True)), activation("hidden_act", _UNGATED, "gelu"),
-            bias_flags({"attention_bias": True}, {(True,): (True, True), (False,): (False, True)}), *_ALONE,
+            optional({"use_parallel_residual": ("parallel_residual", True)}),
+            activation("hidden_act", _UNGATED, "gelu"), *_ALONE,
+            bias_flags({"attention_bias": True}, {(True,): (True, True), (False,): (False, True)}),
             _more("layer_norm_eps", 1e-5, tied=False),
             _dropouts(attention_dropout="attention", hidden_dropout="residual"),
         ),
@@ -325,53 +295,55 @@ _ALL = (
         other_names={"lm_head": "embed_out"},
         harmless=frozenset({"attention_probs_dropout_prob", "hidden_dropout_prob"}),  # of training, in older files
     ),
-    _like_llama("llama", "LlamaForCausalLM", _BOTH_FLAGS, heads=heads(whole=True)),
-    _like_llama(
+    like_llama("llama", "LlamaForCausalLM", _BOTH_FLAGS, heads=heads(whole=True)),
+    like_llama(
         "qwen2", "Qwen2ForCausalLM", fixed(attention_bias="qkv", mlp_bias=False), window_by_layer(),
         heads=heads(kv_absent=32),
         own_split=r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     ),
-    _like_llama(
+    like_llama(
         "qwen3", "Qwen3ForCausalLM", _QK_NORM, _ATTENTION_FLAG, window_by_layer(),
         heads=heads(kv_absent=32, width_absent=128), modules=_QK_NORMS | _GATED_MLP,
     ),
-    _like_llama(
+    like_llama(
         "mistral", "MistralForCausalLM", _NO_BIASES, window_everywhere(absent=4096), heads=heads(kv_absent=8)
     ),
-    _like_llama(
+    like_llama(
         "ministral", "MinistralForCausalLM", _NO_BIASES, window_by_layer(switched=False), heads=heads(kv_absent=8)
     ),
-    _like_llama(
+    like_llama(
         "arcee", "ArceeForCausalLM", _BOTH_FLAGS, heads=heads(whole=True), eps=1e-5,
         mlp=activation("hidden_act", _UNGATED, "relu2"), modules=_UP_DOWN,
     ),
-    _like_llama(
+    like_llama(
         "olmo2", "Olmo2ForCausalLM", fixed(qk_norm="whole", norm_placement="after"), _ATTENTION_FLAG, heads=heads(),
         eps=1e-5, block=_AFTER_BLOCK, modules=_QK_NORMS | _GATED_MLP,
     ),
-    _like_llama(
+    like_llama(
         "olmo3", "Olmo3ForCausalLM", fixed(qk_norm="whole", norm_placement="after"), _ATTENTION_FLAG,
         window_by_layer(switched=False, full_every=4), heads=heads(), eps=1e-5, block=_AFTER_BLOCK,
         rope=rope(theta_absent=500_000.0, window_theta_absent=500_000.0, kinds=_FIXED_LENGTH),
         modules=_QK_NORMS | _GATED_MLP,
     ),
-    _like_llama(
+    like_llama(
         "gemma", "GemmaForCausalLM", _ATTENTION_FLAG, EMBEDDING_ROOT,
         only("hidden_activation", "gelu_pytorch_tanh", absent="gelu_pytorch_tanh"),
         only("use_bidirectional_attention", False, absent=False),
         heads=heads(kv_absent=16, width_absent=256), norms=LESS_ONE, tied=True,
         mlp=activation("hidden_act", {"geglu_tanh": "gelu_pytorch_tanh"}, "gelu_pytorch_tanh",
-                       other_names={"gelu": "gelu_pytorch_tanh"}),  # what its first releases say
+                       other_names={"gelu": "gelu_pytorch_tanh"}),  # in its first releases
     ),
     _gemma(
         "gemma2", "Gemma2ForCausalLM",
-        nullable(final_logit_softcapping=("logit_softcap", 30.0), attn_logit_softcapping=("attention_softcap", 50.0)),
+        optional({"final_logit_softcapping": ("logit_softcap", 30.0),
+                  "attn_logit_softcapping": ("attention_softcap", 50.0)}, nullable=True),
         window_by_layer(switched=False, full_every=2), rope=rope(), modules=_GATED_MLP,
         harmless=frozenset({"hidden_act", "cache_implementation", "sliding_window_size"}),  # older names; of generation
     ),
     _gemma(
-        "gemma3_text", "Gemma3ForCausalLM", _QK_NORM, nullable(final_logit_softcapping=("logit_softcap", None)),
+        "gemma3_text", "Gemma3ForCausalLM", _QK_NORM,
+        optional({"final_logit_softcapping": ("logit_softcap", None)}, nullable=True),
         only("attn_logit_softcapping", None, absent=None),
         window_by_layer(switched=False, full_every=6, pattern="sliding_window_pattern"),
         rope=rope(theta_absent=1_000_000.0, window_theta="rope_local_base_freq", window_theta_absent=10_000.0,
@@ -379,12 +351,13 @@ _ALL = (
         modules=_QK_NORMS | _GATED_MLP,
         harmless=frozenset({"cache_implementation", "_sliding_window_pattern"}),  # of generation; in `layer_types`
     ),
-    _like_llama("granite", "GraniteForCausalLM", _BOTH_FLAGS, SCALE_FACTOR, _MULTIPLIERS, heads=heads()),
-    _like_llama(
-        "smollm3", "SmolLM3ForCausalLM", _BOTH_FLAGS, SOME_ROTATE, heads=heads(kv_absent=4, whole=True), tied=True,
-        rope=rope(theta_absent=2_000_000.0), harmless=frozenset({"max_window_layers"}),  # of nothing
+    like_llama("granite", "GraniteForCausalLM", _BOTH_FLAGS, SCALE_FACTOR, _MULTIPLIERS, heads=heads()),
+    like_llama(
+        "smollm3", "SmolLM3ForCausalLM", _BOTH_FLAGS, ROTATED_LAYERS,
+        window_by_layer(by_rotation=True, window_absent=None),
+        heads=heads(kv_absent=4, whole=True), tied=True, rope=rope(theta_absent=2_000_000.0),
     ),
-    _like_llama(
+    like_llama(
         "phi3", "Phi3ForCausalLM", _NO_BIASES, window_everywhere(), _dropouts(resid_pdrop="residual"), *_PHI3_ALONE,
         heads=heads(width=None), eps=1e-5,
         rope=rope(fraction="partial_rotary_factor", kinds=("default", "longrope"), original_absent=4096),
@@ -395,9 +368,9 @@ _ALL = (
             Place("model.layers.{layer}.mlp.gate_up_proj",
                   ("blocks.{layer}.mlp.gate", "blocks.{layer}.mlp.up"), HALVES),
         ),
-        harmless=frozenset({"embd_pdrop"}),  # of nothing
+        harmless=frozenset({"embd_pdrop"}),  # unused
     ),
-    _like_llama(
+    like_llama(
         "mixtral", "MixtralForCausalLM", _NO_BIASES, window_everywhere(),
         experts("num_local_experts", count_absent=8, per_token_absent=2),
         heads=heads(kv_absent=8), rope=rope(theta_absent=1_000_000.0), eps=1e-5,
@@ -408,7 +381,7 @@ _ALL = (
             "model.layers.{layer}.block_sparse_moe.experts.{expert}.w2": "blocks.{layer}.mlp.experts.{expert}.down",
         },
     ),
-    _like_llama(
+    like_llama(
         "qwen3_moe", "Qwen3MoeForCausalLM", _QK_NORM, _ATTENTION_FLAG,
         window_everywhere(absent=4096, switch="use_sliding_window"),
         experts("num_experts", "num_local_experts", count_absent=128, per_token_absent=8),
@@ -421,9 +394,9 @@ _ALL = (
             "model.layers.{layer}.mlp.experts.{expert}.up_proj": "blocks.{layer}.mlp.experts.{expert}.up",
             "model.layers.{layer}.mlp.experts.{expert}.down_proj": "blocks.{layer}.mlp.experts.{expert}.down",
         },
-        harmless=frozenset({"intermediate_size", "max_window_layers"}),  # of dense layers; of nothing
+        harmless=frozenset({"intermediate_size", "max_window_layers"}),  # of dense layers; unused
     ),
-    _like_llama(
+    like_llama(
         "granitemoeshared", "GraniteMoeSharedForCausalLM", _ATTENTION_FLAG, SCALE_FACTOR,
         experts("num_local_experts", count_absent=8, per_token_absent=2, shared="shared_intermediate_size"),
         _MULTIPLIERS, heads=heads(),
@@ -441,11 +414,11 @@ _ALL = (
                   ("blocks.{layer}.mlp.shared.gate", "blocks.{layer}.mlp.shared.up"), HALVES),
         ),
     ),
-    _like_llama(
+    like_llama(
         "seed_oss", "SeedOssForCausalLM", _SEED_FLAGS, _dropouts(0.1, residual_dropout="residual"), dropout=0.1,
         heads=heads(kv_absent=8, width_absent=128), exported=False,
     ),
-    _like_llama(
+    like_llama(
         "cwm", "CwmForCausalLM", only("attention_bias", False, absent=False),
         bias_flags({"mlp_bias": False}, {(False,): (False, False), (True,): (False, True)}),
         window_by_layer(switched=False, full_every=4, full_is=0, window_absent=8192),
@@ -455,7 +428,7 @@ _ALL = (
             "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
         }),
     ),
-    _like_llama(
+    like_llama(
         "ernie4_5", "Ernie4_5ForCausalLM",
         bias_flags({"use_bias": False}, {(False,): (False, False), (True,): (True, True)}),
         only("compression_ratio", 1.0, absent=1.0), own_code("modeling_ernie4_5.Ernie4_5_ForCausalLM"),
@@ -463,7 +436,7 @@ _ALL = (
         block=_NOT_ROTATED, joined=_ROTATED_IN_PAIRS, exported=False,
         harmless=frozenset({"use_flash_attention", "fuse_rms_norm", "max_sequence_length"}),  # how it is computed
     ),
-    _like_llama(
+    like_llama(
         "helium", "HeliumForCausalLM",
         bias_flags({"attention_bias": False, "mlp_bias": False},
                    {(attention, mlp): ("qkv" if attention else False, mlp)
@@ -473,6 +446,4 @@ _ALL = (
     ),
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
-"""Every architecture by its `model_type`, in the order in which a model is tried on them."""
-EXPORTED = tuple(family for family in _ALL if family.exported)
-"""Those that models are written as."""
+"""Every architecture by its `model_type`, in the order in which a model is matched with them."""

@@ -1,4 +1,4 @@
-"""The README.md of an exported folder: what it is, how it is used, what it was compared with."""
+"""The README.md of an exported folder: description, usage and comparison."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ tags: [{model_type}, gptworks]
 # {name}
 
 A language model of {parameters:,} parameters, trained with gptworks {version} (step {step:,}) and written as a
-`{architecture}` in {precision}. It loads in stock transformers, without code of its own:
+`{architecture}` in {precision}. It loads in stock transformers, without remote code:
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -36,7 +36,7 @@ print(tokenizer.decode(model.generate(ids, max_new_tokens=50)[0]))
 
 
 def write_card(folder: Path, export: "Export", recipe: Recipe, family: Family) -> None:
-    """Write README.md, with the tables of the run's own card at its end where there is one."""
+    """Write README.md, followed by the tables of the run's card, if any."""
     text = _HEAD.format(
         model_type=family.model_type, name=recipe.name, parameters=export.parameters, version=__version__,
         step=export.step, precision=export.precision, architecture=export.architecture,
@@ -44,7 +44,7 @@ def write_card(folder: Path, export: "Export", recipe: Recipe, family: Family) -
     text += f"\n{family.advice}\n" if family.advice else ""
     text += f"\n## Comparison\n\n{_comparison(export)}\n"
     if export.notes:
-        text += "\n## Otherwise than in the run\n\n" + "".join(f"* {note}\n" for note in export.notes)
+        text += "\n## Differences from the run\n\n" + "".join(f"* {note}\n" for note in export.notes)
     run_card = recipe.run_dir / "model-card.md"
     if run_card.exists():
         theirs = read_text(run_card, MAX_CARD_BYTES, inside=recipe.run_dir)
@@ -56,12 +56,12 @@ def write_card(folder: Path, export: "Export", recipe: Recipe, family: Family) -
 def _comparison(export: "Export") -> str:
     found = export.verification
     if found is None:
-        return "None: the folder was written with `--no-verify` and has not been compared with the run."
+        return "None: the folder was written with `--no-verify`."
     rounded = "" if export.precision == "fp32" else f", both with the weights rounded to {export.precision}"
     return (
-        f"With transformers {found.transformers_version} beside the run, in fp32 arithmetic{rounded}: the logits of "
+        f"transformers {found.transformers_version} against the run, in fp32 arithmetic{rounded}: the logits of "
         f"{found.tokens:,} tokens differ by at most {found.logit_difference:.2e} (the largest logit is "
         f"{found.largest_logit:.1f}), {found.greedy_tokens} greedy tokens from a cache are equal"
-        f"{f' ({found.ties} of them but for ties within rounding)' if found.ties else ''}, and so are the token ids of "
+        f"{f' ({found.ties} of them up to ties within rounding)' if found.ties else ''}, and so are the token ids of "
         f"{found.texts} texts."
     )

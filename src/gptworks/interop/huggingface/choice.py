@@ -1,4 +1,4 @@
-"""Which architecture of transformers a model belongs to, or what stands in the way."""
+"""Choose the architecture of transformers for a model, or say why none fits."""
 
 import json
 from collections.abc import Mapping
@@ -8,39 +8,40 @@ from tokenizers import Tokenizer
 
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
-from gptworks.interop.huggingface.architectures import EXPORTED
+from gptworks.interop.huggingface.architectures import FAMILIES
 from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.settings import biases
 
 
 def choose_family(config: ModelConfig, tokenizer: Tokenizer) -> tuple[Family, ModelConfig]:
-    """The architecture that holds a model with the fewest biases added as zeros, and the model as it holds it.
+    """The architecture that needs the fewest zero biases added, and the model in its form.
 
     Raises:
-        UserError: none does; the settings that the nearest ones lack are named.
+        UserError: none fits; the message names the settings that the nearest ones lack.
     """
     split = _split_pattern(tokenizer)
-    families = [family for family in EXPORTED if family.own_split in (None, split)]
+    exported = [family for family in FAMILIES.values() if family.exported]
+    families = [family for family in exported if family.own_split in (None, split)]
     obstacles = {family.model_type: family.obstacles(config) for family in families}
     fitting = [family for family in families if not obstacles[family.model_type]]
     if not fitting:
-        others = [family for family in EXPORTED if family not in families and not family.obstacles(config)]
+        others = [family for family in exported if family not in families and not family.obstacles(config)]
         why = (
-            f" `{others[0].model_type}` does, but AutoTokenizer splits text for it by a pattern of its own, which is "
-            f"not this run's tokenizer's, so that it would read other tokens."
+            f" `{others[0].model_type}` does, but AutoTokenizer splits its text by a fixed pattern, not this run's "
+            f"tokenizer's, and would read other tokens."
             if others
             else ""
         )
         raise UserError(
             f"no architecture of transformers computes this model: {_nearest(config, obstacles)}.{why} "
-            f"gptworks runs it as it is; a model to be exported is to be trained with other settings."
+            f"gptworks itself can run it; to export a model, train it with other settings."
         )
     pairs = [(family, family.adapted(config)) for family in fitting]
     return min(pairs, key=lambda pair: len(biases(pair[1]) - biases(config)))
 
 
 def _nearest(config: ModelConfig, obstacles: Mapping[str, list[str]]) -> str:
-    """The architectures that lack the fewest settings, those alike once."""
+    """The architectures that lack the fewest settings, one for each set of settings."""
     fewest = min(map(len, obstacles.values()))
     lacking: dict[str, str] = {}
     for family, names in obstacles.items():
@@ -51,7 +52,7 @@ def _nearest(config: ModelConfig, obstacles: Mapping[str, list[str]]) -> str:
 
 
 def _split_pattern(tokenizer: Tokenizer) -> str | None:
-    """The pattern by which a tokenizer of Qwen's kind splits text; None for another kind."""
+    """The pattern of a tokenizer with Qwen's NFC normalizer; None for others."""
     kind = json.loads(tokenizer.to_str())
     steps = (kind["pre_tokenizer"] or {}).get("pretokenizers", [{}])
     normalized = (kind["normalizer"] or {}).get("type")

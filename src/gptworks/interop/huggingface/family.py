@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from gptworks.config import EARLIER_DEFAULTS, LABORATORY, ModelConfig
 from gptworks.interop.huggingface.settings import Clause, Settings, Values, biases
-from gptworks.interop.huggingface.tensors import Place
+from gptworks.interop.tensors import Place
 
 PLAIN_FIELDS: Values = EARLIER_DEFAULTS | {
     "parallel_residual": False, "norm_placement": "before", "n_experts": 0, "d_ff_shared": 0,
@@ -16,7 +16,7 @@ PLAIN_FIELDS: Values = EARLIER_DEFAULTS | {
     "init": "normal", "dropout_embedding": 0.0, "dropout_attention": 0.0, "dropout_residual": 0.0,
     "dropout_mlp": 0.0,
 } | {name: ModelConfig.model_fields[name].default for name in LABORATORY}  # fmt: skip
-"""Fields of a model of which an architecture says nothing."""
+"""Values of the fields that an architecture does not mention."""
 
 
 @dataclass(frozen=True)
@@ -26,36 +26,36 @@ class Family:
     model_type: str
     architecture: str
     prefix: str
-    """What the names of all tensors but the head's begin with; files of the bare model leave it out."""
+    """Prefix of all tensor names but the head's; files of the bare model leave it out."""
     clauses: tuple[Clause, ...]
     places: tuple[Place, ...]
     other_names: Mapping[str, str] = field(default_factory=dict)
-    """Names of modules that other versions write → the name here."""
+    """Module names in other versions → the name here."""
     harmless: frozenset[str] = frozenset()
-    """Settings of `config.json` that change nothing computed here."""
+    """Settings of `config.json` that do not change logits."""
     moves_value_bias: bool = False
-    """Whether query, key and value have no biases and the output projection has one, which takes the value's."""
+    """Whether only the output projection has a bias, which can absorb the value's."""
     written: Values = field(default_factory=dict)
-    """Settings that are written and say nothing about the model."""
+    """Settings to write that do not describe the model."""
     own_split: str | None = None
-    """The pattern by which AutoTokenizer splits text for this architecture, whatever the folder's tokenizer does."""
+    """AutoTokenizer's own pattern for this architecture, which replaces that of the folder's tokenizer."""
     exported: bool = True
-    """False: an architecture before it holds the same models, and more programs read that one."""
+    """False: an earlier architecture holds the same models, and more programs read it."""
     advice: str = ""
-    """What readers of an exported folder should know."""
+    """Advice for the users of an exported folder."""
 
     def write(self, config: ModelConfig) -> Values:
-        """The settings of a model as `config.json` has them."""
+        """The `config.json` of a model."""
         values = {"model_type": self.model_type, "architectures": [self.architecture], **self.written}
         for clause in self.clauses:
             values |= clause.write(config)
         return values
 
     def read(self, theirs: Settings) -> Values:
-        """Fields of ModelConfig from the settings of `config.json`.
+        """Fields of ModelConfig from a `config.json`.
 
         Raises:
-            UserError: a setting is missing, or has a value that no model of ours has.
+            UserError: a setting is missing, or has an unsupported value.
         """
         ours = dict(PLAIN_FIELDS)
         for clause in self.clauses:
@@ -63,11 +63,11 @@ class Family:
         return ours
 
     def adapted(self, config: ModelConfig) -> ModelConfig:
-        """The model as this architecture holds it, unvalidated."""
+        """The nearest model that this architecture can hold, unvalidated."""
         return config.model_copy(update=self.read(Settings(self.write(config))))
 
     def obstacles(self, config: ModelConfig) -> list[str]:
-        """The fields of a model that this architecture does not have."""
+        """The fields of a model that this architecture cannot hold."""
         adapted = self.adapted(config)
         ours, theirs = what_decides(config), what_decides(adapted)
         missing = [name for name in ours if ours[name] != theirs.get(name)]
@@ -78,8 +78,8 @@ class Family:
 
 
 def what_decides(config: ModelConfig) -> Values:
-    """The settings that decide what a model computes, each in one form; less the biases and the scale of attention,
-    which another form of the weights can hold (adapt.py)."""
+    """The settings that decide what a model computes, in a unique form; without biases and the scale of attention, for
+    which adapt.py can change the weights."""
     always = ("vocab_size", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_head", "d_ff", "position", "norm",
               "norm_eps", "norm_placement", "mlp", "qk_norm", "tie_embeddings", "parallel_residual", "n_experts",
               "embedding_scale", "residual_scale", "logit_divisor", "attention_softcap", "logit_softcap",
@@ -91,7 +91,7 @@ def what_decides(config: ModelConfig) -> Values:
         scaling = config.rope_scaling
         values |= {"rope_theta": config.rope_theta, "rope_fraction": config.rope_fraction, "rope_scaling": scaling}
         values["rope_pattern"] = [config.layer_rotates(layer) for layer in range(config.n_layers)]
-        if scaling is not None:  # linear scaling has no use for the original context
+        if scaling is not None:  # linear scaling does not use the original context
             original = config.original_context_length if scaling.type != "linear" else None
             values["rope_scaling"] = scaling.model_copy(update={"original_context_length": original})
         own = config.window_rope_theta if config.window else None

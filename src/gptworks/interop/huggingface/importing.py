@@ -1,7 +1,6 @@
-"""A Hugging Face folder as a run: `config.json` and safetensors, read without transformers.
+"""Import a Hugging Face folder as a run: read `config.json` and safetensors without transformers.
 
-Nothing is guessed: a setting that gptworks does not know, a tensor that is left over, and one that is missing are
-refused by their names.
+Nothing is guessed: unknown settings, unused tensors and missing tensors are refused by name.
 """
 
 import re
@@ -23,15 +22,15 @@ from gptworks.config import DataConfig, FileTokenizer, ModelConfig, Recipe
 from gptworks.errors import UserError
 from gptworks.evaluation.evaluated_run import PLACEHOLDER_SOURCES
 from gptworks.files import check_free, check_tree, new_folder
-from gptworks.interop.huggingface.architectures import FAMILIES, HARMLESS
+from gptworks.interop.huggingface.architectures import FAMILIES
 from gptworks.interop.huggingface.family import Family
-from gptworks.interop.huggingface.keys import GENERATION_KEYS, TOKENIZER_CONFIG_KEYS, TOKENS_MAP_KEYS
+from gptworks.interop.huggingface.keys import CONFIG_HARMLESS, GENERATION_KEYS, TOKENIZER_CONFIG_KEYS, TOKENS_MAP_KEYS
 from gptworks.interop.huggingface.kinds import about
 from gptworks.interop.huggingface.original import Original, original_of
 from gptworks.interop.huggingface.settings import Settings, Values
-from gptworks.interop.huggingface.tensors import expected_tensors, tensor_places, their_shape
 from gptworks.interop.huggingface.verify import load_their_tokenizer, load_theirs, quiet, require, verify_import
 from gptworks.interop.imported import further_training, write_run
+from gptworks.interop.tensors import expected_tensors, tensor_places, their_shape
 from gptworks.json_files import read_json
 from gptworks.pages.tables import in_a_cell
 from gptworks.planning.params import count_parameters
@@ -41,41 +40,40 @@ from gptworks.tensors import stored_tensors
 from gptworks.tokenizer import library_panics, load_tokenizer, save_tokenizer, vocabulary_size
 
 _BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$")
-"""Masks and frequencies that older versions saved beside the weights; they follow from the settings."""
+"""Masks and frequencies that older versions saved with the weights; they follow from the settings."""
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Import:
-    """What was read."""
+    """The result of an import."""
 
     run_dir: Path
     architecture: str
     model: ModelConfig
     parameters: int
     source: str
-    """Where the folder comes from; empty where that is not known."""
+    """The folder's origin; empty if unknown."""
     notes: tuple[str, ...]
-    """What a reader of the original should know, in words."""
+    """Differences from the original that users should know."""
     logit_difference: float | None
-    """Largest, of the run beside the folder in transformers; None: not compared."""
+    """The largest difference of a logit from transformers; None: not compared."""
 
 
 def import_huggingface(
     folder: str | Path, run_dir: str | Path, *, source: str = "", verify: bool = True, report: Report = lambda _: None
 ) -> Import:
-    """Make a run folder, at step 0, of a Hugging Face folder. Weights become fp32, which holds bf16 and fp16 exactly.
+    """Make a run folder at step 0 from a Hugging Face folder. Weights become fp32, which is exact for bf16 and fp16.
 
     Args:
-        source: where the folder comes from, for the run's card.
-        verify: compare the run's logits with those of transformers, where it is installed.
+        source: the folder's origin, for the run's card.
+        verify: compare the run's logits with transformers, if it is installed.
 
     Raises:
-        UserError: the folder is none, has no safetensors, or holds a setting or tensor that gptworks does not know; or
-            `run_dir` holds something. The value is named.
-        RunError: the run computes something else than transformers does, or the disk is full, fails or refuses. Nothing
-            is kept.
+        UserError: the folder is missing, has no safetensors, or contains an unknown setting or tensor; or `run_dir` is
+            not empty. The value is named.
+        RunError: the logits differ from transformers', or the disk is full or fails. Nothing is kept.
     """
     folder, run_dir = Path(folder), Path(run_dir)
     check_free(run_dir)
@@ -89,11 +87,8 @@ def import_huggingface(
     recipe = _recipe(run_dir, model)
     report(f"reading a {family.architecture} of {count_parameters(model).total:,} parameters")
     tensors = read_tensors(files, family, model)
-    notes = tuple(
-        dict.fromkeys(
-            (*_notes(folder, tokenizer, templates), *broken, *(_differences(folder, original) if verify else ()))
-        )
-    )
+    differences = _differences(folder, original) if verify else []
+    notes = tuple(dict.fromkeys((*_notes(folder, tokenizer, templates), *broken, *differences)))
     imported = Import(run_dir, family.architecture, model, count_parameters(model).total, source, notes, None)
     with new_folder(run_dir) as aside:
         save_tokenizer(tokenizer, aside / "tokenizer")
@@ -115,10 +110,10 @@ def read_folder_config(folder: Path) -> tuple[Family, ModelConfig]:
 
 
 def read_config(values: Values) -> tuple[Family, ModelConfig]:
-    """The architecture that a `config.json` names, and the model it describes.
+    """The architecture that a `config.json` names, and the model that it describes.
 
     Raises:
-        UserError: an architecture, a setting or a value that no model of ours has.
+        UserError: an unknown architecture or setting, or an unsupported value.
     """
     kind = str(values.get("model_type"))
     if kind not in FAMILIES:
@@ -136,20 +131,20 @@ def read_config(values: Values) -> tuple[Family, ModelConfig]:
         raise UserError(f"config.json, rope_parameters: {problem['loc'] or ''} {problem['msg']}.") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise UserError(f"config.json has a value of a wrong type for a `{kind}`: {error}.") from None
-    unknown = [name for name in theirs.left() if name not in HARMLESS | family.harmless]
+    unknown = [name for name in theirs.left() if name not in CONFIG_HARMLESS | family.harmless]
     if unknown:
         raise UserError(
-            f"config.json has `{unknown[0]}`={values[unknown[0]]!r}, which gptworks does not know of a `{kind}`: it "
-            f"may change what the model computes. Where you know that it does not, delete it from config.json."
+            f"config.json has `{unknown[0]}`={values[unknown[0]]!r}, which gptworks does not know for a `{kind}`: it "
+            f"may change what the model computes. If you know that it does not, delete it from config.json."
         )
     return family, parse_model(fields, "config.json")
 
 
 def read_tensors(files: Mapping[str, Path], family: Family, config: ModelConfig) -> dict[str, Tensor]:
-    """Every tensor of the model in fp32, from the files that hold them: their name → file.
+    """Every tensor of the model in fp32. `files` maps each of their names to its file.
 
     Raises:
-        UserError: a tensor is missing, left over, of another shape or of a dtype that fp32 does not hold.
+        UserError: a tensor is missing or unused, or has a wrong shape or a dtype that fp32 cannot represent.
     """
     expected = expected_tensors(config)
     theirs = _by_known_name(files, family)
@@ -158,7 +153,7 @@ def read_tensors(files: Mapping[str, Path], family: Family, config: ModelConfig)
         opened = {path: stack.enter_context(safe_open(path, "pt")) for path in sorted(set(files.values()))}
         for place in tensor_places(family.places, config, expected):
             if place.theirs not in theirs:
-                raise UserError(f"the tensor `{place.theirs}` is missing: config.json describes a model that has it.")
+                raise UserError(f"the tensor `{place.theirs}` is missing: config.json describes a model with it.")
             name = theirs.pop(place.theirs)
             tensor = opened[files[name]].get_tensor(name)
             if tuple(tensor.shape) != (shape := their_shape(place, config, expected)):
@@ -166,7 +161,7 @@ def read_tensors(files: Mapping[str, Path], family: Family, config: ModelConfig)
             if tensor.dtype not in _DTYPES:
                 raise UserError(f"the tensor `{name}` is {tensor.dtype}: gptworks reads fp32, bf16 and fp16.")
             if not tensor.isfinite().all():
-                raise UserError(f"the tensor `{name}` has values that are not finite numbers: the folder is damaged.")
+                raise UserError(f"the tensor `{name}` has values that are not finite: the folder is damaged.")
             parts = place.layout.split(tensor.float(), config)
             tensors |= {ours: part.contiguous() for ours, part in zip(place.ours, parts, strict=True)}
         head = theirs.pop(_head(family), None) if config.tie_embeddings else None
@@ -175,7 +170,7 @@ def read_tensors(files: Mapping[str, Path], family: Family, config: ModelConfig)
     if theirs:
         raise UserError(
             f"the tensor `{next(iter(theirs.values()))}` has no place in a `{family.model_type}` with these settings, "
-            f"and {len(theirs) - 1} more: the folder holds another model than its config.json says."
+            f"and {len(theirs) - 1} more: the folder holds a different model than its config.json says."
         )
     missing = expected.keys() - tensors.keys()
     assert not missing, f"no place for {sorted(missing)[0]}"
@@ -183,10 +178,10 @@ def read_tensors(files: Mapping[str, Path], family: Family, config: ModelConfig)
 
 
 def _by_known_name(files: Mapping[str, Path], family: Family) -> dict[str, str]:
-    """The tensors that are weights: the name that this version of transformers has → the name in the files.
+    """The weights: the name in this version of transformers → the name in the files.
 
     Raises:
-        UserError: two stand for one.
+        UserError: two names mean the same weight.
     """
     theirs: dict[str, str] = {}
     for name in files:
@@ -196,14 +191,14 @@ def _by_known_name(files: Mapping[str, Path], family: Family) -> dict[str, str]:
         if known in theirs:
             raise UserError(
                 f"the tensors `{theirs[known]}` and `{name}` are two names of one weight, `{known}`: the folder "
-                f"contradicts itself. Save it again with the one that is right."
+                f"contradicts itself. Save it again with only the right one."
             )
         theirs[known] = name
     return theirs
 
 
 def _known_as(name: str, family: Family) -> str:
-    """A tensor's name with the prefix that the bare model leaves out, as this version of transformers has it."""
+    """A tensor's name in this version of transformers, with the prefix that the bare model leaves out."""
     module, _, kind = name.rpartition(".")
     if module in family.other_names:
         return f"{family.other_names[module]}.{kind}"
@@ -220,14 +215,14 @@ def _head(family: Family) -> str:
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Which file holds each tensor: from the index of several files, or the names in the one."""
+    """The file of each tensor, from the single file or from the index of several."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if not single.exists() and not index.exists():
         others = sorted(path.name for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(kind))
         if others:
             raise UserError(
-                f"{folder / others[0]} is of a kind that can run code when it is read: gptworks reads safetensors "
-                f"alone. Save the model again with transformers (`save_pretrained` writes safetensors)."
+                f"{folder / others[0]} is of a kind that can run code when it is read: gptworks reads only "
+                f"safetensors. Save the model again with transformers (`save_pretrained` writes safetensors)."
             )
         raise UserError(f"{folder} holds no model.safetensors and no model.safetensors.index.json.")
     if single.exists():
@@ -241,7 +236,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
             raise UserError(f"{index} names {path.name}, which is not in {folder}.")
         stored = stored_tensors(path, inside=folder)
         if absent := {tensor for tensor, held in files.items() if held == path} - set(stored):
-            raise UserError(f"{index} says that `{min(absent)}` is in {path.name}, and it is not.")
+            raise UserError(f"{index} says that `{min(absent)}` is in {path.name}, but it is not.")
     return files
 
 
@@ -264,7 +259,7 @@ def _read_tokenizer(folder: Path, model: ModelConfig) -> Tokenizer:
 def _compiled(
     templates: FolderTemplates, tokenizer: Tokenizer
 ) -> tuple[FolderTemplates, ChatTemplate | None, list[str]]:
-    """The default chat template, or why it is left out."""
+    """The templates, the compiled default one, and a note if it was left out because it does not compile."""
     if templates.default is None:
         return templates, None, []
     try:
@@ -275,7 +270,7 @@ def _compiled(
 
 
 def _notes(folder: Path, tokenizer: Tokenizer, templates: FolderTemplates) -> Iterator[str]:
-    """What the folder states and gptworks does not follow, and what its reader should know."""
+    """Statements of the folder that gptworks does not follow, and other notes for its users."""
     stated = stated_of(tokenizer)
     yield from stated.notes if stated is not None else ()
     for keys in (TOKENIZER_CONFIG_KEYS, TOKENS_MAP_KEYS, GENERATION_KEYS):
@@ -283,23 +278,23 @@ def _notes(folder: Path, tokenizer: Tokenizer, templates: FolderTemplates) -> It
             yield from keys.notes(read_json(folder / keys.file))
     special = special_tokens(tokenizer)
     if not special.ends:
-        yield "the folder states no token that ends a text: generation stops at its length only"
+        yield "the folder states no token that ends a text: generation stops only at its length"
     if special.after:
         yield f"a prompt is followed by {list(special.after)}, which the post-processor of tokenizer.json adds"
     others = [name for name in templates.named if name != "default"]
     if others and templates.default is None:
         yield (
-            f"{templates.source} has the chat templates {', '.join(others)}, and none is `default`: the run has no "
-            f"chat template. Name one with tokenizer.chat_template."
+            f"{templates.source} has the chat templates {', '.join(others)} and no `default`: the run has no chat "
+            f"template. Name one with tokenizer.chat_template."
         )
     elif others:
         yield f"chats use the chat template `default`; {', '.join(others)} of {templates.source} are kept for exports"
     if templates.source == "chat_template.json":
-        yield "the chat template is that of chat_template.json, which transformers reads for processors only"
+        yield "the chat template is from chat_template.json, which transformers reads only for processors"
 
 
 def _differences(folder: Path, original: Original) -> list[str]:
-    """Where transformers, if it is installed, reads texts otherwise than tokenizer.json says, in words."""
+    """A note if transformers is installed and reads a text differently from tokenizer.json."""
     try:
         require("transformers")
     except UserError:
@@ -309,22 +304,23 @@ def _differences(folder: Path, original: Original) -> list[str]:
             with library_panics("this tokenizer is broken"):
                 theirs = load_their_tokenizer(folder)
                 read = {text: theirs(text)["input_ids"] for text in original.texts}
-        except Exception as error:  # of any kind that a folder provokes
+        except Exception as error:  # a folder can provoke any kind
             why = f"{type(error).__name__}: {str(error)[:200]}"
             return [f"AutoTokenizer of transformers does not load the folder: {why}"]
-    differing = [text for text, ids in original.texts.items() if read[text] != ids]
-    return [
-        f"AutoTokenizer of transformers reads {text!r} as {read[text][:12]}, by {type(theirs).__name__}; "
-        f"tokenizer.json makes it {original.texts[text][:12]}, and counts here"
-        for text in differing[:1]
-    ]
+    for text, ids in original.texts.items():
+        if read[text] != ids:
+            return [
+                f"AutoTokenizer of transformers reads {text!r} as {read[text][:12]}, by {type(theirs).__name__}; "
+                f"gptworks follows tokenizer.json, which gives {ids[:12]}"
+            ]
+    return []
 
 
 # ------------------------------------------------------------------------------------------------------- the run
 
 
 def _recipe(run_dir: Path, model: ModelConfig) -> Recipe:
-    """A recipe for the run folder. Its data and training are placeholders: nothing was trained here."""
+    """A recipe for the run folder. Data and training are placeholders, since nothing was trained here."""
     return Recipe(
         name=run_name(run_dir),
         run_dir=run_dir,

@@ -1,6 +1,6 @@
-"""The keys that mean something in the files next to config.json: read, harmless for a reason, or named in a note.
+"""The keys of a Hugging Face folder's JSON files: honoured, harmless for a reason, or named in a note.
 
-config.json has its own list: the clauses of each architecture, and `HARMLESS` (architectures.py).
+The honoured keys of config.json are in the clauses of each architecture (architectures.py).
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,17 +12,17 @@ from gptworks.special_tokens import GENERATION_CONFIG, ROLES, TOKENIZER_CONFIG, 
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of one file. One that is in no list is named in a note too."""
+    """The keys of one file. A key that is in no list is also named in a note."""
 
     file: str
     honoured: frozenset[str]
     harmless: Mapping[str, frozenset[str]]
-    """Why it changes nothing here → keys."""
+    """Why a key has no effect here → keys."""
     noted: Mapping[str, frozenset[str]]
-    """What gptworks does not do → keys. Null, false and empty values ask for nothing."""
+    """What gptworks does not do → keys. Null, false and empty values are ignored."""
 
     def notes(self, values: Mapping[str, Any]) -> Iterator[str]:
-        """What is stated and is not followed, in words."""
+        """A note for each key that is set and not honoured."""
         known = self.honoured.union(*self.harmless.values())
         for key in sorted(values.keys() - known):
             if values[key] in (None, False, [], {}):
@@ -35,28 +35,57 @@ def _keys(*names: str) -> frozenset[str]:
     return frozenset(name for line in names for name in line.split())
 
 
-_TEXT_KEYS = _keys("name_or_path tokenizer_file special_tokens_map_file vocab_file merges_file files_loaded auto_map")
+_CONFIG_HARMLESS: Mapping[str, frozenset[str]] = {
+    "a name, a place or a version": _keys(
+        "architectures transformers_version name_or_path _name_or_path transformers.js_config tokenizer_class "
+        "prefix finetuning_task is_llama_config unsloth_version unsloth_fixed model_name"
+    ),
+    "tokens: read by special_tokens.py, or for other kinds of model": _keys(
+        "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id unk_token_id mask_token_id "
+        "cls_token_id"
+    ),
+    "how logits are computed, not which": _keys(
+        "dtype torch_dtype use_cache cache_implementation attn_implementation pretraining_tp "
+        "_attn_implementation_autoset _attn_implementation torchscript chunk_size_feed_forward "
+        "gradient_checkpointing output_hidden_states output_attentions output_router_logits return_dict "
+        "use_return_dict use_flash_attn use_bfloat16"
+    ),
+    "training only": _keys(
+        "router_aux_loss_coef router_jitter_noise classifier_dropout id2label label2id num_labels _num_labels "
+        "problem_type task_specific_params is_decoder tf_legacy_loss loss_type"
+    ),
+    "generation, which each request states": _keys(
+        "max_length min_length do_sample num_beams temperature top_k top_p repetition_penalty length_penalty "
+        "no_repeat_ngram_size num_return_sequences early_stopping num_beam_groups diversity_penalty typical_p "
+        "encoder_no_repeat_ngram_size output_scores return_dict_in_generate remove_invalid_values"
+    ),
+}  # fmt: skip
+"""Why a setting of any `config.json` does not change logits → its names."""
+CONFIG_HARMLESS = frozenset().union(*_CONFIG_HARMLESS.values())
+"""Settings that do not change logits. A setting that is not among them and that no clause takes is refused by name: it
+may belong to a newer class that computes something else."""
 
 TOKENIZER_CONFIG_KEYS = Keys(
     TOKENIZER_CONFIG,
     _keys(*ROLES, "chat_template add_bos_token add_eos_token added_tokens_decoder tokenizer_class "
           "additional_special_tokens extra_special_tokens"),
     {
-        "a name, a place or a version": _TEXT_KEYS | _keys(
+        "a name, a place or a version": _keys(
+            "name_or_path tokenizer_file special_tokens_map_file vocab_file merges_file files_loaded auto_map "
             "processor_class transformers_version backend is_local local_files_only _commit_hash trust_remote_code "
             "tokenizer_type model_type fast_tokenizer_files"
         ),
-        "tokenizer.json says how text is split, and it is what is read": _keys(
+        "tokenizer.json decides it": _keys(
             "add_prefix_space legacy sp_model_kwargs errors trim_offsets do_lower_case strip_accents "
             "tokenize_chinese_chars keep_accents remove_space model_specific_special_tokens "
             "spaces_between_special_tokens from_slow use_fast fix_mistral_regex unk_id"
         ),
-        "the model's context and the request decide how long a text may be": _keys(
+        "the model's context and the request limit the length of a text": _keys(
             "model_max_length max_length max_len stride truncation truncation_strategy truncation_side"
         ),
         "texts are not padded": _keys("padding padding_side pad_to_multiple_of pad_token_type_id pad_token_type"),
-        "transformers ignores it of a BPE, and gptworks of any tokenizer": _keys("clean_up_tokenization_spaces"),
-        "a default of code that is not run": _keys(
+        "transformers ignores it for BPE, and gptworks for every tokenizer": _keys("clean_up_tokenization_spaces"),
+        "a default of code that does not run": _keys(
             "use_default_system_prompt model_input_names verbose init_inputs return_token_type_ids "
             "chat_control_tokens response_schema response_template"
         ),
@@ -67,7 +96,7 @@ TOKENIZER_CONFIG_KEYS = Keys(
     },
     {
         "special tokens in a text are read as text": _keys("split_special_tokens"),
-        "decoded text is kept as it is": _keys(
+        "decoded text is not changed": _keys(
             "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
         ),
     },
@@ -89,12 +118,12 @@ GENERATION_KEYS = Keys(
         "a name or a version": _keys(
             "transformers_version _from_model_config _name_or_path model_type trust_remote_code"
         ),
-        "how a text is drawn, which each request says (an export gives it back)": _keys(
+        "sampling, which each request states (exports write it again)": _keys(
             "do_sample temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty "
             "no_repeat_ngram_size num_beams num_beam_groups diversity_penalty length_penalty early_stopping "
             "num_return_sequences penalty_alpha dola_layers renormalize_logits remove_invalid_values max_time"
         ),
-        "how long a text may be, which each request says (an export gives it back)": _keys(
+        "length, which each request states (exports write it again)": _keys(
             "max_length max_new_tokens min_length min_new_tokens max_context_size max_window_size chat_format"
         ),
         "how transformers computes, and what it returns": _keys(
@@ -105,29 +134,16 @@ GENERATION_KEYS = Keys(
             "target_lookbehind assistant_ensemble_weight prompt_lookup_num_tokens max_matching_ngram_size "
             "speculation_type"
         ),
-        "of models with an encoder": _keys(
+        "for models with an encoder": _keys(
             "decoder_start_token_id encoder_no_repeat_ngram_size encoder_repetition_penalty"
         ),
     },
     {
         "gptworks does not stop there; give `stop` with a request": _keys("stop_strings"),
-        "gptworks forbids, forces and prefers no tokens of itself; give `logit_bias` with a request": _keys(
+        "gptworks does not forbid, force or prefer tokens; give `logit_bias` with a request": _keys(
             "suppress_tokens begin_suppress_tokens bad_words_ids sequence_bias forced_bos_token_id forced_eos_token_id "
             "force_words_ids constraints exponential_decay_length_penalty"
         ),
         "gptworks does not compute it": _keys("guidance_scale watermarking_config token_healing"),
     },
 )  # fmt: skip
-
-TOKENIZER_KEYS: Mapping[str, str] = {
-    "version": "harmless: there is one",
-    "truncation": "harmless: texts are not cut by their tokenizer",
-    "padding": "harmless: texts are not padded",
-    "added_tokens": "honoured",
-    "normalizer": "honoured",
-    "pre_tokenizer": "honoured",
-    "post_processor": "honoured: what it puts before and after a text",
-    "decoder": "honoured",
-    "model": "honoured",
-}
-"""tokenizer.json, whose library refuses other keys."""

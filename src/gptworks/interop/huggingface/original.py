@@ -1,12 +1,12 @@
-"""What an imported folder makes of texts and where it ends them, kept in the run to compare its exports with.
+"""Facts of an imported folder, kept in the run so that its exports can be compared with them.
 
 `tokenizer/original.json` of an imported run:
 
-texts      text → token ids, of texts on which tokenizers differ, with what the post-processor adds
+texts      text → token ids, including those of the post-processor, for texts on which tokenizers differ
 ends       the ids that end generation
-names      bos_token, eos_token, … as the folder states them
-template   sha256 of the chat template; null: it has none
-templates  the folder's other chat templates, by name; an export gives them back
+names      bos_token, eos_token, … as in the folder
+template   sha256 of the chat template; null: none
+templates  the folder's other chat templates by name, which exports write again
 """
 
 import hashlib
@@ -33,12 +33,12 @@ TEXTS = (
     "Zoe\u0308 naïvely paid 1,234.50 € for 東京 🗼👩‍👩‍👧!",
     "I'll we've 'tis\u00a0\u3000x\u200b0123456789",
 )
-"""Words, spaces at both ends, indentation, composed and decomposed characters, contractions and runs of digits."""
+"""Words, outer spaces, indentation, composed and decomposed characters, contractions and runs of digits."""
 
 
 @dataclass(frozen=True)
 class Original:
-    """The facts; see above."""
+    """The facts; see the module."""
 
     texts: Mapping[str, list[int]]
     ends: list[int]
@@ -51,7 +51,7 @@ class Original:
 
 
 def original_of(tokenizer: Tokenizer, templates: FolderTemplates) -> Original:
-    """The facts of a folder. A text may hold the name of a special token, which is one for transformers."""
+    """The facts of a folder. Names of special tokens in a text become those tokens, as in transformers."""
     special = special_tokens(tokenizer)
     names = [f"a{name} b" for name in dict.fromkeys(special.names.values())]
     reader = unpack_tokenizer(pack_tokenizer(tokenizer))
@@ -66,7 +66,7 @@ def original_of(tokenizer: Tokenizer, templates: FolderTemplates) -> Original:
 
 
 def read_original(tokenizer_folder: Path) -> Original | None:
-    """The facts that a run has kept; None: it was not imported, or by an earlier version.
+    """The facts kept in a run; None: it was not imported.
 
     Raises:
         UserError: the file is damaged.
@@ -79,7 +79,7 @@ def read_original(tokenizer_folder: Path) -> Original | None:
         return Original(**tree)
     except TypeError:
         raise UserError(
-            f"{path} is not what an import writes: delete it, and exports are compared with the run only."
+            f"{path} is not what an import writes: delete it, and exports are compared only with the run."
         ) from None
 
 

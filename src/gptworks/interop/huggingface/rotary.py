@@ -1,4 +1,4 @@
-"""Rotary positions and their scaling, in both directions. See settings.py for clauses."""
+"""The clause (settings.py) of rotary positions and their scaling."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,18 +23,20 @@ def rope(
     original_absent: int | None = None,
     absent: Mapping[str, Any] | None = None,
 ) -> Clause:
-    """Rotary positions and their scaling, and with them the context.
+    """Rotary positions, their scaling and the context.
 
-    transformers 5 has `rope_parameters`; `rope_theta` beside it, and `rope_scaling`, are what earlier ones and other
-    tools read. Its dynamic scaling has `max_position_embeddings` for the original context.
+    transformers 5 reads `rope_parameters`; earlier versions and other tools read `rope_theta` and `rope_scaling`. With
+    dynamic scaling, `max_position_embeddings` is the original context.
 
     Args:
-        fraction: their name of the share of a head that is rotated; None: the whole head is.
-        kinds: those of theirs that we have too.
-        window_theta: what earlier versions call the base of windowed layers.
-        window_theta_absent: the base of windowed layers where none is given; None: they turn as the others do.
-        absent: the parameters where none are given.
-        original_absent: `original_max_position_embeddings` stands beside the parameters and wins; a missing one.
+        theta: their name of the base, with the default `theta_absent`.
+        fraction: their name of the rotated share of a head, with the default `fraction_absent`; None: all of it.
+        kinds: their kinds of scaling that gptworks supports.
+        window_theta: the name of the windowed layers' base in earlier versions.
+        window_theta_absent: default base of windowed layers; None: they rotate like the others.
+        absent: default parameters.
+        original_absent: default of a separate `original_max_position_embeddings`, which has precedence; None: there is
+            no such setting.
     """
 
     def write(config: ModelConfig) -> Values:
@@ -71,7 +73,7 @@ def rope(
         def rotation(parameters: Values) -> Values:
             fields = {"context_length": context, "rope_scaling": None} | _read(parameters, plain, context, kinds)
             if not fraction and fields["rope_fraction"] != 1:
-                rule = "this model type rotates the whole head"
+                rule = "this model type rotates all of a head"
                 raise refusal("partial_rotary_factor", fields["rope_fraction"], rule)
             return fields
 
@@ -80,23 +82,23 @@ def rope(
         by_layer = Settings(given)
         everywhere, windowed = {**(by_layer.take(_FULL) or {}), **scaled}, {**(by_layer.take(_WINDOWED) or {})}
         for name in by_layer.left():
-            raise UserError(f"config.json has rope_parameters.{name}: {_FULL} and {_WINDOWED} are expected.")
+            raise UserError(f"config.json has rope_parameters.{name}: only {_FULL} and {_WINDOWED} are known.")
         own_base = theirs.take(window_theta, window_theta_absent) if window_theta else window_theta_absent
         if "rope_theta" not in windowed and not window_theta and base != own_base:
-            raise refusal(theta, base, f"windowed layers need theirs too, rope_parameters.{_WINDOWED}.rope_theta")
+            raise refusal(theta, base, f"windowed layers need rope_parameters.{_WINDOWED}.rope_theta too")
         fields, own = rotation(everywhere), rotation({"rope_theta": own_base} | windowed)
         if own == fields:
             return fields
         if own["rope_scaling"] is not None:
-            kind = own["rope_scaling"].type
-            raise refusal(f"rope_parameters.{_WINDOWED}.rope_type", kind, "windowed layers are scaled as others or not")
+            rule = "windowed layers are scaled like the others or not at all"
+            raise refusal(f"rope_parameters.{_WINDOWED}.rope_type", own["rope_scaling"].type, rule)
         return fields | {"window_rope_theta": own["rope_theta"]}
 
     return Clause(write, read)
 
 
 def _written(scaling: RopeScaling, original: int) -> Values:
-    """A scaling as `rope_parameters` has it. original: the tokens that the frequencies were made for."""
+    """A scaling in `rope_parameters`. original: the context that the frequencies were made for."""
     values: Values = {"rope_type": scaling.type, "factor": scaling.factor}
     if scaling.short_factors and scaling.long_factors:
         values |= {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
@@ -111,7 +113,7 @@ def _written(scaling: RopeScaling, original: int) -> Values:
 
 
 def _older(parameters: Values, context: int) -> Values:
-    """`rope_scaling` for earlier versions. Of LongRoPE they take three values alone, where those say all."""
+    """`rope_scaling` for earlier versions, which accept only three values for LongRoPE; these must say everything."""
     factors = {name: parameters[name] for name in ("short_factor", "long_factor") if name in parameters}
     if not factors or "attention_factor" in parameters:
         return dict(parameters)
@@ -121,20 +123,20 @@ def _older(parameters: Values, context: int) -> Values:
 
 
 def _read(given: Any, plain: Values, context: int, kinds: tuple[str, ...]) -> Values:
-    """Fields from one set of `rope_parameters`. plain: base and share where the set has none, and an original context
-    that wins."""
+    """Fields from one set of `rope_parameters`. plain: defaults of base and share, and an original context that has
+    precedence."""
     parameters = Settings(given)
     fields: Values = {
         "rope_theta": parameters.take("rope_theta", plain["rope_theta"]),
         "rope_fraction": parameters.take("partial_rotary_factor", plain["rope_fraction"]),
     }
     kind = parameters.take("rope_type", parameters.take("type", "default"))
-    kind = "longrope" if kind == "su" else kind  # its first name
+    kind = "longrope" if kind == "su" else kind  # its former name
     if kind not in kinds:
-        raise refusal("rope_type", kind, f"gptworks has {', '.join(kinds)} for this model type")
+        raise refusal("rope_type", kind, f"gptworks supports {', '.join(kinds)} for this model type")
     for name, neutral in _NEUTRAL.items():
         if (value := parameters.take(name)) not in (None, neutral):
-            raise refusal(f"rope_parameters.{name}", value, f"gptworks computes {neutral!r} alone")
+            raise refusal(f"rope_parameters.{name}", value, f"gptworks supports only {neutral!r}")
     original = parameters.take("original_max_position_embeddings", context)
     original = plain.get("original", original)
     if kind == "longrope":
@@ -166,5 +168,5 @@ def _read(given: Any, plain: Values, context: int, kinds: tuple[str, ...]) -> Va
             fields["context_length"] = round(context * scaling["factor"])
         fields["rope_scaling"] = RopeScaling(type=kind, **scaling)
     for name in parameters.left():
-        raise UserError(f"config.json has rope_parameters.{name}, which gptworks does not know.")
+        raise UserError(f"config.json has rope_parameters.{name}, which gptworks does not support.")
     return fields

@@ -1,7 +1,7 @@
-"""Settings in both directions: each clause writes a part of a model's settings as `config.json` has it, and reads it.
+"""Settings in both directions: each clause writes a part of a model's settings to `config.json`, and reads it.
 
-A clause writes what its architecture can hold. What it cannot hold is written as the nearest thing that it can, so that
-reading it back gives another model: comparing the two shows what stands in the way (family.py).
+A clause replaces a value that its architecture cannot hold by the nearest one that it can. Reading it back then gives
+another model, and the differences are the obstacles to an export (family.py).
 """
 
 from collections.abc import Callable, Mapping
@@ -16,29 +16,29 @@ Values = dict[str, Any]
 
 
 class Settings:
-    """A `config.json` being read. Each setting is taken by its name, so that those left over can be refused."""
+    """A `config.json` being read. It records which settings were taken, so that the others can be refused."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = dict(values)
         self._taken: set[str] = set()
 
     def take(self, name: str, absent: Any = None) -> Any:
-        """The value of a setting, null included; `absent` where the file does not have it."""
+        """The value of a setting, which may be null; `absent` if the file does not have it."""
         self._taken.add(name)
         return self._values.get(name, absent)
 
     def need(self, name: str) -> Any:
-        """The value of a setting that has no default.
+        """The value of a required setting.
 
         Raises:
             UserError: it is missing or null.
         """
         if (value := self.take(name)) is None:
-            raise UserError(f"config.json has no `{name}`: it is not a whole configuration of this model type.")
+            raise UserError(f"config.json has no `{name}`, which this model type needs: the file is incomplete.")
         return value
 
     def left(self) -> Values:
-        """What was set and never taken; null and empty values set nothing."""
+        """Settings that were never taken, without null and empty values."""
         left = {name: value for name, value in self._values.items() if name not in self._taken}
         return {name: value for name, value in left.items() if value not in (None, [], {})}
 
@@ -48,13 +48,13 @@ class Clause:
     """A part of the settings."""
 
     write: Callable[[ModelConfig], Values]
-    """The part as `config.json` has it."""
+    """The part of `config.json` for a model."""
     read: Callable[[Settings, Values], Values]
-    """The part as fields of ModelConfig; the second argument holds those read by the clauses before."""
+    """The part as fields of ModelConfig; the second argument holds the fields that earlier clauses read."""
 
 
 def refusal(name: str, value: Any, rule: str) -> UserError:
-    """The error for a setting whose value no model of ours has."""
+    """The error for a setting with an unsupported value."""
     return UserError(f"config.json has `{name}`={value!r}: {rule}.")
 
 
@@ -62,64 +62,58 @@ def refusal(name: str, value: Any, rule: str) -> UserError:
 
 
 def fixed(**fields: Any) -> Clause:
-    """Fields that the architecture has in one way only, and `config.json` does not mention."""
+    """Fields with one value in this architecture, which `config.json` does not mention."""
     return Clause(lambda config: {}, lambda theirs, ours: dict(fields))
 
 
 def only(name: str, value: Any, absent: Any) -> Clause:
-    """A setting of theirs of which we have one value. `absent`: what a missing one means."""
+    """A setting of theirs of which gptworks supports one value. `absent`: the value if it is missing."""
 
     def read(theirs: Settings, ours: Values) -> Values:
         given = theirs.take(name, absent)
         if given != value and not (given is None and absent == value):
-            raise refusal(name, given, f"gptworks computes {value!r} alone")
+            raise refusal(name, given, f"gptworks supports only {value!r}")
         return {}
 
     return Clause(lambda config: {} if absent == value else {name: value}, read)
 
 
 def own_code(name: str) -> Clause:
-    """The code that a folder may bring for its model, and that transformers has become since: it is not run."""
+    """Remote code of a folder, which is never run: accepted only if transformers contains it by now."""
 
     def read(theirs: Settings, ours: Values) -> Values:
         code = (theirs.take("auto_map") or {}).get("AutoModelForCausalLM", name)
         if code.rpartition("--")[2] != name:
-            raise refusal("auto_map", code, f"code that comes with a model is not run; `{name}` alone is known")
+            raise refusal("auto_map", code, f"code in a model's folder is not run; only `{name}` is known")
         return {}
 
     return Clause(lambda config: {}, read)
 
 
 def needed(**names: str) -> Clause:
-    """Settings that both sides have and that `config.json` must give: their name → ours."""
+    """Required settings that both sides have: their name → ours."""
     return Clause(
         lambda config: {theirs: getattr(config, ours) for theirs, ours in names.items()},
         lambda theirs, ours: {our_name: theirs.need(name) for name, our_name in names.items()},
     )
 
 
-def optional(**names: tuple[str, Any]) -> Clause:
-    """Settings that both sides have: their name → ours and the value of a missing one, or a function that makes it from
-    the fields read before.
+def optional(names: Mapping[str, tuple[str, Any]], *, nullable: bool = False) -> Clause:
+    """Settings that both sides have: their name → ours and the default, or a function of the fields read before.
+
+    Args:
+        nullable: null switches a setting off; otherwise null means the default.
     """
 
     def read(theirs: Settings, ours: Values) -> Values:
         fields: Values = {}
         for name, (our_name, default) in names.items():
-            if (value := theirs.take(name)) is None:
-                value = default(ours) if callable(default) else default
-            fields[our_name] = value
+            value = theirs.take(name, default)
+            value = default if value is None and not nullable else value
+            fields[our_name] = value(ours) if callable(value) else value
         return fields
 
     return Clause(lambda config: {theirs: getattr(config, ours) for theirs, (ours, _) in names.items()}, read)
-
-
-def nullable(**names: tuple[str, Any]) -> Clause:
-    """Settings that both sides have and that null switches off: their name → ours and the value of a missing one."""
-    return Clause(
-        lambda config: {theirs: getattr(config, ours) for theirs, (ours, _) in names.items()},
-        lambda theirs, ours: {our_name: theirs.take(name, absent) for name, (our_name, absent) in names.items()},
-    )
 
 
 # --------------------------------------------------------------------------------------- attention and MLP
@@ -134,10 +128,10 @@ def heads(
     width_absent: int | None = None,
     whole: bool = False,
 ) -> Clause:
-    """Query heads, key/value heads and the width of one; where a name is None, the architecture has no choice.
+    """Query heads, key/value heads and head width. A name of None: the architecture has no such setting.
 
     Args:
-        whole: the number of heads must divide the width of the model even where `width` is given.
+        whole: the number of heads must divide the model's width even if `width` is given.
     """
 
     def write(config: ModelConfig) -> Values:
@@ -162,7 +156,7 @@ SCALE_SWITCH = Clause(
     lambda config: {"scale_attn_weights": config.attention_scale != 1.0},
     lambda theirs, ours: {"attention_scale": None if theirs.take("scale_attn_weights", True) else 1.0},
 )
-"""GPT-2's flag: q·k is divided by √D, or left as it is."""
+"""GPT-2's flag: whether q·k is divided by √D."""
 
 
 def _read_scale_factor(theirs: Settings, ours: Values) -> Values:
@@ -182,25 +176,25 @@ def _read_query_scalar(theirs: Settings, ours: Values) -> Values:
 QUERY_SCALAR = Clause(
     lambda config: {"query_pre_attn_scalar": max(1, round(config.score_scale**-2))}, _read_query_scalar
 )
-"""Gemma's: q·k is divided by the root of a whole number."""
+"""Gemma's setting: q·k is divided by the root of an integer."""
 
 EMBEDDING_ROOT = Clause(lambda config: {}, lambda theirs, ours: {"embedding_scale": ours["d_model"] ** 0.5})
-"""Gemma multiplies the embedding by √C. transformers rounds the root to the weights' dtype: in fp32, as here."""
+"""Gemma multiplies the embedding by √C, which transformers rounds to the weights' dtype; fp32 gives our value."""
 
 _ACTIVATION_ALIASES = {
     "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh", "gelu_accurate": "gelu_pytorch_tanh",
     "gelu_python_tanh": "gelu_pytorch_tanh", "gelu_python": "gelu", "swish": "silu",
 }  # fmt: skip
-"""Names of transformers for one and the same function."""
+"""Different names of transformers for the same function."""
 
 
 def activation(
     name: str, choices: Mapping[str, str], absent: str, other_names: Mapping[str, str] = MappingProxyType({})
 ) -> Clause:
-    """The MLP's activation: ours → their name. One that they do not have is written as the first.
+    """The MLP's activation: our name → theirs. One that they do not have is written as the first.
 
     Args:
-        other_names: a name that this architecture takes for another → that one.
+        other_names: names that this architecture replaces by another one → that one.
     """
 
     def read(theirs: Settings, ours: Values) -> Values:
@@ -209,7 +203,7 @@ def activation(
         for our_name, their_name in choices.items():
             if _ACTIVATION_ALIASES.get(given, given) == _ACTIVATION_ALIASES.get(their_name, their_name):
                 return {"mlp": our_name}
-        raise refusal(name, given, f"gptworks has {', '.join(choices.values())} for this model type")
+        raise refusal(name, given, f"gptworks supports {', '.join(choices.values())} for this model type")
 
     return Clause(lambda config: {name: choices.get(config.mlp, next(iter(choices.values())))}, read)
 
@@ -219,11 +213,11 @@ AttentionBias = bool | Literal["qkv", "out"]
 
 
 def bias_flags(absent: Mapping[str, bool], choices: Mapping[Flags, tuple[AttentionBias, bool]]) -> Clause:
-    """Which linear layers have biases.
+    """The linear layers with biases.
 
     Args:
-        absent: the names of the flags, with what a missing one means.
-        choices: values of the flags → our biases of attention and of the MLP.
+        absent: the flags with their defaults.
+        choices: values of the flags → our `attention_bias` and `mlp_bias`.
     """
 
     def fields(flags: Flags) -> Values:
@@ -248,16 +242,17 @@ def bias_flags(absent: Mapping[str, bool], choices: Mapping[Flags, tuple[Attenti
 
 
 def biases(config: ModelConfig) -> set[str]:
-    """The kinds of bias that a model has."""
+    """The kinds of bias in a model."""
     kinds = {"qkv": config.qkv_bias, "out": config.out_bias, "mlp": config.mlp_bias, "norm": config.norm_bias}
     return {kind for kind, there in kinds.items() if there}
 
 
 def experts(*count: str, count_absent: int, per_token_absent: int, shared: str | None = None) -> Clause:
-    """How many experts, how many a token, and how wide. At least one: a dense model is of another architecture.
+    """Number of experts, experts per token and the shared expert's width. A dense model is written with one expert, so
+    that it does not fit.
 
     Args:
-        count: their names of the number, the first of which is written.
+        count: their names of the number of experts; the first is written.
     """
 
     def write(config: ModelConfig) -> Values:

@@ -1,6 +1,6 @@
-"""A Hugging Face folder beside our model: the same logits, the same greedy tokens from a cache, the same token ids.
+"""Compare a Hugging Face folder with our model: logits, greedy tokens from a cache, and token ids.
 
-The folder is loaded as its readers will load it, by stock transformers and without code of its own, in fp32.
+The folder is loaded by stock transformers, without remote code, in fp32.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from gptworks.model import GPT
 from gptworks.tokenizer import load_tokenizer, prompt_ids
 
 TOLERANCE = 1e-4
-"""Largest difference of two logits, relative to the largest of them all or to 1."""
+"""Largest difference of two logits, relative to the largest logit or to 1."""
 
 GREEDY_TOKENS = 64
 
@@ -35,8 +35,7 @@ TEXTS = (
     "def area(radius):\n    return 3.14159 * radius**2  # in m²\n",
     "Zoë naïvely paid 1,234.50 € for 東京 🗼 — twice!\n\n\tWhy?",
 )
-"""Samples for the tokenizer: words, code with indentation, and characters of several bytes."""
-
+"""Samples for the tokenizer: words, code with indentation, and multi-byte characters."""
 
 CHATS = (
     [{"role": "user", "content": " Hi  there\n"}],
@@ -51,23 +50,23 @@ CHATS = (
 
 @dataclass(frozen=True)
 class Verification:
-    """What was compared, and how far apart it was."""
+    """The result of a comparison."""
 
     transformers_version: str
     logit_difference: float
-    """Largest, over every position of every sequence."""
+    """The largest over all positions of all sequences."""
     largest_logit: float
     tokens: int
-    """Positions compared."""
+    """Number of positions compared."""
     greedy_tokens: int
-    """Compared one by one."""
+    """Number of greedy tokens compared."""
     ties: int
-    """Of these, tokens whose logits are equal but for rounding, and of which each side took another."""
+    """Greedy tokens where both sides chose differently between logits that are equal up to rounding."""
     texts: int
 
 
 def require(library: str) -> Any:
-    """A library that what was written or read is compared in: transformers, or peft.
+    """Import the library for a comparison: transformers or peft.
 
     Raises:
         UserError: it is not installed.
@@ -77,13 +76,13 @@ def require(library: str) -> Any:
             return importlib.import_module(library)
     except ImportError:
         raise not_installed(
-            library, "interop", "the comparison of the model", "--no-verify leaves the comparison out."
+            library, "interop", "the comparison of the model", "--no-verify skips the comparison."
         ) from None
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep warnings, notes and progress bars of transformers from the terminal."""
+    """Silence warnings, messages and progress bars of transformers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging: Any = importlib.import_module("transformers.utils.logging")
@@ -110,10 +109,10 @@ def verify_folder(
     """Compare a folder with our model and tokenizer.
 
     Args:
-        model: has the weights that the folder's tensors stand for, in fp32 and in eval mode.
-        texts: compared beside `TEXTS`.
+        model: in fp32 and eval mode, with the weights of the folder.
+        texts: texts to compare in addition to `TEXTS`.
         template: the run's chat template, whose rendering is compared.
-        original: what the folder that the run was imported from makes of texts, and where it ends them.
+        original: facts of the folder that the run was imported from.
 
     Raises:
         RunError: something differs; it is named.
@@ -135,35 +134,18 @@ def verify_folder(
         _compare_chats(template, their_tokenizer)
         if original is not None:
             _compare_original(original, their_tokenizer, theirs.generation_config)
-        sequences = _sequences(model, tokenizer, texts)
-        difference, largest = _compare_logits(model, theirs, sequences, "the export", "the model")
+        sequences = sequences_for(model, tokenizer, texts)
+        difference, largest = compare_logits(model, theirs, sequences)
         n_greedy, n_ties = _compare_greedy(model, theirs, _prompt(sequences[-1], model.config))
     n_tokens = sum(len(ids) for ids in sequences)
     return Verification(transformers.__version__, difference, largest, n_tokens, n_greedy, n_ties, len(texts))
 
 
-@torch.no_grad()
-def verify_logits(
-    model: GPT,
-    theirs: Any,
-    tokenizer: Tokenizer,
-    texts: Sequence[str] = (),
-    what: str = "the export",
-    original: str = "the model",
-) -> float:
-    """The largest difference between the logits of our model and of one of transformers.
-
-    Raises:
-        RunError: it is above the bound.
-    """
-    return _compare_logits(model, theirs, _sequences(model, tokenizer, [*TEXTS, *texts]), what, original)[0]
-
-
 def load_theirs(folder: Path) -> Any:
-    """The model in a Hugging Face folder as transformers loads it, in fp32; from safetensors, without its code.
+    """The model of a Hugging Face folder in transformers, in fp32, from safetensors and without remote code.
 
     Raises:
-        UserError: a link leads out of the folder, or something in it is no regular file.
+        UserError: a link leads out of the folder, or it contains something other than regular files.
     """
     check_tree(folder)
     return require("transformers").AutoModelForCausalLM.from_pretrained(
@@ -172,20 +154,20 @@ def load_theirs(folder: Path) -> Any:
 
 
 def load_their_tokenizer(folder: Path) -> Any:
-    """The tokenizer in a Hugging Face folder as transformers loads it, without its code."""
+    """The tokenizer of a Hugging Face folder in transformers, without remote code."""
     return require("transformers").AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def verify_import(run_dir: Path, library: str, load: Callable[[], Any], report: Report) -> float | None:
-    """The largest difference between the logits of a run that was made of other people's files and of their library;
-    None where the library is not installed.
+    """The largest difference between the logits of an imported run and of the original in its library; None: the
+    library is not installed.
 
     Args:
-        load: makes the model of transformers or PEFT.
+        load: loads the original in transformers or PEFT.
 
     Raises:
         RunError: it is above the bound.
-        UserError: their library does not load the files.
+        UserError: the library does not load the files.
     """
     try:
         require(library)
@@ -199,15 +181,15 @@ def verify_import(run_dir: Path, library: str, load: Callable[[], Any], report: 
             theirs = load().eval()
         except Exception as error:
             raise UserError(
-                f"gptworks reads this and its own library does not, so the import cannot be compared: "
-                f"{type(error).__name__}: {str(error)[:300]}. Give --no-verify to import it without a comparison."
+                f"gptworks reads this but {library} does not, so the import cannot be compared: "
+                f"{type(error).__name__}: {str(error)[:300]}. Give --no-verify to import without a comparison."
             ) from error
-        tokenizer = load_tokenizer(run.tokenizer_folder)
-        return verify_logits(run.model, theirs, tokenizer, what="the import", original="the original")
+        sequences = sequences_for(run.model, load_tokenizer(run.tokenizer_folder))
+        return compare_logits(run.model, theirs, sequences, "the import", "the original")[0]
 
 
 def logit_bound(largest_logit: float) -> float:
-    """How far apart two logits may be."""
+    """The largest accepted difference of two logits."""
     return TOLERANCE * max(1.0, largest_logit)
 
 
@@ -215,9 +197,9 @@ def _compare_texts(ours: Tokenizer, theirs: Any, texts: Sequence[str]) -> None:
     for text in texts:
         our_ids, their_ids = prompt_ids(ours, text), theirs(text)["input_ids"]
         if our_ids != their_ids:
-            raise RunError(f"the exported tokenizer reads {text!r} as {their_ids[:12]} and ours as {our_ids[:12]}.")
+            raise RunError(f"the exported tokenizer encodes {text!r} as {their_ids[:12]} and ours as {our_ids[:12]}.")
         if ours.decode(our_ids) != theirs.decode(their_ids, skip_special_tokens=True):
-            raise RunError(f"the exported tokenizer writes the ids of {text!r} otherwise than ours.")
+            raise RunError(f"the exported tokenizer decodes the ids of {text!r} differently from ours.")
 
 
 def _compare_chats(ours: ChatTemplate | None, theirs: Any) -> None:
@@ -226,7 +208,7 @@ def _compare_chats(ours: ChatTemplate | None, theirs: Any) -> None:
     for chat in CHATS:
         try:
             expected = ours.render(chat, add_generation_prompt=True)
-        except UserError:  # a template that wants other turns
+        except UserError:  # the template requires other turns
             continue
         try:
             written = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -237,14 +219,14 @@ def _compare_chats(ours: ChatTemplate | None, theirs: Any) -> None:
 
 
 def _compare_original(original: Original, tokenizer: Any, generation: Any) -> None:
-    """Compare what stock transformers makes of an export with the folder that the run was imported from.
+    """Compare an export in stock transformers with the folder that the run was imported from.
 
     Raises:
-        RunError: it reads a text, ends generation, or writes a chat otherwise than the original does.
+        RunError: token ids, end tokens, special tokens or chat template differ.
     """
     for text, ids in original.texts.items():
         if (read := tokenizer(text)["input_ids"]) != ids:
-            raise RunError(f"the export reads {text!r} as {read[:12]}, and the imported folder as {ids[:12]}.")
+            raise RunError(f"the export encodes {text!r} as {read[:12]}, and the imported folder as {ids[:12]}.")
     ends = generation.eos_token_id
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if ends != original.ends:
@@ -258,8 +240,8 @@ def _compare_original(original: Original, tokenizer: Any, generation: Any) -> No
         raise RunError("the export has another chat template than the imported folder.")
 
 
-def _sequences(model: GPT, tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids to compare on, the shortest first: random ones, one beyond every window or scaling, and the texts."""
+def sequences_for(model: GPT, tokenizer: Tokenizer, texts: Sequence[str] = ()) -> list[list[int]]:
+    """Token ids to compare, shortest first: those of `TEXTS` and further texts, and random ones beyond any window."""
     config = model.config
     context, beyond = config.context_length, 96
     if config.window is not None:
@@ -269,20 +251,25 @@ def _sequences(model: GPT, tokenizer: Tokenizer, texts: Sequence[str]) -> list[l
     generator = torch.Generator().manual_seed(0)
     lengths = (min(n, context) for n in (8, 40, beyond))
     random = [torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in lengths]
-    read = [prompt_ids(tokenizer, text)[:context] for text in texts]
+    read = [prompt_ids(tokenizer, text)[:context] for text in dict.fromkeys((*TEXTS, *texts))]
     return sorted((ids for ids in (*random, *read) if ids), key=len)
 
 
 def _prompt(sequence: list[int], config: ModelConfig) -> list[int]:
-    """The beginning of a sequence to go on from greedily: short, or so long that the tokens pass the window."""
+    """A prompt for greedy decoding: short, or long enough that the new tokens pass the window."""
     length = max(8, (config.window or 0) - GREEDY_TOKENS // 2)
     return sequence[: max(1, min(length, config.context_length - GREEDY_TOKENS))]
 
 
-def _compare_logits(
-    model: GPT, theirs: Any, sequences: Sequence[list[int]], what: str, original: str
+@torch.no_grad()
+def compare_logits(
+    model: GPT, theirs: Any, sequences: Sequence[list[int]], what: str = "the export", original: str = "the model"
 ) -> tuple[float, float]:
-    """The largest difference, and the largest logit."""
+    """The largest difference between the logits of our model and of a transformers model, and the largest logit.
+
+    Raises:
+        RunError: the difference is above the bound.
+    """
     difference = largest = 0.0
     for ids in sequences:
         tokens = torch.tensor([ids])
@@ -291,23 +278,24 @@ def _compare_logits(
         difference, largest = max(difference, apart), max(largest, size)
         if not apart <= logit_bound(size):
             raise RunError(
-                f"{what} does not compute what {original} does: over {len(ids)} tokens a logit is {apart:.2e} off, "
-                f"where {logit_bound(size):.2e} is allowed."
+                f"{what} does not compute what {original} does: over {len(ids)} tokens a logit differs by "
+                f"{apart:.2e}, more than {logit_bound(size):.2e}."
             )
     return difference, largest
 
 
 def _compare_greedy(model: GPT, theirs: Any, prompt: list[int]) -> tuple[int, int]:
-    """Go on from a prompt with both caches, each taking its likeliest token.
+    """Decode greedily from a prompt with both caches.
 
-    Where two tokens are equally likely but for rounding, both go on with ours.
+    If two tokens are equally likely up to rounding, both sides continue with ours.
 
     Returns:
         The number of tokens, and of such ties.
     """
     config = model.config
     by_length = config.rope_scaling is not None and config.rope_scaling.by_length
-    room = config.original_context_length if by_length else config.context_length  # theirs turns cached keys otherwise
+    # Beyond the original context transformers rotates cached keys differently.
+    room = config.original_context_length if by_length else config.context_length
     n_new, n_ties = max(0, min(GREEDY_TOKENS, room - len(prompt))), 0
     cache, n_held, past = SlotCache(config, 1, len(prompt) + n_new), 0, None
     tokens = torch.tensor([prompt])

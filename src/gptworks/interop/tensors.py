@@ -1,8 +1,9 @@
-"""Tensors in both directions: what each is called in their files, and how several of ours lie in one of theirs.
+"""Names and layouts of tensors, in both directions: one of their tensors may hold several of ours.
 
 Shapes: C width, D head width, H heads, G key/value heads, E experts, F inner width of an expert.
 """
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,14 +16,14 @@ from gptworks.model import GPT
 
 @dataclass(frozen=True)
 class Layout:
-    """How tensors of ours make up one of theirs, and back. `split` undoes `join` exactly."""
+    """How our tensors form one of theirs. `split` is the exact inverse of `join`."""
 
     join: Callable[[Sequence[Tensor], ModelConfig], Tensor]
     split: Callable[[Tensor, ModelConfig], Sequence[Tensor]]
 
 
 def _swapped(x: Tensor) -> Tensor:
-    """[out, in] ↔ [in, out]; a bias as it is."""
+    """[out, in] ↔ [in, out]; a bias is unchanged."""
     return x.T if x.dim() == 2 else x
 
 
@@ -32,7 +33,7 @@ def _rows(x: Tensor, n: int) -> Tensor:
 
 
 def _join_heads(parts: Sequence[Tensor], config: ModelConfig) -> Tensor:
-    """Three of [H·D, ...] → [H·3·D, ...]: for each head its query, key and value."""
+    """Three of [H·D, ...] → [H·3·D, ...]: query, key and value of each head in turn."""
     return torch.stack([_rows(part, config.n_heads) for part in parts], dim=1).flatten(0, 2)
 
 
@@ -42,20 +43,20 @@ def _split_heads(whole: Tensor, config: ModelConfig) -> Sequence[Tensor]:
 
 PLAIN = Layout(lambda parts, _: parts[0], lambda whole, _: [whole])
 LESS_ONE = Layout(lambda parts, _: parts[0] - 1, lambda whole, _: [whole + 1])
-"""Gemma's norms multiply by 1 + w. In fp32 the sum is the one that transformers forms, bit for bit."""
+"""Gemma's norms multiply by 1 + w. In fp32 the sum equals that of transformers bit for bit."""
 TRANSPOSED = Layout(lambda parts, _: _swapped(parts[0]), lambda whole, _: [_swapped(whole)])
 """GPT-2 keeps its matrices as [in, out]."""
 TRANSPOSED_THIRDS = Layout(lambda parts, _: _swapped(torch.cat(list(parts))), lambda whole, _: _swapped(whole).chunk(3))
-"""Query, key and value beside one another, [C, 3·C]."""
+"""Query, key and value side by side, [C, 3·C]."""
 QUERY_KEY_VALUE = Layout(
     lambda parts, _: torch.cat(list(parts)),
     lambda whole, config: torch.split(whole, [n * config.d_head for n in (config.n_heads, *[config.n_kv_heads] * 2)]),
 )
-"""All queries, all keys and all values after one another, [(H + 2·G)·D, C]."""
+"""All queries, then all keys, then all values, [(H + 2·G)·D, C]."""
 HEAD_BY_HEAD = Layout(_join_heads, _split_heads)
-"""Query, key and value of each head after one another, [H·3·D, C]."""
+"""Query, key and value of each head in turn, [H·3·D, C]."""
 HALVES = Layout(lambda parts, _: torch.cat(list(parts)), lambda whole, _: whole.chunk(2))
-"""Gate and up, [2·F, C]."""
+"""Gate, then up, [2·F, C]."""
 STACKED = Layout(lambda parts, _: torch.stack(list(parts)), lambda whole, _: whole.unbind())
 """One matrix for each expert, [E, C, F]."""
 STACKED_HALVES = Layout(
@@ -65,29 +66,30 @@ STACKED_HALVES = Layout(
 """Gate and up of each expert, [E, 2·F, C]."""
 
 
-def _in_pairs(x: Tensor, n_heads: int) -> Tensor:
-    """Rows of each head, [n·D, ...], from elements i and i + D/2 apart to next to one another."""
+def interleaved(x: Tensor, n_heads: int) -> Tensor:
+    """Rows of each head, [n·D, ...], reordered so that elements i and i + D/2 become neighbours."""
     return x.reshape(n_heads, 2, -1, *x.shape[1:]).transpose(1, 2).flatten(0, 2)
 
 
-def _apart(x: Tensor, n_heads: int) -> Tensor:
-    """`_in_pairs` undone."""
+def _halved(x: Tensor, n_heads: int) -> Tensor:
+    """The inverse of `interleaved`."""
     return x.reshape(n_heads, -1, 2, *x.shape[1:]).transpose(1, 2).flatten(0, 2)
 
 
 QUERY_IN_PAIRS = Layout(
-    lambda parts, config: _in_pairs(parts[0], config.n_heads), lambda whole, config: [_apart(whole, config.n_heads)]
+    lambda parts, config: interleaved(parts[0], config.n_heads),
+    lambda whole, config: [_halved(whole, config.n_heads)],
 )
-"""Elements 2i and 2i + 1 of a head are rotated together there, i and i + D/2 here."""
+"""They rotate elements 2i and 2i + 1 of a head together, gptworks i and i + D/2."""
 KEY_IN_PAIRS = Layout(
-    lambda parts, config: _in_pairs(parts[0], config.n_kv_heads),
-    lambda whole, config: [_apart(whole, config.n_kv_heads)],
+    lambda parts, config: interleaved(parts[0], config.n_kv_heads),
+    lambda whole, config: [_halved(whole, config.n_kv_heads)],
 )
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where modules of ours are in their files. `{layer}` and `{expert}` stand for every layer and every expert."""
+    """The name of our modules in their files. `{layer}` and `{expert}` stand for every layer and every expert."""
 
     theirs: str
     ours: tuple[str, ...]
@@ -95,19 +97,19 @@ class Place:
 
 
 def places(names: Mapping[str, str], norms: Layout = PLAIN) -> tuple[Place, ...]:
-    """Modules kept alone, and as they are but for the norms: their name → ours."""
+    """Places of single modules, unchanged except for the norms: their name → ours."""
     return tuple(Place(theirs, (ours,), norms if "norm" in ours else PLAIN) for theirs, ours in names.items())
 
 
 def tensor_places(rules: Collection[Place], config: ModelConfig, names: Collection[str]) -> Iterator[Place]:
-    """Where each tensor of a model is: the rules written out for its layers and experts, its weights and biases.
+    """The place of every tensor of a model, block by block: the rules for each layer, expert, weight and bias.
 
     Args:
-        names: the tensors that the model has (`expected_tensors`).
+        names: the tensors of the model (`expected_tensors`).
     """
-    for rule in rules:
-        per_expert = "{expert}" in rule.theirs
-        for layer in range(config.n_layers if "{layer}" in rule.theirs else 1):
+    for in_blocks, group in itertools.groupby(rules, lambda rule: "{layer}" in rule.theirs):
+        for layer, rule in itertools.product(range(config.n_layers if in_blocks else 1), [*group]):
+            per_expert = "{expert}" in rule.theirs
             for expert in range(config.n_experts if per_expert else 1):
                 together = [expert] if per_expert else range(max(config.n_experts, 1))
                 modules = [name.format(layer=layer, expert=e) for e in together for name in rule.ours]
@@ -118,20 +120,28 @@ def tensor_places(rules: Collection[Place], config: ModelConfig, names: Collecti
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, Tensor]:
-    """The tensors of a model by name, without memory (meta)."""
+    """The tensors of a model by name, on the meta device."""
     with torch.device("meta"):
         return GPT(config).state_dict()
 
 
-def their_tensors(rules: Collection[Place], config: ModelConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our tensors as they lie in their file, by their names there."""
+def each_tensor(
+    rules: Collection[Place], config: ModelConfig, ours: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor of their file with its name there, from ours."""
     there = list(tensor_places(rules, config, ours))
     assert {name for place in there for name in place.ours} == set(ours), "every tensor has a place"
-    return {place.theirs: place.layout.join([ours[name] for name in place.ours], config) for place in there}
+    for place in there:
+        yield place.theirs, place.layout.join([ours[name] for name in place.ours], config)
+
+
+def their_tensors(rules: Collection[Place], config: ModelConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All tensors of their file, from ours."""
+    return dict(each_tensor(rules, config, ours))
 
 
 def our_tensors(rules: Collection[Place], config: ModelConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What the tensors of a file stand for, in fp32: `their_tensors` undone."""
+    """Our tensors in fp32, from those of their file: the inverse of `their_tensors`."""
     ours: dict[str, Tensor] = {}
     for place in tensor_places(rules, config, expected_tensors(config)):
         parts = place.layout.split(theirs[place.theirs].float(), config)
@@ -140,5 +150,5 @@ def our_tensors(rules: Collection[Place], config: ModelConfig, theirs: Mapping[s
 
 
 def their_shape(place: Place, config: ModelConfig, expected: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """The shape that a tensor has in their file."""
+    """The shape of a tensor in their file."""
     return tuple(place.layout.join([expected[name] for name in place.ours], config).shape)
