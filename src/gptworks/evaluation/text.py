@@ -1,6 +1,5 @@
 """How well a model predicts any given text, in figures that do not depend on the tokenizer."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -131,11 +130,6 @@ def _passages(text: str, tokens: TextTokens, nats: npt.NDArray[np.float64]) -> F
     n_bytes[0] -= tokens.unseen_bytes
     sums = [np.bincount(of_token, weights, len(n_bytes)) for weights in (nats, np.ones(len(nats)))]
     return np.stack([*sums, n_bytes], axis=1)
-
-
-def text_fingerprint(text: str) -> str:
-    """sha256 of a text: results of one text have the same passages, whatever the tokenizer."""
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def positions_table(positions: Sequence[PositionLoss]) -> list[dict[str, float | int | None]]:

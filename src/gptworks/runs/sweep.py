@@ -18,13 +18,11 @@ from gptworks.errors import RunError, UserError, not_installed
 from gptworks.files import check_links, check_regular
 from gptworks.recipe import load_recipe, save_recipe
 from gptworks.runs.settings import flat
-from gptworks.runs.trials import check_comparable, evaluations, last_line, open_folder, train_trial
+from gptworks.runs.trials import Report, check_comparable, evaluations, last_line, open_folder, train_trial
 from gptworks.training.record.metrics import read_metrics
 
 if TYPE_CHECKING:
     import optuna
-
-Report = Callable[[str], None]
 
 MOST_FAILURES = 3
 """The sweep ends after this many failures in a row, which the settings are unlikely to cause."""

@@ -23,6 +23,8 @@ from gptworks.recipe import save_recipe
 from gptworks.training.record.metrics import Record, read_metrics
 from gptworks.training.signals import stop_signals
 
+Report = Callable[[str], None]
+
 TRAIN = (sys.executable, "-m", "gptworks", "train")
 """The command that trains a trial; its recipe and --resume follow."""
 
@@ -34,7 +36,7 @@ STOP_SECONDS = 120.0
 def train_trial(
     place: Path,
     stop_asked: Callable[[], Any],
-    report: Callable[[str], None],
+    report: Report,
     watch: Callable[[], str | None] = lambda: None,
 ) -> str | None:
     """Train the recipe next to the run folder `place`. Returns `done` or `failed`; None if a stop was requested.
@@ -62,7 +64,7 @@ def train_trial(
             time.sleep(POLL_SECONDS)
 
 
-def train_to_end(recipe: Recipe, stop_asked: Callable[[], Any], report: Callable[[str], None]) -> bool:
+def train_to_end(recipe: Recipe, stop_asked: Callable[[], Any], report: Report) -> bool:
     """Write a recipe next to its run folder and train it to its last step; False if a stop was requested.
 
     Raises:
@@ -122,7 +124,7 @@ def check_comparable(recipe: Recipe, key: str, named: str) -> None:
         )
 
 
-def _alone(place: Path, stop_asked: Callable[[], Any], report: Callable[[str], None]) -> bool:
+def _alone(place: Path, stop_asked: Callable[[], Any], report: Report) -> bool:
     """Wait for a process that a killed parent left running; False if a stop was requested."""
     if not place.exists():
         return True

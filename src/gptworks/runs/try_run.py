@@ -22,12 +22,10 @@ from gptworks.runs.history import History, read_history
 from gptworks.runs.sequential import FEWEST_PAIRS, MOST_PAIRS
 from gptworks.runs.settings import differences
 from gptworks.runs.step_time import CHUNKS, StepTime, step_seconds
-from gptworks.runs.trials import check_comparable, evaluations, open_folder, train_to_end
+from gptworks.runs.trials import Report, check_comparable, evaluations, open_folder, train_to_end
 from gptworks.runs.try_results import TRY_FILE, Design, Pair, Try, read_try, write_try
 from gptworks.training.rehearsal.measure import measure_speed
 from gptworks.training.rehearsal.trace import Rehearsal
-
-Report = Callable[[str], None]
 
 EVALUATIONS = 5
 """Evaluations of each run, for its curve."""
