@@ -39,8 +39,9 @@ class Kernel(NamedTuple):
 
 def trains(*tensors: Tensor | None) -> bool:
     """Whether one of these is part of a training step on a CPU."""
-    here = (x for x in tensors if x is not None and x.device.type == "cpu")
-    return torch.is_grad_enabled() and any(x.requires_grad for x in here)
+    if not torch.is_grad_enabled():
+        return False
+    return any(x is not None and x.requires_grad and x.device.type == "cpu" for x in tensors)
 
 
 def chosen(operation: str, *operands: Any, training: bool = False) -> Kernel:
@@ -48,9 +49,9 @@ def chosen(operation: str, *operands: Any, training: bool = False) -> Kernel:
     x = operands[0]
     for kernel in TABLE[operation]:
         if (
-            kernel.device in (None, x.device.type)
+            (training or not kernel.training)
+            and kernel.device in (None, x.device.type)
             and (kernel.dtypes is None or x.dtype in kernel.dtypes)
-            and (training or not kernel.training)
             and (kernel.takes is None or kernel.takes(*operands))
         ):
             return kernel
