@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from gptworks.data.sources.text import stdlib_files
+from gptworks.data.sources.code import stdlib_files
 
 MB = 1_000_000
 _LEAST_CHARACTERS, _MOST_FILE_BYTES = 400, 2 * MB

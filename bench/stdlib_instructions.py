@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from gptworks.data.sources.text import stdlib_files
+from gptworks.data.sources.code import stdlib_files
 
 LONGEST_SIGNATURE = 100
 

@@ -110,7 +110,7 @@ def test_a_member_that_leaves_its_folder_is_refused(name: str, kind: str, tmp_pa
         make_zip(tmp_path / "a.zip", {name: b"text"})
     else:
         (tmp_path / "a.tar").write_bytes(tar_bytes({name: b"text"}))
-    with pytest.raises(UserError, match=r"a\.\w+: its member .* lies outside of the archive's own folder"):
+    with pytest.raises(UserError, match=r"a\.\w+: its member .* has a path outside the archive's folder"):
         check_sources([archive(tmp_path)])
 
 
@@ -162,9 +162,7 @@ def test_a_size_that_is_not_the_members_is_refused(stated: int, tmp_path: Path) 
     assert struct.unpack_from("<I", content, at) == (500,)
     struct.pack_into("<I", content, at, stated)
     (tmp_path / "a.zip").write_bytes(content)
-    with pytest.raises(
-        UserError, match=r"a\.zip:a\.txt: (broken data \(Bad CRC|its size is stated as 1,000 bytes, and)"
-    ):
+    with pytest.raises(UserError, match=r"a\.zip:a\.txt: (broken data \(Bad CRC|its stated size is 1,000 bytes, and)"):
         check_sources([archive(tmp_path)])
 
 

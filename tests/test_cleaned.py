@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from gptworks.config import Recipe
 from gptworks.data import cleaned
-from gptworks.data.cleaning import clean
+from gptworks.data.cleaning import choose as clean
 from gptworks.data.cleaning.counts import FilterCounts
 from gptworks.data.opened import Prepared
 from gptworks.data.prepare import find_prepared, prepare

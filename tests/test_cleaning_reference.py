@@ -15,10 +15,8 @@ import pytest
 
 from gptworks.config.cleaning import C4Rules, FineWebRules, GopherQuality, GopherRepetition
 from gptworks.data.cleaning.base import Dropped, Filter
-from gptworks.data.cleaning.c4 import C4Filter, count_sentences
-from gptworks.data.cleaning.fineweb import FineWebFilter
-from gptworks.data.cleaning.gopher_quality import GopherQualityFilter, punctuation
-from gptworks.data.cleaning.gopher_repetition import GopherRepetitionFilter
+from gptworks.data.cleaning.gopher import GopherQualityFilter, GopherRepetitionFilter, punctuation
+from gptworks.data.cleaning.web import C4Filter, FineWebFilter, count_sentences
 
 filters = pytest.importorskip("datatrove.pipeline.filters")
 

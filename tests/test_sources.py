@@ -43,7 +43,7 @@ from gptworks.data.sources.choose import (
     total_bytes,
     unread_files,
 )
-from gptworks.data.sources.text import stdlib_files
+from gptworks.data.sources.code import stdlib_files
 from gptworks.draft.texts import look_at
 from gptworks.errors import RunError, UserError
 from gptworks.planning.tokens import data_size
@@ -588,7 +588,7 @@ class OwnRecipe(Recipe):
 def test_a_kind_of_source_from_outside_is_checked_counted_and_prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(SOURCES, "reversed", Reversed)
+    monkeypatch.setitem(SOURCES, ReversedSource, Reversed)
     (tmp_path / "a.rtl").write_text("".join(f"{i} abc\n" for i in range(10, 70)))
     tree = tiny.recipe_tree(tmp_path) | {"tokenizer": {"type": "char"}}
     tree["data"] |= {"sources": [{"type": "reversed", "path": str(tmp_path)}], "validation": {"fraction": 0.2}}

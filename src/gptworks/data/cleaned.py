@@ -22,7 +22,7 @@ import numpy as np
 
 from gptworks.config import DataConfig, SourceConfig
 from gptworks.config.cleaning import FilterConfig
-from gptworks.data.cleaning.clean import PART_BYTES, Cleaner, size_bytes
+from gptworks.data.cleaning.choose import PART_BYTES, Cleaner, size_bytes
 from gptworks.data.cleaning.counts import FilterCounts, merged
 from gptworks.data.cleaning.duplicates import REASONS, Duplicates, Verdicts
 from gptworks.data.encode import Advance, encode_in_order

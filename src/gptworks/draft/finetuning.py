@@ -19,7 +19,6 @@ from gptworks.data.opened import Prepared
 from gptworks.data.prepare import prepare
 from gptworks.data.samples import open_samples
 from gptworks.data.shards import TokenShards
-from gptworks.data.sources.base import stamps
 from gptworks.device import choose_device
 from gptworks.draft.drafted import Drafted, Sections, parsed
 from gptworks.draft.writing import Row
@@ -96,7 +95,8 @@ def base_run(base: str, report: Callable[[str], None]) -> Path:
             f"{base} is neither a run folder nor a Hugging Face folder: it has no recipe.yaml and no config.json."
         )
     name = Path(base.partition("@")[0]) if found.source else found.folder
-    contents = found.source or stamps(sorted(file for file in found.folder.iterdir() if file.is_file()))
+    files = ((file, file.stat()) for file in sorted(found.folder.iterdir()) if file.is_file())
+    contents = found.source or [[file.as_posix(), stat.st_size, stat.st_mtime_ns] for file, stat in files]
     run = Path("runs") / f"{run_name(name)}-{sha256(repr(contents).encode()).hexdigest()[:8]}"
     if not run.exists():
         from gptworks.interop.huggingface import import_huggingface

@@ -1,7 +1,7 @@
 """What a filter is.
 
-To add one, write its settings in `gptworks.config.cleaning`, a subclass of `Filter` in a file here, and an entry in
-`choose.FILTERS`. Every filter takes time linear in the text, whatever the text is.
+To add one, write its settings in `gptworks.config.cleaning` and a subclass of `Filter` in a file here. Every filter
+takes time linear in the text, whatever the text is.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Dropped:
 
 
 class Filter:
-    """Looks at a document and keeps, changes or drops it. Subclasses state what they need in their settings."""
+    """Keeps, changes or drops a document. A subclass annotates `settings` with the class of its settings."""
 
     def __init__(self, settings: Any) -> None:
         """
@@ -26,10 +26,10 @@ class Filter:
         self.settings = settings
 
     def apply(self, text: str) -> str | Dropped:
-        """The document, which may be changed, or why it is dropped. It depends on the text and the settings alone."""
+        """The document, which may be changed, or why it is dropped: a function of the text and the settings only."""
         raise NotImplementedError
 
 
 def ratio(part: float, whole: float) -> float:
-    """The part of the whole; 0 of nothing."""
+    """part / whole, or 0 if both are 0."""
     return part / whole if whole else 0.0

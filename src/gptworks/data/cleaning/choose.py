@@ -1,58 +1,19 @@
-"""The class of each filter that looks at one document."""
+"""The filter for each kind of settings, and a recipe's filters one after the other."""
 
-from typing import Any
-
-from gptworks.config.cleaning import (
-    C4Rules,
-    CodeTables,
-    Decontaminate,
-    FilterConfig,
-    FineWebRules,
-    GeneratedCode,
-    GlobalFilter,
-    GopherQuality,
-    GopherRepetition,
-    LanguageFilter,
-    LengthRules,
-    LicenceHeaders,
-    MaskPersonalData,
-    MinifiedCode,
-    NormalizeUnicode,
-    RepairEncoding,
-)
-from gptworks.data.cleaning.base import Filter
-from gptworks.data.cleaning.c4 import C4Filter
-from gptworks.data.cleaning.code import GeneratedFilter, LicenceFilter, MinifiedFilter, TableFilter
+from gptworks.config.cleaning import Decontaminate, FilterConfig, GlobalFilter
+from gptworks.data.cleaning.base import Dropped, Filter
+from gptworks.data.cleaning.counts import FilterCounts
 from gptworks.data.cleaning.decontamination import DecontaminationFilter
-from gptworks.data.cleaning.encoding import EncodingFilter
-from gptworks.data.cleaning.fineweb import FineWebFilter
-from gptworks.data.cleaning.gopher_quality import GopherQualityFilter
-from gptworks.data.cleaning.gopher_repetition import GopherRepetitionFilter
-from gptworks.data.cleaning.language import LanguageOf
-from gptworks.data.cleaning.length import LengthFilter
-from gptworks.data.cleaning.normalize import UnicodeFilter
-from gptworks.data.cleaning.personal import PersonalDataFilter
+from gptworks.data.registry import by_settings
 
-FILTERS: dict[type[Any], type[Filter]] = {
-    RepairEncoding: EncodingFilter,
-    NormalizeUnicode: UnicodeFilter,
-    LengthRules: LengthFilter,
-    GopherQuality: GopherQualityFilter,
-    GopherRepetition: GopherRepetitionFilter,
-    C4Rules: C4Filter,
-    FineWebRules: FineWebFilter,
-    LanguageFilter: LanguageOf,
-    GeneratedCode: GeneratedFilter,
-    CodeTables: TableFilter,
-    LicenceHeaders: LicenceFilter,
-    MinifiedCode: MinifiedFilter,
-    Decontaminate: DecontaminationFilter,
-    MaskPersonalData: PersonalDataFilter,
-}
+FILTERS = by_settings("gptworks.data.cleaning", Filter)
+"""The class for each class of settings. Filters that compare documents are in `duplicates`."""
+PART_BYTES = 1 << 24
+"""Larger documents are cleaned in parts, each as a document."""
 
 
 def files_signature(settings: tuple[FilterConfig, ...]) -> list[str]:
-    """What the filters' results depend on beside their settings: sha256 of what the files hold that they name.
+    """sha256 of what the filters read from the files that their settings name.
 
     Raises:
         UserError: such a file is missing or broken.
@@ -67,3 +28,43 @@ def choose_filters(settings: tuple[FilterConfig, ...]) -> list[Filter]:
         UserError: a library or a file that one needs is missing or broken.
     """
     return [FILTERS[type(one)](one) for one in settings if not isinstance(one, GlobalFilter)]
+
+
+class Cleaner:
+    """Cleans documents one by one and counts what each filter did."""
+
+    def __init__(self, settings: tuple[FilterConfig, ...]) -> None:
+        """
+        Args:
+            settings: a recipe's filters; those that compare documents are left out, see `duplicates`.
+
+        Raises:
+            UserError: as `choose_filters`.
+        """
+        self._filters = choose_filters(settings)
+        self.take_counts()
+
+    def take_counts(self) -> tuple[FilterCounts, ...]:
+        """What each filter did since the last call; counting restarts."""
+        taken = getattr(self, "counts", ())
+        self.counts = tuple(FilterCounts(type=one.settings.type) for one in self._filters)
+        return taken
+
+    def clean(self, text: str) -> str | None:
+        """The document as the filters leave it; None if one drops it or leaves nothing."""
+        size = size_bytes(text)
+        for one, counts in zip(self._filters, self.counts, strict=True):
+            result = one.apply(text) or Dropped("nothing left")
+            if isinstance(result, Dropped):
+                counts.drop(result.reason, text, size)
+                return None
+            before = size
+            if changed := result != text:
+                text, size = result, size_bytes(result)
+            counts.keep(before, size, changed)
+        return text
+
+
+def size_bytes(text: str) -> int:
+    """Size of the text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))

@@ -1,12 +1,9 @@
-"""Files of code that teach a model little, and what stands at their beginning."""
+"""Files of code that teach a model little, and licences at their beginning."""
 
 import re
-from typing import TYPE_CHECKING
 
+from gptworks.config.cleaning import CodeTables, GeneratedCode, LicenceHeaders, MinifiedCode
 from gptworks.data.cleaning.base import Dropped, Filter, ratio
-
-if TYPE_CHECKING:
-    from gptworks.config.cleaning import CodeTables, GeneratedCode, MinifiedCode
 
 _HEAD_CHARACTERS = 4096
 _GENERATED = re.compile(
@@ -20,14 +17,14 @@ class GeneratedFilter(Filter):
     """Drops files whose first lines say that they were generated, as Codex's and StarCoder's data do (Chen et al. 2021;
     Li et al. 2023)."""
 
-    settings: "GeneratedCode"
+    settings: GeneratedCode
 
     def apply(self, text: str) -> str | Dropped:
         lines = text[:_HEAD_CHARACTERS].split("\n", self.settings.lines)[: self.settings.lines]
         return Dropped("generated") if _GENERATED.search("\n".join(lines)) else text
 
 
-# Each branch begins with other characters, and none gives back what it took: linear.
+# Linear: each branch begins with other characters, and none backtracks.
 _DATA_LINE = re.compile(
     r"""
     [ \t]*+ (?![rRbBuU]?(?:\"\"\"|'''))
@@ -46,10 +43,11 @@ _LITERAL = re.compile(r"[\"'0-9]")
 
 
 class TableFilter(Filter):
-    """Drops files in which most characters stand in lines of literals alone: numbers, strings, and what divides them; a
-    comment may follow. White space at the ends of lines, and lines of brackets alone, do not count."""
+    """Drops files in which most characters are in lines of nothing but literals: numbers, strings, and their
+    separators; a comment may follow. White space at the ends of lines and lines of nothing but brackets do not
+    count."""
 
-    settings: "CodeTables"
+    settings: CodeTables
 
     def apply(self, text: str) -> str | Dropped:
         data = total = data_lines = 0
@@ -65,10 +63,10 @@ class TableFilter(Filter):
 
 class MinifiedFilter(Filter):
     """Drops files with a line of more than 1,000 characters, lines of more than 100 on average, or less than a quarter
-    letters and digits (Chen et al. 2021; Kocetkov et al. 2022). Every byte of a character outside ASCII is a letter's.
+    letters and digits (Chen et al. 2021; Kocetkov et al. 2022). Every byte of a character outside ASCII is a letter.
     """
 
-    settings: "MinifiedCode"
+    settings: MinifiedCode
 
     def apply(self, text: str) -> str | Dropped:
         rules = self.settings
@@ -100,12 +98,14 @@ _LICENCE = re.compile(
 
 
 class LicenceFilter(Filter):
-    """Removes comments from the beginning of a file that speak of a licence or copyright. A `#!` line and a line with
-    the encoding stay, as do other comments."""
+    """Removes comments about a licence or copyright from the beginning of a file. It keeps a `#!` line, a line with the
+    encoding, and other comments."""
+
+    settings: LicenceHeaders
 
     def apply(self, text: str) -> str:
         first = _FIRST_LINE.match(text)
-        assert first is not None  # it may be empty
+        assert first is not None  # the match may be empty
         kept, at, removed = [text[: first.end()]], first.end(), False
         while comment := _COMMENT.match(text, at):
             if _LICENCE.search(comment[0]):

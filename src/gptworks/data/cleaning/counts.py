@@ -1,4 +1,4 @@
-"""What filters did: documents and bytes, by reason, with examples of what was dropped."""
+"""What filters did: documents and bytes by reason, with examples of dropped documents."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -12,12 +12,10 @@ Example = tuple[Annotated[str, Field(max_length=16)], Annotated[str, Field(max_l
 """The hash of a document, and its beginning."""
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class Tally(_Record):
+class Tally(BaseModel):
     """A number of documents and the bytes of their text."""
+
+    model_config = ConfigDict(extra="forbid")
 
     documents: Count = 0
     bytes: Count = 0
@@ -28,24 +26,26 @@ class Tally(_Record):
 
 
 class DroppedCounts(Tally):
-    """What was dropped for one reason."""
+    """Documents dropped for one reason."""
 
     examples: list[Example] = Field(default_factory=list, max_length=_EXAMPLES)
-    """Those with the smallest hashes: the same, in whatever order counts are merged."""
+    """Those with the smallest hashes, so that the order in which counts are merged does not matter."""
 
-    def show(self, examples: Iterable[Example]) -> None:
+    def add_examples(self, examples: Iterable[Example]) -> None:
         self.examples = sorted({*self.examples, *examples})[:_EXAMPLES]
 
 
-class FilterCounts(_Record):
-    """What one filter did. What went in was kept, perhaps changed, or dropped."""
+class FilterCounts(BaseModel):
+    """What one filter did with the documents: kept them, some of them changed, or dropped them."""
+
+    model_config = ConfigDict(extra="forbid")
 
     type: str = Field(max_length=100)
     seen: Tally = Field(default_factory=Tally)
     kept: Tally = Field(default_factory=Tally)
-    """With their bytes after the change."""
+    """Bytes are counted after the change."""
     changed: Tally = Field(default_factory=Tally)
-    """Of those kept, with their bytes before the change."""
+    """Part of those kept; bytes are counted before the change."""
     dropped: dict[str, DroppedCounts] = Field(default_factory=dict)
 
     def keep(self, seen_bytes: int, kept_bytes: int, changed: bool) -> None:
@@ -68,7 +68,7 @@ class FilterCounts(_Record):
         hashed = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
         if len(dropped.examples) < _EXAMPLES or hashed < dropped.examples[-1][0]:
             shown = text[:_EXAMPLE_CHARACTERS].encode("utf-8", "replace").decode("utf-8")
-            dropped.show([(hashed, shown)])
+            dropped.add_examples([(hashed, shown)])
 
     def merge(self, other: "FilterCounts") -> None:
         """Add the counts of the same filter over other documents."""
@@ -77,20 +77,16 @@ class FilterCounts(_Record):
         for reason, its_dropped in other.dropped.items():
             dropped = self.dropped.setdefault(reason, DroppedCounts())
             dropped.add(its_dropped.documents, its_dropped.bytes)
-            dropped.show(its_dropped.examples)
+            dropped.add_examples(its_dropped.examples)
         self.dropped = dict(sorted(self.dropped.items()))
 
     @property
     def dropped_documents(self) -> int:
         return sum(one.documents for one in self.dropped.values())
 
-    @property
-    def dropped_bytes(self) -> int:
-        return sum(one.bytes for one in self.dropped.values())
-
 
 def merged(parts: Iterable[Sequence[FilterCounts]]) -> tuple[FilterCounts, ...]:
-    """The counts of the same filters over the documents of all parts, in whatever order these come."""
+    """The sum of the counts of the same filters over several parts of the documents; their order does not matter."""
     total: tuple[FilterCounts, ...] = ()
     for part in parts:
         total = total or tuple(FilterCounts(type=one.type) for one in part)

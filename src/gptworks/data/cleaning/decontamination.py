@@ -3,18 +3,16 @@
 import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from gptworks.config.cleaning import Decontaminate
 from gptworks.data.cleaning.base import Dropped, Filter
 from gptworks.data.cleaning.ngrams import Hashes, hash_ngrams, hash_words, words_of
 from gptworks.data.sources.records import read_jsonl
 from gptworks.errors import UserError
 from gptworks.yaml_files import read_yaml
-
-if TYPE_CHECKING:
-    from gptworks.config.cleaning import Decontaminate
 
 _BITS = 20
 
@@ -23,11 +21,11 @@ class DecontaminationFilter(Filter):
     """Drops documents that share a sequence of words with a text of a task's items, by default 13 as for GPT-3 (Brown
     et al. 2020, appendix C). Case and punctuation do not matter.
 
-    GPT-3's data lost 200 characters around each match; here the document is dropped. A text of fewer words than the
-    sequence has, but `min_words`, is found as a whole; shorter ones are too common to be a sign.
+    GPT-3's data lost 200 characters around each match; here the document is dropped. A task's text that is shorter than
+    the sequence, but has at least `min_words` words, must match completely; shorter texts are too common to be a sign.
     """
 
-    settings: "Decontaminate"
+    settings: Decontaminate
 
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)
@@ -40,8 +38,8 @@ class DecontaminationFilter(Filter):
         if not found:
             names = ", ".join(map(str, self.settings.tasks))
             raise UserError(
-                f"{names}: no text of the items has {self.settings.min_words} words, so nothing could be found. Lower "
-                f"min_words of the filter decontaminate, or leave it out."
+                f"{names}: no text of the items has {self.settings.min_words} words, so there is nothing to look for. "
+                f"Lower min_words of the filter decontaminate, or leave it out."
             )
         self._wanted = {n: np.unique(np.concatenate(hashes)) for n, hashes in sorted(found.items())}
         self._maybe = {n: np.zeros(1 << _BITS, dtype=np.bool_) for n in self._wanted}
@@ -58,7 +56,7 @@ class DecontaminationFilter(Filter):
         return text
 
     def signature(self) -> str:
-        """sha256 of all that it looks for."""
+        """sha256 of everything that it looks for."""
         joined = b"".join(n.to_bytes(8, "little") + hashes.tobytes() for n, hashes in self._wanted.items())
         return hashlib.sha256(joined).hexdigest()
 

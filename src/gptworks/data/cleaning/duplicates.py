@@ -1,4 +1,4 @@
-"""Documents that equal others, or nearly."""
+"""Documents that are equal or nearly equal to others."""
 
 import hashlib
 import itertools
@@ -15,21 +15,21 @@ from gptworks.errors import not_installed
 _SEED = 1
 Verdicts = npt.NDArray[np.uint8]
 REASONS = {1: "exact-duplicates", 2: "near-duplicates"}
-"""What a verdict other than 0 means: the filter that drops the document."""
+"""The filter that drops a document, by the verdict."""
 
 
 class Duplicates:
-    """Finds duplicates by fixed-size signatures of all documents. The first of each group is kept, in their order.
+    """Finds duplicates by fixed-size signatures of all documents. The first of each group of duplicates is kept.
 
-    Exact: 16 bytes of the text's hash. Near: MinHash (Broder 1997) over sequences of words, of which each band of rows
-    becomes 8 bytes; documents that share one are taken for duplicates, as for FineWeb (Penedo et al. 2024): see
-    `found_probability`.
+    Exact: 16 bytes of the text's hash. Near: MinHash (Broder 1997) over sequences of words; each band of rows is hashed
+    to 8 bytes, and documents that share a band count as duplicates, as for FineWeb (Penedo et al. 2024). Two documents
+    with the Jaccard similarity s share one with probability 1 − (1 − s^rows)^bands.
     """
 
     def __init__(self, settings: tuple[FilterConfig, ...]) -> None:
         """
         Args:
-            settings: a recipe's filters, of which those that look at one document are ignored.
+            settings: a recipe's filters; those that look at one document are ignored.
 
         Raises:
             UserError: the library for near duplicates is missing.
@@ -49,16 +49,16 @@ class Duplicates:
 
     @property
     def types(self) -> tuple[str, ...]:
-        """Of the filters that it stands for."""
+        """Types of the filters that compare documents."""
         return ("exact-duplicates",) * self.exact + ("near-duplicates",) * (self.near is not None)
 
     @property
     def columns(self) -> int:
-        """Of a signature, as little-endian uint64: signatures are stored as an array [documents, columns]."""
+        """Numbers in a signature, little-endian uint64: signatures are stored as an array [documents, columns]."""
         return 2 * self.exact + (self.near.bands if self.near else 0)
 
     def signature(self, text: str) -> bytes:
-        """What the decision depends on, 8 × `columns` bytes."""
+        """All that is compared of a document, 8 × `columns` bytes."""
         found = b""
         if self.exact:
             found = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
@@ -76,11 +76,12 @@ class Duplicates:
         return combine(list(rows.T))
 
     def verdicts(self, signatures: Hashes) -> Verdicts:
-        """For each document 0: kept, or a key of REASONS. A document is dropped if an earlier one that is kept shares
-        its text or a band.
+        """0 for each document that is kept, else a key of REASONS. A document is dropped if an earlier document that is
+        kept has its text or shares a band.
 
         Args:
-            signatures: [documents, columns], which may be a memory map. Memory: three columns, and what is shared.
+            signatures: [documents, columns], which may be a memory map. Takes the memory of three columns and of the
+                shared hashes.
         """
         verdicts = np.zeros(len(signatures), dtype=np.uint8)
         rows, groups, near_from = self._shared(signatures)
@@ -96,13 +97,9 @@ class Duplicates:
                 verdicts[rows[start]] = 1 if met < near_from else 2
         return verdicts
 
-    def kept(self, signatures: Hashes) -> npt.NDArray[np.bool_]:
-        """Whether each document is kept; see `verdicts`."""
-        return np.equal(self.verdicts(signatures), 0)
-
     def _shared(self, signatures: Hashes) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
-        """Documents, ascending, with each group of equal hashes that they belong to with others; and the number from
-        which on groups are of bands."""
+        """Documents, ascending, with each group of equal hashes that they share with others; and the number of the
+        first group of equal bands (smaller numbers are groups of equal text)."""
         rows, groups, number, near_from = [], [], 0, 0
         for columns in self._keys():
             order = np.lexsort([signatures[:, column] for column in columns])
@@ -124,13 +121,8 @@ class Duplicates:
         return all_rows[by_row], np.concatenate(groups)[by_row], near_from
 
     def _keys(self) -> Iterator[tuple[int, ...]]:
-        """Columns that are equal of duplicates: the text's hash, each band."""
+        """Columns that duplicates have in common: those of the text's hash, or of a band."""
         if self.exact:
             yield 0, 1
         for column in range(2 * self.exact, self.columns):
             yield (column,)
-
-
-def found_probability(similarity: float, bands: int, rows: int) -> float:
-    """How likely two documents share a band, by the Jaccard similarity of their sets of word sequences."""
-    return 1 - (1 - similarity**rows) ** bands

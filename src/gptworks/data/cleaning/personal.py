@@ -2,14 +2,11 @@
 
 import ipaddress
 import re
-from typing import TYPE_CHECKING
 
+from gptworks.config.cleaning import MaskPersonalData
 from gptworks.data.cleaning.base import Filter
 
-if TYPE_CHECKING:
-    from gptworks.config.cleaning import MaskPersonalData
-
-# Every repetition is bounded, or begins only where the character before it is none of its own: linear.
+# Linear: every repetition is bounded, or begins only after a character that it cannot contain.
 _EMAIL = re.compile(
     r"(?<![\w.%+-])[A-Za-z0-9_%+-][A-Za-z0-9._%+-]{0,63}@(?:[A-Za-z0-9][A-Za-z0-9-]{0,62}\.){1,8}[A-Za-z]{2,24}\b"
 )
@@ -25,7 +22,7 @@ _KEY = re.compile(
     r"|eyJ[A-Za-z0-9_-]{10,2000}\.eyJ[A-Za-z0-9_-]{10,4000}\.[A-Za-z0-9_-]{10,2000})(?![A-Za-z0-9_-])"
     r"|-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----[^-]*+-----END [A-Z ]{0,40}PRIVATE KEY-----"
 )
-# What a match contains, found faster than by the expressions above, since each begins with one character.
+# Part of every match. They are found faster than the expressions above, because each begins with a fixed character.
 _EMAIL_PART = re.compile(r"@[A-Za-z0-9-]{1,63}\.")
 _IPV4_PART = re.compile(r"\.[0-9]{1,3}\.[0-9]")
 _IPV6_PART = re.compile(r":[0-9A-Fa-f]{0,4}:")
@@ -36,12 +33,12 @@ _KEY_BEGINS = ("AKIA", "ASIA", "gh", "glpat-", "xox", "AIza", "sk-", "k_live_", 
 class PersonalDataFilter(Filter):
     """Replaces e-mail addresses, public IP addresses, phone numbers and secret keys by the name of their kind.
 
-    A match of the form is enough: version numbers of four parts are taken for addresses, unless they are private ones.
-    Phone numbers begin with `+` and a country's code, or are written as in North America. Keys are those of well-known
-    services, JSON web tokens and private keys.
+    Only the form is checked: version numbers of four parts count as addresses, unless those are private. Phone numbers
+    begin with `+` and a country's code, or are written as in North America. Keys are those of well-known services, JSON
+    web tokens and private keys.
     """
 
-    settings: "MaskPersonalData"
+    settings: MaskPersonalData
 
     def apply(self, text: str) -> str:
         kinds = self.settings.kinds

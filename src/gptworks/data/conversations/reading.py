@@ -12,7 +12,7 @@ from gptworks.chat_template import Message
 from gptworks.config import ConversationsSource
 from gptworks.data.conversations.keys import Fields, Shape, is_stated, learns, unread_in_record, unread_in_turn
 from gptworks.data.sources.opening import open_file, plain_name
-from gptworks.data.sources.records import Records, RecordsSource, open_dataset, read_jsonl, read_parquet, whole_text
+from gptworks.data.sources.records import AnyRecords, Records, open_dataset, read_jsonl, read_parquet, whole_text
 from gptworks.errors import UserError
 
 READING_VERSION = 2
@@ -294,7 +294,7 @@ def _kind(value: object) -> str:
 # ----------------------------------------------------------------------------------------------------- files
 
 
-def origins(source: RecordsSource) -> Iterator[tuple[str, Iterable[Any]]]:
+def origins(source: AnyRecords) -> Iterator[tuple[str, Iterable[Any]]]:
     """The name of each file or dataset of a source, and its records."""
     if source.dataset:
         yield open_dataset(source)

@@ -1,5 +1,5 @@
-"""ZIP and tar archives, whose members are documents or files of records. Nothing is written to the disk: members are
-read as streams, in the order of the archive."""
+"""ZIP and tar archives, whose members are documents or files of records. Members are streamed in the order of the
+archive; nothing is written to the disk."""
 
 import contextlib
 import errno
@@ -12,12 +12,11 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
-from gptworks.config import ArchiveSource
+from gptworks.config.sources import ArchiveSource
 from gptworks.data.sources.base import UNIT_BYTES, Piece, Source, Unit, document
 from gptworks.data.sources.delimited import read_table
 from gptworks.data.sources.opening import about_unpacked_size, check_ratio, compression, open_file, plain_name, unpacked
@@ -26,27 +25,22 @@ from gptworks.errors import UserError
 from gptworks.files import open_regular
 
 _MEMBERS = {"text": ("*.txt", "*.md", "*.text"), "jsonl": ("*.jsonl",), "csv": ("*.csv", "*.tsv")}
-"""What is read where the settings name nothing, by `format`; compressed members too."""
+"""Default patterns of members by `format`; they match compressed members too."""
 MOST_DIRECTORY_BYTES = 1 << 27
 _MOST_HEADER_BYTES = 1 << 20
-"""Of a tar member's name and attributes."""
-
+"""Most bytes of a tar member's name and attributes."""
 
 _BROKEN = (
     zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, OSError
 )  # fmt: skip
 
 
-@dataclass
-class _Member:
+class _Member(NamedTuple):
     name: str
     size_bytes: int
-    wrong: str = ""
-    """Why it cannot be read."""
-
-
-_Opened = tuple[_Member, Callable[[], Any]]
-"""A member, and what opens it."""
+    wrong: str
+    """Why it cannot be read; empty if it can."""
+    open: Callable[[], Any]
 
 
 class Archive(Source):
@@ -55,11 +49,8 @@ class Archive(Source):
     settings: ArchiveSource
     endings = (".zip", ".tar")
 
-    def read(self, file: Path) -> Iterator[Piece]:
-        yield from self.read_unit(Unit(file, 0))
-
     def units(self) -> list[Unit]:
-        """Of a ZIP archive, neighbouring members; a tar archive is read from its beginning, so it is one."""
+        """Neighbouring members of a ZIP archive. A tar archive is one unit: it is read from its beginning."""
         return [unit for file in self.files() for unit in self._units(file)]
 
     def _units(self, file: Path) -> list[Unit]:
@@ -82,20 +73,20 @@ class Archive(Source):
         members = _tar_members(unit.file) if _is_tar(unit.file) else _zip_members(unit.file, unit.start, unit.end)
         seen: Counter[str] = Counter()
         n_read = 0
-        for member, stream in members:
+        for member in members:
             name = Path(f"{unit.file}:{member.name}")
             _check_path(unit.file, member.name)
             seen[PurePosixPath(member.name).suffix or "(none)"] += 1
             if not self._wanted(member.name):
                 continue
             if member.wrong:
-                raise UserError(f"{name}: {member.wrong} Leave it out by the source's `members`.")
+                raise UserError(f"{name}: {member.wrong} Leave it out with the source's `members`.")
             n_read += 1
             try:
-                with stream() as opened:
+                with member.open() as opened:
                     yield from self._read_member(name, opened, member.size_bytes)
             except _BROKEN as error:
-                if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # the disk's
+                if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # the disk
                     raise
                 reason = " ".join(str(error).split())
                 raise UserError(f"{name}: broken data ({reason}). Get the archive again.") from None
@@ -117,12 +108,12 @@ class Archive(Source):
     def _read_member(self, name: Path, stream: BinaryIO, size_bytes: int) -> Iterator[Piece]:
         opened = unpacked(stream, name)
         if self.settings.format == "text":
-            if compression(name.name):  # its size shows at its end
+            if compression(name.name):  # its size is known at its end
                 opened = io.BytesIO(opened.read(MOST_LINE_BYTES + 1))
                 size_bytes = len(opened.getbuffer())
                 if size_bytes > MOST_LINE_BYTES:
                     raise UserError(
-                        f"{name}: a packed text in an archive may have {MOST_LINE_BYTES:,} bytes. Unpack it."
+                        f"{name}: a compressed text in an archive may have {MOST_LINE_BYTES:,} bytes. Unpack it."
                     )
             yield from document(opened, name, n_bytes=size_bytes)
             return
@@ -140,8 +131,8 @@ def _check_path(file: Path, name: str) -> None:
     if path.is_absolute() or ".." in path.parts or re.match(r"[A-Za-z]:[\\/]", name):
         shown = name if name.isprintable() else ascii(name)
         raise UserError(
-            f"{file}: its member {shown[:200]!r} lies outside of the archive's own folder. Nothing is written there, "
-            f"but an archive that says so is damaged or hostile: make it again from the files."
+            f"{file}: its member {shown[:200]!r} has a path outside the archive's folder. Nothing is written there, "
+            f"but such an archive is damaged or hostile: make it again from the files."
         )
 
 
@@ -149,7 +140,7 @@ def _check_path(file: Path, name: str) -> None:
 
 
 def _check_directory(stream: BinaryIO, file: Path) -> None:
-    """Refuse a list of members that would fill the memory, which holds it whole."""
+    """Refuse a list of members that would fill the memory."""
     stream.seek(max(0, stream.seek(0, io.SEEK_END) - (1 << 16) - 98))
     tail = stream.read((1 << 16) + 98)
     end, end_of_large = tail.rfind(b"PK\5\6"), tail.rfind(b"PK\6\6")
@@ -175,7 +166,7 @@ def _zip(file: Path) -> Iterator[zipfile.ZipFile]:
             yield archive
 
 
-def _zip_members(file: Path, start: int, end: int | None) -> Iterator[_Opened]:
+def _zip_members(file: Path, start: int, end: int | None) -> Iterator[_Member]:
     with _zip(file) as archive:
         infos = archive.infolist()
         check_ratio(file, sum(info.file_size for info in infos), file.stat().st_size)
@@ -187,14 +178,14 @@ def _zip_members(file: Path, start: int, end: int | None) -> Iterator[_Opened]:
                 wrong = "it is encrypted. Unpack the archive with its password."
             elif (info.external_attr >> 16) & 0o170000 == 0o120000:
                 wrong = "it is a symbolic link, and links are not followed."
-            yield _Member(info.filename, info.file_size, wrong), partial(archive.open, info)
+            yield _Member(info.filename, info.file_size, wrong, partial(archive.open, info))
 
 
 # ------------------------------------------------------------------------------------------------------------- tar
 
 
 class _BrokenHeader(Exception):
-    """Of a member; tarfile would take it for the end of the archive."""
+    """A member's header is broken. tarfile would take it for the end of the archive."""
 
 
 class _Header(tarfile.TarInfo):
@@ -203,7 +194,7 @@ class _Header(tarfile.TarInfo):
         try:
             header = super().frombuf(buf, encoding, errors)
         except tarfile.HeaderError as error:
-            if len(buf) == tarfile.BLOCKSIZE and not any(buf):  # the archive's end
+            if len(buf) == tarfile.BLOCKSIZE and not any(buf):  # the end of the archive
                 raise
             raise _BrokenHeader(str(error) if buf else "it is cut off") from None
         if header.size < 0:
@@ -220,13 +211,13 @@ _ATTRIBUTES = (
 )  # fmt: skip
 
 
-def _tar_members(file: Path) -> Iterator[_Opened]:
+def _tar_members(file: Path) -> Iterator[_Member]:
     last = "its beginning"
     with open_file(file) as stream:
         try:
             with tarfile.open(fileobj=stream, mode="r|", bufsize=1 << 16, tarinfo=_Header) as archive:
                 while (info := archive.next()) is not None:
-                    archive.members = []  # type: ignore[attr-defined]  # else a whole archive's stay in memory
+                    archive.members = []  # type: ignore[attr-defined]  # else all members stay in memory
                     if info.isdir():
                         continue
                     wrong = ""
@@ -234,16 +225,10 @@ def _tar_members(file: Path) -> Iterator[_Opened]:
                         wrong = "it is a link, and links are not followed."
                     elif not info.isreg() or info.issparse():
                         wrong = "it is a device, a FIFO or a sparse file, not a plain one."
-                    yield _Member(info.name, info.size, wrong), partial(_tar_stream, archive, info)
+                    yield _Member(info.name, info.size, wrong, partial(archive.extractfile, info))
                     last = f"`{info.name}`"
                 while rest := archive.fileobj.read(1 << 16):
                     if any(rest):
                         raise _BrokenHeader("more follows the end: are these several archives in one file?")
         except (tarfile.TarError, _BrokenHeader, EOFError) as error:
             raise UserError(f"{file}: broken tar data after {last} ({error}). Get it again.") from None
-
-
-def _tar_stream(archive: tarfile.TarFile, info: tarfile.TarInfo) -> BinaryIO:
-    stream = archive.extractfile(info)
-    assert stream is not None  # of a regular file there is one
-    return stream  # type: ignore[return-value]

@@ -1,7 +1,6 @@
-"""What a kind of source is, and the documents that it gives: a stream of pieces of bounded size.
+"""What a source is, and its documents: a stream of pieces of bounded size.
 
-To add one, write its settings in `gptworks.config.sources`, a subclass of `Source` in a file here, and an entry in
-`choose.SOURCES`.
+To add a kind of source, write its settings in `gptworks.config.sources` and a subclass of `Source` in a file here.
 """
 
 import io
@@ -20,9 +19,9 @@ from gptworks.files import sha256_file
 
 PIECE_BYTES = 1 << 20
 UNIT_BYTES = 1 << 24
-"""Of a large file that is read in parts, about this much at a time; a multiple of PIECE_BYTES."""
+"""About the size of the parts in which a large file is read; a multiple of PIECE_BYTES."""
 PIECES_CHECKED = 20
-"""Of each file, before long work."""
+"""Pieces of each file that are read before long work."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -41,34 +40,42 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A part of a source that is read by itself: whole documents of a file, or neighbouring pieces of one."""
+    """A part of a source that is read by itself: documents of a file, or neighbouring pieces of one document."""
 
     file: Path
-    size_bytes: int
+    size_bytes: int = 0
     """About how much text it holds."""
     start: int = 0
-    """Where it begins in the file, in what the source counts: bytes, or row groups."""
+    """Where it begins in the file, in units of the source: bytes, row groups or members."""
     end: int | None = None
-    """Where it ends; None: with the file."""
+    """Where it ends in the file; None: at its end."""
 
 
 class Source:
-    """Local files, or a download with a stated sha256. Others override what differs."""
+    """Local files, or a download with a stated sha256.
+
+    A subclass annotates `settings` with the class of its settings, and overrides `read`, or `read_unit` if it reads
+    files in parts.
+    """
 
     settings: Any
     endings: ClassVar[tuple[str, ...]] = ()
-    """Of the files that are read of a folder."""
-    whole_files = False
+    """Endings of the files that are read from a folder."""
+    whole_files: ClassVar[bool] = False
     """Whether each file is one document."""
+    size_known: ClassVar[bool] = True
+    """Whether the sizes of the files say how much text they hold."""
+    files_checked: ClassVar[int | None] = None
+    """How many files `check` reads; None: all."""
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings
 
     def files(self) -> list[Path]:
-        """At least one, sorted; a download is fetched first.
+        """The files, at least one, sorted; a download is fetched first.
 
         Raises:
-            UserError: there are none.
+            UserError: there is no file.
             RunError: a download failed.
         """
         return local_files(self.settings, self.endings)
@@ -79,19 +86,15 @@ class Source:
         Raises:
             UserError: it is broken; the message names the file and the place.
         """
-        raise NotImplementedError
+        return self.read_unit(Unit(file))
 
     def units(self) -> list[Unit]:
-        """The parts that several processes may read at once, in order. The same files give the same ones."""
+        """The parts that several processes may read at once, in order: a function of the files only."""
         return [Unit(file, about_unpacked_size(file)) for file in self.files()]
 
     def read_unit(self, unit: Unit) -> Iterator[Piece]:
-        """The documents of one of the units.
-
-        Raises:
-            UserError: as `read`.
-        """
-        yield from self.read(unit.file)
+        """The documents of one of the units. Raises UserError as `read`."""
+        return self.read(unit.file)
 
     def documents(self) -> Iterator[Piece]:
         """The documents of all units."""
@@ -99,12 +102,12 @@ class Source:
             yield from self.read_unit(unit)
 
     def check(self) -> None:
-        """Find mistakes before long work: what is missing, and what is wrong near the beginning of each file.
+        """Find mistakes before long work: missing files, and errors near the beginning of each file.
 
         Raises:
-            UserError: there is one, such as a local file whose sha256 is not the one stated.
+            UserError: there is a mistake, such as a local file whose sha256 is not the stated one.
         """
-        for file in self.files_checked():
+        for file in self.files()[: self.files_checked]:
             stated = self.settings.sha256
             if self.settings.path and stated and (actual := sha256_file(file)) != stated:
                 raise UserError(
@@ -114,27 +117,14 @@ class Source:
             for _ in islice(self.read(file), PIECES_CHECKED):
                 pass
 
-    def files_checked(self) -> list[Path]:
-        """Those whose beginning `check` reads."""
-        return self.files()
-
     def signature(self) -> list[list[Any]]:
-        """What decides the text, wherever its files lie, as JSON: their contents."""
+        """What decides the text, as JSON: the contents of the files, not their paths."""
         return [["sha256", one] for one in self.settings.sums] or contents(self.files())
 
     def size_bytes(self) -> int | None:
-        """Of the text, about; None where it is unknown before files are fetched or read."""
-        return sum(map(about_unpacked_size, self.files())) if getattr(self.settings, "path", None) else None
-
-
-def stamps(files: list[Path]) -> list[list[Any]]:
-    """(path, size, mtime_ns) of each file."""
-    stats = ((file, file.stat()) for file in files)
-    return [[file.as_posix(), stat.st_size, stat.st_mtime_ns] for file, stat in stats]
-
-
-def total_size(files: list[Path]) -> int:
-    return sum(file.stat().st_size for file in files)
+        """About the size of the text; None if it is unknown before files are fetched or read."""
+        is_local = self.size_known and getattr(self.settings, "path", None)
+        return sum(map(about_unpacked_size, self.files())) if is_local else None
 
 
 def document(
@@ -143,12 +133,12 @@ def document(
     """The UTF-8 bytes of a stream as the pieces of one document, without a byte order mark.
 
     Args:
-        file: names the bytes of a file, which may turn out not to be text.
-        start, end: of the pieces, those between these two of `borders`.
-        n_bytes: how many there are, of a stream that cannot seek.
+        file: the file to name in errors; None: the bytes are known to be text.
+        start, end: read only the pieces between these two of `borders`.
+        n_bytes: the number of bytes, if the stream cannot seek.
 
     Raises:
-        UserError: they are not text, or not so many.
+        UserError: the bytes are not text, or their number is not `n_bytes`.
     """
     head = stream.read(len(_BOM))
     first = len(_BOM) if head == _BOM else 0
@@ -173,13 +163,13 @@ def document(
 def _check_size(file: Path | None, stated: int, found: int, ends: bool) -> None:
     if found > stated or (ends and found < stated):
         raise UserError(
-            f"{file}: its size is stated as {stated:,} bytes, and it has {'only' if found < stated else 'at least'} "
+            f"{file}: its stated size is {stated:,} bytes, and it has {'only' if found < stated else 'at least'} "
             f"{found:,}. Get it again."
         )
 
 
 def text_document(text: str) -> Iterator[Piece]:
-    """A text as the pieces of one document, as `document` gives those of its bytes."""
+    """A text as the pieces of one document, like `document`."""
     data = text.encode("utf-8")
     if len(data) > PIECE_BYTES:
         yield from document(io.BytesIO(data))
@@ -188,8 +178,8 @@ def text_document(text: str) -> Iterator[Piece]:
 
 
 def borders(stream: BinaryIO) -> Iterator[int]:
-    """Where pieces of `document` begin about every UNIT_BYTES: the pieces from there on do not depend on those before,
-    for each ends with the last line that PIECE_BYTES more bytes hold."""
+    """Places about every UNIT_BYTES where pieces of `document` begin. The pieces after such a place do not depend on
+    those before it, because a piece ends with the last line break in PIECE_BYTES bytes."""
     first = len(_BOM) if stream.read(len(_BOM)) == _BOM else 0
     for at in range(first + UNIT_BYTES, stream.seek(0, os.SEEK_END), UNIT_BYTES):
         stream.seek(at - PIECE_BYTES)
@@ -198,14 +188,14 @@ def borders(stream: BinaryIO) -> Iterator[int]:
 
 
 def units_between(file: Path, places: Iterable[int]) -> Iterator[Unit]:
-    """A file's units, given where in its bytes all but the first begin."""
+    """The units of a file, given the places in bytes where all but the first begin."""
     for start, end in pairwise((0, *places, None)):
         assert start is not None
         yield Unit(file, (file.stat().st_size if end is None else end) - start, start, end)
 
 
 def _cut(data: bytes) -> int:
-    """Where to end a piece: after the last line, else before the last character, whose bytes may not all be here."""
+    """The length of a piece: up to the last line break, else before the last character, which may be incomplete."""
     if newline := data.rfind(b"\n") + 1:
         return newline
     last = len(data) - 1

@@ -1,15 +1,15 @@
-"""Folders of code."""
+"""Source code: a folder of it, and the standard library of Python."""
 
 import io
 import os
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gptworks.config import LANGUAGES, CodeSource
-from gptworks.data.sources.base import Piece, Source, document, total_size
-from gptworks.data.sources.files import is_made_here
-from gptworks.data.sources.opening import MOST_SOURCE_BYTES
+from gptworks.config.sources import LANGUAGES, CodeSource, PythonStdlibSource
+from gptworks.data.sources.base import Piece, Source, document
+from gptworks.data.sources.files import is_made_here, walk
 from gptworks.data.sources.sums import contents
 from gptworks.errors import UserError, not_installed
 from gptworks.files import read_regular
@@ -18,16 +18,63 @@ VENDORED = {
     "node_modules", "bower_components", "vendor", "third_party", "thirdparty", "site-packages", "dist-packages", "Pods",
     "venv", ".venv", "virtualenv",
 }  # fmt: skip
-"""Folders of what others wrote."""
+"""Folders with code written by others."""
 NEVER_READ = {".git", ".hg", ".svn", "__pycache__", ".tox", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
+_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_MOST_FILE_BYTES = 1 << 28
 _MOST_IGNORE_BYTES = 1 << 20
 
 
-class Code(Source):
-    """Each file is one document. Links are not followed."""
+class _SourceFiles(Source):
+    """Each file is one document. Files that are not UTF-8 text are left out."""
+
+    whole_files = True
+
+    def read(self, file: Path) -> Iterator[Piece]:
+        content = read_regular(file, _MOST_FILE_BYTES)
+        try:
+            content.decode("utf-8")
+        except UnicodeDecodeError:
+            return
+        if b"\0" not in content:
+            yield from document(io.BytesIO(content))
+
+    def check(self) -> None:
+        self.files()  # files that are not text are left out
+
+    def signature(self) -> list[list[Any]]:
+        return contents(self.files())
+
+    def size_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.files())
+
+
+class PythonStdlib(_SourceFiles):
+    """The standard library's own sources, which every machine has."""
+
+    settings: PythonStdlibSource
+
+    def files(self) -> list[Path]:
+        return stdlib_files()
+
+
+def stdlib_files() -> list[Path]:
+    """The standard library's own sources without tests, sorted.
+
+    Raises:
+        UserError: there are none.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [file for file in walk(root, _NOT_LIBRARY) if file.suffix == ".py"]
+    if not files:
+        raise UserError(f"source python-stdlib: {root} holds no .py files (a zipped Python?). Use type=text.")
+    return sorted(files)
+
+
+class Code(_SourceFiles):
+    """The code in a folder. Links are not followed."""
 
     settings: CodeSource
-    whole_files = True
 
     def files(self) -> list[Path]:
         folder = Path(self.settings.path).expanduser()
@@ -50,7 +97,8 @@ class Code(Source):
         return file.name.endswith(self._endings) and file.stat().st_size <= self.settings.largest_file_bytes
 
     def _walk(self, folder: Path, rules: list[tuple[Path, Any]]) -> Iterator[Path]:
-        """The files of a folder that no rule ignores. `rules`: the folders above that have a `.gitignore`, and it."""
+        """The files of a folder that no rule ignores. `rules`: each folder above with a `.gitignore`, and its
+        patterns."""
         ignored = folder / ".gitignore"
         if self.settings.gitignore and ignored.is_file():
             rules = [*rules, (folder, _rules(ignored))]
@@ -64,24 +112,6 @@ class Code(Source):
                 elif entry.is_file(follow_symlinks=False) and not _is_ignored(path, rules, ""):
                     yield path
 
-    def read(self, file: Path) -> Iterator[Piece]:
-        content = read_regular(file, MOST_SOURCE_BYTES)
-        try:
-            content.decode("utf-8")
-        except UnicodeDecodeError:
-            return
-        if b"\0" not in content:
-            yield from document(io.BytesIO(content))
-
-    def check(self) -> None:
-        self.files()  # what is no text is left out
-
-    def signature(self) -> list[list[Any]]:
-        return contents(self.files())
-
-    def size_bytes(self) -> int:
-        return total_size(self.files())
-
 
 def _rules(file: Path) -> Any:
     try:
@@ -90,7 +120,9 @@ def _rules(file: Path) -> Any:
         advice = "Or set the source's `gitignore` to false."
         raise not_installed("pathspec", "sources", f"{file}: respecting it", advice) from None
     if file.stat().st_size > _MOST_IGNORE_BYTES:
-        raise UserError(f"{file} is larger than {_MOST_IGNORE_BYTES:,} bytes: it is no list of patterns. Move it away.")
+        raise UserError(
+            f"{file} is larger than {_MOST_IGNORE_BYTES:,} bytes: it is not a list of patterns. Move it away."
+        )
     try:
         return GitIgnoreSpec.from_lines(read_regular(file, _MOST_IGNORE_BYTES).decode("utf-8", "replace").splitlines())
     except ValueError as error:
@@ -98,7 +130,7 @@ def _rules(file: Path) -> Any:
 
 
 def _is_ignored(path: Path, rules: list[tuple[Path, Any]], end: str) -> bool:
-    """By the last rule that says something, as git does: the nearest folder's first."""
+    """Whether the last rule that matches ignores the path, as in git: the nearest folder's rules come first."""
     for folder, spec in reversed(rules):
         said = spec.check_file(path.relative_to(folder).as_posix() + end).include
         if said is not None:

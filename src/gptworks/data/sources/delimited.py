@@ -1,31 +1,32 @@
-"""Tables of delimited text (CSV, TSV), of which one column is the text."""
+"""Tables of delimited text (CSV, TSV); one column is the text."""
 
 import csv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from gptworks.config import CSVSource
+from gptworks.config.sources import CSVSource
+from gptworks.data.sources.base import Unit
 from gptworks.data.sources.opening import plain_name
 from gptworks.data.sources.records import Fields, read_lines
 from gptworks.errors import UserError
 
 MOST_ROW_BYTES = 1 << 24
 _QUOTED = (
-    "A field that holds the delimiter, a quotation mark or a line break stands in quotation marks, and those in it are "
-    "doubled. Write it so, or set the source's `delimiter`, or `quotes` to false where quotation marks are text."
+    "A field with the delimiter, a quotation mark or a line break needs quotation marks around it, and those in it are "
+    "doubled. Write it so, or set the source's `delimiter`, or `quotes` to false if quotation marks are text."
 )
 _PLAIN = "With `quotes` false, no field holds the delimiter or a line break. Set the source's `delimiter` or `quotes`."
 
 
 class CSV(Fields):
-    """Rows of tables, the first of which names the columns."""
+    """Rows of tables; the first row names the columns."""
 
     settings: CSVSource
     endings = (".csv", ".tsv")
 
-    def records(self, file: Path) -> Iterator[tuple[str, dict[str, str]]]:
-        return read_table(file, self.settings.field, self.settings.delimiter, self.settings.quotes)
+    def records(self, unit: Unit) -> Iterator[tuple[str, dict[str, str]]]:
+        return read_table(unit.file, self.settings.field, self.settings.delimiter, self.settings.quotes)
 
 
 def read_table(
@@ -35,8 +36,8 @@ def read_table(
     quotes: bool = True,
     opened: BinaryIO | None = None,
 ) -> Iterator[tuple[str, dict[str, str]]]:
-    """Each row's fields, or one of them, and its place; for delimiter and quotes see `CSVSource`, for `opened`
-    `read_lines`."""
+    """The place of each row, and its fields or one of them; see `CSVSource` for delimiter and quotes, `read_lines` for
+    `opened`."""
     delimiter = delimiter or ("\t" if plain_name(file.name).endswith(".tsv") else ",")
     columns: list[str] = []
     for where, row in _rows(file, delimiter, quotes, opened):
@@ -58,14 +59,16 @@ def read_table(
 
 
 def listed_names(columns: list[str]) -> str:
-    """Names from a file, made fit for a message."""
+    """Names from a file, as a message shows them."""
     few = [f"`{name[:40]}`" if name[:40].isprintable() else ascii(name[:40]) for name in columns[:10]]
     return ", ".join(few) + (f" and {len(columns) - 10:,} more" if len(columns) > 10 else "")
 
 
 def _rows(file: Path, delimiter: str, quotes: bool, opened: BinaryIO | None) -> Iterator[tuple[str, list[str]]]:
-    """The fields of each row that is not an empty line, and the place where it begins."""
-    csv.field_size_limit(max(csv.field_size_limit(), MOST_ROW_BYTES))  # of the whole process; `lines` holds ours
+    """The place where each row begins, and its fields; empty lines are skipped."""
+    csv.field_size_limit(
+        max(csv.field_size_limit(), MOST_ROW_BYTES)
+    )  # a limit of the process; `lines` has a stricter one
     first_line, row_bytes = 1, 0
 
     def lines() -> Iterator[str]:
@@ -77,9 +80,7 @@ def _rows(file: Path, delimiter: str, quotes: bool, opened: BinaryIO | None) -> 
                 rule = f"a row is larger than {MOST_ROW_BYTES:,} bytes.{why}{_QUOTED if quotes else 'Divide it.'}"
                 raise UserError(f"{file}:{first_line}: {rule}")
             if b"\0" in line:
-                raise UserError(
-                    f"{file}:{number}: a NUL byte: this is no UTF-8 text. Convert the file, or leave it out."
-                )
+                raise UserError(f"{file}:{number}: a NUL byte: this is not text. Convert the file, or leave it out.")
             try:
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:

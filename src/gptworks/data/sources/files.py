@@ -15,11 +15,11 @@ from gptworks.files.fetch import fetched
 
 
 def local_files(source: FileSource, endings: tuple[str, ...]) -> list[Path]:
-    """The files that a source's path names, at least one, sorted; those of a folder by their endings, compressed ones
-    too. Or its download, which is fetched first.
+    """The files at a source's path, at least one, sorted; of a folder those with these endings, also compressed. Or the
+    files of its download, which is fetched first.
 
     Raises:
-        UserError: there are none.
+        UserError: there is no file.
         RunError: the download failed.
     """
     if source.path is None:
@@ -28,7 +28,7 @@ def local_files(source: FileSource, endings: tuple[str, ...]) -> list[Path]:
     if path.is_file():
         return [path]
     if source.sha256:
-        raise UserError(f"source {source.path}: sha256 is that of one file, and there is no file here. Check the path.")
+        raise UserError(f"source {source.path}: `sha256` needs one file, and there is no file here. Check the path.")
     if path.is_dir():
         return _files_of_folder(path, endings)
     matches = map(Path, glob.glob(str(path), recursive=True))  # noqa: PTH207 (Path.glob takes no absolute pattern)
@@ -54,10 +54,10 @@ def _files_of_folder(folder: Path, endings: tuple[str, ...]) -> list[Path]:
 
 
 def check_links_of(folder: Path, files: Iterable[Path]) -> None:
-    """Refuse files of a folder that are links out of it.
+    """Refuse links out of a folder.
 
     Raises:
-        UserError: one is; a pattern reads it.
+        UserError: a file is one; the message says that a pattern follows links.
     """
     for file in files:
         if file.is_symlink():
@@ -66,13 +66,13 @@ def check_links_of(folder: Path, files: Iterable[Path]) -> None:
             except UserError:
                 pattern = Path(glob.escape(str(folder)), "**", f"*{file.suffix}")
                 raise UserError(
-                    f"{file} leads out of {folder}, to {file.readlink()}, and no link out of a folder is followed. "
+                    f"{file} leads out of {folder}, to {file.readlink()}, and links out of a folder are not followed. "
                     f"If you trust it, a pattern follows links: give `{pattern}` as the source's path."
                 ) from None
 
 
 def walk(folder: Path, skipped_folders: Collection[str] = ()) -> Iterator[Path]:
-    """Every file below a folder, but for what gptworks makes: a build reads neither its own work nor a run."""
+    """Every file below a folder, except files made by gptworks: a build reads neither its own work nor a run."""
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in skipped_folders and not is_made_here(Path(parent, name))]
         yield from (Path(parent, name) for name in names)
@@ -87,7 +87,7 @@ def is_made_here(folder: Path) -> bool:
 
 
 def linked_folders(folder: Path) -> list[Path]:
-    """The folders below a folder that are links out of it, which `walk` does not enter."""
+    """The folders below a folder that are links out of it. `walk` does not enter them."""
     paths = (Path(parent, name) for parent, folders, _ in os.walk(folder) for name in folders)
     return [path for path in paths if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve())]
 

@@ -1,5 +1,5 @@
-"""JSON files that hold one list of objects, each of which has a field that is the text. They are read as they are
-needed: what is in memory is one object."""
+"""JSON files that hold one list of objects, one field of which is the text. They are streamed: memory holds one
+object."""
 
 import codecs
 import json
@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gptworks.config import JSONSource
+from gptworks.config.sources import JSONSource
+from gptworks.data.sources.base import Unit
 from gptworks.data.sources.opening import open_file
 from gptworks.data.sources.records import MOST_LINE_BYTES, Fields
 from gptworks.errors import UserError
@@ -15,27 +16,27 @@ from gptworks.errors import UserError
 _CHUNK_BYTES = 1 << 16
 _SPACE = " \t\r\n"
 _LONGEST_WORD = 16
-"""Longer than what JSON can be cut off in, but for a string."""
+"""Longer than any token of JSON except a string: an error nearer to the end may be due to a cut."""
 
 
 class JSON(Fields):
-    """One list of objects, or an object that has the list under a key."""
+    """A list of objects, or an object that has the list under a key."""
 
     settings: JSONSource
     endings = (".json",)
 
-    def records(self, file: Path) -> Iterator[tuple[object, Mapping[str, Any]]]:
-        return read_json(file, self.settings.records)
+    def records(self, unit: Unit) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        return read_json(unit.file, self.settings.records)
 
 
 def read_json(file: Path, key: str | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each object of the list, and its place.
+    """The place of each object of the list, and the object.
 
     Args:
-        key: the list is under it; None: the file is the list.
+        key: the key of the list; None: the file is the list.
 
     Raises:
-        UserError: there is no such list, or something in it is no object.
+        UserError: there is no such list, or an item is not an object.
     """
     with open_file(file) as stream:
         text = _Text(file, stream)
@@ -57,11 +58,11 @@ def read_json(file: Path, key: str | None = None) -> Iterator[tuple[str, Mapping
         if key is None:
             text.take("]", "the end of the list")
             if text.peek():
-                raise UserError(f"{file}: something follows the list. If each line is a record, use type=jsonl.")
+                raise UserError(f"{file}: there is more text after the list. If each line is a record, use type=jsonl.")
 
 
 def _find(text: "_Text", file: Path, key: str | None) -> None:
-    """Go to the value of an object's key."""
+    """Move to the value of an object's key."""
     names: list[str] = []
     while text.peek() != "}":
         if names:
@@ -75,11 +76,13 @@ def _find(text: "_Text", file: Path, key: str | None) -> None:
         text.value(f"{file}, the value of `{name}`")
         names.append(str(name))
     listed = ", ".join(names[:10]) or "none"
-    raise UserError(f"{file} holds an object whose keys are {listed}: set the source's `records` to that of the list.")
+    raise UserError(
+        f"{file} holds an object with the keys {listed}: set the source's `records` to the key of the list."
+    )
 
 
 class _Text:
-    """The text of a JSON file, of which no more than one value is held."""
+    """The text of a JSON file. Memory holds one value."""
 
     def __init__(self, file: Path, stream: BinaryIO) -> None:
         self._file, self._stream = file, stream
@@ -89,7 +92,7 @@ class _Text:
         self._json = json.JSONDecoder()
 
     def peek(self) -> str:
-        """The next character that is no space; empty at the end."""
+        """The next character that is not white space; empty at the end."""
         while True:
             while self._at < len(self._held) and self._held[self._at] in _SPACE:
                 self._at += 1
@@ -99,37 +102,37 @@ class _Text:
     def take(self, character: str, what: str) -> None:
         found = self.peek()
         if found != character:
-            raise UserError(f"{self._file}: {what} is expected where {found!r} stands. Check that it is JSON.")
+            raise UserError(f"{self._file}: {what} is expected instead of {found!r}. Check that it is JSON.")
         self._at += 1
 
     def value(self, where: str) -> Any:
-        """The next value, whole."""
+        """The next value."""
         self.peek()
         self._held, self._at = self._held[self._at :], 0
         tried = 0
         while True:
-            if len(self._held) >= 2 * tried or self._ended:  # so that a large value is not tried too often
+            if len(self._held) >= 2 * tried or self._ended:  # so a large value is parsed only a few times
                 tried = len(self._held)
                 try:
                     value, end = self._json.raw_decode(self._held)
-                    if end < len(self._held) or self._ended:  # else a number may go on
+                    if end < len(self._held) or self._ended:  # else a number may continue
                         self._at = end
                         return value
                 except RecursionError:
-                    raise UserError(f"{where}: values inside values, too deep to be read.") from None
+                    raise UserError(f"{where}: values are nested too deeply.") from None
                 except json.JSONDecodeError as error:
                     cut_off = error.msg.startswith("Unterminated") or error.pos > len(self._held) - _LONGEST_WORD
                     if self._ended or not cut_off:
                         raise UserError(f"{where}: not JSON: {error.msg}, at its character {error.pos:,}.") from None
             if len(self._held) > MOST_LINE_BYTES:
                 raise UserError(
-                    f"{where}: larger than {MOST_LINE_BYTES:,} characters, which is what a value may have, or a "
-                    f"quotation mark is never closed. Divide its text into several records."
+                    f"{where}: larger than {MOST_LINE_BYTES:,} characters, the limit for a value, or a quotation mark "
+                    f"is never closed. Divide its text into several records."
                 )
             self._read()
 
     def _read(self) -> bool:
-        """Hold more of the file; False at its end."""
+        """Read more of the file; False at its end."""
         if self._ended:
             return False
         data = self._stream.read(_CHUNK_BYTES)

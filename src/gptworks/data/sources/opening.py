@@ -1,6 +1,6 @@
-"""Files as streams of bytes, unpacked where their names say that they are compressed.
+"""Files as streams of bytes, unpacked if their names say that they are compressed.
 
-What a file unpacks to may be far larger than it: it is read as a stream, and one that is nothing but a bomb is refused.
+A file may unpack to far more bytes than it has: it is read as a stream, and a decompression bomb is refused.
 """
 
 import bz2
@@ -16,14 +16,12 @@ from gptworks.errors import UserError, not_installed
 from gptworks.files import open_regular
 
 COMPRESSIONS = {".gz": "gzip", ".xz": "xz", ".bz2": "bzip2", ".zst": "zstandard"}
-"""By the ending of a name."""
+"""Kinds of compression by the ending of a name."""
 _TARS = {"tgz": "gz", "txz": "xz", "tbz2": "bz2", "tzst": "zst"}
 
-MOST_SOURCE_BYTES = 1 << 28
-"""Of a file of source code, which is read whole."""
 FREE_BYTES = 1 << 28
 MOST_RATIO = 1000
-"""Beyond FREE_BYTES, a file may unpack to so many times its size; text reaches 10, and repeated lines 100."""
+"""Most bytes that a byte may unpack to, beyond FREE_BYTES; text reaches 10, and repeated lines 100."""
 
 _USUAL_RATIO = 3
 _CHUNK_BYTES = 1 << 16
@@ -32,17 +30,17 @@ _XZ_MEMORY_BYTES = 1 << 28
 
 
 def compression(name: str) -> str | None:
-    """What compressed a file of this name; None: nothing."""
+    """The kind of compression of a file of this name, if any."""
     return COMPRESSIONS.get(Path(_full(name).lower()).suffix)
 
 
 def plain_name(name: str) -> str:
-    """The name of what a file unpacks to."""
+    """The name without the ending of its compression."""
     return _full(name).rpartition(".")[0] if compression(name) else name
 
 
 def _full(name: str) -> str:
-    """With `.tgz` written as `.tar.gz`."""
+    """The name with `.tgz` written as `.tar.gz`."""
     stem, dot, ending = name.rpartition(".")
     return f"{stem}.tar.{_TARS[ending]}" if dot and ending in _TARS else name
 
@@ -51,7 +49,7 @@ def open_file(file: Path) -> BinaryIO:
     """The bytes of a file, unpacked.
 
     Raises:
-        UserError: while it is read: its compressed data is broken, or a bomb.
+        UserError: during reading, if its compressed data is broken or a bomb.
     """
     return unpacked(open_regular(file), file)
 
@@ -59,13 +57,11 @@ def open_file(file: Path) -> BinaryIO:
 def unpacked(stream: BinaryIO, name: Path) -> BinaryIO:
     """The bytes of a stream, unpacked if its name says that they are compressed; see `open_file`."""
     what = compression(name.name)
-    if what is None:
-        return stream
-    return io.BufferedReader(_Unpacked(stream, what, name), _CHUNK_BYTES)
+    return stream if what is None else io.BufferedReader(_Unpacked(stream, what, name), _CHUNK_BYTES)
 
 
 def unpacked_size(file: Path) -> int:
-    """How many bytes `open_file` gives. Those of a compressed file are counted."""
+    """The number of bytes that `open_file` gives. A compressed file is read for it."""
     if not compression(file.name):
         return file.stat().st_size
     with open_file(file) as stream:
@@ -73,20 +69,20 @@ def unpacked_size(file: Path) -> int:
 
 
 def about_unpacked_size(file: Path) -> int:
-    """How many bytes `open_file` gives, without reading them: an estimate where the file is compressed."""
+    """The number of bytes that `open_file` gives, without reading them: an estimate if the file is compressed."""
     return file.stat().st_size * (_USUAL_RATIO if compression(file.name) else 1)
 
 
 def check_ratio(name: Path | str, unpacked_bytes: int, packed_bytes: int) -> None:
-    """Refuse a bomb.
+    """Refuse a decompression bomb.
 
     Raises:
-        UserError: so many bytes come of so few.
+        UserError: so few bytes unpack to so many.
     """
     if unpacked_bytes > max(FREE_BYTES, MOST_RATIO * packed_bytes):
         raise UserError(
-            f"{name}: its first {packed_bytes:,} bytes unpack to {unpacked_bytes:,}, and {MOST_RATIO:,} times as many "
-            f"are the most that text comes to: this is a bomb, or not text. Leave it out, or unpack it yourself."
+            f"{name}: its first {packed_bytes:,} bytes unpack to {unpacked_bytes:,}, and text unpacks to at most "
+            f"{MOST_RATIO:,} times its size: this is a bomb, or not text. Leave it out, or unpack it yourself."
         )
 
 
@@ -106,7 +102,7 @@ class _Unpacked(io.RawIOBase):
             if isinstance(error, OSError) and error.errno:  # the disk's
                 raise
             raise UserError(
-                f"{self._name}: broken {self._what} data after {self._unpacked_bytes:,} bytes of what it unpacks to "
+                f"{self._name}: broken {self._what} data after {self._unpacked_bytes:,} unpacked bytes "
                 f"({error}). Get the file again."
             ) from None
         self._unpacked_bytes += n_bytes
@@ -120,8 +116,8 @@ class _Unpacked(io.RawIOBase):
 
 
 class _Blocks(io.RawIOBase):
-    """What a decompressor gives, one after the other for each of the streams of a file. Those of the standard library's
-    own readers take as much memory as a file asks for."""
+    """The decompressed streams of a file, one after the other. The standard library's own readers take as much memory
+    as the file asks for."""
 
     def __init__(self, packed: BinaryIO, new: Callable[[], lzma.LZMADecompressor | bz2.BZ2Decompressor]) -> None:
         self._packed, self._new = packed, new
@@ -149,7 +145,7 @@ class _Blocks(io.RawIOBase):
 
 
 def _zstandard(packed: BinaryIO, name: Path) -> Any:
-    """pyarrow's reader: it notices a file that is cut off, and asks for no more than 128 MiB."""
+    """pyarrow's reader: it detects truncated files, and takes at most 128 MiB."""
     try:
         import pyarrow as pa
     except ImportError:

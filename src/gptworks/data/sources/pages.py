@@ -1,4 +1,4 @@
-"""Pages whose text is taken out of them: HTML, crawls (WARC and WET), PDF."""
+"""Text extracted from pages: HTML, crawls (WARC and WET), PDF."""
 
 import io
 import logging
@@ -7,39 +7,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gptworks.config import HTMLSource, PDFSource, WARCSource
+from gptworks.config.sources import HTMLSource, PDFSource, WARCSource
 from gptworks.data.sources.base import PIECES_CHECKED, Piece, Source, document
 from gptworks.data.sources.opening import open_file
 from gptworks.data.sources.records import whole_text
 from gptworks.errors import UserError, not_installed
 
 MOST_PAGE_BYTES = 1 << 24
-"""Of HTML, or of a text in a WET file."""
+"""Largest size of an HTML page, or of a text in a WET file."""
 MOST_PDF_BYTES = 1 << 30
 MOST_TEXT_CHARACTERS = 1 << 26
-"""Of a PDF file."""
+"""Most text in a PDF file."""
 _HTML = ("text/html", "application/xhtml+xml")
 
 
-class _Extracted(Source):
-    """Files of which a part is text."""
-
-    def size_bytes(self) -> None:
-        return None
-
-
-class _Pages(_Extracted):
-    """Files each of which is one document."""
-
-    def files_checked(self) -> list[Path]:
-        return self.files()[:PIECES_CHECKED]  # each takes long
-
-
-class HTML(_Pages):
+class HTML(Source):
     """Each file is one page."""
 
     settings: HTMLSource
     endings = (".html", ".htm", ".xhtml")
+    size_known = False
+    files_checked = PIECES_CHECKED  # extraction is slow
 
     def read(self, file: Path) -> Iterator[Piece]:
         with open_file(file) as stream:
@@ -47,7 +35,7 @@ class HTML(_Pages):
 
 
 def page_text(html: bytes, where: str) -> str:
-    """The main text of a page; empty where it has none."""
+    """The main text of a page; empty if it has none."""
     try:
         from trafilatura import extract
     except ImportError:
@@ -58,7 +46,7 @@ def page_text(html: bytes, where: str) -> str:
 def _bounded(stream: Any, where: str) -> bytes:
     data: bytes = stream.read(MOST_PAGE_BYTES + 1)
     if len(data) > MOST_PAGE_BYTES:
-        raise UserError(f"{where}: larger than {MOST_PAGE_BYTES:,} bytes, which is what a page may have. Leave it out.")
+        raise UserError(f"{where}: larger than {MOST_PAGE_BYTES:,} bytes, the limit for a page. Leave it out.")
     return data
 
 
@@ -69,29 +57,30 @@ def _text(text: str) -> Iterator[Piece]:
 # ------------------------------------------------------------------------------------------------------------ warc
 
 
-class WARC(_Extracted):
-    """Each response that is a page, and each text, is one document. Pages without a text are left out."""
+class WARC(Source):
+    """Each response that is a page, and each text, is one document. Pages without text are left out."""
 
     settings: WARCSource
     endings = (".warc", ".wet")
+    size_known = False
 
     def read(self, file: Path) -> Iterator[Piece]:
         with open_file(file) as stream:
             for record in _warc_records(file, stream):
-                headers, address = record.rec_headers, record.rec_headers.get_header("WARC-Target-URI") or "?"
+                address = record.rec_headers.get_header("WARC-Target-URI") or "?"
                 where = f"{file}, record of {address[:200]!r}"
                 if record.rec_type == "conversion":
                     text = _bounded(record.content_stream(), where).decode("utf-8", errors="replace")
-                elif record.rec_type == "response" and _is_page(record, headers):
+                elif record.rec_type == "response" and _is_page(record):
                     text = page_text(_bounded(record.content_stream(), where), where)
                 else:
                     continue
                 yield from _text(text)
 
 
-def _is_page(record: Any, headers: Any) -> bool:
+def _is_page(record: Any) -> bool:
     of_http = record.http_headers and record.http_headers.get_header("Content-Type")
-    kind = headers.get_header("WARC-Identified-Payload-Type") or of_http or ""
+    kind = record.rec_headers.get_header("WARC-Identified-Payload-Type") or of_http or ""
     return kind.partition(";")[0].strip().lower() in _HTML
 
 
@@ -106,23 +95,25 @@ def _warc_records(file: Path, stream: BinaryIO) -> Iterator[Any]:
         for record in ArchiveIterator(stream):
             yield record
             number += 1
-        if number and getattr(record.raw_stream, "limit", 1):  # there is none after cut headers
+        if number and getattr(record.raw_stream, "limit", 1):  # bytes left; missing after truncated headers
             raise EOFError("it is cut off")
     except (ArchiveLoadFailed, EOFError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{file}: broken after {number:,} records ({reason}). Get it again.") from None
     if not number:
-        raise UserError(f"{file} holds no record: it is empty or no WARC file. Get it again, or leave it out.")
+        raise UserError(f"{file} holds no record: it is empty or not a WARC file. Get it again, or leave it out.")
 
 
 # ------------------------------------------------------------------------------------------------------------- pdf
 
 
-class PDF(_Pages):
+class PDF(Source):
     """Each file is one document."""
 
     settings: PDFSource
     endings = (".pdf",)
+    size_known = False
+    files_checked = PIECES_CHECKED  # extraction is slow
 
     def read(self, file: Path) -> Iterator[Piece]:
         try:
@@ -136,7 +127,7 @@ class PDF(_Pages):
 
 
 def pdf_text(file: Path) -> str:
-    """The text of all pages, an empty line between them.
+    """The text of all pages, separated by empty lines.
 
     Raises:
         UserError: it is broken, encrypted or too large.
@@ -148,7 +139,7 @@ def pdf_text(file: Path) -> str:
     with open_file(file) as stream:
         data = stream.read(MOST_PDF_BYTES + 1)
     if len(data) > MOST_PDF_BYTES:
-        raise UserError(f"{file}: larger than {MOST_PDF_BYTES:,} bytes, which is what a PDF file may have. Divide it.")
+        raise UserError(f"{file}: larger than {MOST_PDF_BYTES:,} bytes, the limit for a PDF file. Divide it.")
     logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # its warnings name no file
     pages: list[str] = []
     try:
@@ -161,7 +152,7 @@ def pdf_text(file: Path) -> str:
                 raise UserError(f"{file}: more than {MOST_TEXT_CHARACTERS:,} characters of text. Divide it.")
     except UserError:
         raise
-    except Exception as error:  # of a broken file, pypdf raises many types
+    except Exception as error:  # pypdf raises many types for a broken file
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{file}, page {len(pages) + 1}: a broken PDF ({reason}). Get it again.") from None
     return "\n\n".join(page for page in pages if page)

@@ -1,13 +1,19 @@
-"""Sources of records, of which one field is the text: JSONL, Parquet, datasets of the Hugging Face hub. And those whose
+"""Sources of records with a field that is the text: JSONL, Parquet, datasets of the Hugging Face hub. And sources whose
 records are conversations or pairs of answers, which `gptworks.data.conversations` reads."""
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gptworks.config import ConversationsSource, HuggingFaceSource, PreferencesSource
+from gptworks.config.sources import (
+    ConversationsSource,
+    HuggingFaceSource,
+    JSONLSource,
+    ParquetSource,
+    PreferencesSource,
+)
 from gptworks.data.sources.base import PIECE_BYTES, UNIT_BYTES, Piece, Source, Unit, text_document, units_between
 from gptworks.data.sources.files import walk
 from gptworks.data.sources.opening import compression, open_file
@@ -15,77 +21,68 @@ from gptworks.data.sources.sums import contents
 from gptworks.errors import UserError, not_installed
 from gptworks.files import check_tree, open_regular
 
-RecordsSource = ConversationsSource | PreferencesSource
+AnyRecords = ConversationsSource | PreferencesSource
+AnyDataset = HuggingFaceSource | AnyRecords
 
 
 class Fields(Source):
-    """Files of records, of which the field that the settings name is the text."""
+    """Files of records. The field that the settings name is the text."""
 
-    def records(self, file: Path) -> Iterator[tuple[object, Mapping[str, Any]]]:
-        """Each record's fields, or the one, and its place."""
+    def records(self, unit: Unit) -> Iterator[tuple[object, Mapping[str, Any]]]:
+        """The place of each record, and its fields or the one that is needed."""
         raise NotImplementedError
 
-    def read(self, file: Path) -> Iterator[Piece]:
-        return self._documents(self.records(file))
-
-    def _documents(self, records: Iterable[tuple[object, Mapping[str, Any]]]) -> Iterator[Piece]:
-        for where, record in records:
+    def read_unit(self, unit: Unit) -> Iterator[Piece]:
+        for where, record in self.records(unit):
             yield from record_document(where, record, self.settings.field)
 
 
 class JSONL(Fields):
     """One JSON object a line."""
 
+    settings: JSONLSource
     endings = (".jsonl",)
 
-    def records(self, file: Path) -> Iterator[tuple[object, Mapping[str, Any]]]:
-        return read_jsonl(file)
+    def records(self, unit: Unit) -> Iterator[tuple[object, Mapping[str, Any]]]:
+        return read_jsonl(unit.file, unit.start, unit.end)
 
     def units(self) -> list[Unit]:
         return [unit for file in self.files() for unit in units_between(file, _line_borders(file))]
-
-    def read_unit(self, unit: Unit) -> Iterator[Piece]:
-        return self._documents(read_jsonl(unit.file, unit.start, unit.end))
 
 
 class Parquet(Fields):
     """Rows of Parquet files."""
 
+    settings: ParquetSource
     endings = (".parquet",)
 
-    def records(self, file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        return read_parquet(file, self.settings.field)
+    def records(self, unit: Unit) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        return read_parquet(unit.file, self.settings.field, unit.start, unit.end)
 
     def units(self) -> list[Unit]:
         return [unit for file in self.files() for unit in _row_groups(file)]
 
-    def read_unit(self, unit: Unit) -> Iterator[Piece]:
-        return self._documents(read_parquet(unit.file, self.settings.field, unit.start, unit.end))
-
 
 class Records(Source):
-    """Files or a dataset, whose records are conversations or pairs of answers."""
+    """Files or a dataset whose records are conversations or pairs of answers."""
 
-    settings: RecordsSource | HuggingFaceSource
+    settings: AnyRecords
     endings = (".jsonl", ".json", ".parquet")
 
     def signature(self) -> list[list[Any]]:
-        """A dataset of the hub is identified by its name, a local folder also by its files."""
-        source = self.settings
-        if not source.dataset:
-            return super().signature()
-        check_tree(Path(source.dataset))
-        name = ["huggingface", source.dataset, source.name, source.split, *filter(None, [source.revision])]
-        return [name, *contents(sorted(walk(Path(source.dataset))))]
+        return _dataset_signature(self.settings) if self.settings.dataset else super().signature()
 
 
-class HuggingFace(Records):
-    """A dataset of the hub or a local folder, streamed, of which one field is the text."""
+class HuggingFace(Source):
+    """A dataset of the hub or a local folder, streamed. One field is the text."""
 
     settings: HuggingFaceSource
 
+    def signature(self) -> list[list[Any]]:
+        return _dataset_signature(self.settings)
+
     def units(self) -> list[Unit]:
-        """Each of a streamed dataset's files."""
+        """One for each file of a streamed dataset."""
         _, rows = open_dataset(self.settings)
         n_files = 1 if hasattr(rows, "__len__") else getattr(rows, "num_shards", 1)
         folder = Path(self.settings.dataset)
@@ -102,11 +99,19 @@ class HuggingFace(Records):
         next(self.documents(), None)
 
 
+def _dataset_signature(settings: AnyDataset) -> list[list[Any]]:
+    """A dataset of the hub is identified by its name, a local folder also by its files."""
+    folder = Path(settings.dataset or "")
+    check_tree(folder)
+    name = ["huggingface", settings.dataset, settings.name, settings.split, *filter(None, [settings.revision])]
+    return [name, *contents(sorted(walk(folder)))]
+
+
 def _check_data_files(builder: Any, dataset: str) -> None:
-    """Refuse a dataset whose README.md names files of others: any of this machine, or any address.
+    """Refuse a dataset whose README.md names files outside it: on this machine, or at any address.
 
     Raises:
-        UserError: it does.
+        UserError: it names one.
     """
     folder, own = Path(dataset), f"hf://datasets/{dataset}@".lower()
     for files in (builder.config.data_files or {}).values():
@@ -114,8 +119,8 @@ def _check_data_files(builder: Any, dataset: str) -> None:
             is_inside = Path(os.path.realpath(file)).is_relative_to(os.path.realpath(folder))
             if not (is_inside and "://" not in file if folder.exists() else file.lower().startswith(own)):
                 raise UserError(
-                    f"dataset {dataset}: its README.md names {file} as its data, which is not part of it. Correct it, "
-                    f"or give that file as a source of its own."
+                    f"dataset {dataset}: its README.md names {file} as its data, which is not part of it. Correct "
+                    f"that, or give that file as a source of its own."
                 )
 
 
@@ -130,18 +135,18 @@ def record_document(where: object, record: Mapping[str, Any], field: str) -> Ite
 
 
 def whole_text(text: str) -> str:
-    """The text with U+FFFD for each half of a surrogate pair, which JSON can spell and no encoding holds."""
+    """The text with U+FFFD for each half of a surrogate pair: JSON can spell it, and UTF-8 cannot encode it."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 MOST_LINE_BYTES = 1 << 26
 _CHUNK_BYTES = 1 << 16
 _COUNTED_LINES = 16
-"""How many times the largest line is read on, to find the size of a line that is larger."""
+"""Times the largest size of a line that are read to count the bytes of a larger line."""
 
 
 class Line:
-    """The place of a line in a file, as messages name it. Lines before the part that is read are counted only then."""
+    """The place of a line in a file. The lines before the part that is read are counted only for a message."""
 
     __slots__ = ("file", "number", "start")
 
@@ -160,14 +165,11 @@ class Line:
 def read_lines(
     file: Path, most_bytes: int, start: int = 0, end: int | None = None, opened: BinaryIO | None = None
 ) -> Iterator[tuple[int, bytes]]:
-    """Each line of a file and its number. No more of a line than it may have is held in memory.
+    """The number of each line of a file, from 1, and the line. Memory holds at most `most_bytes` of a line.
 
     Args:
-        start, end: of a file that is not packed, the lines between these bytes, numbered from 1.
-        opened: the bytes, where `file` is a name alone.
-
-    Args:
-        start, end: of a file that is not packed, the lines between these bytes, numbered from 1.
+        start, end: only the lines between these bytes of a file that is not compressed; the first is number 1.
+        opened: the bytes, if `file` is only a name.
 
     Raises:
         UserError: a line is larger than `most_bytes`, its end included; or compressed data is broken.
@@ -186,7 +188,7 @@ def read_lines(
 
 
 def _line_size(stream: BinaryIO, line: bytes, most_bytes: int) -> str:
-    """The bytes of the line that begins so."""
+    """The size of a line in words, given its beginning."""
     n_bytes, end = len(line), 0
     while line and not line.endswith(b"\n") and not end:
         if n_bytes > _COUNTED_LINES * most_bytes:
@@ -198,7 +200,7 @@ def _line_size(stream: BinaryIO, line: bytes, most_bytes: int) -> str:
 
 
 def _line_borders(file: Path) -> Iterator[int]:
-    """Where lines begin about every UNIT_BYTES; nowhere in a packed file, nor after a line that is too large."""
+    """Places about every UNIT_BYTES where lines begin; none in a compressed file or after a line that is too large."""
     if compression(file.name):
         return
     with open_regular(file) as stream:
@@ -219,7 +221,7 @@ def _line_borders(file: Path) -> Iterator[int]:
 def read_jsonl(
     file: Path, start: int = 0, end: int | None = None, opened: BinaryIO | None = None
 ) -> Iterator[tuple[Line, Mapping[str, Any]]]:
-    """Each line's object, and its place; see `read_lines`."""
+    """The place of each line, and its object; see `read_lines`."""
     rule = "Each line must be one JSON object."
     for number, line in read_lines(file, MOST_LINE_BYTES, start, end, opened):
         if not line.strip():
@@ -238,7 +240,7 @@ _BATCH_ROWS = 64
 
 
 def _row_groups(file: Path) -> Iterator[Unit]:
-    """Neighbouring row groups of about UNIT_BYTES."""
+    """Units of neighbouring row groups, about UNIT_BYTES each."""
     with _parquet_file(file) as table:
         sizes = [table.metadata.row_group(i).total_byte_size for i in range(table.metadata.num_row_groups)]
     start = size_bytes = 0
@@ -252,10 +254,10 @@ def _row_groups(file: Path) -> Iterator[Unit]:
 def read_parquet(
     file: Path, field: str | None = None, start: int = 0, end: int | None = None
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each row's fields, or one of them, and its place.
+    """The place of each row, and its fields or one of them.
 
     Args:
-        start, end: of the file's row groups, those between these two.
+        start, end: only the row groups between these two.
     """
     with _parquet_file(file) as table:
         groups = range(table.metadata.num_row_groups)
@@ -272,20 +274,20 @@ def read_parquet(
 
 
 def _next_records(file: Path, row: int, batches: Iterator[Any]) -> list[dict[str, Any]]:
-    """Those of the next batch; empty at the end. `row` is the first."""
+    """The records of the next batch, which begins at `row`; empty at the end."""
     import pyarrow as pa
 
     try:
         return next((batch.to_pylist() for batch in batches if batch.num_rows), [])
     except UnicodeDecodeError as error:
-        reason = f"a text that is not UTF-8 ({error.reason}), though its column says that it holds text"
+        reason = f"not UTF-8 ({error.reason}), though the type of the column is text"
     except (pa.ArrowException, OSError) as error:
         reason = f"broken data ({' '.join(str(error).split())})"
-    raise UserError(f"{file}, in the {_BATCH_ROWS} rows from row {row} on: {reason}. Get or write the file again.")
+    raise UserError(f"{file}, in the {_BATCH_ROWS} rows from row {row}: {reason}. Get or write the file again.")
 
 
 def count_rows(file: Path) -> int:
-    """Of a Parquet file, as it says."""
+    """The number of rows of a Parquet file."""
     with _parquet_file(file) as table:
         return int(table.metadata.num_rows)
 
@@ -299,7 +301,7 @@ def _parquet_file(file: Path) -> Any:
     try:
         return pq.ParquetFile(file)
     except (pa.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno:  # the disk's
+        if isinstance(error, OSError) and error.errno:  # an error of the disk
             raise
         reason = " ".join(str(error).split())
         raise UserError(
@@ -307,11 +309,11 @@ def _parquet_file(file: Path) -> Any:
         ) from None
 
 
-def open_dataset(source: HuggingFaceSource | RecordsSource) -> tuple[str, Any]:
-    """What messages call a dataset of the Hugging Face hub or a local folder, and its rows.
+def open_dataset(source: AnyDataset) -> tuple[str, Any]:
+    """The name for messages of a dataset of the Hugging Face hub or a local folder, and its rows.
 
     Raises:
-        UserError: the library `datasets` is not installed, or it cannot open the dataset; or a link leads out of the
+        UserError: the library `datasets` is not installed or cannot open the dataset, or a link leads out of the
             local folder.
     """
     where, folder = f"dataset {source.dataset}", Path(source.dataset or "")

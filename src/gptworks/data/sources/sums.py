@@ -1,4 +1,4 @@
-"""The sha256 of files, remembered: a file is read again only where its size, times or inode have changed."""
+"""A cache of the sha256 of files: a file is read again only if its size, times or inode have changed."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ from gptworks.errors import RunError
 from gptworks.files import make_folder, read_regular, sha256_file, write_whole
 
 REMEMBERED_BYTES = 1 << 20
-"""The size from which on a sum is remembered: smaller files are read as fast."""
+"""Sums of smaller files are not cached: reading them is as fast."""
 _SETTLED_NS = 2 * 10**9
 """A file that changed less than this ago may change again within one tick of the clock of its file system."""
 _MOST_KNOWN, _MAX_BYTES = 100_000, 1 << 26
@@ -21,7 +21,7 @@ _THREADS = 8
 
 
 def contents(files: Iterable[Path]) -> list[list[Any]]:
-    """What decides the text of files wherever they lie: for each the endings of its name, and its sha256."""
+    """What decides the text of files, wherever they are: for each the endings of its name, and its sha256."""
     files, known = list(files), _read()
     keys = [_key(file) for file in files]
     with ThreadPoolExecutor(_THREADS) as threads:
@@ -45,14 +45,14 @@ def _key(file: Path) -> tuple[str, int, int, int, int]:
 def _read() -> dict[str, str]:
     try:
         tree = json.loads(read_regular(cache_folder() / "sums.json", _MAX_BYTES))
-    except Exception:  # none yet, or damaged: the files are read again
+    except Exception:  # missing or damaged: the files are read again
         return {}
     return tree if isinstance(tree, dict) and all(isinstance(one, str) for one in tree.values()) else {}
 
 
 def _write(known: dict[str, str]) -> None:
-    """Replace what is remembered. Of several processes at once, one wins: the others read their files again."""
-    with contextlib.suppress(OSError, RunError):  # a cache that cannot be written saves no time
+    """Replace the cache. If several processes do so at once, one wins and the others read their files again."""
+    with contextlib.suppress(OSError, RunError):  # without a cache, files are read again
         folder = cache_folder()
         make_folder(folder)
         write_whole(folder / "sums.json", json.dumps(known), private=True)

@@ -1,0 +1,98 @@
+"""Text that was decoded wrongly, and one spelling of the same text."""
+
+import re
+import sys
+import unicodedata
+from functools import lru_cache
+from typing import Any
+
+from gptworks.config.cleaning import NormalizeUnicode, RepairEncoding
+from gptworks.data.cleaning.base import Dropped, Filter
+from gptworks.errors import not_installed
+
+_LOST = "\ufffd"
+_BOM = "\ufeff"
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_ASCII_RUN = re.compile("(?<=[\x00-\x7f]{8})[\x00-\x7f]+(?=[\x00-\x7f]{8})")
+_CHECKED_CHARACTERS = 1 << 16
+
+
+class EncodingFilter(Filter):
+    """Repairs mojibake with ftfy, line by line, since the lines of a page may be broken in different ways.
+
+    Removes byte order marks, and joins halves of surrogate pairs or replaces them by U+FFFD. Drops a document with too
+    many characters that are lost or still wrong.
+    """
+
+    settings: RepairEncoding
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        try:
+            import ftfy
+            from ftfy.badness import BADNESS_RE
+        except ImportError:
+            raise not_installed("ftfy", "clean", "The filter repair-encoding") from None
+        self._fix, self._wrong = ftfy.fix_encoding, BADNESS_RE
+        self._config = ftfy.TextFixerConfig(explain=False)
+
+    def apply(self, text: str) -> str | Dropped:
+        if text.isascii():
+            return text
+        if _SURROGATE.search(text):
+            text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        text = text.replace(_BOM, "")
+        wrong = 0
+        if self._wrong.search(_near_others(text)):
+            text = "".join(map(self._line, text.splitlines(keepends=True)))
+            wrong = sum(1 for _ in self._wrong.finditer(_near_others(text)))
+        most = self.settings.max_lost * len(text)
+        if (lost := text.count(_LOST)) > most:
+            return Dropped("lost characters")
+        return Dropped("wrong characters") if lost + wrong > most else text
+
+    def _line(self, line: str) -> str:
+        if line.isascii() or not self._wrong.search(line):
+            return line
+        parts = (line[at : at + _CHECKED_CHARACTERS] for at in range(0, len(line), _CHECKED_CHARACTERS))
+        return "".join(self._fix(part, self._config) for part in parts)
+
+
+def _near_others(text: str) -> str:
+    """The characters outside ASCII and their neighbours: enough to recognize mojibake, and much less text."""
+    return _ASCII_RUN.sub("\n", text)
+
+
+# ------------------------------------------------------------------------------------------------------ normalize
+
+_LINE_ENDS = ("\r\n", "\r", "\x85", "\u2028", "\u2029")
+_ASCII_CONTROL = bytes(code for code in range(128) if (code < 32 and chr(code) not in "\t\n") or code == 127)
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ufdd0-\ufdef\ufeff\ufffe\uffff]+")
+_MOST_MARKS = 30
+"""Combining marks on one character, as in Unicode's Stream-Safe Text Format: sorting a longer run takes quadratic
+time."""
+
+
+class UnicodeFilter(Filter):
+    """NFC or NFKC (Unicode Standard Annex 15). Removes byte order marks, control characters except tabs and line
+    breaks, and the combining marks in a row after the thirtieth."""
+
+    settings: NormalizeUnicode
+
+    def apply(self, text: str) -> str:
+        for end in _LINE_ENDS:
+            text = text.replace(end, "\n")
+        if text.isascii():
+            return text.encode("ascii").translate(None, _ASCII_CONTROL).decode("ascii")
+        text = _CONTROL.sub("", text)
+        return unicodedata.normalize(self.settings.form, _too_many_marks().sub(r"\1", text))
+
+
+@lru_cache
+def _too_many_marks() -> re.Pattern[str]:
+    """Matches a run of too many combining marks; group 1 is what is kept of it."""
+    marks = [code for code in range(sys.maxunicode + 1) if unicodedata.combining(chr(code))]
+    starts = [code for code in marks if not unicodedata.combining(chr(code - 1))]
+    ends = [code for code in marks if not unicodedata.combining(chr(code + 1))]
+    ranges = "".join(f"{chr(start)}-{chr(end)}" for start, end in zip(starts, ends, strict=True))
+    return re.compile(f"([{ranges}]{{{_MOST_MARKS}}})[{ranges}]+")

@@ -1,0 +1,189 @@
+"""The rules of Gopher: whether a document looks like prose, and whether it repeats itself."""
+
+import re
+import string
+import sys
+import unicodedata
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from gptworks.config.cleaning import GopherQuality, GopherRepetition
+from gptworks.data.cleaning.base import Dropped, Filter, ratio
+
+_STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
+_ELLIPSES = ("...", "…")
+_BULLETS = ("•", "-")
+
+
+class GopherQualityFilter(Filter):
+    """The quality rules of Gopher (Rae et al. 2021, "Scaling Language Models", appendix A.1.1), in the paper's order.
+
+    Words are separated by white space. As in datatrove, words of only punctuation count as words in the rules about
+    symbols and letters, but not in the number of words and their mean length.
+    """
+
+    settings: GopherQuality
+
+    def apply(self, text: str) -> str | Dropped:
+        rules = self.settings
+        words = text.split()
+        n_words = len(words)
+        mixed = [word for word in words if not word.isalpha()]
+        symbols = [word for word in mixed if not word.strip(string.punctuation if word.isascii() else punctuation())]
+        n_spoken = n_words - len(symbols)
+        if n_spoken < rules.min_words:
+            return Dropped("few words")
+        if n_spoken > rules.max_words:
+            return Dropped("many words")
+        if not n_words:
+            return text
+        mean_length = ratio(sum(map(len, words)) - sum(map(len, symbols)), n_spoken)
+        if mean_length < rules.min_mean_word_length:
+            return Dropped("short words")
+        if mean_length > rules.max_mean_word_length:
+            return Dropped("long words")
+        if ratio(text.count("#"), n_words) > rules.max_symbols_per_word:
+            return Dropped("hashes")
+        if ratio(sum(map(text.count, _ELLIPSES)), n_words) > rules.max_symbols_per_word:
+            return Dropped("ellipses")
+        lines = text.splitlines()
+        if ratio(sum(line.lstrip().startswith(_BULLETS) for line in lines), len(lines)) > rules.max_bullet_lines:
+            return Dropped("bullets")
+        if ratio(sum(line.rstrip().endswith(_ELLIPSES) for line in lines), len(lines)) > rules.max_ellipsis_lines:
+            return Dropped("lines that end in an ellipsis")
+        without_letters = sum(not any(map(str.isalpha, word)) for word in mixed)
+        if ratio(n_words - without_letters, n_words) < rules.min_alphabetic_words:
+            return Dropped("words without letters")
+        if len(_STOP_WORDS.intersection(words)) < rules.min_stop_words:
+            return Dropped("few stop words")
+        return text
+
+
+@lru_cache
+def punctuation() -> str:
+    """Unicode's punctuation, and the symbols of ASCII."""
+    found = (chr(code) for code in range(128, sys.maxunicode + 1) if unicodedata.category(chr(code))[0] == "P")
+    return string.punctuation + "".join(found)
+
+
+# ----------------------------------------------------------------------------------------------------- repetition
+
+_PARAGRAPHS = re.compile("\n{2,}")
+_LINES = re.compile("\n+")
+Numbers = npt.NDArray[np.int64]
+
+
+class GopherRepetitionFilter(Filter):
+    """The repetition rules of Gopher (Rae et al. 2021, "Scaling Language Models", table A1).
+
+    The first of equal sequences of words does not count as repeated; sequences that overlap count once.
+    """
+
+    settings: GopherRepetition
+
+    def apply(self, text: str) -> str | Dropped:
+        rules = self.settings
+        if not text.strip():
+            return Dropped("empty")
+        paragraphs, lines = _PARAGRAPHS.split(text.strip()), _LINES.split(text)
+        for name, parts, most, most_characters in (
+            ("paragraphs", paragraphs, rules.max_duplicate_paragraphs, rules.max_duplicate_paragraph_characters),
+            ("lines", lines, rules.max_duplicate_lines, rules.max_duplicate_line_characters),
+        ):
+            number, characters = repeated(parts)
+            if ratio(number, len(parts)) > most:
+                return Dropped(f"repeated {name}")
+            if ratio(characters, len(text)) > most_characters:
+                return Dropped(f"characters in repeated {name}")
+        return self._ngrams(text) or text
+
+    def _ngrams(self, text: str) -> Dropped | None:
+        words, most = _Words(text.split()), self.settings
+        for n, limit in enumerate((1.0, *most.max_top_ngram, *most.max_duplicate_ngrams), 1):
+            if not words.extend() or (n >= 5 and not len(words.starts)):
+                return None
+            if 2 <= n <= 4 and ratio(words.top_characters(), len(text)) > limit:
+                return Dropped(f"one sequence of {n} words")
+            if n >= 5 and ratio(words.repeated_characters(), len(text)) > limit:
+                return Dropped(f"repeated sequences of {n} words")
+        return None
+
+
+def repeated(parts: Sequence[str]) -> tuple[int, int]:
+    """How many parts equal an earlier one, and their characters."""
+    seen: set[str] = set()
+    number = characters = 0
+    for part in parts:
+        if part in seen:
+            number += 1
+            characters += len(part)
+        else:
+            seen.add(part)
+    return number, characters
+
+
+class _Words:
+    """The sequences of n words that occur more than once, for n from 1 on.
+
+    A longer sequence that occurs twice contains none that occurs once. In most texts few sequences are left after some
+    words, so the first steps take most of the time.
+    """
+
+    def __init__(self, words: list[str]) -> None:
+        known: dict[str, int] = {}
+        self._ids = np.array([known.setdefault(word, len(known)) for word in words], dtype=np.int64)
+        lengths = np.fromiter(map(len, words), dtype=np.int64, count=len(words))
+        self._ends = np.concatenate(([0], np.cumsum(lengths)))  # characters before each word
+        self._n = 0
+        self.starts = np.arange(len(words))  # first words of the sequences that occur more than once, ascending
+        self._groups: Numbers = np.zeros(len(words), dtype=np.int64)  # which of them are equal
+        self._top = (0, 1)  # where the most frequent sequence begins first, and how often it occurs
+
+    def extend(self) -> bool:
+        """Look at sequences that are one word longer; False if the text is shorter."""
+        self._n += 1
+        if len(self._ids) < self._n:
+            return False
+        inside = int(np.searchsorted(self.starts, len(self._ids) - self._n, side="right"))
+        starts = self.starts[:inside]
+        last_words = self._ids[starts + self._n - 1]
+        keys = self._groups[:inside] * len(self._ids) + last_words  # exact: below the square of the number of words
+        order = np.argsort(keys, kind="stable")
+        in_order = keys[order]
+        first = np.concatenate(([0], np.flatnonzero(in_order[1:] != in_order[:-1]) + 1))
+        counts = np.concatenate((first[1:], [inside])) - first
+        if (most := int(counts.max())) <= 1:
+            self._top, self.starts, self._groups = (0, 1), starts[:0], order[:0]
+            return True
+        self._top = int(starts[order[np.repeat(counts == most, counts)].min()]), most
+        groups = np.empty_like(order)
+        groups[order] = np.repeat(np.where(counts > 1, np.arange(len(counts)), -1), counts)
+        again = groups >= 0
+        self.starts, self._groups = starts[again], groups[again]
+        return True
+
+    def top_characters(self) -> int:
+        """Characters of the most frequent sequence, spaces within it included, times how often it occurs; of several
+        equally frequent ones, the first counts."""
+        start, number = self._top
+        return (self._characters(start) + self._n - 1) * number
+
+    def repeated_characters(self) -> int:
+        """Characters of the words in sequences that occurred before."""
+        seen: set[int] = set()
+        total = free = 0
+        for start, group in zip(self.starts.tolist(), self._groups.tolist(), strict=True):
+            if start < free:  # within a sequence that was counted
+                continue
+            if group in seen:
+                total += self._characters(start)
+                free = start + self._n
+            else:
+                seen.add(group)
+        return total
+
+    def _characters(self, start: int) -> int:
+        return int(self._ends[start + self._n] - self._ends[start])

@@ -1,0 +1,84 @@
+"""The rules of C4 and FineWeb for web pages."""
+
+import re
+
+from gptworks.config.cleaning import C4Rules, FineWebRules
+from gptworks.data.cleaning.base import Dropped, Filter, ratio
+from gptworks.data.cleaning.gopher import repeated
+
+_CITATION = re.compile(r"\[(?:\d*|edit|citation needed)\]")
+_ENDS = (".", "?", "!", '"', "'")
+_POLICY = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
+_SENTENCE_END = re.compile(r"[.!?]+[\"')\]]*(?:\s|$)")
+
+
+class C4Filter(Filter):
+    """The rules of C4 (Raffel et al. 2020, section 2.2, and the released code for what the paper leaves out).
+
+    Removes lines that do not end with the end of a sentence, have fewer than three words or a word of more than 1,000
+    characters, or name JavaScript, cookies or terms of use; and marks of citations. Drops a page with "lorem ipsum", a
+    curly bracket or fewer than five sentences. Has no list of bad words. A sentence ends at `.`, `!` or `?` before
+    white space; the released code asks a trained model.
+    """
+
+    settings: C4Rules
+
+    def apply(self, text: str) -> str | Dropped:
+        rules, kept, sentences = self.settings, [], 0
+        for raw in text.splitlines():
+            words = raw.split()
+            line = _CITATION.sub("", raw.strip()) if "[" in raw else raw.strip()
+            if rules.require_punctuation and (not line.endswith(_ENDS) or line.endswith("...")):
+                continue
+            if len(words) < rules.min_line_words or (
+                len(line) > rules.max_word_characters and max(map(len, words)) > rules.max_word_characters
+            ):
+                continue
+            lower = line.lower()
+            if "lorem ipsum" in lower:
+                return Dropped("lorem ipsum")
+            if "javascript" in lower:
+                continue
+            if rules.drop_braces and "{" in line:
+                return Dropped("curly bracket")
+            if any(phrase in lower for phrase in _POLICY):
+                continue
+            sentences += count_sentences(line)
+            kept.append(line)
+        if sentences < rules.min_sentences:
+            return Dropped("few sentences")
+        return "\n".join(kept).strip()
+
+
+def count_sentences(line: str) -> int:
+    """Number of sentences in a line that is not empty; text after the last end is a sentence too."""
+    ends = [match.end() for match in _SENTENCE_END.finditer(line)]
+    return len(ends) + (not ends or bool(line[ends[-1] :].strip()))
+
+
+_SENTENCE_ENDS = tuple(".!?‼‽⁇⁈⁉。！？．｡։؟۔।॥።፧။។៕")
+"""Of the scripts in use that mark the end of a sentence."""
+
+
+class FineWebFilter(Filter):
+    """The rules that FineWeb adds (Penedo et al. 2024, section 3.6): few lines that end a sentence, many short lines,
+    characters in repeated lines. And line breaks per word, from the released code."""
+
+    settings: FineWebRules
+
+    def apply(self, text: str) -> str | Dropped:
+        rules = self.settings
+        lines = [line for line in text.split("\n") if line and not line.isspace()]
+        if not lines:
+            return Dropped("empty")
+        if ratio(sum(line.endswith(_SENTENCE_ENDS) for line in lines), len(lines)) < rules.min_punctuated_lines:
+            return Dropped("few lines that end a sentence")
+        short = sum(len(line) <= rules.short_line_characters for line in lines)
+        if ratio(short, len(lines)) > rules.max_short_lines:
+            return Dropped("short lines")
+        breaks = text.count("\n")
+        if ratio(repeated(lines)[1], len(text) - breaks) > rules.max_duplicate_characters:
+            return Dropped("characters in repeated lines")
+        if ratio(breaks, len(text.split())) > rules.max_line_breaks_per_word:
+            return Dropped("line breaks")
+        return text

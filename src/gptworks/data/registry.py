@@ -1,0 +1,23 @@
+"""Tables of classes by the settings that they take, so that a new kind of source or filter is one file and its
+settings."""
+
+from importlib import import_module
+from inspect import get_annotations
+from pkgutil import iter_modules
+from typing import Any, TypeVar, get_args
+
+Kind = TypeVar("Kind")
+
+
+def by_settings(package: str, base: type[Kind]) -> dict[type[Any], type[Kind]]:
+    """The subclasses of `base` in all files of a package, each by the classes in its annotation of `settings`."""
+    for module in iter_modules(import_module(package).__path__):
+        import_module(f"{package}.{module.name}")
+    found: dict[type[Any], type[Kind]] = {}
+    left = base.__subclasses__()
+    while left:
+        one = left.pop()
+        left += one.__subclasses__()
+        settings = get_annotations(one).get("settings")
+        found |= dict.fromkeys(get_args(settings) or [settings], one) if settings else {}
+    return found
