@@ -193,6 +193,6 @@ def test_a_copied_dataset_trains_without_its_text(tmp_path: Path, monkeypatch: p
     shutil.copytree(tmp_path / "here" / "data", tmp_path / "there" / "data", copy_function=shutil.copyfile)
     monkeypatch.chdir(tmp_path / "there")
     monkeypatch.setattr("gptworks.data.prepare.work_on", lambda *_: pytest.fail("text is read"))
-    with pytest.warns(UserWarning, match=rf"{made.folder.name}, which these settings have made, is used"):
+    with pytest.warns(UserWarning, match=rf"{made.folder.name}, made by these settings, is used"):
         train(parse_recipe(tree))
     assert (tmp_path / "there" / "run" / "checkpoints" / "step-000004").is_dir()

@@ -219,7 +219,7 @@ def test_damaged_masks_and_templates_are_noticed(folder: Path) -> None:
         open_prepared(made)
     learned.write_bytes(damaged)
     (made / "tokenizer" / "chat_template.jinja").write_text("{{ messages }}")
-    with pytest.raises(UserError, match=r"chat_template\.jinja is missing or not what was written"):
+    with pytest.raises(UserError, match=r"chat_template\.jinja is missing or not as it was written"):
         open_prepared(made)
 
 

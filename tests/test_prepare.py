@@ -150,7 +150,7 @@ def test_words_are_counted_where_unknown_and_do_not_round_trip(make: Make, tmp_p
     assert validation.unknown_tokens == validation.documents > 0
     assert prepared.manifest.splits["train"].unknown_tokens == 0
     assert not prepared.manifest.round_trips
-    with pytest.raises(UserError, match="does not give back the text"):
+    with pytest.raises(UserError, match="does not restore the text"):
         list(held_out_text(prepared))
 
 
@@ -390,7 +390,7 @@ def test_of_several_datasets_whose_sources_are_gone_none_is_guessed(make: Make, 
         write(tmp_path, *texts)
         prepare(make())
     shutil.rmtree(tmp_path / "text")
-    with pytest.raises(UserError, match=r"shards-\w{8} and .*shards-\w{8} were all made by its settings"):
+    with pytest.raises(UserError, match=r"shards-\w{8} and .*shards-\w{8} were all built with its settings"):
         prepare(make())
 
 
@@ -459,12 +459,12 @@ def test_a_damaged_folder_is_refused(make: Make, tmp_path: Path) -> None:
     folder = prepare(recipe).folder
     tokenizer = (folder / "tokenizer" / "tokenizer.json").read_text()
     (folder / "tokenizer" / "tokenizer.json").write_text(tokenizer.replace('"a":', '"ä":'))
-    with pytest.raises(UserError, match=r"tokenizer\.json is missing or not what was written"):
+    with pytest.raises(UserError, match=r"tokenizer\.json is missing or not as it was written"):
         prepare(recipe)
     (folder / "tokenizer" / "tokenizer.json").write_text(tokenizer)
     config = folder / "tokenizer" / "tokenizer_config.json"
     config.write_text(config.read_text().replace("false", "true"))
-    with pytest.raises(UserError, match=r"tokenizer_config\.json is missing or not what was written"):
+    with pytest.raises(UserError, match=r"tokenizer_config\.json is missing or not as it was written"):
         prepare(recipe)
     (folder / "train-00000.tokens").unlink()
     with pytest.raises(UserError, match=rf"train-00000\.tokens is missing\. Delete {folder}"):

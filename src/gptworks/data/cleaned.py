@@ -1,13 +1,13 @@
-"""The cleaned documents of each job, kept in the folder of the work until the dataset is made.
+"""The cleaned documents of each job. They stay in the folder of the work until the dataset is made.
 
-    cleaned/00000/documents     their UTF-8, one after the other
-    cleaned/00000/sizes         of each in bytes, little-endian uint64
-    cleaned/00000/signatures    of each, where documents are compared
+    cleaned/00000/documents     the documents in UTF-8, one after the other
+    cleaned/00000/sizes         the size of each in bytes, little-endian uint64
+    cleaned/00000/signatures    the signature of each, if documents are compared
     cleaned/00000/counts.json   what the filters did
-    kept/00000                  a byte for each document of the job, 0: kept; where documents are compared
+    kept/00000                  a byte for each document of the job, 0: kept; if documents are compared
     kept/counts.json            what comparing them dropped
 
-Documents are cleaned in the processes that encode them later. One process compares them by their signatures.
+Several processes clean documents. One process compares them by their signatures.
 """
 
 import io
@@ -60,11 +60,11 @@ class CleanedDocuments(Source):
         return [self._folder / "documents"]
 
     def sizes(self) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        """Of each document in bytes, also of those that are not kept."""
+        """Bytes of each document, including those that are not kept."""
         return read_array(self._folder / "sizes", "<u8")
 
     def verdicts(self) -> Verdicts:
-        """Of each document: 0 where it is kept."""
+        """For each document 0 if it is kept."""
         return np.zeros(len(self.sizes()), np.uint8) if self._kept is None else read_array(self._kept, np.uint8)
 
     def texts(self, wanted: Iterable[bool]) -> Iterator[bytes]:
@@ -85,7 +85,7 @@ class CleanedDocuments(Source):
 
 
 class CleaningSource(Source):
-    """A source whose documents are cleaned as they are read, by the filters that look at one."""
+    """A source whose documents are cleaned as they are read, by the filters that look at one document."""
 
     def __init__(self, source: Source, filters: Filters) -> None:
         super().__init__(source.settings)
@@ -103,7 +103,7 @@ class CleaningSource(Source):
 
 @dataclass(frozen=True)
 class Texts:
-    """What a dataset is made of: the text of its sources, or what the filters leave of it."""
+    """The text of a dataset: its sources, or their cleaned documents."""
 
     sources: Sequence[SourceConfig | Source]
     jobs: list[Job]
@@ -119,7 +119,7 @@ def read_texts(data: DataConfig) -> Texts:
 
 
 def cleaned_texts(work: Path, data: DataConfig, report: Report) -> Texts:
-    """The text of a dataset, cleaned where there are filters: what is not cleaned yet in this folder, is now.
+    """The text of a dataset, cleaned if it has filters. Jobs that are not yet cleaned in this folder are cleaned now.
 
     Raises:
         UserError: a source is broken, or no document is left.
@@ -137,7 +137,7 @@ def cleaned_texts(work: Path, data: DataConfig, report: Report) -> Texts:
 def _clean_jobs(
     work: Path, jobs: list[Job], settings: Filters, processes: int, report: Advance
 ) -> tuple[list[Job], tuple[FilterCounts, ...]]:
-    """The jobs over cleaned documents instead, and what each filter did."""
+    """The same jobs with cleaned documents, and what each filter did."""
     left = [[job] for job in jobs if not (_folder(work, job.number) / _COUNTS).exists()]
     for _ in encode_in_order(iter(left), _job_cleaner, (work, settings), processes, least=2, report=report):
         pass
@@ -186,7 +186,7 @@ def _clean_job(work: Path, cleaner: Cleaner, duplicates: Duplicates, advance: Ad
 
 
 def _documents(pieces: Iterable[Piece]) -> Iterator[str]:
-    """Whole documents; of larger ones than PART_BYTES, parts of about that size, each a document from here on."""
+    """Documents. A document larger than PART_BYTES becomes several, of about that size."""
     parts: list[str] = []
     size = 0
     for piece in pieces:
@@ -201,7 +201,7 @@ def _documents(pieces: Iterable[Piece]) -> Iterator[str]:
 
 
 def _compare(work: Path, jobs: list[Job], duplicates: Duplicates) -> None:
-    """Write which documents are kept, and the counts of the others."""
+    """Write which documents are kept, and what comparing them dropped."""
     with new_folder(work / _KEPT) as aside:
         joined = aside / "signatures"
         with open_new(joined) as stream:
@@ -226,7 +226,7 @@ def _compare(work: Path, jobs: list[Job], duplicates: Duplicates) -> None:
 
 
 def _count(counts: dict[int, FilterCounts], source: CleanedDocuments, sizes: np.ndarray, verdicts: Verdicts) -> None:
-    """Count a job's documents: the second filter sees what the first has kept."""
+    """Count a job's documents. The second filter sees only documents kept by the first."""
     seen = np.ones(len(verdicts), dtype=np.bool_)
     for number, one in counts.items():
         kept = seen & (verdicts != number)

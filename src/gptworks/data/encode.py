@@ -1,4 +1,5 @@
-"""From text to tokens, in worker processes where there is enough of it; the order, and so the result, is the same."""
+"""From text to tokens, in worker processes if there is enough text. The order of the results does not depend on
+them."""
 
 import multiprocessing
 import os
@@ -27,11 +28,11 @@ from gptworks.tokenizer import encode_text, token_spellings
 _BATCH_BYTES = 1 << 20
 _MOST_THREADS = 8
 _TICK_SECONDS = 0.5
-_BATCHES_WORTH_A_POOL = 16  # below this the tokenizer's own threads are done before processes have started
+_BATCHES_WORTH_A_POOL = 16  # with fewer, the tokenizer's threads finish before processes have started
 
 
 class Encoded(NamedTuple):
-    """The tokens of one piece, and what is counted of it."""
+    """The tokens of one piece, and counts."""
 
     ids: Ids  # [n] uint32
     text_bytes: int
@@ -41,18 +42,18 @@ class Encoded(NamedTuple):
 
 Part = tuple[Split, Piece]
 Advance = Callable[[int], None]
-"""Called with the number of bytes of text that are done since it was called last."""
+"""Called with the bytes of text done since the last call."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class PartEncoder:
-    """Encodes parts, counting what they have."""
+    """Encodes parts and counts their bytes and unknown tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._unknown = special_tokens(tokenizer).unk
-        # The bytes of each token, where decoding is no more than joining them.
+        # The bytes of each token, if decoding only joins them.
         self._spellings: list[bytes] | None = None
         if isinstance(tokenizer.decoder, decoders.ByteLevel) and (spellings := token_spellings(tokenizer)) is not None:
             added = tokenizer.get_added_tokens_decoder()
@@ -68,7 +69,7 @@ class PartEncoder:
         return encoded
 
     def _round_trips(self, piece: Piece, text: bytes, ids: list[int]) -> bool:
-        """Whether the tokens give the text back, also where they go on after others."""
+        """Whether decoding the tokens, also after others, restores the text."""
         if self._spellings is not None:
             return b"".join(map(self._spellings.__getitem__, ids)) == text
         if piece.starts_document:
@@ -85,13 +86,13 @@ def encode_in_order(
     least: int = _BATCHES_WORTH_A_POOL,
     report: Advance = lambda n_bytes: None,
 ) -> Iterator[tuple[Item, Result]]:
-    """Each item with its encoding, in order. Few batches are encoded in this process.
+    """Each item with its encoding, in order. A few batches are encoded in this process.
 
     Args:
-        make: a module-level function, called once in each process with the arguments and an `Advance`; returns the
-            function that encodes a batch.
-        processes: how many; 0: one for each core.
-        least: from how many batches on there are processes.
+        make: a module-level function that returns the function to encode a batch; called once in each process with the
+            arguments and an `Advance`.
+        processes: number of processes; 0: one for each core.
+        least: number of batches from which on processes are started.
 
     Raises:
         RunError: a process died.
@@ -113,7 +114,7 @@ def encode_in_order(
     )
     reported = 0
 
-    def tell() -> None:
+    def report_done() -> None:
         nonlocal reported
         now = done.value
         report(now - reported)
@@ -130,14 +131,14 @@ def encode_in_order(
             batch, future = waiting.popleft()
             while not future.done():
                 wait_for([future], timeout=_TICK_SECONDS)
-                tell()
+                report_done()
             encoded = future.result()
-            tell()
+            report_done()
             yield from zip(batch, encoded, strict=True)
     except BrokenProcessPool as error:
         raise RunError(
-            "a worker process died while encoding, most often for want of memory. Set data.processes=1. In a script of "
-            "your own, call `prepare` below `if __name__ == '__main__':`."
+            "a worker process died while encoding, most often for lack of memory. Set data.processes=1. In your own "
+            "script, call `prepare` below `if __name__ == '__main__':`."
         ) from error
     finally:
         stop.set()
@@ -145,7 +146,7 @@ def encode_in_order(
 
 
 def batches_of(items: Iterator[Item], size: Callable[[Item], int], least: int) -> Iterator[list[Item]]:
-    """Items in lists whose sizes add up to at least `least`."""
+    """Lists of items whose sizes add up to at least `least`; the last may be smaller."""
     batch: list[Item] = []
     total = 0
     for item in items:
@@ -159,7 +160,7 @@ def batches_of(items: Iterator[Item], size: Callable[[Item], int], least: int) -
 
 
 def batch_bytes() -> int:
-    """How much text is encoded at once: enough for the threads that this process may use."""
+    """Size of the text that is encoded at once: enough for this process's threads."""
     threads = int(os.environ.get("RAYON_NUM_THREADS") or usable_cpus())
     return _BATCH_BYTES * min(threads, _MOST_THREADS)
 
@@ -174,7 +175,7 @@ def _start_worker(
     done: Any,
     stop: Any,
 ) -> None:
-    global _worker_encode  # noqa: PLW0603 (a process of its own, started for this)
+    global _worker_encode  # noqa: PLW0603 (this process is started for it)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends the pool
@@ -182,7 +183,7 @@ def _start_worker(
 
     def advance(n_bytes: int) -> None:
         if stop.is_set():
-            raise RunError("stopped with the process that started this one")
+            raise RunError("the process that started this one has stopped")
         with done.get_lock():
             done.value += n_bytes
 
@@ -194,7 +195,7 @@ def _encode_in_worker(batch: list[Any]) -> list[Any]:
 
 
 def _end_with_parent() -> None:
-    """A parent that was killed cannot end its workers."""
+    """Exit when the parent dies: if it is killed, it cannot end its workers."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -1,8 +1,8 @@
-"""Fast encoding with the ids of `tokenizers`: gigatoken, where it does the same, else `tokenizers` itself.
+"""Fast encoding with the ids of `tokenizers`: by gigatoken if it gives the same ids, else by `tokenizers`.
 
-gigatoken knows some tokenizers' patterns in hand-written code and keeps the tokens of each word that it has seen. It
-is given byte-level BPE alone, numbered by its merges and without special tokens, so that text is text. Texts with a
-character that the two libraries put in different classes (each has a Unicode version of its own) go to `tokenizers`.
+gigatoken implements some tokenizers' patterns by hand and caches the tokens of each word. Here it gets only byte-level
+BPE, numbered by its merges and without special tokens. Texts with a character that the two libraries put in different
+classes (their Unicode versions differ) go to `tokenizers`.
 """
 
 import functools
@@ -21,24 +21,24 @@ from gptworks.gpt2_vocabulary import BYTE_CHARACTERS
 from gptworks.tokenizer import BPE_PATTERNS, encodings
 
 _CACHED_CHARACTERS = 1 << 26
-"""After so much text gigatoken starts anew: it never forgets a word."""
+"""After this much text, gigatoken is restarted, because its cache only grows."""
 _MARK = "\0"
 _PIECES_KEPT, _PIECE_CHARACTERS = 1 << 16, 128
 
 
 class Encoder(NamedTuple):
-    """Texts to ids, those of `tokenizers`."""
+    """From texts to the ids that `tokenizers` gives."""
 
     name: str
     """The library: gigatoken or tokenizers."""
     reason: str
-    """Why it is that one."""
+    """Why this one was chosen."""
     encode: Callable[[list[str]], list[Ids]]
     """Raises UserError as `gptworks.tokenizer.encodings`."""
 
 
 class _Unsuitable(Exception):
-    """Why gigatoken cannot stand for this tokenizer."""
+    """Why gigatoken cannot replace this tokenizer."""
 
 
 def plain_encoder(tokenizer: Tokenizer, reason: str = "") -> Encoder:
@@ -51,7 +51,7 @@ def plain_encoder(tokenizer: Tokenizer, reason: str = "") -> Encoder:
 
 
 def choose_encoder(tokenizer: Tokenizer) -> Encoder:
-    """The fastest encoder whose ids are always those of the tokenizer, as far as can be known of it."""
+    """The fastest encoder whose ids, as far as can be known, are always the tokenizer's."""
     plain = plain_encoder(tokenizer)
     try:
         return Encoder("gigatoken", "its tokens are the same and it is faster", _Gigatoken(tokenizer, plain.encode))
@@ -60,7 +60,7 @@ def choose_encoder(tokenizer: Tokenizer) -> Encoder:
 
 
 def compared(encoder: Encoder, tokenizer: Tokenizer, sample: Iterable[str]) -> Encoder:
-    """The encoder; the tokenizer itself where the texts of a sample give other ids."""
+    """The encoder; the tokenizer itself if the texts of a sample give other ids."""
     plain = plain_encoder(tokenizer, f"{encoder.name} gave other ids for a sample of the text")
     if encoder.name == plain.name:
         return encoder
@@ -77,14 +77,14 @@ class _Gigatoken:
         except ImportError:
             raise _Unsuitable(str(not_installed("gigatoken", "data", "faster encoding"))) from None
         self._library, self._make = library, gigatoken.Tokenizer.from_json
-        self._ids = np.array([*ids, 0], dtype=np.uint32)  # the last is the mark's
+        self._ids = np.array([*ids, 0], dtype=np.uint32)  # the last is the id of the mark
         self._mark = len(ids)
         self._pieces = _Pieces(library) if pattern == "code" else None
         self._json = _tokenizer_json("llama3" if pattern == "code" else pattern, merges, marked=pattern == "code")
         try:
             self._encode, self._encoded = self._make(self._json).encode, 0
-        except Exception as error:  # whatever another version of it may raise
-            raise _Unsuitable(f"gigatoken does not take the tokenizer: {error}") from None
+        except Exception as error:  # other versions of it may raise other types
+            raise _Unsuitable(f"gigatoken does not accept the tokenizer: {error}") from None
 
     def __call__(self, texts: list[str]) -> list[Ids]:
         return [self._one(text) for text in texts]
@@ -112,24 +112,24 @@ class _Gigatoken:
         return ids
 
 
-# ---------------------------------------------------------------------------------------- what it can stand for
+# ---------------------------------------------------------------------------------------- what it can replace
 
 
 def _byte_level_bpe(tokenizer: Tokenizer) -> tuple[str, list[tuple[str, str]], list[int]]:
-    """The name of its pattern, its merges, and the ids of the 256 bytes and of what each merge makes.
+    """The name of the tokenizer's pattern, its merges, and the ids of the 256 bytes and of each merge's token.
 
-    gigatoken merges in the order of the ids that it is given, and takes a word that is a token for that token; the
-    tokenizer must do the same.
+    gigatoken merges in the order of the ids, and encodes a word that is a token as that token; the tokenizer must do
+    the same.
 
     Raises:
-        _Unsuitable: it is something else.
+        _Unsuitable: the tokenizer works differently.
     """
     settings = json.loads(tokenizer.to_str())
     model, added = settings["model"], settings["added_tokens"]
     pattern = _pattern(settings["pre_tokenizer"])
     odd = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     if pattern is None or model["type"] != "BPE" or settings["normalizer"] or any(model.get(name) for name in odd):
-        raise _Unsuitable("the tokenizer is no byte-level BPE with a pattern that gigatoken knows")
+        raise _Unsuitable("the tokenizer is not byte-level BPE with a pattern that gigatoken knows")
     if not tokenizer.encode_special_tokens or not all(token["special"] for token in added):
         raise _Unsuitable("the tokenizer finds added tokens in the text")
     vocabulary: dict[str, int] = model["vocab"]
@@ -142,14 +142,14 @@ def _byte_level_bpe(tokenizer: Tokenizer) -> tuple[str, list[tuple[str, str]], l
         if len(vocabulary) > len(names):
             raise _Unsuitable("the tokenizer has tokens that no merge makes")
     else:
-        alone = Tokenizer(models.BPE(vocabulary, merges)).encode_batch_fast(made, add_special_tokens=False)
-        if any(len(encoding.ids) != 1 for encoding in alone):
-            raise _Unsuitable("some of the tokenizer's tokens are not what their own text gives")
+        encoded = Tokenizer(models.BPE(vocabulary, merges)).encode_batch_fast(made, add_special_tokens=False)
+        if any(len(encoding.ids) != 1 for encoding in encoded):
+            raise _Unsuitable("the text of some of the tokenizer's tokens gives other tokens")
     return pattern, merges, [vocabulary[name] for name in names]
 
 
 def _pattern(pre_tokenizer: dict[str, Any] | None) -> str | None:
-    """The name of the pattern in BPE_PATTERNS; None for another."""
+    """The name of the pattern in BPE_PATTERNS; None: it is not one of them."""
     match pre_tokenizer:
         case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
             return "gpt2"
@@ -165,7 +165,7 @@ def _pattern(pre_tokenizer: dict[str, Any] | None) -> str | None:
 
 
 def _tokenizer_json(pattern: str, merges: list[tuple[str, str]], *, marked: bool = False) -> str:
-    """This tokenizer for gigatoken: the bytes are numbered 0 to 255, the merges from 256 on, then `_MARK`."""
+    """A tokenizer for gigatoken: the bytes are numbered 0 to 255, the merges from 256 on, then `_MARK` if `marked`."""
     to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": pattern == "gpt2"}
     split = {"type": "Split", "pattern": {"Regex": BPE_PATTERNS[pattern]}, "behavior": "Isolated", "invert": False}
     names = [*BYTE_CHARACTERS, *(left + right for left, right in merges)]
@@ -180,8 +180,8 @@ def _tokenizer_json(pattern: str, merges: list[tuple[str, str]], *, marked: bool
 # ------------------------------------------------------------------------------------------- classes of characters
 
 _COMPARED, _BLOCK = 0x40000, 0x1000
-"""Below it, classes are compared, a block of code points when one of it is met. What is above it, private or not
-assigned, is left to `tokenizers`."""
+"""Classes of code points below _COMPARED are compared, in blocks and on demand. Text with others, which are private or
+unassigned, goes to `tokenizers`."""
 _SAME, _DOUBTFUL, _NOT_COMPARED = 0, 1, 2
 _LONG_S = ord("ſ")
 _LEADS = BYTE_CHARACTERS[0x80:]
@@ -203,7 +203,7 @@ def _has_doubtful(text: str) -> bool:
 
 @functools.cache
 def _known() -> np.ndarray[Any, np.dtype[np.int8]]:
-    """What is known of each code point so far."""
+    """For each code point, whether its class is the same, doubtful or not yet compared."""
     known = np.full(0x110000, _DOUBTFUL, dtype=np.int8)
     known[:_COMPARED] = _NOT_COMPARED
     known[:0x80] = _SAME
@@ -211,7 +211,8 @@ def _known() -> np.ndarray[Any, np.dtype[np.int8]]:
 
 
 def _doubtful(start: int, end: int) -> np.ndarray[Any, np.dtype[np.int8]]:
-    """_DOUBTFUL for each code point that may be a letter, a number or white space to one of the libraries alone."""
+    """_DOUBTFUL for each code point that only one library may take for a letter, a number or white space, else
+    _SAME."""
     points = np.array([point for point in range(max(start, 0x80), end) if not 0xD800 <= point < 0xE000], np.uint32)
     characters = points.tobytes().decode("utf-32-le")
     classes = characters
@@ -227,15 +228,15 @@ def _doubtful(start: int, end: int) -> np.ndarray[Any, np.dtype[np.int8]]:
         theirs[line[(ids - 256) // len(_LEADS) == number]] = ord(name)
     doubtful = np.full(end - start, _SAME, dtype=np.int8)
     doubtful[points - start] = np.where(np.where(ours < 0x80, ours, ord("!")) != theirs, _DOUBTFUL, _SAME)
-    if start <= _LONG_S < end:  # in `'ſ`, a long s is an s where case is ignored
+    if start <= _LONG_S < end:  # in `'ſ`, a long s is an s if case is ignored
         doubtful[_LONG_S - start] = _DOUBTFUL
     return doubtful
 
 
 @functools.cache
 def _probe() -> Any:
-    """The first byte of a character merges with the `a` before it where gigatoken takes it for a letter, with `1` where
-    for a number, and with `!` where for neither and no white space, or for a letter, for which `a` comes later."""
+    """A tokenizer that shows gigatoken's classes: the first byte of a character merges with an `a` before it if the
+    character is a letter, with a `1` if it is a number, and with a `!` unless it is a number or white space."""
     import gigatoken
 
     merges = [(before, byte) for before in "!1a" for byte in _LEADS]
@@ -244,12 +245,12 @@ def _probe() -> Any:
 
 # ------------------------------------------------------------------------------------------------- the code pattern
 
-# gigatoken knows llama3 and not our code pattern. They differ in three places: line breaks, which have tokens with
-# the white space around them; '\r'; and an apostrophe with the letters after it, which llama3 cuts after 's, 't, 're,
-# 've, 'm, 'll, 'd. In text without these, both give the same tokens. So the text is cut into what is between them,
-# which gigatoken reads, and pieces, which `tokenizers` reads once each. The pattern looks at nothing before the place
-# where a token starts, and at one character after white space, so a cut between two tokens that has no white space on
-# its left changes none. Where it is not certain that tokens end, `tokenizers` reads the text.
+# gigatoken knows llama3's pattern, but not our code pattern. They differ in three places: line breaks, whose tokens
+# include the white space around them; '\r'; and an apostrophe with the letters after it, which llama3 cuts after 's,
+# 't, 're, 've, 'm, 'll, 'd. Text without these gives the same tokens in both. So such places are cut out of the text
+# as pieces, which `tokenizers` reads once each, and gigatoken reads the rest. The pattern does not look before the
+# start of a token, and looks one character beyond white space, so a cut between two tokens without white space on its
+# left does not change them. If it is uncertain that tokens end at a cut, `tokenizers` reads the text.
 _SPACES = "\t\n\v\f\r \x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
 _SIGNS = "\xa1-\xa9\xab-\xb1\xb4\xb6-\xb8\xbb\xbf\u2010-\u2027\u2030-\u205e"  # in any version of Unicode
 _OTHER = rf"[^\0-\x7f{_SIGNS}]"
@@ -260,13 +261,13 @@ _UNCERTAIN = re.compile(rf"'(?:{_SHORT}[A-Za-z]*+{_OTHER}|(?<=[\t\v\f]'|{_OTHER}
 
 
 def _cut_code(text: str) -> tuple[str, list[str]] | None:
-    """The text with a mark for each piece, and the pieces; None where it is uncertain."""
+    """The text with a mark for each piece, and the pieces; None if it is uncertain where tokens end."""
     if _MARK in text:
         return None
     parts = _BREAK.split(text)
     lines, pieces = parts[::2], parts[1::2]
     for at, line in enumerate(lines[:-1]):
-        if line and line[-1] in _SPACES:  # a line break has the white space before it
+        if line and line[-1] in _SPACES:  # a line break's token includes the white space before it
             lines[at] = line.rstrip(_SPACES)
             pieces[at] = line[len(lines[at]) :] + pieces[at]
     rest = _MARK.join(lines)
@@ -280,14 +281,14 @@ def _cut_code(text: str) -> tuple[str, list[str]] | None:
 
 
 class _Pieces:
-    """The ids of pieces, kept."""
+    """A cache of the ids of pieces."""
 
     def __init__(self, library: Callable[[list[str]], list[Ids]]) -> None:
         self._library = library
         self._known: dict[str, bytes] = {}
 
     def __call__(self, pieces: list[str]) -> tuple[list[int], Ids]:
-        """How many ids each has, and all of them."""
+        """The number of ids of each piece, and all ids [n]."""
         known = self._known
         if missing := list(set(pieces).difference(known)):
             if len(known) > _PIECES_KEPT:

@@ -1,4 +1,4 @@
-"""Which dataset a recipe describes: by the contents of its sources, not by where they lie or when they were written."""
+"""The identity of the dataset that a recipe describes: the contents of its sources, not their paths or times."""
 
 import contextlib
 import hashlib
@@ -20,12 +20,12 @@ from gptworks.tokenizer import MAX_TOKENIZER_BYTES
 
 _PREFIX = "shards"
 _CONTENTS = ("format_version", "sources_signature", "clean_files", "tokenizer_files", "chat_template")
-"""What is not known where the sources and the tokenizer's files are gone."""
+"""Parts of the identity that are unknown if the sources or the tokenizer's files are gone."""
 _PLACES = ("path", "url", "sha256")
 
 
 def made_from(recipe: AnyRecipe) -> dict[str, Any]:
-    """Everything that decides what the dataset holds, and where it came from, as JSON.
+    """Everything that decides the contents of the dataset, and the origin of its text, as JSON.
 
     Raises:
         UserError: a source or a file of the tokenizer is missing.
@@ -55,7 +55,8 @@ def _settings(recipe: AnyRecipe) -> dict[str, Any]:
 
 
 def folder_for(recipe: AnyRecipe, made: dict[str, Any]) -> Path:
-    """Where the dataset is or will be. Recipes of any name share it; folders of old versions begin with a name."""
+    """The folder for the dataset, whatever the recipe's name. A folder with the same digest and another prefix is
+    used."""
     placeless = made | {
         "sources": [_without(source, *_PLACES) for source in made["sources"]],
         "tokenizer": _without(made["tokenizer"], "path"),
@@ -71,10 +72,10 @@ def _without(tree: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def folder_of_settings(recipe: AnyRecipe) -> Path | None:
-    """The dataset that was made by these settings from sources that are gone; None: there is none.
+    """The dataset built earlier with these settings, if the sources are gone; None: there is none.
 
     Raises:
-        UserError: there are several, made of different text.
+        UserError: there are several, of different text.
     """
     wanted, found = _settings(recipe), []
     for file in sorted(recipe.data.cache_dir.glob(f"[!.]*/{MANIFEST_FILE}")):
@@ -83,14 +84,14 @@ def folder_of_settings(recipe: AnyRecipe) -> Path | None:
                 found.append(file.parent)
     if len(found) > 1:
         raise UserError(
-            f"the sources of this recipe are missing, and {' and '.join(map(str, found))} were all made by its "
-            f"settings, of different text. Move all but one out of {recipe.data.cache_dir}, or bring the sources back."
+            f"the sources of this recipe are missing, and {' and '.join(map(str, found))} were all built with "
+            f"its settings, from different text. Keep one of them in {recipe.data.cache_dir}, or restore the sources."
         )
     return found[0] if found else None
 
 
 def _tokenizer_files(config: TokenizerConfig) -> list[str]:
-    """sha256 of each file a tokenizer is loaded from, and of those that state its special tokens."""
+    """sha256 of each file from which a tokenizer is loaded, and of each that states its special tokens."""
     if not isinstance(config, FileTokenizer | GPT2Tokenizer) or config.path is None:
         return []
     path = config.path.expanduser()

@@ -1,7 +1,7 @@
-"""The work of making shards of text, in jobs: a process takes one from reading to finished files.
+"""Make shards of text in jobs: a process does a job from reading to finished files.
 
-A job is a few neighbouring units of the sources, and its folder takes its name when it is whole. What jobs there are,
-and what each writes, depends on the sources alone: not on the number of processes, nor on how often it was killed.
+A job is a few neighbouring units of the sources. Its folder gets its name when it is complete. The jobs and their files
+depend only on the sources, not on the number of processes or on interruptions.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from gptworks.config import Section, SourceConfig, ValidationSplit
 from gptworks.data.encode import Advance, PartEncoder, batch_bytes, batches_of, encode_in_order
 from gptworks.data.encoders import Encoder, choose_encoder, compared, plain_encoder
 from gptworks.data.shard_writer import ShardWriter, split_writers
-from gptworks.data.shards import SPLITS, Dtype, ShardCounts, ShardFile, Split, SplitFiles
+from gptworks.data.shards import SPLITS, Dtype, ShardFile, Split, SplitFiles
 from gptworks.data.sources import base
 from gptworks.data.sources.base import Piece, Source, Unit
 from gptworks.data.sources.choose import choose_source
@@ -41,9 +41,9 @@ _MAX_JOB_BYTES = 1 << 24
 _CHUNK_BYTES = 1 << 20
 _WORTH_A_CHOICE_BYTES = 1 << 24  # below it, comparing two encoders takes longer than encoding
 MOST_JOBS = 4096
-"""Of a source: a job has shards of its own, and a dataset of many small files opens slowly."""
+"""Most jobs of a source: a job has its own shards, and a dataset of many small files opens slowly."""
 _SAMPLED_PIECES, _SAMPLED_CHARACTERS = 16, 1 << 12
-"""Of each job, and of each piece: what two encoders are compared on."""
+"""How many pieces of each job, and how much of each, two encoders are compared on."""
 
 
 @dataclass(frozen=True)
@@ -61,24 +61,24 @@ class Job:
             yield from source.read_unit(unit)
 
     def opening(self) -> Piece | None:
-        """The first piece of the document that the first unit continues; None where it begins one."""
+        """The first piece of the document that the first unit continues; None if it begins a document."""
         source, unit = self.units[0]
         return next(source.read(unit.file), None) if source.whole_files and unit.start else None
 
 
 @dataclass(frozen=True)
 class JobSettings:
-    """What decides the shards of a job, besides its text."""
+    """What decides the shards of a job in addition to its text."""
 
     tokenizer: str
-    """As `pack_tokenizer` writes it."""
+    """Written by `pack_tokenizer`."""
     validation: ValidationSplit
     shard_tokens: int
     dtype: Dtype
 
 
 class Done(Section):
-    """What a job has written."""
+    """What a job wrote."""
 
     source: int
     splits: dict[Split, SplitFiles]
@@ -90,7 +90,7 @@ class Done(Section):
 
 
 def plan_jobs(sources: Iterable[SourceConfig | Source]) -> list[Job]:
-    """All units of the sources, in order, in jobs of about the same size. No job has units of two sources."""
+    """All units of the sources, in order, in jobs of about equal size. A job has units of one source."""
     jobs: list[Job] = []
     for number, source in enumerate(map(choose_source, sources)):
         units = source.units()
@@ -109,11 +109,11 @@ def run_jobs(
     report: Advance,
     say: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Do the jobs that are not done, in several processes where there is more than one.
+    """Do the unfinished jobs, in several processes if there are several jobs.
 
     Args:
-        report: gets the bytes of text that have been encoded since it was called last.
-        say: gets the name of a library that encodes, and the reason, once of each.
+        report: called with the bytes of text encoded since the last call.
+        say: called once with each library that encodes, and the reason.
 
     Raises:
         UserError: a source is broken, or the tokenizer cannot read the text.
@@ -134,7 +134,7 @@ def run_jobs(
 
 
 class _JobWriter:
-    """Does jobs, in a process of its own or in this one."""
+    """Does jobs in a worker process or in this one."""
 
     def __init__(self, folder: Path, settings: JobSettings, fast: bool, advance: Advance) -> None:
         self._folder, self._settings, self._advance = folder, settings, advance
@@ -143,15 +143,15 @@ class _JobWriter:
         self._encode = PartEncoder(self._tokenizer)
 
     def __call__(self, jobs: list[Job]) -> list[str]:
-        """Of each job what encoded it, and why; nothing where there was no choice."""
+        """For each job the library that encoded it, and why; empty if there was no choice."""
         encoders = map(self._write, jobs)
         return [f"encoding with {one.name}: {one.reason}" if one.reason else "" for one in encoders]
 
     def _write(self, job: Job) -> Encoder:
-        """Write the shards of both splits, the held-out text, and what they are."""
+        """Write the shards of both splits, the held-out text, and their description."""
         out = _folder(self._folder, job.number)
         if out.exists():
-            remove_tree(out)  # damaged: otherwise it would not be done again
+            remove_tree(out)  # damaged, or the job would be finished
         with new_folder(out) as aside:
             with (
                 split_writers(aside, self._settings.dtype, self._settings.shard_tokens) as writers,
@@ -164,7 +164,8 @@ class _JobWriter:
         return encoder
 
     def _write_documents(self, writers: dict[Split, ShardWriter], held_out: BinaryIO, job: Job) -> tuple[Encoder, bool]:
-        """Encode and write the text of both splits; returns by what, and whether decoding restores what is held out."""
+        """Encode and write the text of both splits. Returns the encoder, and whether decoding restores the held-out
+        text."""
         validation, encoder = self._settings.validation, self._encoder
         prefix, suffix = (np.array(ids, dtype=np.uint32) for ids in document_frame(self._tokenizer))
         round_trips, at_first_tail = True, validation.by == "tail" and job.number == 0
@@ -176,7 +177,7 @@ class _JobWriter:
             for (split, piece), encoded in zip(batch, self._encode(batch, encoder), strict=True):
                 opens = piece.starts_document
                 if split == "validation" and at_first_tail:
-                    opens = at_first_tail = False  # it continues a training text: nothing separates them
+                    opens = at_first_tail = False  # no separator: it continues a training text
                 ids = [prefix[: len(prefix) * opens], encoded.ids, suffix[: len(suffix) * piece.ends_document]]
                 writers[split].add(
                     np.concatenate(ids), encoded.text_bytes, piece.starts_document, encoded.unknown_tokens
@@ -192,59 +193,42 @@ class _JobWriter:
 
 
 def finished(folder: Path) -> dict[int, Done]:
-    """What the jobs that are done have written, by their numbers."""
+    """What the finished jobs wrote, by their numbers."""
     found = {}
     for file in sorted(folder.glob(f"jobs/[!.]*/{_JOB_FILE}")):
-        with contextlib.suppress(UserError, OSError, ValueError):  # it is done again
+        with contextlib.suppress(UserError, OSError, ValueError):  # broken: the job is repeated
             found[int(file.parent.name)] = Done.model_validate(unsealed_json(read_regular(file, _MAX_JOB_BYTES)))
     return found
 
 
-@dataclass(frozen=True)
-class Joined:
-    """What all jobs have written."""
-
-    splits: dict[Split, SplitFiles]
-    sources: tuple[ShardCounts, ...] = ()
-    round_trips: bool = False
-    """Whether decoding restores the held-out text."""
-    text_sha256: str | None = None
-    """Of the held-out text, its documents separated."""
-
-
-def join_jobs(folder: Path, whole: Path) -> Joined:
-    """Give the shards of all jobs their names in the dataset."""
+def join_jobs(folder: Path, whole: Path) -> dict[str, Any]:
+    """Give the shards of all jobs their names in the dataset. Returns the manifest's fields about them."""
     done = [found for _, found in sorted(finished(folder).items())]
     splits: dict[Split, SplitFiles] = {}
     for split in SPLITS:
         shards: list[ShardFile] = []
         for number, job in enumerate(done):
             for shard in job.splits[split].shards:
-                named = {
-                    "file": f"{split}-{len(shards):05d}.tokens",
-                    "offsets_file": f"{split}-{len(shards):05d}.offsets",
-                }
-                for attribute, name in named.items():
-                    link_or_copy(_folder(folder, number) / getattr(shard, attribute), whole / name)
-                shards.append(shard.model_copy(update=named))
-        files = [job.splits[split] for job in done]
-        splits[split] = SplitFiles(
-            shards=tuple(shards),
-            tokens=sum(one.tokens for one in files),
-            documents=sum(one.documents for one in files),
-            text_bytes=sum(one.text_bytes for one in files),
-            unknown_tokens=sum(one.unknown_tokens for one in files),
-        )
+                named = shard.numbered(split, len(shards))
+                for name, new_name in zip(shard.files(), named.files(), strict=True):
+                    link_or_copy(_folder(folder, number) / name, whole / new_name)
+                shards.append(named)
+        splits[split] = SplitFiles.of(shards, sum(job.splits[split].unknown_tokens for job in done))
     digest = hashlib.sha256()
     for number in range(len(done)):
         with open_regular(_folder(folder, number) / _HELD_OUT_FILE) as text:
-            for chunk in iter(lambda text=text: text.read(_CHUNK_BYTES), b""):  # type: ignore[misc]
+            while chunk := text.read(_CHUNK_BYTES):
                 digest.update(chunk)
     sources = tuple(
         {split: sum(len(job.splits[split].shards) for job in done if job.source == number) for split in SPLITS}
         for number in range(1 + max((job.source for job in done), default=-1))
     )
-    return Joined(splits, sources, all(job.round_trips for job in done), digest.hexdigest())
+    return {
+        "splits": splits,
+        "sources": sources,
+        "round_trips": all(job.round_trips for job in done),
+        "validation_text_sha256": digest.hexdigest(),
+    }
 
 
 def _folder(folder: Path, number: int) -> Path:

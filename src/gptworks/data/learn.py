@@ -1,4 +1,4 @@
-"""What is decided of a dataset's text before the long work: how it is split, and the tokenizer."""
+"""Decisions about a dataset before the long work: how its text is split, and its tokenizer."""
 
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ from gptworks.data.cleaned import Texts
 from gptworks.data.conversations.preferences import Pair, iter_pairs
 from gptworks.data.conversations.reading import Conversation, is_held_out, iter_conversations
 from gptworks.data.conversations.reading import origins as origins_of
-from gptworks.data.report import Report
+from gptworks.data.report import Report, adding_up
 from gptworks.data.sample import sample_texts
 from gptworks.data.shards import Split
 from gptworks.data.sources.base import Source
@@ -33,12 +33,12 @@ from gptworks.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer, 
 
 _BPE_TRAINING_BYTES = 200_000_000
 _SAMPLE_BYTES = 100_000_000
-"""Of more text than that, BPE reads so much: it reads a tenth as fast as the text is encoded."""
+"""Of more text, BPE reads a sample of this size: it is ten times slower than encoding."""
 _DOCUMENTS_WORTH_A_SPLIT = 20
 
 
 def split_by(data: DataConfig, sources: Sequence[SourceConfig | Source]) -> ValidationSplit:
-    """How the text of the sources, cleaned, is split: decided where that is left to us."""
+    """How the cleaned text of the sources is split. Decides `auto`."""
     if data.validation.by != "auto":
         return data.validation
     by_document, by_tail = (data.validation.model_copy(update={"by": by}) for by in ("document", "tail"))
@@ -55,7 +55,7 @@ def iter_records(data: DataConfig) -> Iterator[Conversation | Pair]:
 
 @dataclass(frozen=True)
 class _Text:
-    """The text of a dataset, and how much of what a tokenizer learns from is of it."""
+    """The text of a dataset, and its weight in the text from which a tokenizer learns."""
 
     data: DataConfig
     texts: Texts
@@ -63,7 +63,7 @@ class _Text:
     weight: float
 
     def training(self) -> Iterator[str]:
-        """What a tokenizer may learn from."""
+        """The training text, from which a tokenizer may learn."""
         for record in iter_records(self.data):
             if not is_held_out(record.prompt, self.validation.fraction):
                 yield from (message["content"] for message in record.messages)
@@ -77,13 +77,13 @@ class _Text:
 def keep_tokenizer(
     folder: Path, recipe: AnyRecipe, datasets: Sequence[tuple[DataConfig, float, Texts]], report: Report
 ) -> Tokenizer:
-    """The tokenizer that was kept in this folder; or one that is trained or loaded, and kept there.
+    """The tokenizer in this folder. If there is none, one is trained or loaded, and saved there.
 
     Args:
-        datasets: whose text it learns from, each with its weight and the text.
+        datasets: the datasets to learn from, each with its weight and text.
 
     Raises:
-        UserError: there is no text, or too little; the recipe states another vocabulary.
+        UserError: there is no text, or too little; or the recipe states another vocabulary.
     """
     if not folder.exists():
         texts = [_Text(data, found, split_by(data, found.sources), weight) for data, weight, found in datasets]
@@ -98,7 +98,7 @@ def keep_tokenizer(
         shutil.rmtree(sample, ignore_errors=True)
     tokenizer = load_tokenizer(folder)
     if isinstance(recipe, Recipe):
-        with_vocab_size(recipe, vocabulary_size(tokenizer))  # another vocabulary is refused before the long work
+        with_vocab_size(recipe, vocabulary_size(tokenizer))  # refuses another vocabulary before the long work
     return tokenizer
 
 
@@ -124,14 +124,8 @@ def _train(recipe: AnyRecipe, texts: list[_Text], sample: Path, report: Report) 
 def _sampled(
     texts: list[_Text], limit_bytes: int, folder: Path, total: int | None, report: Report
 ) -> Iterator[Iterator[str]]:
-    """A sample of each dataset's text, by their weights."""
-    done_bytes = 0
-
-    def advance(n_bytes: int) -> None:
-        nonlocal done_bytes
-        done_bytes += n_bytes
-        report("sample", done_bytes, total)
-
+    """A sample of each dataset's text, in proportion to its weight."""
+    advance = adding_up(report, "sample", total)
     weights = sum(text.weight for text in texts)
     for number, text in enumerate(texts):
         limit = int(limit_bytes * text.weight / weights)
@@ -144,18 +138,21 @@ def _more_than(most_bytes: int, texts: Iterator[str]) -> bool:
 
 
 def _counted(texts: Iterable[str], limit_bytes: int | None, total: int | None, report: Report) -> Iterator[str]:
-    """The texts up to the limit, reported as they are read; then that the tokenizer is made, which takes long too."""
+    """The texts up to the limit. Reports them as they are read, then the merging, which is slow too."""
+    advance = adding_up(report, "tokenizer", total if limit_bytes is None or total is None else min(total, limit_bytes))
     done_bytes = 0
     for text in texts:
         yield text
-        done_bytes += len(text.encode("utf-8"))
-        report("tokenizer", done_bytes, total if limit_bytes is None or total is None else min(total, limit_bytes))
+        n_bytes = len(text.encode("utf-8"))
+        advance(n_bytes)
+        done_bytes += n_bytes
         if limit_bytes is not None and done_bytes >= limit_bytes:
             break
     report("merging", 0, None)
 
 
 def empty(split: Split, validation: ValidationSplit, conversations: bool = False) -> str:
+    """The message about a split without text."""
     name, change = ("training", "Lower") if split == "train" else ("validation", "Raise")
     other = "" if validation.by == "tail" or conversations else ", set data.validation.by=tail"
     return (

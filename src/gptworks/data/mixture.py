@@ -1,13 +1,14 @@
-"""A mixture on disk: one folder that holds several datasets, each with its own shards one after the other.
+"""A mixture on disk: one folder with the shards of several datasets, one dataset after the other.
 
-The folder is a dataset like any other, and complete in itself: its files are those of the datasets under new names, or
-copies of them on another file system. The weights are not in it but in the recipe.
+The folder is a complete dataset: its files are links to those of the datasets, or copies on another file system. The
+weights are in the recipe, not in the folder.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,8 @@ from gptworks.data.shards import (
     TOKENIZER_FOLDER,
     Manifest,
     Part,
-    ShardFile,
     Split,
     SplitFiles,
-    shard_files,
     shares,
 )
 from gptworks.errors import UserError
@@ -64,14 +63,14 @@ class Member:
 
     @classmethod
     def of(cls, name: str, prepared: Prepared) -> "Member":
-        """The dataset of a folder; of a mixture, its part of that name.
+        """The dataset of a folder; if that is a mixture, its part of that name.
 
         Raises:
-            UserError: it has none of that name, or holds conversations.
+            UserError: the mixture has no such part, or the folder holds conversations.
         """
         manifest, folder = prepared.manifest, prepared.folder
         if manifest.holds_examples:
-            raise UserError(f"{folder} ({name}) holds conversations, and a mixture is of text: train on it by itself.")
+            raise UserError(f"{folder} ({name}) holds conversations, and mixtures are of text: train on it separately.")
         if not manifest.parts:
             part = Part(
                 name=name,
@@ -88,26 +87,26 @@ class Member:
         names = [part.name for part in manifest.parts]
         if name not in names:
             raise UserError(
-                f"{folder} is a mixture itself, of {', '.join(names)}, and none of them is {name}. Give one of these "
-                f"names: it stands for that part of the mixture."
+                f"{folder} is a mixture itself, of {', '.join(names)}, and none of them is {name}. Use one of these "
+                f"names for that part of the mixture."
             )
         number = names.index(name)
         splits = {}
         for split, files in manifest.splits.items():
             shards = list(shares(split, [part.shards for part in manifest.parts], files.shards))[number]
-            splits[split] = _split_files(shards, manifest.parts[number].unknown_tokens.get(split, 0))
+            splits[split] = SplitFiles.of(shards, manifest.parts[number].unknown_tokens.get(split, 0))
         return cls(prepared, manifest.parts[number], splits)
 
 
 def members_of(recipe: AnyRecipe, made: Made, trained: Callable[[AnyRecipe], Path | None]) -> list[Member] | None:
-    """The datasets of a recipe's mixture, in order; None where one of them is not made.
+    """The datasets of a recipe's mixture, in order; None if one of them is not built.
 
     Args:
-        made: the dataset of a recipe without a mixture; None: it is not made.
-        trained: the folder of the tokenizer that is trained on the text of all datasets; None: it is not made.
+        made: returns the dataset of a recipe without a mixture; None: it is not built.
+        trained: returns the folder of the tokenizer that is trained on the text of all datasets; None: there is none.
 
     Raises:
-        UserError: a folder is not a dataset; or they have different tokenizers.
+        UserError: a folder is not a dataset, or the datasets have different tokenizers.
     """
     data = recipe.data
     folders = {member.name: member.dataset for member in data.mixture if member.dataset is not None}
@@ -137,7 +136,7 @@ def members_of(recipe: AnyRecipe, made: Made, trained: Callable[[AnyRecipe], Pat
 
 
 def find_mixed(members: Sequence[Member], cache_dir: Path) -> Prepared | None:
-    """The folder that holds the members and nothing else: theirs, or one that `mixed` made; None: there is none."""
+    """The folder that holds exactly the members: their own, or one that `mixed` made; None: there is none."""
     _check_same_tokenizer(members)
     first = members[0].prepared
     whole = [*first.manifest.parts] or [members[0].part]
@@ -148,7 +147,7 @@ def find_mixed(members: Sequence[Member], cache_dir: Path) -> Prepared | None:
 
 
 def mixed(members: Sequence[Member], cache_dir: Path) -> Prepared:
-    """The members in one folder: theirs, where one holds them and nothing else; or one of cache_dir.
+    """The members in one folder: their own if it holds exactly them, else one in `cache_dir`.
 
     Raises:
         UserError: they have different tokenizers.
@@ -174,13 +173,13 @@ def _folder(manifest: Manifest, cache_dir: Path) -> Path:
 
 
 def mix_folders(out: Path, datasets: Sequence[str]) -> list[dict[str, Any]]:
-    """Make the datasets one folder. Returns the name, weight and training tokens of each.
+    """Combine datasets in one folder. Returns the name, weight and training tokens of each.
 
     Args:
-        datasets: of each `NAME=FOLDER` or `NAME=FOLDER:WEIGHT`.
+        datasets: each `NAME=FOLDER` or `NAME=FOLDER:WEIGHT`.
 
     Raises:
-        UserError: one of another form; a folder that is no dataset; or they have different tokenizers.
+        UserError: an argument has another form, a folder is not a dataset, or the tokenizers differ.
         RunError: the disk is full, fails or refuses.
     """
     given = [_given(text) for text in datasets]
@@ -189,7 +188,7 @@ def mix_folders(out: Path, datasets: Sequence[str]) -> list[dict[str, Any]]:
     except ValueError as error:
         raise UserError(f"{error}.") from None
     check_free(out)
-    members = [Member.of(one.name, open_prepared(_folder_of(one))) for one in given]
+    members = [Member.of(one.name, open_prepared(Path(one.dataset or "").expanduser())) for one in given]
     _check_same_tokenizer(members)
     _write(members, _manifest(members), out)
     pairs = zip(given, members, strict=True)
@@ -213,16 +212,11 @@ def _given(text: str) -> MixtureMember:
         ) from None
 
 
-def _folder_of(member: MixtureMember) -> Path:
-    assert member.dataset is not None
-    return member.dataset.expanduser()
-
-
 def _check_tokenizer(tokenizer: TokenizerConfig, member: Member) -> None:
     if fingerprint(train_tokenizer(tokenizer, ())) != member.prepared.manifest.tokenizer_sha256:
         raise UserError(
             f"tokenizer.type={tokenizer.type} is not the tokenizer of {member.part.name} ({member.prepared.folder}), "
-            f"whose tokens are made already: set tokenizer.type=dataset."
+            f"which is already tokenized: set tokenizer.type=dataset."
         )
 
 
@@ -244,11 +238,9 @@ def _manifest(members: Sequence[Member]) -> Manifest:
     first = members[0].prepared
     splits: dict[Split, SplitFiles] = {}
     for split in SPLITS:
-        shards: list[ShardFile] = []
-        for shard in (shard for member in members for shard in member.splits[split].shards):
-            name = f"{split}-{len(shards):05d}"
-            shards.append(shard.model_copy(update={"file": f"{name}.tokens", "offsets_file": f"{name}.offsets"}))
-        splits[split] = _split_files(shards, sum(member.splits[split].unknown_tokens for member in members))
+        shards = chain.from_iterable(member.splits[split].shards for member in members)
+        numbered = (shard.numbered(split, number) for number, shard in enumerate(shards))
+        splits[split] = SplitFiles.of(numbered, sum(member.splits[split].unknown_tokens for member in members))
     parts = tuple(member.part for member in members)
     texts = [part.validation_text_sha256 for part in parts]
     template = first.chat_template
@@ -273,17 +265,7 @@ def _write(members: Sequence[Member], manifest: Manifest, folder: Path) -> None:
         for split in SPLITS:
             taken = ((member.prepared.folder, one) for member in members for one in member.splits[split].shards)
             for (source, old), new in zip(taken, manifest.splits[split].shards, strict=True):
-                for name, to in zip(shard_files(old), shard_files(new), strict=True):
+                for name, to in zip(old.files(), new.files(), strict=True):
                     check_regular(source / name, inside=source)
                     link_or_copy((source / name).resolve(), aside / to)
         write_manifest(manifest, aside)
-
-
-def _split_files(shards: Sequence[ShardFile], unknown_tokens: int) -> SplitFiles:
-    return SplitFiles(
-        shards=tuple(shards),
-        tokens=sum(shard.tokens for shard in shards),
-        documents=sum(shard.documents for shard in shards),
-        text_bytes=sum(shard.text_bytes for shard in shards),
-        unknown_tokens=unknown_tokens,
-    )

@@ -1,4 +1,4 @@
-"""A dataset that is there: opened, and found again by its tokens."""
+"""Open a dataset, or find it again by the fingerprint of its tokens."""
 
 import contextlib
 import hashlib
@@ -21,7 +21,7 @@ _DECODED_TOKENS = 1 << 16
 
 @dataclass(frozen=True)
 class Prepared:
-    """A folder of shards, complete and checked."""
+    """A complete and checked folder of shards."""
 
     folder: Path
     manifest: Manifest
@@ -31,10 +31,10 @@ class Prepared:
 
 
 def find_of_run(recipe: Recipe, run_dir: Path, fingerprint: str) -> Prepared | None:
-    """The shards that a run was trained on, by their fingerprint. Their sources may be gone.
+    """The shards that a run was trained on, by their fingerprint; None: not found. Their sources may be gone.
 
-    A relative `data.cache_dir` is looked for here and in the folders around the run, in one of which it was made; a
-    trial of a sweep lies four below.
+    A relative `data.cache_dir` is looked for in the current folder and in the four folders above the run: a trial of a
+    sweep is four folders below the one where it was made.
 
     Raises:
         UserError: a file of that folder is missing or was changed.
@@ -44,7 +44,7 @@ def find_of_run(recipe: Recipe, run_dir: Path, fingerprint: str) -> Prepared | N
     named = [folder / one.dataset.expanduser() for one in recipe.data.mixture if one.dataset for folder in near]
     found = chain.from_iterable(sorted(cache.glob(f"[!.]*/{MANIFEST_FILE}")) for cache in caches)
     for file in chain((folder / MANIFEST_FILE for folder in named), found):
-        with contextlib.suppress(UserError):  # of another version, or broken: `prepare` says so where it is needed
+        with contextlib.suppress(UserError):  # another version, or broken: `prepare` reports that if it is needed
             if read_manifest(file.parent).fingerprint == fingerprint:
                 break
     else:
@@ -56,7 +56,7 @@ def open_prepared(folder: str | Path) -> Prepared:
     """Open a folder that `prepare` made.
 
     Raises:
-        UserError: it is not one, or something in it is missing or was changed.
+        UserError: it is not such a folder, or a file in it is missing or was changed.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
@@ -70,7 +70,7 @@ def open_prepared(folder: str | Path) -> Prepared:
             or sha256_file(file, inside=folder, max_bytes=MAX_TOKENIZER_BYTES) != expected
         ):
             raise UserError(
-                f"{file} is missing or not what was written: its sha256 is not the manifest's. {redo(folder)}"
+                f"{file} is missing or not as it was written: its sha256 is not the manifest's. {redo(folder)}"
             )
     tokenizer = load_tokenizer(folder / TOKENIZER_FOLDER)
     if fingerprint(tokenizer) != manifest.tokenizer_sha256:
@@ -84,15 +84,15 @@ def open_prepared(folder: str | Path) -> Prepared:
 
 
 def held_out_text(prepared: Prepared) -> Iterator[bytes]:
-    """The validation text itself, in parts, decoded from the shards.
+    """The validation text in parts, decoded from the shards.
 
     Raises:
-        UserError: the tokenizer loses something, so that its tokens do not give the text back.
+        UserError: decoding the tokens does not restore the text.
     """
     if not prepared.manifest.round_trips:
         raise UserError(
-            f"{prepared.folder}: this tokenizer does not give back the text it encoded, so the held-out text cannot be "
-            f"read from the tokens. Use tokenizer.type=bpe, which loses nothing."
+            f"{prepared.folder}: this tokenizer does not restore the text that it encoded, so the held-out text cannot "
+            f"be decoded. Use tokenizer.type=bpe, which loses nothing."
         )
     shards = TokenShards(prepared.folder, "validation")
     bounds = [*shards.document_starts().tolist(), shards.n_tokens]
@@ -104,5 +104,5 @@ def held_out_text(prepared: Prepared) -> Iterator[bytes]:
 
 
 def sha256_text(text: str | None) -> str | None:
-    """The sha256 of a text in hex; None of none."""
+    """The sha256 of a text in hex; None for None."""
     return None if text is None else hashlib.sha256(text.encode("utf-8")).hexdigest()

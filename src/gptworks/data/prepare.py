@@ -1,8 +1,8 @@
 """From documents to token shards: split, train or load the tokenizer, encode, write. Done once for the same inputs.
 
-The folder's name carries a fingerprint of everything that decides its contents. Work happens in a hidden folder beside
-it. A dataset takes its name when it is complete: what has the name can be trusted, and is never written again. Where
-the work is killed, finished jobs stay in the hidden folder, and the next call goes on from them.
+The folder's name contains a fingerprint of everything that decides its contents. Work happens in a hidden folder next
+to it. A dataset gets its name when it is complete, and is never changed after that. If the work is killed, finished
+jobs stay in the hidden folder, and the next call continues from them.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ from gptworks.data.cleaned import CLEANED, cleaned_texts, read_texts
 from gptworks.data.cleaning.choose import choose_filters
 from gptworks.data.cleaning.duplicates import Duplicates
 from gptworks.data.identity import folder_for, folder_of_settings, made_from
-from gptworks.data.jobs import finished
+from gptworks.data.jobs import finished, plan_jobs
 from gptworks.data.learn import keep_tokenizer
 from gptworks.data.mixture import find_mixed, members_of, mixed
 from gptworks.data.opened import Prepared, open_prepared
 from gptworks.data.report import Report
 from gptworks.data.shards import TOKENIZER_FOLDER
 from gptworks.data.sources.choose import check_sources
-from gptworks.data.write import missing_jobs, work_on, write_dataset
+from gptworks.data.write import work_on, write_dataset
 from gptworks.errors import UserError
 from gptworks.files import file_lock, make_folder, naming_disk_errors, remove_leftovers
 
@@ -37,12 +37,12 @@ from gptworks.files import file_lock, make_folder, naming_disk_errors, remove_le
 def prepare(recipe: AnyRecipe, *, report: Report = lambda stage, done_bytes, total_bytes: None) -> Prepared:
     """The recipe's text as token shards: those of an earlier call, or new ones.
 
-    The number of worker processes does not change the shards. Of two simultaneous calls, one works and one waits. Where
-    the sources are gone, the dataset that the same settings have made of them is used, with a warning.
+    The number of worker processes does not change the shards. Of two simultaneous calls, one works and one waits. If
+    the sources are gone, the dataset built earlier with the same settings is used, with a warning.
 
     Raises:
-        UserError: something wrong with the sources or the tokenizer, or a split without text.
-        RunError: the disk is full or fails, or a worker process died. The next call goes on from what is finished.
+        UserError: a mistake in the sources or the tokenizer, or a split without text.
+        RunError: the disk is full or fails, or a worker process died. The next call continues from the finished jobs.
     """
     data = recipe.data
     if data.mixture:
@@ -54,13 +54,13 @@ def prepare(recipe: AnyRecipe, *, report: Report = lambda stage, done_bytes, tot
     except UserError as missing:
         if (folder_of_gone := folder_of_settings(recipe)) is None:
             raise
-        warnings.warn(f"{missing} {folder_of_gone}, which these settings have made, is used.", stacklevel=2)
+        warnings.warn(f"{missing} {folder_of_gone}, made by these settings, is used.", stacklevel=2)
         return open_prepared(folder_of_gone)
     folder = folder_for(recipe, made)
     if folder.exists():
         return open_prepared(folder)
     _check(recipe)
-    with _naming_disk_errors(folder), _alone(folder, report):
+    with _naming_disk_errors(folder), _locked(folder, report):
         if folder.exists():  # made by another process while this one waited
             return open_prepared(folder)
         _remove_stale(folder.parent)
@@ -74,25 +74,25 @@ def prepare(recipe: AnyRecipe, *, report: Report = lambda stage, done_bytes, tot
 def build_part(
     recipe: AnyRecipe, k: int, n: int, *, report: Report = lambda stage, done_bytes, total_bytes: None
 ) -> Path:
-    """Do the Kth of N parts of the work on a dataset of text, each of which may be done on another machine.
+    """Do the Kth of N parts of the work on a dataset of text. Each part may be done on another machine.
 
-    Returns the folder that holds what is done. `merge_parts` makes the dataset of it, where all machines have that
-    folder, or what the others have in its folder `jobs` was copied there.
+    Returns the folder with the finished jobs. `merge_parts` makes the dataset if all machines share that folder, or
+    after the contents of its folder `jobs` were copied from the others.
 
     Raises:
-        UserError, RunError: as `prepare`; there is no such part.
+        UserError, RunError: as `prepare`; or there is no such part.
     """
     if not 1 <= k <= n:
         raise UserError(f"part {k}/{n}: K goes from 1 to N, such as 1/{max(n, 1)}.")
     if recipe.data.mixture:
         raise UserError("data.mixture: build each of its datasets by itself, with a recipe that has its `sources`.")
     if recipe.data.records:
-        raise UserError("data.sources are conversations or preferences, which are made in one part: leave --part out.")
+        raise UserError("data.sources are conversations or preferences, which are built in one part: leave --part out.")
     folder = folder_for(recipe, made_from(recipe))
     _check(recipe)
-    with _naming_disk_errors(folder), _alone(folder.with_name(f"{folder.name}.part-{k}-of-{n}"), report):
+    with _naming_disk_errors(folder), _locked(folder.with_name(f"{folder.name}.part-{k}-of-{n}"), report):
         make_folder(_work(folder) / _SHARED)
-        with _alone(folder, report):
+        with _locked(folder, report):
             texts = cleaned_texts(_work(folder), recipe.data, report)
             keep_tokenizer(_work(folder) / TOKENIZER_FOLDER, recipe, [(recipe.data, 1.0, texts)], report)
         work_on(_work(folder), recipe, report, (k, n))
@@ -100,19 +100,19 @@ def build_part(
 
 
 def merge_parts(recipe: AnyRecipe, *, report: Report = lambda stage, done_bytes, total_bytes: None) -> Prepared:
-    """The dataset of which all parts are done.
+    """The dataset, made of its finished parts.
 
     Raises:
-        UserError: some are not.
+        UserError: some parts are not finished.
         RunError: the disk is full or fails.
     """
     made = made_from(recipe)
     folder = folder_for(recipe, made)
     if folder.exists():
         return open_prepared(folder)
-    with _naming_disk_errors(folder), _alone(folder, report):
+    with _naming_disk_errors(folder), _locked(folder, report):
         work = _work(folder)
-        if missing := missing_jobs(work, recipe):
+        if missing := sorted({job.number for job in plan_jobs(recipe.data.texts)} - finished(work).keys()):
             raise UserError(
                 f"{work / 'jobs'} lacks {len(missing):,} jobs, the first of them {missing[0]:05d}. Do each part with "
                 f"--part K/N, and copy what other machines have there. On one machine, leave --merge out."
@@ -124,10 +124,10 @@ def merge_parts(recipe: AnyRecipe, *, report: Report = lambda stage, done_bytes,
 
 
 def find_prepared(recipe: AnyRecipe) -> Prepared | None:
-    """What an earlier `prepare` of this recipe made, also where its sources are gone; None if there is none.
+    """The dataset of an earlier `prepare` of this recipe, even if its sources are gone; None if there is none.
 
     Raises:
-        UserError: a file of that folder is missing or was changed.
+        UserError: a file of its folder is missing or was changed.
     """
     if recipe.data.mixture:
         members = members_of(recipe, find_prepared, _find_trained)
@@ -143,14 +143,14 @@ def find_prepared(recipe: AnyRecipe) -> Prepared | None:
 
 
 def _trained(recipe: AnyRecipe, report: Report) -> Path:
-    """The folder of the tokenizer that is trained on the text of all datasets of a mixture."""
+    """The folder of the tokenizer that is trained on the text of all datasets of a mixture; trains it if necessary."""
     folder = _tokenizer_folder(recipe)
     if folder.exists():
         return folder
     sources = [source for member in recipe.data.mixture for source in member.sources]
     check_sources(sources)
     make_folder(folder.parent)
-    with _alone(folder, report):
+    with _locked(folder, report):
         datasets = [(recipe.data.of_member(member), member.weight) for member in recipe.data.mixture]
         keep_tokenizer(folder, recipe, [(data, weight, read_texts(data)) for data, weight in datasets], report)
     return folder
@@ -165,7 +165,7 @@ def _find_trained(recipe: AnyRecipe) -> Path | None:
 
 
 def _tokenizer_folder(recipe: AnyRecipe) -> Path:
-    """Where the tokenizer of a mixture's text is or will be."""
+    """The folder for the tokenizer of a mixture's text."""
     data = recipe.data
     parts = (recipe.model_copy(update={"data": data.of_member(member)}) for member in data.mixture)
     names = [folder_for(part, made_from(part)).name for part in parts]
@@ -177,7 +177,7 @@ def _tokenizer_folder(recipe: AnyRecipe) -> Path:
 
 
 _SHARED = "parts"
-"""In a folder that several machines may work in: it stays until the parts are merged."""
+"""Marks a folder in which several machines may work: it stays until the parts are merged."""
 
 
 def _check(recipe: AnyRecipe) -> None:
@@ -192,7 +192,7 @@ def _check(recipe: AnyRecipe) -> None:
 
 
 def _check_unchanged(folder: Path, recipe: AnyRecipe) -> None:
-    """Refuse text that is not the text after which the folder is named."""
+    """Refuse text that no longer has the fingerprint in the folder's name."""
     if folder_for(recipe, made_from(recipe)) != folder:
         raise UserError("the sources or the tokenizer's files changed while they were read. Run it again.")
 
@@ -204,8 +204,8 @@ def _work(folder: Path) -> Path:
 @contextlib.contextmanager
 def _naming_disk_errors(folder: Path) -> Iterator[None]:
     advice = (
-        "Free space, or set data.cache_dir to another disk, and run it again: it goes on from the parts that are "
-        "finished, if any."
+        "Free space, or set data.cache_dir to another disk, and run it again: it continues from the finished parts, "
+        "if any."
     )
     with naming_disk_errors(f"{folder.parent}: the data could not be prepared", _work(folder), advice):
         make_folder(folder.parent)
@@ -214,25 +214,25 @@ def _naming_disk_errors(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _working(folder: Path) -> Iterator[Path]:
-    """The folder for the work on a dataset. It stays where something in it is of use to the next call."""
+    """The folder for the work on a dataset. It stays if the next call can use something in it."""
     try:
         _work(folder).mkdir(exist_ok=True)
         yield _work(folder)
-    except UserError:  # of this text or tokenizer: no later call can go on
+    except UserError:  # about this text or tokenizer: no later call can continue
         shutil.rmtree(_work(folder), ignore_errors=True)
         raise
     finally:
         _remove_unless_useful(folder)
 
 
-def _lock(folder_name: str, cache_dir: Path) -> BaseFileLock:
-    return file_lock(cache_dir / f".{folder_name}.lock")
+def _lock(folder: Path) -> BaseFileLock:
+    return file_lock(folder.with_name(f".{folder.name}.lock"))
 
 
 @contextlib.contextmanager
-def _alone(folder: Path, report: Report) -> Iterator[None]:
+def _locked(folder: Path, report: Report) -> Iterator[None]:
     """Hold the folder's lock, which the system releases even when a process is killed."""
-    lock = _lock(folder.name, folder.parent)
+    lock = _lock(folder)
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -245,15 +245,15 @@ def _alone(folder: Path, report: Report) -> Iterator[None]:
 
 
 def _remove_stale(cache_dir: Path) -> None:
-    """Remove what killed processes have left from which nothing goes on: where no process holds the lock."""
+    """Remove useless work of killed processes, whose locks no process holds."""
     for partial in cache_dir.glob(".partial-*-????????"):
         folder = cache_dir / partial.name.removeprefix(".partial-")
-        with contextlib.suppress(Timeout), _lock(folder.name, cache_dir).acquire(timeout=0):
+        with contextlib.suppress(Timeout), _lock(folder).acquire(timeout=0):
             _remove_unless_useful(folder)
 
 
 def _remove_unless_useful(folder: Path) -> None:
-    """Remove the work on a dataset where the dataset is made, or where no part of the work is finished."""
+    """Remove the work on a dataset if the dataset exists, or if no part of the work is finished."""
     remove_leftovers(folder)
     useful = finished(_work(folder)) or [*_work(folder).glob(f"{CLEANED}/[!.]*")] or (_work(folder) / _SHARED).exists()
     if folder.exists() or not useful:

@@ -1,4 +1,4 @@
-"""How the stages of a build are reported."""
+"""How a build reports its stages."""
 
 from collections.abc import Callable
 
@@ -6,12 +6,12 @@ from gptworks.data.encode import Advance
 
 Report = Callable[[str, int, int | None], None]
 """Called with the stage ("waiting", "cleaning", "sample", "tokenizer", "merging", "shards"), the bytes of text done,
-and all of them where known. Any other text is a line to print, once: which library encodes and why, or that a
-tokenizer learned from pieces of long words."""
+and their total if known. Any other text is a line to print once: which library encodes and why, or that a tokenizer
+learned from pieces of long words."""
 
 
 def adding_up(report: Report, stage: str, total_bytes: int | None) -> Advance:
-    """Reports all bytes of a stage that are done, given those that are done since it was called last."""
+    """A function that adds up the bytes done since its last call, and reports the sum."""
     done_bytes = 0
 
     def advance(n_bytes: int) -> None:

@@ -1,7 +1,7 @@
-"""What a tokenizer learns its merges from, where there is more text than it needs: a random sample of all of it.
+"""A random sample of the text, from which a tokenizer learns its merges if there is more text than it needs.
 
-A document is in the sample by a hash of its text, or each of its pieces where it is a long one. So the sample does not
-depend on the order of the sources, and is the same in every build.
+A hash of a document's text, or of each piece of a long document, decides whether it is in the sample. So the sample is
+the same in every build and does not depend on the order of the sources.
 """
 
 import hashlib
@@ -19,16 +19,16 @@ from gptworks.files import make_folder, open_regular, replacing
 
 _ALL = 1 << 64
 _LEAST_KEPT_BYTES = 1 << 23
-"""A job may keep this much, however small its part of the sample."""
+"""A job may keep at least this much."""
 
 
 def sample_texts(
     folder: Path, jobs: list[Job], validation: ValidationSplit, limit_bytes: int, processes: int, report: Advance
 ) -> Iterator[str]:
-    """Random pieces of the training text, in order, of which there is more than `limit_bytes`: at most so much."""
+    """Random pieces of the training text, in order, at most `limit_bytes` in all, which is less than the text has."""
     make_folder(folder)
     sizes = [sum(unit.size_bytes for _, unit in job.units) for job in jobs]
-    rate = min(1.0, 2 * limit_bytes / max(1, sum(sizes)))  # twice as much as is taken: sizes are those of files
+    rate = min(1.0, 2 * limit_bytes / max(1, sum(sizes)))  # twice what is needed: sizes are of files, not of text
     limits = [min(limit_bytes, max(_LEAST_KEPT_BYTES, int(4 * rate * size))) for size in sizes]
     files = [folder / f"{job.number:05d}.jsonl" for job in jobs]
     left = [[work] for work in zip(jobs, files, limits, strict=True) if not work[1].exists()]
@@ -44,7 +44,7 @@ def sample_texts(
 
 
 def _lines(file: Path) -> Iterator[tuple[int, int, str]]:
-    """The key, the size and the text of each piece; a piece of no size says that there were more from its key on."""
+    """The key, the size and the text of each piece. A piece of size 0 marks the key from which pieces were left out."""
     with open_regular(file) as lines:
         for line in lines:
             key, size, text = json.loads(line)
@@ -62,8 +62,8 @@ def _sampler(validation: ValidationSplit, below: int, advance: Advance) -> Calla
 def _sample_job(
     validation: ValidationSplit, below: int, advance: Advance, job: Job, file: Path, limit_bytes: int
 ) -> None:
-    """Write the training pieces whose keys are below; where they are too many, those with the smallest keys."""
-    kept: list[tuple[int, int, str]] = []  # with the largest key first
+    """Write the training pieces with keys below a limit; if they are too large, those with the smallest keys."""
+    kept: list[tuple[int, int, str]] = []  # a heap, the largest key first
     kept_bytes, most = 0, below
     for number, (split, piece) in enumerate(split_documents(job.pieces(), validation, job.opening())):
         text = piece.text.encode("utf-8")

@@ -1,4 +1,4 @@
-"""Writes a folder of shards; see `gptworks.data.shards` for the format."""
+"""Write a folder of shards; see `gptworks.data.shards` for the format."""
 
 import contextlib
 import hashlib
@@ -43,9 +43,9 @@ class ShardWriter:
         learned: npt.NDArray[np.bool_] | None = None,
         example: tuple[int, ...] = (),
     ) -> None:
-        """Append tokens [n] that stand for `text_bytes` bytes of text.
+        """Append tokens [n] of `text_bytes` bytes of text.
 
-        A conversation comes whole: with the mask of its learned tokens [n], and the columns of `EXAMPLE`.
+        A conversation is added in one call, with the mask of its learned tokens [n] and the columns of `EXAMPLE`.
         """
         if self._open is None:
             self._name = f"{self._split}-{len(self._shards):05d}"
@@ -70,18 +70,12 @@ class ShardWriter:
     def finish(self) -> SplitFiles:
         """Close the last shard. Every file is on the disk when this returns."""
         self._close_shard()
-        return SplitFiles(
-            shards=tuple(self._shards),
-            tokens=sum(shard.tokens for shard in self._shards),
-            documents=sum(shard.documents for shard in self._shards),
-            text_bytes=sum(shard.text_bytes for shard in self._shards),
-            unknown_tokens=self._unknown_tokens,
-        )
+        return SplitFiles.of(self._shards, self._unknown_tokens)
 
     def abandon(self) -> None:
-        """Close the open file and leave the rest as it is."""
+        """Close the open file; keep the others as they are."""
         if self._open is not None:
-            with contextlib.suppress(OSError):  # it may fail for the reason that ended the work: a full disk
+            with contextlib.suppress(OSError):  # it may fail for the same reason as the work, such as a full disk
                 self._open.close()
 
     def _close_shard(self) -> None:
@@ -113,7 +107,7 @@ class ShardWriter:
 
 @contextlib.contextmanager
 def split_writers(folder: Path, dtype: Dtype, shard_tokens: int) -> Iterator[dict[Split, ShardWriter]]:
-    """A writer for each split, whose files are closed also where an error ends the work."""
+    """A writer for each split. Their files are closed even if an error ends the work."""
     writers = {split: ShardWriter(folder, split, dtype, shard_tokens) for split in SPLITS}
     try:
         yield writers
@@ -124,5 +118,5 @@ def split_writers(folder: Path, dtype: Dtype, shard_tokens: int) -> Iterator[dic
 
 
 def write_manifest(manifest: Manifest, folder: Path) -> None:
-    """Write manifest.json, durably. It is the last file of a folder."""
+    """Write manifest.json durably, as the last file of a folder."""
     write_whole(folder / MANIFEST_FILE, sealed_json(manifest.model_dump(mode="json")), new=True)

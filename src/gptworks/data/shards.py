@@ -1,20 +1,20 @@
-"""The format of prepared text: a folder of token files and one manifest that says what they are.
+"""The format of prepared text: a folder of token files and a manifest that describes them.
 
     manifest.json                  everything below, checked when a folder is opened
     tokenizer/                     the tokenizer that made the tokens
     train-00000.tokens             token ids, flat, little-endian uint16 or uint32
     train-00000.offsets            where documents start in that file, in tokens, little-endian uint64
-    train-00000.learned            of conversations: for each token a byte, 1 where it is learned
-    train-00000.examples           of conversations: for each document the columns of `EXAMPLE`, little-endian uint64
+    train-00000.learned            conversations only: for each token a byte, 1 if it is learned
+    train-00000.examples           conversations only: for each document the columns of `EXAMPLE`, little-endian uint64
     validation-00000.tokens ...
 
-A shard is closed when it holds enough tokens; documents may go on in the next one.
+A shard is closed when it holds enough tokens; a document may continue in the next one.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -34,12 +34,12 @@ MAX_MANIFEST_BYTES = 1 << 26
 TOKENIZER_FOLDER = "tokenizer"
 
 EXAMPLE = ("record", "text", "question", "answer", "flags")
-"""The columns stored for each example: its record's number, from 0; hashes of its whole text, of all but its last
+"""The columns stored for each example: its record's number, from 0; hashes of its text, of the turns before its last
 answer, and of that answer, ignoring case and white space; the sum of the flags below."""
 
 NO_END, ALTERED, EMPTY, UNANSWERED, SWAPPED = 1, 2, 4, 8, 16
-"""Flags: an answer without an end token; one that the template writes otherwise; an empty one; none at all; an
-assistant who begins and a user who ends."""
+"""Flags: an answer has no end token; the template changes an answer; an answer is empty; there is no answer; the
+assistant begins and the user ends."""
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -58,15 +58,24 @@ class ShardFile(Section):
     sha256: str
     offsets_sha256: str
     more_sha256: dict[str, str] = Field(default_factory=dict)
-    """sha256 of further files of the same name, by their ending."""
+    """sha256 of the other files with this name, by their ending."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if any(Path(name).name != name for name in (self.file, self.offsets_file)):
-            raise ValueError("a shard's files lie beside the manifest")
+            raise ValueError("a shard's files must be in the folder of the manifest")
         if self.tokens < 1 or self.documents < 0 or self.more_sha256.keys() not in (set(), {"learned", "examples"}):
-            raise ValueError("a shard has tokens, and of conversations what is learned of them")
+            raise ValueError("a shard needs tokens, and its further files must be `learned` and `examples`")
         return self
+
+    def numbered(self, split: Split, number: int) -> Self:
+        """The same under the name of this shard of a split."""
+        name = f"{split}-{number:05d}"
+        return self.model_copy(update={"file": f"{name}.tokens", "offsets_file": f"{name}.offsets"})
+
+    def files(self) -> list[str]:
+        """The names of its files."""
+        return [self.file, self.offsets_file, *(_sibling(self, ending) for ending in sorted(self.more_sha256))]
 
 
 class Origin(Section):
@@ -76,12 +85,12 @@ class Origin(Section):
     shape: str
     records: int
     unread: dict[str, tuple[int, int]] = Field(default_factory=dict)
-    """Keys of records (`tools`) and turns (`turn.name`) that mean something and were not read: the number of records
-    that state one, and the first of them."""
+    """For each key of records (`tools`) and turns (`turn.name`) that has a meaning and was not read: the number of
+    records that have it, and the first of them."""
 
 
 class SplitFiles(Section):
-    """The shards of a split, in order, and their totals. `text_bytes` is the UTF-8 size of the text itself."""
+    """The shards of a split, in order, and their totals. `text_bytes` is the UTF-8 size of the text."""
 
     shards: Annotated[tuple[ShardFile, ...], Field(max_length=30_000)]
     tokens: int
@@ -96,12 +105,24 @@ class SplitFiles(Section):
             raise ValueError("the totals are not those of the shards")
         return self
 
+    @classmethod
+    def of(cls, shards: Iterable[ShardFile], unknown_tokens: int) -> Self:
+        """These shards and their totals."""
+        shards = tuple(shards)
+        return cls(
+            shards=shards,
+            tokens=sum(shard.tokens for shard in shards),
+            documents=sum(shard.documents for shard in shards),
+            text_bytes=sum(shard.text_bytes for shard in shards),
+            unknown_tokens=unknown_tokens,
+        )
+
 
 ShardCounts = dict[Split, Annotated[int, Field(ge=0)]]
 
 
 class Part(Section):
-    """A dataset that is one of several in a folder: the next shards of each split are its own."""
+    """One of several datasets in a folder. Parts own the shards of a split in order: each the next ones."""
 
     name: str
     fingerprint: str
@@ -116,7 +137,7 @@ class Part(Section):
 
 @dataclass(frozen=True)
 class Stretch:
-    """One dataset's tokens in a split."""
+    """The tokens of one dataset in a split."""
 
     name: str
     first: int
@@ -133,22 +154,22 @@ class Manifest(Section):
     vocab_size: int
     tokenizer_sha256: str
     tokenizer_files: dict[str, str] = Field(default_factory=dict)
-    """sha256 of each file of `tokenizer/`; empty in folders of old versions."""
+    """sha256 of each file of `tokenizer/`; empty in folders of format 3."""
     made_from: dict[str, Any]
     round_trips: bool
-    """Whether decoding gave back the text of every validation document: bits per byte is defined only then. Never of
-    conversations, of which not every byte is predicted."""
+    """Whether decoding restored the text of every validation document: bits per byte is defined only then. False for
+    conversations, where not every byte is predicted."""
     splits: dict[Split, SplitFiles]
     origins: tuple[Origin, ...] = ()
     validation_text_sha256: str | None = None
-    """Of the held-out text before it is encoded: equal for equal text, whatever the tokenizer. null: not text."""
+    """sha256 of the held-out text before it is encoded, whatever the tokenizer. null: conversations."""
     parts: tuple[Part, ...] = ()
-    """The datasets that a mixture holds, in order; empty: it is one."""
+    """The datasets of a mixture, in order; empty: the folder is one dataset."""
     cleaning: dict[str, Any] | None = None
-    """What the recipe's filters dropped and changed; null: it has none."""
+    """What the recipe's filters dropped and changed; null: no filters."""
     sources: tuple[ShardCounts, ...] = ()
-    """Of each source of text in `made_from`, how many shards of each split are its own: the next ones. Empty in folders
-    of old versions, of conversations and of mixtures, whose parts have their own."""
+    """The number of shards of each split that each source of text in `made_from` owns, the next ones. Empty in folders
+    of format 3, of conversations and of mixtures, whose parts have their own."""
 
     @model_validator(mode="after")
     def _check_shares(self) -> Self:
@@ -156,7 +177,7 @@ class Manifest(Section):
         for split, files in self.splits.items():
             for name, counts in shares:
                 if counts and sum(one.get(split, 0) for one in counts) != len(files.shards):
-                    raise ValueError(f"the {name} of its {split} split do not have as many shards as there are")
+                    raise ValueError(f"the {name} of its {split} split do not add up to its number of shards")
         return self
 
     @property
@@ -165,7 +186,7 @@ class Manifest(Section):
         return bool(self.origins)
 
     def where(self, record: int) -> str:
-        """The place of a record, by its number among all."""
+        """The file or dataset of a record, given its number among all records, and its number there."""
         for origin in self.origins:
             if record < origin.records:
                 return f"{origin.name}, record {record + 1}"
@@ -174,14 +195,14 @@ class Manifest(Section):
 
     @property
     def fingerprint(self) -> str:
-        """One sha256 over those of all token files: equal for equal tokens."""
+        """One sha256 over the sums of all token files: equal for equal tokens."""
         shards = [shard for split in sorted(self.splits) for shard in self.splits[split].shards]
         sums = [sha256 for shard in shards for sha256 in (shard.sha256, *shard.more_sha256.values())]
         return hashlib.sha256(" ".join(sums).encode("ascii")).hexdigest()
 
 
 def shares(split: Split, counts: Sequence[ShardCounts], shards: Sequence[ShardFile]) -> Iterator[Sequence[ShardFile]]:
-    """Of all shards of a split those of each part, or source, which has the next ones."""
+    """The shards of a split that each part or source owns."""
     at = 0
     for one in counts:
         own = shards[at : at + one.get(split, 0)]
@@ -190,7 +211,7 @@ def shares(split: Split, counts: Sequence[ShardCounts], shards: Sequence[ShardFi
 
 
 def dtype_for(vocab_size: int) -> Dtype:
-    """The narrowest of the two types that holds the ids 0 to vocab_size - 1."""
+    """The smaller type that holds the ids 0 to vocab_size - 1."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
@@ -206,7 +227,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a folder of shards.
 
     Raises:
-        UserError: it is missing or broken, or of a format this version does not read.
+        UserError: it is missing or broken, or has a format that this version does not read.
     """
     file = folder / MANIFEST_FILE
     try:
@@ -227,11 +248,11 @@ class TokenShards:
     """The tokens of one split: its shards, memory-mapped as one sequence.
 
     Args:
-        verify: compare every byte with its sha256 and every id with the vocabulary. A process does so once for a file,
-            until its size or time changes. False: the caller reads no tokens, or another process has verified them.
+        verify: compare every byte with its sha256 and every id with the vocabulary, once for a file in a process until
+            its size or time changes. False: the caller reads no tokens, or another process has verified them.
 
     Raises:
-        UserError: a file is missing or its size is not what the manifest says; with `verify`, also changed bytes.
+        UserError: a file is missing or its size is not the manifest's; with `verify`, also if its bytes changed.
     """
 
     def __init__(self, folder: str | Path, split: Split, verify: bool = True) -> None:
@@ -247,12 +268,12 @@ class TokenShards:
             self._check_size(shard.offsets_file, shard.documents * 8)
             sizes = {"learned": shard.tokens, "examples": shard.documents * 8 * len(EXAMPLE)}
             for ending in shard.more_sha256:
-                self._check_size(_beside(shard, ending), sizes[ending])
+                self._check_size(_sibling(shard, ending), sizes[ending])
         if verify:
             self.verify()
         self._maps = [map_array(self.folder / shard.file, dtype, inside=self.folder) for shard in self._files.shards]
         self._learned = [
-            map_array(self.folder / _beside(shard, "learned"), np.uint8, inside=self.folder)
+            map_array(self.folder / _sibling(shard, "learned"), np.uint8, inside=self.folder)
             for shard in self._files.shards
             if "learned" in shard.more_sha256
         ]
@@ -264,7 +285,7 @@ class TokenShards:
 
     @property
     def stretches(self) -> list[Stretch]:
-        """The tokens of each dataset; one of no name where the folder is one dataset."""
+        """The tokens of each dataset; one without a name if the folder is one dataset."""
         parts = self.manifest.parts
         names = [(part.name, part.shards.get(self.split, 0)) for part in parts] or [("", len(self._files.shards))]
         found, done = [], 0
@@ -281,7 +302,7 @@ class TokenShards:
 
     @property
     def text_bytes(self) -> int:
-        """UTF-8 bytes of the text the tokens stand for."""
+        """UTF-8 bytes of the encoded text."""
         return self._files.text_bytes
 
     def read(self, start: int, length: int) -> npt.NDArray[np.int64]:
@@ -315,7 +336,7 @@ class TokenShards:
 
     def examples(self) -> npt.NDArray[np.uint64]:
         """The columns of `EXAMPLE`, [n_documents, columns]."""
-        names = [_beside(shard, "examples") for shard in self._files.shards]
+        names = [_sibling(shard, "examples") for shard in self._files.shards]
         parts = [read_array(self.folder / name, "<u8", inside=self.folder) for name in names]
         return np.concatenate([*parts, np.empty(0, dtype="<u8")]).reshape(-1, len(EXAMPLE)).astype(np.uint64)
 
@@ -323,7 +344,7 @@ class TokenShards:
         """Positions [n_documents] of the first token of each document, ascending.
 
         Raises:
-            UserError: they are not.
+            UserError: they are not ascending positions in the split.
         """
         parts = [
             read_array(self.folder / shard.offsets_file, "<u8", inside=self.folder).astype(np.int64)
@@ -333,8 +354,8 @@ class TokenShards:
         starts: npt.NDArray[np.int64] = np.concatenate([*parts, np.empty(0, dtype=np.int64)])
         if len(starts) and (starts[0] != 0 or starts[-1] > self.n_tokens or (np.diff(starts) < 0).any()):
             raise UserError(
-                f"{self.folder} is not as it was written: the documents of its {self.split} split do not begin one "
-                f"after the other within {self.n_tokens} tokens. {redo(self.folder)}"
+                f"{self.folder} is not as it was written: the starts of the documents in its {self.split} split are "
+                f"not ascending positions in {self.n_tokens} tokens. {redo(self.folder)}"
             )
         return starts
 
@@ -342,10 +363,10 @@ class TokenShards:
         """Compare every byte with the sha256 in the manifest.
 
         Raises:
-            UserError: a file is not what was written.
+            UserError: a file is not as it was written.
         """
         for shard in self._files.shards:
-            more = ((_beside(shard, ending), sha256) for ending, sha256 in shard.more_sha256.items())
+            more = ((_sibling(shard, ending), sha256) for ending, sha256 in shard.more_sha256.items())
             for name, expected in ((shard.file, shard.sha256), (shard.offsets_file, shard.offsets_sha256), *more):
                 if (known := (*_identity(self.folder / name), expected)) in _verified:
                     continue
@@ -361,8 +382,6 @@ class TokenShards:
 
     def _check_ids(self, shard: ShardFile) -> None:
         """Refuse ids outside the vocabulary: the sums prove only that the file is as its author wrote it."""
-        if not shard.tokens:
-            return
         ids = map_array(self.folder / shard.file, little_endian(self.manifest.dtype), inside=self.folder)
         highest = max(int(ids[at : at + _CHECKED_IDS].max()) for at in range(0, len(ids), _CHECKED_IDS))
         if highest >= self.manifest.vocab_size:
@@ -383,7 +402,7 @@ class TokenShards:
 
 
 _verified: set[tuple[str | int, ...]] = set()
-"""Files that this process has verified: path, inode, bytes, time of the last change, sha256."""
+"""Files that this process has verified: path, inode, size, time of the last change, sha256."""
 _CHECKED_IDS = 1 << 22
 
 
@@ -392,15 +411,10 @@ def _identity(path: Path) -> tuple[str | int, ...]:
     return str(path.absolute()), status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _beside(shard: ShardFile, ending: str) -> str:
+def _sibling(shard: ShardFile, ending: str) -> str:
     return Path(shard.file).with_suffix(f".{ending}").name
 
 
-def shard_files(shard: ShardFile) -> list[str]:
-    """The names of a shard's files."""
-    return [shard.file, shard.offsets_file, *(_beside(shard, ending) for ending in sorted(shard.more_sha256))]
-
-
 def redo(folder: Path) -> str:
-    """What to do about a folder that is not as it was written."""
+    """Advice about a folder that is not as it was written."""
     return f"Delete {folder} and run `gptworks data build` again."

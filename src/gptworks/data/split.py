@@ -1,4 +1,4 @@
-"""Which text is for training and which for validation."""
+"""The split of text into training and validation."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -12,13 +12,13 @@ from gptworks.data.sources.base import Piece
 def split_documents(
     pieces: Iterable[Piece], validation: ValidationSplit, opening: Piece | None = None
 ) -> Iterator[tuple[Split, Piece]]:
-    """Assign text to training or validation. It depends on the text alone, not on its order or its neighbours.
+    """Assign text to training or validation: a function of only the text, not of its order or neighbours.
 
-    `validation.by` is "document" or "tail". A document's tail is given as a document of its own, which the training
-    part then does not end.
+    `validation.by` is "document" or "tail". The tail of a document becomes a document, and the training part before it
+    has no end.
 
     Args:
-        opening: the first piece of the document that the first of these pieces continues.
+        opening: the first piece of the document that these pieces continue; None: they begin one.
     """
     if validation.by == "tail":
         yield from _split_tails(pieces, validation.fraction)
@@ -44,7 +44,7 @@ def _split_tails(pieces: Iterable[Piece], fraction: float) -> Iterator[tuple[Spl
             in_tail = start_bytes > cut_bytes
         text = piece.text.encode("utf-8")
         cut = max(cut_bytes - start_bytes, 0)
-        while cut < len(text) and text[cut] & 0xC0 == 0x80:  # inside a character: forward to the next one
+        while cut < len(text) and text[cut] & 0xC0 == 0x80:  # within a character: move to the next one
             cut += 1
         head, tail = text[:cut].decode("utf-8"), text[cut:].decode("utf-8")
         if head:
