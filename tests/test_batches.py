@@ -156,7 +156,7 @@ def test_evaluation_of_some_windows_spaces_them_evenly() -> None:
 
 
 def test_evaluation_refuses_what_cannot_be() -> None:
-    with pytest.raises(UserError, match="stride=9 is not within 1 and context_length=8"):
+    with pytest.raises(UserError, match="stride=9 is not between 1 and context_length=8"):
         windows(100, 8, stride=9)
     with pytest.raises(UserError, match="has 1 tokens"):
         windows(1, 8)

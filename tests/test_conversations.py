@@ -103,7 +103,7 @@ def test_a_broken_record_is_named(tmp_path: Path, record: Any, said: str) -> Non
 
 def test_broken_turns_are_named(tmp_path: Path) -> None:
     for turn, said in (
-        ({"role": "robot", "content": "x"}, "turn 1 is of 'robot'; known are system, user, human"),
+        ({"role": "robot", "content": "x"}, "turn 1 has the role 'robot'; known are system, user, human"),
         ({"role": "user"}, "turn 1 of `messages` is not an object with `role` and `content`"),
         ({"role": "user", "content": 1}, "`content` of turn 1 is a int, not text"),
     ):

@@ -120,7 +120,7 @@ TEXTS: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "empty": (b"", ("text",)),
     "binary": (b"GIF89a\x00\x01" * 100, ("text.txt", "binary")),
     "not UTF-8": (b"caf\xe9 " * 400, ("text.txt", "UTF-8")),
-    "shorter than the context": (b"only a few words here, no more", ("context_length=32", "too small a corpus")),
+    "shorter than the context": (b"only a few words here, no more", ("context_length=32", "the corpus is too small")),
 }
 
 

@@ -98,7 +98,7 @@ def test_a_template_that_changes_an_answer(tokenizer: Tokenizer) -> None:
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: Tokenizer) -> None:
     forgetful = "{% for m in messages[-3:] %}<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
-    with pytest.raises(UserError, match=r"writes the turns before it, .* otherwise than in the whole .*turn 3"):
+    with pytest.raises(UserError, match=r"writes the turns before it, .* differently than in the complete .*turn 3"):
         encode_conversation(ChatTemplate(forgetful, tokenizer), CHAT)
 
 

@@ -1,4 +1,4 @@
-"""Datasets built by datatrove, which runs tasks on one machine, on Slurm or on Ray: the bytes of `gptworks data build`.
+"""Build datasets with datatrove, on one machine, Slurm or Ray, with the bytes of `gptworks data build`.
 
     steps = pipeline("recipe.yaml")
     built = LocalPipelineExecutor(steps, tasks=8, workers=4)     # or SlurmPipelineExecutor, RayPipelineExecutor
@@ -22,7 +22,7 @@ except ImportError:
 
 
 class _Step(PipelineStep):  # type: ignore[misc, unused-ignore]
-    """Does the work of one task, and gives no documents to a next step."""
+    """Does the work of one task. It passes no documents to a next step."""
 
     type = "gptworks"
 
@@ -39,21 +39,21 @@ class _Step(PipelineStep):  # type: ignore[misc, unused-ignore]
 
 
 def pipeline(recipe: RecipeLike) -> list[PipelineStep]:
-    """The steps with which each task builds its part, in one process: more tasks are more processes.
+    """The steps in which each task builds its part in one process.
 
     Raises:
-        UserError: something is wrong with the recipe.
+        UserError: a mistake in the recipe.
     """
     loaded = load_dataset_recipe(recipe)
-    alone = loaded.model_copy(update={"data": loaded.data.model_copy(update={"processes": 1})})
-    return [_Step("build a part", alone, build_part)]
+    single = loaded.model_copy(update={"data": loaded.data.model_copy(update={"processes": 1})})
+    return [_Step("build a part", single, build_part)]
 
 
 def merge_pipeline(recipe: RecipeLike) -> list[PipelineStep]:
-    """The step of one task that makes the dataset of all parts, once they are done.
+    """The step of one task that makes the dataset of all finished parts.
 
     Raises:
-        UserError: something is wrong with the recipe.
+        UserError: a mistake in the recipe.
     """
     return [_Step("merge the parts", load_dataset_recipe(recipe), _merge)]
 

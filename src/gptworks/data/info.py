@@ -1,8 +1,8 @@
-"""What a dataset holds: documents, tokens, bytes, lengths, exact duplicates, languages."""
+"""Figures about a dataset: documents, tokens, bytes, lengths, exact duplicates, languages."""
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -13,31 +13,30 @@ import numpy.typing as npt
 from gptworks.config.cleaning import LanguageFilter
 from gptworks.data.cleaning.language import LanguageOf
 from gptworks.data.opened import Prepared
+from gptworks.data.permutation import Int64s
+from gptworks.data.report import Progress
 from gptworks.data.shards import Manifest, Part, ShardFile, Split, TokenShards, shares
 
 PERCENTILES = (5, 25, 50, 75, 95, 99)
 MOST_COPIED = 5
 SAMPLED_DOCUMENTS, SAMPLED_TOKENS = 1000, 400
-"""Whose language is guessed, and how much of each is read."""
+"""How many documents the languages are guessed from, and how much of each."""
 _READ_TOKENS = 1 << 20
 _DIGEST_BYTES = 16
 
-Progress = Callable[[int, int], None]
-"""Called with the tokens read and all."""
-Int64s = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint64]
-"""Of each document two numbers, equal for documents of the same tokens."""
+"""Two numbers for each document [n, 2], equal for documents of the same tokens."""
 
 
 @dataclass(frozen=True)
 class Amount:
-    """How much text there is of a split, of one of the datasets that a mixture holds, or of a source."""
+    """The amount of text in a split, in a dataset of a mixture, or from a source."""
 
     split: Split
     name: str | None
-    """Of the dataset of a mixture; None: the folder's only one, or all of them."""
+    """The dataset of a mixture; None: the folder's only dataset, or all of them."""
     source: str | None
-    """Its type and place in the recipe; None: all of them."""
+    """The type and place of the source in the recipe; None: all sources."""
     documents: int
     tokens: int
     text_bytes: int
@@ -49,14 +48,14 @@ class Amount:
 
 @dataclass(frozen=True)
 class Lengths:
-    """The lengths of documents in tokens, special ones included."""
+    """The lengths of documents in tokens, including special ones."""
 
     mean: float
     shortest: int
     longest: int
     percentiles: dict[int, int]
     histogram: tuple[tuple[int, int], ...]
-    """From which length on, a power of two, how many documents; up to the next."""
+    """Pairs of a power of two, and the number of documents from that length up to the next power."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {
@@ -67,12 +66,12 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Duplicates:
-    """Documents of the same tokens as an earlier one."""
+    """Documents with the same tokens as an earlier one."""
 
     documents: int
     tokens: int
     most_copied: tuple[tuple[int, int, int], ...]
-    """The first of the equal documents by its number, how many there are, and their tokens each."""
+    """For groups of equal documents: the number of the first, their count, and the tokens of each."""
 
     def to_json(self) -> dict[str, Any]:
         copied = [{"document": i, "copies": n, "n_tokens": size} for i, n, size in self.most_copied]
@@ -81,10 +80,10 @@ class Duplicates:
 
 @dataclass(frozen=True)
 class Languages:
-    """What language documents are in, by a model's guess."""
+    """The languages of documents, guessed by a model."""
 
     sample: int
-    """Documents that were looked at, evenly spaced."""
+    """Number of documents examined, evenly spaced."""
     counts: tuple[tuple[str, int], ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -93,7 +92,7 @@ class Languages:
 
 @dataclass(frozen=True)
 class Info:
-    """What a dataset holds."""
+    """Figures about a dataset."""
 
     folder: str
     fingerprint: str
@@ -103,11 +102,11 @@ class Info:
     lengths: dict[Split, Lengths]
     duplicates: dict[Split, Duplicates]
     held_out_in_training: int
-    """Documents of the validation split that also stand in the training split, token by token."""
+    """Documents of the validation split whose exact tokens are also a document of the training split."""
     languages: Languages | None
     """None: the library is not installed."""
     cleaning: tuple[tuple[str | None, dict[str, Any]], ...]
-    """What filters dropped and changed, of each dataset that has any."""
+    """The name of each dataset with filters, and what they dropped and changed."""
 
     def to_json(self) -> dict[str, Any]:
         return vars(self) | {
@@ -120,7 +119,7 @@ class Info:
 
 
 def dataset_info(prepared: Prepared, report: Progress = lambda done, total: None) -> Info:
-    """Read every token of a dataset, and say what it holds.
+    """Figures about a dataset. Reads every token of it.
 
     Raises:
         UserError: a file of it was changed.
@@ -162,7 +161,8 @@ def dataset_info(prepared: Prepared, report: Progress = lambda done, total: None
 
 
 def _amounts(manifest: Manifest) -> Iterator[Amount]:
-    """Of each split, below it of each dataset of a mixture, and below that of each source where there are several."""
+    """Amounts of each split, after it of each dataset of a mixture, and after that of each source if there are
+    several."""
     for split, files in manifest.splits.items():
         yield _amount(split, None, None, files.shards)
         yield from _by_source(split, None, manifest, files.shards)
@@ -183,7 +183,7 @@ def _source_name(made_from: dict[str, Any], number: int) -> str:
         settings = made_from["sources"][number]
         place = next((settings[key] for key in ("path", "dataset", "url") if settings.get(key)), "")
         return f"{settings['type']} {place if isinstance(place, str) else place[0]}".strip()
-    except (LookupError, TypeError, AttributeError):  # whatever a file may hold
+    except (LookupError, TypeError, AttributeError):  # the file may hold anything
         return f"source {number + 1}"
 
 
@@ -195,7 +195,7 @@ def _amount(split: Split, name: str | None, source: str | None, shards: Sequence
 
 
 def _digests(shards: TokenShards, bounds: Int64s) -> Iterator[tuple[bytes, int]]:
-    """A hash of the tokens of each document, and the tokens read until then."""
+    """A hash of the tokens of each document, and the number of tokens read so far."""
     held, start = np.empty(0, dtype="<u4"), 0
     for first, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         hashed = hashlib.blake2b(digest_size=_DIGEST_BYTES)
@@ -233,7 +233,7 @@ def _duplicates(digests: Digests, sizes: Int64s) -> Duplicates:
 
 
 def _in_both(some: Digests, others: Digests) -> int:
-    """How many of some digests are among others."""
+    """The number of digests in `some` that are also in `others`."""
     candidates = others[np.isin(others[:, 0], some[:, 0])]
     known = {one.tobytes() for one in candidates}
     return sum(one.tobytes() in known for one in some)

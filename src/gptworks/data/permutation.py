@@ -1,4 +1,4 @@
-"""A pseudo-random order of a range of numbers, held in no memory."""
+"""A pseudo-random order of a range of numbers, computed without storing it."""
 
 from functools import lru_cache
 
@@ -9,11 +9,11 @@ Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
 
 ROUNDS = 8
-"""Keys of a permutation."""
+"""Number of keys of a permutation."""
 
 
 def shuffled(samples: Int64s, n: int, seed: int) -> Int64s:
-    """The item [k], of 0 … n-1, of each sample [k]: every epoch visits each item once, in an order of its own."""
+    """The item [k], of 0 … n-1, of each sample [k]. Every epoch visits each item once, in its own order."""
     epochs, places = np.divmod(samples, n)
     items = np.empty_like(samples)
     for epoch in np.unique(epochs).tolist():
@@ -30,7 +30,7 @@ def evenly_spaced(total: int, n: int = 0) -> list[int]:
 
 @lru_cache(maxsize=64)
 def random_keys(*seeds: int) -> Uint64s:
-    """Random numbers [ROUNDS + 1] of a seed and of what it is for: the keys of a permutation, and one more.
+    """Random numbers [ROUNDS + 1] from a seed and further numbers: the keys of a permutation, and one more.
 
     A trailing 0 changes nothing.
     """
@@ -38,10 +38,10 @@ def random_keys(*seeds: int) -> Uint64s:
 
 
 def permute(places: Int64s, n: int, keys: Uint64s) -> Int64s:
-    """The image [k] of each place [k] under a pseudo-random permutation of 0 … n-1, held in no memory.
+    """The image [k] of each place [k] under a pseudo-random permutation of 0 … n-1.
 
-    A Feistel network permutes the numbers below a power of four, at most 4n; a number that falls outside n goes through
-    again until it is inside (cycle walking: Black & Rogaway, 2002).
+    A Feistel network permutes the numbers below a power of four, at most 4n; a number of n or more goes through
+    it again until it is below n (cycle walking: Black & Rogaway, 2002).
     """
     half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)

@@ -9,6 +9,9 @@ Report = Callable[[str, int, int | None], None]
 and their total if known. Any other text is a line to print once: which library encodes and why, or that a tokenizer
 learned from pieces of long words."""
 
+Progress = Callable[[int, int], None]
+"""Called with the number of tokens done, and of all tokens."""
+
 
 def adding_up(report: Report, stage: str, total_bytes: int | None) -> Advance:
     """A function that adds up the bytes done since its last call, and reports the sum."""

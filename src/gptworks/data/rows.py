@@ -1,4 +1,4 @@
-"""Rows of a batch as a person reads them: the tokens of each text, which of them are learned, and their documents."""
+"""Rows of a batch as people see them: the tokens of each text, which of them are learned, and their documents."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,34 +20,34 @@ class Piece:
     document: int
     """Its number in the split, from 0."""
     first: int
-    """The place in the document of the first of them."""
+    """The place of the first token in the document."""
     at: int
-    """The place among what is read of that token."""
+    """The place of the first token among `Row.ids`."""
     begins_text: bool = True
     """Whether the model sees nothing before it."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a batch. What is read: the inputs of each text, and the last target where it is learned."""
+    """A row of a batch. Its tokens are the inputs of each text, and the last target if it is learned."""
 
     inputs: Tensor
     """int64 [T], like the targets and the positions."""
     targets: Tensor
     positions: Tensor | None
     ids: Int64s
-    """What is read, [n]."""
+    """The tokens, [n]."""
     target_of: Int64s
-    """The place among the targets of each of them, [n]; −1: nothing predicts it."""
+    """The place of each token among the targets, [n]; −1: it is not predicted."""
     pieces: tuple[Piece, ...]
     padding: int
-    """Inputs that hold no text."""
+    """Number of inputs without text."""
     answer: Literal["chosen", "rejected"] | None = None
-    """Of a pair, which answer it ends with."""
+    """The answer at the end of a row of a pair."""
 
     @property
     def learned(self) -> npt.NDArray[np.bool_]:
-        """Whether each of the tokens that are read is a target that counts, [n]."""
+        """Whether each token is a target that counts, [n]."""
         counts: npt.NDArray[np.bool_] = self.targets.numpy()[self.target_of] != IGNORED
         return counts & (self.target_of >= 0)
 
@@ -60,7 +60,8 @@ class Row:
         texts: Sequence[tuple[int, Sequence[Piece]]],
         answer: Literal["chosen", "rejected"] | None = None,
     ) -> Self:
-        """The row with these texts, one after the other: the inputs of each, and its pieces as if it stood alone."""
+        """The row with these texts, one after the other: the number of inputs of each, and its pieces with places in
+        it."""
         ids, places = [inputs[:0]], [np.empty(0, dtype=np.int64)]
         pieces: list[Piece] = []
         at = shown = 0
@@ -77,7 +78,7 @@ class Row:
         )  # fmt: skip
 
     def part(self, first: int, n: int) -> Self:
-        """The n inputs from the one at `first` on, of a row of neighbouring tokens, as if they stood alone."""
+        """A row of the n inputs from `first` on. Only for rows of neighbouring tokens."""
         ends = [*(one.at for one in self.pieces[1:]), len(self.ids)]
         pieces = [
             Piece(one.document, one.first + max(first - one.at, 0), max(one.at - first, 0))
@@ -89,7 +90,7 @@ class Row:
 
 
 def pieces_of(starts: Int64s, first: int, n: int) -> list[Piece]:
-    """The pieces of documents that the n tokens of a split from `first` on are of, given where documents start."""
+    """The pieces of documents among the n tokens of a split from `first` on, given where documents start."""
     begin, end = np.searchsorted(starts, [first, first + n - 1], side="right").tolist()
     return [
         Piece(number, max(first - int(starts[number]), 0), max(int(starts[number]) - first, 0))

@@ -1,8 +1,8 @@
-"""Where a phrase stands in the tokens of a dataset: a suffix array over the bytes that the tokens spell.
+"""Find a phrase in the tokens of a dataset, with a suffix array over the bytes that the tokens spell.
 
-The index lies beside the shards, in files of up to 2**24 tokens. Each is written whole or not at all:
+The index is next to the shards, in files of up to 2**24 tokens. Each is written completely or not at all:
 
-    a header        JSON, padded to 1,024 bytes: of which tokens it is
+    a header        JSON, padded to 1,024 bytes: identifies the tokens
     the suffixes    where each suffix of the text begins, in the order of the suffixes, little-endian uint32
     the places      where every 256th token begins in the text, little-endian uint32
     the text        the bytes that the tokens spell
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, islice, pairwise, repeat
+from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gptworks.data.opened import Prepared
+from gptworks.data.permutation import Int64s
+from gptworks.data.report import Progress
 from gptworks.data.shards import Ids, ShardFile, Split, TokenShards, redo
 from gptworks.data.spelling import BORDER, Spelling
 from gptworks.errors import UserError, not_installed
@@ -40,7 +42,7 @@ from gptworks.files import (
 from gptworks.machine import usable_cpus
 
 FOLDER = "search"
-"""Of the index, in the folder of the dataset."""
+"""The folder of the index in that of the dataset."""
 BLOCK_TOKENS = 1 << 24
 MAX_BLOCK_BYTES = (1 << 31) - 1
 _VERSION = 1
@@ -50,10 +52,6 @@ _READ_TOKENS = 1 << 18
 _CONTEXT_TOKENS = 24
 _MOST_ORDERED = 1 << 16
 _MOST_THREADS = 4
-
-Progress = Callable[[int, int], None]
-"""Called with the tokens done and all."""
-Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class Hit:
     first: int
     """The place in the document of the token in which the phrase begins."""
     n_tokens: int
-    """That the phrase touches."""
+    """Number of tokens that the phrase touches."""
     position: int
     """The place in the split of the token in which the phrase begins."""
     before: str
@@ -78,7 +76,7 @@ class Found:
     """The places of a phrase."""
 
     n: int
-    """How many there are; they may overlap."""
+    """The number of places; they may overlap."""
     hits: tuple[Hit, ...]
     """Some of them, in the order of the text."""
 
@@ -95,14 +93,14 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Opened:
-    """The file of a block, mapped."""
+    """The memory-mapped file of a block."""
 
     first: int
     memory: mmap.mmap
     suffixes: npt.NDArray[np.uint32]
     places: npt.NDArray[np.uint32]
     begin: int
-    """Of the text in the file."""
+    """Where the text begins in the file."""
     n_bytes: int
     n_borders: int
 
@@ -110,7 +108,7 @@ class _Opened:
         return self.memory[self.begin + start : self.begin + end]
 
     def range(self, pattern: bytes) -> tuple[int, int]:
-        """The suffixes that begin with these bytes: the first, and the one after the last."""
+        """The range of suffixes that begin with these bytes."""
         n, begin, memory = len(pattern), self.begin, self.memory
 
         def key(place: Any) -> bytes:
@@ -122,7 +120,7 @@ class _Opened:
 
 
 class SearchIndex:
-    """The index of a split. `build` makes what is missing of it; the rest needs it complete.
+    """The index of a split. `build` completes it, and other methods need it complete.
 
     Raises:
         UserError: the dataset is not as it was written.
@@ -157,19 +155,20 @@ class SearchIndex:
 
     @property
     def n_tokens(self) -> int:
-        """Of the split."""
+        """Number of tokens in the split."""
         return self._shards.n_tokens
 
     @property
     def missing(self) -> int:
-        """Tokens that are not in the index yet."""
+        """Number of tokens that are not yet in the index."""
         return sum(block.n_tokens for block in self._blocks if _opened(block) is None)
 
     def build(self, threads: int | None = None, report: Progress = lambda done, total: None) -> None:
-        """Write what is missing of the index, block by block; what is written stays if this is interrupted.
+        """Write the missing blocks of the index. Finished blocks stay if this is interrupted.
 
         Args:
-            threads: blocks sorted at once, each in about 7 bytes of memory a byte of text; None: the cores, at most 4.
+            threads: number of blocks sorted at once, each with about 7 bytes of memory for a byte of text; None: one
+                for each core, at most 4.
 
         Raises:
             UserError: the library is missing, or a file of the dataset was changed.
@@ -180,7 +179,7 @@ class SearchIndex:
         except ImportError:
             raise not_installed("pydivsufsort", "data", "searching a dataset") from None
         self._shards.verify()
-        advice = "What is written of the index stays. Make room or permission there, and search again."
+        advice = "Finished parts of the index stay. Make room or permission there, and search again."
         needed = 5 * self._shards.text_bytes
         with naming_disk_errors(f"{self.folder}: the index could not be written", self.folder, advice, needed):
             make_folder(self.folder)
@@ -219,25 +218,23 @@ class SearchIndex:
             file.write(text)
 
     def _read(self, at: int, n: int) -> tuple[Ids, npt.NDArray[np.bool_]]:
-        """Tokens, and before which of them a document begins that no special token separates from the last.
+        """Tokens [n], and which of them [n] begin a document without a special token between it and the previous one.
 
         Raises:
-            UserError: one is not in the vocabulary.
+            UserError: a token is not in the vocabulary.
         """
         before = min(at, 1)
         ids = self._shards.read(at - before, n + before)
         if int(ids.max(initial=0)) >= len(self.spelling.table):
-            raise UserError(f"{self._shards.folder} holds tokens that are not in its vocabulary. {self._redo}")
+            raise UserError(
+                f"{self._shards.folder} holds tokens that are not in its vocabulary. {redo(self._shards.folder)}"
+            )
         special = self.spelling.is_border[ids]
         opens = np.zeros(len(ids), dtype=np.bool_)
         low, high = np.searchsorted(self._starts, [max(at, 1), at + n])
         opens[self._starts[low:high] - (at - before)] = True
         opens[1:] &= ~special[1:] & ~special[:-1]
         return ids[before:], opens[before:]
-
-    @property
-    def _redo(self) -> str:
-        return redo(self._shards.folder)
 
     # ------------------------------------------------------------------------------------------------- search
 
@@ -250,22 +247,22 @@ class SearchIndex:
 
     @cached_property
     def _bounds(self) -> list[int]:
-        """Where the text of each block begins in that of the split, and the end."""
+        """Where the text of each block begins in the text of the split, and its end."""
         return [0, *accumulate(one.n_bytes for one in self._open)]
 
     @property
     def follows_tokens(self) -> bool:
-        """Whether the text is what the tokens spell one after the other, without further borders."""
+        """Whether the text consists of the tokens' bytes only, without extra borders between documents."""
         return not any(one.n_borders for one in self._open)
 
     def find(self, phrase: str, most: int = 10) -> Found:
-        """Every place of a phrase, counted; and some of them.
+        """The number of places of a phrase, and some of them.
 
         Args:
-            most: how many are returned: the first ones, unless a file of the index has more than 65,536.
+            most: number of places to return: the first ones, unless a file of the index has more than 65,536.
 
         Raises:
-            UserError: the phrase cannot be searched, or the index is not that of the tokens.
+            UserError: the phrase cannot be searched, or the index does not fit the tokens.
         """
         pattern = self.spelling.of_phrase(phrase)
         ranges = [one.range(pattern) for one in self._open]
@@ -282,27 +279,27 @@ class SearchIndex:
         return Found(n, tuple(self._hit(place, pattern) for place in sorted(places)[: max(0, most)]))
 
     def holds(self, ids: Int64s, most: int = 64) -> bool | None:
-        """Whether these tokens stand in the split one after the other. None: the first of so many places of their text
-        are tokenized otherwise, and there are more.
+        """Whether the split contains this sequence of tokens. None: the first `most` places of their text are tokenized
+        differently, and there are more.
 
-        Only where `follows_tokens`.
+        Requires `follows_tokens`.
         """
         pattern = self.spelling.spell(ids.tolist())
-        places = chain(*map(self._places, self._open, self._bounds, repeat(pattern)), self._across(pattern))
+        in_blocks = (
+            begin + int(place)
+            for one, begin in zip(self._open, self._bounds, strict=False)
+            for place in one.suffixes[slice(*one.range(pattern))]
+        )
+        places = chain(in_blocks, self._across(pattern))
         for place in islice(places, most):
-            token, within, _ = self._token_at(place)
+            token, within = self._token_at(place)
             fits = not within and token + len(ids) <= self.n_tokens
             if fits and np.array_equal(self._shards.read(token, len(ids)), ids):
                 return True
         return None if next(places, None) is not None else False
 
-    @staticmethod
-    def _places(one: _Opened, begin: int, pattern: bytes) -> Iterator[int]:
-        low, high = one.range(pattern)
-        yield from (begin + int(place) for place in one.suffixes[low:high])
-
     def _across(self, pattern: bytes) -> Iterator[int]:
-        """The places in the text of the split from which the bytes go on from one block into the next."""
+        """The places in the text of the split where the bytes begin in one block and end in the next."""
         n = len(pattern)
         for before, border in pairwise(self._bounds[:-1]):
             start = max(before, border - n + 1)
@@ -318,8 +315,8 @@ class SearchIndex:
         parts = ((self._open[i], self._bounds[i]) for i in range(first, last))
         return b"".join(one.text(max(0, start - at), min(one.n_bytes, end - at)) for one, at in parts)
 
-    def _token_at(self, place: int) -> tuple[int, int, bytes]:
-        """The token that spells the byte at a place of the text, the byte's place in it, and what it spells.
+    def _token_at(self, place: int) -> tuple[int, int]:
+        """The token that spells the byte at a place of the text, and the byte's place in it.
 
         Raises:
             UserError: there is none.
@@ -330,7 +327,7 @@ class SearchIndex:
         first, at = one.first + noted * _EVERY, int(one.places[noted])
         for i, spelled in enumerate(self._spelled(first, min(_EVERY, self._shards.n_tokens - first))):
             if at <= local < at + len(spelled):
-                return first + i, local - at, spelled
+                return first + i, local - at
             at += len(spelled)
         raise self._damaged()
 
@@ -340,12 +337,12 @@ class SearchIndex:
         return [BORDER * opened + self._table[token] for token, opened in spelled]
 
     def _hit(self, place: int, pattern: bytes) -> Hit:
-        """The hit at a place of the text, compared with the tokens themselves.
+        """The hit at a place of the text, verified in the tokens.
 
         Raises:
             UserError: the phrase is not there.
         """
-        token, within, _ = self._token_at(place)
+        token, within = self._token_at(place)
         spelled = self._spelled(token, min(len(pattern), self._shards.n_tokens - token))
         ends = list(accumulate(map(len, spelled)))
         n = bisect_left(ends, within + len(pattern)) + 1
@@ -370,7 +367,7 @@ class SearchIndex:
         return Hit(document, token - begin, n, token, *texts)
 
     def _shown(self, start: int, end: int) -> bytes:
-        """The text of tokens, special ones by their names."""
+        """The text of tokens, with the names of special ones."""
         if end <= start:
             return b""
         ids = self._shards.read(start, end - start).tolist()
@@ -380,7 +377,7 @@ class SearchIndex:
 
     def _damaged(self) -> UserError:
         return UserError(
-            f"{self.folder} is not the index of {self._shards.folder}, or was changed. Delete it; it is built again."
+            f"{self.folder} is not the index of {self._shards.folder}, or was changed. Delete it to build it again."
         )
 
 
@@ -389,7 +386,7 @@ def _name(shard: ShardFile, number: int) -> str:
 
 
 def _opened(block: _Block) -> _Opened | None:
-    """The file of a block, if it is there, whole, and of these tokens. Its contents are not verified."""
+    """The file of a block, if it is complete and of these tokens. Its contents are not verified."""
     try:
         with open_regular(block.file) as file:
             header = unsealed_json(file.read(_HEADER_BYTES).rstrip(b" "))

@@ -1,4 +1,4 @@
-"""The bytes that tokens spell: a phrase of the text is a run of them, however it was tokenized."""
+"""The bytes that tokens spell. A phrase of the text is a run of these bytes, however it was tokenized."""
 
 from collections.abc import Iterable
 
@@ -11,27 +11,27 @@ from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import encode_text, token_spellings, vocabulary_size
 
 BORDER = b"\xff"
-"""What special tokens spell, and the border between documents that have none: no UTF-8 text holds this byte."""
+"""The byte that special tokens spell, also used between documents without them: it never occurs in UTF-8."""
 MAX_PHRASE_BYTES = 1 << 16
 _FRAME = b"\xfe"
 _MAX_TOKEN_BYTES = 1 << 16
 
 
 class Spelling:
-    """What each token spells, and what a phrase is looked up as.
+    """The bytes of each token, and the bytes to search for a phrase.
 
-    Where tokens do not spell bytes of their own, as words do not, each spells its framed name, and a phrase is found
-    where its own tokens stand.
+    If tokens do not spell bytes of the text, as in a tokenizer of words, each spells its name in a frame, and a phrase
+    is found only as its tokens.
 
     Raises:
-        UserError: a token is too long for any real tokenizer.
+        UserError: a token is longer than in any real tokenizer.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         spellings = token_spellings(tokenizer)
         self.by_text = spellings is not None
-        """Whether phrases are found in the text itself, and not as whole tokens."""
+        """Whether phrases are found in the text; False: as tokens."""
         if spellings is None:
             names = {index: name for name, index in tokenizer.get_vocab(with_added_tokens=True).items()}
             framed = (_FRAME + names.get(index, "").encode() + _FRAME for index in range(vocabulary_size(tokenizer)))
@@ -45,8 +45,8 @@ class Spelling:
         self.max_token_bytes = int(self.sizes.max(initial=1))
         if self.max_token_bytes > _MAX_TOKEN_BYTES:
             raise UserError(
-                f"the tokenizer has a token of {self.max_token_bytes} bytes: text is searched whose tokens have at "
-                f"most {_MAX_TOKEN_BYTES}."
+                f"the tokenizer has a token of {self.max_token_bytes} bytes, and search supports at most "
+                f"{_MAX_TOKEN_BYTES}."
             )
 
     def spell(self, ids: Iterable[int]) -> bytes:
@@ -54,7 +54,7 @@ class Spelling:
         return b"".join(map(self.table.__getitem__, ids))
 
     def of_phrase(self, phrase: str) -> bytes:
-        """The bytes to look up for a phrase. As text, it is normalized as the tokenizer normalizes text.
+        """The bytes to search for a phrase, which is normalized like the tokenizer's text.
 
         Raises:
             UserError: it is empty or too long, or the tokenizer does not know all of it.
@@ -62,7 +62,7 @@ class Spelling:
         try:
             size = len(phrase.encode("utf-8"))
         except UnicodeEncodeError:
-            raise UserError("the phrase is no Unicode text: it holds half of a surrogate pair.") from None
+            raise UserError("the phrase is not Unicode text: it holds half of a surrogate pair.") from None
         if not 0 < size <= MAX_PHRASE_BYTES:
             raise UserError(f"the phrase has {size} bytes: give 1 to {MAX_PHRASE_BYTES}.")
         if self.by_text:
@@ -72,23 +72,23 @@ class Spelling:
             ids = encode_text(self._tokenizer, phrase)
             if special_tokens(self._tokenizer).unk in ids:
                 raise UserError(
-                    f"the tokenizer does not know all of {phrase!r}, and its tokens do not keep the text: only phrases "
-                    f"of known words can be found."
+                    f"the tokenizer does not know all of {phrase!r}, and its tokens do not preserve the text: only "
+                    f"phrases of known words can be found."
                 )
             found = self.spell(ids)
         if not found:
-            raise UserError(f"the tokenizer makes nothing of {phrase!r}: give a phrase of the text.")
+            raise UserError(f"the tokenizer removes all of {phrase!r}: give a phrase of the text.")
         return found
 
 
 class Speller:
-    """Tokens by themselves."""
+    """Shows single tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._spellings = tokenizer, token_spellings(tokenizer)
 
     def spell(self, token: int) -> tuple[str, list[int] | None]:
-        """A text that no other token has, and the token's bytes where it has bytes of its own."""
+        """A text that no other token has, and the token's bytes if it spells bytes."""
         if self._spellings is None:
             name = self._tokenizer.id_to_token(token) or ""  # SentencePiece writes a space as ▁
             return name.replace("▁", " ") if isinstance(self._tokenizer.decoder, decoders.Sequence) else name, None

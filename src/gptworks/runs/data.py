@@ -15,10 +15,11 @@ from tokenizers import Tokenizer
 
 from gptworks.checkpoint import all_checkpoints
 from gptworks.config import Recipe
-from gptworks.data.info import Info, Progress, dataset_info
+from gptworks.data.info import Info, dataset_info
 from gptworks.data.opened import Prepared, find_of_run, open_prepared
 from gptworks.data.permutation import Int64s
 from gptworks.data.prepare import find_prepared
+from gptworks.data.report import Progress
 from gptworks.data.rows import Row
 from gptworks.data.samples import Samples, open_samples
 from gptworks.data.search import SearchIndex

@@ -1,4 +1,4 @@
-"""Conversations and pairs as examples in shards: tokens, which of them are learned, and what identifies them."""
+"""Write conversations and pairs as examples in shards: tokens, which of them are learned, and hashes of their text."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +23,7 @@ def write_examples(
     processes: int,
     report: Callable[[str, int, int | None], None],
 ) -> tuple[Origin, ...]:
-    """Encode the conversations of each record into its split; returns the files they came from.
+    """Encode the conversations of each record into its split. Returns their files.
 
     Raises:
         UserError: the template refuses a conversation; the message names the record.
@@ -59,7 +59,7 @@ def write_examples(
 
 
 def _last_run(learned: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """The last unbroken run of trues alone: of a pair, earlier answers are part of the prompt."""
+    """Only the last unbroken run of trues: earlier answers of a pair are part of the prompt."""
     places = np.flatnonzero(learned)
     last = learned.copy()
     if len(gaps := np.flatnonzero(np.diff(places) > 1)):
@@ -77,7 +77,7 @@ def _flags(record: Conversation, example: Example) -> int:
 
 
 def _hashes(messages: list[Message]) -> tuple[int, int, int]:
-    """Of the whole, of what comes before the last answer, and of that answer; the same whatever case and spaces."""
+    """Hashes of all turns, of the turns before the last answer, and of that answer, ignoring case and white space."""
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=len(messages))
     return _hash(messages), _hash(messages[:last]), _hash(messages[last : last + 1])
 

@@ -1,4 +1,4 @@
-"""Faults in training examples, in words that a person can act on."""
+"""Faults in training examples, with advice."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gptworks.chat_template import MAX_TEMPLATE_BYTES, TEMPLATE_FILE, ChatTemplate
+from gptworks.chat_template import MAX_TEMPLATE_BYTES, TEMPLATE_FILE
 from gptworks.config import DataFault, Recipe
 from gptworks.data.conversations.keys import meaning
+from gptworks.data.opened import Prepared
+from gptworks.data.permutation import Int64s
 from gptworks.data.shards import EXAMPLE, Manifest, TokenShards
 from gptworks.errors import UserError
 from gptworks.files import read_text
-
-Int64s = npt.NDArray[np.int64]
 
 _CHUNK_TOKENS = 1 << 22
 _N_PLACES = 3
@@ -21,7 +21,7 @@ _N_PLACES = 3
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault, in words that a person can act on."""
+    """A fault, described with advice."""
 
     name: DataFault
     text: str
@@ -30,14 +30,14 @@ class Finding:
 _CONSEQUENCES: dict[DataFault, frozenset[DataFault]] = {
     "tokens-not-special": frozenset({"no-end-token", "answers-altered"}),
 }
-"""Faults that another fault causes, and that are reported only when that one is fixed."""
+"""The faults that each fault causes. They are reported only when it is fixed."""
 
 
 def refuse_faults(findings: Sequence[Finding], allowed: Sequence[str]) -> None:
-    """Stop for a fault that the recipe does not allow.
+    """Refuse faults that the recipe does not allow.
 
     Raises:
-        UserError: each fault by its name, with what to do. Those that follow from another one are not explained.
+        UserError: the name of each fault, and advice. Faults that follow from another one are not explained.
     """
     stops = [finding for finding in findings if finding.name not in allowed]
     if stops:
@@ -46,13 +46,13 @@ def refuse_faults(findings: Sequence[Finding], allowed: Sequence[str]) -> None:
         listed = "\n".join(f"  {finding.name}: {finding.text}" for finding in stops if finding.name not in follow)
         raise UserError(
             f"the examples would not teach what you want:\n{listed}\n"
-            f"`gptworks inspect` shows examples. To train nevertheless, set objective.allow=[{names}]."
+            f"`gptworks inspect` shows examples. To train anyway, set objective.allow=[{names}]."
         )
 
 
 @dataclass(frozen=True)
 class Look:
-    """Where examples came from."""
+    """The places of examples, to report faults."""
 
     manifest: Manifest
     records: Int64s
@@ -72,38 +72,40 @@ class Look:
         return [Finding(name, f"{count:,} of {total:,} {self.noun} ({count / total:.1%}) {what}: {where}{more}. {fix}")]
 
 
-def about_tokens(recipe: Recipe, manifest: Manifest, template: ChatTemplate) -> list[Finding]:
+def about_tokens(recipe: Recipe, prepared: Prepared) -> list[Finding]:
     """Faults of records, template, tokenizer and base."""
+    manifest, template = prepared.manifest, prepared.chat_template
+    assert template is not None
     findings = about_keys(manifest)
     if missing := template.missing_tokens():
         names = ", ".join(f'"{name}"' for name in missing)
         findings.append(
             Finding(
                 "tokens-not-special",
-                f"the chat template writes {' and '.join(missing)}, which to this tokenizer is plain text that anyone "
-                f"can type. Set tokenizer.added_tokens=[{names}].",
+                f"the chat template writes {' and '.join(missing)}, which this tokenizer reads as plain text that "
+                f"anyone can type. Set tokenizer.added_tokens=[{names}].",
             )
         )
     base = recipe.initialize_from
     if base is None:
         if "text" not in recipe.objective.sources and recipe.objective.rollouts is None:
-            text = "the model starts from random weights, and answers alone teach it no language. Set initialize_from."
+            text = "the model starts from random weights, and answers cannot teach it a language. Set initialize_from."
             findings.append(Finding("no-base-run", text))
     elif (there := base / "tokenizer" / TEMPLATE_FILE).exists() and template.source != read_text(
         there, MAX_TEMPLATE_BYTES, inside=base
     ):
         text = (
             f"{base} was trained with another chat template. Leave tokenizer.chat_template out, "
-            f"or set it to {there}, to go on with that one."
+            f"or set it to {there}, to continue with that one."
         )
         findings.append(Finding("template-changed", text))
     if recipe.objective.learns_prompts:
-        text = "every token is learned, the users' questions too. Set objective.type=instruction."
+        text = "every token is learned, including the users' questions. Set objective.type=instruction."
         findings.append(Finding("prompts-learned", text))
     train = manifest.splits["train"]
     if train.unknown_tokens > 0.05 * train.tokens:
         text = (
-            f"{train.unknown_tokens / train.tokens:.1%} of the tokens are unknown ones: the tokenizer was made for "
+            f"{train.unknown_tokens / train.tokens:.1%} of the tokens are unknown: the tokenizer was made for "
             f"other text. Use one of type bpe or gpt2."
         )
         findings.append(Finding("unknown-tokens", text))
@@ -111,7 +113,7 @@ def about_tokens(recipe: Recipe, manifest: Manifest, template: ChatTemplate) -> 
 
 
 def about_keys(manifest: Manifest) -> list[Finding]:
-    """What records state and nothing reads."""
+    """A finding about keys of records that have a meaning and are not read."""
     places: dict[str, list[tuple[int, str]]] = {}
     for origin in manifest.origins:
         for name, (n_records, first) in origin.unread.items():
@@ -125,8 +127,8 @@ def about_keys(manifest: Manifest) -> list[Finding]:
         where = f"{total:,} record{'s' * (total > 1)}, first {found[0][1]}"
         listed.append(f"`{key}`{' of a turn' * of_turn}: {meaning(key, of_turn)} ({where})")
     text = (
-        f"records state what is not read: {'; '.join(listed)}. Nothing of it is learned. Move it into the text of the "
-        f"turns, or take it out."
+        f"records have keys that are not read: {'; '.join(listed)}. Nothing of them is learned. Move them into the "
+        f"text of the turns, or remove them."
     )
     return [Finding("keys-not-read", text)]
 

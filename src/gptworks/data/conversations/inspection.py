@@ -1,4 +1,4 @@
-"""Figures about conversations before training, and the faults that would silently ruin a run.
+"""Figures about conversations and pairs of answers before training, and faults that would silently ruin a run.
 
 A fault stops a run unless `objective.allow` names it.
 """
@@ -19,13 +19,14 @@ from gptworks.data.conversations.findings import (
     refuse_faults,
 )
 from gptworks.data.conversations.packing import Examples
-from gptworks.data.conversations.pair_inspection import PairInspection, inspect_pairs
+from gptworks.data.conversations.preferences import Pairs
 from gptworks.data.opened import Prepared
+from gptworks.data.permutation import Int64s
 from gptworks.data.shards import ALTERED, EMPTY, NO_END, SWAPPED, UNANSWERED, TokenShards
 
-Int64s = npt.NDArray[np.int64]
-
 _N_LONGEST = 3
+_MOST_ALIKE = 0.5
+"""Share of pairs that may teach nothing before the run is stopped."""
 
 
 @dataclass(frozen=True)
@@ -33,21 +34,21 @@ class Inspection:
     """Figures and faults of a recipe's conversations."""
 
     files: list[dict[str, object]]
-    """Each with its shape and its records."""
+    """The name, shape and number of records of each."""
     n_examples: int
     n_validation: int
     n_tokens: int
-    """Of the training examples, as far as the context reaches."""
+    """Tokens of the training examples within the context."""
     n_learned: int
-    """Of those."""
+    """Learned tokens among them."""
     n_cut: int
     """Training examples longer than the context."""
     n_rows: int
     fill: float
-    """Share of the rows that is not padding."""
+    """Share of the rows that is not padding, 0 to 1."""
     median_tokens: int
     longest: list[tuple[int, str]]
-    """Tokens and places."""
+    """The numbers of tokens and the places of the longest examples."""
     end_tokens: list[str]
     findings: list[Finding]
 
@@ -56,7 +57,7 @@ class Inspection:
         return self.n_learned / max(1, self.n_tokens)
 
     def lines(self) -> list[str]:
-        """The figures, for people."""
+        """The figures as text."""
         files = ", ".join(f"{file['name']} ({file['shape']}, {file['records']:,} records)" for file in self.files)
         longest = ", ".join(f"{n:,} ({where})" for n, where in self.longest)
         ends = " or ".join(self.end_tokens) or "nothing"
@@ -70,9 +71,7 @@ class Inspection:
 
 
 def inspect_conversations(recipe: Recipe, prepared: Prepared) -> Inspection:
-    """Count, and look for faults. Nothing is refused here."""
-    manifest, template = prepared.manifest, prepared.chat_template
-    assert template is not None
+    """Count, and look for faults without refusing them."""
     context = recipe.model.context_length
     shards, held_out = TokenShards(prepared.folder, "train"), TokenShards(prepared.folder, "validation")
     columns, validation = example_columns(shards), example_columns(held_out)
@@ -80,15 +79,15 @@ def inspect_conversations(recipe: Recipe, prepared: Prepared) -> Inspection:
     learned, kept = learned_counts(shards, context)
     n_inputs = np.minimum(examples.n_tokens - 1, context)
     order = np.argsort(-examples.n_tokens, kind="stable")[:_N_LONGEST]
-    look = Look(manifest, columns["record"].astype(np.int64))
+    look = Look(prepared.manifest, columns["record"].astype(np.int64))
     findings = [
-        *about_tokens(recipe, manifest, template),
+        *about_tokens(recipe, prepared),
         *_about_answers(columns["flags"], look),
         *_about_length(learned, kept, int(n_inputs.sum()), context, look),
         *_about_repetition(columns, validation, look),
     ]
     return Inspection(
-        files=[origin.model_dump(exclude={"unread"}) for origin in manifest.origins],
+        files=_files(prepared),
         n_examples=shards.n_documents,
         n_validation=held_out.n_documents,
         n_tokens=int(n_inputs.sum()),
@@ -98,13 +97,99 @@ def inspect_conversations(recipe: Recipe, prepared: Prepared) -> Inspection:
         fill=float(n_inputs.sum()) / (len(examples.rows) * context),
         median_tokens=int(np.median(examples.n_tokens)),
         longest=[(int(examples.n_tokens[i]), look.place(i)) for i in order.tolist()],
-        end_tokens=[template.tokenizer.id_to_token(i) or "" for i in template.end_token_ids],
+        end_tokens=_end_tokens(prepared),
         findings=findings,
     )
 
 
+def _files(prepared: Prepared) -> list[dict[str, object]]:
+    return [origin.model_dump(exclude={"unread"}) for origin in prepared.manifest.origins]
+
+
+def _end_tokens(prepared: Prepared) -> list[str]:
+    template = prepared.chat_template
+    assert template is not None
+    return [template.tokenizer.id_to_token(i) or "" for i in template.end_token_ids]
+
+
+@dataclass(frozen=True)
+class PairInspection:
+    """Figures and faults of a recipe's pairs."""
+
+    files: list[dict[str, object]]
+    n_pairs: int
+    n_validation: int
+    median_prompt: int
+    """Tokens of the training pairs within the context, like the two below."""
+    median_chosen: int
+    median_rejected: int
+    n_chosen_longer: int
+    """Pairs whose chosen answer is longer: a model may learn length instead of quality."""
+    n_cut: int
+    """Pairs with an answer that loses its end beyond the context."""
+    n_alike: int
+    """Pairs that teach nothing within the context."""
+    end_tokens: list[str]
+    findings: list[Finding]
+
+    def lines(self) -> list[str]:
+        """The figures as text."""
+        files = ", ".join(f"{file['name']} ({file['records']:,} records)" for file in self.files)
+        ends = " or ".join(self.end_tokens) or "nothing"
+        return [
+            f"pairs: {files}",
+            f"{self.n_pairs:,} pairs to learn from, {self.n_validation:,} held out; an answer ends with {ends}",
+            f"median tokens: prompt {self.median_prompt:,}, chosen answer {self.median_chosen:,}, rejected "
+            f"{self.median_rejected:,}; the chosen one is longer in {self.n_chosen_longer / max(1, self.n_pairs):.0%}",
+            f"{self.n_cut:,} pairs lose the end of an answer beyond the context; {self.n_alike:,} teach nothing",
+        ]
+
+
+def inspect_pairs(recipe: Recipe, prepared: Prepared) -> PairInspection:
+    """Count, and look for faults without refusing them."""
+    context = recipe.model.context_length
+    shards, held_out = TokenShards(prepared.folder, "train"), TokenShards(prepared.folder, "validation")
+    pairs = Pairs(shards, context)
+    columns = example_columns(shards)
+    learned, kept = (counts.reshape(-1, 2) for counts in learned_counts(shards, context))  # P 2, chosen first
+    n_tokens = np.diff(np.append(shards.document_starts(), shards.n_tokens)).reshape(-1, 2)
+    lengths = np.minimum(n_tokens, context + 1)
+    maybe = np.flatnonzero((lengths[:, 0] == lengths[:, 1]) | (kept <= 1).any(axis=1))  # only these can be alike
+    alike = np.zeros(len(pairs), dtype=np.bool_)
+    alike[maybe] = [pairs.says_nothing(i) for i in maybe.tolist()]
+    no_end = (columns["flags"] & NO_END) > 0  # of each answer
+    look = Look(prepared.manifest, columns["record"].astype(np.int64)[::2], "pairs")
+    longer = "Raise model.context_length, or leave these pairs out."
+    findings = [
+        *about_tokens(recipe, prepared),
+        *look.fault("answers-alike", alike, _MOST_ALIKE, "teach nothing: their answers are equal, or begin beyond the "
+                    f"context of {context:,} tokens", "Give pairs that differ, or a longer model.context_length."),
+        *look.fault("answers-cut-away", (kept == 0).any(1), 0.1, "have an answer that begins beyond the "
+                    f"context of {context:,} tokens", longer),
+        *look.fault("no-end-token", no_end[::2] | no_end[1::2], 0.01, "have an answer without an end token",
+                    "Let the template write eos_token or a special token after each answer."),
+    ]  # fmt: skip
+    return PairInspection(
+        files=_files(prepared),
+        n_pairs=len(pairs),
+        n_validation=held_out.n_documents // 2,
+        median_prompt=_median(np.minimum(n_tokens - learned, context)[:, 0]),
+        median_chosen=_median(kept[:, 0]),
+        median_rejected=_median(kept[:, 1]),
+        n_chosen_longer=int((learned[:, 0] > learned[:, 1]).sum()),
+        n_cut=int((kept < learned).any(1).sum()),
+        n_alike=int(alike.sum()),
+        end_tokens=_end_tokens(prepared),
+        findings=findings,
+    )
+
+
+def _median(counts: Int64s) -> int:
+    return int(np.median(counts)) if len(counts) else 0
+
+
 def inspect_records(recipe: Recipe, prepared: Prepared) -> Inspection | PairInspection:
-    """`inspect_pairs` or `inspect_conversations`, as the recipe's sources are."""
+    """`inspect_pairs` or `inspect_conversations`, depending on the recipe's sources."""
     return inspect_pairs(recipe, prepared) if recipe.data.preferences else inspect_conversations(recipe, prepared)
 
 
@@ -134,9 +219,9 @@ def _about_answers(flags: npt.NDArray[np.uint64], look: Look) -> list[Finding]:
     return [
         *fault(
             "unanswered", UNANSWERED, "have no assistant's turn that is learned",
-            "Nothing of them is learned: take them out.",
+            "Nothing of them is learned: remove them.",
         ),
-        *fault("empty-answers", EMPTY, "have an empty answer", "It teaches silence: take them out."),
+        *fault("empty-answers", EMPTY, "have an empty answer", "It teaches silence: remove them."),
         *fault(
             "swapped-roles", SWAPPED, "begin with the assistant and end with the user",
             "The questions would be learned: exchange the roles.",
@@ -148,7 +233,7 @@ def _about_answers(flags: npt.NDArray[np.uint64], look: Look) -> list[Finding]:
         ),
         *fault(
             "answers-altered", ALTERED, "have an answer whose text the chat template changes or adds to",
-            "What is learned is not the answer: look at the template.",
+            "The model would learn other text than the answer: check the template.",
         ),
     ]  # fmt: skip
 
@@ -179,13 +264,10 @@ def _about_repetition(
     repeated = np.ones(len(train["text"]), dtype=np.bool_)
     repeated[first_seen] = False
     findings = look.fault("duplicates", repeated, 0.2, "repeat an earlier one", "Leave repetitions out.")
-    in_both = np.isin(validation["text"], train["text"])
-    if in_both.sum() > 0.01 * len(in_both):
-        also = Look(look.manifest, validation["record"].astype(np.int64))
-        findings += also.fault(
-            "validation-overlap", in_both, 0.01, "held out are also trained on",
-            "The validation loss would be meaningless: leave repetitions out.",
-        )  # fmt: skip
+    findings += Look(look.manifest, validation["record"].astype(np.int64)).fault(
+        "validation-overlap", np.isin(validation["text"], train["text"]), 0.01, "held out are also trained on",
+        "The validation loss would be meaningless: leave repetitions out.",
+    )  # fmt: skip
     _, first, counts = np.unique(train["answer"], return_index=True, return_counts=True)
     most = int(counts.argmax())
     if len(train["answer"]) >= 20 and counts[most] > 0.5 * len(train["answer"]):

@@ -1,8 +1,8 @@
-"""The keys that training programs give a meaning in records and turns: which are read here, and what the others mean.
+"""The keys with a meaning for training programs in records and turns: which are read here, and what the others mean.
 
 Sources: OpenAI's fine-tuning format, mistral-finetune and axolotl (per-turn training), LLaMA-Factory's Alpaca and
-ShareGPT formats, ms-swift, TRL's dataset formats. A key of this table that is not read becomes the finding
-`keys-not-read`. Keys that are in no table, such as id or source, are ignored, unless they are misspellings.
+ShareGPT formats, ms-swift, TRL's dataset formats. A key in these tables that is not read becomes the finding
+`keys-not-read`. Other keys, such as id or source, are ignored unless they are misspelled.
 """
 
 import re
@@ -25,66 +25,51 @@ class Key:
     """A key of records or of turns."""
 
     meaning: str
-    """What the programs that write it mean by it."""
+    """Its meaning in the programs that write it."""
     read_in: tuple[Shape, ...] = ()
-    """Shapes of record in which it is read; in others it is a finding."""
+    """Shapes of records in which it is read; in others it is a finding."""
     asks_nothing: tuple[object, ...] = ()
-    """Values that ask for what happens anyway."""
+    """Values that ask for the default behaviour."""
     matters: tuple[object, ...] = ()
-    """The only values that mean something; empty: all others do."""
+    """The only values with a meaning; empty: all except `asks_nothing`."""
 
 
 LEARNING_SWITCHES = ("weight", "train", "training", "loss")
-"""Of a turn: 0 or false keeps an answer out of the loss."""
+"""Keys of a turn that keep an answer out of the loss if they are 0 or false."""
 
-_TOOLS = "tools that the model may call"
-_MEDIA = "media that belong to the text"
-_REASONING = "the model's reasoning before its answer"
-_ANSWER = "an answer"
 _SWITCH = "whether the text is learned"
 _BAD = (False, 0, "false", "0")
+
+_BOTH: Mapping[str, Key] = {
+    **dict.fromkeys(("tools", "functions"), Key("tools that the model may call")),
+    **dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), Key("media that belong to the text")),
+    **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), Key("the model's reasoning before its answer")),
+    **dict.fromkeys(("label", "kto_tag"), Key("whether the answer is a good one (KTO)", matters=_BAD)),
+    "score": Key("how good the answer is"),
+    "loss_mask": Key("which text is learned"),
+    "loss_scale": Key("how much text counts in the loss"),
+}
+"""Keys with the same meaning in records and in turns."""
 
 RECORD_KEYS: Mapping[str, Key] = {
     "messages": Key("the turns", ("messages",)),
     "conversations": Key("the turns", ("sharegpt",)),
-    "instruction": Key("the question", _INSTRUCTIONS),
-    "prompt": Key("the question", _INSTRUCTIONS),
+    **dict.fromkeys(("instruction", "prompt"), Key("the question", _INSTRUCTIONS)),
     "question": Key("the question", ("preferences",)),
     "query": Key("the question"),
     "input": Key("text that belongs to the question", _INSTRUCTIONS),
-    "system": Key("the system message", _ALL),
-    "system_prompt": Key("the system message", _ALL),
+    **dict.fromkeys(("system", "system_prompt"), Key("the system message", _ALL)),
     "history": Key("earlier turns", _INSTRUCTIONS),
-    "output": Key(_ANSWER, ("alpaca",)),
-    "response": Key(_ANSWER, ("alpaca",)),
-    "completion": Key(_ANSWER, ("alpaca",)),
-    "answer": Key(_ANSWER, ("alpaca",)),
+    **dict.fromkeys(("output", "response", "completion", "answer"), Key("an answer", ("alpaca",))),
     "chosen": Key("the preferred answer: use a source of type preferences", ("preferences",)),
     "rejected": Key("an answer to avoid: use a source of type preferences", ("preferences",)),
-    "tools": Key(_TOOLS),
-    "functions": Key(_TOOLS),
-    "images": Key(_MEDIA),
-    "image": Key(_MEDIA),
-    "videos": Key(_MEDIA),
-    "video": Key(_MEDIA),
-    "audios": Key(_MEDIA),
-    "audio": Key(_MEDIA),
     "documents": Key("texts that the chat template writes"),
     "chat_template_kwargs": Key("settings of the chat template"),
-    "reasoning_content": Key(_REASONING),
-    "reasoning": Key(_REASONING),
-    "thinking": Key(_REASONING),
-    "label": Key("whether the answer is a good one (KTO)", matters=_BAD),
-    "kto_tag": Key("whether the answer is a good one (KTO)", matters=_BAD),
-    "score": Key("how good the answer is"),
     "margin": Key("by how much the chosen answer is better"),
     "weight": Key("how much the record counts", asks_nothing=(True, 1)),
-    "train": Key(_SWITCH, asks_nothing=(True, 1)),
-    "training": Key(_SWITCH, asks_nothing=(True, 1)),
-    "loss": Key(_SWITCH, asks_nothing=(True, 1)),
-    "loss_mask": Key("which text is learned"),
-    "loss_scale": Key("how much text counts in the loss"),
+    **dict.fromkeys(("train", "training", "loss"), Key(_SWITCH, asks_nothing=(True, 1))),
     "mask": Key("which text is learned"),
+    **_BOTH,
 }
 
 TURN_KEYS: Mapping[str, Key] = {
@@ -92,34 +77,18 @@ TURN_KEYS: Mapping[str, Key] = {
     "content": Key("the text", ("messages", "preferences")),
     "from": Key("who speaks", ("sharegpt",)),
     "value": Key("the text", ("sharegpt",)),
-    **{name: Key(_SWITCH, _ALL) for name in LEARNING_SWITCHES},
-    "train_detail": Key("which characters are learned"),
-    "training_detail": Key("which characters are learned"),
-    "loss_mask": Key("which text is learned"),
-    "loss_scale": Key("how much text counts in the loss"),
+    **dict.fromkeys(LEARNING_SWITCHES, Key(_SWITCH, _ALL)),
+    **dict.fromkeys(("train_detail", "training_detail"), Key("which characters are learned")),
     "mask": Key("whether the text is kept out of the loss", asks_nothing=(False, 0)),
     "name": Key("which participant speaks"),
     "tool_calls": Key("calls of tools, which are part of the answer"),
     "function_call": Key("a call of a tool, which is the answer"),
     "tool_call_id": Key("which call of a tool this answers"),
-    "tools": Key(_TOOLS),
-    "functions": Key(_TOOLS),
     "refusal": Key("the answer, a refusal"),
     "prefix": Key("whether the text is the beginning of an answer", asks_nothing=(False, 0)),
-    "reasoning_content": Key(_REASONING),
-    "reasoning": Key(_REASONING),
-    "thinking": Key(_REASONING),
-    "images": Key(_MEDIA),
-    "image": Key(_MEDIA),
-    "videos": Key(_MEDIA),
-    "video": Key(_MEDIA),
-    "audios": Key(_MEDIA),
-    "audio": Key(_MEDIA),
-    "label": Key("whether the answer is a good one (KTO)", matters=_BAD),
-    "kto_tag": Key("whether the answer is a good one (KTO)", matters=_BAD),
-    "score": Key("how good the answer is"),
     "chosen": Key("the preferred answer"),
     "rejected": Key("an answer to avoid"),
+    **_BOTH,
 }
 
 _SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"), ("chosen_rating", "rejected_rating"))
@@ -127,22 +96,23 @@ _ALWAYS_READ: Mapping[Shape, tuple[str, ...]] = {
     "messages": ("messages",), "sharegpt": ("conversations",), "preferences": ("chosen", "rejected"),
 }  # fmt: skip
 _DEEPEST = 5
-"""Of lists and objects in a value: a list of turns, whose content is a list of parts."""
+"""Levels of lists and objects in a value, such as a list of turns whose content is a list of parts."""
 _SIDES = re.compile(r"(chosen|rejected)[_-]|[_-](chosen|rejected)$")
 _ABOUT_SIDES = re.compile(r"[_-](model|source|id|name|rank|length|len|tokens)$|^(model|source|id)[_-]")
 
 
 def is_stated(fields: Fields, name: str) -> bool:
-    """Whether a key has a value: null, an empty text or list are none (a table has them where a row has no value)."""
+    """Whether a key has a value. null, an empty text and an empty list are not values: tables fill missing cells with
+    them."""
     value = fields.get(name)
     return value is not None and not (isinstance(value, str | list | tuple | Mapping) and not value)
 
 
 def unread_in_record(record: Fields, shape: Shape, messages: Sequence[Message]) -> Iterator[str]:
-    """Stated keys of a record that mean something and that a record of this shape does not read.
+    """Stated keys of a record that have a meaning and are not read in this shape.
 
     Args:
-        messages: what was read of it; a key that only repeats some of it is not lost.
+        messages: the messages read from it; a key that only repeats text of theirs is not lost.
     """
     read = {_plain(message["content"]) for message in messages}
     for name in record:
@@ -161,10 +131,10 @@ def unread_in_record(record: Fields, shape: Shape, messages: Sequence[Message]) 
 
 
 def unread_in_turn(turn: Fields, shape: Shape, answers: bool) -> Iterator[str]:
-    """Stated keys of a turn that mean something and that are not read.
+    """Stated keys of a turn that have a meaning and are not read.
 
     Args:
-        answers: whether it is the assistant's, so that what is learned of it can be switched off.
+        answers: whether it is the assistant's turn, whose learning can be switched off.
     """
     for name in turn:
         if not is_stated(turn, name) or not isinstance(name, str):
@@ -180,7 +150,7 @@ def unread_in_turn(turn: Fields, shape: Shape, answers: bool) -> Iterator[str]:
 
 
 def meaning(name: str, of_turn: bool) -> str:
-    """What a key that is not read means, for people."""
+    """The meaning of a key that is not read, for a message."""
     keys = TURN_KEYS if of_turn else RECORD_KEYS
     if name in keys:
         return keys[name].meaning
@@ -190,10 +160,10 @@ def meaning(name: str, of_turn: bool) -> str:
 
 
 def learns(turn: Fields, number: int) -> bool:
-    """Whether an answer is learned, by its switches.
+    """Whether the switches of an answer let it be learned.
 
     Raises:
-        ValueError: a switch has another value than 0, 1, false and true, or two contradict each other.
+        ValueError: a switch is not 0, 1, false or true, or two contradict each other.
     """
     switches: dict[str, bool] = {}
     for name in LEARNING_SWITCHES:
@@ -228,7 +198,7 @@ def _asks_nothing(key: Key, value: Any) -> bool:
 
 
 def _repeats(value: Any, read: set[str], within: bool, depth: int = 0) -> bool:
-    """Whether a value has no text but what was read, as whole messages or also within them."""
+    """Whether all text of a value was read: as complete messages, or if `within` as parts of them."""
     if isinstance(value, str):
         text = _plain(value)
         return text in read or (within and any(text in one for one in read))
@@ -241,7 +211,7 @@ def _repeats(value: Any, read: set[str], within: bool, depth: int = 0) -> bool:
 
 
 def _about_sides(record: Fields, name: str, shape: Shape) -> bool:
-    """Whether a key of a pair says no more than is known: scores that agree, or who wrote an answer."""
+    """Whether a key of a pair adds nothing: scores that agree with the preference, or the author of an answer."""
     if shape != "preferences":
         return False
     for better, worse in _SCORES:
@@ -255,7 +225,7 @@ def _about_sides(record: Fields, name: str, shape: Shape) -> bool:
 
 
 def _misspelt(name: str, keys: Iterable[str]) -> str | None:
-    """The key that a name is a misspelling of: another case or joint, one letter more, fewer, other or exchanged."""
+    """The key that a name misspells: other case or separators, or one letter added, missing, changed or swapped."""
     plain = _joined(name)
     for key in keys:
         if name != key and plain == _joined(key):

@@ -1,20 +1,21 @@
 """From a conversation to tokens, and which of them are learned: the assistant's answers, each with its end token.
 
-An answer's place is found by rendering alone, whatever the template: what the template writes for the turns before it,
-with the generation prompt, is exactly what a model will have read when it answers. The answer is what follows in the
-whole conversation, up to and with the end token. Tokens are those that the model will read and write, too: where a
-template's text and an answer would merge into one token across that border, each side is encoded by itself.
+Rendering finds the place of an answer, whatever the template. The template's text for the turns before it, with the
+generation prompt, is exactly what a model reads when it answers. The answer follows it in the rendered conversation, up
+to and including the end token. If a token would span the border of an answer, each side is encoded by itself, because
+the model reads and writes them separately.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from gptworks.chat_template import ChatTemplate, Message
+from gptworks.data.conversations.preferences import Pair
+from gptworks.data.conversations.reading import Conversation
 from gptworks.data.encode import Advance, batches_of, encode_in_order
 from gptworks.errors import UserError
 from gptworks.tokenizer import pack_tokenizer, unpack_tokenizer
@@ -27,31 +28,17 @@ class Example:
     """Tokens of a conversation."""
 
     ids: npt.NDArray[np.uint32]
-    """[n]."""
+    """Shape [n]."""
     learned: npt.NDArray[np.bool_]
-    """[n], true where the token is learned."""
+    """Shape [n]: whether each token is learned."""
     text_bytes: int
     all_end: bool
     """Whether every learned answer is followed by an end token."""
     as_given: bool
-    """Whether what is learned is the answers' own text, and nothing else but white space."""
+    """Whether the learned text is that of the answers, apart from white space."""
 
 
-class Record(Protocol):
-    """What examples are made of: a conversation, or a pair of them."""
-
-    @property
-    def where(self) -> str: ...
-
-    @property
-    def conversations(self) -> list[list[Message]]: ...
-
-    @property
-    def unlearned(self) -> frozenset[int]:
-        """Indices of answers that are read only, in each of the conversations."""
-
-
-AnyRecord = TypeVar("AnyRecord", bound=Record)
+AnyRecord = Conversation | Pair
 
 
 def encode_records(
@@ -60,7 +47,7 @@ def encode_records(
     """Each record with an example for each of its conversations, in order.
 
     Args:
-        processes: how many encode, where there is enough of it; 0: one for each core.
+        processes: number of processes if there is enough to encode; 0: one for each core.
 
     Raises:
         UserError: the template refuses a conversation; the message names the record.
@@ -69,20 +56,16 @@ def encode_records(
     return encode_in_order(batches, _examples_encoder, (pack_tokenizer(template.tokenizer), template.source), processes)
 
 
-def _characters(record: Record) -> int:
+def _characters(record: AnyRecord) -> int:
     return sum(len(message["content"]) for conversation in record.conversations for message in conversation)
 
 
 def _examples_encoder(tokenizer: str, source: str, _: Advance) -> Callable[[list[AnyRecord]], list[list[Example]]]:
     template = ChatTemplate(source, unpack_tokenizer(tokenizer))
-
-    def encode(records: list[AnyRecord]) -> list[list[Example]]:
-        return [_encode_record(template, record) for record in records]
-
-    return encode
+    return lambda records: [_encode_record(template, record) for record in records]
 
 
-def _encode_record(template: ChatTemplate, record: Record) -> list[Example]:
+def _encode_record(template: ChatTemplate, record: AnyRecord) -> list[Example]:
     try:
         return [encode_conversation(template, messages, record.unlearned) for messages in record.conversations]
     except UserError as error:
@@ -95,11 +78,11 @@ def encode_conversation(
     """Tokens, and which are learned.
 
     Args:
-        unlearned: indices of answers that are read only.
+        unlearned: indices of answers that are only read.
 
     Raises:
-        UserError: the template refuses these turns, or writes a turn otherwise once others follow, so that what a model
-            reads when it answers cannot be found.
+        UserError: the template refuses these turns, or writes a turn differently if others follow, so that the text
+            that a model reads before an answer cannot be found.
     """
     guarded, guard = template.guarded(messages)
     whole = template.render(guarded)
@@ -114,7 +97,7 @@ def encode_conversation(
     learned = np.zeros(len(ids), dtype=np.bool_)
     at, all_end = 0, True
     for i, part in enumerate(parts):
-        if i % 2:  # parts alternate: what is read, what is answered
+        if i % 2:  # parts alternate between text that is read and answers
             length, ends = _answer_length(part, template)
             learned[at : at + length] = True
             all_end &= ends
@@ -131,16 +114,17 @@ def _place(template: ChatTemplate, messages: Sequence[Message], i: int, whole: s
         if not whole.startswith(text):
             at = next(k for k, (a, b) in enumerate(zip([*text, ""], [*whole, ""], strict=False)) if a != b)
             raise UserError(
-                f"the chat template writes the turns {what} otherwise than in the whole conversation: "
+                f"the chat template writes the turns {what} differently than in the complete conversation: "
                 f"{text[max(0, at - 20) : at + 20]!r} against {whole[max(0, at - 20) : at + 20]!r} (turn {i + 1}). "
-                f"So a model would read another text than it was trained on. Use a template that writes a turn the "
-                f"same whatever follows, or conversations of one answer"
+                f"So a model would read other text than in training. Use a template that writes a turn independently "
+                f"of later turns, or conversations with one answer"
             )
     return len(before), len(until)
 
 
 def _encode_parts(template: ChatTemplate, whole: str, cuts: Sequence[int], guard: str) -> list[list[int]]:
-    """Tokens of each part between the cuts: of the whole text where no token crosses a cut, else of each part."""
+    """Tokens of each part between the cuts. Each part is encoded by itself if a token of the whole text crosses a
+    cut."""
     ids = template.encode_text(whole, guard)
     ends = [0]
     for cut in cuts[1:-1]:
@@ -152,7 +136,7 @@ def _encode_parts(template: ChatTemplate, whole: str, cuts: Sequence[int], guard
 
 
 def _answer_length(ids: Sequence[int], template: ChatTemplate) -> tuple[int, bool]:
-    """The length of an answer including its end token, and whether it has one."""
+    """The number of tokens of an answer including its end token, and whether it has one."""
     ends = template.end_token_ids
     first = next((i for i, token_id in enumerate(ids) if token_id in ends), None)
     return (len(ids), False) if first is None else (first + 1, True)

@@ -1,7 +1,7 @@
-"""Rows of examples, and batches of rows: a function of (shards, seed, step), like all batches.
+"""Rows of examples, and batches of rows: a function of (shards, seed, position), like all batches.
 
-Examples are put into rows once, the longest first, each into the row that it fills best, so that little is padding.
-Every epoch visits every row once, in an order of its own. An example that is longer than a row loses its end.
+Examples are put into rows once, the longest first, each into the row that it fills best, to keep padding small. Every
+epoch visits every row once, in its own order. An example that is longer than a row loses its end.
 """
 
 from collections.abc import Iterator
@@ -11,14 +11,13 @@ import numpy.typing as npt
 import torch
 
 from gptworks.config import IGNORED, Recipe
-from gptworks.data.permutation import evenly_spaced, shuffled
+from gptworks.data.permutation import Int64s, evenly_spaced, shuffled
 from gptworks.data.rows import Piece, Row
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 
-Int64s = npt.NDArray[np.int64]
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Inputs, targets and positions, int64 [B, T] or [T]."""
+"""Inputs, targets and positions, each int64 [B, T] or [T]."""
 
 
 class Examples:
@@ -45,7 +44,8 @@ class Examples:
         return self._shards.read(start, length), self._shards.read_learned(start, length)
 
     def row(self, row: int) -> Rows:
-        """Inputs, targets and positions, [context_length] each; what is not learned has target IGNORED."""
+        """Inputs, targets and positions, int64 [context_length] each. Tokens that are not learned have target
+        IGNORED."""
         inputs, positions = (np.zeros(self._context_length, dtype=np.int64) for _ in range(2))
         targets = np.full(self._context_length, IGNORED, dtype=np.int64)
         at = 0
@@ -55,17 +55,17 @@ class Examples:
             inputs[here], targets[here] = ids[:-1], np.where(learned[1:], ids[1:], IGNORED)
             positions[here] = np.arange(len(ids) - 1)
             at += len(ids) - 1
-        positions[at:] = np.arange(self._context_length - at)  # padding is a text of its own
+        positions[at:] = np.arange(self._context_length - at)  # padding is a separate text
         return torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(positions)
 
     def shown(self, row: int) -> Row:
-        """The same, as a person reads it."""
+        """The row as people see it."""
         texts = [(min(int(self.n_tokens[i]) - 1, self._context_length), [Piece(i, 0, 0)]) for i in self.rows[row]]
         return Row.of(*self.row(row), texts)
 
 
 class ExampleBatches:
-    """Rows of examples, in an order that is shuffled anew each epoch."""
+    """Rows of examples, shuffled each epoch."""
 
     def __init__(self, examples: Examples, seed: int) -> None:
         self.examples, self._seed = examples, seed
@@ -73,20 +73,18 @@ class ExampleBatches:
 
     def batch(self, first: int, size: int) -> Rows:
         """Inputs, targets and positions, int64 [B, T] each, of the `size` rows from position `first` on."""
-        return stack([self.examples.row(row) for row in self._rows(np.arange(first, first + size)).tolist()])
-
-    def _rows(self, samples: Int64s) -> Int64s:
-        return shuffled(samples, self.rows_per_epoch, self._seed)
+        rows = shuffled(np.arange(first, first + size), self.rows_per_epoch, self._seed)
+        return stack([self.examples.row(row) for row in rows.tolist()])
 
 
 def evaluation_rows(examples: Examples, n_rows: int = 0) -> Iterator[Rows]:
-    """The rows in order, [T] each; or this many of them, evenly spaced."""
+    """The rows in order, [T] each; or `n_rows` of them, evenly spaced."""
     for row in evenly_spaced(len(examples.rows), n_rows):
         yield examples.row(row)
 
 
 def held_out_rows(shards: TokenShards, recipe: Recipe) -> Iterator[Rows]:
-    """What a run that learns answers is evaluated on; of pairs of answers, the preferred ones."""
+    """The rows on which a run that learns answers is evaluated; of pairs, the preferred answers."""
     examples = Examples(shards, recipe.model.context_length, recipe.objective.packs)
     if recipe.data.preferences:  # each is two documents, the chosen answer first
         examples.rows = examples.rows[::2]
@@ -102,16 +100,16 @@ def stack(rows: list[Rows]) -> Rows:
 def pack(lengths: Int64s, capacity: int) -> list[list[int]]:
     """Items of these lengths, each at most `capacity`, in few rows of that capacity: best fit, the longest first.
 
-    A row's room is looked up in a bit set of the rooms that there are, so that a million items take seconds.
+    A bit set of the free space in rows makes the search fast: a million items take seconds.
     """
     rows: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}  # rows by the room they have left
-    rooms = 0  # bit r is set where a row has room r
+    with_room: dict[int, list[int]] = {}  # rows by their free space
+    rooms = 0  # bit r is set if a row has the free space r
     for item in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[item])
         fitting = rooms >> length
         if fitting:
-            room = length + (fitting & -fitting).bit_length() - 1  # the least room that suffices
+            room = length + (fitting & -fitting).bit_length() - 1  # the smallest that suffices
             row = with_room[room].pop()
             if not with_room[room]:
                 rooms ^= 1 << room

@@ -1,7 +1,7 @@
-"""Pairs of answers, of which one is preferred: read from files and datasets, and from shards.
+"""Pairs of answers, one of which is preferred: read from files and datasets, and from shards.
 
-In the shards, each pair is two documents: the conversation that ends with the chosen answer, then the one that ends
-with the rejected one. The last answer alone is marked as learned.
+In the shards, each pair is two documents: the conversation that ends with the chosen answer, then the conversation that
+ends with the rejected one. Only the last answer is marked as learned.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,7 +30,7 @@ from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 
 SHAPE: Literal["preferences"] = "preferences"
-"""What the manifest calls such files."""
+"""The shape of such files in the manifest."""
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -61,7 +61,7 @@ def iter_pairs(sources: Iterable[PreferencesSource]) -> Iterator[Pair]:
     """All pairs of the sources, in order, files sorted by path.
 
     Raises:
-        UserError: a missing or broken file, a record of another shape; the message names the file and the record.
+        UserError: a missing or broken file, or a record of another shape; the message names the file and the record.
     """
     for source in sources:
         for origin, records in origins(source):
@@ -98,10 +98,10 @@ def _read(origin: str, number: int, record: Fields) -> Pair:
 
 
 def _shared_prompt(stated: list[Message], sides: Mapping[str, list[Message]]) -> list[Message]:
-    """The prompt that a record states once or several times: for itself, and before each of its answers.
+    """The prompt of a record, which may state it several times: by itself, and before each of its answers.
 
-    What agrees is one prompt: the system message may be in one place only, the question of one place may be one of
-    several turns in another, and white space is not compared. Turns that begin with the assistant follow the prompt.
+    The places may differ in white space, only one may have the system message, and the question of one may be one of
+    several turns in another. Turns that begin with the assistant continue the prompt.
 
     Raises:
         ValueError: two places contradict each other.
@@ -138,7 +138,7 @@ def _contradiction(where: str, turns: list[Message], other_where: str, others: l
 
 
 def _holds(turns: list[Message], part: list[Message]) -> bool:
-    """Whether turns hold all turns of a part, one after the other."""
+    """Whether turns contain all turns of a part, one after the other."""
     return any(all(map(_same, turns[i:], part)) for i in range(len(turns) - len(part) + 1))
 
 
@@ -160,7 +160,7 @@ def _turn_shape(turns: object) -> Literal["messages", "sharegpt"]:
 
 
 def _prompt(record: Fields) -> Turns:
-    """What a record states of its prompt outside the answers, without its system message."""
+    """The prompt that a record states outside its answers, without its system message."""
     for field in ("prompt", "messages", "conversations"):
         if isinstance(record.get(field), list) and record[field]:
             turns = read_turns(record, field, _turn_shape(record[field]))
@@ -188,23 +188,23 @@ class Pairs:
 
     @property
     def lengths(self) -> Int64s:
-        """Inputs of both answers of each pair, as far as the context reaches, [n, 2]."""
+        """The number of inputs of both answers of each pair within the context, [n, 2]."""
         lengths: Int64s = np.minimum(np.diff(self._bounds) - 1, self._context_length).reshape(-1, 2)
         return lengths
 
     def answer(self, pair: int, side: int) -> tuple[Int64s, Bools]:
-        """Tokens [n] and which are learned [n], with the chosen (0) or the rejected (1) answer, as far as the context
-        reaches: at most context_length inputs, and one target more."""
+        """Tokens [n] with the chosen (0) or the rejected (1) answer, and which are learned [n]: at most context_length
+        inputs and one more target."""
         start, end = self._bounds[2 * pair + side : 2 * pair + side + 2].tolist()
         length = min(end - start, self._context_length + 1)
         return self._shards.read(start, length), self._shards.read_learned(start, length)
 
     def place(self, pair: int) -> str:
-        """The record that a pair came from."""
+        """The record of a pair."""
         return self._shards.manifest.where(int(self._shards.examples()[2 * pair, 0]))
 
     def says_nothing(self, pair: int) -> bool:
-        """Whether both sides are the same as far as the context reaches, or one has no answer there."""
+        """Whether both sides are equal within the context, or one has no answer there."""
         (chosen, learned), (rejected, other) = self.answer(pair, 0), self.answer(pair, 1)
         same = len(chosen) == len(rejected) and bool((chosen == rejected).all())
         return same or not learned[1:].any() or not other[1:].any()

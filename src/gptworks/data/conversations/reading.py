@@ -1,4 +1,4 @@
-"""Conversations from files and datasets: three shapes of record, each turned into messages."""
+"""Read conversations from files and datasets: three shapes of records become messages."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from gptworks.data.sources.records import AnyRecords, Records, open_dataset, rea
 from gptworks.errors import UserError
 
 READING_VERSION = 2
-"""Part of a dataset's identity: raised when records are read otherwise."""
+"""Part of a dataset's identity: increased when the reading of records changes."""
 
 _ROLES = {
     "system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
@@ -27,16 +27,16 @@ _ANSWERS = ("output", "response", "completion", "answer")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What conversations and pairs of answers have in common."""
+    """The place and shape of a conversation or a pair of answers."""
 
     origin: str
     """The file or dataset."""
     record: int
-    """From 1 within its origin."""
+    """Its number in its origin, from 1."""
     shape: str
     """alpaca, sharegpt, messages or preferences."""
     unread: tuple[str, ...]
-    """Keys that mean something and are not read: `tools`, and of a turn `turn.tool_calls`."""
+    """Keys that have a meaning and are not read: `tools`, or `turn.tool_calls` for a key of a turn."""
 
     @property
     def where(self) -> str:
@@ -57,14 +57,14 @@ class Conversation(Record):
 
     @property
     def prompt(self) -> list[Message]:
-        """The turns before the last answer; all turns, where there are none before it."""
+        """The turns before the last answer; if there are none, all turns."""
         answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
         return self.messages[: answers[-1] if answers else None] or self.messages
 
 
 def is_held_out(prompt: list[Message], fraction: float) -> bool:
-    """Whether examples of this prompt are for validation: a function of the prompt alone, so that it is on one side in
-    instruction tuning and in preference tuning, whatever its answers."""
+    """Whether examples of this prompt are for validation. It depends only on the prompt: the split is the same in
+    instruction tuning and in preference tuning, whatever the answers."""
     digest = hashlib.blake2b(json.dumps(prompt).encode("utf-8"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
@@ -73,7 +73,7 @@ def iter_conversations(sources: Iterable[ConversationsSource]) -> Iterator[Conve
     """All conversations of the sources, in order, files sorted by path.
 
     Raises:
-        UserError: a missing or broken file, a record of another shape; the message names the file and the record.
+        UserError: a missing or broken file, or a record of another shape; the message names the file and the record.
     """
     for source in sources:
         for origin, records in origins(source):
@@ -113,7 +113,7 @@ def recognized(record: Fields) -> Shape:
     for shape, field in shapes:
         if is_stated(record, field):
             return shape
-    for shape, field in shapes:  # stated, but empty: its reader says so
+    for shape, field in shapes:  # present but empty: its reader says so
         if field in record:
             return shape
     if "prompt" in record and any(field in record for field in _ANSWERS):
@@ -126,13 +126,13 @@ def recognized(record: Fields) -> Shape:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """What was read of a record, or of a list of turns in it."""
+    """The turns of a record, or of a list in it."""
 
     messages: list[Message]
     unlearned: frozenset[int] = frozenset()
     """Indices of answers that are not learned."""
     unread: tuple[str, ...] = ()
-    """Keys of turns that mean something and are not read, as `turn.NAME`."""
+    """Keys of turns that have a meaning and are not read, as `turn.NAME`."""
 
     def __add__(self, other: "Turns") -> "Turns":
         after = frozenset(len(self.messages) + i for i in other.unlearned)
@@ -160,28 +160,24 @@ def _same(record: Fields, name: str, other: str) -> bool:
 
 
 def _prompt_and_completion(record: Fields) -> Turns:
-    """TRL's conversational prompt and completion: of both only the completion's answers are learned."""
+    """TRL's conversational prompt and completion: only the answers in the completion are learned."""
     prompt, completion = read_turns(record, "prompt"), read_turns(record, "completion")
     answers = frozenset(i for i, message in enumerate(prompt.messages) if message["role"] == "assistant")
     return with_system(record, Turns(prompt.messages, answers, prompt.unread) + completion)
 
 
-def _sharegpt(record: Fields) -> Turns:
-    return with_system(record, read_turns(record, "conversations", "sharegpt"))
-
-
-def _messages(record: Fields) -> Turns:
-    return with_system(record, read_turns(record, "messages"))
-
-
-_SHAPES: dict[str, Callable[[Fields], Turns]] = {"alpaca": _alpaca, "sharegpt": _sharegpt, "messages": _messages}
+_SHAPES: dict[str, Callable[[Fields], Turns]] = {
+    "alpaca": _alpaca,
+    "sharegpt": lambda record: with_system(record, read_turns(record, "conversations", "sharegpt")),
+    "messages": lambda record: with_system(record, read_turns(record, "messages")),
+}
 
 
 def with_system(record: Fields, turns: Turns) -> Turns:
-    """Turns after the record's system message, which they may repeat.
+    """The record's system message and the turns, which may begin with the same message.
 
     Raises:
-        ValueError: they begin with another one, or the record states two.
+        ValueError: they begin with another system message, or the record states two.
     """
     stated = [(name, read_text(record, name)) for name in ("system", "system_prompt") if is_stated(record, name)]
     if turns.messages and turns.messages[0]["role"] == "system":
@@ -198,14 +194,15 @@ def with_system(record: Fields, turns: Turns) -> Turns:
 
 
 def read_question(record: Fields, field: str) -> Message:
-    """The user's message: a field's text, and below it that of `input`, where there is one."""
+    """The user's message: a field's text, followed by that of `input` if there is one."""
     asked = read_text(record, field)
     given = read_text(record, "input") if record.get("input") else ""
     return {"role": "user", "content": f"{asked}\n\n{given}" if given else asked}
 
 
 def read_history(record: Fields) -> list[Message]:
-    """The earlier questions and answers of an Alpaca record, which are learned like its last answer (LLaMA-Factory).
+    """The earlier questions and answers of an Alpaca record, which are learned like its last answer, as in
+    LLaMA-Factory.
 
     Raises:
         ValueError: `history` is not a list of [question, answer].
@@ -226,10 +223,10 @@ def read_history(record: Fields) -> list[Message]:
 
 
 def read_turns(record: Fields, field: str, shape: Shape = "messages") -> Turns:
-    """The messages of a field: of {role, content}, or in ShareGPT's shape of {from, value}.
+    """The messages of a field: {role, content}, or {from, value} in ShareGPT's shape.
 
     Raises:
-        ValueError: it has another shape, or a switch of learning has no such value.
+        ValueError: it has another shape, or a learning switch has an unknown value.
     """
     role_field, text_field = ("from", "value") if shape == "sharegpt" else ("role", "content")
     if field not in record:
@@ -244,7 +241,7 @@ def read_turns(record: Fields, field: str, shape: Shape = "messages") -> Turns:
             raise ValueError(f"turn {number} of `{field}` is not an object with `{role_field}` and `{text_field}`")
         role = turn[role_field]
         if not isinstance(role, str) or role not in _ROLES:
-            raise ValueError(f"turn {number} is of {role!r}; known are {', '.join(_ROLES)}")
+            raise ValueError(f"turn {number} has the role {role!r}; known are {', '.join(_ROLES)}")
         messages.append({"role": _ROLES[role], "content": _content(turn, text_field, number)})
         answers = _ROLES[role] == "assistant"
         if answers and not learns(turn, number):
@@ -257,7 +254,7 @@ _TEXT_PARTS = (None, "text", "input_text", "output_text")
 
 
 def _content(turn: Fields, field: str, number: int) -> str:
-    """The text of a turn; OpenAI's messages may have it in parts."""
+    """The text of a turn; in OpenAI's messages it may be a list of parts."""
     content = turn[field]
     if isinstance(content, list):
         texts = []
@@ -276,10 +273,12 @@ def _content(turn: Fields, field: str, number: int) -> str:
 
 
 def short(text: str) -> str:
+    """At most 40 characters of a text, quoted."""
     return repr(text if len(text) <= 40 else f"{text[:39]}…")
 
 
 def read_text(record: Fields, field: str) -> str:
+    """The text of a field. Raises ValueError if it is missing or not text."""
     if field not in record:
         raise ValueError(f"no field `{field}`; its fields are {', '.join(map(str, record))}")
     if not isinstance(record[field], str):
@@ -313,7 +312,7 @@ def _json_list(file: Path) -> list[Any]:
         with open_file(file) as stream:
             records = json.loads(stream.read())
     except (ValueError, RecursionError) as error:
-        hint = " If each line is a record of its own, name the file .jsonl." if "Extra data" in str(error) else ""
+        hint = " If each line is a record, name the file .jsonl." if "Extra data" in str(error) else ""
         raise UserError(f"{file}: not JSON ({error}).{hint}") from None
     if not isinstance(records, list):
         raise UserError(f"{file} holds {_kind(records)}, not a list of records.")
