@@ -8,10 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gptworks.data.batches import Batches
+from gptworks.data.batches import BLOCK, Batches, Shares, Weights, counts
 from gptworks.data.permutation import ROUNDS, random_keys, shuffled
 from gptworks.data.shards import Stretch
-from gptworks.data.shares import BLOCK, Shares, Weights, counts
 from gptworks.errors import UserError
 from gptworks.training.distributed.parallel import ManyDevices
 from test_batches import Counting

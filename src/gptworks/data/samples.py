@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from gptworks.config import IGNORED, Recipe
-from gptworks.data.batches import Batches, evaluation_windows
+from gptworks.data.batches import Batches, evaluation_windows, weights_over_run
 from gptworks.data.conversations.packing import ExampleBatches, Examples, evaluation_rows
 from gptworks.data.conversations.preferences import Pairs
 from gptworks.data.permutation import Int64s, shuffled
 from gptworks.data.rows import Piece, Row, pieces_of
 from gptworks.data.shards import TokenShards
-from gptworks.data.shares import weights_over_run
 from gptworks.errors import UserError
 
 Batch = tuple[Tensor, ...]

@@ -1,9 +1,9 @@
 """The files of a dataset: its tokenizer, the shards of both splits, the manifest."""
 
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from gptworks import __version__
 from gptworks.chat_template import ChatTemplate, load_chat_template
 from gptworks.config import AnyRecipe, DataConfig, ValidationSplit
 from gptworks.data.cleaned import cleaned_texts
@@ -55,7 +55,7 @@ def write_dataset(folder: Path, work: Path, recipe: AnyRecipe, made_from: dict[s
             link_or_copy(file, whole / TOKENIZER_FOLDER / file.name)
         manifest = Manifest(
             format_version=FORMAT_VERSION,
-            created_by=f"gptworks {__version__}",
+            created_by=f"gptworks {_version()}",
             dtype=dtype,
             vocab_size=vocabulary_size(tokenizer),
             tokenizer_sha256=fingerprint(tokenizer),
@@ -75,3 +75,10 @@ def _write_records(
         origins = write_examples(writers, template, iter_records(data), validation.fraction, data.processes, report)
         splits = {split: writer.finish() for split, writer in writers.items()}
     return {"splits": splits, "origins": origins, "round_trips": False}
+
+
+def _version() -> str:
+    try:
+        return metadata.version("gptworks")
+    except metadata.PackageNotFoundError:  # a source tree that is not installed
+        return "unknown"

@@ -111,7 +111,7 @@ class Plan:
         """How often the run reads each dataset of a mixture; empty where that is unknown."""
         if self.steps is None or not self.dataset_tokens:
             return {}
-        from gptworks.data.shares import Shares, weights_over_run, windows_per_epoch
+        from gptworks.data.batches import Shares, weights_over_run, windows_per_epoch
 
         context, shares = self.recipe.model.context_length, Shares(weights_over_run(self.recipe), self.recipe.seed)
         read = shares.before(self.train.samples_before(self.steps)).tolist()

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from gptworks.config import Recipe
+from gptworks.data.batches import windows_per_epoch
 from gptworks.data.shards import TokenShards
-from gptworks.data.shares import windows_per_epoch
 from gptworks.data.sources.choose import choose_source
 from gptworks.errors import UserError
 
