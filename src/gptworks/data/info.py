@@ -3,7 +3,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -40,10 +40,16 @@ class Amount:
     documents: int
     tokens: int
     text_bytes: int
+    tokens_per_byte: float | None
+    """None: there is no text."""
 
-    def to_json(self) -> dict[str, Any]:
-        per_byte = self.tokens / self.text_bytes if self.text_bytes else None
-        return asdict(self) | {"tokens_per_byte": per_byte}
+
+@dataclass(frozen=True)
+class Bin:
+    """The number of documents from a length, a power of two, up to the next power."""
+
+    at_least: int
+    documents: int
 
 
 @dataclass(frozen=True)
@@ -53,15 +59,20 @@ class Lengths:
     mean: float
     shortest: int
     longest: int
-    percentiles: dict[int, int]
-    histogram: tuple[tuple[int, int], ...]
-    """Pairs of a power of two, and the number of documents from that length up to the next power."""
+    percentiles: dict[str, int]
+    """By name, such as p50."""
+    histogram: tuple[Bin, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {
-            "percentiles": {f"p{share}": length for share, length in self.percentiles.items()},
-            "histogram": [{"at_least": at, "documents": n} for at, n in self.histogram],
-        }
+
+@dataclass(frozen=True)
+class Copies:
+    """A group of equal documents."""
+
+    document: int
+    """The number of the first."""
+    copies: int
+    n_tokens: int
+    """Tokens of each."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +81,7 @@ class Duplicates:
 
     documents: int
     tokens: int
-    most_copied: tuple[tuple[int, int, int], ...]
-    """For groups of equal documents: the number of the first, their count, and the tokens of each."""
-
-    def to_json(self) -> dict[str, Any]:
-        copied = [{"document": i, "copies": n, "n_tokens": size} for i, n, size in self.most_copied]
-        return {"documents": self.documents, "tokens": self.tokens, "most_copied": copied}
+    most_copied: tuple[Copies, ...]
 
 
 @dataclass(frozen=True)
@@ -84,10 +90,17 @@ class Languages:
 
     sample: int
     """Number of documents examined, evenly spaced."""
-    counts: tuple[tuple[str, int], ...]
+    counts: dict[str, int]
+    """Documents in each language, most frequent first."""
 
-    def to_json(self) -> dict[str, Any]:
-        return {"sample": self.sample, "counts": dict(self.counts)}
+
+@dataclass(frozen=True)
+class Cleaning:
+    """What filters dropped and changed in a dataset."""
+
+    dataset: str | None
+    """Its name in the mixture; None: the folder is one dataset."""
+    counts: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -105,17 +118,8 @@ class Info:
     """Documents of the validation split whose exact tokens are also a document of the training split."""
     languages: Languages | None
     """None: the library is not installed."""
-    cleaning: tuple[tuple[str | None, dict[str, Any]], ...]
-    """The name of each dataset with filters, and what they dropped and changed."""
-
-    def to_json(self) -> dict[str, Any]:
-        return vars(self) | {
-            "amounts": [one.to_json() for one in self.amounts],
-            "lengths": {split: one.to_json() for split, one in self.lengths.items()},
-            "duplicates": {split: one.to_json() for split, one in self.duplicates.items()},
-            "cleaning": [{"dataset": name, "counts": counts} for name, counts in self.cleaning],
-            "languages": None if self.languages is None else self.languages.to_json(),
-        }
+    cleaning: tuple[Cleaning, ...]
+    """One for each dataset with filters."""
 
 
 def dataset_info(prepared: Prepared, report: Progress = lambda done, total: None) -> Info:
@@ -153,7 +157,7 @@ def dataset_info(prepared: Prepared, report: Progress = lambda done, total: None
         held_out_in_training=_in_both(digests["validation"], digests["train"]) if len(digests) == 2 else 0,
         languages=_languages(prepared, splits["train"]) if "train" in splits else None,
         cleaning=tuple(
-            (name, counts)
+            Cleaning(name, counts)
             for name, counts in ((None, manifest.cleaning), *((part.name, part.cleaning) for part in manifest.parts))
             if counts is not None
         ),
@@ -191,7 +195,7 @@ def _amount(split: Split, name: str | None, source: str | None, shards: Sequence
     documents, tokens, text_bytes = (
         sum(getattr(one, key) for one in shards) for key in ("documents", "tokens", "text_bytes")
     )
-    return Amount(split, name, source, documents, tokens, text_bytes)
+    return Amount(split, name, source, documents, tokens, text_bytes, tokens / text_bytes if text_bytes else None)
 
 
 def _digests(shards: TokenShards, bounds: Int64s) -> Iterator[tuple[bytes, int]]:
@@ -211,14 +215,12 @@ def _digests(shards: TokenShards, bounds: Int64s) -> Iterator[tuple[bytes, int]]
 
 
 def _lengths(sizes: Int64s) -> Lengths:
-    percentiles = np.percentile(sizes, PERCENTILES, method="lower").astype(int).tolist()
+    lengths = np.percentile(sizes, PERCENTILES, method="lower").astype(int).tolist()
+    percentiles = {f"p{share}": length for share, length in zip(PERCENTILES, lengths, strict=True)}
     powers = np.bincount(np.frexp(np.maximum(sizes, 1))[1] - 1)
-    histogram = tuple((1 << power, int(n)) for power, n in enumerate(powers.tolist()))
-    first = next(i for i, (_, n) in enumerate(histogram) if n)
-    return Lengths(
-        float(sizes.mean()), int(sizes.min()), int(sizes.max()), dict(zip(PERCENTILES, percentiles, strict=True)),
-        histogram[first:],
-    )  # fmt: skip
+    histogram = tuple(Bin(1 << power, int(n)) for power, n in enumerate(powers.tolist()))
+    first = int(np.flatnonzero(powers)[0])
+    return Lengths(float(sizes.mean()), int(sizes.min()), int(sizes.max()), percentiles, histogram[first:])
 
 
 def _duplicates(digests: Digests, sizes: Int64s) -> Duplicates:
@@ -228,7 +230,7 @@ def _duplicates(digests: Digests, sizes: Int64s) -> Duplicates:
     copies = np.diff(np.append(begins, len(order)))
     firsts = order[begins]
     most = np.lexsort((firsts, -copies))[:MOST_COPIED]
-    copied = [(int(firsts[i]), int(copies[i]), int(sizes[firsts[i]])) for i in most.tolist() if copies[i] > 1]
+    copied = [Copies(int(firsts[i]), int(copies[i]), int(sizes[firsts[i]])) for i in most.tolist() if copies[i] > 1]
     return Duplicates(len(sizes) - len(firsts), int(sizes.sum() - sizes[firsts].sum()), tuple(copied))
 
 
@@ -251,4 +253,4 @@ def _languages(prepared: Prepared, shards: TokenShards) -> Languages | None:
         first, end = bounds[document : document + 2].tolist()
         text = prepared.tokenizer.decode(shards.read(first, min(SAMPLED_TOKENS, end - first)).tolist())
         counts[detector.detect(text)[0]] += 1
-    return Languages(len(chosen), tuple(counts.most_common()))
+    return Languages(len(chosen), dict(counts.most_common()))

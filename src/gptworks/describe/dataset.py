@@ -66,7 +66,8 @@ def _amounts(info: Info) -> Table:
         (
             "  " * ((one.name is not None) + (one.source is not None))
             + html.printable(one.source or one.name or one.split), f"{one.documents:,}",
-            f"{one.tokens:,}", f"{one.text_bytes:,}", f"{one.tokens / one.text_bytes:.4f}" if one.text_bytes else "",
+            f"{one.tokens:,}", f"{one.text_bytes:,}",
+            "" if one.tokens_per_byte is None else f"{one.tokens_per_byte:.4f}",
         )
         for one in info.amounts
     ]  # fmt: skip
@@ -77,7 +78,7 @@ def _percentiles(info: Info) -> Table:
     splits = list(info.lengths.values())
     rows: list[Row] = [("shortest", *(f"{one.shortest:,}" for one in splits))]
     shares = splits[0].percentiles if splits else ()
-    rows += [(f"{share}%", *(f"{one.percentiles[share]:,}" for one in splits)) for share in shares]
+    rows += [(f"{share[1:]}%", *(f"{one.percentiles[share]:,}" for one in splits)) for share in shares]
     rows.append(("longest", *(f"{one.longest:,}" for one in splits)))
     rows.append(("mean", *(f"{one.mean:,.1f}" for one in splits)))
     return Table(("tokens of a document", *info.lengths), "l" + "r" * len(splits), rows)
@@ -92,16 +93,17 @@ def _histograms(info: Info) -> dict[str, Table]:
 
 
 def _bars(lengths: Lengths) -> Iterator[Row]:
-    most = max(n for _, n in lengths.histogram)
-    for at, n in lengths.histogram:
+    most = max(one.documents for one in lengths.histogram)
+    for one in lengths.histogram:
+        at, n = one.at_least, one.documents
         yield f"{at:,} to {2 * at - 1:,}", html.number(n), html.Bar(n / most) if n else ""
 
 
 def _copied(info: Info) -> Table:
     rows = [
-        (f"{split} document {document:,}", f"{copies:,}", f"{tokens:,}")
+        (f"{split} document {copied.document:,}", f"{copied.copies:,}", f"{copied.n_tokens:,}")
         for split, one in info.duplicates.items()
-        for document, copies, tokens in one.most_copied
+        for copied in one.most_copied
     ]
     return Table(("most copied", "copies", "tokens"), "lrr", rows)
 
@@ -109,16 +111,17 @@ def _copied(info: Info) -> Table:
 def _languages(info: Info) -> Table:
     found, rows = info.languages, list[Row]()
     if found is not None:
-        rows = [(html.printable(name), html.number(n), html.Bar(n / found.sample)) for name, n in found.counts]
+        rows = [(html.printable(name), html.number(n), html.Bar(n / found.sample)) for name, n in found.counts.items()]
     return Table(("language", f"of {counted(found.sample if found else 0, 'document')}", ""), "lrt", rows)
 
 
 def _cleaning(info: Info) -> Table:
     """The documents that each filter read, changed, and dropped by reason."""
     rows: list[Row] = []
-    for name, counts in info.cleaning:
+    for cleaned in info.cleaning:
+        name = cleaned.dataset
         try:
-            filters = [FilterCounts.model_validate(one) for one in counts.get("filters", ())]
+            filters = [FilterCounts.model_validate(one) for one in cleaned.counts.get("filters", ())]
         except (ValidationError, TypeError):
             rows.append((f"{html.printable(name or info.folder)}: its counts cannot be read", "", ""))
             continue

@@ -190,7 +190,7 @@ async def info(request: Request) -> Response:
                 f"the data of {data.id} has {n_tokens:,} tokens, and the studio reads up to {MOST_COUNTED:,} for this. "
                 f"Use `gptworks data info`."
             )
-        tree = data.info(lambda done, total: check()).to_json()
+        tree = asdict(data.info(lambda done, total: check()))
         return {key: tree[key] for key in ("amounts", "lengths", "duplicates", "held_out_in_training", "languages")}
 
     return await _answer(request, body, count)

@@ -79,13 +79,11 @@ def about_tokens(recipe: Recipe, prepared: Prepared) -> list[Finding]:
     findings = about_keys(manifest)
     if missing := template.missing_tokens():
         names = ", ".join(f'"{name}"' for name in missing)
-        findings.append(
-            Finding(
-                "tokens-not-special",
-                f"the chat template writes {' and '.join(missing)}, which this tokenizer reads as plain text that "
-                f"anyone can type. Set tokenizer.added_tokens=[{names}].",
-            )
+        text = (
+            f"the chat template writes {' and '.join(missing)}, which this tokenizer reads as plain text that anyone "
+            f"can type. Set tokenizer.added_tokens=[{names}]."
         )
+        findings.append(Finding("tokens-not-special", text))
     base = recipe.initialize_from
     if base is None:
         if "text" not in recipe.objective.sources and recipe.objective.rollouts is None:
