@@ -115,7 +115,7 @@ def test_permute_needs_no_memory_for_a_large_range() -> None:
 
 
 @pytest.mark.parametrize("n", [2, 5, 16, 100])
-def test_each_place_goes_everywhere_equally_often(n: int) -> None:
+def test_each_place_maps_to_every_place_equally_often(n: int) -> None:
     trials = 4000
     counts = np.zeros((n, n))
     for seed in range(trials):
@@ -155,7 +155,7 @@ def test_evaluation_of_some_windows_spaces_them_evenly() -> None:
     assert len(windows(17, 8, n_sequences=50)) == 2
 
 
-def test_evaluation_refuses_what_cannot_be() -> None:
+def test_evaluation_refuses_impossible_strides_and_sizes() -> None:
     with pytest.raises(UserError, match="stride=9 is not between 1 and context_length=8"):
         windows(100, 8, stride=9)
     with pytest.raises(UserError, match="has 1 tokens"):

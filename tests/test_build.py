@@ -55,7 +55,7 @@ def test_parts_of_several_machines_merge_into_the_bytes_of_one(make: Make, tmp_p
     work = build_part(recipe, 2, 3)
     build_part(recipe, 3, 3)
     other = build_part(make(cache_dir=tmp_path / "other"), 1, 3)
-    prepare(make({"type": "char"}))  # another dataset of the same folder leaves the parts alone
+    prepare(make({"type": "char"}))  # another dataset in the same folder does not touch the parts
     with pytest.raises(UserError, match=r"jobs lacks \d jobs, the first of them 00000"):
         merge_parts(recipe)
     shutil.copytree(other / "jobs", work / "jobs", dirs_exist_ok=True)
@@ -67,24 +67,24 @@ def test_parts_of_several_machines_merge_into_the_bytes_of_one(make: Make, tmp_p
 
 
 @pytest.mark.parametrize(("k", "n"), [(0, 2), (3, 2), (1, 0)])
-def test_a_part_that_is_none_is_refused(k: int, n: int, make: Make) -> None:
+def test_an_impossible_part_is_refused(k: int, n: int, make: Make) -> None:
     with pytest.raises(UserError, match=rf"part {k}/{n}: K goes from 1 to N"):
         build_part(make(), k, n)
 
 
-def test_a_recipe_of_a_dataset_alone_has_the_dataset_of_one_with_a_model(tmp_path: Path) -> None:
+def test_a_recipe_without_a_model_has_the_same_dataset(tmp_path: Path) -> None:
     path = tiny.write_recipe(tmp_path)
     whole = load_dataset_recipe(path)
     text = "tokenizer: " + whole.tokenizer.model_dump_json() + "\ndata: " + whole.data.model_dump_json() + "\n"
-    (tmp_path / "alone.yaml").write_text(text)
-    alone = str(tmp_path / "alone.yaml")
-    result = CliRunner().invoke(app, ["data", "build", alone, "--json"], catch_exceptions=False)
+    (tmp_path / "dataset.yaml").write_text(text)
+    only_data = str(tmp_path / "dataset.yaml")
+    result = CliRunner().invoke(app, ["data", "build", only_data, "--json"], catch_exceptions=False)
     assert json.loads(result.stdout)["folder"] == str(prepare(whole).folder)
     for arguments, message in (
-        (["data", "build", alone, "--part", "2"], "--part 2 is not of the form K/N, such as 1/8."),
-        (["data", "build", alone, "--part", "1/2", "--merge"], "--merge does nothing with --part"),
-        (["data", "build", alone, "data.sorces=1"], "sorces"),
-        (["train", alone], "model"),
+        (["data", "build", only_data, "--part", "2"], "--part 2 is not of the form K/N, such as 1/8."),
+        (["data", "build", only_data, "--part", "1/2", "--merge"], "--merge does nothing with --part"),
+        (["data", "build", only_data, "data.sorces=1"], "sorces"),
+        (["train", only_data], "model"),
     ):
         result = CliRunner().invoke(app, arguments)
         assert isinstance(result.exception, UserError) and message in str(result.exception), arguments

@@ -83,7 +83,7 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "UNIT_BYTES", 4000)
 
 
-def test_the_dataset_holds_what_the_filters_leave_and_its_manifest_what_they_did(tmp_path: Path) -> None:
+def test_the_dataset_holds_the_filtered_text_and_its_manifest_the_counts(tmp_path: Path) -> None:
     prepared = prepare(recipe(tmp_path))
     kept = [text.replace("\r\n", "\n").replace(f"a{n}@mail.org", "<email>") for n, text in enumerate(ESSAYS)]
     assert sorted(documents(prepared)) == sorted(kept)
@@ -101,9 +101,9 @@ def test_the_dataset_holds_what_the_filters_leave_and_its_manifest_what_they_did
 
 
 def test_processes_and_kills_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = prepare(recipe(tmp_path, cache_dir=tmp_path / "alone"))
+    one_process = prepare(recipe(tmp_path, cache_dir=tmp_path / "one"))
     together = prepare(recipe(tmp_path, cache_dir=tmp_path / "together", processes=2))
-    assert contents(alone) == contents(together)
+    assert contents(one_process) == contents(together)
 
     finished: list[int] = []
     with monkeypatch.context() as patch:
@@ -121,7 +121,7 @@ def test_processes_and_kills_change_nothing(tmp_path: Path, monkeypatch: pytest.
     done: list[int] = []
     monkeypatch.setattr(cleaned, "_clean_job", lambda *arguments: (done.append(arguments[-1].number), real(*arguments)))
     resumed = prepare(recipe(tmp_path, cache_dir=tmp_path / "killed"))
-    assert contents(resumed) == contents(alone)
+    assert contents(resumed) == contents(one_process)
     assert finished == [0] and 0 not in done and done
 
 

@@ -53,11 +53,11 @@ class TestEncoding:
             ("Ein schöner Tag – “gut”.", "Ein schöner Tag – “gut”."),
         ],
     )
-    def test_what_was_decoded_wrongly_is_repaired(self, broken: str, repaired: str) -> None:
+    def test_wrongly_decoded_text_is_repaired(self, broken: str, repaired: str) -> None:
         assert apply("repair-encoding", broken) == repaired
 
     @pytest.mark.parametrize("text", ["\ud800" * 3 + "a" * 100, "�" * 5 + "b" * 200, "æ–‡å— ƒTƒ“ƒvƒ‹"])
-    def test_what_is_lost_is_dropped(self, text: str) -> None:
+    def test_text_with_lost_characters_is_dropped(self, text: str) -> None:
         assert isinstance(apply("repair-encoding", text), Dropped)
 
     def test_little_loss_is_kept(self) -> None:
@@ -75,7 +75,7 @@ class TestNormalize:
         assert apply("normalize-unicode", text, form="NFKC") == "é fi\nb\nc\nd[0m\n\ttab"
         assert apply("normalize-unicode", "a\r\nb\x07\tc\x7f\n") == "a\nb\tc\n"
 
-    def test_marks_without_end_are_cut(self) -> None:
+    def test_long_runs_of_marks_are_cut(self) -> None:
         result = apply("normalize-unicode", "a" + "\u0301\u0327" * 50_000 + "b")
         assert isinstance(result, str) and len(result) <= 33 and result.endswith("b")
 
@@ -201,7 +201,7 @@ class TestPersonalData:
             "task-list: sk-short, a@b, x@localhost",
         ],
     )
-    def test_what_only_looks_alike_stays(self, text: str) -> None:
+    def test_text_that_only_looks_similar_is_kept(self, text: str) -> None:
         assert apply("mask-personal-data", text) == text
 
 
@@ -236,7 +236,7 @@ class TestDecontamination:
         file.write_text(file.read_text() + json.dumps({"question": "one more " * 8}) + "\n")
         assert before != files_signature(filters) and len(before) == 1
 
-    def test_what_is_no_task_is_refused(self, task: Path) -> None:
+    def test_a_file_that_is_not_a_task_is_refused(self, task: Path) -> None:
         task.write_text("type: exact_match\n")
         with pytest.raises(UserError, match="has no `data`"):
             apply("decontaminate", "x", tasks=[task])
@@ -289,7 +289,7 @@ class TestDuplicates:
                 found += int(duplicates.verdicts(both)[1] != 0)
             assert found / 100 == pytest.approx(found_probability(common / (2000 - common), 8, 2), abs=0.12)
 
-    def test_it_decides_as_a_loop_over_all_pairs_would(self) -> None:
+    def test_it_decides_like_a_loop_over_all_pairs(self) -> None:
         rng = np.random.default_rng(4)
         signatures = rng.integers(0, 150, (300, 6), dtype=np.uint64)
         signatures[:, 1] = 0  # the second half of the text's hash
@@ -331,7 +331,7 @@ def test_the_documents_list_the_filters_and_state_how_likely_duplicates_are_foun
 class TestCounts:
     FILTERS = (settings("length", min_words=3), settings("mask-personal-data"), settings("licence-headers"))
 
-    def test_what_goes_in_is_kept_or_dropped(self) -> None:
+    def test_every_document_is_kept_or_dropped(self) -> None:
         cleaner = Cleaner(self.FILTERS)
         texts = ["only two", "write to a@b.org today", "nothing to do é", "# copyright me, me, me"]
         assert [cleaner.clean(text) for text in texts] == [None, "write to <email> today", texts[2], None]

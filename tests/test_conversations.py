@@ -1,4 +1,4 @@
-"""Records of three shapes from files of four kinds, and what is said of broken ones."""
+"""Records of three shapes from files of four kinds, and the errors about broken ones."""
 
 import gzip
 import json
@@ -94,20 +94,20 @@ BROKEN: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("record", "said"), BROKEN)
-def test_a_broken_record_is_named(tmp_path: Path, record: Any, said: str) -> None:
+@pytest.mark.parametrize(("record", "message"), BROKEN)
+def test_a_broken_record_is_named(tmp_path: Path, record: Any, message: str) -> None:
     (tmp_path / "data.json").write_text(json.dumps([ALPACA, record]))
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         read(tmp_path / "data.json")
 
 
 def test_broken_turns_are_named(tmp_path: Path) -> None:
-    for turn, said in (
+    for turn, message in (
         ({"role": "robot", "content": "x"}, "turn 1 has the role 'robot'; known are system, user, human"),
         ({"role": "user"}, "turn 1 of `messages` is not an object with `role` and `content`"),
         ({"role": "user", "content": 1}, "`content` of turn 1 is a int, not text"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             read(write_jsonl(tmp_path / "x.jsonl", [{"messages": [turn]}]))
     with pytest.raises(UserError, match="`messages` is empty, not a list of turns"):
         read(write_jsonl(tmp_path / "x.jsonl", [{"messages": []}]))

@@ -58,7 +58,7 @@ TELLING = (
     " ’ “ — … 。 <|endoftext|> <|im_start|> aaaa abab x 👩‍🚀 🇩🇪 \ue000 \U0001fae8 \U000323b0 \U0010ffff \ufeff \u0301"
     " 'self'd"
 )
-# What the patterns tell apart, what stands near it in Unicode, and parts of the vocabularies.
+# Characters that the patterns distinguish, their neighbours in Unicode, and parts of the vocabularies.
 PARTS = st.one_of(
     st.sampled_from(TELLING.split(" ")),
     st.sampled_from("\t\n\v\f\r\x1c\x1f\x85\xa0\u1680\u180e\u2000\u2007\u200b\u2028\u2029\u202f\u205f\u3000\0"),
@@ -153,9 +153,9 @@ def test_a_dataset_has_the_bytes_of_tokenizers(pattern: str, tmp_path: Path, mon
             },
             train={"max_steps": 1},
         )
-        said: list[str] = []
-        prepared = prepare(recipe, report=lambda stage, done_bytes, total_bytes: said.append(stage))
-        return [stage for stage in said if stage.startswith("encoding with")], prepared
+        reported: list[str] = []
+        prepared = prepare(recipe, report=lambda stage, done_bytes, total_bytes: reported.append(stage))
+        return [stage for stage in reported if stage.startswith("encoding with")], prepared
 
     (no_line, slow), (line, quick) = built(1 << 30), built(0)
     assert no_line == [] and line == ["encoding with gigatoken: its tokens are the same and it is faster"]
@@ -201,7 +201,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_what_gigatoken_cannot_express_is_left_to_tokenizers(why: str) -> None:
+def test_tokenizers_encodes_if_gigatoken_cannot(why: str) -> None:
     tokenizer = changed(REFUSED[why])
     name, reason, encode = choose_encoder(tokenizer)
     assert name == "tokenizers" and "tokenizer" in reason

@@ -1,4 +1,4 @@
-"""`gptworks data info`: what a dataset holds, counted anew by hand."""
+"""`gptworks data info`: figures about a dataset, compared with counts made here."""
 
 import io
 import json
@@ -44,7 +44,7 @@ CLEANING = {"filters": [{
 
 @pytest.fixture(params=[7, 10_000])
 def made(request: pytest.FixtureRequest, tmp_path: Path) -> Prepared:
-    """Texts as a mixture of two datasets, in shards of so many tokens."""
+    """Texts as a mixture of two datasets, in shards of this many tokens."""
     tokenizer = train_tokenizer(CharTokenizer(type="char"), [text for split in TEXTS.values() for text in split])
     splits = {}
     for split, texts in TEXTS.items():
@@ -68,7 +68,7 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> Prepared:
 
 
 @pytest.mark.parametrize("clean", [[], [{"type": "normalize-unicode"}]])
-def test_tokens_per_byte_are_told_by_source(tmp_path: Path, clean: list[dict[str, Any]]) -> None:
+def test_tokens_per_byte_are_listed_by_source(tmp_path: Path, clean: list[dict[str, Any]]) -> None:
     texts = {"letters.txt": "to be or not\n" * 40, "umlauts.txt": "äöüäöüäöü\n" * 70}
     for name, text in texts.items():
         (tmp_path / name).write_text(text, encoding="utf-8")

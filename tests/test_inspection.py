@@ -163,12 +163,12 @@ def test_keys_that_are_not_read_are_named_with_their_records_until_they_are_allo
     given(tree, [*rows[:-1], rows[-1] | {"tools": [{"name": "f"}]}])
     recipe = parse_recipe(tree)
     (finding,) = inspect_records(recipe, prepare(recipe)).findings
-    for said in (
+    for shown in (
         r"`tool_calls` of a turn: calls of tools.* \(60 records, first .*, record 1\)",
         r"`reasoning_content` of a turn: the model's reasoning",
         r"`tools`: .* \(1 record, first .*record 60\)",
     ):
-        assert re.search(said, finding.text), finding.text
+        assert re.search(shown, finding.text), finding.text
     lines: list[str] = []
     tree["objective"] = {"type": "instruction", "allow": ["keys-not-read"]}
     check_records(parse_recipe(tree), prepare(recipe), lines.append)
@@ -197,12 +197,12 @@ def test_a_planted_fault_stops_the_run_by_its_name(tree: Tree, fault: str) -> No
     FAULTS[fault](tree)
     found = assert_stops(tree, fault)
     tree["objective"] = tree["objective"] | {"allow": found}
-    recipe, told = parse_recipe(tree), []
-    check_records(recipe, prepare(recipe), told.append)
-    assert any(line.startswith(f"allowed: {fault}: ") for line in told)
+    recipe, reported = parse_recipe(tree), []
+    check_records(recipe, prepare(recipe), reported.append)
+    assert any(line.startswith(f"allowed: {fault}: ") for line in reported)
 
 
-def test_tokens_that_are_not_special_are_said_alone_and_what_follows_from_them_is_not_let_through(tree: Tree) -> None:
+def test_tokens_that_are_not_special_hide_the_faults_that_they_cause_and_do_not_allow_them(tree: Tree) -> None:
     tokens_left_out(tree)
     recipe = parse_recipe(tree)
     found = inspect_records(recipe, prepare(recipe)).findings
@@ -269,9 +269,9 @@ def test_inspect_shows_both_answers(pairs: Tree, capsys: pytest.CaptureFixture[s
     path = Path(pairs["run_dir"]).parent / "pairs.yaml"
     save_recipe(parse_recipe(pairs), path)
     inspect(path, examples=2)
-    said = " ".join(capsys.readouterr().out.split())  # whatever the width of the terminal
-    assert said.count(", chosen: ") == said.count(", rejected: ") == 2
-    assert "⟦no.<|im_end|>⟧" in said and "the chosen one is longer in 100%" in said
+    shown = " ".join(capsys.readouterr().out.split())  # whatever the width of the terminal
+    assert shown.count(", chosen: ") == shown.count(", rejected: ") == 2
+    assert "⟦no.<|im_end|>⟧" in shown and "the chosen one is longer in 100%" in shown
 
 
 # ---------------------------------------------------------------------------------------------------- conversations

@@ -80,7 +80,7 @@ def test_an_answer_that_is_switched_off_is_read_and_not_learned(
 
 
 @pytest.mark.parametrize(
-    ("turn", "said"),
+    ("turn", "message"),
     [
         ({"weight": 0.5}, r"record 1: `weight` of turn 2 is 0\.5; it is 1 or true"),
         ({"train": "maybe"}, r"`train` of turn 2 is 'maybe'"),
@@ -88,8 +88,8 @@ def test_an_answer_that_is_switched_off_is_read_and_not_learned(
         ({"weight": 1, "train": False}, r"turn 2 states `weight` 1 and `train` False, which contradict"),
     ],
 )
-def test_a_switch_that_is_neither_on_nor_off_is_refused(tmp_path: Path, turn: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_a_switch_that_is_not_on_or_off_is_refused(tmp_path: Path, turn: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         read(tmp_path, {"messages": [ASKED[0], ASKED[1] | turn]})
 
 
@@ -167,8 +167,8 @@ def test_every_key_of_a_turn_is_read_or_named(tmp_path: Path, name: str) -> None
         return  # read: see above
     (found,) = read(tmp_path, {"messages": [ASKED[0], ASKED[1] | {name: value}]})
     assert found.unread == (f"turn.{name}",)
-    beside = pair(tmp_path, PAIR | {"chosen": [{"role": "assistant", "content": "this", name: value}]})
-    assert beside.unread == (f"turn.{name}",)
+    of_turn = pair(tmp_path, PAIR | {"chosen": [{"role": "assistant", "content": "this", name: value}]})
+    assert of_turn.unread == (f"turn.{name}",)
 
 
 def test_a_question_that_is_to_be_learned_is_named(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_question_that_is_to_be_learned_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "beside",
+    "more",
     [
         {"id": 7, "source": "web", "category": "math", "split": "train", "lang": "en", "model": "x", "url": "u"},
         {"tools": [], "functions": None, "images": None, "label": True, "kto_tag": None, "train": True, "weight": 1},
@@ -189,8 +189,8 @@ def test_a_question_that_is_to_be_learned_is_named(tmp_path: Path) -> None:
         {"label": "geography", "timestamp": 3.5, "text": "First? one"},
     ],
 )
-def test_what_means_nothing_or_repeats_what_is_read_is_not_named(tmp_path: Path, beside: dict[str, Any]) -> None:
-    (found,) = read(tmp_path, CHAT | beside)
+def test_keys_without_a_meaning_and_repetitions_are_not_reported(tmp_path: Path, more: dict[str, Any]) -> None:
+    (found,) = read(tmp_path, CHAT | more)
     assert found.unread == ()
 
 
@@ -232,7 +232,7 @@ def test_keys_of_a_table_without_values_are_not_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (
             [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "u"}}],
@@ -242,8 +242,8 @@ def test_keys_of_a_table_without_values_are_not_named(tmp_path: Path) -> None:
         (["a"], "a part a str"),
     ],
 )
-def test_parts_of_a_turn_that_are_not_text_are_refused(tmp_path: Path, content: Any, said: str) -> None:
-    with pytest.raises(UserError, match=f"record 1: `content` of turn 2 has {said}"):
+def test_parts_of_a_turn_that_are_not_text_are_refused(tmp_path: Path, content: Any, message: str) -> None:
+    with pytest.raises(UserError, match=f"record 1: `content` of turn 2 has {message}"):
         read(tmp_path, {"messages": [ASKED[0], {"role": "assistant", "content": content}]})
     with pytest.raises(UserError, match="not text, and its `tool_calls` is not read"):
         read(tmp_path, {"messages": [ASKED[0], {"role": "assistant", "content": None, "tool_calls": [{}]}]})
@@ -287,7 +287,7 @@ def test_a_prompt_that_is_stated_several_times_is_read_once(
 
 
 @pytest.mark.parametrize(
-    ("record", "said"),
+    ("record", "message"),
     [
         ({"prompt": "What?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
          r"the prompt and `chosen` state prompts that differ .*user: 'What\?' against user: 'Which\?'"),
@@ -299,8 +299,8 @@ def test_a_prompt_that_is_stated_several_times_is_read_once(
         ({"prompt": "Which?", "chosen": [GOOD | {"weight": 0}], "rejected": [BAD]}, "kept out of the loss"),
     ],
 )  # fmt: skip
-def test_prompts_that_contradict_each_other_are_refused(tmp_path: Path, record: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=rf"pairs\.json, record 2: .*{said}"):
+def test_prompts_that_contradict_each_other_are_refused(tmp_path: Path, record: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=rf"pairs\.json, record 2: .*{message}"):
         pair(tmp_path, record)
 
 

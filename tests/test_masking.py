@@ -47,7 +47,7 @@ def learned_texts(template: ChatTemplate, messages: list[Message]) -> list[str]:
 @pytest.mark.parametrize(("name", "end", "space"), [
     ("chatml", "<|im_end|>", ""), ("alpaca", "<|endoftext|>", ""), ("plain", "<|endoftext|>", " "),
 ])  # fmt: skip
-def test_answers_with_their_end_tokens_alone(tokenizer: Tokenizer, name: str, end: str, space: str) -> None:
+def test_only_answers_and_their_end_tokens_are_learned(tokenizer: Tokenizer, name: str, end: str, space: str) -> None:
     template = ChatTemplate(BUILT_IN[name], tokenizer)
     assert learned_texts(template, CHAT) == [space + answer + end for answer in ANSWERS]
     example = encode_conversation(template, CHAT)
@@ -57,14 +57,14 @@ def test_answers_with_their_end_tokens_alone(tokenizer: Tokenizer, name: str, en
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_what_stands_before_an_answer_is_what_generation_reads(tokenizer: Tokenizer, name: str) -> None:
+def test_the_text_before_an_answer_is_what_generation_reads(tokenizer: Tokenizer, name: str) -> None:
     template = ChatTemplate(BUILT_IN[name], tokenizer)
     example = encode_conversation(template, CHAT[:3])
     first = example.learned.tolist().index(True)
     assert example.ids[:first].tolist() == template.encode(CHAT[:2], add_generation_prompt=True)
 
 
-def test_an_answer_that_would_merge_with_what_stands_before_it(tokenizer: Tokenizer) -> None:
+def test_an_answer_that_would_merge_with_the_text_before_it(tokenizer: Tokenizer) -> None:
     template = ChatTemplate(BUILT_IN["alpaca"], tokenizer)
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "\n\n\nLate"}]
     example = encode_conversation(template, chat)
@@ -117,12 +117,12 @@ def test_processes_change_nothing_and_name_the_record_that_is_refused(
         Record(f"record {i}", [[*CHAT[:4], {"role": "assistant", "content": f"No. {i}"}], CHAT[: 3 + i % 3]])
         for i in range(50)
     ]
-    alone = list(encode_records(template, records, 1))
+    one_process = list(encode_records(template, records, 1))
     monkeypatch.setattr(masking, "_BATCH_CHARACTERS", 500)
     monkeypatch.setattr(encode, "_BATCHES_WORTH_A_POOL", 2)
     shared = list(encode_records(template, records, 2))
     assert [record for record, _ in shared] == records
-    for (_, ones), (_, others) in zip(alone, shared, strict=True):
+    for (_, ones), (_, others) in zip(one_process, shared, strict=True):
         assert len(ones) == 2
         for one, other in zip(ones, others, strict=True):
             assert one.ids.tolist() == other.ids.tolist()

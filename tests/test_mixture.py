@@ -81,7 +81,7 @@ def code(**settings: Any) -> dict[str, Any]:
         ([web(), code()], {"anneal": {"share": 0.99, "weights": {"code": 1}}}, "is the entire run"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_impossible_mixtures_are_refused(
     tmp_path: Path, members: list[dict[str, Any]], data: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UserError) as error:
@@ -122,7 +122,7 @@ def test_the_tokenizer_must_be_that_of_the_datasets(tmp_path: Path) -> None:
     parse_recipe(tree(tmp_path, web(), sources | {"name": "new"}))  # the sources are encoded with web's tokenizer
 
 
-def test_what_a_run_may_change(tmp_path: Path) -> None:
+def test_the_settings_of_a_mixture_that_a_run_may_change(tmp_path: Path) -> None:
     recipe = parse_recipe(tree(tmp_path, web(), code(), anneal={"share": 0.1, "weights": {"code": 1}}))
     roles = {"mixture.0.weight": Role.FIXED, "mixture.0.dataset": Role.FREE, "mixture.0.name": Role.FREE,
              "anneal.share": Role.STEERING, "anneal.weights": Role.STEERING}  # fmt: skip
@@ -201,7 +201,7 @@ def test_one_dataset_is_used_as_it_is(tmp_path: Path, two: dict[str, Prepared]) 
     assert prepare(of({"mine": two["web"]}, tmp_path)).folder == two["web"].folder
 
 
-def test_a_mixture_in_a_mixture_stands_for_its_part_of_that_name(tmp_path: Path, two: dict[str, Prepared]) -> None:
+def test_a_mixture_in_a_mixture_is_its_part_of_that_name(tmp_path: Path, two: dict[str, Prepared]) -> None:
     whole = prepare(of(two, tmp_path))
     assert prepare(of({"web": whole, "code": whole}, tmp_path)).folder == whole.folder
     other = prepare(of({"code": whole, "web": two["web"]}, tmp_path))
@@ -225,7 +225,7 @@ def test_datasets_of_different_tokenizers_are_refused_by_name(tmp_path: Path, tw
         prepare(parse_recipe(whole))
 
 
-def test_what_is_no_dataset_is_refused(tmp_path: Path, two: dict[str, Prepared]) -> None:
+def test_a_folder_that_is_not_a_dataset_is_refused(tmp_path: Path, two: dict[str, Prepared]) -> None:
     with pytest.raises(UserError, match=r"nothing holds no prepared text"):
         prepare(parse_recipe(tree(tmp_path, web(dataset=str(tmp_path / "nothing")))))
     prepared = prepare(of(two, tmp_path))
@@ -317,7 +317,7 @@ def test_each_dataset_is_evaluated_too(run: Recipe) -> None:
     assert min(web["loss"], code["loss"]) < found["loss"] < max(web["loss"], code["loss"])
 
 
-def test_a_resumed_run_cannot_change_the_weights_of_what_it_has_read(run: Recipe) -> None:
+def test_a_resumed_run_cannot_change_the_weights_of_samples_already_read(run: Recipe) -> None:
     def changes(*overrides: str) -> Any:
         return check_changes(load_recipe(run.run_dir), load_recipe(run.run_dir, overrides))
 
@@ -366,7 +366,7 @@ def test_the_command_mixes_folders(tmp_path: Path, two: dict[str, Prepared]) -> 
         (["web=nothing"], "nothing holds no prepared text"),
     ],
 )
-def test_the_command_refuses_what_it_cannot_mix(
+def test_the_command_refuses_datasets_that_cannot_be_mixed(
     tmp_path: Path, two: dict[str, Prepared], given: list[str], words: str
 ) -> None:
     folders = [one.folder for one in two.values()]

@@ -105,13 +105,13 @@ def test_packed_equals_unpacked(shards: TokenShards, shape: str, path: str, monk
     """Loss and gradients of packed rows, and of each example in a row of its own, in fp32."""
     if path == "sdpa":
         monkeypatch.setattr("gptworks.kernels.cpu.LONGEST", 0)
-    packed, alone = Examples(shards, T), Examples(shards, T, packing=False)
+    packed, unpacked = Examples(shards, T), Examples(shards, T, packing=False)
     config = plain_model(context_length=T, n_layers=2, d_model=32, n_heads=4, vocab_size=302, **SHAPES[shape])
     torch.manual_seed(0)
     model = GPT(config).train()
     model.activation_checkpointing = "block" if shape == "checkpointed" else "none"
     batch = stack(list(evaluation_rows(packed)))
-    rows = list(evaluation_rows(alone))
+    rows = list(evaluation_rows(unpacked))
     ours, theirs = next_token(model, batch).loss, next_token(model, stack(rows)).loss
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     ours_by_name, total = gradients(model, batch), {}

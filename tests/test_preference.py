@@ -238,7 +238,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("settings", [{}, {"adapter": {"rank": 4}}, {"objective": {"loss": "ipo"}}])
 def test_the_margin_on_held_out_pairs_rises_from_a_loss_that_is_known(base: Path, settings: dict[str, Any]) -> None:
     """Between the evaluations it rose by 37% or more with three seeds in fp32 and bf16: half of that must show. All
-    held-out answers were told apart."""
+    held-out answers were distinguished."""
     name = "-".join(["plain", *settings])
     train(parse_recipe(tree_of(base, name, **settings)))
     records = list(read_metrics(base / name / "metrics.jsonl"))
@@ -276,7 +276,7 @@ def test_the_odds_ratio_learns_what_is_chosen_without_a_reference_and_resumes_ex
 
 @pytest.fixture(scope="module")
 def one_step(base: Path) -> Path:
-    """The folder with a run of one step beside the base."""
+    """The folder with a run of one step next to the base."""
     train(parse_recipe(tree_of(base, "reference", train={"max_steps": 1, "precision": "fp32"})))
     return base
 
@@ -326,10 +326,10 @@ def test_two_processes_share_the_reference_and_get_the_same_numbers(one_step: Pa
     task = choose_objective(recipe, prepared.folder)
     assert isinstance(task, Preference)
     model, precision = load_run(one_step / "base").model, choose_precision("fp32", torch.device("cpu"))
-    alone = task._logprobs(model, precision, "train", Parallel(recipe.train))
+    one_rank = task._logprobs(model, precision, "train", Parallel(recipe.train))
     halves = [Half(rank) for rank in range(2)]
     parts = [task._logprobs(model, precision, "train", half) for half in halves]  # type: ignore[arg-type]
-    assert torch.equal(parts[0] + parts[1], alone)
+    assert torch.equal(parts[0] + parts[1], one_rank)
     assert ((parts[0] != 0) ^ (parts[1] != 0)).all(), "each pair is one process's"
     assert abs(halves[0].n_batches - halves[1].n_batches) <= 1
 
@@ -380,7 +380,7 @@ def test_pairs_that_teach_nothing_are_refused(base: Path, tmp_path: Path) -> Non
         train(parse_recipe(tree))
 
 
-# -------------------------------------------------------------------------------------------------------- beside trl
+# ------------------------------------------------------------------------------------------- compared with trl
 
 
 @pytest.mark.trl

@@ -126,7 +126,7 @@ def test_each_document_begins_with_the_separator(make: Make, tmp_path: Path) -> 
         assert np.flatnonzero(ids == 0).tolist() == TokenShards(prepared.folder, split).document_starts().tolist()
 
 
-def test_bos_and_eos_stand_around_each_document(make: Make, tmp_path: Path) -> None:
+def test_bos_and_eos_are_around_each_document(make: Make, tmp_path: Path) -> None:
     write(tmp_path, *[f"Word {i} here" for i in range(40)])
     prepared = prepare(make({"type": "word"}, validation={"fraction": 0.3}))
     ids = np.array(tokens(prepared, "train"))
@@ -154,7 +154,7 @@ def test_words_are_counted_where_unknown_and_do_not_round_trip(make: Make, tmp_p
         list(held_out_text(prepared))
 
 
-def test_the_tokenizer_is_trained_on_the_training_split_alone(make: Make, tmp_path: Path) -> None:
+def test_the_tokenizer_is_trained_on_the_training_split_only(make: Make, tmp_path: Path) -> None:
     write(tmp_path, "a" * 90 + "z" * 10)
     prepared = prepare(make(validation={"fraction": 0.1}))
     assert "z" not in prepared.tokenizer.get_vocab()
@@ -212,7 +212,7 @@ def test_a_tail_starts_once_and_its_document_ends_in_it(size: int) -> None:
     assert (sum(piece.starts_document for piece in heads), sum(piece.ends_document for piece in heads)) == (2, 0)
 
 
-def test_documents_are_held_out_by_their_text_alone() -> None:
+def test_documents_are_held_out_by_their_text_only() -> None:
     texts = essays(200)
     settings = {"by": "document", "fraction": 0.25}
     forward, backward = joined(pieces(*texts), **settings), joined(pieces(*texts[::-1]), **settings)
@@ -223,7 +223,7 @@ def test_documents_are_held_out_by_their_text_alone() -> None:
     assert all(text not in twice["train"] for text in held_out)
 
 
-def test_a_document_in_pieces_stays_whole() -> None:
+def test_a_document_in_pieces_stays_in_one_split() -> None:
     texts = essays(50)
     found = joined(pieces(*texts, size=7), by="document", fraction=0.3)
     assert all((text in found["train"]) != (text in found["validation"]) for text in texts)
@@ -234,7 +234,7 @@ def test_auto_takes_tails_of_few_documents(make: Make, tmp_path: Path) -> None:
     few = prepare(make(validation={"fraction": 0.25}))
     assert few.manifest.splits["train"].documents == few.manifest.splits["validation"].documents == 19
     separators = tokens(few, "validation").count(0)
-    assert separators == 18  # the first tail goes on where training text stopped; then the text jumps
+    assert separators == 18  # the first tail continues the training text; then the text jumps
     write(tmp_path, *essays(20))
     many = prepare(make(validation={"fraction": 0.25}))
     assert sum(split.documents for split in many.manifest.splits.values()) == 20
@@ -317,7 +317,7 @@ def test_nothing_changed_does_nothing(make: Make, tmp_path: Path) -> None:
     assert {file: file.stat().st_mtime_ns for file in first.folder.rglob("*")} == before
 
 
-def test_whatever_changes_goes_to_a_folder_of_its_own(make: Make, tmp_path: Path) -> None:
+def test_every_change_makes_another_folder(make: Make, tmp_path: Path) -> None:
     write(tmp_path, *essays(30))
     tokenizer = tmp_path / "tokenizer.json"
     half = {"fraction": 0.5}
@@ -385,7 +385,7 @@ def test_a_dataset_is_used_where_its_sources_are_gone(make: Make, tmp_path: Path
         prepare(make(validation={"fraction": 0.4}))
 
 
-def test_of_several_datasets_whose_sources_are_gone_none_is_guessed(make: Make, tmp_path: Path) -> None:
+def test_with_several_datasets_of_missing_sources_none_is_guessed(make: Make, tmp_path: Path) -> None:
     for texts in (essays(30), essays(31)):
         write(tmp_path, *texts)
         prepare(make())
@@ -425,17 +425,17 @@ def test_processes_do_not_change_the_shards(make: Make, tmp_path: Path, monkeypa
     write(tmp_path, *essays(300))
     kind = {"type": "bpe", "vocab_size": 300}
     monkeypatch.setattr(base, "UNIT_BYTES", 20_000)
-    alone = prepare(make(kind, processes=1, shard_tokens=2000, cache_dir=tmp_path / "alone"))
+    one_process = prepare(make(kind, processes=1, shard_tokens=2000, cache_dir=tmp_path / "one"))
     together = prepare(make(kind, processes=2, shard_tokens=2000, cache_dir=tmp_path / "together"))
-    assert contents(alone) == contents(together)
-    assert len(alone.manifest.splits["train"].shards) > 5
+    assert contents(one_process) == contents(together)
+    assert len(one_process.manifest.splits["train"].shards) > 5
     assert not multiprocessing.active_children()
 
 
 def test_progress_is_reported_to_the_last_byte(make: Make, tmp_path: Path) -> None:
     write(tmp_path, *essays(30))
     seen: list[tuple[str, int, int | None]] = []
-    prepare(make(validation={"fraction": 0.3}), report=lambda *told: seen.append(told))
+    prepare(make(validation={"fraction": 0.3}), report=lambda *reported: seen.append(reported))
     total = len("".join(essays(30)).encode())
     assert seen[-1] == ("shards", total, total)
     stages = [stage for stage, *_ in seen]
@@ -443,7 +443,7 @@ def test_progress_is_reported_to_the_last_byte(make: Make, tmp_path: Path) -> No
     assert seen[stages.index("merging")] == ("merging", 0, None), "how long it takes is not known"
 
 
-def test_what_was_prepared_is_found_without_preparing(make: Make, tmp_path: Path) -> None:
+def test_a_prepared_dataset_is_found_without_preparing(make: Make, tmp_path: Path) -> None:
     recipe = make(validation={"fraction": 0.3})
     assert find_prepared(recipe) is None  # there is no text yet
     write(tmp_path, *essays(30))
@@ -526,7 +526,7 @@ def test_an_interrupted_prepare_cleans_up(make: Make, tmp_path: Path) -> None:
     assert not prepare(make(validation={"fraction": 0.3})).reused
 
 
-def test_what_was_finished_before_an_interruption_is_not_done_again(
+def test_jobs_finished_before_an_interruption_are_not_repeated(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, *essays(300))
@@ -569,7 +569,7 @@ def test_text_that_changes_while_it_is_read_is_refused(make: Make, tmp_path: Pat
     assert not prepare(make()).reused
 
 
-def test_two_at_once_are_safe_and_leave_each_other_alone(make: Make, tmp_path: Path) -> None:
+def test_two_at_once_are_safe_and_do_not_disturb_each_other(make: Make, tmp_path: Path) -> None:
     write(tmp_path, *essays(60))
     recipe, data = make(validation={"fraction": 0.3}), tmp_path / "data"
     process = start(recipe, "Path(sys.argv[1] + '.begun').touch(); time.sleep(0.02)", tmp_path)

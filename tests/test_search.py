@@ -95,7 +95,7 @@ def test_a_search_equals_a_scan_of_the_text(made: Prepared, index: SearchIndex) 
             assert texts[document][at + len(phrase) :].startswith(hit.after)
 
 
-def test_a_hit_says_where_it_stands(made: Prepared, index: SearchIndex) -> None:
+def test_a_hit_says_where_it_is(made: Prepared, index: SearchIndex) -> None:
     shards = TokenShards(made.folder, "train")
     for hit in index.find("azy d", most=10_000).hits:
         assert hit.position - shards.document_starts()[hit.document] == hit.first
@@ -110,7 +110,7 @@ def test_the_first_hits_are_returned(index: SearchIndex) -> None:
         assert index.find("the", most=most) == search.Found(every.n, every.hits[:most])
 
 
-def test_no_phrase_goes_from_one_document_into_the_next(tmp_path: Path) -> None:
+def test_no_phrase_crosses_from_one_document_into_the_next(tmp_path: Path) -> None:
     documents = [f"cd{i}ab" for i in range(80)]
     made = prepared(tmp_path, documents, type="char")
     assert built(made).find("bc").n == 0
@@ -136,7 +136,7 @@ def test_words_are_found_by_their_tokens(tmp_path: Path) -> None:
         index.find("dog")
 
 
-def test_an_interrupted_build_goes_on(made: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_build_continues(made: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "BLOCK_TOKENS", 300)
     monkeypatch.setattr(search, "FOLDER", "interrupted")
     written: list[str] = []
@@ -215,7 +215,7 @@ def test_a_phrase_that_cannot_be_searched_is_refused(made: Prepared, phrase: str
         SearchIndex(made).find(phrase)
 
 
-def test_the_index_is_none_of_another_dataset(made: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_datasets_index_is_not_used(made: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "FOLDER", "other")
     built(made)
     other = prepared(tmp_path, [text + "!" for text in DOCUMENTS])
@@ -273,7 +273,7 @@ def test_memorization_finds_the_same_with_the_index(index: SearchIndex, made: Pr
 def test_an_undecided_n_gram_is_looked_for_in_the_tokens(made: Prepared, index: SearchIndex) -> None:
     shards = TokenShards(made.folder, "train")
     other = np.array([made.tokenizer.token_to_id(letter) for letter in "lazy"])
-    assert index.holds(other) is None  # its text stands there often, in other tokens
+    assert index.holds(other) is None  # its text occurs often, in other tokens
     assert not find_copied(shards, [other], (4,), index)[4][0].any()
 
 

@@ -37,7 +37,7 @@ def write(folder: Path, shard_tokens: int = 10, dtype: Dtype = "uint16", shift: 
 
 @pytest.mark.parametrize("shard_tokens", [1, 10, 1000])
 @pytest.mark.parametrize(("dtype", "shift"), [("uint16", 60_000), ("uint32", 4_000_000_000)])
-def test_what_is_written_is_read_over_any_shards(tmp_path: Path, shard_tokens: int, dtype: Dtype, shift: int) -> None:
+def test_written_tokens_are_read_across_any_shards(tmp_path: Path, shard_tokens: int, dtype: Dtype, shift: int) -> None:
     shards = TokenShards(write(tmp_path, shard_tokens, dtype, shift), "train")
     assert (shards.n_tokens, shards.n_documents, shards.text_bytes) == (50, 5, 100)
     for start in range(51):
@@ -47,7 +47,7 @@ def test_what_is_written_is_read_over_any_shards(tmp_path: Path, shard_tokens: i
     assert shards.document_starts().tolist() == [0, 7, 10, 35, 36]
 
 
-def test_a_document_goes_on_in_the_next_shard(tmp_path: Path) -> None:
+def test_a_document_continues_in_the_next_shard(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path, "train", "uint16", shard_tokens=4)
     for index in range(3):
         writer.add(np.arange(4), 4, starts_document=index == 0)

@@ -74,12 +74,12 @@ def test_counts_add_up_never_fall_and_are_the_share_rounded(weights: list[int], 
         assert weight or not count
 
 
-def test_a_tiny_weight_has_its_samples_and_none_too_many() -> None:
+def test_a_tiny_weight_has_exactly_its_samples() -> None:
     found = shares(1.0, 1e-5, seed=3).before(10_000_000)
     assert found.tolist() == [9_999_900, 100]
 
 
-def test_what_comes_before_a_position_is_what_was_drawn() -> None:
+def test_the_counts_before_a_position_are_those_drawn() -> None:
     for one in (shares(*WEIGHTS), shares(*WEIGHTS, anneal=(1111, (0.1, 0.0, 0.9)))):
         datasets, _ = one.draw(np.arange(3000))
         for position in (0, 1, BLOCK - 1, BLOCK, 1000, 1110, 1111, 1112, 1111 + BLOCK, 3000):
@@ -106,11 +106,11 @@ def test_one_dataset_gives_the_samples_of_a_split_without_weights() -> None:
         for epoch, window in zip((samples // n).tolist(), shuffled(samples, n, seed).tolist(), strict=True):
             starts.append(int(random_keys(seed, epoch)[ROUNDS]) % min(8, n_tokens - n * 8) + window * 8)
         assert Batches(Counting(n_tokens), 8, seed).starts(samples).tolist() == starts
-        alone = Batches(Counting(n_tokens), 8, seed, [Stretch("web", 0, n_tokens)], [Weights(0, (0.3,))])
-        assert alone.starts(samples).tolist() == starts
+        only_one = Batches(Counting(n_tokens), 8, seed, [Stretch("web", 0, n_tokens)], [Weights(0, (0.3,))])
+        assert only_one.starts(samples).tolist() == starts
 
 
-def test_each_dataset_is_read_as_if_it_were_alone() -> None:
+def test_each_dataset_is_read_as_without_the_others() -> None:
     source, samples = mixed(seed=5), np.arange(4000)
     starts = source.starts(samples)
     for first, n_tokens in ((0, 1000), (1000, 300), (1300, 150)):

@@ -54,7 +54,7 @@ def test_a_document_is_that_of_the_shards(trained_run: Path) -> None:
         assert found == tree(made.folder, "--first", 7, "--tokens", 30, *option)
 
 
-def test_a_step_is_what_the_run_trained_on(trained_run: Path) -> None:
+def test_a_step_shows_the_rows_that_the_run_trained_on(trained_run: Path) -> None:
     recipe = load_recipe(trained_run)
     objective = choose_objective(recipe, prepare(recipe).folder)
     size = recipe.train.batch_size
@@ -76,7 +76,7 @@ def test_tokens_have_borders(trained_run: Path) -> None:
     assert "\x1b" not in printed(trained_run)
 
 
-def test_what_is_learned_is_marked(chat: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learned_tokens_are_marked(chat: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [row] = tree(chat, "--window", 0)["rows"]
     shown = printed(chat, "--window", 0)
     inside = "".join(part.partition("⟧")[0] for part in shown.split("⟦")[1:])
@@ -102,20 +102,20 @@ def test_what_is_learned_is_marked(chat: Path, monkeypatch: pytest.MonkeyPatch) 
     (["--document", "99"], "document 99 is not in the train split"),
     (["--window", "99999"], "there is no window 99999"),
 ])  # fmt: skip
-def test_what_is_not_there_is_refused(trained_run: Path, arguments: list[str], message: str) -> None:
+def test_impossible_selections_are_refused(trained_run: Path, arguments: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         printed(trained_run, *arguments)
 
 
-def test_a_dataset_and_a_recipe_show_what_they_have(trained_run: Path, chat: Path) -> None:
+def test_a_dataset_and_a_recipe_show_their_documents_and_windows(trained_run: Path, chat: Path) -> None:
     recipe = load_recipe(trained_run)
     folder = data_of(trained_run).prepared.folder
     assert find_of_run(recipe, trained_run, data_of(folder).prepared.manifest.fingerprint) is not None
     with pytest.raises(UserError, match="is a dataset: what a model sees depends on a recipe"):
         printed(folder, "--window", 0)
-    alone = {key: yaml.safe_load(chat.read_text(encoding="utf-8"))[key] for key in ("tokenizer", "data")}
-    (chat.parent / "alone.yaml").write_text(yaml.safe_dump(alone), encoding="utf-8")
-    assert tree(chat.parent / "alone.yaml") == tree(chat)
+    only_data = {key: yaml.safe_load(chat.read_text(encoding="utf-8"))[key] for key in ("tokenizer", "data")}
+    (chat.parent / "data.yaml").write_text(yaml.safe_dump(only_data), encoding="utf-8")
+    assert tree(chat.parent / "data.yaml") == tree(chat)
     for place in (folder, chat):
         with pytest.raises(UserError, match="is no run: it has done no step"):
             printed(place, "--step", 1)

@@ -131,7 +131,7 @@ def test_a_draft_recognizes_compressed_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 16])
-def test_a_json_list_is_what_json_loads(
+def test_a_json_list_is_read_like_json_loads(
     chunk: int, indent: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(json_lists, "_CHUNK_BYTES", chunk)

@@ -36,7 +36,7 @@ def code(path: Path, **settings: Any) -> CodeSource:
     return CodeSource(type="code", path=str(path), **settings)
 
 
-SENTENCE = "The text of a page is what a reader came for, and it is long enough to be told from a menu. "
+SENTENCE = "The text of a page is what a reader came for, and it is long enough to be distinct from a menu. "
 PAGE = (
     "<html><head><title>Title</title><script>var x = 1;</script></head><body><nav><a href='/'>Home</a></nav><article>"
     f"<h1>Heading</h1><p>{SENTENCE * 3}</p><p>Été 你 {SENTENCE * 3}</p></article><footer>©</footer></body></html>"
@@ -172,7 +172,7 @@ def test_a_missing_library_is_named_with_its_extra(
 # ------------------------------------------------------------------------------------------------------------ code
 
 
-def test_a_folder_of_code_gives_what_git_would_track(tmp_path: Path) -> None:
+def test_a_folder_of_code_gives_the_files_that_git_would_track(tmp_path: Path) -> None:
     """git itself says which files a repository's `.gitignore` files leave."""
     pytest.importorskip("pathspec")
     draw = random.Random(0)
@@ -236,9 +236,9 @@ def test_the_reference_lists_each_kind_of_source_with_its_settings() -> None:
     kinds = {one.model_fields["type"].annotation.__args__[0]: one for one in SourceConfig.__args__[0].__args__}
     sections = dict(re.findall(r"^## `type: ([\w-]+)`\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
     assert sections.keys() == kinds.keys() and {*kinds.values()} == SOURCES.keys()
-    for kind, said in sections.items():
+    for kind, section in sections.items():
         own = kinds[kind].model_fields.keys() - {"type"}
-        assert own == set(re.findall(r"^\| `([a-z_0-9]+)` \|", said, re.MULTILINE)), kind
+        assert own == set(re.findall(r"^\| `([a-z_0-9]+)` \|", section, re.MULTILINE)), kind
 
 
 def test_binaries_vendored_folders_links_and_large_files_are_left_out(tmp_path: Path) -> None:

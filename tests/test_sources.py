@@ -31,6 +31,7 @@ from gptworks.config.sources import FileSource
 from gptworks.data.conversations.reading import origins
 from gptworks.data.opened import held_out_text
 from gptworks.data.prepare import find_prepared, prepare
+from gptworks.data.registry import by_settings
 from gptworks.data.shards import TokenShards
 from gptworks.data.sources import base, delimited, records
 from gptworks.data.sources.base import Piece, Source
@@ -146,7 +147,7 @@ def test_a_binary_file_is_named_with_the_offset(
         check_sources([text(tmp_path / "a.txt")])
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.txt: no such file or folder"):
         check_sources([text(tmp_path / "none.txt")])
     with pytest.raises(UserError, match="no file matches this pattern"):
@@ -237,7 +238,7 @@ def test_a_damaged_gzip_file_is_named(damage: str, tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------- tables
 
 
-def test_tables_are_what_the_writer_wrote_and_pyarrow_reads(tmp_path: Path) -> None:
+def test_tables_are_read_as_written_and_as_by_pyarrow(tmp_path: Path) -> None:
     from pyarrow import csv as arrow
 
     draw = random.Random(0)
@@ -389,7 +390,7 @@ def kept(cache: Path) -> list[str]:
     return [file.name for file in cache.iterdir() if file.suffix != ".lock"]
 
 
-def test_a_download_that_broke_off_goes_on_where_it_ended(cache: Path) -> None:
+def test_an_interrupted_download_continues_where_it_ended(cache: Path) -> None:
     content = "".join(f"line {i}\n" for i in range(50_000)).encode()
     asked: list[str | None] = []
 
@@ -508,8 +509,8 @@ def test_files_that_are_not_read_are_counted_and_said(tmp_path: Path, capsys: py
     tree["data"]["sources"][0]["path"] = str(texts)
     for _ in range(2):
         prepare_with_progress(parse_recipe(tree))
-    said = capsys.readouterr().err
-    assert said.count("not read, since they do not end in a source's `extensions`: 2 × .pdf, 1 × ") == 1
+    printed = capsys.readouterr().err
+    assert printed.count("not read, since they do not end in a source's `extensions`: 2 × .pdf, 1 × ") == 1
     (texts / "e.csv").write_text("text\n")
     (texts / "f.md").write_text("x")
     others = [table(texts), text(texts, extensions=(".md",))]
@@ -602,3 +603,17 @@ def test_a_kind_of_source_from_outside_is_checked_counted_and_prepared(
     assert find_prepared(recipe) is not None
     (tmp_path / "a.rtl").write_text("changed\n")
     assert find_prepared(recipe) is None
+
+
+def test_a_class_in_a_new_file_is_found_by_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "kinds_here"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "lines.py").write_text(
+        "from gptworks.config.sources import FileSource\nfrom gptworks.data.sources.base import Source\n\n\n"
+        "class LinesSource(FileSource):\n    pass\n\n\nclass Lines(Source):\n    settings: LinesSource\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    found = {settings.__name__: source.__name__ for settings, source in by_settings("kinds_here", Source).items()}
+    assert found["LinesSource"] == "Lines"
+    assert {settings.__name__ for settings in SOURCES} <= found.keys()
