@@ -121,7 +121,7 @@ def test_links_devices_and_encrypted_members_are_refused_where_they_would_be_rea
         ("c.tar", {"type": tarfile.FIFOTYPE, "size": 0}, "device"),
     ):
         (tmp_path / name).write_bytes(tar_bytes({"a.txt": b""}, **changes))
-        with pytest.raises(UserError, match=rf"{name}:a\.txt: it is a {what}.*by the source's `members`"):
+        with pytest.raises(UserError, match=rf"{name}:a\.txt: it is a {what}.*with the source's `members`"):
             check_sources([archive(tmp_path / name)])
     link = zipfile.ZipInfo("a.txt")
     link.external_attr = (stat.S_IFLNK | 0o777) << 16

@@ -377,7 +377,7 @@ def test_a_dataset_is_used_where_its_sources_are_gone(make: Make, tmp_path: Path
     (tmp_path / "tokenizer.json").unlink()
     for kind, known in zip((None, tokenizer), made, strict=True):
         recipe = make_again(make(kind, validation=half), tmp_path / "copy")
-        with pytest.warns(UserWarning, match=rf"{tmp_path}.*no such.*copy/{known.folder.name}, which these settings"):
+        with pytest.warns(UserWarning, match=rf"{tmp_path}.*no such.*copy/{known.folder.name}, made by these settings"):
             found = prepare(recipe, report=lambda *_: pytest.fail("it worked"))
         assert found.folder == tmp_path / "copy" / known.folder.name and contents(found) == contents(known)
         assert find_prepared(recipe) is not None

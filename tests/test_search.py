@@ -204,7 +204,7 @@ def test_contents_that_lie_are_an_error_and_no_crash(
         try:
             assert all(hit.text == phrase for hit in lying.find(phrase).hits)
         except UserError as error:
-            assert "Delete it; it is built again" in str(error)
+            assert "Delete it to build it again" in str(error)
 
 
 @pytest.mark.parametrize("phrase, message", [

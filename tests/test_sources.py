@@ -267,7 +267,7 @@ def test_tables_plain_and_gzipped_with_empty_lines_and_texts(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("content", "settings", "message"),
     [
-        (b'id,text\n1,fine\n2,"never\nclosed\n', {}, r"a\.csv:3: unexpected end of data\. A field that holds"),
+        (b'id,text\n1,fine\n2,"never\nclosed\n', {}, r"a\.csv:3: unexpected end of data\. A field with"),
         (b'id,text\n1,"a"b\n', {}, r"a\.csv:2: ',' expected after '\"'.*`quotes` to false"),
         (b"id,text\n\n1,one,two\n", {}, r"a\.csv:3: 3 fields, and the first line names 2 columns\."),
         (b"id,text\n1\tone\n", {"quotes": False}, r"a\.csv:2: 1 field, .*With `quotes` false, no field"),

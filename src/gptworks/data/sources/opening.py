@@ -102,7 +102,7 @@ class _Unpacked(io.RawIOBase):
             if isinstance(error, OSError) and error.errno:  # the disk's
                 raise
             raise UserError(
-                f"{self._name}: broken {self._what} data after {self._unpacked_bytes:,} unpacked bytes "
+                f"{self._name}: broken {self._what} data after {self._unpacked_bytes:,} bytes unpacked "
                 f"({error}). Get the file again."
             ) from None
         self._unpacked_bytes += n_bytes

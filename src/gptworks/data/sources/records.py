@@ -280,10 +280,10 @@ def _next_records(file: Path, row: int, batches: Iterator[Any]) -> list[dict[str
     try:
         return next((batch.to_pylist() for batch in batches if batch.num_rows), [])
     except UnicodeDecodeError as error:
-        reason = f"not UTF-8 ({error.reason}), though the type of the column is text"
+        reason = f"a text that is not UTF-8 ({error.reason}), though the type of the column is text"
     except (pa.ArrowException, OSError) as error:
         reason = f"broken data ({' '.join(str(error).split())})"
-    raise UserError(f"{file}, in the {_BATCH_ROWS} rows from row {row}: {reason}. Get or write the file again.")
+    raise UserError(f"{file}, in the {_BATCH_ROWS} rows from row {row} on: {reason}. Get or write the file again.")
 
 
 def count_rows(file: Path) -> int:
