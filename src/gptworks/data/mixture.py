@@ -71,20 +71,19 @@ class Member:
         manifest, folder = prepared.manifest, prepared.folder
         if manifest.holds_examples:
             raise UserError(f"{folder} ({name}) holds conversations, and mixtures are of text: train on it separately.")
-        if not manifest.parts:
-            part = Part(
-                name=name,
-                fingerprint=manifest.fingerprint,
-                shards={split: len(files.shards) for split, files in manifest.splits.items()},
-                unknown_tokens={split: files.unknown_tokens for split, files in manifest.splits.items()},
-                made_from=manifest.made_from,
-                round_trips=manifest.round_trips,
-                validation_text_sha256=manifest.validation_text_sha256,
-                cleaning=manifest.cleaning,
-                sources=manifest.sources,
-            )
-            return cls(prepared, part, manifest.splits)
-        names = [part.name for part in manifest.parts]
+        only_part = Part(
+            name=name,
+            fingerprint=manifest.fingerprint,
+            shards={split: len(files.shards) for split, files in manifest.splits.items()},
+            unknown_tokens={split: files.unknown_tokens for split, files in manifest.splits.items()},
+            made_from=manifest.made_from,
+            round_trips=manifest.round_trips,
+            validation_text_sha256=manifest.validation_text_sha256,
+            cleaning=manifest.cleaning,
+            sources=manifest.sources,
+        )
+        parts = manifest.parts or (only_part,)
+        names = [part.name for part in parts]
         if name not in names:
             raise UserError(
                 f"{folder} is a mixture itself, of {', '.join(names)}, and none of them is {name}. Use one of these "
@@ -93,9 +92,9 @@ class Member:
         number = names.index(name)
         splits = {}
         for split, files in manifest.splits.items():
-            shards = list(shares(split, [part.shards for part in manifest.parts], files.shards))[number]
-            splits[split] = SplitFiles.of(shards, manifest.parts[number].unknown_tokens.get(split, 0))
-        return cls(prepared, manifest.parts[number], splits)
+            shards = list(shares(split, [part.shards for part in parts], files.shards))[number]
+            splits[split] = SplitFiles.of(shards, parts[number].unknown_tokens.get(split, 0))
+        return cls(prepared, parts[number], splits)
 
 
 def members_of(recipe: AnyRecipe, made: Made, trained: Callable[[AnyRecipe], Path | None]) -> list[Member] | None:

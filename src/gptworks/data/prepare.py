@@ -234,14 +234,12 @@ def _locked(folder: Path, report: Report) -> Iterator[None]:
     """Hold the folder's lock, which the system releases even when a process is killed."""
     lock = _lock(folder)
     try:
-        lock.acquire(timeout=0)
+        held = lock.acquire(timeout=0)
     except Timeout:
         report("waiting", 0, None)
-        lock.acquire()
-    try:
+        held = lock.acquire()
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def _remove_stale(cache_dir: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from gptworks.chat_template import Message
 from gptworks.config import ConversationsSource
@@ -77,20 +77,16 @@ def iter_conversations(sources: Iterable[ConversationsSource]) -> Iterator[Conve
     """
     for source in sources:
         for origin, records in origins(source):
-            read: Callable[[Fields], Turns] | None = None
-            shape: Shape | Literal["auto"] = source.shape
+            shape: Shape | None = None if source.shape == "auto" else source.shape
             for number, record in enumerate(records, 1):
                 try:
                     if not isinstance(record, Mapping):
                         raise ValueError(f"it is {_kind(record)}, not an object with fields")
-                    if read is None:
-                        shape = recognized(record) if shape == "auto" else shape
-                        read = _SHAPES[shape]
-                    assert shape != "auto"
-                    turns = read(record)
+                    shape = shape or recognized(record)
+                    turns = _SHAPES[shape](record)
                     unread = tuple(dict.fromkeys((*unread_in_record(record, shape, turns.messages), *turns.unread)))
                 except ValueError as error:
-                    read_as = "" if read is None else f" (its file is read as {shape})"
+                    read_as = f" (its file is read as {shape})" if shape else ""
                     raise UserError(f"{origin}, record {number}: {error}{read_as}. {_RULE}") from None
                 yield Conversation(origin, number, shape, unread, turns.messages, turns.unlearned)
 
