@@ -28,7 +28,7 @@ from gptworks.data.cleaning.duplicates import REASONS, Duplicates, Verdicts
 from gptworks.data.encode import Advance, encode_in_order
 from gptworks.data.jobs import Job, plan_jobs
 from gptworks.data.report import Report, adding_up
-from gptworks.data.sources.base import Piece, Source, Unit, document
+from gptworks.data.sources.base import Piece, Source, Unit, document, text_document
 from gptworks.data.sources.choose import choose_source, total_bytes
 from gptworks.errors import UserError
 from gptworks.files import (
@@ -98,7 +98,7 @@ class CleaningSource(Source):
         cleaner = Cleaner(self._filters)
         for text in _documents(self._source.read_unit(unit)):
             if (cleaned := cleaner.clean(text)) is not None:
-                yield from document(io.BytesIO(cleaned.encode("utf-8")))
+                yield from text_document(cleaned)
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,8 @@ def _count(counts: dict[int, FilterCounts], source: CleanedDocuments, sizes: np.
     seen = np.ones(len(verdicts), dtype=np.bool_)
     for number, one in counts.items():
         kept = seen & (verdicts != number)
-        one.keep_many(int(kept.sum()), int(sizes[kept].sum()))
+        n_bytes = int(sizes[kept].sum())
+        one.keep(int(kept.sum()), n_bytes, n_bytes)
         seen = kept
     dropped = verdicts[verdicts > 0].tolist()
     for number, text in zip(dropped, source.texts(verdicts > 0), strict=True):

@@ -84,10 +84,6 @@ class Done(Section):
     splits: dict[Split, SplitFiles]
     round_trips: bool
 
-    @property
-    def text_bytes(self) -> int:
-        return sum(files.text_bytes for files in self.splits.values())
-
 
 def plan_jobs(sources: Iterable[SourceConfig | Source]) -> list[Job]:
     """All units of the sources, in order, in jobs of about equal size. A job has units of one source."""
@@ -120,7 +116,7 @@ def run_jobs(
         RunError: a process died, or the disk is full or fails.
     """
     done = finished(folder)
-    report(sum(job.text_bytes for job in done.values()))
+    report(sum(files.text_bytes for job in done.values() for files in job.splits.values()))
     left = [job for job in jobs if job.number not in done]
     if not left:
         return

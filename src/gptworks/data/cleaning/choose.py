@@ -61,7 +61,7 @@ class Cleaner:
             before = size
             if changed := result != text:
                 text, size = result, size_bytes(result)
-            counts.keep(before, size, changed)
+            counts.keep(1, before, size, changed)
         return text
 
 

@@ -48,17 +48,12 @@ class FilterCounts(BaseModel):
     """Part of those kept; bytes are counted before the change."""
     dropped: dict[str, DroppedCounts] = Field(default_factory=dict)
 
-    def keep(self, seen_bytes: int, kept_bytes: int, changed: bool) -> None:
-        """Count a document that is kept."""
-        self.seen.add(1, seen_bytes)
-        self.kept.add(1, kept_bytes)
+    def keep(self, documents: int, seen_bytes: int, kept_bytes: int, changed: bool = False) -> None:
+        """Count documents that are kept."""
+        self.seen.add(documents, seen_bytes)
+        self.kept.add(documents, kept_bytes)
         if changed:
-            self.changed.add(1, seen_bytes)
-
-    def keep_many(self, documents: int, n_bytes: int) -> None:
-        """Count documents that are kept as they are."""
-        self.seen.add(documents, n_bytes)
-        self.kept.add(documents, n_bytes)
+            self.changed.add(documents, seen_bytes)
 
     def drop(self, reason: str, text: str, seen_bytes: int) -> None:
         """Count a document that is dropped."""

@@ -174,7 +174,7 @@ def learns(turn: Fields, number: int) -> bool:
             value = {"0": 0, "false": 0, "1": 1, "true": 1}.get(value.strip().lower(), value)
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise ValueError(
-                f"`{name}` of turn {number} is {_short(turn[name])}; it is 1 or true (the answer is learned) or 0 or "
+                f"`{name}` of turn {number} is {short(turn[name])}; it is 1 or true (the answer is learned) or 0 or "
                 f"false (it is not)"
             )
         switches[name] = bool(value)
@@ -184,7 +184,8 @@ def learns(turn: Fields, number: int) -> bool:
     return all(switches.values())
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """At most 40 characters of a value's representation."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:39]}…"
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from gptworks.chat_template import Message
 from gptworks.config import PreferencesSource
-from gptworks.data.conversations.keys import Fields, is_stated, unread_in_record
+from gptworks.data.conversations.keys import Fields, is_stated, short, unread_in_record
 from gptworks.data.conversations.reading import (
     Record,
     Turns,
@@ -23,7 +23,6 @@ from gptworks.data.conversations.reading import (
     read_question,
     read_text,
     read_turns,
-    short,
     with_system,
 )
 from gptworks.data.shards import TokenShards

@@ -10,7 +10,7 @@ from typing import Any
 
 from gptworks.chat_template import Message
 from gptworks.config import ConversationsSource
-from gptworks.data.conversations.keys import Fields, Shape, is_stated, learns, unread_in_record, unread_in_turn
+from gptworks.data.conversations.keys import Fields, Shape, is_stated, learns, short, unread_in_record, unread_in_turn
 from gptworks.data.sources.opening import open_file, plain_name
 from gptworks.data.sources.records import AnyRecords, Records, open_dataset, read_jsonl, read_parquet, whole_text
 from gptworks.errors import UserError
@@ -266,11 +266,6 @@ def _content(turn: Fields, field: str, number: int) -> str:
         instead = f", and its `{calls[0]}` is not read" if calls else ""
         raise ValueError(f"`{field}` of turn {number} is {_kind(content)}, not text{instead}")
     return whole_text(content)
-
-
-def short(text: str) -> str:
-    """At most 40 characters of a text, quoted."""
-    return repr(text if len(text) <= 40 else f"{text[:39]}…")
 
 
 def read_text(record: Fields, field: str) -> str:

@@ -1,6 +1,5 @@
 """Source code: a folder of it, and the standard library of Python."""
 
-import io
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gptworks.config.sources import LANGUAGES, CodeSource, PythonStdlibSource
-from gptworks.data.sources.base import Piece, Source, document
+from gptworks.data.sources.base import Piece, Source, text_document
 from gptworks.data.sources.files import is_made_here, walk
 from gptworks.data.sources.sums import contents
 from gptworks.errors import UserError, not_installed
@@ -31,13 +30,12 @@ class _SourceFiles(Source):
     whole_files = True
 
     def read(self, file: Path) -> Iterator[Piece]:
-        content = read_regular(file, _MOST_FILE_BYTES)
         try:
-            content.decode("utf-8")
+            text = read_regular(file, _MOST_FILE_BYTES).decode("utf-8")
         except UnicodeDecodeError:
             return
-        if b"\0" not in content:
-            yield from document(io.BytesIO(content))
+        if "\0" not in text:
+            yield from text_document(text)
 
     def check(self) -> None:
         self.files()  # files that are not text are left out

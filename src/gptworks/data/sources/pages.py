@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from gptworks.config.sources import HTMLSource, PDFSource, WARCSource
-from gptworks.data.sources.base import PIECES_CHECKED, Piece, Source, document
+from gptworks.data.sources.base import PIECES_CHECKED, Piece, Source, text_document
 from gptworks.data.sources.opening import open_file
 from gptworks.data.sources.records import whole_text
 from gptworks.errors import UserError, not_installed
@@ -31,7 +31,7 @@ class HTML(Source):
 
     def read(self, file: Path) -> Iterator[Piece]:
         with open_file(file) as stream:
-            yield from _text(page_text(_bounded(stream, str(file)), str(file)))
+            yield from text_document(whole_text(page_text(_bounded(stream, str(file)), str(file))))
 
 
 def page_text(html: bytes, where: str) -> str:
@@ -48,10 +48,6 @@ def _bounded(stream: Any, where: str) -> bytes:
     if len(data) > MOST_PAGE_BYTES:
         raise UserError(f"{where}: larger than {MOST_PAGE_BYTES:,} bytes, the limit for a page. Leave it out.")
     return data
-
-
-def _text(text: str) -> Iterator[Piece]:
-    yield from document(io.BytesIO(whole_text(text).encode("utf-8")))
 
 
 # ------------------------------------------------------------------------------------------------------------ warc
@@ -75,7 +71,7 @@ class WARC(Source):
                     text = page_text(_bounded(record.content_stream(), where), where)
                 else:
                     continue
-                yield from _text(text)
+                yield from text_document(whole_text(text))
 
 
 def _is_page(record: Any) -> bool:
@@ -123,7 +119,7 @@ class PDF(Source):
                 raise UserError(f"{error} To leave out such files, set the source's `broken` to skip.") from None
             warnings.warn(f"left out: {error}", stacklevel=2)
             return
-        yield from _text(text)
+        yield from text_document(whole_text(text))
 
 
 def pdf_text(file: Path) -> str:
