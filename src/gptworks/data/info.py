@@ -20,7 +20,7 @@ from gptworks.data.shards import Manifest, Part, ShardFile, Split, TokenShards, 
 PERCENTILES = (5, 25, 50, 75, 95, 99)
 MOST_COPIED = 5
 SAMPLED_DOCUMENTS, SAMPLED_TOKENS = 1000, 400
-"""How many documents the languages are guessed from, and how much of each."""
+"""Number of documents, and tokens of each, from which languages are guessed."""
 _READ_TOKENS = 1 << 20
 _DIGEST_BYTES = 16
 
@@ -165,8 +165,7 @@ def dataset_info(prepared: Prepared, report: Progress = lambda done, total: None
 
 
 def _amounts(manifest: Manifest) -> Iterator[Amount]:
-    """Amounts of each split, after it of each dataset of a mixture, and after that of each source if there are
-    several."""
+    """Amounts of each split, of each dataset of a mixture, and of each source if there are several."""
     for split, files in manifest.splits.items():
         yield _amount(split, None, None, files.shards)
         yield from _by_source(split, None, manifest, files.shards)

@@ -43,7 +43,7 @@ _WORTH_A_CHOICE_BYTES = 1 << 24  # below it, comparing two encoders takes longer
 MOST_JOBS = 4096
 """Most jobs of a source: a job has its own shards, and a dataset of many small files opens slowly."""
 _SAMPLED_PIECES, _SAMPLED_CHARACTERS = 16, 1 << 12
-"""How many pieces of each job, and how much of each, two encoders are compared on."""
+"""Number of pieces of each job, and characters of each, on which two encoders are compared."""
 
 
 @dataclass(frozen=True)

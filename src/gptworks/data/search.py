@@ -42,7 +42,7 @@ from gptworks.files import (
 from gptworks.machine import usable_cpus
 
 FOLDER = "search"
-"""The folder of the index in that of the dataset."""
+"""Name of the index's folder in a dataset."""
 BLOCK_TOKENS = 1 << 24
 MAX_BLOCK_BYTES = (1 << 31) - 1
 _VERSION = 1

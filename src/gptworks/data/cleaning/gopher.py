@@ -113,7 +113,7 @@ class GopherRepetitionFilter(Filter):
 
 
 def repeated(parts: Sequence[str]) -> tuple[int, int]:
-    """How many parts equal an earlier one, and their characters."""
+    """The number of parts that equal an earlier one, and their characters."""
     seen: set[str] = set()
     number = characters = 0
     for part in parts:

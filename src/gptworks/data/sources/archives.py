@@ -86,7 +86,7 @@ class Archive(Source):
                 with member.open() as opened:
                     yield from self._read_member(name, opened, member.size_bytes)
             except _BROKEN as error:
-                if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # the disk
+                if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # an error of the disk
                     raise
                 reason = " ".join(str(error).split())
                 raise UserError(f"{name}: broken data ({reason}). Get the archive again.") from None

@@ -1,4 +1,4 @@
-"""The files of a source: those that its path names, or its download."""
+"""The files of a source: local files, or its download."""
 
 import glob
 import os
