@@ -75,10 +75,6 @@ class FilterCounts(BaseModel):
             dropped.add_examples(its_dropped.examples)
         self.dropped = dict(sorted(self.dropped.items()))
 
-    @property
-    def dropped_documents(self) -> int:
-        return sum(one.documents for one in self.dropped.values())
-
 
 def merged(parts: Iterable[Sequence[FilterCounts]]) -> tuple[FilterCounts, ...]:
     """The sum of the counts of the same filters over several parts of the documents; their order does not matter."""
