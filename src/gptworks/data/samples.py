@@ -1,4 +1,4 @@
-"""What a run reads: windows of text, rows of conversations, pairs of answers, or prompts.
+"""The samples that a run reads: windows of text, rows of conversations, pairs of answers, or prompts.
 
 Batches are a function of only (shards, seed, position): exact resume relies on it. A position counts samples from the
 start of the run, including those that rollbacks have passed.
@@ -26,18 +26,18 @@ from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 
 Batch = tuple[Tensor, ...]
-"""Inputs and targets, int64 [B, T] each, and what else a kind of samples has."""
+"""Inputs and targets, int64 [B, T] each, and further tensors of a kind of samples."""
 
 
 class Samples(ABC):
-    """The samples of a recipe's run, as `train.batch_size` counts them, and what evaluations read."""
+    """The samples of a recipe's run, as `train.batch_size` counts them, and the sequences that evaluations read."""
 
     per_epoch: int
     """Samples in the training split."""
     n_validation: int
     """Sequences in the validation split."""
     held_out_bytes: int | None = None
-    """Bytes of the text that all sequences of the validation split hold, where they are known."""
+    """Bytes of the text in all sequences of the validation split; None: unknown."""
 
     def __init__(self, recipe: Recipe, folder: Path, verify: bool = False) -> None:
         """
@@ -83,7 +83,7 @@ class Samples(ABC):
         return shuffled(np.arange(first, first + size), self.per_epoch, self.recipe.seed)
 
     def epochs(self, position: int) -> dict[str, float]:
-        """How often the samples before a position read each dataset of a mixture, by its name."""
+        """How often the samples before a position read each dataset of a mixture, by name."""
         return {}
 
     def held_out(self, n_sequences: int) -> Iterator[Batch]:
@@ -127,7 +127,7 @@ class Windows(Samples):
 
 
 class Conversations(Samples):
-    """Rows of conversations, several a row where the objective packs them."""
+    """Rows of conversations. A row holds several if the objective packs them."""
 
     def _open(self) -> None:
         train, self._held_out = (
@@ -167,12 +167,12 @@ class AnswerPairs(Samples):
         return numbers
 
     def of(self, split: str, pairs: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Both answers of some pairs, as `batch` has them."""
+        """Both answers of some pairs, in the order of `batch`."""
         answers = [self.pairs[split].answer(pair, side) for side in (0, 1) for pair in pairs]
         return padded(answers, self.context_length)
 
     def tokens_read(self, n_samples: int, micro_batch_size: int) -> int:
-        """Tokens of the first samples of a run, padding counted, in micro-batches of this size."""
+        """Tokens of the first samples of a run, including padding, in micro-batches of this size."""
         lengths, order, tokens = self.pairs["train"].lengths, self._shuffled(0, n_samples), 0
         for first in range(0, n_samples, micro_batch_size):
             chosen = lengths[order[first : first + micro_batch_size]]
@@ -191,7 +191,7 @@ class AnswerPairs(Samples):
 
 
 class Prompts(Samples):
-    """Conversations whose last answer the model writes itself: the objective makes batches of them."""
+    """Conversations whose last answer the model writes: the objective makes batches of them."""
 
     def _open(self) -> None:
         self.examples = {
@@ -234,7 +234,7 @@ def open_samples(recipe: Recipe, folder: Path, verify: bool = False) -> Samples:
 
 
 _ROUND_TOKENS = 32
-"""Padded batches are as long as their longest row, rounded up to this: fewer shapes for kernels to meet."""
+"""Padded batches are as long as their longest row, rounded up to this, so that kernels see fewer shapes."""
 
 
 def padded_width(longest: int, context_length: int) -> int:
