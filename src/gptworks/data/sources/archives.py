@@ -40,7 +40,8 @@ class _Member(NamedTuple):
     size_bytes: int
     wrong: str
     """Why it cannot be read; empty if it can."""
-    open: Callable[[], Any]
+    stream: Callable[[], Any]
+    """Opens it."""
 
 
 class Archive(Source):
@@ -83,7 +84,7 @@ class Archive(Source):
                 raise UserError(f"{name}: {member.wrong} Leave it out with the source's `members`.")
             n_read += 1
             try:
-                with member.open() as opened:
+                with member.stream() as opened:
                     yield from self._read_member(name, opened, member.size_bytes)
             except _BROKEN as error:
                 if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # an error of the disk
