@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def process() -> Confined:
-    limits = Limits(seconds=0.3, n_bytes=1 << 28)
+    limits = Limits(seconds=1, n_bytes=1 << 28)
     return Confined("hostile_recipes", None, limits, setup_limits=Limits(seconds=60, n_bytes=1 << 30))
 
 
@@ -46,7 +46,7 @@ def test_what_ends_the_process_refuses_its_own_recipe_alone(folder: Path, proces
     known = Recipes(process)
     found = faults(folder, known)
     assert found.keys() == set(BAD)
-    assert "0.3 seconds of processor time" in found["slow"] and "256 MiB of memory" in found["hungry"]
+    assert "1 seconds of processor time" in found["slow"] and "256 MiB of memory" in found["hungry"]
     assert "not readable YAML" in found["wrong"] and "ended the process that worked on it (SIGSEGV)" in found["kills"]
     first, last = (known.of(folder / name).seed for name in ("a", "z"))  # the process that read it
     assert first != last and os.getpid() not in (first, last)
