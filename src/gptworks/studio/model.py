@@ -108,10 +108,11 @@ async def model_sheet(request: Request) -> Response:
 
 def _sheet(shown: Shown, layer: int) -> Tree:
     recipe, c = shown.recipe, shown.recipe.model
+    shapes = shown.shapes  # first: it refuses a model with too many tensors
     if layer >= c.n_layers:
         raise UserError(f"layer={layer}: the model's blocks are numbered from 0 to {c.n_layers - 1}.")
     about, made = describe(c, recipe.name), parts(c, layer)
-    names = [_tensor_names(part, layer, shown.shapes) for part in made]
+    names = [_tensor_names(part, layer, shapes) for part in made]
     stored = {one.name: one for one in shown.stored([name for some in names for name in some])}
     facts = [{"name": name, "text": text} for name, text in (*about.facts, *_training_facts(recipe, shown.whole))]
     in_block = sum(group.total for group in about.parameters.groups.values() if group.in_block)
