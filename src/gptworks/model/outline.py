@@ -7,6 +7,7 @@ in `gptworks.planning`; a module's memory is in its `cost`. This file imports no
 Letters: C width, Q query heads × their width, K key/value heads × theirs, F MLP width, V vocabulary.
 """
 
+from collections.abc import Sequence
 from fractions import Fraction
 
 from gptworks.config import ModelConfig
@@ -57,6 +58,8 @@ class Outline:
     def __init__(self, config: ModelConfig, n_future: int) -> None:
         """n_future: tokens beyond the next that the loss has terms of."""
         self.config, self.n_future = config, n_future
+        self.layers: Sequence[int] = config.layer_uses
+        """The blocks to visit, in the order of the forward pass; a visitor to whom all are alike visits one."""
         self.layer: int | None = None
         """The block that is visited; None: outside the blocks."""
         self.entry = self.first_values = False
@@ -92,7 +95,7 @@ class Outline:
         for name, shape in tables.items():
             self.tables[int(name.split(".")[1])] = self.tensor("value_embeddings", name, *shape)
         self.entry = x
-        for layer in c.layer_uses:
+        for layer in self.layers:
             self.layer = layer
             x = self.block(layer, x)
         self.layer = None

@@ -126,10 +126,11 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
 
 
 class _Tensors(Outline):
-    """The shapes of a model's tensors, by group and by name."""
+    """The shapes of a model's tensors, by group and by name; those of blocks, which are alike, from the first."""
 
     def __init__(self, config: ModelConfig, n_future: int) -> None:
         super().__init__(config, n_future)
+        self.layers = (0,)
         self.shapes: defaultdict[str, dict[str, Shape]] = defaultdict(dict)
         self.walk()
 
