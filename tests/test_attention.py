@@ -135,7 +135,7 @@ def test_rotation_is_the_complex_product_of_the_paper() -> None:
     frequency = 500.0 ** -(torch.arange(4, dtype=torch.float64) / 4)
     turned = torch.complex(x[:, :4], x[:, 4:]) * torch.exp(1j * torch.outer(torch.arange(64), frequency))
     expected = torch.cat((turned.real, turned.imag), dim=-1)
-    result = rotate(x, rotary(500.0)(0, 64, 64, torch.float64))
+    result = rotate(x, rotary(500.0).at(slice(0, 64), 64, torch.float64))
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-6)  # the tables are float32
 
 
@@ -144,13 +144,15 @@ def test_rotated_products_depend_on_the_distance_alone() -> None:
     table = rotary()
 
     def product(query_at: int, key_at: int) -> float:
-        turned = rotate(q, table(query_at, 1, 64, torch.float32)), rotate(k, table(key_at, 1, 64, torch.float32))
-        return (turned[0] * turned[1]).sum().item()
+        places = (slice(place, place + 1) for place in (query_at, key_at))
+        at_query, at_key = (table.at(place, 64, torch.float32) for place in places)
+        return (rotate(q, at_query) * rotate(k, at_key)).sum().item()
 
     assert product(10, 3) == pytest.approx(product(60, 53), abs=1e-5)
     assert product(10, 3) != pytest.approx(product(10, 4), abs=1e-3)
 
 
 def test_rotary_tables_of_a_later_part_are_those_of_the_whole() -> None:
-    for part, whole in zip(rotary()(20, 5, 64, torch.float32), rotary()(0, 64, 64, torch.float32), strict=True):
+    parts, wholes = (rotary().at(places, 64, torch.float32) for places in (slice(20, 25), slice(0, 64)))
+    for part, whole in zip(parts, wholes, strict=True):
         assert torch.equal(part, whole[20:25])

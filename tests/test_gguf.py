@@ -199,7 +199,7 @@ def test_interleaved_rows_give_the_same_scores() -> None:
     heads, width, length = config.n_heads, config.d_head, 20
     x = torch.randn(length, config.d_model, generator=generator, dtype=torch.float64)
     w_query, w_key = torch.randn(2, heads * width, config.d_model, generator=generator, dtype=torch.float64)
-    tables = Rotary(config)(0, length, length, torch.float64)
+    tables = Rotary(config).at(slice(0, length), length, torch.float64)
     ours_q, ours_k = (rotate((x @ w.T).view(length, heads, width).transpose(0, 1), tables) for w in (w_query, w_key))
     turn = torch.polar(
         torch.ones(()).double(),

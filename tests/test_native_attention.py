@@ -65,7 +65,9 @@ def test_rows_of_several_texts(dtype: torch.dtype) -> None:
     ours = inputs((2, 4, 2, 80, 80, 24), dtype)
     exact = [x.detach().double().requires_grad_() for x in ours]
     out = attend(*ours, Scores(bias=texts_bias(positions, 20, dtype)))
-    expected = cpu.attention(*exact, texts_bias(positions, 20, torch.float64), 20, 0.0)
+    expected = cpu.Attention.apply(
+        *exact, texts_bias(positions, 20, torch.float64), 20, 0.0, exact[0].size(-1) ** -0.5, None
+    )
     assert_near((out, *gradients(out, *ours)), (expected, *gradients(expected, *exact)), NEAR[dtype])
 
 
@@ -78,7 +80,9 @@ def test_rows_of_several_texts_of_any_length(dtype: torch.dtype, length: int) ->
     ours = inputs((1, 2, 1, length, length, 24), dtype)
     exact = [x.detach().double().requires_grad_() for x in ours]
     out = attend(*ours, Scores(bias=texts_bias(positions, None, dtype)))
-    expected = cpu.attention(*exact, texts_bias(positions, None, torch.float64), None, 0.0)
+    expected = cpu.Attention.apply(
+        *exact, texts_bias(positions, None, torch.float64), None, 0.0, exact[0].size(-1) ** -0.5, None
+    )
     assert_near((out, *gradients(out, *ours)), (expected, *gradients(expected, *exact)), NEAR[dtype])
 
 

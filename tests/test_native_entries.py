@@ -183,17 +183,17 @@ def test_a_table_of_other_positions_is_refused_by_name() -> None:
         table = torch.ones(shape)
         assert not passes.rotates(x, table, table) or shape[:2] != (1, 1)
         with pytest.raises(ValueError, match=rf"cos .*\[{', '.join(map(str, shape))}\]"):
-            passes.rotate(x, table, table)
+            passes.Rotation.apply(x, table, table)
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 5, 24), (2, 4, 0, 24)])
 def test_nothing_is_computed_of_nothing(shape: tuple[int, ...]) -> None:
     """Batches and texts of no elements."""
     x, table = torch.empty(shape), torch.empty(shape[2], 12)
-    assert passes.rotate(x, table, table).shape == shape
-    assert passes.activate(x, "gelu").shape == shape
-    assert passes.add(x, x, 1.0).shape == shape
-    assert passes.norm(x, torch.ones(24), None, 1e-5, torch.float32, layer=False)[1].shape == shape
+    assert passes.Rotation.apply(x, table, table).shape == shape
+    assert passes.Activation.apply(x, None, "gelu").shape == shape
+    assert passes.Add.apply(x, x, 1.0).shape == shape
+    assert passes.Norm.apply(x, torch.ones(24), None, 1e-5, torch.float32, False, None, 1.0)[1].shape == shape
     assert passes.cross_entropy(torch.empty(0, 7), torch.empty(0, dtype=torch.int64), gradient=True).shape == (0,)
 
 

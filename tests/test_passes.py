@@ -75,14 +75,14 @@ def test_activations_equal_float64(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", ["swiglu", "geglu", "geglu_tanh"])
 def test_gates_equal_float64(kind: str, dtype: torch.dtype, threads: int) -> None:
     gate, up = (torch.randn(33, 1031).to(dtype).requires_grad_() for _ in range(2))
-    check(lambda g, u: dispatch.gated(g, u, kind), lambda g, u: exact_activation(kind)(g) * u, gate, up)
+    check(lambda g, u: dispatch.activate(g, kind, u), lambda g, u: exact_activation(kind)(g) * u, gate, up)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_gates_of_other_layouts_equal_float64(dtype: torch.dtype) -> None:
     gate, up = (torch.randn(9, 7).to(dtype).T.requires_grad_() for _ in range(2))
     assert not passes.serve(gate)
-    ours, exact = dispatch.gated(gate, up, "swiglu"), F.silu(gate.double()) * up.double()
+    ours, exact = dispatch.activate(gate, "swiglu", up), F.silu(gate.double()) * up.double()
     torch.testing.assert_close(ours.double(), exact, rtol=2**-7, atol=1e-3 if dtype != torch.float64 else 1e-12)
     for a, b in zip(gradients(ours, [gate, up]), gradients(exact, [gate, up]), strict=True):
         torch.testing.assert_close(a, b, rtol=2**-6, atol=2e-2 if dtype != torch.float64 else 1e-12)

@@ -116,7 +116,7 @@ def test_a_fraction_turns_the_first_part_of_a_head_alone(fraction: float) -> Non
 
     settings = config(rope_fraction=fraction)
     x = torch.randn(1, 1, 5, 16)
-    turned = rotate(x, Rotary(settings)(3, 5, 8, torch.float32))
+    turned = rotate(x, Rotary(settings).at(slice(3, 8), 8, torch.float32))
     n_turned = int(16 * fraction)
     assert torch.equal(turned[..., n_turned:], x[..., n_turned:])
     assert not torch.allclose(turned[..., :n_turned], x[..., :n_turned])
@@ -136,27 +136,29 @@ def test_a_thread_that_reads_another_length_changes_no_tables(monkeypatch: pytes
     """One reads in the middle of the other's computing, at the worst place there is."""
     rotary = random_model(config(SCALINGS["dynamic"])).rotary
     lengths = 2 * ORIGINAL, 3 * ORIGINAL
-    expected = [random_model(config(SCALINGS["dynamic"])).rotary(0, 8, length, torch.float32) for length in lengths]
+    expected = [
+        random_model(config(SCALINGS["dynamic"])).rotary.at(slice(0, 8), length, torch.float32) for length in lengths
+    ]
     found: list[Any] = []
     compute = rotary_module.frequencies
 
     def interrupted(*arguments: Any) -> Any:
         monkeypatch.setattr(rotary_module, "frequencies", compute)
-        other = threading.Thread(target=lambda: found.append(rotary(0, 8, lengths[1], torch.float32)))
+        other = threading.Thread(target=lambda: found.append(rotary.at(slice(0, 8), lengths[1], torch.float32)))
         other.start()
         other.join()
         return compute(*arguments)
 
     monkeypatch.setattr(rotary_module, "frequencies", interrupted)
-    one = rotary(0, 8, lengths[0], torch.float32)
-    again = [rotary(0, 8, length, torch.float32) for length in lengths[::-1]]
+    one = rotary.at(slice(0, 8), lengths[0], torch.float32)
+    again = [rotary.at(slice(0, 8), length, torch.float32) for length in lengths[::-1]]
     for tables, length in ((one, 0), (found[0], 1), (again[0], 1), (again[1], 0)):
         assert all(torch.equal(a, b) for a, b in zip(tables, expected[length], strict=True))
 
 
 def test_dynamic_tables_of_places_in_any_order_are_those_of_the_whole() -> None:
     rotary = random_model(config(SCALINGS["dynamic"])).rotary
-    whole = rotary(0, 2 * ORIGINAL, 2 * ORIGINAL, torch.float32)
+    whole = rotary.at(slice(0, 2 * ORIGINAL), 2 * ORIGINAL, torch.float32)
     places = torch.tensor([[3, 2 * ORIGINAL - 1], [0, 3]])
     for part, table in zip(rotary.at(places, 2 * ORIGINAL, torch.float32), whole, strict=True):
         assert torch.equal(part, table[places])

@@ -1,1 +1,1 @@
-"""C++ kernels for CPUs, the library that is built of them, and the functions that call it."""
+"""What computes an operation: C++ for CPUs, the library that is built of it, torch's faster ways, and one table."""

@@ -1,4 +1,4 @@
-"""Attention in C++ for training on a CPU (attention.cpp), as an operation that autograd knows."""
+"""Attention in C++ for training on a CPU (attention.cpp), with its gradient."""
 
 from typing import Any
 
@@ -19,36 +19,18 @@ def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _is_here() -> bool:
-    """Apart, because Dynamo would trace through the cache, and warn."""
+    """A function of its own, because Dynamo would trace through the cache and warn."""
     return training_library() is not None
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    window: int | None,
-    dropout: float,
-    scale: float,
-    softcap: float | None,
-) -> Tensor:
+class Attention(torch.autograd.Function):
     """`gptworks.model.scores.attend`, with nothing of T × S elements kept for the backward pass.
 
-    The same inputs give the same bits on any number of threads. A query that sees no key gets zeros.
-
-    Args:
-        bias: [T, S], or [B, T, S], in q's dtype, added to the scores of the keys that a query may see by its position;
-            None: it sees all of them, in its window.
-
-    Returns:
-        [B, H, T, D], stored as [B, T, H, D].
+    The same inputs give the same bits on any number of threads. A query that sees no key gets zeros. `bias` is [T, S],
+    or [B, T, S], in q's dtype, added to the scores of the keys that a query may see by its position; None: it sees all
+    of them, in its window. The result [B, H, T, D] is stored as [B, T, H, D].
     """
-    out: Tensor = _Attention.apply(q, k, v, bias, window, dropout, scale, softcap)  # type: ignore[no-untyped-call]
-    return out
 
-
-class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -102,7 +84,7 @@ def _call(
     seed: Tensor,
     *gradients: Tensor,
 ) -> None:
-    if isinstance(q, FakeTensor):  # a trace wants the shapes alone
+    if isinstance(q, FakeTensor):  # a trace needs only shapes
         return
     library = training_library()
     assert library is not None

@@ -1,9 +1,9 @@
 """Training's operations on a CPU in fewer passes over memory than torch's own, in torch.
 
 There, a model of a few million parameters spends more time on the operations between its matrix products than on the
-products. Each function computes what its plain twin does, and tests compare the two: `attention` and
-`gptworks.model.scores.attend`, `norm` and torch's LayerNorm and RMSNorm, `activate`, `gated` and an activation,
-`dropout` and `F.dropout`. `gptworks.kernels.dispatch` chooses among these, the C++ and torch.
+products. Each function computes what its plain twin does, and tests compare the two: `Attention` and
+`gptworks.model.scores.attend`, `norm` and torch's LayerNorm and RMSNorm, `activate` and an activation, `dropout` and
+`F.dropout`. `gptworks.kernels.dispatch` chooses among these, the C++ and torch.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,33 +16,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    window: int | None,
-    dropout: float,
-    scale: float | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+class Attention(torch.autograd.Function):
     """`gptworks.model.scores.attend` as batched matrix products around a softmax, a block of queries at a time.
 
     A block of queries needs only the keys up to its last one, so nearly half of the scores are never computed. torch's
     fused CPU kernel takes 1.7 to 2.5 times as long in bf16, forward and backward, at lengths of 1,024 to 256
-    (bench/passes.py). The weights stay in memory for the backward pass.
-
-    Args:
-        bias: [T, S], or [B, T, S], 0 where the query may look and -inf elsewhere, in q's dtype.
-        scale: factor of q·k; None: 1/√D.
-        softcap: scores pass through softcap · tanh(score / softcap) before the bias; what tanh gives is kept too.
+    (bench/passes.py). The weights stay in memory for the backward pass, and with a softcap what tanh gives. `bias` is
+    [T, S], or [B, T, S], 0 where the query may look and -inf elsewhere, in q's dtype.
     """
-    scale = q.size(-1) ** -0.5 if scale is None else scale
-    out: Tensor = _Attention.apply(q, k, v, bias, window, dropout, scale, softcap)  # type: ignore[no-untyped-call]
-    return out
 
-
-class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -102,10 +84,10 @@ class _Attention(torch.autograd.Function):
 
 
 BLOCK = 128
-"""Queries done at once by `attention`."""
+"""Queries done at once by `Attention`."""
 
 LONGEST = 2048
-"""Keys up to which `attention` is used: beyond, the weights it keeps cost more memory than the time saved is worth."""
+"""Keys up to which `Attention` is used: with more, the memory for its weights is not worth the time."""
 
 
 def query_blocks(n_queries: int, n_keys: int, window: int | None) -> Iterator[tuple[slice, slice]]:
@@ -121,9 +103,7 @@ def _drop(weights: Tensor, kept: Tensor | None, dropout: float) -> Tensor:
     return weights if kept is None else weights * kept / (1 - dropout)
 
 
-def norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype, layer: bool, *_: Any
-) -> tuple[Tensor, Tensor]:
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype, layer: bool, *_: Any) -> Any:
     """x, and its LayerNorm or RMSNorm over the last dimension, computed in float32 and given in `dtype`."""
     if layer:
         return x, F.layer_norm(x, weight.shape, weight, bias, eps).to(dtype)
@@ -132,7 +112,7 @@ def norm(
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The backward pass is that of LayerNorm with a mean of zero, whose fused kernel torch has, less one term."""
+    """Its backward pass uses torch's fused kernel of LayerNorm, with a mean of zero and without one term."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -155,14 +135,11 @@ class _RMSNorm(torch.autograd.Function):
         return d_x.to(x.dtype), d_weight, None, None
 
 
-def activate(x: Tensor, kind: str) -> Tensor:
-    """What an activation, by its name in `model.mlp`, makes of x."""
-    return ACTIVATIONS[kind](x)
-
-
-def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """activation(gate) · up, for which only gate and up are kept."""
-    out: Tensor = _Gated.apply(gate, up, ACTIVATIONS[kind])  # type: ignore[no-untyped-call]
+def activate(x: Tensor, up: Tensor | None, kind: str) -> Tensor:
+    """activation(x), by its name in `model.mlp`; or activation(x) · up, for which only x and up are kept."""
+    if up is None:
+        return ACTIVATIONS[kind](x)
+    out: Tensor = _Gated.apply(x, up, kind)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -183,10 +160,10 @@ class _ReLU2(torch.autograd.Function):
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.activation = activation
-        return activation(gate) * up
+        ctx.activation = ACTIVATIONS[kind]
+        return ACTIVATIONS[kind](gate) * up
 
     @staticmethod
     @once_differentiable
@@ -209,7 +186,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "geglu": F.gelu,
     "geglu_tanh": partial(F.gelu, approximate="tanh"),
 }
-"""By their names in `model.mlp`."""
+"""Activations by their names in `model.mlp`."""
 
 
 def dropout(x: Tensor, probability: float) -> Tensor:
@@ -219,7 +196,7 @@ def dropout(x: Tensor, probability: float) -> Tensor:
 
 
 def _keep(shape: torch.Size, probability: float) -> Tensor:
-    """Booleans, false with this probability: four from each 64 random bits, where `bernoulli_` draws once for each."""
+    """Booleans, false with this probability, four from each 64 random bits; `bernoulli_` draws once for each."""
     n = shape.numel()
     bits = torch.empty((n + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
     return bits.view(torch.int16)[:n].view(shape) >= round(probability * 2**16) - 2**15

@@ -17,24 +17,24 @@ from gptworks.kernels import cpu, gemm, passes
 from gptworks.kernels.library import trains_in_cpp
 
 CPP, BLOCKS, TORCH = "C++", "torch, a block of queries at a time", "torch"
-"""Who computes."""
+"""What computes."""
 
-_F32, _F32_BF16 = (torch.float32,), (torch.float32, torch.bfloat16)
+_F32 = (torch.float32,)
 
 
 class Kernel(NamedTuple):
     """One way to compute an operation, and where it serves."""
 
     by: str
-    compute: Callable[..., Any]
+    compute: Callable[..., Tensor]
     device: str | None = None
-    """None: any."""
+    """Type of the device; None: any."""
     dtypes: tuple[torch.dtype, ...] | None = None
-    """Of the first operand. None: any."""
+    """Of the first operand; None: any."""
     training: bool = False
-    """Whether it serves in training only: in steps whose gradients are wanted."""
+    """Whether it serves only in training steps, which need gradients."""
     takes: Callable[..., bool] | None = None
-    """Whether it takes these operands; None: all that the rest allows."""
+    """Whether it takes these operands; None: it takes all."""
 
 
 def trains(*tensors: Tensor | None) -> bool:
@@ -59,7 +59,7 @@ def chosen(operation: str, *operands: Any, training: bool = False) -> Kernel:
 
 
 def planned(operation: str, on_cpu: bool) -> str:
-    """Who will compute an operation in training, as far as that is known without compiling or loading the C++."""
+    """What will compute an operation in training, as far as known without compiling or loading the C++."""
     device = "cpu" if on_cpu else "cuda"
     here = (kernel for kernel in TABLE[operation] if kernel.device in (None, device))
     return next(kernel.by for kernel in here if kernel.by != CPP or trains_in_cpp())
@@ -70,14 +70,12 @@ def planned(operation: str, on_cpu: bool) -> str:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., I] · weightᵀ [I, O] + bias [O]: [..., O]."""
-    out: Tensor = chosen("linear", x, weight).compute(x, weight, bias)
-    return out
+    return chosen("linear", x, weight).compute(x, weight, bias)
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """a [M, K] · b [K, N], in `out` where it is given."""
-    result: Tensor = chosen("product", a, b).compute(a, b, out=out)
-    return result
+    return chosen("product", a, b).compute(a, b, out=out)
 
 
 def norm(
@@ -100,67 +98,46 @@ def norm(
     kernel = chosen("norm", x, weight, dtype, branch, training=trains(x, branch))
     if kernel.by != CPP and branch is not None:
         return norm(add(x, branch, alpha), weight, bias, eps, dtype, layer)
-    found: tuple[Tensor, Tensor] = kernel.compute(x, weight, bias, eps, dtype, layer, branch, alpha)
-    return found
+    stream, normed = kernel.compute(x, weight, bias, eps, dtype, layer, branch, alpha)
+    return stream, normed
 
 
 def add(x: Tensor, branch: Tensor, alpha: float) -> Tensor:
     """x + alpha · branch, in x's dtype."""
-    out: Tensor = chosen("add", x, branch, training=trains(branch)).compute(x, branch, alpha)
-    return out
+    return chosen("add", x, branch, training=trains(branch)).compute(x, branch, alpha)
 
 
-def activate(x: Tensor, kind: str) -> Tensor:
-    """What an activation, by its name in `model.mlp`, makes of x."""
-    out: Tensor = chosen("activate", x, training=trains(x)).compute(x, kind)
-    return out
-
-
-def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """activation(gate) · up."""
-    out: Tensor = chosen("gated", gate, up, training=trains(gate, up)).compute(gate, up, kind)
-    return out
+def activate(x: Tensor, kind: str, up: Tensor | None = None) -> Tensor:
+    """activation(x), by its name in `model.mlp`; or activation(x) · up, where it gates `up`."""
+    return chosen("activate", x, up, training=trains(x, up)).compute(x, up, kind)
 
 
 def dropout(x: Tensor, probability: float) -> Tensor:
     """x with elements zeroed with this probability and the rest scaled up."""
-    out: Tensor = chosen("dropout", x, training=trains(x)).compute(x, probability)
-    return out
+    return chosen("dropout", x, training=trains(x)).compute(x, probability)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (i, i + R/2) of the first R elements of x [..., T, D] by an angle, whose cosines and sines are
     [T, R/2], or [B, 1, T, R/2] for x [B, H, T, D]."""
-    out: Tensor = chosen("rotate", x, cos, sin).compute(x, cos, sin)
-    return out
+    return chosen("rotate", x, cos, sin).compute(x, cos, sin)
 
 
 # ---------------------------------------------------------------------------------------------- torch's ways
 
 
-def _torch_product(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
-    return torch.mm(a, b, out=out)
+def _torch_activate(x: Tensor, up: Tensor | None, kind: str) -> Tensor:
+    y = F.relu(x).square() if kind == "relu2" else cpu.ACTIVATIONS[kind](x)
+    return y if up is None else y * up
 
 
 def _torch_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype, layer: bool, *_: Any
-) -> tuple[Tensor, Tensor]:
+) -> Any:
     if layer:
         return x, F.layer_norm(x, weight.shape, weight, bias, eps).to(dtype)
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     return x, F.rms_norm(wide, weight.shape, weight.to(wide.dtype), eps).to(dtype)
-
-
-def _torch_add(x: Tensor, branch: Tensor, alpha: float) -> Tensor:
-    return torch.add(x, branch, alpha=alpha)
-
-
-def _torch_activate(x: Tensor, kind: str) -> Tensor:
-    return F.relu(x).square() if kind == "relu2" else cpu.ACTIVATIONS[kind](x)
-
-
-def _torch_gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    return cpu.ACTIVATIONS[kind](gate) * up
 
 
 def _torch_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -169,7 +146,7 @@ def _torch_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
 
 
-def _by_caller(*_: Any) -> Any:
+def _by_caller(*_: Any) -> Tensor:
     raise AssertionError("the caller computes this in torch")
 
 
@@ -186,11 +163,13 @@ def _product_taken(a: Tensor, b: Tensor) -> bool:
 
 
 def _norm_taken(x: Tensor, weight: Tensor, dtype: torch.dtype, branch: Tensor | None) -> bool:
-    return weight.dtype == torch.float32 and dtype in _F32_BF16 and passes.serve(x, weight, branch)
+    return (
+        weight.dtype == torch.float32 and dtype in (torch.float32, torch.bfloat16) and passes.serve(x, weight, branch)
+    )
 
 
-def _gated_taken(gate: Tensor, up: Tensor) -> bool:
-    return gate.dtype == up.dtype and passes.serve(gate, up) and gate.stride() == up.stride()
+def _activation_taken(x: Tensor, up: Tensor | None) -> bool:
+    return passes.serve(x, up) and (up is None or (x.dtype == up.dtype and x.stride() == up.stride()))
 
 
 def _attention() -> ModuleType:
@@ -200,45 +179,46 @@ def _attention() -> ModuleType:
     return attention
 
 
+def _attend(*operands: Any) -> Any:
+    return _attention().Attention.apply(*operands)
+
+
+def _cpp(
+    compute: Callable[..., Tensor],
+    takes: Callable[..., bool],
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16),
+    training: bool = True,
+) -> Kernel:
+    return Kernel(CPP, compute, "cpu", dtypes, training, takes)
+
+
 TABLE: dict[str, tuple[Kernel, ...]] = {
-    "linear": (Kernel(CPP, gemm.linear, "cpu", _F32, takes=_linear_taken), Kernel(TORCH, F.linear)),
-    "product": (Kernel(CPP, gemm.product, "cpu", _F32, takes=_product_taken), Kernel(TORCH, _torch_product)),
+    "linear": (_cpp(gemm.linear, _linear_taken, _F32, training=False), Kernel(TORCH, F.linear)),
+    "product": (_cpp(gemm.product, _product_taken, _F32, training=False), Kernel(TORCH, torch.mm)),
     "norm": (
-        Kernel(CPP, passes.norm, "cpu", _F32_BF16, training=True, takes=_norm_taken),
+        _cpp(passes.Norm.apply, _norm_taken),
         Kernel(TORCH, cpu.norm, "cpu", training=True),
         Kernel(TORCH, _torch_norm),
     ),
     "add": (
-        Kernel(CPP, passes.add, "cpu", _F32_BF16, training=True, takes=passes.serve),
-        Kernel(TORCH, _torch_add),
+        _cpp(passes.Add.apply, passes.serve),
+        Kernel(TORCH, lambda x, branch, alpha: torch.add(x, branch, alpha=alpha)),
     ),
     "activate": (
-        Kernel(CPP, passes.activate, "cpu", _F32_BF16, training=True, takes=passes.serve),
+        _cpp(passes.Activation.apply, _activation_taken),
         Kernel(TORCH, cpu.activate, "cpu", training=True),
         Kernel(TORCH, _torch_activate),
     ),
-    "gated": (
-        Kernel(CPP, passes.gated, "cpu", _F32_BF16, training=True, takes=_gated_taken),
-        Kernel(TORCH, cpu.gated, "cpu", training=True),
-        Kernel(TORCH, _torch_gated),
-    ),
     "dropout": (Kernel(TORCH, cpu.dropout, "cpu", training=True), Kernel(TORCH, F.dropout)),
-    "rotate": (Kernel(CPP, passes.rotate, "cpu", _F32_BF16, takes=passes.rotates), Kernel(TORCH, _torch_rotate)),
+    "rotate": (_cpp(passes.Rotation.apply, passes.rotates, training=False), Kernel(TORCH, _torch_rotate)),
     "cross_entropy": (
-        Kernel(CPP, passes.cross_entropy, "cpu", _F32_BF16, takes=passes.serve),
+        _cpp(passes.cross_entropy, passes.serve, training=False),
         Kernel(TORCH, _by_caller),  # `gptworks.model.loss`
     ),
     "attention": (
-        Kernel(
-            CPP,
-            lambda *operands: _attention().attention(*operands),
-            "cpu",
-            _F32_BF16,
-            training=True,
-            takes=lambda q, k, v: _attention().takes(q, k, v),
-        ),
-        Kernel(BLOCKS, cpu.attention, "cpu", training=True, takes=lambda q, k, v: k.size(2) <= cpu.LONGEST),
+        _cpp(_attend, lambda q, k, v: _attention().takes(q, k, v)),
+        Kernel(BLOCKS, cpu.Attention.apply, "cpu", training=True, takes=lambda q, k, v: k.size(2) <= cpu.LONGEST),
         Kernel(TORCH, _by_caller),  # `gptworks.model.scores`
     ),
 }
-"""By operation, the best first."""
+"""Kernels by operation, the best first."""

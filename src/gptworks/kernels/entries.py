@@ -1,4 +1,4 @@
-"""The functions that the C++ exports: what each takes, the structures, and what numbers stand for.
+"""The functions that the C++ exports: their arguments, the structures, and the meaning of numbers.
 
 The C++ has the same (entry.h, step.cpp); `declare` compares the two when a library is loaded. Every function returns a
 code, and checks what it is given before it reads or writes anything. Without torch.
@@ -32,7 +32,7 @@ MOST_DIMENSIONS = 5
 
 
 class Structure(ctypes.Structure):
-    """A structure of the C++, by the same name there."""
+    """A structure of the C++ with the same name."""
 
 
 class Tensor(Structure):
@@ -110,10 +110,10 @@ ENTRIES = MappingProxyType({
     "gemm": _entry("a b bias? out"),
     "muon_updates": _entry("gradients momenta updates polynomials", n=INTEGER, momentum=REAL, eps=REAL),
 })  # fmt: skip
-"""By name: `gptworks_NAME` in the library. Muon's gradients and momenta are n tensors each, one after the other."""
+"""Functions by name, `gptworks_NAME` in the library. Muon's gradients and momenta are n tensors each, in a row."""
 
 _ERRORS = (ValueError, IndexError, RunError, RuntimeError)
-"""What the codes from 1 on are raised as: refused, out of range, no memory, anything else."""
+"""Exceptions for the codes from 1 on: refused, out of range, out of memory, anything else."""
 
 
 class Mismatch(Exception):
@@ -121,7 +121,7 @@ class Mismatch(Exception):
 
 
 def declare(functions: ctypes.CDLL) -> None:
-    """Tell ctypes what the functions of a library take and return.
+    """Set the argument and return types of a library's functions for ctypes.
 
     Raises:
         Mismatch: the library has other structures, other numbers or not these functions.
@@ -145,7 +145,7 @@ def declare(functions: ctypes.CDLL) -> None:
 
 
 def layout() -> str:
-    """The sizes of structures in bytes, and what numbers stand for, as the C++ says it."""
+    """The sizes of structures in bytes and the meaning of numbers, as the C++ reports them."""
     sizes = ", ".join(f"{one.__name__} {ctypes.sizeof(one)}" for one in (Tensor, Matrix, Norm, Layer, Model))
     return f"{sizes}; kinds {' '.join(KINDS)}; functions {' '.join(FUNCTIONS)}"
 

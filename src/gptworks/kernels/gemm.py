@@ -19,11 +19,11 @@ LEAST = 1 << 22
 """Multiplications below which torch's product is as fast."""
 
 LEAST_ROWS = 8
-"""Rows of the left factor for which laying out the right one pays."""
+"""Rows of the left factor from which packing the right one pays."""
 
 
 def serves(a: Tensor, b: Tensor) -> bool:
-    """Whether the C++ multiplies the rows of a [..., K] with b [K, N], and sooner than torch."""
+    """Whether the C++ multiplies the rows of a [..., K] with b [K, N], and is faster than torch."""
     return (
         all(type(x) in KINDS and x.device.type == "cpu" and x.dtype == torch.float32 for x in (a, b))
         and a.size(-1) == b.size(0)
@@ -37,7 +37,7 @@ def serves(a: Tensor, b: Tensor) -> bool:
 
 @functools.cache
 def is_faster() -> bool:
-    """Whether torch's products are MKL's here, on a processor that it does not know."""
+    """Whether torch multiplies with MKL here, on a processor that MKL does not know."""
     return is_amd() and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
 
 
@@ -56,7 +56,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., I] · weightᵀ [I, O] + bias [O]: [..., O], as autograd knows it."""
+    """x [..., I] · weightᵀ [I, O] + bias [O]: [..., O], with its gradient."""
     out: Tensor = _Linear.apply(x.reshape(-1, x.size(-1)), weight, bias)  # type: ignore[no-untyped-call]
     return out.view(*x.shape[:-1], weight.size(0))
 

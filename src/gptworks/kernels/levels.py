@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Level:
-    """What a library is built for, and where it runs."""
+    """A kind of processor that a library is built for."""
 
     name: str
     options: tuple[str, ...]
-    """Of the compiler."""
+    """Options of the compiler."""
     flags: frozenset[str]
     """The features that a processor must have, as Linux names them."""
 

@@ -16,10 +16,10 @@ from gptworks.machine import cpu_flags
 def muon_library(tensors: Iterable[Tensor]) -> Library | None:
     """The library, where it makes updates from these gradients and momenta; else None.
 
-    A processor with AMX has torch's products, which use it; those of the library do not.
+    On a processor with AMX torch computes: its products use AMX, and the library's do not.
     """
     if "amx_bf16" in cpu_flags() or not all(
-        # no subclass: neither a DTensor nor one that stands for a tensor that is not there
+        # no subclass: neither a DTensor nor a fake tensor
         type(x) is Tensor and x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous()
         for x in tensors
     ):

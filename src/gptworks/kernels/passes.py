@@ -22,7 +22,7 @@ KINDS = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
 def are_here() -> bool:
-    """Whether the C++ is there, and no graph is compiled, in which it could not be called."""
+    """Whether the C++ is there and can be called: not while a graph is compiled."""
     return not torch.compiler.is_compiling() and training_library() is not None
 
 
@@ -31,25 +31,15 @@ def serve(*tensors: Tensor | None) -> bool:
     return are_here() and all(x is None or (type(x) in KINDS and _is_readable(x)) for x in tensors)
 
 
-def activate(x: Tensor, kind: str) -> Tensor:
-    """A value of `model.mlp`'s activation of x; its gates' where it has gates."""
-    out: Tensor = _Activation.apply(x, None, FUNCTION_OF_MLP[kind])  # type: ignore[no-untyped-call]
-    return out
+class Activation(torch.autograd.Function):
+    """activation(x) of a value of `model.mlp`; or activation(x) · up, of one dtype and layout."""
 
-
-def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """activation(gate) · up, of one dtype and layout."""
-    out: Tensor = _Activation.apply(gate, up, FUNCTION_OF_MLP[kind])  # type: ignore[no-untyped-call]
-    return out
-
-
-class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, up: Tensor | None, function: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, up: Tensor | None, kind: str) -> Tensor:
         ctx.save_for_backward(x, up)
-        ctx.function = function
+        ctx.function = FUNCTION_OF_MLP[kind]
         out = torch.empty_like(x)
-        call("activate", (x, up, out), function)
+        call("activate", (x, up, out), ctx.function)
         return out
 
     @staticmethod
@@ -62,41 +52,23 @@ class _Activation(torch.autograd.Function):
         return d_x, d_up, None
 
 
-def norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    dtype: torch.dtype,
-    layer: bool,
-    branch: Tensor | None = None,
-    alpha: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+class Norm(torch.autograd.Function):
     """x + alpha · branch, or x where there is no branch; and its LayerNorm, or RMSNorm, over the last dimension.
 
-    Who reads both has the gradients of the two added in one pass.
-
-    Args:
-        weight, bias: in float32.
-        dtype: of the norm; the sum has x's.
-        layer: whether it is LayerNorm.
+    Who reads both has the gradients of the two added in one pass. Weight and bias are float32; the sum has x's dtype.
     """
-    stream, out = _Norm.apply(x, branch, weight, bias, eps, alpha, layer, dtype)  # type: ignore[no-untyped-call]
-    return stream, out
 
-
-class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        branch: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
         eps: float,
-        alpha: float,
-        layer: bool,
         dtype: torch.dtype,
+        layer: bool,
+        branch: Tensor | None,
+        alpha: float,
     ) -> tuple[Tensor, Tensor]:
         n_rows = x.numel() // x.size(-1)
         stream = x if branch is None else torch.empty_like(x)
@@ -123,16 +95,12 @@ class _Norm(torch.autograd.Function):
         d_branch = None if ctx.branch_dtype is None or same else torch.empty_like(x, dtype=ctx.branch_dtype)
         tensors = d_out, d_stream, x, weight, mean, scale, d_x, d_branch, d_weight, d_bias
         call("norm_backward", tensors, ctx.alpha)
-        return d_x, d_x if same else d_branch, d_weight, d_bias, None, None, None, None
+        return d_x, d_weight, d_bias, None, None, None, d_x if same else d_branch, None
 
 
-def add(x: Tensor, branch: Tensor, alpha: float) -> Tensor:
+class Add(torch.autograd.Function):
     """x + alpha · branch, in x's dtype."""
-    out: Tensor = _Add.apply(x, branch, alpha)  # type: ignore[no-untyped-call]
-    return out
 
-
-class _Add(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, branch: Tensor, alpha: float) -> Tensor:
         ctx.dtype, ctx.alpha = branch.dtype, alpha
@@ -148,22 +116,14 @@ class _Add(torch.autograd.Function):
 
 
 def rotates(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether `rotate` takes these."""
+    """Whether `Rotation` takes these."""
     of_each_row = cos.dim() == x.dim() == 4 and cos.size(1) == 1 and cos.size(0) == x.size(0)
     return serve(x, cos, sin) and x.dtype == cos.dtype == sin.dtype and (cos.dim() == 2 or of_each_row)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`gptworks.model.rotary.rotate`: the pairs (i, i + R/2) of the rows' first R elements turned by their position.
+class Rotation(torch.autograd.Function):
+    """`gptworks.kernels.dispatch.rotate` of tensors of one dtype."""
 
-    Args:
-        x: [..., T, D]. cos, sin: [T, R/2], or [B, 1, T, R/2] for x [B, H, T, D]; all of one dtype.
-    """
-    out: Tensor = _Rotation.apply(x, cos, sin)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
@@ -193,7 +153,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, factors: Tensor | None = None
         factors: float32 [n].
 
     Raises:
-        IndexError: a target is no column of the logits.
+        IndexError: a target is not a column of the logits.
     """
     nats = logits.new_empty(len(logits), dtype=torch.float32)
     factors = factors if factors is None else factors.contiguous()

@@ -18,14 +18,14 @@ from gptworks.model.scores import Scores, attend, attend_slots, output_is_shared
 
 
 class AttentionInputs(NamedTuple):
-    """What attention reads next to the stream."""
+    """What attention reads besides the stream."""
 
     rotary: tuple[Tensor, Tensor] | None = None
     """Cosines and sines of the T positions; None: the layer is not rotated."""
     cache: SlotLayer | None = None
-    """Where the tokens' keys and values are kept; None: the texts are complete."""
+    """The cache of the tokens' keys and values; None: the texts are complete."""
     bias: Tensor | None = None
-    """What keeps several texts of a row apart, see `attend`."""
+    """The bias that separates several texts of a row, see `attend`."""
 
 
 class Attention(nn.Module):
@@ -45,15 +45,14 @@ class Attention(nn.Module):
         self.gating = build_gating(config)
 
     def forward(self, x: Tensor, inputs: AttentionInputs, values: Tensor | None = None) -> Tensor:
-        """x [B, T, C] → [B, T, C]. values: [B, T, G·D] instead of what the layer's own projection gives."""
+        """x [B, T, C] → [B, T, C]. values: [B, T, G·D] in place of the layer's own projection."""
         gate = None if self.gating is None else self.gating(x)  # B T H
         q, k, v = self.heads(x, inputs.rotary, values)
         if inputs.cache is not None:
             y = attend_slots(q, k, v, inputs.cache, self.scores)  # 1 H N D
         else:
-            window, _, scale, softcap, _ = self.scores
             dropout = self.dropout if self.training else 0.0
-            y = attend(q, k, v, Scores(window, dropout, scale, softcap, inputs.bias))  # B H T D
+            y = attend(q, k, v, self.scores._replace(dropout=dropout, bias=inputs.bias))  # B H T D
         if gate is not None:
             y = y * gate.transpose(1, 2).unsqueeze(-1)
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))  # B T C
@@ -72,7 +71,7 @@ class Attention(nn.Module):
 
     @staticmethod
     def cost(s: Shapes, layer: int, arrives: int) -> Iterator[Stage]:
-        """Its operations, where the gradient of what it gives has `arrives` bytes."""
+        """Its operations; the gradient of its result has `arrives` bytes."""
         c, window = s.config, s.config.layer_window(layer)
         q_width, k_width = c.n_heads * c.d_head, c.n_kv_heads * c.d_head
         q, k, normalized = s.products(q_width), s.products(k_width), s.products(c.d_model)

@@ -73,7 +73,7 @@ class Block(LabParts):
 
     @staticmethod
     def cost(s: Shapes, layer: int) -> list[Stage]:
-        """Its operations, first one first."""
+        """Its operations, in order."""
         c, arrives = s.config, result_gradient(s)
         before1, before2 = Norm.cost(s, "norm1", reads_entry=True), Norm.cost(s, "norm2", not c.parallel_residual)
         if c.norm_placement == "after":
@@ -110,7 +110,7 @@ class Block(LabParts):
 
 
 def normalized(norm: Norm | None, x: Tensor, branch: Tensor | None = None, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """x + scale · branch, or x where there is no branch; and what attention or MLP read of it: its norm, or itself."""
+    """x + scale · branch, or x where there is no branch; and what attention or MLP read: its norm, or itself."""
     if norm is not None:
         return norm.of_sum(x, branch, scale)
     x = x if branch is None else add(x, branch, scale)
@@ -118,7 +118,7 @@ def normalized(norm: Norm | None, x: Tensor, branch: Tensor | None = None, scale
 
 
 def _entry(s: Shapes) -> Stage:
-    """Where the stream itself enters attention or MLP, rounded under autocast; the product that follows saves it."""
+    """The stream enters attention or MLP without a norm, rounded under autocast; the next product saves it."""
     arrives, stream = s.products(s.config.d_model), s.floats(s.config.d_model)
     if not s.autocast:  # what arrives is added to the stream's gradient as it is
         return Stage("entry", arrives=arrives)
@@ -126,8 +126,8 @@ def _entry(s: Shapes) -> Stage:
 
 
 def _branch(s: Shapes) -> Stage:
-    """Where a branch's result joins the stream; backward, where its gradient leaves it, rounded and masked: nothing
-    leaves where it is the stream's own gradient."""
+    """A branch's result is added to the stream; in the backward pass its gradient is rounded and masked, or is the
+    stream's own gradient, and nothing leaves."""
     width, dropout = s.config.d_model, s.config.dropout_residual > 0
     scaled = s.config.residual_scale != 1
     return Stage(
@@ -139,5 +139,5 @@ def _branch(s: Shapes) -> Stage:
 
 
 def result_gradient(s: Shapes) -> int:
-    """Bytes of the gradient of what attention or the MLP gives."""
+    """Bytes of the gradient of attention's or the MLP's result."""
     return s.products(s.config.d_model) if s.config.norms_behind else _branch(s).leaves

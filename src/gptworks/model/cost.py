@@ -26,51 +26,51 @@ MLP_INNER, COPIES, DROPOUT, ADAPTER = "mlp", "weight_copies", "dropout_masks", "
 
 @dataclass(frozen=True)
 class Stage:
-    """An operation as memory sees it. Sizes are bytes, parameters are elements.
+    """What an operation holds in memory. Sizes are bytes, parameters are elements.
 
-    Its backward pass makes `leaves` and the gradients of its parameters while everything saved and the gradient that
-    arrives still stand; then those go. A gradient that `merges` is added to one of its size that waits already.
+    Its backward pass makes `leaves` and the gradients of its parameters while saved tensors and the arriving gradient
+    are still held; then those are freed. A gradient that `merges` is added to an existing one of its size.
     """
 
     name: str
     saved: Mapping[str, int] = field(default_factory=dict)
-    """By kind."""
+    """Bytes by kind."""
     arrives: int = 0
     leaves: int = 0
     merges: bool = False
     scratch: int = 0
-    """More that its backward pass needs at its worst moment."""
+    """Bytes that its backward pass needs besides, at its peak."""
     matrices: int = 0
     vectors: int = 0
     for_own: Mapping[str, int] = field(default_factory=dict)
-    """Of what is saved, what the gradients of its own parameters alone need."""
+    """The part of `saved` that only the gradients of its own parameters need."""
     own_scratch: int = 0
-    """The same of the scratch memory."""
+    """The part of `scratch` that only they need."""
     module: str = ""
     """The module that has these parameters, by the last part of its name; empty: it has the operation's name."""
     readers: tuple[str, ...] = ()
-    """The modules that read the input that it saves. Where none of them is trained, it saves no input."""
+    """The modules that read its saved input. If none of them is trained, it saves no input."""
     reads_entry: bool = False
-    """Whether it reads what enters the block, normalized or to be normalized."""
+    """Whether it reads the block's input, normalized or not."""
     n_in: int = 0
-    """Inputs of its matrices; 0: the model's width."""
+    """Number of inputs of its matrices; 0: the model's width."""
     share: float = 1.0
-    """Of the tokens, those that it multiplies."""
+    """Share of the tokens that it multiplies."""
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """What sizes depend on besides the architecture."""
+    """What sizes depend on: the architecture, the batch, the precision and the device."""
 
     config: ModelConfig
     batch_size: int
     """Sequences of a micro-batch."""
     length: int
     product_bytes: int
-    """Of an element in matrix products: 4, or 2 under autocast."""
+    """Bytes of an element in matrix products: 4, or 2 under autocast."""
     on_cpu: bool
     several_texts: bool = False
-    """Whether a row holds several texts: then a bias stands in for masks."""
+    """Whether a row holds several texts: then a bias replaces masks."""
 
     @property
     def n_tokens(self) -> int:
@@ -86,7 +86,7 @@ class Shapes:
 
     @property
     def native(self) -> bool:
-        """Whether C++ computes what training does between its products."""
+        """Whether C++ computes training's operations between its products."""
         return dispatch.planned("attention", self.on_cpu) == dispatch.CPP
 
     def products(self, width: int) -> int:

@@ -52,9 +52,7 @@ class GPT(nn.Module):
         """
         super().__init__()
         if not config.vocab_size:
-            raise ValueError(
-                "model.vocab_size is not known: set it, or prepare the data so that the tokenizer tells it"
-            )
+            raise ValueError("model.vocab_size is not known: set it, or prepare the data, whose tokenizer sets it")
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.embedding_scale, self.feature_scale = map(build_scale, (config.embedding_scale, 1 / config.logit_divisor))
@@ -62,19 +60,18 @@ class GPT(nn.Module):
         self.smear, self.bigram_embedding = build_smear(config), build_bigrams(config)
         self.rotary = Rotary(config) if config.position == "rope" else None
         self.window_rotary = Rotary(windows) if (windows := config.rotating_windows) else None
-        """Of windowed layers; None: they turn as the others do."""
+        """Rotation of windowed layers; None: the same as in other layers."""
         self.dropout = Dropout(config.dropout_embedding)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.value_embeddings = build_tables(config)
         self.norm = build_norm(config)
         self.untied_head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size, bias=False)
         self.head_is_embedding = False
-        """Whether the embedding stands for an untied head, which training may untie late."""
+        """Whether the embedding is still used as the untied head, which training may untie late."""
         self.activation_checkpointing = "none"
-        """Where gradients are on, of which blocks only the input is kept, and the block computed again in the backward
-        pass: none, selective or block."""
+        """Which blocks keep only their input for the backward pass, which recomputes them: none, selective or block."""
         self.watched: list[Tensor] | None = None
-        """A list is given the root mean square of each block's output, a scalar each."""
+        """If a list: it collects the root mean square of each block's output, a scalar each."""
         initialize(self)
         self.future_heads = build_future_heads(config)  # last, so that all else begins as without them
 
@@ -96,9 +93,9 @@ class GPT(nn.Module):
 
         With places in a cache (`SlotCache.rows`), `tokens` are a flat batch [1, N] of several texts' next tokens. Each
         text continues what its slot holds, and the slot is extended.
-        A list given as `router_logits` collects those of each layer that has experts, [B, T, E].
-        Where rows hold several texts one after the other, `text_positions`, int64 [B, T], gives each token's place in
-        its own, from 0: no text sees another, and the features are those of each text alone. Then there is no cache.
+        `router_logits` collects the logits of each layer with experts, [B, T, E].
+        If rows hold several texts one after the other, `text_positions`, int64 [B, T], has each token's position in its
+        text, from 0: no text sees another, as if each had a row of its own. There is no cache then.
 
         Raises:
             ValueError: more tokens than the context holds.
@@ -161,7 +158,7 @@ class GPT(nn.Module):
     def embed(self, tokens: Tensor, previous: Tensor | None, *, in_order: bool = True) -> Tensor:
         """The tokens' own embeddings, scaled and smeared: ids [B, T], and those before them, → [B, T, C].
 
-        in_order: whether the token before stands before it in `tokens`, where there is one.
+        in_order: whether each token's predecessor, if it has one, precedes it in `tokens`.
         """
         x: Tensor = self.embedding_scale(self.token_embedding(tokens))
         if self.smear is not None and previous is not None:
@@ -188,13 +185,13 @@ class GPT(nn.Module):
         return self.logits(self.features(tokens, cache))
 
     def drop_future_heads(self) -> int:
-        """Leave out the heads of tokens beyond the next; returns how many there were. The logits stay the same."""
+        """Remove the heads of tokens beyond the next; returns their number. The logits stay the same."""
         n_heads = len(self.future_heads)
         self.config, self.future_heads = self.config.model_copy(update={"n_future_tokens": 1}), nn.ModuleList()
         return n_heads
 
     def reset_tables(self, device: torch.device | None = None) -> None:
-        """Compute what no checkpoint holds: see `Tables`."""
+        """Compute the buffers that no checkpoint holds: see `Tables`."""
         for module in self.modules():
             if isinstance(module, Tables):
                 module.reset(device)

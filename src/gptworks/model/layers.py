@@ -79,7 +79,7 @@ class Norm(nn.Module):
 
     @staticmethod
     def cost_behind(s: Shapes, arrives: int) -> Stage:
-        """A norm of what attention or MLP gives, which it saves."""
+        """A norm of attention's or the MLP's result, which it saves."""
         c = s.config
         statistics = s.floats(1) * (2 if c.norm == "layernorm" else 1)
         given = s.products(c.d_model)
@@ -139,7 +139,7 @@ class Tables(nn.Module):
     """Buffers that follow from the configuration. They are in no checkpoint."""
 
     def reset(self, device: torch.device | None = None) -> None:
-        """Compute them, on a device; None: torch's default."""
+        """Compute the buffers, on a device; None: torch's default."""
         raise NotImplementedError
 
 
@@ -175,7 +175,7 @@ class Scale(nn.Module):
 
 
 def build_scale(factor: float) -> nn.Module:
-    """What multiplies by a constant; nothing where it is 1."""
+    """A module that multiplies by a constant; the identity if it is 1."""
     return nn.Identity() if factor == 1 else Scale(factor)
 
 
@@ -201,13 +201,13 @@ class MLP(nn.Module):
         if self.gate is None:
             inner = dispatch.activate(inner, self.kind)
         else:
-            inner = dispatch.gated(self.gate(x), inner, self.kind)
+            inner = dispatch.activate(self.gate(x), self.kind, inner)
         out: Tensor = self.down(self.dropout(inner))
         return out
 
     @staticmethod
     def cost(s: Shapes, d_ff: int, arrives: int, n_tokens: float, expert: bool = False) -> Iterator[Stage]:
-        """Its operations over `n_tokens` tokens, where the gradient of what it gives has `arrives` bytes. An expert's
+        """Its operations over `n_tokens` tokens, whose result's gradient has `arrives` bytes. An expert's
         input and gradient are slices of tensors counted elsewhere."""
         c, p = s.config, s.product_bytes
         inner, outer = round(n_tokens * d_ff * p), round(n_tokens * c.d_model * p)

@@ -1,4 +1,4 @@
-"""LoRA (Hu et al., 2021): beside a linear layer's frozen matrix W stands a product B·A of low rank, which is trained.
+"""LoRA (Hu et al., 2021): a trained product B·A of low rank is added to a linear layer's frozen matrix W.
 
     y = W·x + alpha/rank · B·A·dropout(x)
 
@@ -23,7 +23,7 @@ LORA_PARTS = ("lora_a", "lora_b")
 
 
 class LowRank(nn.Module):
-    """B·A beside a layer: a base class that stands before the layer's own. What the layer has is frozen."""
+    """B·A added to a layer: the first base class, before the layer's own. The layer's parameters are frozen."""
 
     def attach(self, n_in: int, n_out: int, config: LoRAConfig, device: torch.device, dtype: torch.dtype) -> None:
         """Make A and B. A is drawn from torch's global random state."""
@@ -45,7 +45,7 @@ class LoRALinear(LowRank, Linear):
     """A linear layer with an adapter; `weight` and `bias` keep their names and are frozen."""
 
     def __init__(self, base: nn.Linear, config: LoRAConfig) -> None:
-        """Takes over the base's parameters."""
+        """Uses the base's parameters."""
         with torch.device("meta"):
             super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
         self.weight, self.bias = base.weight, base.bias
@@ -80,7 +80,7 @@ def _(base: nn.Linear, config: LoRAConfig) -> LowRank:
 
 
 def add_lora(model: GPT, config: LoRAConfig) -> GPT:
-    """Put an adapter beside each layer that `config` names, and freeze all else. Changes the model and returns it."""
+    """Add an adapter to each layer that `config` names and freeze the rest. Changes the model and returns it."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(config.trains(name))
     for name, module in list(model.named_modules()):
@@ -90,7 +90,7 @@ def add_lora(model: GPT, config: LoRAConfig) -> GPT:
 
 
 def merged_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, factor: float) -> Tensor:
-    """A matrix [O, I] and what its adapter adds to it. The product is made in float64 and rounded once."""
+    """A matrix [O, I] plus its adapter's product, which is computed in float64 and rounded once."""
     return (weight.double() + factor * (lora_b.double() @ lora_a.double())).to(weight.dtype)
 
 
@@ -103,7 +103,7 @@ def merge_lora(model: GPT) -> GPT:
 
 
 def remove_lora(model: GPT) -> GPT:
-    """Leave the adapters out: the model that they adapt. Changes the model and returns it."""
+    """Remove the adapters. Changes the model and returns it."""
     for name, module in list(model.named_modules()):
         if isinstance(module, LoRALinear):
             model.set_submodule(name, module.base())
@@ -116,5 +116,5 @@ def is_adapter(name: str) -> bool:
 
 
 def has_adapter(names: Iterable[str]) -> bool:
-    """Whether a checkpoint with these tensors holds an adapter beside the weights."""
+    """Whether a checkpoint with these tensors has an adapter."""
     return any(map(is_adapter, names))

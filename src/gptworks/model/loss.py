@@ -1,7 +1,7 @@
-"""Cross-entropy of the next token without the logits ever standing whole in memory.
+"""Cross-entropy of the next token, computed without holding all logits in memory.
 
-A vocabulary of 50,257 makes 200 KB of fp32 logits a token, and their gradient as much again. Here the head's product,
-the softmax and both gradients are done for some of the tokens at a time. On a CPU, C++ turns a row of
+A vocabulary of 50,257 makes 200 KB of fp32 logits a token, and their gradient takes as much. Here the head's product,
+the softmax and both gradients are computed for a chunk of tokens at a time. On a CPU, C++ turns a row of
 logits into its gradient at a time (gptworks.kernels.passes); torch, where that is not built, makes the probabilities of
 a few rows, which the processor's cache holds.
 """
@@ -19,14 +19,14 @@ from gptworks.model.cost import Shapes
 from gptworks.model.layers import cap, without_autocast
 
 CPU_CACHE_BYTES = 8 * 2**20
-"""fp32 probabilities made at once on a CPU: what its cache holds while it goes over them again and again."""
+"""fp32 probabilities made at once on a CPU: they stay in its cache for the passes over them."""
 
 CPU_CHUNK_TOKENS = 2048
-"""Tokens whose logits stand in memory at once on a CPU: with fewer, reading the head's matrix and adding to its
+"""Tokens whose logits are in memory at once on a CPU: with fewer, reading the head's matrix and adding to its
 gradient for each chunk would cost more than the products..."""
 
 CPU_CHUNK_LOGITS = 2 * 2**20
-"""...or more tokens, where the vocabulary is so small that their logits are no more than this."""
+"""...or more tokens, if the vocabulary is so small that their logits are at most this."""
 
 CPU_HEAD_ROWS = 8192
 """Rows of the head's gradient that a CPU computes at once, and adds in fp32 while its cache holds them: torch's product
@@ -37,14 +37,14 @@ CHUNK_TOKENS = 8192
 
 
 def chunk_tokens(device: torch.device, vocab_size: int) -> int:
-    """Tokens whose logits stand in memory at once, in the dtype of the products."""
+    """Tokens whose logits are in memory at once, in the dtype of the products."""
     if device.type != "cpu":
         return CHUNK_TOKENS
     return max(CPU_CHUNK_TOKENS, CPU_CHUNK_LOGITS // vocab_size)
 
 
 def softmax_tokens(device: torch.device, vocab_size: int) -> int:
-    """Tokens whose probabilities stand in memory at once, in fp32."""
+    """Tokens whose probabilities are in memory at once, in fp32."""
     if device.type != "cpu":
         return CHUNK_TOKENS
     return max(1, CPU_CACHE_BYTES // (4 * vocab_size))
@@ -86,7 +86,7 @@ def linear_cross_entropies(
 ) -> tuple[Tensor, Tensor]:
     """Σ factor_k · nats_k, and nats_k themselves [K]: nats_k is `linear_cross_entropy` of features[k] and targets[k].
 
-    They share the head's matrix, of which one gradient stands. The gradient of the first reaches features and weight.
+    They share the head's matrix and its one gradient. The gradient of the first result reaches features and weight.
 
     Args:
         features: [K, ..., C]. weight: [V, C]. targets: [K, ...], int64. factors: K numbers.
@@ -149,7 +149,7 @@ def distillation_loss(
     are not −100 of −log softmax(logits)[target] and KL(softmax(teacher's logits / temperature) ‖ softmax(logits /
     temperature)).
 
-    Neither model's logits ever stand whole in memory. The gradient of the first reaches features and weight.
+    Neither model's logits are all in memory at once. The gradient of the first result reaches features and weight.
 
     Args:
         features: [..., C]. weight: [V, C]. teacher_features: [..., D]. teacher_weight: [V, D]. targets: [...], int64.
@@ -181,14 +181,14 @@ def distillation_loss(
 def linear_cross_entropy_reference(
     features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None
 ) -> Tensor:
-    """The same by the definition, with all logits at once. For tests."""
+    """`linear_cross_entropy` by the definition, with all logits at once. For tests."""
     logits = cap(features.float() @ weight.float().T, softcap)
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 class _LinearLoss(torch.autograd.Function):
-    """A loss of the logits, and sums beside it. The gradients are computed with it, chunk by chunk; backward scales
-    them."""
+    """A loss of the logits, and sums to report. The forward pass computes the gradients, chunk by chunk; the backward
+    pass scales them."""
 
     @staticmethod
     def forward(
@@ -214,7 +214,7 @@ class _LinearLoss(torch.autograd.Function):
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """What each gradient is multiplied by is known in the backward pass alone: the logits are made again there."""
+    """The factor of each gradient is known in the backward pass only, which makes the logits again."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
@@ -240,8 +240,8 @@ class _TargetLogprobs(torch.autograd.Function):
 def _sums_and_gradients(
     features: Tensor, weight: Tensor, into_gradient: IntoGradient, wants: tuple[bool, bool], n_sums: int = 1
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """A loss's sums [n_sums], and its gradients for features [N, C] and weight [V, C] where they are wanted; a chunk of
-    logits stands at a time."""
+    """A loss's sums [n_sums], and its gradients for features [N, C] and weight [V, C] where they are wanted, a chunk of
+    logits at a time."""
     head, chunk = weight.to(features.dtype), chunk_tokens(features.device, weight.size(0))
     wide = torch.promote_types(weight.dtype, torch.float32)
     total = torch.zeros(n_sums, dtype=wide, device=features.device)
@@ -272,7 +272,7 @@ def _add_products(d_weight: Tensor, d_logits: Tensor, x: Tensor, adds: bool) -> 
 
 
 def _through_cap(into_gradient: IntoGradient, softcap: float | None) -> IntoGradient:
-    """The same for logits that are capped first: the gradient goes on through the cap."""
+    """The same for logits that are capped first: the gradient passes through the cap."""
     if softcap is None:
         return into_gradient
 
@@ -297,8 +297,7 @@ def _into_gradient(logits: Tensor, targets: Tensor, factors: Tensor | None = Non
     """Write softmax − one-hot over rows of logits [n, V], times a factor [n] for each; returns the sum of their
     −log softmax(logits)[target]."""
     if (kernel := dispatch.chosen("cross_entropy", logits)).by == dispatch.CPP:
-        nats: Tensor = kernel.compute(logits, targets, factors, gradient=True)
-        return nats.sum()
+        return kernel.compute(logits, targets, factors, gradient=True).sum()
     return _sum(
         _rows_to_gradient(part, targets[of], None if factors is None else factors[of])
         for part, of in _in_cache(logits, slice(0, len(logits)))
@@ -308,8 +307,7 @@ def _into_gradient(logits: Tensor, targets: Tensor, factors: Tensor | None = Non
 def _nats(logits: Tensor, targets: Tensor) -> Tensor:
     """−log softmax(logits [n, V])[target], 0 where it is −100; float32 [n]."""
     if (kernel := dispatch.chosen("cross_entropy", logits)).by == dispatch.CPP:
-        nats: Tensor = kernel.compute(logits, targets, gradient=False)
-        return nats
+        return kernel.compute(logits, targets, gradient=False)
     return F.cross_entropy(_wide(logits), targets, ignore_index=IGNORED, reduction="none")
 
 
@@ -339,20 +337,21 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def scoring_bytes(shapes: Shapes, vocab_size: int) -> int:
-    """What `token_nats` holds at its worst: a chunk's logits, and where torch makes them some rows'
-    in float32 and their logarithms."""
+    """Peak bytes of `token_nats`: a chunk's logits, and where torch makes them, some rows of them in float32 and their
+    logarithms."""
     logits = min(chunk_tokens(shapes.device, vocab_size), shapes.n_tokens) * vocab_size
     rows = 0 if shapes.native else 4 * (1 + shapes.autocast)
     return shapes.product_bytes * logits + rows * min(softmax_tokens(shapes.device, vocab_size) * vocab_size, logits)
 
 
 def loss_chunk_bytes(shapes: Shapes, vocab_size: int, head: int, taught: bool) -> int:
-    """What the loss holds at its worst beside features and their gradient: a chunk's logits, some rows' probabilities
-    (and those logits in float32) where torch makes them, and the gradient of the head's matrix of so many elements, 0
-    where it is frozen, in float32, and some rows of it as the product gives them.
+    """Peak bytes of the loss without features and their gradient: a chunk's logits, the probabilities of some rows (and
+    their logits in float32) where torch makes them, the gradient of the head's matrix in float32, and some rows of it
+    as the product makes them. Distillation (`taught`) has the teacher's logits too, and the rows' logits and
+    probabilities, softened or not.
 
-    A loss that is taught by another model has the teacher's logits besides, and its rows' logits and probabilities,
-    softened or not.
+    Args:
+        head: elements of the head's matrix; 0: it is frozen.
     """
     chunk, product = chunk_tokens(shapes.device, vocab_size), shapes.product_bytes
     first, second = (max(0, min(chunk, n)) * vocab_size for n in (shapes.n_tokens, shapes.n_tokens - chunk))

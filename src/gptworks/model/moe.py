@@ -32,7 +32,7 @@ def expert_rows(n_tokens: int) -> int:
 
 
 class MoE(nn.Module):
-    """E experts, each an MLP, and a router over them; beside them, where asked for, one that sees every token."""
+    """E experts, each an MLP, with a router over them; and optionally one more that sees every token."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class MoE(nn.Module):
         self.shared = MLP(config, config.d_ff_shared) if config.d_ff_shared else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] → what the experts give, [B, T, C], and the router's logits, float32 [B, T, E]."""
+        """x [B, T, C] → the experts' result [B, T, C], and the router's logits, float32 [B, T, E]."""
         tokens = x.flatten(0, -2)  # N C
         with without_autocast(x.device):  # rounding would change which experts are chosen
             logits = F.linear(tokens.float(), self.router.weight.float())  # N E
@@ -90,7 +90,7 @@ class MoE(nn.Module):
         )
         for e in range(c.n_experts):
             stages = list(MLP.cost(s, c.d_ff, 0, share, expert=True))
-            if e == 0:  # the last that the backward pass comes to: the gradient of all results goes
+            if e == 0:  # the last in the backward pass: the gradient of all results is freed
                 stages[-1] = replace(stages[-1], arrives=gathered)
             yield from stages
         yield Stage("reorder", arrives=gathered, leaves=gathered, scratch=gathered)
@@ -141,7 +141,7 @@ def send(x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
 
 
 def collect(given: Tensor, places: Tensor) -> Tensor:
-    """given [P, C] → what lies at the places, [N·K, C], each at most once."""
+    """given [P, C] → its rows at the places, [N·K, C], each at most once."""
     out: Tensor = _Collect.apply(given, places)  # type: ignore[no-untyped-call]
     return out
 
@@ -178,7 +178,7 @@ class _Collect(torch.autograd.Function):
 
 
 def tokens_per_expert(chosen: Tensor, n_experts: int) -> list[int]:
-    """How many of the chosen [N, K] fall on each expert; even shares where tensors have no numbers (meta, fake)."""
+    """Number of the chosen [N, K] for each expert; even shares if tensors have no values (meta, fake)."""
     if chosen.is_meta or isinstance(chosen, FakeTensor):
         share, rest = divmod(chosen.numel(), n_experts)
         return [share + (e < rest) for e in range(n_experts)]

@@ -1,4 +1,4 @@
-"""A model's tensors and matrix products, from its configuration alone and without torch.
+"""A model's tensors and matrix products, from its configuration, without torch.
 
 Each method of `Outline` follows the `forward` of one module. Parameters, FLOPs and gradients are counted by subclasses,
 in `gptworks.planning`; a module's memory is in its `cost`. This file imports no torch, since `gptworks presets` and
@@ -31,10 +31,10 @@ Sizes = tuple[int, int]
 _PLACED = (
     "value_residual", "value_embeddings", "value_projections", "value_gates", "attention_gates", "future_heads",
 )  # fmt: skip
-"""The laboratory's groups that have their place in a method. Others change what enters the first block, or a block."""
+"""The laboratory's groups that a method visits. Others change what enters the first block, or each block."""
 
 ALL = Fraction(1)
-"""The share of the tokens that every matrix multiplies but an expert's."""
+"""Share of the tokens that a matrix multiplies, unless it is an expert's."""
 
 
 def formed_pairs(length: int, window: int | None) -> int:
@@ -56,7 +56,7 @@ class Outline:
     """
 
     def __init__(self, config: ModelConfig, n_future: int) -> None:
-        """n_future: tokens beyond the next that the loss has terms of."""
+        """n_future: tokens beyond the next that the loss has terms for."""
         self.config, self.n_future = config, n_future
         self.layers: Sequence[int] = config.layer_uses
         """The blocks to visit, in the order of the forward pass; a visitor to whom all are alike visits one."""
@@ -128,8 +128,7 @@ class Outline:
         return self.adapter(module, sizes, x, share) or x or weight or bias
 
     def added(self, group: str, x: bool = False) -> bool:
-        """The tensors of a laboratory's group that the block has, or the model outside: matrices of a block multiply
-        what has a gradient if `x` is true."""
+        """Visit a laboratory's group, in the block or outside. x: whether the input of its matrices has a gradient."""
         tensors, layers = self.laboratory.get(group, ({}, ()))
         if layers is not None and self.layer not in layers:
             return False

@@ -1,4 +1,4 @@
-"""The rotary embedding (Su et al., 2021): its tables, scaled for longer contexts, and how heads are turned by them."""
+"""The rotary embedding (Su et al., 2021): its tables, scaled for longer contexts, and the rotation of heads by them."""
 
 import math
 
@@ -30,14 +30,14 @@ class Rotary(Tables):
         self.reset()
 
     def reset(self, device: torch.device | None = None) -> None:
-        """Compute the tables of the original context, or of the whole where no length changes them."""
+        """Compute the tables of the original context, or of all positions if no length changes them."""
         cos, sin = self._whole_tables()
         there = torch.get_default_device() if device is None else device
         self.cos, self.sin = cos.to(there), sin.to(there)
 
     @torch.inference_mode(False)
     def _whole_tables(self) -> tuple[Tensor, Tensor]:
-        """`_tables` of all positions, computed in parts: whole, the float64 steps take many times their size."""
+        """`_tables` of all positions, computed in parts: the float64 intermediates take many times their size."""
         n_positions, original = self.config.context_length, self.config.original_context_length
         cos, sin = (
             torch.empty(n_positions, self.config.d_rotary // 2, device="cpu", dtype=torch.float32) for _ in "cs"
@@ -57,10 +57,6 @@ class Rotary(Tables):
         frequency, factor = frequencies(self.config, text_length, position.device)
         angle = position[..., None] * frequency
         return (factor * angle.cos()).float(), (factor * angle.sin()).float()
-
-    def forward(self, start: int, length: int, text_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`at` for positions start to start + length: [length, R/2] each."""
-        return self.at(slice(start, start + length), text_length, dtype)
 
     def at(self, positions: slice | Tensor, text_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Tables for positions [...], each [..., R/2], of a text that has room for `text_length`.
@@ -98,7 +94,7 @@ def frequencies(config: ModelConfig, length: int, device: torch.device | None = 
         return plain * kept + plain / scaling.factor * (1 - kept), 1.0
 
     def pair_that_turns(times: float) -> float:
-        """The pair (fractional) that makes so many turns over the original context."""
+        """The pair (fractional) that makes this many turns over the original context."""
         return config.d_rotary * math.log(original / (times * 2 * math.pi)) / (2 * math.log(config.rope_theta))
 
     first = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)

@@ -1,4 +1,4 @@
-"""Causal attention's arithmetic: what each query takes of the keys, by whichever kernel serves.
+"""Causal attention's arithmetic: queries, keys and values to results, by the kernel that serves.
 
 Shapes: B batch, T queries, S keys, H query heads, G key/value heads, D head width.
 """
@@ -56,8 +56,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores = PLAIN) -> Tensor:
         return attend_banded(q, k, v, scores) if in_bands else _attend_torch(q, k, v, scores)
     if bias is None and kernel.by == dispatch.BLOCKS:
         bias = as_bias(causal_mask(q.size(2), k.size(2), window, q.device), q.dtype)
-    out: Tensor = kernel.compute(q, k, v, bias, window, dropout, scores.factor(q), softcap)
-    return out
+    return kernel.compute(q, k, v, bias, window, dropout, scores.factor(q), softcap)
 
 
 def _attend_torch(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
@@ -212,17 +211,17 @@ def attend_reference(q: Tensor, k: Tensor, v: Tensor, scores: Scores = PLAIN) ->
 
 
 def bias_bytes(s: Shapes) -> int:
-    """What keeps several texts of a row apart: a bias on the scores for each kind of window, shared by the layers."""
+    """Bytes of the bias that separates several texts of a row: one for each kind of window, shared by the layers."""
     return len(set(s.config.layer_windows)) * s.products(s.length) if s.several_texts else 0
 
 
 def is_blocked(s: Shapes) -> bool:
-    """Whether a layer trains on `gptworks.kernels.cpu.attention`, which keeps the weights of blocks of queries."""
+    """Whether a layer trains on `gptworks.kernels.cpu.Attention`, which keeps the weights of blocks of queries."""
     return s.on_cpu and not s.native and s.length <= cpu.LONGEST
 
 
 def is_masked(s: Shapes, window: int | None) -> bool:
-    """Whether attention takes a mask, where its kernel does not know by itself what a query may see."""
+    """Whether attention needs a mask: its kernel cannot infer what a query may see."""
     return s.several_texts or (window is not None and window < s.length)
 
 
@@ -262,7 +261,7 @@ def output_is_shared(s: Shapes, window: int | None) -> bool:
 
 
 def scores_cost(s: Shapes, window: int | None) -> Stage:
-    """What `attend` costs, whichever way it takes."""
+    """The cost of `attend`, by the kernel that serves."""
     c = s.config
     q, k = s.products(c.n_heads * c.d_head), s.products(c.n_kv_heads * c.d_head)
     leaves = q + 2 * k

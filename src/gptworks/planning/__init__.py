@@ -1,1 +1,1 @@
-"""What an architecture and a run cost, by arithmetic only: nothing is allocated and torch is not imported."""
+"""What an architecture and a run cost, by arithmetic only: nothing is allocated."""

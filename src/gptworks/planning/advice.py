@@ -14,7 +14,7 @@ from gptworks.planning.layout import Layout
 from gptworks.recipe import apply_overrides, parse_recipe
 
 Apply = Callable[[Sequence[str], int], Recipe]
-"""The recipe with some overrides, on so many devices."""
+"""The recipe with some overrides, on a number of devices."""
 
 MOST_DEVICES = 4096
 
@@ -23,21 +23,21 @@ LORA_RANK = 8
 
 @dataclass(frozen=True)
 class Change:
-    """Settings and devices to change, and what is needed then."""
+    """Settings and devices to change, and what the run needs then."""
 
     overrides: tuple[str, ...]
     """`key.path=value` each, as a user writes them."""
     n_ranks: int
     n_ranks_before: int
     ranks_per_node: int | None
-    """Fewer than before; None: as many."""
+    """Ranks on each node, if fewer than before; None: as before."""
     costs: str
     """What is given up."""
     need: Need
 
     @property
     def peak_bytes(self) -> int:
-        """Of each device."""
+        """Peak of each device."""
         return self.need.peak.total_bytes
 
     @property
@@ -50,7 +50,7 @@ class Change:
 
     @property
     def words(self) -> str:
-        """As arguments of `gptworks plan`."""
+        """The change as arguments of `gptworks plan`."""
         ranks = [f"--world-size {self.n_ranks}"] if self.n_ranks != self.n_ranks_before else []
         node = [f"--gpus-per-node {self.ranks_per_node}"] if self.ranks_per_node is not None else []
         return " ".join((*self.overrides, *ranks, *node))
@@ -58,16 +58,16 @@ class Change:
 
 @dataclass(frozen=True)
 class _Remedy:
-    """One way to hold less."""
+    """One way to use less memory."""
 
     overrides: tuple[str, ...]
     costs: str
     beyond: tuple["_Remedy", ...] = ()
-    """Milder ones in whose place it stands."""
+    """Milder ones that it replaces."""
 
 
 def recipe_with(recipe: Recipe) -> Apply:
-    """How overrides are applied to a recipe that is read already."""
+    """How to apply overrides to a recipe that has been read."""
     tree = recipe.model_dump(mode="json", exclude_unset=True)
     return lambda overrides, n_ranks: parse_recipe(apply_overrides(tree, overrides))
 
@@ -176,9 +176,9 @@ def _micro(change: Change) -> float:
 
 
 def _on_the_same_devices(recipe: Recipe, device: Device) -> Iterator[tuple[_Remedy, ...]]:
-    """What to try without more devices, the cheapest first. No remedy at all is a smaller micro-batch alone.
+    """What to try without more devices, the cheapest first. An empty tuple is a smaller micro-batch only.
 
-    The loss's chunks are not among them: logits never stand whole in memory.
+    The loss's chunks are not among them: all logits are never in memory at once.
     """
     train = recipe.train
     yield ()
@@ -258,6 +258,6 @@ def _more_devices(recipe: Recipe, n_ranks: int, device: Device) -> Iterator[list
 
 
 def _whole_batch(recipe: Recipe) -> int:
-    """What data-parallel ranks divide: sequences, or groups of answers."""
+    """Number of units that data-parallel ranks divide: sequences, or groups of answers."""
     group = recipe.objective.micro_batch_multiple
     return recipe.train.common_batch_size // gcd(recipe.train.common_batch_size, group)

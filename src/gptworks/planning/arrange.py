@@ -1,4 +1,4 @@
-"""Where a run may run: how its model and batches lie on so many devices, or the rule that forbids it.
+"""Where a run may run: how its model and batches are laid out on the devices, or the rule that forbids it.
 
 `plan`, the advice that it gives, the check before training and `launch` all ask here: what one accepts, all accept.
 """
@@ -17,10 +17,10 @@ from gptworks.planning.trained import trained
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a recipe cannot run on so many devices."""
+    """Why a recipe cannot run on this many devices."""
 
     rule: str
-    """What is asked for, and the rule that it breaks."""
+    """The setting, and the rule that it breaks."""
     fix: str
     """What to change."""
 
@@ -57,7 +57,7 @@ def arrange(recipe: Recipe, n_ranks: int, device: Device) -> Layout | Refusal:
 
 
 def layout_of(recipe: Recipe, n_ranks: int, device: Device) -> Layout:
-    """`arrange`, where a refusal is an error.
+    """`arrange`, which raises a refusal.
 
     Raises:
         UserError: the refusal.

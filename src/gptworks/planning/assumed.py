@@ -16,12 +16,12 @@ COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. (2022), table 3: about 20 tokens for each parameter at every size."""
 
 DEFAULT_BATCH_TOKENS = 2**19
-"""Tokens of a step where no recipe says: GPT-3's smaller sizes took 0.5M (Brown et al., 2020, table 2.1)."""
+"""Tokens of a step if no recipe sets them: GPT-3's smaller sizes took 0.5M (Brown et al., 2020, table 2.1)."""
 
 ASSUMED_STEPS = f"{COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER} tokens a parameter, as no length is given"
 
 _UNSET_STEPS = 10**9
-"""Stands for the steps of a preset until its batch is known: more than any warmup, and as many as a recipe may have."""
+"""Placeholder for a preset's steps until its batch is known: more than any warmup, and a recipe's most."""
 
 
 def preset_recipe(name: str, overrides: Sequence[str], device: Device, n_ranks: int = 1) -> tuple[Recipe, str | None]:
@@ -31,7 +31,7 @@ def preset_recipe(name: str, overrides: Sequence[str], device: Device, n_ranks: 
     the largest micro-batches that fit.
 
     Returns:
-        The recipe, and why it has so many steps where no override gives its length.
+        The recipe, and where its number of steps is from if no override gives its length.
     """
     tree: dict[str, Any] = apply_overrides({"model": {"preset": name}}, overrides)
     model, given = parse_model(tree["model"], name), tree.pop("train", {})

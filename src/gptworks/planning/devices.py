@@ -25,9 +25,9 @@ class Device:
     """cpu, cuda (AMD's too, as torch calls it) or mps."""
     memory_bytes: int
     half_flops: float | None
-    """bf16, or fp16 where there is no bf16."""
+    """Rate of bf16, or of fp16 on a device without bf16."""
     float_flops: float | None
-    """float32, without TF32."""
+    """Rate of float32, without TF32."""
     bandwidth: float | None
     source: str
     has_bf16: bool = True
@@ -36,9 +36,9 @@ class Device:
     inter_node: float = 12.5e9
     """Bytes/s that a device's network card sends to other nodes: a node's cards over its devices."""
     per_node: int = 8
-    """Devices of a node."""
+    """Devices in a node."""
     host_bytes: int | None = None
-    """Memory of a node's host; None: not known, and not judged."""
+    """Memory of a node's host; None: unknown, and not checked."""
     network_source: str = "assumed: PCIe 4.0 ×16, 100 Gb/s Ethernet for each device"
 
     @property
@@ -74,7 +74,7 @@ _SERVER = _Node(32, 3.125, 4, 192, "PCIe 4.0 ×16; 4 to a node with 100 Gb/s and
 _OLD_SERVER = _Node(16, 3.125, 4, 192, "PCIe 3.0 ×16; 4 to a node with 100 Gb/s and 192 GB of host memory assumed")
 _DESKTOP = _Node(32, 0.625, 2, 64, "PCIe 4.0 ×16; 2 to a node with 10 Gb/s and 64 GB of host memory assumed")
 _NEW_DESKTOP = _Node(64, 0.625, 2, 64, "PCIe 5.0 ×16; 2 to a node with 10 Gb/s and 64 GB of host memory assumed")
-"""Vendors print NVLink's and PCIe's rates for both directions together; these are of one."""
+"""Vendors print NVLink's and PCIe's rates for both directions together; these are for one."""
 
 
 def _gpu(
@@ -95,7 +95,7 @@ def _gpu(
 
 
 def _apple(name: str, gigabytes: int, single: float, bandwidth: float) -> Device:
-    """Apple prints float32 rates alone; memory is that of the largest model, shared with the CPU."""
+    """Apple publishes float32 rates only; memory is that of the largest model, shared with the CPU."""
     rate = single * 1e12
     return Device(name, "mps", gigabytes * 10**9, rate, rate, bandwidth * 1e9, "Apple, press release", has_bf16=False)
 
@@ -161,8 +161,7 @@ def with_node(
     gpus_per_node: int | None = None,
     host_memory_gib: float | None = None,
 ) -> Device:
-    """The device in a node of these figures where they are given. Ranks on a CPU share one machine where nothing else
-    is said, and so its memory."""
+    """The device in a node with the given figures. By default, ranks on a CPU share one machine and its memory."""
     given = {
         "intra_node": None if intra_node_gb_s is None else intra_node_gb_s * 1e9,
         "inter_node": None if inter_node_gb_s is None else inter_node_gb_s * 1e9,
@@ -199,7 +198,7 @@ def check_figures(**figures: float | None) -> None:
 LOOPBACK: dict[str, Any] = {
     "intra_node": 1.5e9, "inter_node": 0.125e9, "network_source": "assumed: gloo over loopback, 1 Gb/s Ethernet",
 }  # fmt: skip
-"""Of ranks on CPUs."""
+"""Network of ranks on CPUs."""
 
 
 def this_cpu() -> Device:

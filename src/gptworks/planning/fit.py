@@ -1,4 +1,4 @@
-"""What fits on a device and its host: the one verdict, the largest micro-batch, the same step done in other ways."""
+"""Whether a run fits on its devices and hosts, the largest micro-batch, and the same step in other arrangements."""
 
 from dataclasses import dataclass, replace
 
@@ -25,9 +25,9 @@ class Need:
 
     device: Device
     peak: Peak
-    """Of each device."""
+    """Peak of each device."""
     host: HostMemory | None
-    """Of the fullest node; None on a CPU, where it is the device's."""
+    """Memory of the fullest node's host; None on a CPU, where it is the device's."""
 
     @property
     def fits_device(self) -> bool:
@@ -40,7 +40,7 @@ class Need:
 
     @property
     def missing(self) -> str:
-        """What does not fit, in words; empty if all does."""
+        """What does not fit, in words; empty if everything fits."""
         held, there = readable(self.peak.total_bytes, "B"), readable(self.device.memory_bytes, "B")
         device = f"it holds {held} at its peak, and {there} are available on {self.device.name}"
         host = f"memory of the host: {self.host.words}" if self.host is not None and not self.host.fits else ""
@@ -54,7 +54,7 @@ def need(setting: Setting, device: Device) -> Need:
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another way to run the same step, and what it takes on each device."""
+    """Another way to run the same step, and the peak of each device."""
 
     setting: Setting
     peak_bytes: int
@@ -70,8 +70,8 @@ def largest_micro_batch(setting: Setting, capacity_bytes: int, sequences: int | 
     """The most sequences at a time whose step fits; 0 where one is too many.
 
     Args:
-        sequences: of a step on one device. Fewer at a time accumulate gradients, which then stand during the forward
-            pass; so many or more do not. None: the setting's own `accumulates` at any size.
+        sequences: of a step on one device. Smaller micro-batches accumulate gradients, which are then held during the
+            forward pass. None: the setting's own `accumulates` at any size.
     """
 
     def fits(size: int) -> bool:
@@ -90,7 +90,7 @@ def largest_micro_batch(setting: Setting, capacity_bytes: int, sequences: int | 
             low, top = (middle, top) if fits(middle) else (low, middle)
         return low
 
-    if sequences is not None and fits(sequences):  # at once: no gradients stand in the forward pass
+    if sequences is not None and fits(sequences):  # at once: no gradients are held in the forward pass
         return last(sequences, max(LARGEST_BATCH, sequences) + 1)
     return last(0, LARGEST_BATCH + 1 if sequences is None else sequences)
 

@@ -1,7 +1,7 @@
-"""Floating-point operations of a forward pass, from the configuration alone.
+"""Floating-point operations of a forward pass, from the configuration only.
 
-A multiply-add is two operations. Counted are matrix products; norms, activations, softmax, the rotary turn and the
-embedding lookup are not: together they are a few thousandths of the work.
+A multiply-add is two operations. Matrix products are counted; norms, activations, softmax, rotation and the embedding
+lookup are not: together they are a few thousandths of the work.
 """
 
 from collections import defaultdict
@@ -42,8 +42,8 @@ class ForwardFlops:
     laboratory: int = 0
     """Gates, and projections of value embeddings."""
     future: int = 0
-    """Heads of tokens beyond the next with the unembedding of each, which training alone computes: no part of the
-    totals."""
+    """Heads of tokens beyond the next with the unembedding of each: only training computes them, and no total has
+    them."""
 
     @property
     def projections(self) -> int:
@@ -106,7 +106,7 @@ def forward_flops(config: ModelConfig, length: int | None = None) -> ForwardFlop
 
 
 class Products(Outline):
-    """FLOPs of one text's forward and backward pass, by part and by module, where some of a model may be frozen.
+    """FLOPs of one text's forward and backward pass, by part and by module, where parts of the model may be frozen.
 
     The backward pass of y = x·W has a product of the same size for the gradient of x, where something trained is before
     it, and one for the gradient of W, where W is trained.
@@ -125,9 +125,9 @@ class Products(Outline):
         self.forward: defaultdict[str, Fraction | int] = defaultdict(int)
         self.backward: defaultdict[str, Fraction | int] = defaultdict(int)
         self.modules: dict[str, tuple[Fraction | int, Fraction | int]] = {}
-        """Forward and backward. `blocks.0.attention` has scores and weighted sum only."""
+        """Forward and backward FLOPs. `blocks.0.attention` has scores and weighted sum only."""
         self.causal = 0
-        """Of attention's forward products, those of visible pairs."""
+        """FLOPs of attention's forward products of visible pairs."""
         self.walk()
 
     def tensor(self, group: str, name: str, *shape: int) -> bool:

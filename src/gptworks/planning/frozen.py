@@ -1,4 +1,4 @@
-"""What an operation saves where its matrices are packed, gathered as they are used, or frozen beside an adapter."""
+"""What an operation saves if its matrices are packed, gathered as they are used, or frozen next to an adapter."""
 
 from collections import Counter
 from dataclasses import replace
@@ -33,8 +33,8 @@ def as_trained(stage: Stage, trained: Trained, shapes: Shapes, layer: int, no_co
 
 
 def as_first(stage: Stage, trained: Trained, shapes: Shapes, layer: int) -> Stage:
-    """A stage of the first block with a backward pass, as a run trains it, where nothing before it is trained: the
-    gradient of what enters is not made."""
+    """A stage of the first block with a backward pass, as a run trains it, where nothing before it is trained: its
+    input gets no gradient."""
     if not stage.reads_entry or trained.moves("norm1", layer):  # torch's own norm saves the normalized input instead
         return stage
     saved = dict(stage.saved)

@@ -29,11 +29,11 @@ class HostMemory:
     """`building the model`, `starting weights` or `checkpoint`."""
     n_ranks: int
     rank_bytes: int
-    """Of each rank at that moment, with its process."""
+    """Bytes of each rank at that moment, with its process."""
     first_rank_bytes: int
-    """Of rank 0 besides."""
+    """Additional bytes of rank 0."""
     limit_bytes: int | None
-    """None: unknown, and not judged; or the device is a CPU, whose memory is judged as a device's."""
+    """None: unknown, and not checked; or the device is a CPU, whose memory is checked as a device's."""
     one_rank_bytes: int
     """`total_bytes` of a node of rank 0 only, at its own largest moment: the least that a host must have."""
 
@@ -62,7 +62,7 @@ class HostMemory:
 
 
 def host_memory(setting: Setting, device: Device) -> HostMemory | None:
-    """The host's memory beside other devices than CPUs; None on a CPU."""
+    """The host's memory of devices that are not CPUs; None on a CPU."""
     if device.on_cpu:
         return None
     n = min(device.per_node, setting.layout.world_size)
@@ -75,7 +75,7 @@ def host_memory(setting: Setting, device: Device) -> HostMemory | None:
 
 
 def whole_model(setting: Setting) -> tuple[ParameterCount, Trained]:
-    """Of all tensor-parallel ranks together."""
+    """The model of all tensor-parallel ranks together."""
     parameters = count_parameters(setting.model)
     return parameters, setting.trained or everything(parameters)
 
@@ -110,12 +110,12 @@ def placed_bytes(setting: Setting) -> int:
 
 
 ONEDNN_KERNEL_BYTES, ONEDNN_KEEPS = 555_000, 1024
-"""Of one product of bfloat16 matrices, as measured on AVX-512; and how many compiled kernels oneDNN keeps."""
+"""Bytes of a compiled product of bfloat16 matrices, measured on AVX-512; and the kernels that oneDNN keeps."""
 
 
 def expert_kernels_bytes(setting: Setting) -> int:
-    """At most, of the kernels that oneDNN compiles on a CPU for each number of rows that an expert has in bf16: two
-    products forward, and four backward. 0: none but those that every model has."""
+    """Most bytes of the kernels that oneDNN compiles on a CPU for each number of rows of an expert in bf16: two
+    products forward, and four backward. 0: only those that every model has."""
     if not (setting.on_cpu and setting.precision == "bf16" and setting.model.n_experts):
         return 0
     n_tokens = setting.micro_batch_size * setting.objective.rows_per_sample * setting.model.context_length

@@ -17,12 +17,12 @@ INT4_GROUP = 32
 
 @dataclass(frozen=True)
 class InferenceMemory:
-    """What decoding takes with weights of one precision; the cache is float32 beside float32 weights, else bf16."""
+    """Memory of decoding with weights of one precision; the cache is float32 with float32 weights, else bf16."""
 
     weights: str
     weights_bytes: int
     cache_bytes: dict[int, int]
-    """Of full contexts, by the number of sequences."""
+    """Bytes of full contexts, by the number of sequences."""
 
     def total_bytes(self, batch_size: int) -> int:
         return self.weights_bytes + self.cache_bytes[batch_size]
@@ -37,12 +37,12 @@ def kv_cache_bytes(config: ModelConfig, length: int | None = None, bytes_per_val
 
 
 def kept_ids_bytes(config: ModelConfig, length: int) -> int:
-    """Of the token ids, int32, that a cache keeps of so many tokens."""
+    """Bytes of the token ids, int32, that a cache keeps for `length` tokens."""
     return 4 * length if config.reads_previous_token else 0
 
 
 def inference_memory(model: ModelConfig) -> list[InferenceMemory]:
-    """One for each precision of the weights, widest first."""
+    """Memory for each precision of the weights, widest first."""
     parameters = count_parameters(model)
     return [
         InferenceMemory(
@@ -57,8 +57,8 @@ def inference_memory(model: ModelConfig) -> list[InferenceMemory]:
 def weights_bytes(parameters: ParameterCount, precision: str, outside: bool = True) -> int:
     """All weights as `gptworks quantize` writes them; or, without those outside the blocks, as an adapter's base.
 
-    Of lower precision are the matrices alone; norms, biases, positions, gates and the routers of experts stay fp32.
-    With int4, the embedding and the head are in int8, and so is a matrix whose rows are no whole number of groups.
+    Only matrices have a lower precision; norms, biases, positions, gates and the routers of experts stay fp32.
+    With int4, the embedding and the head are in int8, and so is a matrix whose rows cannot be divided into groups.
     """
     total = 4 * parameters.total
     if precision == "fp32":
@@ -71,7 +71,7 @@ def weights_bytes(parameters: ParameterCount, precision: str, outside: bool = Tr
 
 
 def tensor_bytes(shape: Shape, precision: str, in_block: bool) -> int:
-    """Of a matrix in this precision, or of a tensor in fp32."""
+    """Bytes of a matrix in this precision, or of a tensor in fp32."""
     if precision == "fp32":
         return 4 * prod(shape)
     rows, columns = shape

@@ -1,4 +1,4 @@
-"""How a model and its batches lie on devices, and how large the pieces are that ranks hold, gather and reduce."""
+"""How a model and its batches are laid out on devices, and the sizes that ranks hold, gather and reduce."""
 
 from dataclasses import dataclass
 from math import prod
@@ -14,7 +14,7 @@ BUCKET_BYTES = 32 * 2**20
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model and its batches lie on devices."""
+    """How a model and its batches are laid out on devices."""
 
     sharding: str = "none"
     """none: all on each device (DDP where there are several); fsdp: weights, gradients and optimizer state in equal
@@ -34,8 +34,8 @@ class Layout:
 
     @property
     def sums_in_backward(self) -> bool:
-        """Whether whole gradients are added up over ranks while the backward pass goes on; tensor-parallel ranks have
-        to agree on theirs first."""
+        """Whether the backward pass overlaps with the all-reduce of gradients that each rank has in full;
+        tensor-parallel ranks have to agree on theirs first."""
         return self.data_parallel > 1 and self.tensor_parallel == 1 and self.sharding == "none"
 
 
@@ -43,7 +43,7 @@ ONE_DEVICE = Layout()
 
 
 def parallel_overrides(sharding: Sharding | None, tensor_parallel: int | None) -> list[str]:
-    """What `--sharding` and `--tensor-parallel` set of a recipe."""
+    """The overrides of a recipe that `--sharding` and `--tensor-parallel` mean."""
     strategies = {
         "auto": ["train.parallel.strategy=auto"],
         "none": ["train.parallel.strategy=ddp"],
@@ -61,15 +61,15 @@ class Shards:
     block: int
     """Matrices of a block, an adapter's among them."""
     outside: int
-    """All that is outside the blocks."""
+    """Everything outside the blocks."""
     whole: int
     """Vectors and routers of all blocks, which are not in shares."""
     trained_block: int
     trained_outside: int
     trained_whole: int
-    """Those of them that are trained; of frozen parts as many as are trained of the whole model."""
+    """The trained part of `block`, `outside` and `whole`; with frozen parameters, in the same share as in the model."""
     largest: int
-    """Of the largest tensor."""
+    """Elements of the largest tensor."""
 
 
 def shards_of(parameters: ParameterCount, model: ModelConfig, trained: Trained) -> Shards:

@@ -1,8 +1,9 @@
-"""Memory of a training step and of inference, by part, from the configuration alone.
+"""Memory of a training step and of inference, by part, from the configuration only.
 
-A step's peak is the most that stands at once on its timeline: model, optimizer and tokens throughout; what each block
-saves, piling up through the forward pass; the loss's buffers; then backwards, each operation's own needs while what was
-saved goes and gradients come; the optimizer last. `gptworks.model.cost` says how the modules state what they save.
+A step's peak is the largest sum on its timeline: model, optimizer state and tokens are there throughout; what each
+block saves adds up through the forward pass; then come the loss's buffers; in the backward pass, each operation's own
+needs, while saved tensors are freed and gradients are made; the optimizer is last. `gptworks.model.cost` says how the
+modules state what they save.
 
 Not in these figures: the process itself (Python and torch: about 400 MB on a CPU, the CUDA context on a GPU), what
 kernels take inside themselves, and what an allocator keeps between blocks of different sizes.
@@ -35,12 +36,12 @@ WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER = "weights", "weights_average", "gradient
 LOSS, TEMPORARY, COMMUNICATION, TOKENS = "logits_and_loss", "temporary", "communication", "tokens"
 CACHE = "keys_and_values_of_answers"
 CHECKPOINT, OTHER_MODELS, STARTING = "checkpoint_being_written", "other_models", "starting_weights"
-"""Parts next to the kinds of saved tensors in `gptworks.model.cost`."""
+"""Parts besides the kinds of saved tensors in `gptworks.model.cost`."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment at which most memory is held."""
+    """The moment of the most memory in use."""
 
     moment: str
     parts: dict[str, int]
@@ -51,7 +52,7 @@ class Peak:
 
 
 def training_peak(setting: Setting) -> Peak:
-    """The most that one device holds during a training step after the first; on a CPU, of a whole run, rank 0's."""
+    """Peak memory of one device during a training step after the first; on a CPU, of rank 0 during the run."""
     lengths = (setting.model.context_length, *setting.shorter_lengths)
     moments = [_Step(setting, length).run() for length in lengths]
     if setting.on_cpu and setting.saves:
@@ -62,8 +63,8 @@ def training_peak(setting: Setting) -> Peak:
 
 
 def _beginning(setting: Setting) -> list[Peak]:
-    """What a CPU holds before the first step: the model as it is made whole on each rank, and the weights that it
-    starts from; see `gptworks.planning.host`."""
+    """What a CPU holds before the first step: the model, which each rank builds in full, and the weights that it starts
+    from; see `gptworks.planning.host`."""
     moments = [Peak("building the model", {WEIGHTS: building_bytes(setting)})]
     if setting.starts_from:
         parts = {WEIGHTS: placed_bytes(setting), STARTING: starting_bytes(setting)}
@@ -72,7 +73,7 @@ def _beginning(setting: Setting) -> list[Peak]:
 
 
 class _Step:
-    """The timeline of one micro-batch and the optimizer's step that follows: what is held, and the most at once."""
+    """The timeline of one micro-batch and of the optimizer's step that follows, with what is held and its peak."""
 
     def __init__(self, setting: Setting, length: int) -> None:
         self.setting, self.layout = setting, setting.layout
@@ -117,17 +118,17 @@ class _Step:
         self.peak_bytes = 0
 
     def hold(self, part: str, n_bytes: int) -> None:
-        """Take memory; a negative number gives it back."""
+        """Add held bytes; a negative number frees them."""
         self.held[part] += n_bytes
         self.total_bytes += n_bytes
 
     def hold_saved(self, stage: Stage, sign: int = 1) -> None:
-        """Take what an operation saves, or give it back with `sign` -1."""
+        """Hold what an operation saves, or free it with `sign` -1."""
         for part, n_bytes in stage.saved.items():
             self.hold(part, sign * n_bytes)
 
     def mark(self, moment: str, momentary: int = 0, part: str = TEMPORARY) -> None:
-        """Compare this moment, at which so many more bytes are held for an instant, with the peak so far."""
+        """Compare this moment, at which `momentary` more bytes are held, with the peak so far."""
         if self.total_bytes + momentary > self.peak_bytes:
             self.peak_bytes = self.total_bytes + momentary
             parts = self.held + Counter({part: momentary})
@@ -147,8 +148,7 @@ class _Step:
         return self.peak
 
     def answering(self) -> Peak:
-        """Between steps, when an engine writes answers: at most as many at once as it has slots for, as long as the
-        context."""
+        """The peak between steps, when an engine generates answers: one in each slot, as long as the context."""
         self._start()
         self.hold(GRADIENTS, -self.held[GRADIENTS])
         self.hold(CACHE, ANSWERS_AT_ONCE * kv_cache_bytes(self.model, bytes_per_value=self.shapes.product_bytes))
@@ -174,7 +174,7 @@ class _Step:
             self.hold(GRADIENTS, gradients)
 
     def _shared(self, n_bytes: int, whole_bytes: int) -> int:
-        """What this rank has of so many bytes, of which some are whole on each rank."""
+        """This rank's share of `n_bytes`, of which `whole_bytes` are on each rank."""
         return (n_bytes - whole_bytes) // self.layout.data_parallel + whole_bytes if self.sharded else n_bytes
 
     def _block(self, use: int) -> list[Stage]:
@@ -187,30 +187,26 @@ class _Step:
         return stages
 
     def _reads_apart(self, use: int) -> bool:
-        """Whether a block's input is none of the tensors that its stages save: what it makes of it is."""
-        layer = self.uses[use]
+        """Whether a block's input is not among the tensors that its stages save, but what it makes of its input is.
+
+        The first block with a backward pass may save its normalized input only: where nothing before it is trained, and
+        on a CPU, where torch's RMSNorm needs no more for its own weight.
+        """
+        layer, first = self.uses[use], use == self.layers[0]
         scaled = self.model.residual_scalars and not self.trained.moves("scalars", layer)
-        return self.model.layer_skips(layer) or scaled or (use == self.layers[0] and self._is_first_normalized)
+        norm = self.shapes.on_cpu and self.model.norm == "rmsnorm" and self.trained.moves("norm1", layer)
+        return self.model.layer_skips(layer) or scaled or (first and norm and not self.trained.embedding)
 
-    @property
-    def _is_first_normalized(self) -> bool:
-        """Whether the first block with a backward pass saves its normalized input only: nothing before it is trained,
-        and on a CPU torch's RMSNorm, which serves there, needs no more for its own weight."""
-        first = self.uses[self.layers[0]]
-        norm = self.shapes.on_cpu and self.model.norm == "rmsnorm" and self.trained.moves("norm1", first)
-        return not self.trained.embedding and norm
-
-    def _kept_beside(self, use: int) -> int:
-        """What stands beside the stream for a block that is computed again: also what an earlier block gave, where the
-        one after that saves none of it."""
+    def _kept_next_to_stream(self, use: int) -> int:
+        """Bytes kept next to the stream for a block that is computed again: also an earlier block's output, where the
+        block after that one saves none of it."""
         after = self.model.n_layers - use
         reads = self.model.layer_skips(use) and after != use
-        alone = reads and self._reads_apart(after) and not self._computes_again(after)
-        skipped = self.shapes.floats(self.model.d_model) if alone else 0
-        return Carried.kept_bytes(self.shapes, self.uses[use]) + skipped
+        skipped = reads and self._reads_apart(after) and not self._computes_again(after)
+        return Carried.kept_bytes(self.shapes, self.uses[use]) + skipped * self.shapes.floats(self.model.d_model)
 
     def _first_kept(self, use: int) -> int | None:
-        """The first run of a run's block that is not computed again, for which autocast's copies stay."""
+        """The first run of a block that is not computed again: autocast keeps its copies of the matrices."""
         layer = self.uses[use]
         return next((u for u in self.layers if self.uses[u] == layer and not self._computes_again(u)), None)
 
@@ -223,7 +219,7 @@ class _Step:
             self.mark("embedding, gathered", 2 * 4 * self.shards.outside, COMMUNICATION)
             self.hold(COMMUNICATION, 4 * self.shards.outside)
         self.hold_saved(GPT.embedding_cost(self.shapes))
-        self.hold_saved(BigramEmbedding.cost(self.shapes), int(self._trains_pairs))
+        self.hold_saved(BigramEmbedding.cost(self.shapes), int("bigram_embedding.table.weight" in self.trained.outside))
         self.hold_saved(Smear.cost(self.shapes), int(self.trained.embedding))
         kept = self.gathered_bytes if self.layout.sharding == "zero2" else 0
         self.hold(COMMUNICATION, kept * self.trained.n_still)
@@ -234,7 +230,7 @@ class _Step:
             if self._computes_again(layer):
                 self._hold_copies(layer)  # autocast keeps them until it ends
                 self.hold(RESIDUAL, self.shapes.floats(self.model.d_model))
-                self.hold(ATTENTION, self._kept_beside(layer))
+                self.hold(ATTENTION, self._kept_next_to_stream(layer))
             else:
                 for stage in self._block(layer):
                     self.hold_saved(stage)
@@ -290,7 +286,7 @@ class _Step:
         self.hold(TEMPORARY, -features if self.future else 0)  # the sum of what came back remains
 
     def _drop_copies(self) -> None:
-        """When autocast has ended, nothing else keeps the copies of blocks that are computed again."""
+        """Autocast has ended: the copies of blocks that are computed again are freed."""
         for layer in filter(self._computes_again, self.layers):
             self._hold_copies(layer, -1)
 
@@ -307,7 +303,7 @@ class _Step:
                 self._go_back(stage, f"{stage.name} of layer {layer + 1}, backward", layer)
             if self._computes_again(layer):
                 self.hold(RESIDUAL, -stream if apart else 0)
-                self.hold(ATTENTION, -self._kept_beside(layer))
+                self.hold(ATTENTION, -self._kept_next_to_stream(layer))
             if f"value_embeddings.{layer}.weight" in self.trained.outside:
                 table = value_table(self.model, layer)
                 self.mark("value embedding, backward", 4 * table)
@@ -330,7 +326,7 @@ class _Step:
         table = self.model.vocab_size * self.model.d_model
         if "position_embedding.weight" in self.trained.outside:
             self._gain(self.model.context_length * self.model.d_model)
-        if self._trains_pairs:
+        if "bigram_embedding.table.weight" in self.trained.outside:
             self._go_back(BigramEmbedding.cost(self.shapes), "bigram embedding, backward")
             pairs = self.model.bigram_vocab_size * self.model.d_model
             self.mark("bigram embedding, backward", 4 * pairs + self.shapes.floats(self.model.d_model))
@@ -346,13 +342,8 @@ class _Step:
             self.hold(LOSS, -self.held[LOSS])
         self._gain(table)
 
-    @property
-    def _trains_pairs(self) -> bool:
-        """Whether there are embeddings of token pairs with gradients: beside an adapter they have none."""
-        return "bigram_embedding.table.weight" in self.trained.outside
-
     def _gather(self, layer: int) -> None:
-        """FSDP2 before a block's backward pass: the block, and the one whose turn is next, as it arrives."""
+        """FSDP2 before a block's backward pass: the block, and the next one, which is prefetched."""
         if self.sharded and self.layout.sharding == "fsdp":
             if layer == self.model.n_layers - 1:  # others arrived during the block before
                 self.hold(COMMUNICATION, self.gathered_bytes)
@@ -360,7 +351,7 @@ class _Step:
             self.hold(COMMUNICATION, self.gathered_bytes if layer > 0 else 0)
 
     def _reduce(self, elements: int, gathered_bytes: int, moment: str) -> None:
-        """FSDP2 after a group's backward pass: its weights go, and its gradients become float32 shares."""
+        """FSDP2 after a group's backward pass: its weights are freed, its gradients reduced to float32 shares."""
         self.hold(COMMUNICATION, -gathered_bytes)
         self._end_reduction()
         whole, share = 4 * elements, 4 * elements // self.layout.data_parallel
@@ -378,7 +369,7 @@ class _Step:
         self.reducing_bytes = 0
 
     def _add_up_over_ranks(self) -> None:
-        """Gradients that are whole on each rank, in pieces."""
+        """All-reduce gradients that each rank has in full, a bucket at a time."""
         if self.layout.data_parallel > 1:
             there = 4 * (self.shards.trained_whole if self.sharded else self.trained.parameters)
             largest = 0 if self.sharded else 4 * self.shards.largest
@@ -452,6 +443,6 @@ class _Step:
         self.mark(moment, max(product * stage.matrices + self._unpacking_bytes(stage) for stage in self._block(use)))
 
     def _unpacking_bytes(self, stage: Stage) -> int:
-        """What unpacks a stage's matrix, some rows at a time; none where it is not packed."""
+        """Bytes to unpack a stage's matrix, some rows at a time; 0: it is not packed."""
         at_once = UNPACKED_ON_CPU if self.shapes.on_cpu else UNPACKED_ELSEWHERE
         return (6 if self.shapes.autocast else 5) * min(stage.matrices, at_once) if self.packed else 0

@@ -1,4 +1,4 @@
-"""What ranks send one another in a training step, how long that takes, and what of it computing hides.
+"""What ranks send each other in a training step, how long it takes, and how much of that computing hides.
 
 Collectives are rings, as NCCL's are for large tensors. Of n ranks each sends, and receives, of a tensor of S bytes
 
@@ -44,14 +44,14 @@ class Collective:
     kind: str
     """all_gather, reduce_scatter, all_reduce or broadcast."""
     dimension: str
-    """Of the mesh, along which the ranks of a group lie: data or tensor."""
+    """The dimension of the mesh that the ranks of a group share: data or tensor."""
     n_bytes: int
-    """Of the whole tensors, of a micro-batch or, where it happens once a step, of the step."""
+    """Bytes of the whole tensors, in a micro-batch or, if it happens once a step, in the step."""
     when: str
     """forward, backward (both hidden by computing where there is enough of it, in each micro-batch), last_backward
     (likewise, in the last micro-batch) or exposed (nothing is computed meanwhile)."""
     exposed_bytes: int = 0
-    """Of `n_bytes`, what comes before all computing or after it."""
+    """The part of `n_bytes` sent before all computing or after it."""
     in_each_micro_batch: bool = True
 
 
@@ -62,7 +62,7 @@ class StepTime:
     compute: float
     communication: float
     exposed: float
-    """Of the communication, what computing does not hide."""
+    """The part of the communication that computing does not hide."""
 
     @property
     def total(self) -> float:
@@ -70,7 +70,7 @@ class StepTime:
 
 
 def collectives(setting: Setting) -> list[Collective]:
-    """What a rank takes part in during a step; none for one rank."""
+    """The collectives of a step; none for one rank."""
     return list(_collectives(setting))
 
 
@@ -118,7 +118,7 @@ def _of_tensor_parallel(s: Setting, shards: Shards, sharded: bool) -> Iterator[C
 
 
 def sent_bytes(collective: Collective, layout: Layout, micro_steps: int, n_bytes: int | None = None) -> float:
-    """What a rank sends in a step, and receives.
+    """Bytes that a rank sends, and receives, in a step.
 
     Args:
         n_bytes: of the tensors; None: all of them.
@@ -161,8 +161,8 @@ def step_time(
     spent = dict.fromkeys(("forward", "backward", "last_backward", "exposed"), 0.0)
     for one in collectives(setting):
         rate = ring_bandwidth(one, layout, device)
-        alone = one.n_bytes if one.when == "exposed" else one.exposed_bytes
-        before_or_after = sent_bytes(one, layout, micro_steps, alone) / rate
+        exposed_bytes = one.n_bytes if one.when == "exposed" else one.exposed_bytes
+        before_or_after = sent_bytes(one, layout, micro_steps, exposed_bytes) / rate
         spent["exposed"] += before_or_after
         spent[one.when] += sent_bytes(one, layout, micro_steps) / rate - before_or_after
     exposed = spent["exposed"] + max(0.0, spent["forward"] - forward_seconds)
@@ -172,5 +172,5 @@ def step_time(
 
 
 def machines(layout: Layout, device: Device) -> int:
-    """Nodes that so many ranks take."""
+    """Number of nodes for the ranks of a layout."""
     return ceil(layout.world_size / device.per_node)

@@ -1,4 +1,4 @@
-"""The other models that a run's objective reads: a teacher, or those of the start."""
+"""The other models that a run's objective reads: a teacher, or the starting model."""
 
 from gptworks.config import ModelConfig, Recipe
 from gptworks.errors import UserError
@@ -11,7 +11,7 @@ from gptworks.recipe import load_recipe
 
 
 def teacher_config(recipe: Recipe) -> ModelConfig | None:
-    """The model that the run learns from; None: it learns from data alone.
+    """The model that the run learns from; None: it learns from data only.
 
     Raises:
         UserError: there is no such run.
@@ -37,5 +37,5 @@ def other_models_bytes(recipe: Recipe) -> int:
 
 
 def _tables_bytes(model: ModelConfig) -> int:
-    """Of cosines and sines of every position."""
+    """Bytes of the cosines and sines of every position."""
     return rotary_tables_bytes(Shapes(model, batch_size=0, length=0, product_bytes=4, on_cpu=True))

@@ -1,4 +1,4 @@
-"""Every parameter of a model, from its configuration alone: names, shapes and counts."""
+"""Every parameter of a model, from its configuration only: names, shapes and counts."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Tensors of one purpose. Names and shapes are those of the built model, a matrix being [out, in]."""
+    """Tensors of one purpose, with the built model's names and shapes; a matrix is [out, in]."""
 
     name: str
     tensors: dict[str, Shape]
@@ -28,7 +28,7 @@ class ParameterGroup:
 
     @property
     def repeats(self) -> int:
-        """Copies."""
+        """Number of copies."""
         return 1 if self.layers is None else len(self.layers)
 
     @property
@@ -44,8 +44,8 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """A model's parameters by group. Twelve groups are always present, an absent part without
-    tensors; those of the laboratory's settings are where these are on."""
+    """A model's parameters by group. Twelve groups are always present, without tensors where a model lacks the part;
+    groups of the laboratory's settings are present if the settings are on."""
 
     groups: dict[str, ParameterGroup]
     active_share: float = 1.0
@@ -58,7 +58,7 @@ class ParameterCount:
 
     @property
     def active(self) -> int:
-        """Parameters that take part for one token: all but the experts it is not sent to."""
+        """Parameters used for one token: all except the experts it is not sent to."""
         experts = self.groups["mlp_weights"].total + self.groups["mlp_biases"].total
         return self.total - round((1 - self.active_share) * experts)
 
@@ -98,7 +98,7 @@ class ParameterCount:
 
 
 def require_vocab_size(config: ModelConfig) -> int:
-    """The model's vocabulary, an error where it is not known yet."""
+    """The model's vocabulary size; an error if it is not known yet."""
     if not config.vocab_size:
         raise UserError(
             "model.vocab_size=0: nothing can be counted before the vocabulary is known. "

@@ -1,4 +1,4 @@
-"""What each module of a model takes: parameters, FLOPs and bytes. Over all modules they add up to the plan's totals."""
+"""Parameters, FLOPs and bytes of each module of a model; their sums are the plan's totals."""
 
 from dataclasses import dataclass, fields
 from math import prod
@@ -15,17 +15,17 @@ from gptworks.planning.work import work_of_modules
 
 @dataclass(frozen=True)
 class Figures:
-    """What a part of a model takes. Of a tied head, parameters and bytes are the token embedding's."""
+    """What a part of a model costs. A tied head's parameters and bytes are the token embedding's."""
 
     parameters: int = 0
     adapter_parameters: int = 0
-    """Of an adapter beside it."""
+    """Parameters of its adapter."""
     forward: float = 0.0
     """FLOPs a token over the full context, attention dense, in training: heads of tokens beyond the next too."""
     backward: float = 0.0
-    """The same of the backward pass: less where something is frozen."""
+    """FLOPs a token of the backward pass: fewer if something is frozen."""
     weights_bytes: int = 0
-    """While it is trained, its adapter's included."""
+    """Bytes of the weights in training, its adapter's included."""
     gradients_bytes: int = 0
     optimizer_bytes: int = 0
     kv_cache_bytes_per_token: int = 0

@@ -28,9 +28,9 @@ class Measured:
 
     peak_bytes: int | None
     """Most memory in use: what tensors held on CUDA; on a CPU the growth of the process's resident memory, freed memory
-    given back at once. None: the speed alone was measured."""
+    given back at once. None: only the speed was measured."""
     kept_bytes: int | None
-    """The same with what the allocator keeps, as `gptworks train` lets it."""
+    """The same with the memory that the allocator keeps, as in `gptworks train`."""
     tokens_per_second: float
 
 
@@ -56,7 +56,7 @@ class Plan:
     """The step on each device."""
     device: Device
     utilization: float
-    """Share of the device's rate that the step is taken to reach, recomputation included."""
+    """Assumed share of the device's rate that the step reaches, recomputation included."""
     apply: Apply | None = None
     """How overrides become another recipe; None: over this one."""
     tokens_per_sample: float | None = None
@@ -124,7 +124,7 @@ class Plan:
 
     @property
     def flops_before_first_step(self) -> float | None:
-        """Of what is computed once, over the training split; None where its size is unknown."""
+        """FLOPs computed once, over the training split; None if its size is unknown."""
         if not self.work.before_first_step_per_token:
             return 0.0
         if self.samples_per_epoch is None:
@@ -139,7 +139,7 @@ class Plan:
         return before + self.full_steps * self.flops_per_step - self._flops_less(again=False)
 
     def _flops_less(self, again: bool) -> float:
-        """By how many FLOPs steps of shorter rows are cheaper than the same tokens in rows of the whole context.
+        """FLOPs that shorter rows save, compared with the same tokens in rows of the whole context.
 
         Args:
             again: with what activation checkpointing computes again.
@@ -158,7 +158,7 @@ class Plan:
 
     @property
     def full_steps(self) -> float | None:
-        """Of how many steps with all of `batch_size` the run has the samples; None where its length is unknown."""
+        """The run's samples in steps of `batch_size`; None if its length is unknown."""
         return None if self.steps is None else self.train.samples_before(self.steps) / self.train.batch_size
 
     @property
@@ -172,19 +172,19 @@ class Plan:
 
     @property
     def compute_optimal_tokens(self) -> int:
-        """About as many tokens as a model of this size deserves (Hoffmann et al., 2022)."""
+        """Compute-optimal number of training tokens for this size (Hoffmann et al., 2022)."""
         return COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER * self.parameters.total
 
     # ---------------------------------------------------------------------------------------- memory
 
     @cached_property
     def need(self) -> Need:
-        """What the run needs of its devices and of their hosts."""
+        """What the run needs from its devices and their hosts."""
         return need(self.setting, self.device)
 
     @property
     def peak(self) -> Peak:
-        """The most that each device holds."""
+        """Peak memory of each device."""
         return self.need.peak
 
     @property
@@ -263,7 +263,7 @@ class Plan:
 
     @property
     def sampling_seconds_per_step(self) -> float | None:
-        """Of the answers that a step is trained on; None where the device's bandwidth is unknown. Each token of each
+        """Seconds to sample the answers of a step; None if the device's bandwidth is unknown. Each token of each
         round of answers reads all the weights, in float32, once; the products are counted with the others."""
         rollouts = self.recipe.objective.rollouts
         if rollouts is None:
@@ -286,8 +286,8 @@ class Plan:
 
     @property
     def seconds(self) -> float | None:
-        """Of all training steps, and of what is computed once before them; evaluation, samples and checkpoints are not
-        counted."""
+        """Seconds of all training steps and of what is computed once before them, without evaluation, samples and
+        checkpoints."""
         before = self.flops_before_first_step
         if self.tokens is None or self.tokens_per_second is None or before is None:
             return None
@@ -300,7 +300,7 @@ class Plan:
 
     @property
     def weights_bytes(self) -> int:
-        """Weights as they are trained, a tied head once, an adapter beside them; the file adds a header of some kB."""
+        """Weights as they are trained, a tied head once, with an adapter; the file adds a header of some kB."""
         return held_weights_bytes(self.parameters, self.trained)
 
     @property
@@ -315,8 +315,8 @@ class Plan:
 
     @property
     def most_checkpoints(self) -> int | None:
-        """With optimizer state that are on disk at once: the newest, the best, one being written, and with `keep_every`
-        those at its multiples, which stay; None where it depends on a length that is unknown."""
+        """Most checkpoints with optimizer state on disk at once: the newest, the best, one being written, and with
+        `keep_every` those at its multiples, which stay; None if it depends on an unknown length."""
         train = self.train
         moving = train.keep_checkpoints + 2
         if not train.keep_every:
@@ -329,7 +329,7 @@ class Plan:
 
     @property
     def most_weights_only(self) -> int:
-        """Checkpoints with weights only that are on disk beside those: where evaluations fall between saves, the best
+        """Checkpoints with weights only that are on disk besides those: where evaluations fall between saves, the best
         so far and one that each of the newest knows of; the oldest of these knows the best that is counted there. With
         `keep_every`, those of step 0."""
         train = self.train
@@ -371,7 +371,7 @@ def plan(
         samples_per_epoch: rows or pairs of it, if known; None: windows of the text.
         dataset_tokens: the training tokens of each dataset of a mixture, if known.
         tokens_estimated: whether these are estimates from the size of the files.
-        steps_reason: why it has so many steps, where no setting says.
+        steps_reason: where its number of steps is from, if no setting says.
         device: what it runs on; None: this machine's CPU.
         n_ranks: how many devices; `train.parallel` says how model and batches lie on them.
         utilization: share of the device's rate that the step reaches.
@@ -379,7 +379,7 @@ def plan(
 
     Raises:
         UserError: the vocabulary is not known yet, the training split is shorter than one window, or the recipe cannot
-            be arranged on so many devices.
+            be arranged on this many devices.
     """
     device, model, train = device or this_cpu(), recipe.model, recipe.train
     windows = samples_per_epoch is None and not recipe.data.records

@@ -1,4 +1,4 @@
-"""What a training step's memory depends on."""
+"""The inputs of a training step's memory."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ UNPACKED_ON_CPU, UNPACKED_ELSEWHERE = 2**18, 2**22
 
 @dataclass(frozen=True)
 class Setting:
-    """A training step as memory sees it."""
+    """The properties of a training step that its memory depends on."""
 
     model: ModelConfig
     micro_batch_size: int
@@ -26,21 +26,21 @@ class Setting:
     on_cpu: bool = True
     checkpointing: str = "none"
     accumulates: bool = False
-    """Whether a step has several micro-batches, so that gradients stand during the forward pass."""
+    """Whether a step has several micro-batches, so that gradients are held during the forward pass."""
     optimizer: str = "adamw"
     optimizer_state: str = "fp32"
     decays_cautiously: bool = False
     shorter_lengths: tuple[int, ...] = ()
-    """Of rows into which the context's windows are cut in some steps."""
+    """Lengths of rows into which some steps cut the context's windows."""
     n_future: int = 0
-    """Tokens beyond the next that the loss has terms of."""
+    """Tokens beyond the next that the loss has terms for."""
     averages: bool = False
     """Whether a moving average of the weights is kept."""
     saves: bool = False
-    """Whether checkpoints are written while training goes on, from a copy in the host's memory; then the plan
-    is of the whole run, with how it begins."""
+    """Whether checkpoints are written during training, from a copy in the host's memory; then the plan includes the
+    start of the run."""
     starts_from: bool = False
-    """Whether the run starts from the weights of another."""
+    """Whether the run starts from another run's weights."""
     layout: Layout = ONE_DEVICE
     trained: Trained | None = None
     """The part of the model that is trained; None: all."""
@@ -50,7 +50,7 @@ class Setting:
     other_models_bytes: int = 0
     """Weights and tables of other models that the objective reads: a teacher, or the start."""
     teacher_width: int = 0
-    """Of the teacher's features; 0: as wide as the model's."""
+    """Width of the teacher's features; 0: the model's width."""
 
     @staticmethod
     def of(

@@ -1,4 +1,4 @@
-"""Bytes of weights and of the optimizer's state, which stand throughout a run, and of what an update takes."""
+"""Bytes of weights and of the optimizer's state, held throughout a run, and of the scratch memory of an update."""
 
 from collections import Counter
 from math import prod
@@ -10,7 +10,7 @@ from gptworks.planning.trained import Trained, everything
 
 
 def held_weights_bytes(parameters: ParameterCount, trained: Trained) -> int:
-    """All weights and an adapter's beside them; in fp32 but for the base of an adapter that packs it."""
+    """All weights and an adapter's, in fp32 except for an adapter's packed base."""
     base = 4 * parameters.total if trained.base == "full" else weights_bytes(parameters, trained.base, outside=False)
     return base + 4 * trained.added
 

@@ -1,4 +1,4 @@
-"""How many tokens a recipe's data will have, from the size of its files alone."""
+"""How many tokens a recipe's data will have, from the size of its files."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ from gptworks.data.sources.choose import choose_source
 from gptworks.errors import UserError
 
 BYTES_PER_TOKEN = 4.0
-"""Of English text in byte-level BPE with tens of thousands of tokens; a smaller vocabulary has fewer."""
+"""Bytes a token of English text in byte-level BPE with tens of thousands of tokens; a smaller vocabulary has fewer."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class DataSize:
     """Rows of examples or pairs of answers; None: windows of the text, or unknown."""
     estimated: bool
     missing: str | None = None
-    """Which source is not there, and what to do."""
+    """Which source is missing, and what to do."""
     datasets: dict[str, int] = field(default_factory=dict)
     """Training tokens of each dataset of a mixture; empty: unknown, or there is none."""
     vocab_size: int | None = None
-    """Of the tokenizer, where a dataset of the mixture has it."""
+    """Vocabulary of the tokenizer, if a dataset of the mixture has it."""
 
 
 def data_size(recipe: Recipe) -> DataSize:
@@ -48,7 +48,7 @@ def data_size(recipe: Recipe) -> DataSize:
 
 
 def _mixture_size(recipe: Recipe) -> DataSize:
-    """The sum over the datasets, of which those that are built are known exactly."""
+    """The sum over the datasets; the size of built ones is known exactly."""
     data, sizes, vocab_size = recipe.data, {}, None
     for member in data.mixture:
         if member.dataset is None:

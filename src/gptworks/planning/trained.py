@@ -1,4 +1,4 @@
-"""How much of a model a run trains, where not all: what is frozen has no gradient and no optimizer state."""
+"""The part of a model that a run trains: frozen parameters have no gradient and no optimizer state."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -15,23 +15,23 @@ class Trained:
     """The part of a model that is trained."""
 
     parameters: int
-    """Those with a gradient, an adapter's included."""
+    """Parameters with a gradient, an adapter's included."""
     added: int
-    """Parameters of an adapter, which stand beside the model's."""
+    """Parameters of an adapter, which the model's do not include."""
     share: float
-    """Of the model's own parameters, those that are trained."""
+    """Share of the model's own parameters that are trained."""
     matrices: tuple[Shape, ...]
-    """Of the blocks' own matrices, those that are trained: all that an optimizer other than AdamW updates."""
+    """The trained matrices of the blocks: the ones that an optimizer other than AdamW updates."""
     head: bool
     """Whether the head's matrix, or the embedding that it is tied to, is trained."""
     embedding: bool
-    """Whether anything is that tokens are embedded with, so that the backward pass goes on to there."""
+    """Whether something before the first block is trained, so that the backward pass reaches the embeddings."""
     outside: frozenset[str] = frozenset()
     """The trained tensors outside the blocks, by name."""
     modules: tuple[frozenset[str], ...] | None = None
     """The modules of each block with trained parameters of its own, by the last part of their names; None: all."""
     rank: int = 0
-    """Of the adapter; 0: none."""
+    """Rank of the adapter; 0: none."""
     dropout: bool = False
     """Whether each adapter keeps a copy of its input."""
     targets: frozenset[str] = frozenset()
@@ -39,9 +39,9 @@ class Trained:
     base: str = "full"
     """How the blocks' frozen matrices are held beneath an adapter: full, int8 or int4."""
     in_8_bits: tuple[int, int] = (0, 0)
-    """What AdamW with moments in 8 bits keeps so: elements, and scales of both moments."""
+    """Elements that AdamW keeps in 8 bits with `optimizer_state: int8`, and the scales of both moments."""
     n_still: int = 0
-    """Runs of blocks, from the first on, that nothing trained stands before or in: their backward pass is left out."""
+    """Number of the first runs of blocks without anything trained in or before them: they have no backward pass."""
 
     def moves(self, module: str, layer: int) -> bool:
         """Whether a block's module of this name has trained parameters of its own."""
@@ -56,7 +56,7 @@ def trains(parameter: str, adapter: LoRAConfig | None, freeze: FreezeConfig | No
 
 
 def everything(count: ParameterCount) -> Trained:
-    """A whole model."""
+    """All of a model is trained."""
     matrices = tuple(
         shape
         for group in count.groups.values()
@@ -77,13 +77,13 @@ def everything(count: ParameterCount) -> Trained:
 
 
 def moments_in_8_bits(sizes: Iterable[int]) -> tuple[int, int]:
-    """Of matrices of the blocks with so many elements, those of which AdamW keeps 8 bits, and their scales."""
+    """Elements of the blocks' matrices, of these sizes, whose moments AdamW keeps in 8 bits; and their scales."""
     large = [size for size in sizes if size >= LEAST_IN_8_BITS]
     return sum(large), 2 * sum(-(-size // SCALED_TOGETHER) for size in large)
 
 
 def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> Trained | None:
-    """What is trained of a model; None where that is all of it."""
+    """The trained part of a model; None: all of it."""
     if adapter is None and freeze is None:
         return None
     count = count_parameters(model)

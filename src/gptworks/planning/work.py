@@ -16,12 +16,12 @@ class Work:
     """FLOPs a token of a training step: rows at the full context, attention dense."""
 
     forward: dict[str, float]
-    """By part; a part is an identifier."""
+    """FLOPs a token by part, an identifier."""
     backward: dict[str, float]
     again_per_token: float
-    """Of forward passes that activation checkpointing computes again. No part of the totals: see PaLM's MFU."""
+    """FLOPs that activation checkpointing recomputes. Not in the totals: see PaLM's MFU."""
     before_first_step_per_token: float = 0.0
-    """Of a forward pass over each of the samples, once."""
+    """FLOPs of one forward pass over each sample."""
 
     @property
     def per_token(self) -> float:
@@ -29,7 +29,7 @@ class Work:
 
 
 def training_work(recipe: Recipe) -> Work:
-    """What the recipe's training computes.
+    """The FLOPs of the recipe's training.
 
     Raises:
         UserError: the vocabulary is not known yet, or a teacher's recipe cannot be read.

@@ -1,4 +1,4 @@
-"""What is added to a token's own embedding: that of a pair of neighbouring tokens, or of the token before."""
+"""Additions to a token's embedding: of a pair of neighbouring tokens, or of the token before."""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from gptworks.config import ModelConfig
 from gptworks.model.cost import RESIDUAL, Shapes, Stage
 
 NO_TOKEN = -1
-"""Stands before the first token of a text."""
+"""The id before the first token of a text."""
 
 _OF_TOKEN, _OF_PREVIOUS = 36_313, 27_191
 """Factors of the two ids: modded-nanogpt's."""
@@ -17,8 +17,8 @@ _OF_TOKEN, _OF_PREVIOUS = 36_313, 27_191
 class BigramEmbedding(nn.Module):
     """A vector for each pair of a token and the one before it, times a learned scale.
 
-    Pairs share the rows of a table, by a hash, since a row for each of V² would be too many (Huang et al., 2025;
-    modded-nanogpt, pull request 201). The table begins at zero, so that a model begins as without it.
+    Pairs share the rows of a table, by a hash: V² rows would be too many (Huang et al., 2025;
+    modded-nanogpt, pull request 201). The table starts at zero, so that it changes nothing at first.
     """
 
     def __init__(self, n_rows: int, width: int) -> None:
@@ -63,7 +63,7 @@ class Smear(nn.Module):
 
 
 def build_smear(config: ModelConfig) -> Smear | None:
-    """What adds to each token's embedding that of the token before; None: nothing is added."""
+    """Adds the previous token's embedding to each token's; None: nothing is added."""
     return Smear(config.d_gate) if config.smear else None
 
 
@@ -73,7 +73,7 @@ def build_bigrams(config: ModelConfig) -> BigramEmbedding | None:
 
 
 def bigram_rows(tokens: Tensor, previous: Tensor, n_rows: int) -> Tensor:
-    """The table's row of each pair, int64 [...]; the last row is that of a text's first token, whichever it is."""
+    """The table's row of each pair, int64 [...]; every first token of a text has the last row."""
     hashed = ((_OF_TOKEN * tokens) ^ (_OF_PREVIOUS * previous)) % (n_rows - 1)
     return hashed.masked_fill(previous == NO_TOKEN, n_rows - 1)
 

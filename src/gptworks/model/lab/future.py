@@ -1,7 +1,7 @@
 """Heads of the tokens beyond the next: for each a small residual layer, and the unembedding that all share.
 
-Gloeckle et al. (2024) train them from the trunk's output with one unembedding; the layer is that of Cai et al. (2024,
-section 2.1.1), which begins as identity. What the trunk itself predicts, the next token, does not depend on them.
+Gloeckle et al. (2024) train them from the trunk's output with one unembedding; the layer is from Cai et al. (2024,
+section 2.1.1) and starts as the identity. The next token, which the trunk predicts, does not depend on them.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from gptworks.model.cost import RESIDUAL, Shapes, Stage
 from gptworks.model.layers import Linear
 
 FUTURE_HEADS = "future_heads."
-"""What the names of their weights begin with."""
+"""Prefix of their weights' names."""
 
 
 def build_future_heads(config: ModelConfig) -> nn.ModuleList:
@@ -26,7 +26,7 @@ def build_future_heads(config: ModelConfig) -> nn.ModuleList:
 
 
 def future_features(heads: Iterable[nn.Module], features: Tensor) -> list[Tensor]:
-    """The trunk's features [..., C] → those of each token beyond the next, nearest first, [..., C] each."""
+    """The trunk's features [..., C] → features of each token beyond the next, nearest first, [..., C] each."""
     return [features + F.silu(head(features)) for head in heads]
 
 

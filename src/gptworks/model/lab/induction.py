@@ -1,13 +1,13 @@
-"""`init: induction`: weights to begin with that copy already.
+"""`init: induction`: initial weights that can already copy.
 
-A model goes on as its context did before, A B … A → B, by two heads one layer apart (Elhage et al., 2021; Olsson et
-al., 2022: induction heads). In the first layer, a head brings to each token the one before it. In the second, a head
-finds where the present token stood before, and brings what followed it to the output. Training finds the two late. So
-the first heads of these layers begin as the two, as mimetic initialization begins with what trained weights look like
-(Trockman & Kolter, 2023). All else begins as with `init: normal`, and all is trained.
+A model repeats its context, A B … A → B, by two heads one layer apart (Elhage et al., 2021; Olsson et al., 2022:
+induction heads). In the first layer, a head copies the previous token to each token. In the second, a head finds an
+earlier occurrence of the present token and copies its successor to the output. Training finds the two late. So the
+first heads of these layers start as such a pair, as mimetic initialization starts from the look of trained weights
+(Trockman & Kolter, 2023). Everything else starts as with `init: normal`, and everything is trained.
 
-Of the C channels of the residual stream, the first is the same for every token; the next m tell tokens apart; the last
-m are for what the first head brings.
+Of the C channels of the residual stream, the first is the same for every token; the next m distinguish tokens; the last
+m receive the output of the first head.
 """
 
 import math
@@ -20,16 +20,16 @@ from gptworks.model.attention import Attention
 from gptworks.model.rotary import frequencies
 
 STD = 0.1
-"""Of the embeddings, where they enter the first block."""
+"""Standard deviation of the embeddings as they enter the first block."""
 
 CONSTANT = 0.5
-"""What all embeddings share, as a fraction of the length of what they do not."""
+"""Length of the part that all embeddings share, as a fraction of the rest's length."""
 
 LENGTHS = (1.6, 1.3)
 """Of the first head's queries and of the second's, over √D. Keys have 1."""
 
 COPY_LOGIT = 4.0
-"""About the logit of a token to which the second head attends alone."""
+"""Approximate logit of a token that gets all of the second head's attention."""
 
 TIED_FACTOR = 3.0
 """How much more the second head writes where the head is tied, so that a copy exceeds the present token's own logit."""

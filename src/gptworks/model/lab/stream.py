@@ -19,7 +19,7 @@ from gptworks.model.layers import Linear
 
 
 class LabInputs(NamedTuple):
-    """What the parts of a block read next to the stream; None: they need none."""
+    """What the laboratory's parts of a block read besides the stream; None: they do not need it."""
 
     embedding: Tensor | None = None
     """What entered the first block, [B, T, C]."""
@@ -32,7 +32,7 @@ class LabInputs(NamedTuple):
 
 
 class Carried:
-    """What is carried from block to block, only as long as a later block reads it."""
+    """Tensors carried from block to block, as long as a later block reads them."""
 
     def __init__(self, config: ModelConfig, tokens: Tensor, embedding: Tensor, tables: nn.ModuleDict | None) -> None:
         self.config, self.tokens, self.tables = config, tokens, tables
@@ -68,7 +68,7 @@ class Carried:
 
     @staticmethod
     def gradients_bytes(s: Shapes, trains_embedding: bool) -> int:
-        """Bytes of the gradients of what all blocks read: they wait from the last block on."""
+        """Bytes of the gradients of tensors that all blocks read: they are held from the last block on."""
         c = s.config
         embedding = s.floats(c.d_model) if _reads_embedding(c) and trains_embedding else 0
         return embedding + (s.products(c.n_kv_heads * c.d_head) if c.value_residual else 0)
@@ -162,7 +162,7 @@ class Gating(nn.Module):
 
     @staticmethod
     def cost(s: Shapes, n_gates: int) -> Stage:
-        """A part of the channels has a gradient as wide as all."""
+        """The gradient of the channels that it reads is as wide as the stream."""
         given, width, matrix = s.products(n_gates), s.products(s.config.d_model), n_gates * s.config.d_gate
         saved = {ATTENTION: 2 * given} | s.copies(matrix)
         return Stage("gate of heads", saved, given, width, merges=True, matrices=matrix, module="gating")
