@@ -259,7 +259,7 @@ def test_a_library_is_built_once_for_all_processes(builds: list[str], caplog: py
         native_library.forget()
     assert len(builds) == 1
     [line] = caplog.messages
-    assert line.startswith("compiling step.cpp") and "for this processor" in line
+    assert line.startswith("compiling the C++") and "for this processor" in line
 
 
 def test_sources_are_compiled_separately_and_linked_to_one_library(

@@ -177,8 +177,10 @@ def _pointers(kind: Any, start: int) -> Iterator[int]:
 
 def compiled(compiler: str, options: list[str], folder: Path) -> Path:
     program = folder / "native_cases"
-    source = Path(__file__).with_name("native_cases.cpp")
-    command = [compiler, *FLAGS, "-fopenmp", *options, f"-I{SOURCES[0].parent}", str(source), "-o", str(program)]
+    folder_of_kernels = SOURCES[0].parent
+    sources = [Path(__file__).with_name("native_cases.cpp")]
+    sources += [folder_of_kernels / f"{name}.cpp" for name in ("products", "cached_attention")]
+    command = [compiler, *FLAGS, "-fopenmp", *options, f"-I{folder_of_kernels}", *map(str, sources), "-o", str(program)]
     subprocess.run(command, check=True)
     return program
 

@@ -21,7 +21,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-namespace [[gnu::visibility("hidden")]] amx {
+namespace [[gnu::visibility("hidden")]] kernels {
+namespace amx {
 
 constexpr int64_t SIDE = 16;         // rows of a tile, and words of a row
 constexpr int64_t ROW = 64;          // bytes of a row
@@ -138,4 +139,5 @@ inline bool computes_rightly() {
 }
 
 } // namespace amx
+} // namespace kernels
 #endif

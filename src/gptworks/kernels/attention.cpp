@@ -13,8 +13,10 @@
 #include <limits>
 
 #include "amx.h"
-#include "lanes.h"
 #include "threads.h"
+#include "tile.h"
+
+using namespace kernels;
 
 namespace {
 
@@ -47,22 +49,12 @@ constexpr int AT_ONCE = MANY_REGISTERS ? 4 : 1; // vectors of a panel's row whos
 
 int64_t rounded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-struct Wide {
-    typedef float Unit;
-    static constexpr int64_t EACH_UNIT = 1;
-    static INLINE Lanes multiply(Lanes sum, float a, Lanes b) { return sum + a * b; }
-    static INLINE Lanes load_units(const float *p) { return load(p); }
-};
-
+// What products multiply: P::Left is a unit, of P::ELEMENTS elements.
+typedef Widened<float> Wide;
 #ifdef BF16_PRODUCTS
-struct Narrow {
-    typedef uint32_t Unit;
-    static constexpr int64_t EACH_UNIT = 2;
-    static INLINE Lanes multiply(Lanes sum, uint32_t a, __m512i b) {
-        return (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(a), (__m512bh)b);
-    }
-    static INLINE __m512i load_units(const uint32_t *p) { return _mm512_loadu_si512(p); }
-};
+typedef Pairs Narrow;
+#else
+typedef Wide Narrow;
 #endif
 
 #ifdef AMX
@@ -89,31 +81,23 @@ void product_on_tiles(int64_t rows, int64_t columns, int64_t k, const uint32_t *
 #endif
 
 template<class P, int N>
-INLINE void tile(const typename P::Unit *a, int64_t stride, const typename P::Unit *b, int64_t k, float *c,
+INLINE void tile(const typename P::Left *a, int64_t stride, const typename P::Left *b, int64_t k, float *c,
                  int64_t c_stride, bool add) {
-    Lanes total[TALL][N] = {};
-    if (add)
-        repeat<TALL>([&](auto r)
-                         EACH { repeat<N>([&](auto j) EACH { total[r][j] = load(c + r * c_stride + j * LANES); }); });
-    for (int64_t i = 0; i < k; i++) {
-        decltype(P::load_units(b)) right[N];
-        repeat<N>([&](auto j) EACH { right[j] = P::load_units(b + i * PANEL + j * LANES); });
-        repeat<TALL>([&](auto r) EACH {
-            const auto left = a[r * stride + i];
-            repeat<N>([&](auto j) EACH { total[r][j] = P::multiply(total[r][j], left, right[j]); });
-        });
-    }
-    repeat<TALL>([&](auto r)
-                     EACH { repeat<N>([&](auto j) EACH { store(c + r * c_stride + j * LANES, total[r][j]); }); });
+    Tile<P, TALL, N * PARTS> tile;
+    const auto each_vector = [&](const auto &f)
+                                 EACH { repeat<TALL>([&](auto r) EACH { repeat<N>([&](auto j) EACH { f(r, j); }); }); };
+    if (add) each_vector([&](auto r, auto j) EACH { tile.set(r, j, load(c + r * c_stride + j * LANES)); });
+    tile.add([&](int r, int64_t i, int) EACH { return a[r * stride + i]; }, (const uint32_t *)b, k, PANEL);
+    each_vector([&](auto r, auto j) EACH { store(c + r * c_stride + j * LANES, tile.at(r, j)); });
 }
 
 // c[m][n] = Σ a[m][i] · b[i][n] over k units, added to what is there if `add`. `rows` is a multiple of 4, `columns`
 // of 16. Panels of b begin `panel` units after one another.
 template<class P>
-void product(int64_t rows, int64_t columns, int64_t k, const typename P::Unit *a, int64_t stride,
-             const typename P::Unit *b, int64_t panel, float *c, int64_t c_stride, bool add) {
+void product(int64_t rows, int64_t columns, int64_t k, const typename P::Left *a, int64_t stride,
+             const typename P::Left *b, int64_t panel, float *c, int64_t c_stride, bool add) {
 #ifdef AMX
-    if constexpr (P::EACH_UNIT == 2)
+    if constexpr (P::ELEMENTS == 2)
         if (amx::granted && rows % amx::SIDE == 0 && k >= amx::SIDE) {
             product_on_tiles(rows, columns, k, a, stride, b, panel, c, c_stride, add);
             const int64_t done = k / amx::SIDE * amx::SIDE;
@@ -150,8 +134,8 @@ void product(int64_t rows, int64_t columns, int64_t k, const typename P::Unit *a
 
 // A matrix [rows, width] of one head as the products want it, padded with zeros.
 template<class P, class T> struct Source {
-    typedef typename P::Unit Unit;
-    static constexpr int64_t EACH_UNIT = P::EACH_UNIT;
+    typedef typename P::Left Unit;
+    static constexpr int64_t EACH_UNIT = P::ELEMENTS;
     const View &view;
     int64_t batch, head, rows, width, padded; // padded: the width, to a multiple of 16
 
@@ -199,7 +183,7 @@ template<class P, class T> struct Source {
             Unit *to = out + r / PANEL * units * PANEL + r % PANEL;
             for (int64_t u = 0; u < units; u += LANES)
                 if (u + LANES <= units)
-                    turn(lines + u, stride, to + u * PANEL, PANEL);
+                    transpose(lines + u, stride, to + u * PANEL, PANEL);
                 else
                     for (int64_t i = 0; i < LANES; i++)
                         for (int64_t rest = u; rest < units; rest++) to[rest * PANEL + i] = lines[i * stride + rest];
@@ -220,7 +204,7 @@ template<class P, class T> struct Source {
     void turned(int64_t n, Unit *out, int64_t stride, Unit *lines) const {
         for (int64_t j = 0; j < n / EACH_UNIT; j += LANES) {
             for (int64_t i = 0; i < LANES; i++) pair(j + i, lines + i * padded, lines + LANES * padded);
-            for (int64_t i = 0; i < padded; i += LANES) turn(lines + i, padded, out + i * stride + j, stride);
+            for (int64_t i = 0; i < padded; i += LANES) transpose(lines + i, padded, out + i * stride + j, stride);
         }
     }
 };
@@ -363,9 +347,9 @@ struct Room {
 };
 
 // The n weights of a row as units along the keys, or where the rows' weights are taken two by two, along the rows.
-template<class P> INLINE void put_weights(typename P::Unit *row, int64_t s, Lanes first, Lanes second) {
+template<class P> INLINE void put_weights(typename P::Left *row, int64_t s, Lanes first, Lanes second) {
 #ifdef BF16_PRODUCTS
-    if constexpr (P::EACH_UNIT == 2)
+    if constexpr (P::ELEMENTS == 2)
         return (void)_mm512_storeu_si512((uint16_t *)row + s,
                                          (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
 #endif
@@ -378,9 +362,14 @@ template<class P> INLINE void put_weights(typename P::Unit *row, int64_t s, Lane
 constexpr int64_t KEYS = 256; // whose scores stand at once
 
 template<class P, class T> struct Forward {
-    typedef typename P::Unit Unit;
-    static constexpr int64_t EACH_UNIT = P::EACH_UNIT;
+    typedef typename P::Left Unit;
+    static constexpr int64_t EACH_UNIT = P::ELEMENTS;
     const Attention &a;
+
+    void run(int64_t batch, int64_t group) const {
+        const bool plain = !a.bias.data && !a.softcap && !a.dropout;
+        plain ? run<true>(batch, group) : run<false>(batch, group);
+    }
 
     template<bool PLAIN> void run(int64_t batch, int64_t group) const {
         const Rules<T> rules(a, batch);
@@ -463,8 +452,8 @@ template<class P, class T> struct Forward {
 constexpr int64_t QUERIES = 64; // at once, where they see all of the keys
 
 template<class P, class T> struct Backward {
-    typedef typename P::Unit Unit;
-    static constexpr int64_t EACH_UNIT = P::EACH_UNIT;
+    typedef typename P::Left Unit;
+    static constexpr int64_t EACH_UNIT = P::ELEMENTS;
     const Attention &a;
 
     struct Block { // what stands at once: QUERIES × PANEL
@@ -472,7 +461,7 @@ template<class P, class T> struct Backward {
         Unit *weights, *d_scores, *d_scores_in_rows; // two in pairs of queries, one in pairs of keys
     };
 
-    template<bool PLAIN> void run(int64_t batch, int64_t group) const {
+    void run(int64_t batch, int64_t group) const {
         const Rules<T> rules(a, batch);
         const int64_t width = rounded(a.width, LANES), panels = rounded(width, PANEL), units = width / EACH_UNIT;
         const int64_t keys = rounded(a.n_keys, PANEL), n = rounded(a.n_queries, EACH_UNIT * LANES);
@@ -518,8 +507,8 @@ template<class P, class T> struct Backward {
                                false);
                     product<P>(rows, columns, units, d_out + first * units, units, v + s * units, 0, block.d_weights,
                                PANEL, false);
-                    for (int64_t r = 0; r < rows; r += EACH_UNIT)
-                        differentiate<PLAIN>(rules, head, first, r, s, columns, sums, delta, block);
+                    rules.plain() ? differentiate<true>(rules, head, first, rows, s, columns, sums, delta, block)
+                                  : differentiate<false>(rules, head, first, rows, s, columns, sums, delta, block);
                     float *d_values = d_v + s * width, *d_keys = d_k + s * width;
                     product<P>(width, columns, rows / EACH_UNIT, d_out_turned + first / EACH_UNIT, n_units,
                                block.weights, 0, d_values, PANEL, true);
@@ -558,10 +547,19 @@ template<class P, class T> struct Backward {
         }
     }
 
-    // Weights and gradients of the scores of a unit of queries, from row r of the block on.
+    // Weights and gradients of the scores of a block's rows.
     template<bool PLAIN>
-    INLINE void differentiate(const Rules<T> &rules, int64_t head, int64_t first, int64_t r, int64_t s, int64_t columns,
-                              const float *sums, const float *delta, const Block &block) const {
+    [[gnu::noinline]] void differentiate(const Rules<T> &rules, int64_t head, int64_t first, int64_t rows, int64_t s,
+                                         int64_t columns, const float *sums, const float *delta,
+                                         const Block &block) const {
+        for (int64_t r = 0; r < rows; r += EACH_UNIT)
+            differentiate_unit<PLAIN>(rules, head, first, r, s, columns, sums, delta, block);
+    }
+
+    // The same of a unit of queries, from row r of the block on.
+    template<bool PLAIN>
+    INLINE void differentiate_unit(const Rules<T> &rules, int64_t head, int64_t first, int64_t r, int64_t s,
+                                   int64_t columns, const float *sums, const float *delta, const Block &block) const {
         if (!PLAIN && a.dropout)
             for (int64_t j = 0; j < EACH_UNIT; j++) rules.kept(head, first + r + j, s, columns, block.kept + j * PANEL);
         for (int64_t i = 0; i < columns; i += LANES) {
@@ -606,7 +604,7 @@ template<class P, class T> struct Backward {
                float *lines) const {
         for (int64_t s = 0; s < a.n_keys; s += LANES) {
             const float *panel = from + s / PANEL * PANEL * width + s % PANEL;
-            for (int64_t i = 0; i < width; i += LANES) turn(panel + i * PANEL, PANEL, lines + i, width);
+            for (int64_t i = 0; i < width; i += LANES) transpose(panel + i * PANEL, PANEL, lines + i, width);
             for (int64_t r = 0; r < std::min(LANES, a.n_keys - s); r++)
                 put(lines + r * width, factor, to.at<T>(batch, group, s + r), a.width);
         }
@@ -621,18 +619,10 @@ template<template<class, class> class Pass> void run(const Attention &a, int64_t
 #endif
         for (int64_t i; (i = next++) < a.batch * a.groups;) {
             const int64_t batch = i / a.groups, group = i % a.groups;
-            const bool plain = !a.bias.data && !a.softcap && !a.dropout;
-            const auto work = [&](const auto &pass) {
-                plain ? pass.template run<true>(batch, group) : pass.template run<false>(batch, group);
-            };
             if (!a.is_bf16)
-                work(Pass<Wide, float>{a});
+                Pass<Wide, float>{a}.run(batch, group);
             else
-#ifdef BF16_PRODUCTS
-                work(Pass<Narrow, BFloat>{a});
-#else
-                work(Pass<Wide, BFloat>{a});
-#endif
+                Pass<Narrow, BFloat>{a}.run(batch, group);
         }
     });
 }

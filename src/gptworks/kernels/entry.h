@@ -16,7 +16,7 @@
 #include <initializer_list>
 #include <new>
 
-namespace [[gnu::visibility("hidden")]] border {
+namespace [[gnu::visibility("hidden")]] kernels {
 
 enum Code : int { DONE, REFUSED, OUT_OF_RANGE, NO_MEMORY, FAILED };
 
@@ -28,13 +28,7 @@ struct Failure {
 
 inline thread_local Failure last; // of this thread's calls, in whichever source
 
-} // namespace border
-
-namespace {
-
-using namespace border;
-
-[[noreturn, gnu::format(printf, 2, 3), gnu::cold]] void fail(Code code, const char *format, ...) {
+[[noreturn, gnu::format(printf, 2, 3), gnu::cold]] inline void fail(Code code, const char *format, ...) {
     Failure failure;
     failure.code = code;
     va_list values;
@@ -45,7 +39,7 @@ using namespace border;
 }
 
 // The exception that is being handled.
-Failure caught() noexcept {
+inline Failure caught() noexcept {
     Failure failure;
     try {
         throw;
@@ -67,8 +61,8 @@ template<class F> int guarded(const F &work) noexcept {
         work();
         return DONE;
     } catch (...) {
-        border::last = caught();
-        return border::last.code;
+        last = caught();
+        return last.code;
     }
 }
 
@@ -86,7 +80,7 @@ constexpr int64_t MOST_DIMENSIONS = 5;
 constexpr int64_t MOST = int64_t(1) << 40; // of a size or a stride: products of two or three stay far from overflow
 constexpr int64_t MOST_THREADS = 1024;
 
-struct Tensor {
+struct [[gnu::visibility("default")]] Tensor { // of exported functions: hidden, it would hide them
     char *data;
     int64_t kind, n_dimensions, sizes[MOST_DIMENSIONS], strides[MOST_DIMENSIONS]; // strides: in elements
 
@@ -225,4 +219,4 @@ inline int64_t within(const char *name, int64_t x, int64_t least, int64_t most) 
 // More are never of use, and some systems end the process where there are more than they grant.
 inline int64_t threads(int64_t n) { return within("n_threads", n, 1, MOST) < MOST_THREADS ? n : MOST_THREADS; }
 
-} // namespace
+} // namespace kernels

@@ -11,12 +11,13 @@
 
 #include <algorithm>
 
-#include "lanes.h"
 #include "threads.h"
+#include "tile.h"
+
+using namespace kernels;
 
 namespace {
 
-constexpr int64_t IN_REGISTER = REGISTER / 4;
 constexpr int64_t WIDTH = 2 * IN_REGISTER;            // columns of a tile
 constexpr int64_t AT_ONCE = REGISTERS >= 32 ? 12 : 6; // rows of a tile: its sums take three quarters of the registers
 constexpr int64_t DEPTH = 768, COLUMNS = 384, ROWS = 96; // most of K, N and M that are laid out at once
@@ -36,51 +37,41 @@ struct Factor {
     Factor from(int64_t i, int64_t j) const { return {at + i * row + j * column, row, column}; }
 };
 
-INLINE Floats floats(const float *p) {
-    Floats x;
-    std::memcpy(&x, p, sizeof x);
-    return x;
+// Rows of a as tiles read them: element k of row i is at[i · row + k · step].
+struct Left {
+    const float *at;
+    int64_t row, step;
+};
+
+// N rows of a tile of the results.
+template<int N>
+void tile(int64_t depth, const Left &left, const float *b, bool adds, const float *bias, float *out, int64_t out_row,
+          int64_t n_columns) {
+    Tile<Widened<float>, N, 2> tile;
+    const float *const a = left.at;
+    const int64_t row = left.row, step = left.step;
+    tile.add([&](int r, int64_t i, int) EACH { return a[r * row + i * step]; }, (const uint32_t *)b, depth, WIDTH);
+    const float *const more = adds ? out : bias; // what is added, of the first row
+    const int64_t more_row = adds ? out_row : 0;
+    if (n_columns >= WIDTH)
+        return repeat<N>([&](auto r) EACH {
+            repeat<2>([&](auto half) EACH {
+                Floats sum = tile.sum[r][half], there;
+                if (more) std::memcpy(&there, more + r * more_row + half * IN_REGISTER, sizeof there), sum += there;
+                std::memcpy(out + r * out_row + half * IN_REGISTER, &sum, sizeof sum);
+            });
+        });
+    float sums[N][WIDTH];
+    repeat<N>([&](auto r) EACH { std::memcpy(sums[r], tile.sum[r], sizeof sums[r]); });
+    for (int64_t r = 0; r < N; r++)
+        for (int64_t i = 0; i < n_columns; i++)
+            out[r * out_row + i] = more ? sums[r][i] + more[r * more_row + i] : sums[r][i];
 }
 
-// N rows of a tile. a's rows are `a_row` apart, or they are a panel.
-template<int N, bool PANEL>
-void tile(int64_t depth, const float *a, int64_t a_row, const float *b, bool adds, const float *bias, float *out,
-          int64_t out_row, int64_t n_columns) {
-    const int64_t row = PANEL ? 1 : a_row;
-    Floats sums[N][2] = {};
-#pragma GCC unroll 4
-    for (int64_t i = 0; i < depth; i++, a += PANEL ? AT_ONCE : 1, b += WIDTH) {
-        const Floats columns[2] = {floats(b), floats(b + IN_REGISTER)};
-        repeat<N>([&](auto r) EACH {
-            const Floats element = a[r * row] - Floats{}; // in each lane
-            repeat<2>([&](auto half) EACH { sums[r][half] += element * columns[half]; });
-        });
-    }
-    const auto finish = [&](auto r, float *to, const float *bias) EACH {
-        repeat<2>([&](auto half) EACH {
-            Floats sum = sums[r][half];
-            if (adds || bias) sum += floats((adds ? to : bias) + half * IN_REGISTER);
-            std::memcpy(to + half * IN_REGISTER, &sum, sizeof sum);
-        });
-    };
-    if (n_columns >= WIDTH) return repeat<N>([&](auto r) EACH { finish(r, out + r * out_row, bias); });
-    float last[WIDTH] = {}, last_bias[WIDTH] = {};
-    if (bias) std::memcpy(last_bias, bias, n_columns * sizeof(float));
-    repeat<N>([&](auto r) EACH {
-        std::memcpy(last, out + r * out_row, n_columns * sizeof(float));
-        finish(r, last, bias ? last_bias : nullptr);
-        std::memcpy(out + r * out_row, last, n_columns * sizeof(float));
-    });
-}
-
-typedef decltype(&tile<1, false>) Tile;
-template<bool PANEL, int... I> Tile tile_of(int64_t n_rows, std::integer_sequence<int, I...>) {
-    static constexpr Tile OF[] = {tile<I + 1, PANEL>...};
+typedef decltype(&tile<1>) TileFunction;
+template<int... I> TileFunction tile_of(int64_t n_rows, std::integer_sequence<int, I...>) {
+    static constexpr TileFunction OF[] = {tile<I + 1>...};
     return OF[n_rows - 1];
-}
-Tile tile_of(int64_t n_rows, bool panel) {
-    constexpr auto EVERY = std::make_integer_sequence<int, AT_ONCE>();
-    return panel ? tile_of<true>(n_rows, EVERY) : tile_of<false>(n_rows, EVERY);
 }
 
 // Lays out `depth` rows of b and some columns as panels [columns / WIDTH, depth, WIDTH]; what the last one lacks is
@@ -104,19 +95,12 @@ void lay_out_columns(const Factor &b, int64_t depth, int64_t n_columns, float *o
             count = width - n < TURNED ? 1 : TURNED;
             const int64_t turned = count == TURNED ? whole : 0;
             for (int64_t i = 0; i < turned; i += LANES)
-                turn<TURNED>(from + n * b.column + i, b.column, out + i * WIDTH + n, WIDTH);
+                transpose<TURNED>(from + n * b.column + i, b.column, out + i * WIDTH + n, WIDTH);
             for (int64_t i = turned; i < depth; i++)
                 for (int64_t c = n; c < n + count; c++) out[i * WIDTH + c] = from[i * b.row + c * b.column];
         }
     }
 }
-
-// Rows of a as tiles read them.
-struct Left {
-    const float *at;
-    int64_t row; // how far apart they are; panels are AT_ONCE times that
-    bool panels;
-};
 
 // Whether the rows of a tile, so far apart, push one another out of the first cache: lines that are multiples of 4 KiB
 // apart share a set of it, which has 8 lines in many processors.
@@ -126,10 +110,10 @@ constexpr bool collide(int64_t row) { return AT_ONCE > 8 && row % 1024 == 0; }
 // or closer together there.
 Left lay_out_rows(const Factor &a, int64_t depth, int64_t n_rows, float *room) {
     if (a.column == 1) {
-        if (!collide(a.row)) return {a.at, a.row, false};
+        if (!collide(a.row)) return {a.at, a.row, 1};
         const int64_t row = depth + LANES;
         for (int64_t i = 0; i < n_rows; i++) std::memcpy(room + i * row, a.at + i * a.row, depth * sizeof(float));
-        return {room, row, false};
+        return {room, row, 1};
     }
     constexpr int64_t FEW = 8; // columns at a time: the first cache keeps each line of them until all of it is read
     for (int64_t first = 0; first < depth; first += FEW)
@@ -144,7 +128,7 @@ Left lay_out_rows(const Factor &a, int64_t depth, int64_t n_rows, float *room) {
                     std::memcpy(to, from, count * sizeof(float));
             }
         }
-    return {room, depth, true};
+    return {room, 1, AT_ONCE};
 }
 
 // How many parts of the rows, and of the columns, the threads take, so that they end soonest.
@@ -178,10 +162,12 @@ void multiply(int64_t m, int64_t n, int64_t k, const Factor &a, const Factor &b,
                 const int64_t height = std::min(rows, m - r);
                 const Left left = lay_out_rows(a.from(r, i), some, height, (float *)of_a.data());
                 for (int64_t c = 0; c < width; c += WIDTH)
-                    for (int64_t t = 0; t < height; t += AT_ONCE)
-                        tile_of(std::min(AT_ONCE, height - t), left.panels)(
-                            some, left.at + t * left.row, left.row, right + c * some, i > 0,
-                            bias && !i ? bias + j + c : nullptr, out + (r + t) * out_row + j + c, out_row, width - c);
+                    for (int64_t t = 0; t < height; t += AT_ONCE) {
+                        const Left of_tile{left.at + t * (left.step == 1 ? left.row : some), left.row, left.step};
+                        tile_of(std::min(AT_ONCE, height - t), std::make_integer_sequence<int, AT_ONCE>())(
+                            some, of_tile, right + c * some, i > 0, bias && !i ? bias + j + c : nullptr,
+                            out + (r + t) * out_row + j + c, out_row, width - c);
+                    }
             }
         }
 }

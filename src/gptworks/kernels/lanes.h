@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -32,7 +33,7 @@
 #define INLINE inline __attribute__((always_inline))
 #define EACH __attribute__((always_inline))
 
-namespace {
+namespace [[gnu::visibility("hidden")]] kernels {
 
 constexpr int64_t LANES = 16;
 
@@ -264,6 +265,42 @@ inline Lanes load(const Half *p) {
 #endif
 }
 
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+#define MASKS
+INLINE __mmask16 lower(int64_t n) { return (__mmask16)((1u << n) - 1); } // the first n lanes
+#endif
+
+// The first n lanes, n ≤ 16, from memory or to it; the others are zero.
+template<class T> INLINE Lanes read(const T *p, int64_t n) {
+    if (n >= LANES) return load(p);
+#ifdef MASKS
+    if constexpr (sizeof(T) == 4) return (Lanes)_mm512_maskz_loadu_ps(lower(n), p);
+    if constexpr (sizeof(T) == 2)
+        return (Lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lower(n), p)), 16);
+#endif
+    T some[LANES] = {};
+    for (int64_t i = 0; i < n; i++) some[i] = p[i];
+    return load(some);
+}
+template<class T> INLINE void write(T *p, Lanes x, int64_t n) {
+    if (n >= LANES) return store(p, x);
+#ifdef MASKS
+    if constexpr (sizeof(T) == 4) return _mm512_mask_storeu_ps(p, lower(n), (__m512)x);
+#endif
+    T some[LANES];
+    store(some, x);
+#ifdef MASKS
+    return _mm256_mask_storeu_epi16(p, lower(n), _mm256_loadu_si256((const __m256i *)some));
+#endif
+    for (int64_t i = 0; i < n; i++) p[i] = some[i];
+}
+INLINE Lanes first(Lanes x, int64_t n) {
+    if (n >= LANES) return x;
+    float some[LANES];
+    store(some, x);
+    return read(some, n);
+}
+
 INLINE Lanes to_floats(IntLanes x) {
 #ifdef __AVX512F__
     return __builtin_convertvector(x, Lanes);
@@ -273,16 +310,13 @@ INLINE Lanes to_floats(IntLanes x) {
 }
 
 #ifdef INTEGER_PRODUCTS
-// 16 words of four bytes, times the four bytes of another word, which have a sign; added to 16 sums. x86 takes the 16
-// words' bytes without sign: with UNSIGNED_BYTES, signed ones come as those + 128.
-INLINE IntLanes add_bytes(IntLanes sums, IntLanes words, int32_t word) {
+// Words of four bytes, times the four bytes of another word, which have a sign; added to sums. x86 takes the words'
+// bytes without sign: with UNSIGNED_BYTES, signed ones come as those + 128.
+INLINE Ints add_bytes(Ints sums, Ints words, int32_t word) {
 #ifdef __AVX512F__
-    return (IntLanes)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)words, _mm512_set1_epi32(word));
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)words, _mm512_set1_epi32(word));
 #else
-    return by_part<IntLanes>([&](auto i) EACH {
-        return (Ints)vdotq_s32((int32x4_t)sums.part[i], (int8x16_t)words.part[i],
-                               vreinterpretq_s8_s32(vdupq_n_s32(word)));
-    });
+    return (Ints)vdotq_s32((int32x4_t)sums, (int8x16_t)words, vreinterpretq_s8_s32(vdupq_n_s32(word)));
 #endif
 }
 #ifdef __AVX512F__
@@ -290,7 +324,6 @@ constexpr bool UNSIGNED_BYTES = true;
 #else
 constexpr bool UNSIGNED_BYTES = false;
 #endif
-INLINE IntLanes load_words(const uint32_t *p) { return bits_of(load((const float *)p)); }
 #endif
 
 // Lines of memory that are soon read, in order, a few at each step.
@@ -299,37 +332,47 @@ struct Ahead {
     int64_t at_once;
 
     INLINE void fetch() {
-        for (int64_t i = 0; i < at_once && at < end; i++, at += 64) __builtin_prefetch(at, 0, 2);
+        for (const char *const until = at + std::min<int64_t>(64 * at_once, end - at); at < until; at += 64)
+            __builtin_prefetch(at, 0, 2);
     }
 };
 
-// ROWS × 16 units of four bytes, turned.
-template<int64_t ROWS = LANES, class Unit>
-INLINE void turn(const Unit *from, int64_t from_stride, Unit *to, int64_t to_stride) {
 #ifdef __AVX512F__
-    static_assert(ROWS == LANES);
-    __m512i x[16], y[16];
-    repeat<16>([&](auto i) EACH { x[i] = _mm512_loadu_si512(from + i * from_stride); });
+// 16 × 16 words, transposed.
+INLINE void transpose(__m512i (&x)[16]) {
+    __m512i y[16];
     repeat<8>([&](auto i) EACH {
         y[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
         y[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
     });
-    repeat<4>([&](auto i) EACH {
+    repeat<4>([&](auto i) EACH { // then x[4 i + c] holds columns c, 4 + c, 8 + c and 12 + c of rows 4 i to 4 i + 3
         repeat<2>([&](auto j) EACH {
             x[4 * i + 2 * j] = _mm512_unpacklo_epi64(y[4 * i + j], y[4 * i + j + 2]);
             x[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(y[4 * i + j], y[4 * i + j + 2]);
         });
     });
-    repeat<4>([&](auto j) EACH {
-        const __m512i low = _mm512_shuffle_i32x4(x[j], x[4 + j], 0x88),
-                      high = _mm512_shuffle_i32x4(x[j], x[4 + j], 0xdd);
-        const __m512i low2 = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0x88);
-        const __m512i high2 = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0xdd);
-        _mm512_storeu_si512(to + j * to_stride, _mm512_shuffle_i32x4(low, low2, 0x88));
-        _mm512_storeu_si512(to + (4 + j) * to_stride, _mm512_shuffle_i32x4(high, high2, 0x88));
-        _mm512_storeu_si512(to + (8 + j) * to_stride, _mm512_shuffle_i32x4(low, low2, 0xdd));
-        _mm512_storeu_si512(to + (12 + j) * to_stride, _mm512_shuffle_i32x4(high, high2, 0xdd));
+    repeat<4>([&](auto c) EACH {
+        repeat<2>([&](auto half) EACH {
+            constexpr int EVEN = 0x88, ODD = 0xdd, PLACES = half ? ODD : EVEN;
+            const __m512i low = _mm512_shuffle_i32x4(x[c], x[4 + c], PLACES);
+            const __m512i high = _mm512_shuffle_i32x4(x[8 + c], x[12 + c], PLACES);
+            y[4 * half + c] = _mm512_shuffle_i32x4(low, high, EVEN);
+            y[8 + 4 * half + c] = _mm512_shuffle_i32x4(low, high, ODD);
+        });
     });
+    repeat<16>([&](auto i) EACH { x[i] = y[i]; });
+}
+#endif
+
+// ROWS × 16 words, transposed.
+template<int64_t ROWS = LANES, class Word>
+INLINE void transpose(const Word *from, int64_t from_stride, Word *to, int64_t to_stride) {
+#ifdef __AVX512F__
+    static_assert(ROWS == LANES);
+    __m512i x[16];
+    repeat<16>([&](auto i) EACH { x[i] = _mm512_loadu_si512(from + i * from_stride); });
+    transpose(x);
+    repeat<16>([&](auto i) EACH { _mm512_storeu_si512(to + i * to_stride, x[i]); });
 #else
 #ifdef __AVX2__
     if constexpr (ROWS == LANES) { // in quarters
@@ -438,4 +481,4 @@ INLINE Lanes activate(Lanes x, int64_t function) {
     }
 }
 
-} // namespace
+} // namespace kernels

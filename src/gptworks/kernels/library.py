@@ -33,10 +33,9 @@ from gptworks.kernels.entries import Mismatch, declare
 from gptworks.kernels.levels import LEVELS
 from gptworks.machine import cpu_flags, cpu_identity, usable_cpus
 
-SOURCES = tuple(
-    Path(__file__).with_name(f"{name}.cpp") for name in ("step", "optimizer", "attention", "passes", "gemm")
-)
-"""What is compiled; the headers beside them are part of it."""
+_NAMES = ("products", "attention", "passes", "cached_attention", "step", "gemm", "optimizer")
+SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in _NAMES)
+"""What is compiled, the longest compilation first; the headers in this folder are part of it."""
 
 BUILT = Path(__file__).with_name("built")
 """What a wheel carries: kernels-LEVEL-CHECKSUM.so."""
@@ -319,8 +318,7 @@ def _key(compiler: str) -> str:
 
 
 def _compiled(compiler: str) -> bytes:
-    names = ", ".join(source.name for source in SOURCES)
-    _LOG.info("compiling %s for this processor, which is done once and takes some seconds", names)
+    _LOG.info("compiling the C++ kernels for this processor: this happens once and takes some ten seconds")
     return build(compiler)
 
 

@@ -11,7 +11,7 @@
 #include "lanes.h"
 #include "threads.h"
 
-namespace {
+namespace [[gnu::visibility("hidden")]] kernels {
 
 constexpr int64_t GROUPED = 32; // elements of a row that share a scale in int4
 
@@ -53,7 +53,7 @@ constexpr int64_t PANEL_ROWS = REGISTER == 64 ? 8 : FEW_REGISTERS ? 2 : 6; // se
 constexpr int64_t GROUP = REGISTER == 64 ? LANES : PANEL_ROWS;             // activation rows that are laid out together
 constexpr int64_t TILE_ROWS = 16;                                          // of AMX
 
-int64_t padded(int64_t n) { return (n + CHUNK - 1) / CHUNK * CHUNK; }
+inline int64_t padded(int64_t n) { return (n + CHUNK - 1) / CHUNK * CHUNK; }
 
 // low + 256 · high + offset
 INLINE Lanes joined(IntLanes low, IntLanes high, int64_t offset) {
@@ -72,7 +72,7 @@ constexpr bool ROUNDS_TO_BF16 = false;
 #endif
 
 // The kind that activations are made into for weights of a kind.
-int64_t met_by(int64_t kind) {
+inline int64_t met_by(int64_t kind) {
     if (kind == BF16) return kind;
 #if defined(INTEGER_PRODUCTS) || defined(WIDE_INTEGER_PRODUCTS)
     if (kind == INT8 || kind == INT4) return kind;
@@ -180,10 +180,10 @@ struct Rows {
         float *to = group(row);
         for (int64_t i = 0; i < stride; i += LANES, to += GROUP)
             if (row + GROUP <= n) {
-                turn<GROUP>(from + i, stride, to, apart);
+                transpose<GROUP>(from + i, stride, to, apart);
             } else {
                 for (int64_t r = 0; r < n - row; r++) std::memcpy(last[r], from + r * stride + i, sizeof last[r]);
-                turn<GROUP>(last[0], LANES, to, apart);
+                transpose<GROUP>(last[0], LANES, to, apart);
             }
     }
 
@@ -247,4 +247,4 @@ struct Rows {
 #endif
 };
 
-} // namespace
+} // namespace kernels

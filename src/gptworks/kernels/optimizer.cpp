@@ -6,18 +6,22 @@
 
 #include <algorithm>
 
-#include "lanes.h"
 #include "threads.h"
+#include "tile.h"
+
+using namespace kernels;
 
 namespace {
 
 #ifdef BF16_PRODUCTS
 typedef BFloat Element;
-constexpr int64_t DEPTH = 2; // elements of a row that one instruction multiplies
+typedef Pairs Policy;
 #else
 typedef float Element; // rounded to bf16 all the same
-constexpr int64_t DEPTH = 1;
+typedef Widened<float> Policy;
 #endif
+typedef Policy::Left Unit;                        // what one instruction multiplies,
+constexpr int64_t DEPTH = Policy::ELEMENTS;       // elements of a row
 constexpr int64_t BLOCK = 32;                     // rows and columns are padded with zeros to a multiple of this,
 constexpr int64_t WIDTH = MANY_REGISTERS ? 2 : 1; // and computed by so many vectors of columns
 constexpr int64_t PANEL = WIDTH * LANES;
@@ -32,28 +36,14 @@ inline BFloat narrowed(float x) { // to the nearest bf16, to even; what is no nu
 }
 [[maybe_unused]] inline BFloat narrowed(BFloat x) { return x; }
 
-#ifdef BF16_PRODUCTS
-typedef __m512i Packed; // 16 columns, two elements of each
-INLINE Packed packed(const Element *p) { return _mm512_loadu_si512(p); }
-INLINE Packed same(const Element *p) {
-    int32_t pair;
-    std::memcpy(&pair, p, sizeof pair);
-    return _mm512_set1_epi32(pair);
-}
-INLINE void multiply(Lanes &sum, Packed a, Packed b) {
-    sum = (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-}
-INLINE void keep(Element *p, Lanes x) { _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)x)); }
-#else
-typedef Lanes Packed;
-INLINE Packed packed(const Element *p) { return load(p); }
-INLINE Packed same(const Element *p) { return all(*p); }
-INLINE void multiply(Lanes &sum, Packed a, Packed b) { sum += a * b; }
 INLINE void keep(Element *p, Lanes x) {
+#ifdef BF16_PRODUCTS
+    store(p, x);
+#else
     const IntLanes bits = bits_of(x), odd = (bits >> 16) & 1;
     store(p, choose(x == x, lanes_of(((bits + 0x7fff + odd) >> 16) << 16), all(NAN)));
-}
 #endif
+}
 
 // A block of BLOCK rows and columns, its rows in the other's columns.
 #ifdef BF16_PRODUCTS
@@ -62,31 +52,7 @@ INLINE __m512i pairs(const Element *above, const Element *below) { // of 16 colu
                           EACH { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)); };
     return _mm512_or_si512(wide(above), _mm512_slli_epi32(wide(below), 16));
 }
-INLINE void transpose(__m512i (&x)[16]) {
-    __m512i y[16];
-    repeat<8>([&](auto i) EACH {
-        y[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
-        y[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
-    });
-    repeat<4>([&](auto i) EACH { // then x[4 i + c] holds columns c, 4 + c, 8 + c and 12 + c of rows 4 i to 4 i + 3
-        repeat<2>([&](auto half) EACH {
-            x[4 * i + 2 * half] = _mm512_unpacklo_epi64(y[4 * i + half], y[4 * i + 2 + half]);
-            x[4 * i + 2 * half + 1] = _mm512_unpackhi_epi64(y[4 * i + half], y[4 * i + 2 + half]);
-        });
-    });
-    repeat<4>([&](auto c) EACH {
-        const __m512i even[2] = {_mm512_shuffle_i32x4(x[c], x[4 + c], 0x88),
-                                 _mm512_shuffle_i32x4(x[8 + c], x[12 + c], 0x88)};
-        const __m512i odd[2] = {_mm512_shuffle_i32x4(x[c], x[4 + c], 0xdd),
-                                _mm512_shuffle_i32x4(x[8 + c], x[12 + c], 0xdd)};
-        y[c] = _mm512_shuffle_i32x4(even[0], even[1], 0x88);
-        y[4 + c] = _mm512_shuffle_i32x4(odd[0], odd[1], 0x88);
-        y[8 + c] = _mm512_shuffle_i32x4(even[0], even[1], 0xdd);
-        y[12 + c] = _mm512_shuffle_i32x4(odd[0], odd[1], 0xdd);
-    });
-    repeat<16>([&](auto i) EACH { x[i] = y[i]; });
-}
-void transpose(const Element *from, int64_t from_stride, Element *to, int64_t to_stride) {
+void transpose_block(const Element *from, int64_t from_stride, Element *to, int64_t to_stride) {
     for (int64_t j = 0; j < BLOCK; j += LANES) {
         __m512i x[16];
         repeat<16>([&](auto i)
@@ -96,9 +62,10 @@ void transpose(const Element *from, int64_t from_stride, Element *to, int64_t to
     }
 }
 #else
-void transpose(const Element *from, int64_t from_stride, Element *to, int64_t to_stride) {
-    for (int64_t j = 0; j < BLOCK; j++)
-        for (int64_t i = 0; i < BLOCK; i++) to[j * to_stride + i] = from[i * from_stride + j];
+void transpose_block(const Element *from, int64_t from_stride, Element *to, int64_t to_stride) {
+    for (int64_t j = 0; j < BLOCK; j += LANES)
+        for (int64_t i = 0; i < BLOCK; i += LANES)
+            transpose(from + i * from_stride + j, from_stride, to + j * to_stride + i, to_stride);
 }
 #endif
 
@@ -131,36 +98,23 @@ struct Right {
 #endif
     }
     void take_transposed(const Table &x, int64_t column) const {
-        for (int64_t k = 0; k < depth; k += BLOCK)
-#ifdef BF16_PRODUCTS
-            for (int64_t j = 0; j < PANEL; j += LANES) {
-                __m512i pairs[16];
-                repeat<16>([&](auto i) EACH { pairs[i] = _mm512_loadu_si512(x.row(column + j + i) + k); });
-                transpose(pairs);
-                Element *const to = panel(column) + k * PANEL + j * DEPTH;
-                repeat<16>([&](auto i) EACH { _mm512_storeu_si512(to + i * PANEL * DEPTH, pairs[i]); });
-            }
-#else
-            for (int64_t d = k; d < k + BLOCK; d++)
-                for (int64_t j = 0; j < PANEL; j++) panel(column)[d * PANEL + j] = x.row(column + j)[d];
-#endif
+        for (int64_t k = 0; k < depth; k += LANES * DEPTH)
+            for (int64_t j = 0; j < PANEL; j += LANES)
+                transpose((const Unit *)(x.row(column + j) + k), x.stride / DEPTH,
+                          (Unit *)(panel(column) + k * PANEL + j * DEPTH), PANEL);
     }
 };
 
 // Rows [row, row + N) of left · right in a panel's columns: out(i, j, sums) takes 16 of row i from column j on.
 template<int N, class F>
 INLINE void tile(const Table &left, int64_t row, const Right &right, int64_t column, const F &out) {
-    Lanes sums[N][WIDTH] = {};
-    const Element *a = left.row(row), *b = right.panel(column);
-    for (int64_t k = 0; k < right.depth; k += DEPTH, b += PANEL * DEPTH) {
-        Packed columns[WIDTH];
-        repeat<WIDTH>([&](auto j) EACH { columns[j] = packed(b + j * LANES * DEPTH); });
-        repeat<N>([&](auto i) EACH {
-            const Packed one = same(a + i * left.stride + k);
-            repeat<WIDTH>([&](auto j) EACH { multiply(sums[i][j], one, columns[j]); });
-        });
-    }
-    repeat<N>([&](auto i) EACH { repeat<WIDTH>([&](auto j) EACH { out(row + i, column + j * LANES, sums[i][j]); }); });
+    Tile<Policy, N, WIDTH * PARTS> tile;
+    const Unit *const a = (const Unit *)left.row(row);
+    const int64_t stride = left.stride / DEPTH;
+    tile.add([&](int r, int64_t i, int) EACH { return a[r * stride + i]; }, (const uint32_t *)right.panel(column),
+             right.depth / DEPTH, PANEL);
+    repeat<N>([&](auto r)
+                  EACH { repeat<WIDTH>([&](auto v) EACH { out(row + r, column + v * LANES, tile.at(r, v)); }); });
 }
 
 template<class F> void block(const Table &left, int64_t row, const Right &right, int64_t column, const F &out) {
@@ -188,14 +142,6 @@ struct Settings {
 
 INLINE Lanes between(Lanes from, Lanes to, float where) { // as torch.lerp
     return where < 0.5f ? from + where * (to - from) : to - (to - from) * (1 - where);
-}
-
-// Up to 16 elements; zeros beyond.
-INLINE Lanes load(const float *p, int64_t n) {
-    if (n >= LANES) return load(p);
-    float out[LANES] = {};
-    std::copy(p, p + n, out);
-    return load(out);
 }
 
 // One matrix at a time, by a team.
@@ -234,11 +180,11 @@ struct Orthogonalizer {
             for (int64_t i = 0; i < height; i++)
                 for (int64_t j = 0; j < width; j += LANES) {
                     const int64_t at = (row + i) * s.columns + column + j, n = width - j;
-                    const Lanes gradient = load(m.gradient + at, n);
-                    const Lanes direction = between(gradient, load(m.momentum + at, n), s.momentum);
+                    const Lanes gradient = read(m.gradient + at, n);
+                    const Lanes direction = between(gradient, read(m.momentum + at, n), s.momentum);
                     keep(to + i * (tall ? BLOCK : x.stride) + j, direction);
                 }
-            if (tall) transpose(turned, BLOCK, x.row(column) + row, x.stride);
+            if (tall) transpose_block(turned, BLOCK, x.row(column) + row, x.stride);
         });
         team.wait();
         const auto [first, end] = team.share(rows);
@@ -274,7 +220,7 @@ struct Orthogonalizer {
                 block(left, i, right, j, [&](int64_t row, int64_t column, Lanes sums) EACH {
                     keep(to.row(row) + column, f(row, column, sums));
                 });
-                if (i < j) transpose(to.row(i) + j, to.stride, to.row(j) + i, to.stride);
+                if (i < j) transpose_block(to.row(i) + j, to.stride, to.row(j) + i, to.stride);
             }
         team.wait();
     }
@@ -303,7 +249,7 @@ struct Orthogonalizer {
     void finish(const Matrix &m, const Team &team) const {
         each_block(team, [&](int64_t row, int64_t column, int64_t height, int64_t width) {
             Element turned[BLOCK * BLOCK];
-            if (tall) transpose(x.row(column) + row, x.stride, turned, BLOCK);
+            if (tall) transpose_block(x.row(column) + row, x.stride, turned, BLOCK);
             const Element *const from = tall ? turned : x.row(row) + column;
             for (int64_t i = 0; i < height; i++) {
                 const Element *const made = from + i * (tall ? BLOCK : x.stride);

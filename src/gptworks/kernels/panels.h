@@ -11,6 +11,9 @@
 #pragma once
 
 #include "result.h"
+#include "tile.h"
+
+using namespace kernels;
 
 namespace {
 
@@ -23,97 +26,55 @@ constexpr int64_t PANEL_FAR =
 // Each kind multiplies a panel of 16 · VECTORS weight rows, the first one `first`, with the activation rows from … to,
 // ROWS or fewer. ahead: weights that come later.
 
-#ifndef BF16_PRODUCTS
-// bf16 in float32. A word has two neighbouring elements of a weight row; weights are widened a register at a time, so
-// that the sums stay in the others.
-struct OfPairs {
-    static constexpr int64_t AT_ONCE = REGISTER == 64 ? 8 : REGISTER == 32 ? 3 : REGISTERS / 8;
-    static constexpr int64_t MOST_VECTORS = REGISTER == 64 ? 3 : REGISTER == 32 ? 2 : 1;
+// Products that are summed to the end of a row: of bf16, and of int8 with activations of two planes of bytes. `Kind`
+// has the policy, the activations and what a sum of each plane makes.
+template<class Kind> struct OfWords {
+    static constexpr int64_t AT_ONCE = Kind::ROWS, MOST_VECTORS = Kind::VECTORS;
 
     template<int ROWS, int VECTORS>
     static INLINE void multiply(const Matrix &m, int64_t first, const Rows &x, int64_t from, int64_t to,
                                 const Columns *columns, const Result &out, Ahead &ahead) {
-        const float *in[ROWS];
-        for (int64_t r = 0; r < ROWS; r++) in[r] = x.x + std::min(from + r, to - 1) * x.stride;
-        const uint32_t *panel = m.panel_from(first);
-        Floats sum[ROWS][VECTORS * PARTS] = {};
-        for (int64_t word = 0; word < m.n_words(); word += PANEL_STEP) {
-            ahead.fetch();
-            repeat<PANEL_STEP>([&](auto step) EACH {
-                repeat<2>([&](auto second) EACH {
-                    repeat<VECTORS * PARTS>([&](auto part) EACH {
-                        Words words;
-                        std::memcpy(&words, panel + part * (REGISTER / 4), sizeof words);
-                        const Floats weights = (Floats)(second ? words & 0xffff0000 : words << 16);
-                        repeat<ROWS>([&](auto r) EACH { sum[r][part] += weights * in[r][2 * (word + step) + second]; });
-                    });
-                });
-                panel += VECTORS * LANES;
-            });
-        }
-        repeat<ROWS>([&](auto r) EACH {
-            if (from + r < to)
-                repeat<VECTORS>([&](auto v)
-                                    EACH { columns[v].put(load((const float *)&sum[r][v * PARTS]), from + r, out); });
-        });
-    }
-};
-#endif
-
-#ifdef INTEGER_PRODUCTS
-// bf16; or int8 with activations of two planes of bytes. `Words` has the sums, and what two words add to one.
-template<class Words> struct OfWords {
-    static constexpr int64_t AT_ONCE = (MANY_REGISTERS ? 8 : 4) / Words::PLANES, MOST_VECTORS = MANY_REGISTERS ? 3 : 1;
-
-    template<int ROWS, int VECTORS>
-    static INLINE void multiply(const Matrix &m, int64_t first, const Rows &x, int64_t from, int64_t to,
-                                const Columns *columns, const Result &out, Ahead &ahead) {
-        constexpr int ALL = ROWS * Words::PLANES;
-        const uint32_t *in[ALL], *panel = m.panel_from(first);
-        for (int64_t r = 0; r < ALL; r++) in[r] = x.plane(std::min(from + r % ROWS, to - 1), r / ROWS);
-        typename Words::Sum sum[ALL][VECTORS] = {};
-        for (int64_t word = 0; word < m.n_words(); word += PANEL_STEP) {
-            ahead.fetch();
-            repeat<PANEL_STEP>([&](auto step) EACH {
-                IntLanes weights[VECTORS];
-                repeat<VECTORS>([&](auto v) EACH { weights[v] = Words::weights(load_words(panel + v * LANES)); });
-                repeat<ALL>([&](auto r) EACH {
-                    repeat<VECTORS>([&](auto v)
-                                        EACH { sum[r][v] = Words::add(sum[r][v], weights[v], in[r][word + step]); });
-                });
-                panel += VECTORS * LANES;
-            });
-        }
+        typedef typename Kind::Policy Policy;
+        constexpr int ALL = ROWS * Kind::PLANES;
+        const typename Policy::Left *in[ALL];
+        for (int64_t r = 0; r < ALL; r++) in[r] = Kind::row(x, std::min(from + r % ROWS, to - 1), r / ROWS);
+        Tile<Policy, ALL, VECTORS * PARTS> tile;
+        tile.template add<PANEL_STEP>([&](int r, int64_t word, int e) EACH { return in[r][word * Policy::UNITS + e]; },
+                                      m.panel_from(first), m.n_words(), VECTORS * LANES, LANES, &ahead);
         repeat<ROWS>([&](auto r) EACH {
             if (from + r < to)
                 repeat<VECTORS>([&](auto v) EACH {
-                    columns[v].put(Words::joined(sum[r][v], sum[ALL - ROWS + r][v], x, from + r), from + r, out);
+                    columns[v].put(Kind::joined(tile.at(r, v), tile.at(ALL - ROWS + r, v), x, from + r), from + r, out);
                 });
         });
     }
 };
 
-#ifdef BF16_PRODUCTS
 struct BFloats {
-    typedef Lanes Sum;
     static constexpr int64_t PLANES = 1;
-    static INLINE IntLanes weights(IntLanes words) { return words; }
-    static INLINE Sum add(Sum sum, IntLanes weights, int32_t activation) {
-        return (Sum)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(activation));
-    }
-    static INLINE Lanes joined(Sum sum, Sum, const Rows &, int64_t) { return sum; }
-};
+#ifdef BF16_PRODUCTS
+    static constexpr int64_t ROWS = 8, VECTORS = 3;
+    typedef Pairs Policy;
+    static const uint32_t *row(const Rows &x, int64_t row, int64_t) { return x.plane(row, 0); }
+#else // in float32
+    static constexpr int64_t ROWS = REGISTER == 64 ? 8 : REGISTER == 32 ? 3 : REGISTERS / 8;
+    static constexpr int64_t VECTORS = REGISTER == 64 ? 3 : REGISTER == 32 ? 2 : 1;
+    typedef Widened<BFloat> Policy;
+    static const float *row(const Rows &x, int64_t row, int64_t) { return x.x + row * x.stride; }
 #endif
+    static INLINE Lanes joined(Lanes sum, Lanes, const Rows &, int64_t) { return sum; }
+};
 
+#ifdef INTEGER_PRODUCTS
 // Sums are exact. Of weights that are to come without sign, the 128 of each adds 128 · the sum of the row's
 // activations.
 struct Integers {
-    typedef IntLanes Sum;
-    static constexpr int64_t PLANES = 2;
-    static INLINE IntLanes weights(IntLanes words) { return UNSIGNED_BYTES ? words ^ (int32_t)0x80808080 : words; }
-    static INLINE Sum add(Sum sum, IntLanes weights, int32_t activation) { return add_bytes(sum, weights, activation); }
-    static INLINE Lanes joined(Sum low, Sum high, const Rows &x, int64_t row) {
-        return ::joined(low, high, UNSIGNED_BYTES ? -128 * x.rounded().total[row] : 0) * x.scale(row);
+    static constexpr int64_t PLANES = 2, ROWS = MANY_REGISTERS ? 4 : 2, VECTORS = MANY_REGISTERS ? 3 : 1;
+    typedef Quads Policy;
+    static const uint32_t *row(const Rows &x, int64_t row, int64_t plane) { return x.plane(row, plane); }
+    static INLINE Lanes joined(Lanes low, Lanes high, const Rows &x, int64_t row) {
+        const int64_t offset = UNSIGNED_BYTES ? -128 * x.rounded().total[row] : 0;
+        return kernels::joined(bits_of(low), bits_of(high), offset) * x.scale(row);
     }
 };
 
@@ -126,43 +87,31 @@ struct OfNibbles {
     static INLINE void multiply(const Matrix &m, int64_t first, const Rows &x, int64_t from, int64_t to,
                                 const Columns *columns, const Result &out, Ahead &ahead) {
         constexpr int64_t WORDS = GROUPED / 4; // of a group's activations
-        const uint32_t *in[ROWS][2], *panel = m.panel_from(first);
+        const uint32_t *in[2 * ROWS], *panel = m.panel_from(first);
         const int32_t *offset[ROWS];
         for (int64_t r = 0; r < ROWS; r++) {
             const int64_t row = std::min(from + r, to - 1);
-            in[r][0] = x.plane(row, 0), in[r][1] = x.plane(row, 1), offset[r] = x.offsets(row);
+            in[2 * r] = x.plane(row, 0), in[2 * r + 1] = x.plane(row, 1), offset[r] = x.offsets(row);
         }
         Lanes total[ROWS][VECTORS] = {};
         const Half *scales = m.scales_from(first);
         for (int64_t group = 0; group < m.k / GROUPED; group++) {
             ahead.fetch();
-            IntLanes sum[2][ROWS][VECTORS]; // of the planes
+            Tile<Nibbles, 2 * ROWS, VECTORS * PARTS> tile; // a row of sums for each plane
             repeat<ROWS>([&](auto r) EACH {
-                repeat<VECTORS>([&](auto v)
-                                    EACH { sum[0][r][v] = IntLanes{} + offset[r][group], sum[1][r][v] = IntLanes{}; });
+                repeat<VECTORS * PARTS>([&](auto part) EACH { tile.sum[2 * r][part] += offset[r][group]; });
             });
-            repeat<WORDS / 2>([&](auto word) EACH {
-                repeat<2>([&](auto half) EACH {
-                    IntLanes weights[VECTORS];
-                    repeat<VECTORS>([&](auto v)
-                                        EACH { weights[v] = load_words(panel + v * LANES) >> 4 * half & 0x0f0f0f0f; });
-                    repeat<ROWS>([&](auto r) EACH {
-                        repeat<2>([&](auto plane) EACH {
-                            const int32_t activation = in[r][plane][group * WORDS + half * WORDS / 2 + word];
-                            repeat<VECTORS>([&](auto v) EACH {
-                                sum[plane][r][v] = add_bytes(sum[plane][r][v], weights[v], activation);
-                            });
-                        });
-                    });
-                });
-                panel += VECTORS * LANES;
-            });
+            tile.template add<WORDS / 2>([&](int r, int64_t word, int half)
+                                             EACH { return in[r][group * WORDS + half * WORDS / 2 + word]; },
+                                         panel, WORDS / 2, VECTORS * LANES);
             repeat<VECTORS>([&](auto v) EACH {
                 const Lanes scale = load(scales + v * LANES);
-                repeat<ROWS>([&](auto r)
-                                 EACH { total[r][v] += to_floats(sum[0][r][v] + (sum[1][r][v] << 8)) * scale; });
+                repeat<ROWS>([&](auto r) EACH {
+                    const IntLanes low = bits_of(tile.at(2 * r, v)), high = bits_of(tile.at(2 * r + 1, v));
+                    total[r][v] += to_floats(low + (high << 8)) * scale;
+                });
             });
-            scales += VECTORS * LANES;
+            panel += WORDS / 2 * VECTORS * LANES, scales += VECTORS * LANES;
         }
         repeat<ROWS>([&](auto r) EACH {
             if (from + r < to)
@@ -280,25 +229,6 @@ template<class Kind> void panels(const Matrix &m, const Rows &x, const Result &t
     }
 }
 
-// The most rows of a panel of a kind of weights; 0: they lie row by row.
-int64_t widest_panel(int64_t kind) {
-#ifdef AMX
-    if (amx::granted && (kind == BF16 || kind == INT8)) return 2 * amx::SIDE;
-#endif
-#ifdef BF16_PRODUCTS
-    if (kind == BF16) return OfWords<BFloats>::MOST_VECTORS * LANES;
-#else
-    if (kind == BF16) return OfPairs::MOST_VECTORS * LANES;
-#endif
-#ifdef INTEGER_PRODUCTS
-    if (kind == INT8) return OfWords<Integers>::MOST_VECTORS * LANES;
-    if (kind == INT4) return OfNibbles::MOST_VECTORS * LANES;
-#elif defined(WIDE_INTEGER_PRODUCTS)
-    if (kind == INT8 || kind == INT4) return OfWide<true>::MOST_VECTORS * LANES;
-#endif
-    return 0;
-}
-
 // ------------------------------------------------------------------------- panels laid out for the moment, in float32
 
 constexpr int64_t PANEL_VECTORS =
@@ -310,36 +240,36 @@ constexpr int64_t PANEL_BYTES = 512 << 10; // of weights that a core's second ca
 //
 // The sums of 16 · VECTORS weight rows, laid out, with PANEL_ROWS rows. x: the first ones' and the others' first word;
 // those of the next lane are `apart` words on.
+template<int VECTORS> using LaidOut = Tile<Widened<float>, PANEL_ROWS, VECTORS * PARTS>;
+
 template<int VECTORS>
 INLINE void multiply_laid_out(const float *panel, int64_t panel_apart, int64_t steps, const float *const (&x)[2],
-                              int64_t apart, Lanes (&sums)[PANEL_ROWS][VECTORS], Ahead &ahead) {
-    Lanes waiting[4][PANEL_ROWS][VECTORS]; // sums of 1, 2, 4 and 8 lanes for the other half of their pair
+                              int64_t apart, LaidOut<VECTORS> &sums, Ahead &ahead) {
+    Floats waiting[4][PANEL_ROWS][VECTORS * PARTS]; // sums of 1, 2, 4 and 8 lanes for the other half of their pair
     for (int n = 0; n < LANES; n++) {
-        const float *weights = panel + PAIRED[n] * panel_apart;
-        const float *first = x[0] + PAIRED[n] * apart, *second = x[1] + PAIRED[n] * apart;
-        Lanes sum[PANEL_ROWS][VECTORS] = {};
+        const float *const first = x[0] + PAIRED[n] * apart, *const second = x[1] + PAIRED[n] * apart;
+        LaidOut<VECTORS> tile;
+        tile.add(
+            [&](auto r, int64_t step, int) EACH {
+                return r < PANEL_ROWS / 2 ? first[step * GROUP + r] : second[step * GROUP + r - PANEL_ROWS / 2];
+            },
+            (const uint32_t *)(panel + PAIRED[n] * panel_apart), steps, VECTORS * LANES);
         const auto every = [](const auto &f) EACH {
-            repeat<PANEL_ROWS>([&](auto r) EACH { repeat<VECTORS>([&](auto v) EACH { f(r, v); }); });
+            repeat<PANEL_ROWS>([&](auto r) EACH { repeat<VECTORS * PARTS>([&](auto part) EACH { f(r, part); }); });
         };
-        for (int64_t step = 0; step < steps; step++, weights += VECTORS * LANES, first += GROUP, second += GROUP) {
-            Lanes w[VECTORS];
-            repeat<VECTORS>([&](auto v) EACH { w[v] = load(weights + v * LANES); });
-            repeat<PANEL_ROWS>([&](auto r) EACH {
-                const float activation = r < PANEL_ROWS / 2 ? first[r] : second[r - PANEL_ROWS / 2];
-                repeat<VECTORS>([&](auto v) EACH { sum[r][v] = sum[r][v] + w[v] * activation; });
-            });
-        }
         int pair = 0;
-        for (; n >> pair & 1; pair++) every([&](auto r, auto v) EACH { sum[r][v] = waiting[pair][r][v] + sum[r][v]; });
-        auto &to = pair < 4 ? waiting[pair] : sums;
-        every([&](auto r, auto v) EACH { to[r][v] = sum[r][v]; });
+        for (; n >> pair & 1; pair++)
+            every([&](auto r, auto part) EACH { tile.sum[r][part] = waiting[pair][r][part] + tile.sum[r][part]; });
+        auto &to = pair < 4 ? waiting[pair] : sums.sum;
+        every([&](auto r, auto part) EACH { to[r][part] = tile.sum[r][part]; });
         ahead.fetch();
     }
 }
 
 // Rows from … end of the matrix with all activations; see product.
-template<class Tile>
-void momentary_panels(const Tile &tile, const Matrix &m, const Rows &x, int64_t from, int64_t end, const Result &to) {
+template<class Weights>
+void momentary_panels(const Weights &weights, const Matrix &m, const Rows &x, int64_t from, int64_t end,
+                      const Result &to) {
     const int64_t steps = m.k / LANES, apart = x.stride / LANES * GROUP;
     const int64_t most = std::clamp<int64_t>(PANEL_BYTES / (LANES * m.k * 4), 1, PANEL_VECTORS);
     thread_local Buffer room;
@@ -354,8 +284,8 @@ void momentary_panels(const Tile &tile, const Matrix &m, const Rows &x, int64_t 
             for (int v = 0; v < VECTORS; v++) {
                 alignas(64) float square[LANES][LANES];
                 for (int64_t row = 0; row < LANES; row++)
-                    store(square[row], tile.lanes(std::min(first + v * LANES + row, end - 1), i));
-                turn(square[0], LANES, panel + (i / LANES * VECTORS + v) * LANES, panel_apart);
+                    store(square[row], weights.lanes(std::min(first + v * LANES + row, end - 1), i));
+                transpose(square[0], LANES, panel + (i / LANES * VECTORS + v) * LANES, panel_apart);
             }
         const int64_t lines = std::max<int64_t>(0, std::min(VECTORS * LANES, end - last)) * m.row_bytes() / 64;
         const char *const after = (const char *)m.weight + last * m.row_bytes();
@@ -364,10 +294,10 @@ void momentary_panels(const Tile &tile, const Matrix &m, const Rows &x, int64_t 
             {m, first, end}, {m, std::min(first + LANES, end), end}, {m, std::min(first + 2 * LANES, end), end}};
         for (int64_t row = 0; row < x.n; row += PANEL_ROWS) {
             const float *const group = x.group(row / GROUP * GROUP) + row % GROUP;
-            Lanes sums[PANEL_ROWS][VECTORS];
+            LaidOut<VECTORS> sums;
             multiply_laid_out<VECTORS>(panel, panel_apart, steps, {group, group + PANEL_ROWS / 2}, apart, sums, ahead);
             for (int64_t r = 0; r < std::min(PANEL_ROWS, x.n - row); r++)
-                for (int v = 0; v < VECTORS; v++) columns[v].put(sums[r][v], row + r, to);
+                for (int v = 0; v < VECTORS; v++) columns[v].put(sums.at(r, v), row + r, to);
         }
         to.finish(0, x.n, first, std::min(last, end));
     };

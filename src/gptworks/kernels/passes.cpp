@@ -9,47 +9,13 @@
 #include "lanes.h"
 #include "threads.h"
 
+using namespace kernels;
+
 namespace {
 
 constexpr int64_t BLOCKS = 64;     // of rows, that are summed apart
 constexpr int64_t GRAIN = 1 << 14; // elements for which a thread is worth waking
 constexpr int64_t IGNORED = -100;  // a target that counts nothing, as gptworks.config has it
-
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
-#define MASKS
-INLINE __mmask16 lower(int64_t n) { return (__mmask16)((1u << n) - 1); } // the first n lanes
-#endif
-
-// The first n lanes, n ≤ 16, from memory or to it; the others are zero.
-template<class T> INLINE Lanes read(const T *p, int64_t n) {
-    if (n >= LANES) return load(p);
-#ifdef MASKS
-    if constexpr (sizeof(T) == 4) return (Lanes)_mm512_maskz_loadu_ps(lower(n), p);
-    if constexpr (sizeof(T) == 2)
-        return (Lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lower(n), p)), 16);
-#endif
-    T some[LANES] = {};
-    for (int64_t i = 0; i < n; i++) some[i] = p[i];
-    return load(some);
-}
-template<class T> INLINE void write(T *p, Lanes x, int64_t n) {
-    if (n >= LANES) return store(p, x);
-#ifdef MASKS
-    if constexpr (sizeof(T) == 4) return _mm512_mask_storeu_ps(p, lower(n), (__m512)x);
-#endif
-    T some[LANES];
-    store(some, x);
-#ifdef MASKS
-    return _mm256_mask_storeu_epi16(p, lower(n), _mm256_loadu_si256((const __m256i *)some));
-#endif
-    for (int64_t i = 0; i < n; i++) p[i] = some[i];
-}
-INLINE Lanes first(Lanes x, int64_t n) {
-    if (n >= LANES) return x;
-    float some[LANES];
-    store(some, x);
-    return read(some, n);
-}
 
 // Calls f with a value of a tensor's type: float32 or bf16.
 template<class F> void typed(const char *name, const Tensor &x, const F &f) {

@@ -4,7 +4,7 @@
 
 #include "matrix.h"
 
-namespace {
+namespace [[gnu::visibility("hidden")]] kernels {
 
 // Where sums go, and what they become: out = (sum · scale + bias) · times, added to what is there if `add`; then of an
 // activation, out = activation(out), or with a gate, out = activation(gate) · out.
@@ -51,4 +51,4 @@ struct Columns {
     }
 };
 
-} // namespace
+} // namespace kernels

@@ -18,6 +18,8 @@
 #include "products.h"
 #include "threads.h"
 
+using namespace kernels;
+
 namespace {
 
 // --------------------------------------------------------------------- what backend.py hands over (see entries.py)
@@ -427,7 +429,7 @@ int64_t n_texts_of(const Batch &b, int64_t n_slots) {
 // ---------------------------------------------------------------------------------------------------- what is called
 
 // The text of the last error of this thread.
-extern "C" const char *gptworks_error() noexcept { return border::last.text; }
+extern "C" const char *gptworks_error() noexcept { return last.text; }
 
 // The sizes of structures, and what numbers stand for, in their order.
 extern "C" const char *gptworks_layout() noexcept {

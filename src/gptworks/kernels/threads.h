@@ -23,7 +23,7 @@
 #include <vector>
 #endif
 
-namespace {
+namespace [[gnu::visibility("hidden")]] kernels {
 
 // Tries for some 30 µs; whether it came true.
 template<class F> bool soon(const F &came_true) {
@@ -88,12 +88,8 @@ struct Team {
     }
 };
 
-} // namespace
-
 #ifndef _OPENMP
 // Threads of our own, for compilers without OpenMP. All sources share them; other libraries in the process do not.
-namespace [[gnu::visibility("hidden")]] workers {
-
 typedef std::function<void(int64_t)> Work; // with the number of the thread
 
 // A thread that waits for work: first awake, because the next piece often comes soon, then asleep.
@@ -179,10 +175,7 @@ inline Pool &pool() {
     return mine;
 }
 
-} // namespace workers
 #endif
-
-namespace {
 
 // Runs work(team) on some threads at once. What one of them throws is thrown here when all have ended: no exception
 // leaves a thread, and none waits for one that has failed.
@@ -201,11 +194,11 @@ template<class F> void parallel(int64_t n_threads, const F &work) {
 #pragma omp parallel num_threads((int)n_threads)
     run(omp_get_thread_num(), omp_get_num_threads());
 #else
-    workers::Pool &pool = workers::pool();
-    const int64_t n_workers = pool.have(n_threads - 1);
-    pool.run(n_workers, [&](int64_t thread) { run(thread, n_workers + 1); });
+    Pool &workers = pool();
+    const int64_t n_workers = workers.have(n_threads - 1);
+    workers.run(n_workers, [&](int64_t thread) { run(thread, n_workers + 1); });
 #endif
     if (alarm.rung()) throw alarm.first;
 }
 
-} // namespace
+} // namespace kernels

@@ -5,6 +5,8 @@
 #include "result.h"
 
 #ifdef AMX
+using namespace kernels;
+
 namespace {
 
 // This thread's share of a matrix in panels, of bf16 or int8, with all activations; see product. 16 activation rows are

@@ -1,0 +1,123 @@
+// The loop that multiplies. A tile of sums, some rows of a left factor by some registers of a right one's columns,
+// stays in registers while what is summed over passes:
+//
+//     sum[row][column] += left[row][word] · right[word][column]     a word: four bytes of the right factor
+//
+// A policy says what is multiplied:
+//     UNITS            units of the left factor that meet one word: the elements of the word, or one unit for all
+//     Left             such a unit, of ELEMENTS elements
+//     right(words, e)  what meets the e-th unit, of a register of words
+//     add(sum, right, left)
+//
+// Each sum is added to in the order of words, and of units in a word: its bits depend on nothing else.
+
+#pragma once
+
+#include "lanes.h"
+
+namespace [[gnu::visibility("hidden")]] kernels {
+
+constexpr int64_t IN_REGISTER = REGISTER / 4; // words
+
+INLINE Words words_at(const uint32_t *p) {
+    Words words;
+    std::memcpy(&words, p, sizeof words);
+    return words;
+}
+
+template<class Policy, int ROWS, int COLUMNS> struct Tile { // COLUMNS: registers
+    typename Policy::Sum sum[ROWS][COLUMNS] = {};
+
+    // n words, STEP at once, which divides n. left(row, word, e): a unit. Words of the right factor lie `apart` after
+    // one another, and those of each 16 columns `vectors_apart`.
+    template<int STEP = 1, class Left>
+    INLINE void add(const Left &left, const uint32_t *right, int64_t n, int64_t apart, int64_t vectors_apart = LANES,
+                    Ahead *ahead = nullptr) {
+        for (int64_t first = 0; first < n; first += STEP) {
+            if (ahead) ahead->fetch();
+            repeat<STEP>([&](auto step) EACH {
+                const int64_t word = first + step;
+                const auto of_right = [&](auto column, auto e) EACH {
+                    return Policy::right(
+                        words_at(right + column / PARTS * vectors_apart + column % PARTS * IN_REGISTER), e);
+                };
+                const auto multiply = [&](auto row, auto column, auto x, typename Policy::Left unit)
+                                          EACH { sum[row][column] = Policy::add(sum[row][column], x, unit); };
+                repeat<Policy::UNITS>([&](auto e) EACH {
+                    if constexpr (ROWS * COLUMNS + COLUMNS < REGISTERS) {
+                        decltype(of_right(std::integral_constant<int, 0>(), 0)) x[COLUMNS];
+                        repeat<COLUMNS>([&](auto column) EACH { x[column] = of_right(column, e); });
+                        repeat<ROWS>([&](auto row) EACH {
+                            const typename Policy::Left unit = left(row, word, e);
+                            repeat<COLUMNS>([&](auto column) EACH { multiply(row, column, x[column], unit); });
+                        });
+                    } else // one register of the right factor at a time: the sums need the others
+                        repeat<COLUMNS>([&](auto column) EACH {
+                            const auto x = of_right(column, e);
+                            repeat<ROWS>([&](auto row) EACH { multiply(row, column, x, left(row, word, e)); });
+                        });
+                });
+                right += apart;
+            });
+        }
+    }
+
+    // 16 columns of a row.
+    INLINE Lanes at(int row, int vector) const {
+        Lanes x;
+        std::memcpy(&x, &sum[row][vector * PARTS], sizeof x);
+        return x;
+    }
+    INLINE void set(int row, int vector, Lanes x) { std::memcpy(&sum[row][vector * PARTS], &x, sizeof x); }
+};
+
+// Elements as they are or widened, in float32.
+template<class T> struct Widened {
+    typedef Floats Sum;
+    typedef float Left;
+    static constexpr int UNITS = 4 / sizeof(T), ELEMENTS = 1;
+    static INLINE Floats right(Words words, int e) {
+        if constexpr (sizeof(T) == 4)
+            return (Floats)words;
+        else if constexpr (sizeof(T) == 2)
+            return (Floats)(e ? words & 0xffff0000 : words << 16);
+        else
+            return __builtin_convertvector((Ints)(words << (24 - 8 * e)) >> 24, Floats);
+    }
+    static INLINE Floats add(Floats sum, Floats right, float left) { return sum + right * left; }
+};
+
+#ifdef BF16_PRODUCTS
+// Two elements in bf16 at once.
+struct Pairs {
+    typedef Floats Sum;
+    typedef uint32_t Left;
+    static constexpr int UNITS = 1, ELEMENTS = 2;
+    static INLINE Words right(Words words, int) { return words; }
+    static INLINE Floats add(Floats sum, Words right, uint32_t left) {
+        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)right, (__m512bh)_mm512_set1_epi32(left));
+    }
+};
+#endif
+
+#ifdef INTEGER_PRODUCTS
+// Four signed bytes at once with one plane of an activation's bytes. x86 takes weights without sign: those + 128.
+struct Quads {
+    typedef Ints Sum;
+    typedef uint32_t Left;
+    static constexpr int UNITS = 1;
+    static INLINE Ints right(Words words, int) { return (Ints)(UNSIGNED_BYTES ? words ^ 0x80808080 : words); }
+    static INLINE Ints add(Ints sum, Ints right, uint32_t left) { return add_bytes(sum, right, left); }
+};
+
+// The low nibbles of four bytes, and then the high ones.
+struct Nibbles {
+    typedef Ints Sum;
+    typedef uint32_t Left;
+    static constexpr int UNITS = 2;
+    static INLINE Ints right(Words words, int e) { return (Ints)(words >> 4 * e & 0x0f0f0f0f); }
+    static INLINE Ints add(Ints sum, Ints right, uint32_t left) { return add_bytes(sum, right, left); }
+};
+#endif
+
+} // namespace kernels
