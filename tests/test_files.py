@@ -92,7 +92,7 @@ LISTED = {
     ("cli/__init__.py", "_open_standard_streams", "os.open"): "the null device, where a standard stream is closed",
     ("cli/__init__.py", "_open_standard_streams", "os.fdopen"): "the same",
     ("infer/engine.py", "Engine._receive", ".open"): NO_FILE,
-    ("interop/huggingface/exporting.py", "_save", "save_file"): OURS,
+    ("interop/huggingface/exporting.py", "write_tensors", "save_file"): OURS,
     ("interop/huggingface/importing.py", "read_tensors", "safe_open"): OURS,
     ("interop/peft.py", "_write", "save_file"): OURS,
     ("interop/peft.py", "_in_peft", "from_pretrained"): TREE,
