@@ -1,4 +1,4 @@
-"""What a program or a notebook calls, and the commands too: `gptworks.train`, `gptworks.plan`, `gptworks.evaluate`.
+"""The functions for programs, notebooks and the commands: `gptworks.train`, `gptworks.plan`, `gptworks.evaluate`.
 
 Each function imports what it needs when it is called, so that naming one costs nothing.
 """

@@ -264,7 +264,7 @@ class FolderTemplates:
     named: Mapping[str, str]
     """By name. A single template is `default`; `tool_use` is for conversations with tools."""
     source: str
-    """Their file, for messages."""
+    """The templates' file, for messages."""
 
     @property
     def default(self) -> str | None:

@@ -10,7 +10,7 @@ BackendName = Literal["auto", "torch", "native"]
 CacheName = Literal["auto", "fp32", "bf16", "int8"]
 """Storage of keys and values."""
 Sharding = Literal["auto", "none", "zero2", "fsdp"]
-"""What a plan shards (train.parallel); auto: as little as fits."""
+"""The tensors to shard (train.parallel); auto: as few as needed to fit."""
 
 Weights = Literal["bf16", "fp16", "int8", "int4"]
 """Storage of a quantized run's matrices."""

@@ -196,7 +196,7 @@ class BusyCores:
 
     @staticmethod
     def _counts() -> tuple[float, float, float] | None:
-        """Seconds of the clock, of work on all cores, and of work by this process and its children."""
+        """Elapsed seconds, CPU seconds of all cores, and CPU seconds of this process and its children."""
         try:
             fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
             ticks = os.sysconf("SC_CLK_TCK")

@@ -233,7 +233,7 @@ def read_stated(folder: Path, tokenizer: Tokenizer) -> Stated | None:
 
 
 def stating_files(folder: Path) -> list[Path]:
-    """The files of a folder that state its special tokens; none if they are found by name.
+    """The files of a folder that state its special tokens; empty if the tokens are found by name.
 
     Raises:
         UserError: tokenizer_config.json is not readable JSON.

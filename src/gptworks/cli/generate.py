@@ -164,10 +164,10 @@ def drafter_of(
     backend: BackendName,
     weights: LoadedWeights = "auto",
 ) -> "Drafter | None":
-    """What drafts `n_tokens` tokens at a time: a smaller model, the run's own heads of tokens beyond the next if it has
-    any, or prompt lookup. None for 0.
+    """A drafter of `n_tokens` tokens at a time: a smaller model, the run's own multi-token heads, or prompt lookup.
+    None for 0.
 
-    A model that is quantized stays as it is, whatever `weights` says: drafts change no text.
+    A quantized draft model ignores `weights`: drafts do not change the text.
     """
     from gptworks.checkpoint import choose_checkpoint
     from gptworks.infer.engine import load

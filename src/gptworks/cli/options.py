@@ -66,7 +66,7 @@ KeptWeights = Annotated[
     ),
 ]
 
-# Where a server listens, and for whom; shared by `serve` and `studio`.
+# A server's address and access, shared by `serve` and `studio`.
 Host = Annotated[str, Option(metavar="ADDRESS", help="The address to listen at; 0.0.0.0 is all of them.")]
 Port = Annotated[int, Option(min=0, max=65535, help="0 takes a free one.")]
 ApiKeys = Annotated[

@@ -112,7 +112,7 @@ def derived(name: str, function: Callable[[Any], Any] = lambda value: value) -> 
 
 
 class Role(Enum):
-    """What depends on a setting: whether a resumed run may change it, and which runs may be compared.
+    """A setting's role: whether a resumed run may change it, and whether runs that differ in it are comparable.
 
     Each setting declares its role with its type: `batch_size: Steering[PositiveInt]`.
     """
@@ -132,14 +132,14 @@ class Role(Enum):
 
     @property
     def on_resume(self) -> Literal["refused", "recorded", "allowed"]:
-        """What happens if a resumed run changes the setting. `recorded`: the loss curve depends on the change."""
+        """The effect of changing the setting in a resumed run. `recorded`: the loss curve depends on the change."""
         if self in (Role.MEASURED, Role.FIXED, Role.REPEAT):
             return "refused"
         return "recorded" if self is Role.STEERING else "allowed"
 
     @property
     def words(self) -> str:
-        """What depends on the setting, in words."""
+        """The setting's role, in words."""
         return {
             Role.MEASURED: "it decides what the validation loss measures",
             Role.FIXED: "the weights, the optimizer's state or the order of the samples depend on it",
@@ -161,7 +161,7 @@ class Role(Enum):
 
 
 class Place(Enum):
-    """What a setting names outside its recipe. A program that runs other people's recipes checks each such setting.
+    """The kind of outside resource that a setting names. Programs that run other people's recipes must check it.
 
     A setting that names a place declares it: `path: Free[Annotated[str, Place.PATH]]`.
     """

@@ -92,7 +92,7 @@ class ModelConfig(Architecture):
         return self.gate_channels or self.d_model
 
     def layer_value_embedding(self, layer: int) -> str:
-        """What is added to the values of a layer: none, table or projected."""
+        """The embedding added to a layer's values: none, table or projected."""
         return self.value_embeddings[layer % len(self.value_embeddings)]
 
     def layer_skips(self, layer: int) -> bool:

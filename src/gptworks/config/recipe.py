@@ -224,7 +224,7 @@ def check_tokenizer(tokenizer: TokenizerConfig, data: DataConfig) -> None:
     """Refuse a tokenizer that does not fit the data.
 
     Raises:
-        ValueError: no built dataset has the tokenizer, or built datasets meet a tokenizer that would be trained.
+        ValueError: no built dataset has the tokenizer, or the recipe combines built datasets with a tokenizer to train.
     """
     built = [member.name for member in data.mixture if member.dataset is not None]
     if isinstance(tokenizer, DatasetTokenizer) and not built:

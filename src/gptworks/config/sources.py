@@ -1,4 +1,4 @@
-"""Where text and examples come from: the settings of each kind of source."""
+"""Settings of each kind of source of text and examples."""
 
 from typing import Annotated, Literal, Self
 

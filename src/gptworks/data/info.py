@@ -41,7 +41,7 @@ class Amount:
     tokens: int
     text_bytes: int
     tokens_per_byte: float | None
-    """None: there is no text."""
+    """None without text."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Languages:
 
 @dataclass(frozen=True)
 class Cleaning:
-    """What filters dropped and changed in a dataset."""
+    """Documents that filters dropped and changed in a dataset."""
 
     dataset: str | None
     """Its name in the mixture; None: the folder is one dataset."""

@@ -68,7 +68,7 @@ class Job:
 
 @dataclass(frozen=True)
 class JobSettings:
-    """What decides the shards of a job in addition to its text."""
+    """The settings that decide a job's shards, in addition to its text."""
 
     tokenizer: str
     """Written by `pack_tokenizer`."""
@@ -78,7 +78,7 @@ class JobSettings:
 
 
 class Done(Section):
-    """What a job wrote."""
+    """The output of a job."""
 
     source: int
     splits: dict[Split, SplitFiles]
@@ -189,7 +189,7 @@ class _JobWriter:
 
 
 def finished(folder: Path) -> dict[int, Done]:
-    """What the finished jobs wrote, by their numbers."""
+    """The outputs of the finished jobs, by job number."""
     found = {}
     for file in sorted(folder.glob(f"jobs/[!.]*/{_JOB_FILE}")):
         with contextlib.suppress(UserError, OSError, ValueError):  # broken: the job is repeated

@@ -33,7 +33,7 @@ from gptworks.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer, 
 
 _BPE_TRAINING_BYTES = 200_000_000
 _SAMPLE_BYTES = 100_000_000
-"""Of more text, BPE reads a sample of this size: it is ten times slower than encoding."""
+"""Most bytes of text that train BPE, as a sample of a longer text: training is ten times slower than encoding."""
 _DOCUMENTS_WORTH_A_SPLIT = 20
 
 
@@ -83,7 +83,7 @@ def keep_tokenizer(
         datasets: the datasets to learn from, each with its weight and text.
 
     Raises:
-        UserError: there is no text, or too little; or the recipe states another vocabulary.
+        UserError: the text is empty or too short, or the recipe states another vocabulary size.
     """
     if not folder.exists():
         texts = [_Text(data, found, split_by(data, found.sources), weight) for data, weight, found in datasets]

@@ -100,7 +100,7 @@ class _Opened:
     suffixes: npt.NDArray[np.uint32]
     places: npt.NDArray[np.uint32]
     begin: int
-    """Where the text begins in the file."""
+    """The offset of the text in the file."""
     n_bytes: int
     n_borders: int
 
@@ -247,7 +247,7 @@ class SearchIndex:
 
     @cached_property
     def _bounds(self) -> list[int]:
-        """Where the text of each block begins in the text of the split, and its end."""
+        """The offset of each block's text in the split's text, then the end of the last one."""
         return [0, *accumulate(one.n_bytes for one in self._open)]
 
     @property

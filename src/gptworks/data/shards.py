@@ -146,7 +146,7 @@ class Stretch:
 
 
 class Manifest(Section):
-    """What a folder of shards holds and what it was made from."""
+    """The contents of a folder of shards, and their sources."""
 
     format_version: int
     created_by: str
@@ -166,7 +166,7 @@ class Manifest(Section):
     parts: tuple[Part, ...] = ()
     """The datasets of a mixture, in order; empty: the folder is one dataset."""
     cleaning: dict[str, Any] | None = None
-    """What the recipe's filters dropped and changed; null: no filters."""
+    """Documents that the recipe's filters dropped and changed; null: no filters."""
     sources: tuple[ShardCounts, ...] = ()
     """The number of shards of each split that each source of text in `made_from` owns, the next ones. Empty in folders
     of format 3, of conversations and of mixtures, whose parts have their own."""

@@ -202,7 +202,7 @@ def _attention(c: ModelConfig) -> Iterator[Row]:
 
 
 def _values(c: ModelConfig) -> Iterator[tuple[str, str]]:
-    """What is added to values, and the shapes of the weights."""
+    """The embedding added to values, and the shapes of its weights."""
     if c.value_residual:
         yield "a · values + b · the first layer's", "2"
     width, gate = c.n_kv_heads * c.d_head, dims((c.n_kv_heads, c.d_gate))

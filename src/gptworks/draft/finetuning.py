@@ -59,7 +59,7 @@ class Tuning(Drafted):
     """Faults of the data, at which training stops."""
 
     def lines(self) -> list[str]:
-        """What to expect."""
+        """The lines that say what to expect from the run."""
         plan = self.plan
         what = "all" if plan.setting.trained is None else "added to those"
         return [

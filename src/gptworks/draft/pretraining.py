@@ -86,7 +86,7 @@ class Draft(Drafted):
         return self.file([about, "", *self.lines(), "", rest])
 
     def lines(self) -> list[str]:
-        """What to expect."""
+        """The lines that say what to expect from the run."""
         plan = self.plan
         return [
             f"parameters  {plan.parameters.total:,}",

@@ -102,7 +102,7 @@ class Evaluation:
     details: Annotated[dict[str, Any], BeforeValidator(_with_positions)] = field(default_factory=dict)
     """Further results: the loss by position, the bins of a reliability table."""
     items: tuple[dict[str, Any], ...] = ()
-    """What the model answered, item by item."""
+    """The model's answer to each item."""
 
     def to_json(self) -> dict[str, Any]:
         """Everything; `read_evaluations` reads it back."""

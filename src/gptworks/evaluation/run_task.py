@@ -113,7 +113,7 @@ class Asked:
         return [encode_pair(self.engine.encode_prompt, text, delimiter + choice) for choice in choices]
 
     def write(self, settings: Sampled, n_samples: int, progress: Progress) -> list[list[str]]:
-        """What the model writes after each item, n texts each."""
+        """The model's continuations of each item, n texts each."""
         prompts = [self.context(item, settings.max_tokens)[1] for item in self.items]
         ends = () if self.template is None else self.template.end_token_ids
         sampling = [
@@ -171,10 +171,10 @@ def _exact_match(asked: Asked, settings: ExactMatch, progress: Progress) -> Foun
 
 
 def _extracted(texts: list[str], settings: ExactMatch, task: Task) -> list[str]:
-    """What `extract` finds in each text: its first group, or "".
+    """The first group of `extract` in each text, or "" without a match.
 
     Raises:
-        UserError: it takes too long on a text.
+        UserError: the expression takes too long on a text.
     """
     if settings.extract is None:
         return texts

@@ -40,12 +40,12 @@ def encode_pair(encode: Callable[[str], list[int]], context: str, continuation: 
     tokens that the context has by itself: if a token crosses the border, the cut is not exactly there.
 
     Raises:
-        UserError: nothing is left for the continuation.
+        UserError: the continuation has no tokens of its own.
     """
     kept = context.rstrip()
     context, continuation = kept, context[len(kept) :] + continuation
     before, whole = encode(context), encode(context + continuation)
-    if not context and whole[: len(before)] != before:  # a lone separator is put only before an empty text
+    if not context and whole[: len(before)] != before:  # the tokenizer adds the separator only to an empty text
         whole = before + whole
     after = whole[len(before) :]
     if not after:
@@ -60,7 +60,7 @@ def score_pairs(
 ) -> list[Scored]:
     """The log-probability of each continuation after its context.
 
-    Of a pair longer than the context plus one token, the first tokens are left out.
+    The first tokens of a pair longer than the context plus one token are dropped.
 
     Args:
         pairs: token ids of context and continuation, each at least one.
@@ -95,7 +95,7 @@ def score_pairs(
         group = groups[context]
         if not unfinished[context]:
             waiting.extendleft(next_group[0] for next_group in itertools.islice(others, 1))
-        elif i == group[0]:  # the others waited for it, since it computes what they share
+        elif i == group[0]:  # the others waited for it to compute their common context
             waiting.extendleft(group[1:])
     return [found[i] for i in range(len(pairs))]
 

@@ -7,7 +7,7 @@
     answer: answer
     shots: 3
 
-Where a setting takes a value of an item, it is a field's name, or a Jinja template over the item's fields.
+A setting that takes a value of an item is the name of a field, or a Jinja template over the item's fields.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ TextMetric = Literal["bleu", "chrf", "rouge1", "rouge2", "rougeL"]
 
 
 class TaskFile(Section):
-    """What every task has."""
+    """Settings common to all tasks."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="What results are called. Default: the file's name.")
     data: ShortPath = Field(description="A JSONL file, an item a line.")
@@ -59,7 +59,7 @@ class Sampled(Section):
 
 
 class MultipleChoice(TaskFile):
-    """The choice that the model finds likeliest, by log-probability, also per token and per byte."""
+    """Multiple choice: score the choice with the highest log-probability, also per token and per byte."""
 
     type: Literal["multiple_choice"]
     choices: str | tuple[str, ...]
@@ -67,7 +67,7 @@ class MultipleChoice(TaskFile):
 
 
 class ExactMatch(TaskFile):
-    """Whether what the model writes is one of the answers, but for white space at the ends."""
+    """Exact match: score whether the model's text equals one of the answers, ignoring white space at the ends."""
 
     type: Literal["exact_match"]
     answer: str = Field("answer", description="A text, or a list of them of which any is right.")
@@ -91,7 +91,7 @@ class ExactMatch(TaskFile):
 
 
 class Generation(TaskFile):
-    """How near what the model writes comes to reference texts."""
+    """Generation: score the similarity of the model's text to reference texts."""
 
     type: Literal["generation"]
     references: str = Field("reference", description="A text, or a list of them.")
@@ -100,7 +100,7 @@ class Generation(TaskFile):
 
 
 class Code(TaskFile):
-    """Whether programs that the model writes pass their tests: pass@k (Chen et al., 2021)."""
+    """Code: score whether the model's programs pass their tests, as pass@k (Chen et al., 2021)."""
 
     type: Literal["code"]
     tests: str = Field(description="Python that fails where the program is wrong.")
@@ -135,10 +135,10 @@ class Task:
     ) -> None:
         """
         Args:
-            shot_items: what shots are taken from; None: the other items.
+            shot_items: the pool for shots; None: the other items.
 
         Raises:
-            UserError: fewer items to take shots from than shots.
+            UserError: the pool has fewer items than `shots`.
         """
         self.settings, self.items, self.origin = settings, list(items), origin
         self._own_shots = shot_items is None
@@ -172,7 +172,7 @@ class Task:
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode("utf-8")).hexdigest()
 
     def text(self, item: Item, key: str) -> str:
-        """What the setting `key` gives for an item, as text.
+        """The value of the setting `key` for an item, as text.
 
         Raises:
             UserError: the item lacks the field.
@@ -180,7 +180,7 @@ class Task:
         return str(self.value(item, key))
 
     def value(self, item: Item, key: str, wanted: str | None = None) -> Any:
-        """What a setting gives for an item: the field of that name, or the template filled in.
+        """The value of a setting for an item: the field of that name, or the template filled in.
 
         Args:
             wanted: the setting's value; None: that of `key`.
@@ -210,7 +210,7 @@ class Task:
         return self._rendered[id(item), template][1]
 
     def texts(self, item: Item, key: str) -> list[str]:
-        """What the setting `key` gives for an item, as a list of at least one text.
+        """The value of the setting `key` for an item, as a list of at least one text.
 
         Raises:
             UserError: an empty list.
@@ -255,7 +255,7 @@ class Task:
         )
 
     def answer(self, item: Item) -> str:
-        """What a shot shows after its prompt and the delimiter."""
+        """The answer that a shot shows after its prompt and the delimiter."""
         if isinstance(self.settings, MultipleChoice):
             return self.choices(item)[self.right_choice(item)]
         if isinstance(self.settings, Code):

@@ -100,7 +100,7 @@ class ChatSession:
         """Replace the system message from the next turn on; an empty text removes it.
 
         Raises:
-            UserError: a base model has none.
+            UserError: the model is a base model, which takes no system message.
         """
         raise UserError("a base model has no system message: it continues what you write.")
 
@@ -162,7 +162,7 @@ class ChatSession:
         self._before = len(said) - 2, before[-self.engine.context :], 0, 0
 
     def _encoded(self, said: Sequence[Message]) -> list[int]:
-        """The tokens of a transcript; none if it is empty."""
+        """The tokens of a transcript; empty if the transcript is."""
         text = "".join(message["content"] for message in said)
         return self.engine.encode_prompt(text) if text else []
 
@@ -196,7 +196,7 @@ class ChatSession:
         self._forget()
 
     def _forget(self) -> None:
-        """Drop what the engine's window drops, so that the next turn continues what the model has read."""
+        """Drop the tokens that the engine's window drops, so that the next turn continues the tokens in the cache."""
         if len(self.token_ids) > self.engine.context:
             n_dropped = len(self.token_ids) - self.engine.restart_tokens
             self.token_ids = self.token_ids[n_dropped:]

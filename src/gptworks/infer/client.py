@@ -48,7 +48,7 @@ class Client(ABC):
     def complete(
         self, prompt: Prompt, settings: SamplingSettings | None = None, *, n_samples: int = 1, **arguments: Any
     ) -> list[Completion]:
-        """Several finished continuations, with their tokens and reasons for ending. See `pieces`."""
+        """`n_samples` finished continuations, with their tokens and finish reasons. See `pieces`."""
         ids = self.encode_prompt(prompt)
         return completions(self.pieces(ids, settings, n_samples=n_samples, **arguments), n_samples, len(ids))
 

@@ -1,4 +1,4 @@
-"""What a step does with logits: score prompts, draw the next tokens of all texts together, end what has ended.
+"""A step's use of its logits: score prompts, draw the next tokens of all texts together, and end finished texts.
 
 A prompt is read once; its other samples begin from the same logits. With a drafter, draft tokens are computed with a
 text's last token (speculative decoding). A draft token is accepted if the model draws the same token itself, so that
@@ -59,7 +59,7 @@ def draft_tokens(requests: OpenRequests) -> None:
 
 
 def _draftable(job: Job, requests: OpenRequests) -> Draftable | None:
-    """What a drafter needs to know of a running job; None: it is not generating, or about to end."""
+    """A running job's state for the drafter; None: the job is not generating, or about to end."""
     request, room, length = requests.of(job), requests.room, len(job.tokens)
     if not request.samples:
         return None
@@ -98,7 +98,7 @@ def draw_tokens(draws: list[Draw], requests: OpenRequests) -> None:
 
 
 def _end_step(draw: Draw, requests: OpenRequests) -> None:
-    """After a draw's last token of the step: keep what was computed of accepted draft tokens; end what has ended."""
+    """Finish a draw's step: keep the cached keys and values of accepted draft tokens, and end finished texts."""
     request, job, one, room = draw.request, draw.job, draw.sample, requests.room
     if draw.work is not None and draw.draft:
         n_accepted = draw.n_drawn - 1

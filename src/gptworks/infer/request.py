@@ -35,9 +35,9 @@ class Completion:
     finish_reason: FinishReason
     prompt_tokens: int
     logprobs: list[TokenLogprob] | None = None
-    """Of each token, if the setting `logprobs` is given."""
+    """Log-probabilities of each token, if the setting `logprobs` is given."""
     processed_logprobs: list[TokenLogprob] | None = None
-    """Of each token, if the setting `processed_logprobs` is given."""
+    """Log-probabilities of each token after sampling's changes, if `processed_logprobs` is given."""
 
 
 @dataclass
@@ -154,7 +154,7 @@ class Request:
         self.done, self.first_logits = True, None
 
     def first_job(self, room: Room) -> Job:
-        """What is computed first: the prompt, or the window of it that the context allows."""
+        """The request's first job: the prompt, or its last tokens that fit in the context."""
         ids = self.prompt_ids if self.samples else self.prompt_ids[:-1] or self.prompt_ids
         return Job(room.window(ids), score_from=self.scores.score_from)
 

@@ -61,7 +61,7 @@ class Room:
 
     def reader(self) -> Backend:
         """A separate backend with one slot, for texts that are only read."""
-        on_cpu = self.model.device.type == "cpu"  # there, only pages that are used take memory
+        on_cpu = self.model.device.type == "cpu"  # CPU memory is committed only for pages in use
         return choose_backend(self.model, 1, self.context if on_cpu else 1, name=self._backend_name)
 
     def window(self, ids: list[int]) -> list[int]:

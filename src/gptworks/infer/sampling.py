@@ -375,7 +375,7 @@ def adjust(logits: Tensor, samplers: Sequence[Sampler], allowed: Sequence[Tensor
     device = logits.device
 
     def places(parts: Callable[[Sampler], Any]) -> Iterator[list[Tensor]]:
-        """Rows, token ids and numbers of all texts, concatenated; nothing if there are none."""
+        """Rows, token ids and numbers of all texts, concatenated; empty without texts."""
         found = [(row, *part) for row, sampler in enumerate(samplers) if (part := parts(sampler)) and len(part[0])]
         if found:
             rows = np.repeat([row for row, _, _ in found], [len(ids) for _, ids, _ in found])

@@ -62,7 +62,7 @@ class Pace:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens after the first per second; None: there are none."""
+        """Tokens per second after the first token; None with one token or none."""
         return (self.n_tokens - 1) / self.decode_seconds if self.n_tokens > 1 and self.decode_seconds > 0 else None
 
 

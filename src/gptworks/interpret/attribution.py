@@ -24,11 +24,11 @@ Kind = Literal["embedding", "bigram", "position", "head", "attention bias", "mlp
 
 @dataclass(frozen=True)
 class Part:
-    """What a part of the model adds to a logit."""
+    """One part of the model and its contribution to a logit."""
 
     kind: Kind
-    """`mlp` includes experts; `attention bias` is that of the output projection and the norm after it; `norm bias` is
-    the last norm's."""
+    """`mlp` includes experts; `attention bias` is the bias of the output projection and of the norm after it;
+    `norm bias` is the final norm's bias."""
     layer: int | None
     head: int | None
     value: float
@@ -36,10 +36,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Attribution:
-    """What makes a token's logit, or the difference of two tokens' logits."""
+    """A token's logit, or the difference of two tokens' logits, as a sum over the model's parts."""
 
     parts: tuple[Part, ...]
-    """Their values add up to `logit`."""
+    """The parts, whose values add up to `logit`."""
     logit: float
     """The logit before any cap."""
     capped_logit: float
@@ -47,12 +47,12 @@ class Attribution:
 
 
 def attribute(model: GPT, recording: Recording, row: int, token: int, against: int | None = None) -> Attribution:
-    """What each part adds to a token's logit at a recorded position.
+    """The contribution of each part of the model to a token's logit at a recorded position.
 
     Args:
         row: index of the position in `recording.rows`.
         token: the token whose logit it is.
-        against: another token, whose logit is subtracted: what speaks for the one rather than for the other.
+        against: another token, whose logit is subtracted; the parts then explain the difference.
 
     Raises:
         UserError: a token that the model does not have.
@@ -81,7 +81,7 @@ Place = tuple[int | None, int | None]
 
 
 def _parts(model: GPT, recording: Recording, row: int) -> Iterator[tuple[Kind, Place, Tensor]]:
-    """What is added to the residual stream at a position, float64 [C] each: of which kind, in which layer and head."""
+    """All terms of the residual stream at a position, float64 [C] each, with their kind, layer and head."""
     position, config = recording.rows[row], model.config
     ids = torch.as_tensor(recording.ids[: position + 1], device=model.device)[None, -2:]  # itself, the one before it
     whole, shares = _shares(model)
@@ -107,7 +107,7 @@ def _parts(model: GPT, recording: Recording, row: int) -> Iterator[tuple[Kind, P
 
 
 def _shares(model: GPT) -> tuple[float, list[float]]:
-    """Factors in the last block's output: of the embedding, and of what each block adds."""
+    """Factors of the embedding and of each block's update in the last block's output."""
     blocks = blocks_of(model)
     embedding, share, shares, skipped = 0.0, 1.0, [0.0] * len(blocks), [0.0] * len(blocks)
     for i in reversed(range(len(blocks))):
@@ -123,7 +123,7 @@ def _shares(model: GPT) -> tuple[float, list[float]]:
 
 
 def _heads(out: nn.Module, mixed: Tensor, n_heads: int) -> tuple[Tensor, Tensor]:
-    """What each head adds by the output projection, [H, C], and its bias [C], from the output of all heads [H·D]."""
+    """Each head's update of the stream [H, C] and the projection's bias [C], from the outputs of all heads [H·D]."""
     chosen = torch.eye(n_heads + 1, n_heads, dtype=mixed.dtype, device=mixed.device)
     alone = chosen[:, :, None] * mixed.view(n_heads, -1)
     given = _wide(out(alone.flatten(1)))  # the last row is the bias only

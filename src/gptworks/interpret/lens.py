@@ -16,7 +16,7 @@ from gptworks.model import GPT
 
 @dataclass(frozen=True)
 class Guess:
-    """What one layer predicts at one position."""
+    """One layer's prediction at one position."""
 
     top: tuple[tuple[int, float], ...]
     """The likeliest tokens and their probabilities."""

@@ -1,4 +1,4 @@
-"""What a model computes on its way through a text, recorded at chosen positions.
+"""Record a model's intermediate results on a text, at chosen positions.
 
 Hooks on its modules record their inputs and outputs and change nothing. Attention's weights are computed from the
 model's own queries and keys.
@@ -39,15 +39,15 @@ class Recording:
     residual: Tensor
     """The residual stream before the first block, and after each: [L + 1, R, C]."""
     weights: Tensor
-    """How much each position takes of each other, [L, H, R, S], in float32 at least."""
+    """Attention weights of each recorded position over the text, [L, H, R, S], in float32 at least."""
     mixed: Tensor
-    """What the heads give, before the output projection: [L, R, H·D]."""
+    """Outputs of the heads before the output projection, [L, R, H·D]."""
     attention: Tensor
-    """What attention gives, before any norm behind it: [L, R, C]."""
+    """Attention's output before any post-norm, [L, R, C]."""
     mlp: Tensor
-    """What the MLP, or the experts, give, before any norm behind it: [L, R, C]."""
+    """Output of the MLP or the experts before any post-norm, [L, R, C]."""
     features: Tensor
-    """What the head reads, [R, C]."""
+    """Input of the language-model head, [R, C]."""
 
 
 def blocks_of(model: GPT) -> list[Block]:

@@ -29,7 +29,7 @@ class TokenizedText:
 
     ids: Int64s
     pieces: tuple[str, ...]
-    """What each token adds to the text; empty where it ends within a character. Joined, they are the text."""
+    """Text of each token; empty if the token ends within a character. Joined, the pieces are the whole text."""
     framed: bool
     """Whether the first token begins a document and has no text."""
     predicted_bytes: int | None

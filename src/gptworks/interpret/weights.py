@@ -52,7 +52,7 @@ class StoredWeights:
     stored_bytes: int
     """Bytes with scales, without the adapter."""
     adapter: LoRAConfig | None
-    """Settings of the LoRA matrices that are added to it; None: it has none."""
+    """Settings of the LoRA matrices that are added to the tensor; None without an adapter."""
 
     @property
     def size(self) -> int:
@@ -203,7 +203,7 @@ def moments(weights: StoredWeights, check: Check = never) -> Moments:
 
 
 def bin_edges(of: Sequence[Moments], n_bins: int = BINS) -> Floats:
-    """Edges of bins of one width over all finite weights; none where there are none."""
+    """Edges of equally wide bins over all finite weights; empty without finite weights."""
     ends = [(one.least, one.most) for one in of if one.least is not None and one.most is not None]
     if not ends:
         return np.empty(0)
@@ -212,7 +212,7 @@ def bin_edges(of: Sequence[Moments], n_bins: int = BINS) -> Floats:
 
 
 def histogram(weights: StoredWeights, edges: Floats, check: Check = never) -> NDArray[np.int64]:
-    """How many finite weights lie in each bin; the last one holds its upper edge too."""
+    """Number of finite weights in each bin; the last bin includes its upper edge."""
     counts = np.zeros(max(0, len(edges) - 1), np.int64)
     for part in weights.parts(check):
         values = part.double().numpy().ravel()

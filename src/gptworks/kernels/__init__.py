@@ -1,1 +1,1 @@
-"""What computes an operation: C++ for CPUs, the library that is built of it, torch's faster ways, and one table."""
+"""Implementations of operations: C++ for CPUs, its compiled library, faster torch code, and the table of all."""

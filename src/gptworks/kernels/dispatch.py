@@ -1,4 +1,4 @@
-"""What computes an operation here: TABLE, and a function for each operation that takes the first kernel that serves.
+"""Kernel dispatch: TABLE lists each operation's kernels, and one function per operation calls the first usable one.
 
 The C++ computes where it is built (`gptworks.kernels.library`) and knows the tensors' dtype and layout; `cpu` has
 torch's faster ways for training on a CPU; torch itself computes elsewhere. Most of both are for training: there, an
@@ -17,20 +17,20 @@ from gptworks.kernels import cpu, gemm, passes
 from gptworks.kernels.library import trains_in_cpp
 
 CPP, BLOCKS, TORCH = "C++", "torch, a block of queries at a time", "torch"
-"""What computes."""
+"""Names of implementations, as plans show them."""
 
 _F32 = (torch.float32,)
 
 
 class Kernel(NamedTuple):
-    """One way to compute an operation, and where it serves."""
+    """One implementation of an operation, and the conditions for using it."""
 
     by: str
     compute: Callable[..., Tensor]
     device: str | None = None
     """Type of the device; None: any."""
     dtypes: tuple[torch.dtype, ...] | None = None
-    """Of the first operand; None: any."""
+    """Dtypes accepted for the first operand; None: any."""
     training: bool = False
     """Whether it serves only in training steps, which need gradients."""
     takes: Callable[..., bool] | None = None
@@ -45,7 +45,7 @@ def trains(*tensors: Tensor | None) -> bool:
 
 
 def chosen(operation: str, *operands: Any, training: bool = False) -> Kernel:
-    """The kernel that computes an operation of these operands, the first of which is a tensor."""
+    """The kernel that computes an operation on these operands; the first operand is a tensor."""
     x = operands[0]
     for kernel in TABLE[operation]:
         if (
@@ -59,7 +59,7 @@ def chosen(operation: str, *operands: Any, training: bool = False) -> Kernel:
 
 
 def planned(operation: str, on_cpu: bool) -> str:
-    """What will compute an operation in training, as far as known without compiling or loading the C++."""
+    """The name of the implementation that training will use, as far as known without compiling or loading the C++."""
     device = "cpu" if on_cpu else "cuda"
     here = (kernel for kernel in TABLE[operation] if kernel.device in (None, device))
     return next(kernel.by for kernel in here if kernel.by != CPP or trains_in_cpp())
@@ -74,7 +74,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a [M, K] · b [K, N], in `out` where it is given."""
+    """a [M, K] · b [K, N], written to `out` if given."""
     return chosen("product", a, b).compute(a, b, out=out)
 
 
@@ -88,12 +88,12 @@ def norm(
     branch: Tensor | None = None,
     alpha: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """x + alpha · branch, or x where there is no branch; and its LayerNorm, or RMSNorm, over the last dimension.
+    """x + alpha · branch, or x without a branch; and its LayerNorm or RMSNorm over the last dimension.
 
-    The norm is computed in float32 and given in `dtype`.
+    The norm is computed in float32 and returned in `dtype`.
 
     Args:
-        layer: whether it is LayerNorm.
+        layer: LayerNorm if true, else RMSNorm.
     """
     kernel = chosen("norm", x, weight, dtype, branch, training=trains(x, branch))
     if kernel.by != CPP and branch is not None:
@@ -108,7 +108,7 @@ def add(x: Tensor, branch: Tensor, alpha: float) -> Tensor:
 
 
 def activate(x: Tensor, kind: str, up: Tensor | None = None) -> Tensor:
-    """activation(x), by its name in `model.mlp`; or activation(x) · up, where it gates `up`."""
+    """activation(x), by its name in `model.mlp`; activation(x) · up if `up` is given."""
     return chosen("activate", x, up, training=trains(x, up)).compute(x, up, kind)
 
 
@@ -150,7 +150,7 @@ def _by_caller(*_: Any) -> Tensor:
     raise AssertionError("the caller computes this in torch")
 
 
-# ----------------------------------------------------------------------------------------------- who takes what
+# ----------------------------------------------------------------------------------------------- conditions of use
 
 
 def _linear_taken(x: Tensor, weight: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """The functions that the C++ exports: their arguments, the structures, and the meaning of numbers.
 
-The C++ has the same (entry.h, step.cpp); `declare` compares the two when a library is loaded. Every function returns a
-code, and checks what it is given before it reads or writes anything. Without torch.
+The C++ has the same (entry.h, step.cpp); `declare` compares both when a library is loaded. Every function returns a
+code, and checks its arguments before it reads or writes anything. This module imports no torch.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ FUNCTION_OF_MLP = {
         ("swiglu", "silu"), ("geglu", "gelu"), ("geglu_tanh", "gelu_tanh"),
     )
 }  # fmt: skip
-"""The numbers of what `model.mlp` applies to its values, or to its gates where it has gates."""
+"""The number of the activation for each value of `model.mlp`; a gated MLP applies it to its gates."""
 
 MOST_DIMENSIONS = 5
 
@@ -80,7 +80,7 @@ class Entry:
     """A function: perhaps a model, then tensors, then numbers, and the number of threads."""
 
     tensors: tuple[str, ...]
-    """Their names; those that may be missing end with a question mark."""
+    """The tensors' names; optional ones end with a question mark."""
     numbers: tuple[tuple[str, Any], ...]
     has_model: bool
 
@@ -155,8 +155,8 @@ def call(functions: ctypes.CDLL, name: str, *arguments: Any) -> None:
 
     Raises:
         ValueError: an argument has another dtype, shape or layout than it must have, or a number is out of its bounds.
-        IndexError: a token, a target or a place is none that there is.
-        RunError: there is no memory for what the function needs.
+        IndexError: a token, target or position is out of range.
+        RunError: the function cannot allocate its memory.
         RuntimeError: anything else went wrong in it.
     """
     if code := getattr(functions, f"gptworks_{name}")(*arguments):

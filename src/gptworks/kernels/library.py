@@ -35,34 +35,34 @@ from gptworks.machine import cpu_flags, cpu_identity, usable_cpus
 
 _NAMES = ("products", "attention", "passes", "cached_attention", "step", "gemm", "optimizer")
 SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in _NAMES)
-"""What is compiled, the longest compilation first; the headers in this folder are part of it."""
+"""The C++ sources, the slowest to compile first; the headers in this folder belong to them."""
 
 BUILT = Path(__file__).with_name("built")
-"""What a wheel carries: kernels-LEVEL-CHECKSUM.so."""
+"""The folder of a wheel's libraries: kernels-LEVEL-CHECKSUM.so."""
 
 FLAGS = ("-O3", "-std=c++17", "-fno-schedule-insns", "-fPIC", "-pthread")
-"""On ARM GCC would load so far ahead that sums no longer fit in registers; on x86 it does not."""
+"""Otherwise GCC on ARM loads so far ahead that sums spill out of registers; on x86 it does not."""
 
 ATTEMPTS: tuple[tuple[str, ...], ...] = (
     ("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), (),
 )  # fmt: skip
-"""Tried in this order: older compilers for ARM have another name for this processor, and Apple's has no OpenMP.
+"""Options tried in this order: older ARM compilers name this processor differently, and Apple's lacks OpenMP.
 
-With GCC's OpenMP the kernels share torch's threads. Without it they have threads of their own (threads.h), as they
-always do from clang: its OpenMP would stand beside torch's, which on a Mac ends the process.
+With GCC's OpenMP the kernels share torch's threads. Without it, and always with clang, they start their own threads
+(threads.h): clang's OpenMP next to torch's would crash the process on a Mac.
 """
 
 MARCH = "GPTWORKS_NATIVE_MARCH"
-"""Environment variable: build for this processor, such as haswell, instead of for the one that is here."""
+"""Environment variable: build for this processor, such as haswell, instead of this machine's."""
 
 AMX = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
-"""The features of a processor with which it is taken, if the system grants it."""
+"""Processor features that AMX needs; the operating system must also permit AMX."""
 
 _WITH_AMX = {None, "", "native", "sapphirerapids", "emeraldrapids", "graniterapids", "graniterapids-d"}
-"""Values of GPTWORKS_NATIVE_MARCH: another one stands for a processor without."""
+"""Values of GPTWORKS_NATIVE_MARCH with AMX; other values mean a processor without it."""
 
 _OLDER_NAMES = {"znver4": ("cooperlake",), "sapphirerapids": ("cooperlake",)}
-"""For compilers that do not know a processor yet: one with the instructions that the kernels use."""
+"""Older processors with the same instructions for the kernels, for compilers that do not know the newer one."""
 
 
 _NARROW = {"x86-64", "x86-64-v2", "core2", "nehalem", "westmere", "sandybridge", "ivybridge"}
@@ -70,7 +70,7 @@ _NARROW = {"x86-64", "x86-64-v2", "core2", "nehalem", "westmere", "sandybridge",
 
 
 class Unavailable(Exception):
-    """Why a backend cannot serve here. A user sees it where another is taken instead."""
+    """A backend cannot be used here. The message explains why; users see it if another backend is used instead."""
 
 
 _lock = threading.Lock()
@@ -83,13 +83,13 @@ class Library:
 
     functions: ctypes.CDLL
     sha256: str
-    """Of the file."""
+    """The sha256 of the library's file."""
     origin: str
     """`compiled here` or `from the package`."""
     folder: Path
-    """Where it is kept: a folder of this user's."""
+    """The folder that holds the library; it belongs to this user."""
     has_amx: bool
-    """Whether it multiplies weights in bf16 and int8 with AMX."""
+    """Whether the library multiplies bf16 and int8 weights with AMX."""
 
     @property
     def has_wide_vectors(self) -> bool:
@@ -130,8 +130,8 @@ def library() -> Library:
     this process.
 
     Raises:
-        Unavailable: GPTWORKS_NATIVE=0, or a value that means nothing; nothing built, and no compiler or one that fails;
-            or no folder from which code can be loaded.
+        Unavailable: GPTWORKS_NATIVE is 0 or invalid; no library is built and there is no working compiler; or no folder
+            can hold code to load.
     """
     with _lock:
         found = _library()
@@ -142,7 +142,7 @@ def library() -> Library:
 
 @functools.cache
 def _library() -> Library | str:
-    """The library, or why there is none."""
+    """The library, or the reason why it is unavailable."""
     if (wish := os.environ.get("GPTWORKS_NATIVE", "")) not in ("", "0", "1"):
         return f"GPTWORKS_NATIVE={wish!r} means nothing: set 0 to do without the C++, or leave it out."
     if wish == "0":
@@ -167,8 +167,8 @@ def _library() -> Library | str:
 
 @functools.cache
 def training_library() -> Library | None:
-    """The library for what the model computes in training and evaluation; None: torch computes it, because there is no
-    library (see `torch_trains_because`), or the processor's vectors have 16 bytes."""
+    """The library for training and evaluation; None: torch computes both, because the library is unavailable (see
+    `torch_trains_because`) or the processor's vectors have only 16 bytes."""
     try:
         found = library()
     except Unavailable:
@@ -177,9 +177,11 @@ def training_library() -> Library | None:
 
 
 def trains_in_cpp() -> bool:
-    """Whether training on this CPU will compute in C++, as far as that is known without compiling or loading anything:
-    a plan asks. After `library` has been called, what it found; before, whether there is a compiler or a built library,
-    and whether the processor has wide vectors. A compiler that fails later makes the difference."""
+    """Whether training on this CPU will compute in C++: a forecast for plans that compiles and loads nothing.
+
+    After a call of `library`, this is its result. Before, it needs wide vectors and a compiler or a built library; it
+    is wrong if the compiler fails later.
+    """
     if _library.cache_info().currsize:
         return training_library() is not None
     if os.environ.get("GPTWORKS_NATIVE", "") not in ("", "1"):
@@ -198,7 +200,7 @@ def _compiler() -> str | None:
 
 
 def torch_trains_because() -> str | None:
-    """Why torch alone computes a training step on this CPU; None: the C++ does, or would be no faster."""
+    """The reason why only torch computes a training step on this CPU; None: the C++ does, or is no faster here."""
     try:
         library()
     except Unavailable as error:
@@ -207,13 +209,13 @@ def torch_trains_because() -> str | None:
 
 
 def forget() -> None:
-    """Look for the library anew at the next call: for tests."""
+    """Search for the library again at the next call: for tests."""
     _library.cache_clear()
     training_library.cache_clear()
 
 
 def attempts(compiler: str) -> tuple[tuple[str, ...], ...]:
-    """The options that are tried with this compiler, in this order."""
+    """The options to try with this compiler, in this order."""
     wanted = ATTEMPTS
     if march := os.environ.get(MARCH):
         names = (march, *_OLDER_NAMES.get(march, ()))
@@ -224,7 +226,7 @@ def attempts(compiler: str) -> tuple[tuple[str, ...], ...]:
 
 
 VERSION_SECONDS, COMPILE_SECONDS = 60, 1800
-"""How long a compiler may take to say its version, and for one source. Slow processors take minutes."""
+"""Time limits for a compiler to print its version, and to compile one source: minutes on slow processors."""
 
 
 def _version(compiler: str) -> bytes:
@@ -232,10 +234,10 @@ def _version(compiler: str) -> bytes:
 
 
 def _run(command: Sequence[str | Path], seconds: float) -> subprocess.CompletedProcess[bytes]:
-    """Run a compiler, which asks nothing.
+    """Run a compiler without standard input.
 
     Raises:
-        Unavailable: it does not end.
+        Unavailable: the compiler exceeds the time limit.
     """
     try:
         return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=seconds)
@@ -244,7 +246,7 @@ def _run(command: Sequence[str | Path], seconds: float) -> subprocess.CompletedP
 
 
 def _from_package() -> bytes | None:
-    """The library that the package brings for this processor; None: it brings none, or another is asked for."""
+    """The package's library for this processor; None if it has none or GPTWORKS_NATIVE_MARCH names another one."""
     if os.environ.get(MARCH):
         return None
     known, flags = LEVELS.get(platform.machine(), ()), cpu_flags()
@@ -265,7 +267,7 @@ def _load(key: str, make: Callable[[], bytes], origin: str) -> Library:
             folder = _make_private(there)
             content = content or _kept(folder, key)
             if content is None:
-                with _alone(folder):  # whoever waited finds what the others have made
+                with _alone(folder):  # another process may have built it while this one waited
                     content = _kept(folder, key) or make()
                     _keep(folder, key, content)
                     _prune(folder)
@@ -276,19 +278,19 @@ def _load(key: str, make: Callable[[], bytes], origin: str) -> Library:
                 _LOG.warning("the kernels are kept in %s: %s", folder, reason)
             has_amx = _may_have_amx() and bool(functions.gptworks_take_amx())
             return Library(functions, hashlib.sha256(content).hexdigest(), origin, folder, has_amx)
-        except OSError as error:  # no room, no permission, or a file system from which no code is run
+        except OSError as error:  # disk full, no permission, or a file system mounted noexec
             reasons.append(f"{there}: {error.strerror or error}")
     raise Unavailable(f"no folder can keep the kernels ({'; '.join(reasons)}).")
 
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Work in a folder while other processes wait.
+    """Hold a folder's lock, so that other processes wait.
 
     Raises:
         OSError: the folder cannot be written to.
     """
-    import filelock  # here: a wheel is built without it
+    import filelock  # imported here: a wheel is built without filelock
 
     lock = filelock.FileLock(folder / "lock", mode=0o600)
     try:
@@ -310,7 +312,7 @@ def _may_have_amx() -> bool:
 
 
 def _key(compiler: str) -> str:
-    """What a build depends on: source, options, compiler and processor."""
+    """A key for a build from all that decides it: source, options, compiler and processor."""
     machine = " ".join([platform.platform(), platform.processor(), cpu_identity(), *sorted(cpu_flags())])
     texts = (file.read_bytes() for source in SOURCES for file in (source, *sorted(source.parent.glob("*.h"))))
     parts = (*texts, _version(compiler), machine.encode(), repr((FLAGS, attempts(compiler))).encode())
@@ -323,7 +325,7 @@ def _compiled(compiler: str) -> bytes:
 
 
 def build(compiler: str, options: tuple[tuple[str, ...], ...] | None = None) -> bytes:
-    """Compile the sources, all at once as far as there are cores, and link them; the library's bytes.
+    """The bytes of a newly built library. Sources compile in parallel, one per core.
 
     Args:
         options: the compiler's options to try, in this order; None: `attempts`.
@@ -354,7 +356,7 @@ def build(compiler: str, options: tuple[tuple[str, ...], ...] | None = None) -> 
 
 
 def _error_of(command: Sequence[str | Path]) -> str | None:
-    """Run a compiler; the first error that it prints, or None where it succeeds."""
+    """The first error that a compiler prints, or None if it succeeds."""
     done = _run(command, COMPILE_SECONDS)
     if done.returncode == 0:
         return None
@@ -368,9 +370,9 @@ def _error_of(command: Sequence[str | Path]) -> str | None:
 
 
 def cache_folder() -> Path | None:
-    """Where compiled kernels are kept: gptworks/ below $XDG_CACHE_HOME or ~/.cache; None where there is no home."""
+    """The cache folder for compiled kernels: gptworks/ in $XDG_CACHE_HOME or ~/.cache; None without a home folder."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    if not Path(base).is_absolute():  # so the specification
+    if not Path(base).is_absolute():  # the XDG specification requires absolute paths
         try:
             base = str(Path.home() / ".cache")
         except RuntimeError:
@@ -388,7 +390,7 @@ def _folders() -> Iterator[Path]:
 
 
 def runtime_folders() -> Iterator[Path]:
-    """Where this user's processes share kernels until the machine starts again; none where users have no numbers."""
+    """Folders in which this user's processes share kernels until a reboot; empty on systems without user ids."""
     if hasattr(os, "geteuid"):
         base = os.environ.get("XDG_RUNTIME_DIR", "")
         if Path(base).is_absolute():
@@ -397,15 +399,15 @@ def runtime_folders() -> Iterator[Path]:
 
 
 def _make_private(folder: Path) -> Path:
-    """Have a folder of this user's, in which nobody else may write; its path, in which nobody else may put another.
+    """Make or check a folder that only this user may write; returns its resolved path, which no other user can replace.
 
     Raises:
-        OSError: it cannot be made, belongs to another user, or lies where others may replace it.
+        OSError: the folder cannot be made, belongs to another user, or has a parent that others may write.
     """
     if not hasattr(os, "geteuid"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return folder
-    trusted = {os.geteuid(), 0, Path("/").stat().st_uid}  # in a container, root may have another number
+    trusted = {os.geteuid(), 0, Path("/").stat().st_uid}  # in a container, root may have another user id
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if there.stat().st_uid not in trusted:  # as root with another user's HOME: nothing of root's is left in it
         raise OSError(None, f"another user owns {there}")
@@ -427,7 +429,7 @@ def _make_private(folder: Path) -> Path:
 
 
 def _is_own_group(number: int) -> bool:
-    """Whether a group is this user's alone: many systems give each user one of the same name."""
+    """Whether only this user is in a group: many systems give each user a group of the same name."""
     import grp
     import pwd
 
@@ -439,7 +441,7 @@ def _is_own_group(number: int) -> bool:
 
 
 def _kept(folder: Path, key: str) -> bytes | None:
-    """A library that was built for this key before and is as it was."""
+    """A library built earlier for this key, if its file is unchanged."""
     for file in folder.glob(f"kernels-{key}-*.so"):
         if (content := _trusted_bytes(file, _digest_in(file))) is not None:
             return content
@@ -452,7 +454,7 @@ def _digest_in(file: Path) -> str:
 
 
 def _trusted_bytes(file: Path, digest: str) -> bytes | None:
-    """The file's bytes, if it is this user's alone to write and they have this sha256."""
+    """The file's bytes, if only this user may write it and the sha256 matches."""
     try:
         with file.open("rb") as opened:
             status = os.fstat(opened.fileno())
@@ -466,24 +468,24 @@ def _trusted_bytes(file: Path, digest: str) -> bytes | None:
 
 
 def _keep(folder: Path, key: str, content: bytes) -> Path:
-    """The file of a library, written where it is missing or damaged, and marked as used now."""
+    """The path of a library's file, written if missing or damaged, with its time of last use set to now."""
     digest = hashlib.sha256(content).hexdigest()
     file = folder / f"kernels-{key}-{digest}.so"
     if _trusted_bytes(file, digest) is None:
         _write(file, content)
-    with contextlib.suppress(OSError):  # a file system that is only read
+    with contextlib.suppress(OSError):  # a read-only file system
         os.utime(file)
     return file
 
 
 MOST_KEPT, UNUSED_DAYS = 12, 60
-"""Libraries that a folder keeps at most, and the days after which one that was not used is removed."""
+"""Most libraries kept in a folder, and the number of days after which an unused one is removed."""
 
 
 def _prune(folder: Path) -> None:
-    """Remove libraries that were not used for long, or that are too many, and what a process that was killed has left.
+    """Remove old libraries, those above the limit, and the temporary files of killed processes.
 
-    What was used within the last hour stays: another process may be about to load it.
+    Libraries used within the last hour stay: another process may be about to load one.
     """
     now = time.time()
 

@@ -1,4 +1,4 @@
-"""What training computes between its matrix products, in C++ (passes.cpp), as autograd functions.
+"""Autograd functions for training's operations between matrix products, in C++ (passes.cpp).
 
 `gptworks.kernels.dispatch` chooses between these and torch's own. Values are float32 or bf16, sums are float32, and
 results are the same on any number of threads. Fake tensors get outputs of the right shape and no values.

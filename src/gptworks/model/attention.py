@@ -18,7 +18,7 @@ from gptworks.model.scores import Scores, attend, attend_slots, output_is_shared
 
 
 class AttentionInputs(NamedTuple):
-    """What attention reads besides the stream."""
+    """Inputs of attention other than the stream."""
 
     rotary: tuple[Tensor, Tensor] | None = None
     """Cosines and sines of the T positions; None: the layer is not rotated."""

@@ -20,12 +20,12 @@ from gptworks.model.layers import MLP, Dropout, Norm, build_norm, product_dtype
 from gptworks.model.moe import MoE
 
 BlockOutput = tuple[Tensor, Tensor | None, Tensor | None]
-"""The stream [B, T, C]; the router's logits [B, T, E] where there are experts; the first layer's values [B, T, G·D]
-where later blocks read them."""
+"""The stream [B, T, C]; the router's logits [B, T, E] if there are experts; the first layer's values [B, T, G·D]
+if later blocks read them."""
 
 
 class Block(LabParts):
-    """Attention, then MLP, each with norms before or behind it and added to the residual stream."""
+    """Attention, then MLP, each with a norm before or after it (or both) and added to the residual stream."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Block(LabParts):
         return add(x, y, self.scale), router_logits, own
 
     def norms(self) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
-        """Before attention and before the MLP, then behind each; None: there is none."""
+        """The norms before attention and before the MLP, then those after each; None: no norm at that place."""
         if self.placement == "after":
             return None, None, self.norm1, self.norm2
         if self.placement == "both":
@@ -64,7 +64,7 @@ class Block(LabParts):
         return self.norm1, self.norm2, None, None
 
     def attend(self, inner: Tensor, inputs: AttentionInputs, lab: LabInputs) -> tuple[Tensor, Tensor | None]:
-        """Attention's result for [B, T, C]; and its own values where later blocks read them."""
+        """Attention's output [B, T, C], and its own values if later blocks read them."""
         if self.values is None:
             return self.attention(inner, inputs), None
         own = self.attention.value(inner)
@@ -73,7 +73,7 @@ class Block(LabParts):
 
     @staticmethod
     def cost(s: Shapes, layer: int) -> list[Stage]:
-        """Its operations, in order."""
+        """The block's operations, in order."""
         c, arrives = s.config, result_gradient(s)
         before1, before2 = Norm.cost(s, "norm1", reads_entry=True), Norm.cost(s, "norm2", not c.parallel_residual)
         if c.norm_placement == "after":
@@ -110,7 +110,7 @@ class Block(LabParts):
 
 
 def normalized(norm: Norm | None, x: Tensor, branch: Tensor | None = None, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """x + scale · branch, or x where there is no branch; and what attention or MLP read: its norm, or itself."""
+    """x + scale · branch, or x without a branch; and the input of attention or MLP: its norm, or the sum itself."""
     if norm is not None:
         return norm.of_sum(x, branch, scale)
     x = x if branch is None else add(x, branch, scale)
@@ -126,8 +126,8 @@ def _entry(s: Shapes) -> Stage:
 
 
 def _branch(s: Shapes) -> Stage:
-    """A branch's result is added to the stream; in the backward pass its gradient is rounded and masked, or is the
-    stream's own gradient, and nothing leaves."""
+    """Cost of adding a branch's result to the stream. In the backward pass its gradient is rounded and masked, or is
+    the stream's own gradient, and `leaves` is 0."""
     width, dropout = s.config.d_model, s.config.dropout_residual > 0
     scaled = s.config.residual_scale != 1
     return Stage(

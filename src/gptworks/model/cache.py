@@ -1,4 +1,4 @@
-"""What a forward pass needs of a key/value cache (gptworks.infer.backends.cache): the places of its tokens."""
+"""The interface of a key/value cache (gptworks.infer.backends.cache) for a forward pass: the places of its tokens."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol

@@ -1,4 +1,4 @@
-"""What an operation of the model costs in memory, and what the sizes of its tensors depend on.
+"""Memory of the model's operations, and the quantities that decide its tensors' sizes.
 
 Each module has its `cost` next to its `forward`: one `Stage` an operation, in the order of the forward pass. Sizes
 follow what autograd saves: an operation's inputs or its results, whichever its derivative is written in; a view costs
@@ -26,7 +26,7 @@ MLP_INNER, COPIES, DROPOUT, ADAPTER = "mlp", "weight_copies", "dropout_masks", "
 
 @dataclass(frozen=True)
 class Stage:
-    """What an operation holds in memory. Sizes are bytes, parameters are elements.
+    """Memory held by an operation. Sizes are bytes, parameters are elements.
 
     Its backward pass makes `leaves` and the gradients of its parameters while saved tensors and the arriving gradient
     are still held; then those are freed. A gradient that `merges` is added to an existing one of its size.
@@ -39,7 +39,7 @@ class Stage:
     leaves: int = 0
     merges: bool = False
     scratch: int = 0
-    """Bytes that its backward pass needs besides, at its peak."""
+    """Additional bytes that its backward pass needs at its peak."""
     matrices: int = 0
     vectors: int = 0
     for_own: Mapping[str, int] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Shapes:
-    """What sizes depend on: the architecture, the batch, the precision and the device."""
+    """The quantities that decide sizes: the architecture, the batch, the precision and the device."""
 
     config: ModelConfig
     batch_size: int

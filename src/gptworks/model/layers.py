@@ -49,7 +49,7 @@ class Norm(nn.Module):
     eps: float
 
     def of_sum(self, x: Tensor, branch: Tensor | None = None, alpha: float = 1.0) -> tuple[Tensor, Tensor]:
-        """x + alpha · branch, or x where there is no branch; and its norm. One kernel computes both in a CPU's training
+        """x + alpha · branch, or x without a branch; and its norm. One kernel computes both in a CPU's training
         step; the gradient of the sum is added in the norm's own backward pass."""
         layer, dtype = isinstance(self, LayerNorm), product_dtype(x)
         return dispatch.norm(x, self.weight, self.bias, self.eps, dtype, layer, branch, alpha)
@@ -180,7 +180,7 @@ def build_scale(factor: float) -> nn.Module:
 
 
 def cap(x: Tensor, softcap: float | None) -> Tensor:
-    """softcap · tanh(x / softcap), which is nearly x where x is small; x itself where there is no cap (Gemma 2)."""
+    """softcap · tanh(x / softcap), which is nearly x for small x; x itself without a cap (Gemma 2)."""
     return x if softcap is None else softcap * torch.tanh(x / softcap)
 
 

@@ -1,4 +1,4 @@
-"""Mixture of experts: for each token, a router chooses a few of a layer's MLPs and weighs what they give.
+"""Mixture of experts: for each token, a router chooses a few of a layer's MLPs and weights their outputs.
 
 Dropless: an expert takes every token sent to it, however many, so that a token's result never depends on its neighbours
 (Gale et al., 2022). Training keeps the experts evenly used by two losses on the router's logits.

@@ -1,1 +1,1 @@
-"""What every page shares: the layout, its templates (autoescaped), drawings and charts, one stylesheet."""
+"""The common parts of all pages: the layout, its templates (autoescaped), drawings and charts, one stylesheet."""

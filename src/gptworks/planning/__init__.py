@@ -1,1 +1,1 @@
-"""What an architecture and a run cost, by arithmetic only: nothing is allocated."""
+"""Parameters, memory, FLOPs and time of an architecture and a run, by arithmetic: nothing is allocated."""

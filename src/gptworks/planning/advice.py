@@ -1,5 +1,5 @@
-"""What to change so that a run fits. Each piece of advice is applied as its reader would apply it, arranged and planned
-again before it is given."""
+"""Changes with which a run fits. Each change is applied to the recipe, and the result arranged and planned again,
+before it is recommended."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ LORA_RANK = 8
 
 @dataclass(frozen=True)
 class Change:
-    """Settings and devices to change, and what the run needs then."""
+    """Changed settings and devices, and the run's needs with them."""
 
     overrides: tuple[str, ...]
     """`key.path=value` each, as a user writes them."""
@@ -32,7 +32,7 @@ class Change:
     ranks_per_node: int | None
     """Ranks on each node, if fewer than before; None: as before."""
     costs: str
-    """What is given up."""
+    """The disadvantage of the change."""
     need: Need
 
     @property
@@ -67,19 +67,19 @@ class _Remedy:
 
 
 def recipe_with(recipe: Recipe) -> Apply:
-    """How to apply overrides to a recipe that has been read."""
+    """A function that applies overrides to a recipe that has been read."""
     tree = recipe.model_dump(mode="json", exclude_unset=True)
     return lambda overrides, n_ranks: parse_recipe(apply_overrides(tree, overrides))
 
 
 def changes_that_fit(recipe: Recipe, n_ranks: int, device: Device, apply: Apply | None = None) -> list[Change]:
-    """What to change so that the run fits, the cheapest first, more devices last; where nothing does, the furthest
-    change tried. Empty where every change is refused.
+    """Changes with which the run fits, the cheapest first, more devices last. If none suffices, the largest change
+    tried; empty if every change is refused.
 
-    Where the hosts are what does not fit, the same run with fewer ranks a host comes first.
+    If only the hosts' memory is too small, fewer ranks per host come first.
 
     Args:
-        apply: how overrides become a recipe; None: over this one.
+        apply: makes a recipe from overrides; None: applies them to this recipe.
     """
     search = _Search(n_ranks, device, apply or recipe_with(recipe))
     found: list[tuple[frozenset[_Remedy], Change]] = []
@@ -116,7 +116,7 @@ class _Search:
         self.n_ranks, self.device, self.apply = n_ranks, device, apply
 
     def tried(self, remedies: Sequence[_Remedy], n_ranks: int) -> Change | None:
-        """The change with the largest micro-batch that fits, or the smallest; None where it is refused."""
+        """The change with the largest micro-batch that fits, else with the smallest; None if it is refused."""
         overrides = tuple(override for remedy in remedies for override in remedy.overrides)
         costs = [remedy.costs for remedy in remedies]
         found = self._changed(overrides, n_ranks, costs)
@@ -170,15 +170,15 @@ class _Search:
 
 
 def _micro(change: Change) -> float:
-    """The micro-batch size that the change sets; infinite where it sets none."""
+    """The micro-batch size that the change sets; infinity if it sets none."""
     sizes = [each.partition("=")[2] for each in change.overrides if each.startswith("train.micro_batch_size=")]
     return int(sizes[-1]) if sizes else inf
 
 
 def _on_the_same_devices(recipe: Recipe, device: Device) -> Iterator[tuple[_Remedy, ...]]:
-    """What to try without more devices, the cheapest first. An empty tuple is a smaller micro-batch only.
+    """Changes to try on the same devices, the cheapest first. An empty tuple: only a smaller micro-batch.
 
-    The loss's chunks are not among them: all logits are never in memory at once.
+    Smaller chunks of the loss are not included, because all logits are never in memory at once.
     """
     train = recipe.train
     yield ()
@@ -226,7 +226,7 @@ def _on_the_same_devices(recipe: Recipe, device: Device) -> Iterator[tuple[_Reme
 
 
 def _more_devices(recipe: Recipe, n_ranks: int, device: Device) -> Iterator[list[tuple[list[_Remedy], int]]]:
-    """Layouts on more devices, in kinds, each from the fewest devices to the most; none where the ranks of a machine
+    """Layouts on more devices, grouped by kind, each with ascending numbers of devices; empty if the ranks of a machine
     share its memory."""
     train, tensor = recipe.train, recipe.train.parallel.tensor_parallel
     if device.kind != "cuda":

@@ -1,6 +1,6 @@
-"""Where a run may run: how its model and batches are laid out on the devices, or the rule that forbids it.
+"""The layout of a run's model and batches on devices, or the rule that forbids one.
 
-`plan`, the advice that it gives, the check before training and `launch` all ask here: what one accepts, all accept.
+`plan`, its advice, the check before training and `launch` all use it, so what one accepts, all accept.
 """
 
 from dataclasses import dataclass, replace
@@ -22,17 +22,17 @@ class Refusal:
     rule: str
     """The setting, and the rule that it breaks."""
     fix: str
-    """What to change."""
+    """Advice on what to change."""
 
     def __str__(self) -> str:
         return f"{self.rule}: {self.fix}"
 
 
 def arrange(recipe: Recipe, n_ranks: int, device: Device) -> Layout | Refusal:
-    """How the recipe's model and batches lie on `n_ranks` such devices, as `train.parallel` says.
+    """The layout of the recipe's model and batches on `n_ranks` such devices, following `train.parallel`.
 
-    With `strategy: auto` the model is whole on each device if a step then fits, else in shares. Whether a step fits in
-    the layout returned is for `training_peak` of its `rank_setting` to say.
+    With `strategy: auto` the model is whole on each device if a step then fits, else sharded. To check whether a step
+    fits in the returned layout, compute `training_peak` of its `rank_setting`.
 
     Raises:
         UserError: the recipe of a teacher cannot be read.
@@ -72,7 +72,7 @@ def refusal(recipe: Recipe, n_ranks: int, precision: str = "auto") -> Refusal | 
     """The first rule that the recipe breaks on `n_ranks` devices of any size; None: it can be arranged.
 
     Args:
-        precision: fp32, bf16 or fp16; auto where it is not known yet, which breaks no rule.
+        precision: fp32, bf16 or fp16; auto: not known yet; rules on precision then do not apply.
     """
     model, train, tensor = recipe.model, recipe.train, recipe.train.parallel.tensor_parallel
     if n_ranks % tensor:

@@ -1,4 +1,4 @@
-"""What devices hold and how fast they multiply, from vendors' datasheets; and what this machine is, without torch.
+"""Memory and speed of devices, from vendors' datasheets; and a description of this machine, without torch.
 
 Rates are dense: without the structured sparsity that doubles printed ones, and accumulating in float32. Memory is the
 printed number of gigabytes, 10⁹ bytes each; a GPU has up to 7% more, which its driver's context takes.
@@ -52,7 +52,7 @@ class Device:
 
 @dataclass(frozen=True)
 class _Node:
-    """What devices are built into: GB/s in one direction within the node and of each device's network card, devices,
+    """A node of devices: GB/s in one direction within the node and of each device's network card, devices,
     GB of host memory."""
 
     intra: float

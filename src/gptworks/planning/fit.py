@@ -20,14 +20,14 @@ COMPARED_DEVICES = 8
 
 @dataclass(frozen=True)
 class Need:
-    """What a run needs of each device and of a node's host, and whether they have it. The plan, its advice and the
-    check before training all ask here."""
+    """Memory that a run needs on each device and on a node's host, compared with what they have. The plan, its advice
+    and the check before training all use it."""
 
     device: Device
     peak: Peak
     """Peak of each device."""
     host: HostMemory | None
-    """Memory of the fullest node's host; None on a CPU, where it is the device's."""
+    """Memory of the fullest node's host; None on a CPU, whose memory is the device's."""
 
     @property
     def fits_device(self) -> bool:
@@ -40,7 +40,7 @@ class Need:
 
     @property
     def missing(self) -> str:
-        """What does not fit, in words; empty if everything fits."""
+        """A sentence naming the memory that is too small; empty if everything fits."""
         held, there = readable(self.peak.total_bytes, "B"), readable(self.device.memory_bytes, "B")
         device = f"it holds {held} at its peak, and {there} are available on {self.device.name}"
         host = f"memory of the host: {self.host.words}" if self.host is not None and not self.host.fits else ""
@@ -48,7 +48,7 @@ class Need:
 
 
 def need(setting: Setting, device: Device) -> Need:
-    """What a run of this step needs of such devices."""
+    """The needs of a run with this step on such devices."""
     return Need(device, training_peak(setting), host_memory(setting, device))
 
 
@@ -67,11 +67,11 @@ def divisors(n: int) -> list[int]:
 
 
 def largest_micro_batch(setting: Setting, capacity_bytes: int, sequences: int | None = None) -> int:
-    """The most sequences at a time whose step fits; 0 where one is too many.
+    """The largest micro-batch whose step fits; 0 if even one sequence does not.
 
     Args:
-        sequences: of a step on one device. Smaller micro-batches accumulate gradients, which are then held during the
-            forward pass. None: the setting's own `accumulates` at any size.
+        sequences: number per step on one device. Smaller micro-batches accumulate gradients, which are then held
+            during the forward pass. None: use the setting's own `accumulates` at any size.
     """
 
     def fits(size: int) -> bool:
@@ -80,7 +80,7 @@ def largest_micro_batch(setting: Setting, capacity_bytes: int, sequences: int | 
         return training_peak(tried).total_bytes <= capacity_bytes
 
     def last(low: int, high: int) -> int:
-        """The last size before `high` that fits; `low` where none after it does."""
+        """The largest size below `high` that fits; `low` if no larger one does."""
         step = 1
         while low + step < high and fits(low + step):
             low, step = low + step, 2 * step
@@ -113,7 +113,7 @@ def alternatives(recipe: Recipe, n_ranks: int, device: Device) -> list[Alternati
 
 
 def _layouts(recipe: Recipe, n: int, precision: str, device: Device) -> list[Layout]:
-    """One device, and what `arrange` gives n of them with each setting of `train.parallel`."""
+    """The layout of one device, and those that `arrange` returns for n devices with each `train.parallel`."""
     layouts = [Layout()]
     train = recipe.train.model_copy(update={"precision": precision, "batch_size": n * recipe.train.batch_size})
     for settings in ({"reshard_after_forward": False}, {"reshard_after_forward": True}, {"tensor_parallel": n}):

@@ -1,4 +1,4 @@
-"""What an operation saves if its matrices are packed, gathered as they are used, or frozen next to an adapter."""
+"""Memory of an operation's saved tensors if its matrices are packed, gathered at use, or frozen next to an adapter."""
 
 from collections import Counter
 from dataclasses import replace
@@ -47,7 +47,7 @@ def as_first(stage: Stage, trained: Trained, shapes: Shapes, layer: int) -> Stag
 
 
 def _adapter_bytes(stage: Stage, trained: Trained, shapes: Shapes) -> int:
-    """What a matrix's adapter saves: r numbers for each of its tokens, and with dropout its input and mask too."""
+    """Bytes that a matrix's adapter saves: r numbers per token, and with dropout its input and mask too."""
     width = stage.n_in or shapes.config.d_model
     own = shapes.products(width) + shapes.mask(width) if trained.dropout else 0
     return round(stage.share * (shapes.products(trained.rank) + own))

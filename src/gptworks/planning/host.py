@@ -16,14 +16,14 @@ from gptworks.planning.trained import Trained, everything
 from gptworks.units import readable
 
 PROCESS_BYTES, CUDA_PROCESS_BYTES = 400 * 10**6, 10**9
-"""About what a training process holds before it has a model: Python, torch and their libraries. 320 MB with the imports
+"""Approximate memory of a training process without a model: Python, torch and their libraries. 320 MB with the imports
 and 400 MB in a run, as measured on Linux with torch 2.13 for CPUs (docs/benchmarks.md); with CUDA's libraries about 1
 GB, an assumption."""
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """What the ranks of the fullest node hold in its host's memory, the node of rank 0."""
+    """Host memory used by the ranks of the fullest node, which is the node of rank 0."""
 
     moment: str
     """`building the model`, `starting weights` or `checkpoint`."""
@@ -33,9 +33,9 @@ class HostMemory:
     first_rank_bytes: int
     """Additional bytes of rank 0."""
     limit_bytes: int | None
-    """None: unknown, and not checked; or the device is a CPU, whose memory is checked as a device's."""
+    """The host's memory; None: unknown and not checked, or the device is a CPU, whose memory is the device's."""
     one_rank_bytes: int
-    """`total_bytes` of a node of rank 0 only, at its own largest moment: the least that a host must have."""
+    """Peak `total_bytes` of a node with rank 0 only: the least memory that a host must have."""
 
     @property
     def total_bytes(self) -> int:
@@ -47,7 +47,7 @@ class HostMemory:
 
     @property
     def words(self) -> str:
-        """What a node needs, and whether its host has it; the plan and the check before training use these words."""
+        """A sentence with a node's needs and its host's memory, for the plan and the check before training."""
         first = f" and {readable(self.first_rank_bytes, 'B')} of rank 0" if self.first_rank_bytes else ""
         parts = f"{self.n_ranks} × {readable(self.rank_bytes, 'B')}{first}, {self.moment}"
         if self.limit_bytes is None:
@@ -86,7 +86,7 @@ def building_bytes(setting: Setting) -> int:
 
 
 def starting_bytes(setting: Setting) -> int:
-    """Weights of the run that one starts from: in float32, and packed; 0: it starts from none."""
+    """Bytes of the weights of the run that this run starts from, in float32 and packed; 0 without such a run."""
     if not setting.starts_from:
         return 0
     parameters, trained = whole_model(setting)
@@ -114,8 +114,8 @@ ONEDNN_KERNEL_BYTES, ONEDNN_KEEPS = 555_000, 1024
 
 
 def expert_kernels_bytes(setting: Setting) -> int:
-    """Most bytes of the kernels that oneDNN compiles on a CPU for each number of rows of an expert in bf16: two
-    products forward, and four backward. 0: only those that every model has."""
+    """Most bytes of the kernels that oneDNN compiles on a CPU for each number of rows of a bf16 expert: two products
+    forward, and four backward. 0: the model compiles only those that every model does."""
     if not (setting.on_cpu and setting.precision == "bf16" and setting.model.n_experts):
         return 0
     n_tokens = setting.micro_batch_size * setting.objective.rows_per_sample * setting.model.context_length

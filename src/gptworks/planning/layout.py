@@ -1,4 +1,4 @@
-"""How a model and its batches are laid out on devices, and the sizes that ranks hold, gather and reduce."""
+"""The layout of a model and its batches on devices, and the sizes that ranks hold, gather and reduce."""
 
 from dataclasses import dataclass
 from math import prod

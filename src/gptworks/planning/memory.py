@@ -63,8 +63,8 @@ def training_peak(setting: Setting) -> Peak:
 
 
 def _beginning(setting: Setting) -> list[Peak]:
-    """What a CPU holds before the first step: the model, which each rank builds in full, and the weights that it starts
-    from; see `gptworks.planning.host`."""
+    """Memory of a CPU before the first step: the model, which each rank builds in full, and the initial weights; see
+    `gptworks.planning.host`."""
     moments = [Peak("building the model", {WEIGHTS: building_bytes(setting)})]
     if setting.starts_from:
         parts = {WEIGHTS: placed_bytes(setting), STARTING: starting_bytes(setting)}
@@ -181,13 +181,13 @@ class _Step:
         stages = self.blocks[self.kinds[self.uses[use]]]
         if use == self.layers[0] and not self.trained.embedding:
             stages = [as_first(stage, self.trained, self.shapes, self.uses[use]) for stage in stages]
-        makes = self.trained.rank or self._computes_again(use)  # autocast keeps no copies of what is frozen
+        makes = self.trained.rank or self._computes_again(use)  # autocast caches no copies of frozen weights
         if not makes and use != self._first_kept(use):
             return [replace(s, saved={**s.saved, COPIES: 0}) if s.matrices else s for s in stages]
         return stages
 
     def _reads_apart(self, use: int) -> bool:
-        """Whether a block's input is not among the tensors that its stages save, but what it makes of its input is.
+        """Whether a block saves a tensor computed from its input, but not the input itself.
 
         The first block with a backward pass may save its normalized input only: where nothing before it is trained, and
         on a CPU, where torch's RMSNorm needs no more for its own weight.
@@ -242,9 +242,9 @@ class _Step:
         self.hold_saved(self.final_norm)
 
     def _hold_copies(self, layer: int, sign: int = 1) -> None:
-        if self.trained.rank:  # autocast keeps none of what is frozen
+        if self.trained.rank:  # autocast caches no copies of frozen weights
             return
-        if self._first_kept(layer) is not None or self._runs(layer)[0] != layer:  # another run's
+        if self._first_kept(layer) is not None or self._runs(layer)[0] != layer:  # weights of another run
             return
         copied = (stage.saved.get(COPIES, 0) for stage in self._block(layer) if stage.matrices)
         self.hold(COPIES, sign * sum(copied))
@@ -296,7 +296,7 @@ class _Step:
             self._gather(layer)
             apart, stream = self._reads_apart(layer), self.shapes.floats(self.model.d_model)
             if self._computes_again(layer):
-                self.hold(RESIDUAL, 0 if apart else -stream)  # it is among what the stages save
+                self.hold(RESIDUAL, 0 if apart else -stream)  # the stages already save it
                 for stage in self._block(layer):
                     self.hold_saved(stage)
             for stage in reversed(self._block(layer)):
@@ -416,9 +416,9 @@ class _Step:
         return self.setting.checkpointing != "none" or not is_blocked(self.shapes)
 
     def _gain(self, matrices: int, vectors: int = 0, in_block: bool = False) -> None:
-        """New gradients are kept, or added to those of earlier micro-batches; sharded matrices whole, until reduced.
+        """Count new gradients: kept, or added to those of earlier micro-batches; sharded matrices whole, until reduced.
 
-        A vector or a router of a block is never in shares. The gradients of a block's adapters come with its matrices'.
+        A block's vectors and router are never sharded. Gradients of a block's adapters come with its matrices'.
         """
         added = self.trained.added * matrices // self.parameters.block_matrices if in_block else 0
         if not self._has_gradients(in_block):

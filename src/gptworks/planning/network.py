@@ -1,4 +1,4 @@
-"""What ranks send each other in a training step, how long it takes, and how much of that computing hides.
+"""Communication between ranks in a training step: bytes, time, and the part that overlaps with computing.
 
 Collectives are rings, as NCCL's are for large tensors. Of n ranks each sends, and receives, of a tensor of S bytes
 
@@ -40,7 +40,7 @@ class Collective:
     """One kind of message of a step."""
 
     what: str
-    """What it carries, as an identifier."""
+    """An identifier for the tensors that it transfers."""
     kind: str
     """all_gather, reduce_scatter, all_reduce or broadcast."""
     dimension: str
@@ -57,7 +57,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class StepTime:
-    """How long a step takes on each of many ranks, in seconds."""
+    """Seconds of a step on each of several ranks."""
 
     compute: float
     communication: float
@@ -70,7 +70,7 @@ class StepTime:
 
 
 def collectives(setting: Setting) -> list[Collective]:
-    """The collectives of a step; none for one rank."""
+    """The collectives of a step; empty for one rank."""
     return list(_collectives(setting))
 
 

@@ -25,8 +25,8 @@ def teacher_config(recipe: Recipe) -> ModelConfig | None:
 
 
 def other_models_bytes(recipe: Recipe) -> int:
-    """Of the weights, and the tables of positions, that are in memory next to those in training: a teacher's, or those
-    of the start."""
+    """Bytes of weights and position tables in memory next to the trained model's: a teacher's, or the starting
+    model's."""
     if (model := teacher_config(recipe)) is not None:
         return 4 * count_parameters(model).total + _tables_bytes(model)
     if not recipe.objective.keeps_start or (recipe.adapter is not None and not recipe.adapter.embeddings):

@@ -49,11 +49,11 @@ class ParameterCount:
 
     groups: dict[str, ParameterGroup]
     active_share: float = 1.0
-    """Share of the experts that a token is sent to; 1 where there are none."""
+    """Fraction of the experts that process a token; 1 without experts."""
 
     @property
     def total(self) -> int:
-        """Every parameter once: a tied head adds nothing."""
+        """Number of parameters; a tied head's are not counted again."""
         return sum(group.total for group in self.groups.values())
 
     @property
@@ -68,12 +68,12 @@ class ParameterCount:
         return sum(self.groups[name].total for name in EMBEDDING_TABLES if name in self.groups)
 
     def tensors_of(self, group: str) -> dict[str, Shape]:
-        """The tensors of a group, in a block or outside; none where the model has no such group."""
+        """The tensors of a group, in a block or outside; empty if the model has no such group."""
         return self.groups[group].tensors if group in self.groups else {}
 
     @property
     def non_embedding(self) -> int:
-        """All but those tables; an untied head, a matrix product like any other, is included."""
+        """Number of parameters without the embedding tables; an untied head, which is a matrix product, is included."""
         return self.total - self.embedding
 
     @cached_property
@@ -126,7 +126,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
 
 
 class _Tensors(Outline):
-    """The shapes of a model's tensors, by group and by name; those of blocks, which are alike, from the first."""
+    """The shapes of a model's tensors, by group and by name; for blocks, which are equal, those of the first."""
 
     def __init__(self, config: ModelConfig, n_future: int) -> None:
         super().__init__(config, n_future)

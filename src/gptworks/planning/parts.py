@@ -15,7 +15,7 @@ from gptworks.planning.work import work_of_modules
 
 @dataclass(frozen=True)
 class Figures:
-    """What a part of a model costs. A tied head's parameters and bytes are the token embedding's."""
+    """Parameters, memory and FLOPs of a part of a model. The token embedding's include those of a tied head."""
 
     parameters: int = 0
     adapter_parameters: int = 0

@@ -42,23 +42,23 @@ class Plan:
     parameters: ParameterCount
     work: Work
     steps: int | None
-    """Optimizer steps; None where nothing known bounds them."""
+    """Number of optimizer steps; None if no known setting limits it."""
     steps_reason: str
-    """Which setting gives the steps, or why they are unknown."""
+    """The setting that decides the number of steps, or why it is unknown."""
     n_train_tokens: int | None
     tokens_estimated: bool
     """Whether the number of training tokens is an estimate from the size of the files."""
     samples_per_epoch: int | None
-    """Rows of examples or pairs of answers of an epoch, where they are known."""
+    """Number of rows of examples, or pairs of answers, in an epoch, if known."""
     dataset_tokens: dict[str, int]
-    """Training tokens of each dataset of a mixture, where they are known."""
+    """Training tokens of each dataset of a mixture, if known."""
     setting: Setting
     """The step on each device."""
     device: Device
     utilization: float
     """Assumed share of the device's rate that the step reaches, recomputation included."""
     apply: Apply | None = None
-    """How overrides become another recipe; None: over this one."""
+    """Makes a recipe from overrides; None: applies them to this recipe."""
     tokens_per_sample: float | None = None
     """Tokens read of a pair of answers on average, padding counted, where the rows are known; None: rows of the whole
     context, or rows whose lengths are not known."""
@@ -79,14 +79,14 @@ class Plan:
 
     @property
     def flops_per_token(self) -> float:
-        """Forward and backward of what is trained, at the training length, attention dense, and what the objective
-        computes besides."""
+        """FLOPs of forward and backward pass at the training length with dense attention, plus the objective's own
+        operations."""
         return self.work.per_token
 
     @property
     def tokens_per_step(self) -> int:
-        """Both answers of a pair counted, at the full context where the rows' lengths are not known; of a step with all
-        of `batch_size`."""
+        """Tokens in a step of `batch_size` samples. A pair counts both answers; rows of unknown length count as full
+        contexts."""
         return round(self.train.batch_size * self._tokens_per_sample)
 
     @property
@@ -97,8 +97,8 @@ class Plan:
 
     @property
     def at_most(self) -> bool:
-        """Whether tokens, FLOPs and time are bounds: rows end with their texts, and how long these are is not known, or
-        depends on what the model will write."""
+        """Whether tokens, FLOPs and time are upper bounds: rows end with their texts, whose lengths are unknown or
+        depend on the model's answers."""
         return self.setting.objective.varying_widths and self.tokens_per_sample is None
 
     @property
@@ -108,7 +108,7 @@ class Plan:
 
     @property
     def epochs_by_dataset(self) -> dict[str, float]:
-        """How often the run reads each dataset of a mixture; empty where that is unknown."""
+        """Number of passes over each dataset of a mixture; empty if unknown."""
         if self.steps is None or not self.dataset_tokens:
             return {}
         from gptworks.data.batches import Shares, weights_over_run, windows_per_epoch
@@ -179,7 +179,7 @@ class Plan:
 
     @cached_property
     def need(self) -> Need:
-        """What the run needs from its devices and their hosts."""
+        """Memory that the run needs on its devices and their hosts."""
         return need(self.setting, self.device)
 
     @property
@@ -189,7 +189,7 @@ class Plan:
 
     @property
     def step_bytes(self) -> int:
-        """The peak without a checkpoint being written: what a trace or a measurement of `one_step` should show."""
+        """Peak memory of a step that writes no checkpoint, as a trace or measurement of `one_step` should show it."""
         return training_peak(replace(self.setting, saves=False, averages=False, shorter_lengths=())).total_bytes
 
     @property
@@ -201,7 +201,7 @@ class Plan:
 
     @property
     def host(self) -> HostMemory | None:
-        """The memory of the fullest node's host; None on a CPU, where it is the device's."""
+        """The memory of the fullest node's host; None on a CPU, whose memory is the device's."""
         return self.need.host
 
     @property
@@ -211,13 +211,13 @@ class Plan:
 
     @cached_property
     def largest_micro_batch_size(self) -> int:
-        """The most sequences at a time whose step the device holds; 0 where one is too many."""
+        """The largest micro-batch whose step fits on the device; 0 if even one sequence does not."""
         sequences = self.train.common_batch_size // self.setting.layout.data_parallel
         return largest_micro_batch(self.setting, self.device.memory_bytes, sequences)
 
     @cached_property
     def changes(self) -> list[Change]:
-        """What would make the run fit, where it does not."""
+        """Changes with which the run would fit, if it does not."""
         ranks = self.setting.layout.world_size
         return [] if self.fits else changes_that_fit(self.recipe, ranks, self.device, self.apply)
 
@@ -257,7 +257,7 @@ class Plan:
 
     @cached_property
     def sent_bytes(self) -> dict[str, float]:
-        """What each rank sends, and receives, in a step, by what it is; empty for one rank."""
+        """Bytes that each rank sends, and receives, in a step, by kind of tensor; empty for one rank."""
         found = collectives(self.setting)
         return {one.what: sent_bytes(one, self.setting.layout, self.micro_steps) for one in found}
 
@@ -286,7 +286,7 @@ class Plan:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of all training steps and of what is computed once before them, without evaluation, samples and
+        """Seconds for all training steps and the single computation before them, without evaluation, samples and
         checkpoints."""
         before = self.flops_before_first_step
         if self.tokens is None or self.tokens_per_second is None or before is None:
@@ -309,14 +309,14 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Weights, optimizer state and, where it is kept, the weights' average."""
+        """Size of a checkpoint: weights, optimizer state and, if kept, the weights' average."""
         average = 4 * self.trained.parameters if self.setting.averages else 0
         return self.weights_bytes + average + self.optimizer_state_bytes
 
     @property
     def most_checkpoints(self) -> int | None:
         """Most checkpoints with optimizer state on disk at once: the newest, the best, one being written, and with
-        `keep_every` those at its multiples, which stay; None if it depends on an unknown length."""
+        `keep_every` the permanent ones at its multiples; None if this depends on an unknown length."""
         train = self.train
         moving = train.keep_checkpoints + 2
         if not train.keep_every:
@@ -329,9 +329,9 @@ class Plan:
 
     @property
     def most_weights_only(self) -> int:
-        """Checkpoints with weights only that are on disk besides those: where evaluations fall between saves, the best
-        so far and one that each of the newest knows of; the oldest of these knows the best that is counted there. With
-        `keep_every`, those of step 0."""
+        """Most additional checkpoints on disk with weights only. If evaluations fall between saves: the best so far,
+        and the best recorded by each of the newest checkpoints except the oldest, whose best `most_checkpoints`
+        counts. With `keep_every`, also those of step 0."""
         train = self.train
         return bool(train.keep_every) + (train.keep_checkpoints if train.evaluate_every % train.checkpoint_every else 0)
 
@@ -371,11 +371,11 @@ def plan(
         samples_per_epoch: rows or pairs of it, if known; None: windows of the text.
         dataset_tokens: the training tokens of each dataset of a mixture, if known.
         tokens_estimated: whether these are estimates from the size of the files.
-        steps_reason: where its number of steps is from, if no setting says.
-        device: what it runs on; None: this machine's CPU.
-        n_ranks: how many devices; `train.parallel` says how model and batches lie on them.
+        steps_reason: the origin of the number of steps, if no setting decides it.
+        device: the kind of device; None: this machine's CPU.
+        n_ranks: number of devices; `train.parallel` decides how model and batches are divided among them.
         utilization: share of the device's rate that the step reaches.
-        apply: how advice becomes another recipe; None: as overrides of this one.
+        apply: makes a recipe from the overrides of an advice; None: applies them to this recipe.
 
     Raises:
         UserError: the vocabulary is not known yet, the training split is shorter than one window, or the recipe cannot

@@ -1,4 +1,4 @@
-"""How many optimizer steps a run has."""
+"""The number of optimizer steps of a run."""
 
 from gptworks.config import TrainConfig
 from gptworks.errors import UserError

@@ -1,4 +1,4 @@
-"""How many tokens a recipe's data will have, from the size of its files."""
+"""An estimate of the tokens in a recipe's data, from the size of its files."""
 
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ class DataSize:
     """How large a training split is."""
 
     train_tokens: int | None
-    """None where the size of a source is not known before it is fetched, or it is missing."""
+    """Number of training tokens; None if a source is missing, or its size is unknown before it is fetched."""
     samples_per_epoch: int | None
     """Rows of examples or pairs of answers; None: windows of the text, or unknown."""
     estimated: bool

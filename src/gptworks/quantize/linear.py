@@ -35,7 +35,7 @@ class PackedMatrix(nn.Module):
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
         self.dtype = torch.float32
-        """The dtype to which the module was cast, which its values have if no input gives another."""
+        """The dtype of unpacked values if no input decides it: the one to which the module was cast."""
 
     @property
     def kind(self) -> Weights:

@@ -46,7 +46,7 @@ class Band(Section):
     settings: dict[str, Any]
     """The settings that decide the curve, without those at their defaults."""
     data_fingerprint: str | None
-    """A sha256 of the token files: another text has another curve."""
+    """A sha256 of the token files, because a curve depends on its text."""
     seeds: tuple[int, ...]
     points: tuple[BandPoint, ...] = Field(min_length=1)
 

@@ -1,4 +1,4 @@
-"""What makes the losses of two runs comparable, and where in their training they are compared."""
+"""Rules for comparing the losses of two runs, and the point of their training at which they are compared."""
 
 import math
 from collections.abc import Sequence
@@ -105,7 +105,7 @@ class Place:
 
 
 def common_place(first: Sequence[History], second: Sequence[History], measure: str) -> Place | str:
-    """Where the runs of two groups are compared: the last point at which all were evaluated; or why there is none.
+    """The last point at which all runs of two groups were evaluated, for a comparison; or the reason why none exists.
 
     Runs that all end after the same minutes are compared at their ends. Others are compared at equal steps if a step is
     the same work for both, else at equal tokens.

@@ -46,7 +46,7 @@ class EvaluationComparison:
 
     findings: tuple[Finding, ...]
     skipped: tuple[str, ...]
-    """What was not compared, and why."""
+    """The names of what was not compared, each with the reason."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         rows = [

@@ -148,7 +148,7 @@ class History:
 
 
 def origins_of(folder: Path) -> tuple[Origin, ...]:
-    """Where a fork began; then where that run began, if it is a fork itself. Empty if the record is damaged."""
+    """The checkpoint at which a fork began, then its source's if that is a fork too. Empty if the record is damaged."""
     try:
         return tuple(read_changes(folder).origins)
     except (UserError, OSError):

@@ -36,7 +36,7 @@ class QuantizationReport:
     """Bytes of all tensors."""
     divergence: Divergence
     tokens_per_second: tuple[float | None, float | None]
-    """Of greedy decoding; None if the text ended at once."""
+    """Speed of greedy decoding; None if the text ended at once."""
 
     @property
     def perplexities(self) -> tuple[float, float]:

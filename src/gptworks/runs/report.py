@@ -257,7 +257,7 @@ def _bad_steps(run: History) -> list[Markup]:
 
 
 def _origin(run: History) -> Markup:
-    """Where the run was forked from, and what was changed during training."""
+    """A section on the run's source, if it is a fork, and on settings changed during training."""
     try:
         history = read_changes(run.folder)
     except UserError as error:

@@ -44,7 +44,7 @@ def try_lines(found: Try) -> Iterator[str]:
 
 
 def _third_runs(found: Try) -> str:
-    """What the step times mean for the verdict in equal time."""
+    """An explanation of what the step times mean for the verdict at equal time."""
     step = found.step_time
     if found.steps_in_time is not None:
         return f"; in equal time: runs of {found.steps_in_time:,} steps"

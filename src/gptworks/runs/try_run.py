@@ -47,11 +47,11 @@ def plan_try(
     path: str | Path, changes: Sequence[str], folder: Path, minutes: float, worth: float, steps: int | None = None,
     resume: bool = False, report: Report = lambda _: None, prepare_text: Callable[[Recipe], object] = prepare,
 ) -> Try:  # fmt: skip
-    """A new try, its length from a short measurement of a step; or the try that is already in the folder.
+    """A new try, with a length based on the measured time of a step; or the try that is already in the folder.
 
     Args:
-        changes: `key.path=value`, which make one change together.
-        steps: of each run; None: the recipe's, or fewer where too few pairs fit in the time.
+        changes: overrides `key.path=value`, tested together as one change.
+        steps: steps per run; None: the recipe's, or fewer if too few pairs of runs would fit in the time.
         prepare_text: called with the recipe after all checks that do not need its text.
 
     Raises:

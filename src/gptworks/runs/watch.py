@@ -35,7 +35,7 @@ class Watched:
         """Why its log or its recipe cannot be read."""
         self._recipe: Recipe | None = None
         self.origin: Origin | None = None
-        """Where it was forked from another run, if it was."""
+        """The checkpoint from which the run was forked, if it is a fork."""
         self._summary: dict[str, Any] | None = None
         self._is_whole = False
 

@@ -263,7 +263,7 @@ class _Body:
 
 
 def _raise_error(work: "asyncio.Task[None]") -> None:
-    """Raise the task's error, if any, as an `Exception`: a panic of a Rust library is not one, and has no handler."""
+    """Raise the task's error, if any, as an `Exception`. A Rust panic is a `BaseException` without a handler."""
     error = work.exception()
     if error is not None and not isinstance(error, Exception):
         raise RuntimeError(f"{type(error).__name__}: {error}") from error

@@ -35,7 +35,7 @@ class SignIn:
         self.on_exchange: Callable[[str], None] = lambda code: None
         """Called with each code that was used."""
         self._codes: dict[bytes, str] = {}
-        self._sessions: dict[bytes, bytes] = {}  # the digest of a cookie to that of its key
+        self._sessions: dict[bytes, bytes] = {}  # digest of a cookie → digest of its key
 
     def code(self) -> str:
         """A new code, for one browser."""
@@ -45,7 +45,7 @@ class SignIn:
         return code
 
     def exchange(self, code: str) -> Session | None:
-        """A session for a code, which is used up; None if there is no such code or it was used."""
+        """A session for a single-use code; None if the code is unknown or already used."""
         known = self._codes.pop(_digest(code), None)
         if known is None:
             return None

@@ -102,7 +102,7 @@ class Library:
         self._found: dict[str, RunFolder] = {}
         self._looked_at = -math.inf
         self.notice: str | None = None
-        """What the list of runs omits because there are too many."""
+        """A notice of runs omitted from the list because there are too many."""
         self.recipes = Recipes()
         self._settings_of: dict[Path, tuple[Recipe, dict[str, Any]]] = {}
 

@@ -169,7 +169,7 @@ def _guess(reading: Reading, guess: Guess) -> Tree:
 
 @router.post("/ngrams")
 async def read_ngrams(request: Request) -> Response:
-    """Where the training data has the tokens up to the chosen one, and what follows there."""
+    """Places in the training data with the same tokens up to the chosen one, and the tokens that follow there."""
     body = await body_of(request, TokenRequest)
 
     def read(reading: Reading, check: Check) -> Tree:

@@ -36,7 +36,7 @@ class Origin:
     """The name of the other's folder."""
     step: int
     weights_sha256: str
-    """Of the checkpoint's `model.safetensors`."""
+    """The sha256 of the checkpoint's `model.safetensors`."""
 
     def __str__(self) -> str:
         return f"the run {self.run} at step {self.step:,} (sha256 of its weights: {self.weights_sha256[:12]}…)"
@@ -51,7 +51,7 @@ class Change:
     settings: dict[str, Annotated[list[Any], Field(min_length=2, max_length=2)]]
     """Path → [old, new]."""
     exact: bool
-    """Whether the earlier steps would be the same with them."""
+    """Whether the earlier steps would be the same with the new settings."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class History:
     """`key.path=value` in the order given, each key once."""
     changes: list[Change] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
-    """Of a fork: its checkpoint, then that of its source if that is a fork too, and so on."""
+    """A fork's source checkpoint, then the source's own if that is a fork too, and so on."""
 
     @property
     def exact(self) -> bool:
@@ -90,7 +90,7 @@ class History:
 
 
 def read_history(run_dir: Path) -> History:
-    """The run folder's record; empty if there is none.
+    """The run folder's record of changes; empty if the folder has none.
 
     Raises:
         UserError: the record is damaged.
@@ -117,7 +117,7 @@ def settings_at(run_dir: Path, step: int) -> list[str]:
 
 
 def _yaml(value: Any) -> str:
-    """A setting's value as an override gives it."""
+    """A setting's value in the syntax of an override."""
     if isinstance(value, str):
         return value
     text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**9)
@@ -125,8 +125,8 @@ def _yaml(value: Any) -> str:
 
 
 def load_to_resume(source: RecipeLike, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
-    """The recipe of a resumed run: the file's, with the settings of the run's earlier command lines, then these.
-    Settings of model and training that none of them gives are the run's own, not today's defaults.
+    """The recipe of a resumed run: the file's settings, those of the run's earlier command lines, then `overrides`.
+    Settings of model and training that none of them states keep the run's values, not the current defaults.
 
     Returns the recipe, and the earlier settings that are used again.
 
@@ -143,7 +143,7 @@ def load_to_resume(source: RecipeLike, overrides: Sequence[str] = ()) -> tuple[R
 
 
 def _settled(run: Recipe) -> dict[str, dict[str, Any]]:
-    """A run's settings of model and training, without those that follow from others or from the tokenizer."""
+    """A run's settings of model and training, without those derived from other settings or the tokenizer."""
     tree = run.model_dump(mode="json", include={"model", "train"})
     del tree["model"]["vocab_size"], tree["train"]["micro_batch_size"]
     return tree
@@ -245,7 +245,7 @@ def inexact(before: Recipe, now: Recipe, changes: Iterable[str], done: int) -> l
         if done
         and _role(now, path) == "recorded"
         and not (path in _LENGTH and _same_rates(before, now, done))
-        and not path.startswith("data.anneal")  # refused where it changes what is read already
+        and not path.startswith("data.anneal")  # refused if it changes samples that were already read
     ]
 
 
@@ -253,7 +253,7 @@ _LENGTH = {f"train.{name}" for name in ENDS}
 
 
 def _same_rates(before: Recipe, now: Recipe, done: int) -> bool:
-    """Whether a run of another length has had the same learning rates: the schedule has not depended on it yet."""
+    """Whether a run of the other length would have had the same learning rates in the steps done so far."""
     trains, step = (before.train, now.train), done - 1
     if any(train.future_weights_fall for train in trains):
         return False
@@ -283,8 +283,8 @@ def record(
 ) -> History:
     """Add a change to the run folder's record, before the new recipe.yaml is written.
 
-    Changes that did not reach `recipe.yaml` because of a crash are removed; those of steps that will run again hold
-    from this step.
+    Changes that did not reach `recipe.yaml` because of a crash are removed; those of steps that will run again take
+    effect from this step.
     """
     history = read_history(run_dir)
     values = {} if before is None else {s.path: to_jsonable_python(s.value) for s in settings(before)}

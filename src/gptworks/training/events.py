@@ -16,11 +16,11 @@ class Step:
     """The learning rate, as a factor of its peak."""
     losses: StepLosses
     norm: float
-    """Of the gradients, before clipping."""
+    """Norm of the gradients before clipping."""
     skipped: str | None = None
     """Why the gradients were not applied; None: they were."""
     by_layer: dict[str, Any] = field(default_factory=dict)
-    """Norms of each layer, where they were recorded."""
+    """Norms of each layer, if recorded."""
 
 
 @dataclass(frozen=True)

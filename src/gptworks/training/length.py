@@ -52,7 +52,7 @@ class Length:
         return None
 
     def words(self, progress: Progress) -> str:
-        """What ends the run, in words."""
+        """The reason for the run's end, in words."""
         total, minutes = self.total_steps(progress), self._train.max_minutes
         length = [f"{total:,} steps"] if total else []
         return " or ".join(length + ([f"{minutes:g} minutes"] if minutes is not None else []))

@@ -34,7 +34,7 @@ class Progress:
     tokens: Count = 0
     """Tokens that the model has read in training, padding included."""
     seconds: Seconds = 0.0
-    """Of training, over all sessions."""
+    """Seconds of training, over all sessions."""
     skipped: Count = 0
     skipped_in_a_row: Count = 0
     rollbacks: Count = 0
@@ -48,7 +48,7 @@ class Progress:
     """Whether a signal ended the evaluation of this step before it was done."""
     data_fingerprint: str = ""
     validation_text_sha256: str = ""
-    """Of the held-out text: shows whether runs with different tokenizers were evaluated on the same text."""
+    """The sha256 of the held-out text: shows whether runs with different tokenizers were evaluated on the same text."""
     scaler: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -60,7 +60,7 @@ class Progress:
         """Refuse an import, which has no training to resume.
 
         Raises:
-            UserError: it is one; it names the run.
+            UserError: the run is an import; the message names it.
         """
         if not self.data_fingerprint:
             raise UserError(

@@ -102,7 +102,7 @@ class CheckpointWriter:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: Future[None] | None = None
         self.copied_bytes = 0
-        """Of the largest copy."""
+        """Size of the largest copy."""
         self._known: dict[str, Signature] = {}
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""What a filter is.
+"""The interface of filters.
 
 To add one, write its settings in `gptworks.config.cleaning` and a subclass of `Filter` in a file here. Every filter
 takes time linear in the text, whatever the text is.

@@ -45,7 +45,7 @@ class Cleaner:
         self.take_counts()
 
     def take_counts(self) -> tuple[FilterCounts, ...]:
-        """What each filter did since the last call; counting restarts."""
+        """The counts of each filter since the last call; counting restarts."""
         taken = getattr(self, "counts", ())
         self.counts = tuple(FilterCounts(type=one.settings.type) for one in self._filters)
         return taken

@@ -1,4 +1,4 @@
-"""What filters did: documents and bytes by reason, with examples of dropped documents."""
+"""Counts of filters: documents and bytes by reason, with examples of dropped documents."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -29,14 +29,14 @@ class DroppedCounts(Tally):
     """Documents dropped for one reason."""
 
     examples: list[Example] = Field(default_factory=list, max_length=_EXAMPLES)
-    """Those with the smallest hashes, so that the order in which counts are merged does not matter."""
+    """The documents with the smallest hashes, so that the order of merging counts does not matter."""
 
     def add_examples(self, examples: Iterable[Example]) -> None:
         self.examples = sorted({*self.examples, *examples})[:_EXAMPLES]
 
 
 class FilterCounts(BaseModel):
-    """What one filter did with the documents: kept them, some of them changed, or dropped them."""
+    """One filter's numbers of documents kept, changed and dropped."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -45,7 +45,7 @@ class FilterCounts(BaseModel):
     kept: Tally = Field(default_factory=Tally)
     """Bytes are counted after the change."""
     changed: Tally = Field(default_factory=Tally)
-    """Part of those kept; bytes are counted before the change."""
+    """Kept documents that the filter changed; their bytes are counted before the change."""
     dropped: dict[str, DroppedCounts] = Field(default_factory=dict)
 
     def keep(self, documents: int, seen_bytes: int, kept_bytes: int, changed: bool = False) -> None:

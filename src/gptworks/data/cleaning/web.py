@@ -57,7 +57,7 @@ def count_sentences(line: str) -> int:
 
 
 _SENTENCE_ENDS = tuple(".!?‼‽⁇⁈⁉。！？．｡։؟۔।॥።፧။។៕")
-"""Of the scripts in use that mark the end of a sentence."""
+"""Characters that end a sentence, in all scripts in use that have one."""
 
 
 class FineWebFilter(Filter):

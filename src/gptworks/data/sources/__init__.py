@@ -1,1 +1,1 @@
-"""Where text comes from: a class for each kind of source, and `choose`, which finds a recipe's."""
+"""Sources of text: a class for each kind, and `choose`, which returns a recipe's source."""

@@ -1,4 +1,4 @@
-"""What a source is, and its documents: a stream of pieces of bounded size.
+"""The interface of sources, and of their documents: streams of pieces of bounded size.
 
 To add a kind of source, write its settings in `gptworks.config.sources` and a subclass of `Source` in a file here.
 """
@@ -46,9 +46,9 @@ class Unit:
     size_bytes: int = 0
     """About how much text it holds."""
     start: int = 0
-    """Where it begins in the file, in units of the source: bytes, row groups or members."""
+    """The start in the file, in units of the source: bytes, row groups or members."""
     end: int | None = None
-    """Where it ends in the file; None: at its end."""
+    """The end in the file, in the same units; None: the end of the file."""
 
 
 class Source:
@@ -66,7 +66,7 @@ class Source:
     size_known: ClassVar[bool] = True
     """Whether the sizes of the files say how much text they hold."""
     files_checked: ClassVar[int | None] = None
-    """How many files `check` reads; None: all."""
+    """Number of files that `check` reads; None: all."""
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings
@@ -118,7 +118,7 @@ class Source:
                 pass
 
     def signature(self) -> list[list[Any]]:
-        """What decides the text, as JSON: the contents of the files, not their paths."""
+        """A JSON text of everything that decides the source's text: the contents of the files, not their paths."""
         return [["sha256", one] for one in self.settings.sums] or contents(self.files())
 
     def size_bytes(self) -> int | None:

@@ -63,7 +63,7 @@ def total_bytes(sources: Iterable[AnySource]) -> int | None:
 
 
 def source_signature(sources: Iterable[AnySource]) -> list[list[Any]]:
-    """What decides the text of the sources: see `Source.signature`."""
+    """The signature of several sources: see `Source.signature`."""
     return [line for source in sources for line in choose_source(source).signature()]
 
 

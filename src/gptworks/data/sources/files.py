@@ -93,7 +93,7 @@ def linked_folders(folder: Path) -> list[Path]:
 
 
 def cache_folder() -> Path:
-    """Where downloads are kept: $GPTWORKS_CACHE, else $XDG_CACHE_HOME/gptworks, else ~/.cache/gptworks."""
+    """The folder for downloads: $GPTWORKS_CACHE, else $XDG_CACHE_HOME/gptworks, else ~/.cache/gptworks."""
     if chosen := os.environ.get("GPTWORKS_CACHE"):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gptworks"

@@ -77,7 +77,7 @@ def check_ratio(name: Path | str, unpacked_bytes: int, packed_bytes: int) -> Non
     """Refuse a decompression bomb.
 
     Raises:
-        UserError: so few bytes unpack to so many.
+        UserError: the ratio of unpacked to packed bytes is too high.
     """
     if unpacked_bytes > max(FREE_BYTES, MOST_RATIO * packed_bytes):
         raise UserError(

@@ -21,7 +21,7 @@ _THREADS = 8
 
 
 def contents(files: Iterable[Path]) -> list[list[Any]]:
-    """What decides the text of files, wherever they are: for each the endings of its name, and its sha256."""
+    """A description of files that does not depend on their paths: each name's endings, and the sha256."""
     files, known = list(files), _read()
     keys = [_key(file) for file in files]
     with ThreadPoolExecutor(_THREADS) as threads:

@@ -1,1 +1,1 @@
-"""What computes a model for the engine, and the caches of the texts: torch on any device, C++ on a CPU."""
+"""The engine's backends, which compute the model and hold the texts' caches: torch on any device, C++ on a CPU."""

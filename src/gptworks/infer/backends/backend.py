@@ -42,7 +42,7 @@ class Backend(ABC):
     """
 
     description: str
-    """What computes, for people to read."""
+    """The backend's name, for people to read."""
     model: GPT
     cache: SlotCache
     invariant: bool

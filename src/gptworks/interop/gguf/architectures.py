@@ -48,7 +48,7 @@ class Architecture:
     biases: tuple[Bias, ...] = ()
     """The biases of linear layers that it can have."""
     always_biased: bool = False
-    """Every file has all of them, as zeros if the model has none."""
+    """Whether every file has all biases, as zeros if the model has none."""
     joined: bool = False
     """Query, key and value are one tensor."""
     interleaved: bool = False

@@ -207,7 +207,7 @@ def _known_as(name: str, family: Family) -> str:
 
 
 def _head(family: Family) -> str:
-    """Their name of the head's matrix."""
+    """The name of the head's matrix in Hugging Face's weights."""
     return next(f"{place.theirs}.weight" for place in family.places if place.ours == ("untied_head",))
 
 

@@ -19,7 +19,7 @@ class Keys:
     harmless: Mapping[str, frozenset[str]]
     """Why a key has no effect here → keys."""
     noted: Mapping[str, frozenset[str]]
-    """What gptworks does not do → keys. Null, false and empty values are ignored."""
+    """Unsupported feature → its keys. Null, false and empty values are ignored."""
 
     def notes(self, values: Mapping[str, Any]) -> Iterator[str]:
         """A note for each key that is set and not honoured."""

@@ -63,17 +63,17 @@ class Smear(nn.Module):
 
 
 def build_smear(config: ModelConfig) -> Smear | None:
-    """Adds the previous token's embedding to each token's; None: nothing is added."""
+    """A module that adds the previous token's embedding to each token's; None if the model has none."""
     return Smear(config.d_gate) if config.smear else None
 
 
 def build_bigrams(config: ModelConfig) -> BigramEmbedding | None:
-    """The embedding of pairs, to be added to the tokens'; None: the model has none."""
+    """The embedding of token pairs, added to the tokens' embedding; None if the model has none."""
     return BigramEmbedding(config.bigram_vocab_size, config.d_model) if config.bigram_vocab_size else None
 
 
 def bigram_rows(tokens: Tensor, previous: Tensor, n_rows: int) -> Tensor:
-    """The table's row of each pair, int64 [...]; every first token of a text has the last row."""
+    """The table row for each pair, int64 [...]; the first token of a text uses the last row."""
     hashed = ((_OF_TOKEN * tokens) ^ (_OF_PREVIOUS * previous)) % (n_rows - 1)
     return hashed.masked_fill(previous == NO_TOKEN, n_rows - 1)
 

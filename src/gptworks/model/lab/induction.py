@@ -26,22 +26,22 @@ CONSTANT = 0.5
 """Length of the part that all embeddings share, as a fraction of the rest's length."""
 
 LENGTHS = (1.6, 1.3)
-"""Of the first head's queries and of the second's, over √D. Keys have 1."""
+"""Lengths of the first and second head's queries, divided by √D. Keys have length 1."""
 
 COPY_LOGIT = 4.0
 """Approximate logit of a token that gets all of the second head's attention."""
 
 TIED_FACTOR = 3.0
-"""How much more the second head writes where the head is tied, so that a copy exceeds the present token's own logit."""
+"""Factor on the second head's output with a tied head, so that a copy exceeds the present token's own logit."""
 
 
 def begin_with_induction(
     config: ModelConfig, embedding: Tensor, head: Tensor, first: Attention, second: Attention
 ) -> None:
-    """Write the two heads over weights that are as `init: normal` has them.
+    """Write the two heads into weights initialized by `init: normal`.
 
     Args:
-        embedding: [V, C]. head: [V, C]; the embedding itself where they are tied.
+        embedding: [V, C]. head: [V, C]; the embedding itself if they are tied.
         first, second: attention of the first two layers.
     """
     compared = slow_elements(config)
@@ -56,7 +56,7 @@ def begin_with_induction(
     angle, _ = frequencies(config, config.context_length, torch.device("cpu"))
     fast = torch.arange(min(len(angle), max(2, len(angle) // 5)))
     angle = angle[fast].to(embedding)
-    constant = CONSTANT * math.sqrt(width / (1 + CONSTANT**2))  # what the norm makes of the first channel
+    constant = CONSTANT * math.sqrt(width / (1 + CONSTANT**2))  # the first channel after the norm
     key = math.sqrt(config.d_head / len(fast)) / constant
     first.query.weight[fast, 0] = LENGTHS[0] * key * angle.cos()
     first.query.weight[config.d_rotary // 2 + fast, 0] = -LENGTHS[0] * key * angle.sin()
@@ -65,14 +65,14 @@ def begin_with_induction(
     _move(first.value.weight, rows, tokens, 1.0)
     _move(first.out.weight, before, rows, STD / config.residual_scale)
 
-    # the second head: queries are the present token, keys the token before; what it finds is copied
+    # the second head: queries are the present token, keys the token before; values are copied
     key = math.sqrt(config.d_head / m)
     _move(second.query.weight, compared, tokens, LENGTHS[1] * key)
     _move(second.key.weight, compared, before, key)
     copied = torch.arange(1, 1 + min(config.d_head, width - 1 - m))
     rows = torch.arange(len(copied))
     tied = head is embedding
-    written = copied if tied else copied.flip(0)  # elsewhere than the present token's, which would copy itself
+    written = copied if tied else copied.flip(0)  # not the present token's channels, or it would copy itself
     _move(second.value.weight, rows, copied, 1.0)
     _move(second.out.weight, written, rows, (TIED_FACTOR if tied else 1.0) * STD / config.residual_scale)
     if not tied:
@@ -84,7 +84,7 @@ def begin_with_induction(
 
 
 def slow_elements(config: ModelConfig) -> Tensor:
-    """The elements of a head that turn least with distance, by which the second head compares: at most (C - 2) / 2."""
+    """Indices of a head's elements with the slowest rotation, which the second head compares: at most (C - 2) / 2."""
     n_pairs = config.d_rotary // 2
     slow = torch.arange(n_pairs // 2, n_pairs)
     unturned = torch.arange(config.d_rotary, config.d_head)
@@ -92,6 +92,6 @@ def slow_elements(config: ModelConfig) -> Tensor:
 
 
 def _move(weight: Tensor, rows: Tensor, columns: Tensor, factor: float) -> None:
-    """Let each of the rows be one column's input, times a factor."""
+    """Make each of the rows copy one input column, times a factor."""
     weight[rows] = 0
     weight[rows, columns] = factor

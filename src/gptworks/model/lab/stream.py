@@ -1,4 +1,4 @@
-"""What the laboratory's settings add to a block: what enters it, and what attention's values become.
+"""Experimental additions to a block: changes of its input and of attention's values.
 
 `LabParts` is the one hook of `gptworks.model.block.Block`. Each part is a small module, or None where its setting is
 off. Scalars are vectors, so that AdamW trains them without decay; gates start at zero.
@@ -19,12 +19,12 @@ from gptworks.model.layers import Linear
 
 
 class LabInputs(NamedTuple):
-    """What the laboratory's parts of a block read besides the stream; None: they do not need it."""
+    """Extra inputs of a block's experimental parts; None if they do not need one."""
 
     embedding: Tensor | None = None
-    """What entered the first block, [B, T, C]."""
+    """Input of the first block, [B, T, C]."""
     skipped: Tensor | None = None
-    """The output of its mirror in the first half, [B, T, C]."""
+    """Output of the mirrored block in the first half, [B, T, C]."""
     first_values: Tensor | None = None
     """The first layer's own values, [B, T, G·D]."""
     token_values: Tensor | None = None
@@ -41,7 +41,7 @@ class Carried:
         self.skipped: list[Tensor] = []
 
     def inputs(self, layer: int) -> LabInputs:
-        """What one block reads. Called for each in turn."""
+        """The extra inputs of one block; call it for each layer in order."""
         config = self.config
         projects, table = (config.layer_value_embedding(layer) == kind for kind in ("projected", "table"))
         return LabInputs(
@@ -52,7 +52,7 @@ class Carried:
         )
 
     def after(self, layer: int, x: Tensor, first_values: Tensor | None) -> None:
-        """Keep what later blocks read of a block's output."""
+        """Keep the parts of a block's output that later blocks read."""
         if first_values is not None:
             self.first_values = first_values
         if self.config.layer_is_skipped_to(layer):
@@ -102,7 +102,7 @@ class LabParts(nn.Module):
     def entry_cost(s: Shapes, layer: int) -> Iterator[Stage]:
         """`enter`. The gradient of a scalar is the sum of a product of the stream's size."""
         stream = s.floats(s.config.d_model)
-        if s.config.layer_skips(layer):  # the gradient of what is added waits for the layer that gave it
+        if s.config.layer_skips(layer):  # the added tensor's gradient waits for the layer that produced it
             yield Stage("skip", arrives=stream, leaves=2 * stream, scratch=stream, vectors=1, own_scratch=stream)
         if s.config.residual_scalars:
             kept = {RESIDUAL: stream}
@@ -110,8 +110,8 @@ class LabParts(nn.Module):
 
     @staticmethod
     def exit_cost(s: Shapes, layer: int) -> list[Stage]:
-        """Where the gradient of what a later layer added has waited. The output is saved as the next block's input,
-        unless that enters attention rounded."""
+        """Cost of adding a later layer's waiting gradient. The output is saved as the next block's input, unless
+        attention reads it rounded."""
         stream = s.floats(s.config.d_model)
         only_here = s.autocast and s.config.norm_placement == "after" and not s.config.residual_scalars
         there = s.config.layer_is_skipped_to(layer)
@@ -169,8 +169,8 @@ class Gating(nn.Module):
 
 
 class Values(nn.Module):
-    """What a layer makes of its values: mixed with the first layer's (Zhou et al., 2024, `Value Residual Learning`),
-    plus an embedding of the token itself, gated for each head (nanochat's `ve_gate`, twice a sigmoid)."""
+    """A layer's values: its own, mixed with the first layer's (Zhou et al., 2024, `Value Residual Learning`), plus an
+    embedding of the token itself, gated for each head (nanochat's `ve_gate`, twice a sigmoid)."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class Values(nn.Module):
         """Whether later layers read this one's own values."""
 
     def forward(self, inner: Tensor, own: Tensor, lab: LabInputs) -> Tensor:
-        """What attention reads, inner [B, T, C], and the layer's own values [B, T, G·D] → its values [B, T, G·D]."""
+        """Attention's input [B, T, C] and the layer's own values [B, T, G·D] → the values to use [B, T, G·D]."""
         values = own
         if self.scalars is not None:
             assert lab.first_values is not None
@@ -198,7 +198,7 @@ class Values(nn.Module):
 
     @staticmethod
     def cost(s: Shapes, layer: int) -> Iterator[Stage]:
-        """Its operations; none where the layer has no such module."""
+        """The module's operations; empty if the layer has no such module."""
         c, kind = s.config, s.config.layer_value_embedding(layer)
         width = c.n_kv_heads * c.d_head
         k = s.products(width)
@@ -224,7 +224,7 @@ def build_gating(config: ModelConfig) -> Gating | None:
 
 
 def value_table(config: ModelConfig, layer: int) -> int:
-    """Elements of the layer's table of value embeddings [V, G·D]; 0: it has none."""
+    """Size of the layer's table of value embeddings [V, G·D] in elements; 0 without a table."""
     is_there = config.layer_value_embedding(layer) == "table"
     return config.vocab_size * config.n_kv_heads * config.d_head if is_there else 0
 

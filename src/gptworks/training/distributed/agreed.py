@@ -1,5 +1,5 @@
-"""What all ranks must see alike: the run folder, and the checkpoint that rank 0 chooses, since the folder may change
-meanwhile."""
+"""State on which all ranks must agree: the run folder, and the checkpoint. Rank 0 chooses the checkpoint for all, since
+the folder may change meanwhile."""
 
 import secrets
 import time

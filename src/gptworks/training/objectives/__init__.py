@@ -1,1 +1,1 @@
-"""What a run learns: a file for each objective."""
+"""Training objectives, one file each."""

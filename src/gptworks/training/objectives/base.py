@@ -1,4 +1,4 @@
-"""What a run learns: the one place where objectives differ. The loop knows only `Objective`.
+"""The interface of training objectives. The loop knows only `Objective`; objectives differ nowhere else.
 
 To add one, write its settings in `gptworks.config.objective`, and a subclass of `Objective` in a file here.
 """

@@ -1,4 +1,4 @@
-"""What objectives on pairs of answers share: log-probabilities of answers, batches and evaluation.
+"""Common code of objectives on pairs of answers: log-probabilities of answers, batches and evaluation.
 
 Shapes: P pairs, T tokens of the longest conversation among them.
 """

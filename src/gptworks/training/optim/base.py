@@ -1,4 +1,4 @@
-"""What optimizers share: how they are built, a step over the parameters, and decoupled weight decay.
+"""Common code of optimizers: how they are built, a step over the parameters, and decoupled weight decay.
 
 Cautious decay is of only the elements that the update moves towards zero (Chen et al., 2025, "Cautious Weight Decay",
 arXiv 2510.12402, algorithm 1):

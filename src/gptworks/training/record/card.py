@@ -32,7 +32,7 @@ class MemoryPeaks:
     """The peak memory of a run, planned and measured."""
 
     predicted_bytes: int
-    """Of tensors, the copy for a checkpoint included."""
+    """Predicted peak of tensors, including the copy for a checkpoint."""
     measured_bytes: int | None
     """The same, measured: on CUDA during the run, on a CPU in one step. None: not measured."""
     grown_bytes: int | None = None

@@ -29,7 +29,7 @@ class RunOutcome(BaseModel):
     """null: no evaluation had a finite loss."""
     predicted_memory_bytes: int | None
     measured_memory_bytes: int | None
-    """Of tensors, like the prediction."""
+    """Measured peak of tensors, for comparison with the prediction."""
     grown_memory_bytes: int | None = None
     """Growth of resident memory on a CPU: tensors, code, files, and freed memory that the allocator keeps."""
     training: dict[str, str]
