@@ -569,7 +569,7 @@ def test_results_are_kept_and_told_in_the_card_once(tmp_path: Path) -> None:
         read_evaluations(tmp_path)
 
 
-FOREIGN: list[Any] = ["x", None, [], {}, -1, 10**30, True, [[1, [2]]], {"a": {"b": 1}}, "<b>a|b\n## c"]
+FOREIGN: list[Any] = ["x", None, [], {}, -1, 10**30, True, [[1, [2]]], [[], []], {"a": {"b": 1}}, "<b>a|b\n## c"]
 
 
 def test_whatever_an_evaluation_of_someone_else_holds_is_shown_or_named(tmp_path: Path) -> None:

@@ -41,7 +41,10 @@ _FORBID_EXTRA = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
 def _array(rows: Any) -> Floats:
     """The statistics in a file as an array [N, S]."""
-    return np.array(_ROWS.validate_python(rows), dtype=np.float64)
+    found = _ROWS.validate_python(rows)
+    if len(set(map(len, found))) > 1:
+        raise ValueError("the rows have different numbers of columns")
+    return np.array(found, dtype=np.float64)
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Measured:
 
     def __post_init__(self) -> None:
         known, step = _WIDTHS.get(self.kind, (range(0), 1))
-        if not known or (self.statistics.size and self.statistics.shape[1] not in known[::step]):
+        if not known or (len(self.statistics) and self.statistics.shape[1] not in known[::step]):
             raise ValueError(f"statistics of the kind {self.kind[:40]!r} have other columns, or there is no such kind")
 
     @classmethod

@@ -6,7 +6,17 @@ constants such as `object` are set too.
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from gptworks.config import Bounded
@@ -87,8 +97,21 @@ def _as_prompts(value: Any) -> Any:
     return [value] if is_ids or isinstance(value, str) else value
 
 
+def _kind(value: Any) -> str | None:
+    """The kind of a list of prompts, by its first."""
+    first = value[0] if isinstance(value, list) and value else None
+    return "list[str]" if isinstance(first, str) else "list[list[int]]" if isinstance(first, list) else None
+
+
+# The tags let an error name the rule of the kind that was given; a plain union would name the other kind's.
 Prompts = Annotated[
-    _Texts | _Lists, BeforeValidator(_as_prompts, json_schema_input_type=Text | TokenIds | _Texts | _Lists)
+    Annotated[_Texts, Tag("list[str]")] | Annotated[_Lists, Tag("list[list[int]]")],
+    Discriminator(
+        _kind,
+        custom_error_type="prompts",
+        custom_error_message="it must be a text, a list of texts, a list of token ids, or several of these, not empty",
+    ),
+    BeforeValidator(_as_prompts, json_schema_input_type=Text | TokenIds | _Texts | _Lists),
 ]
 """One or several texts, each as a text or as token ids."""
 
