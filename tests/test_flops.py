@@ -1,5 +1,6 @@
 """FLOPs in closed form against torch's counter and against figures worked out by hand."""
 
+import time
 from typing import Any
 
 import pytest
@@ -162,6 +163,21 @@ def test_a_token_costs_its_own_experts_alone() -> None:
         == 32 * per_token
         == counted_flops(moe, 32) - counted_flops(dense, 32) + (forward_flops(dense).mlp)
     )
+
+
+def test_experts_that_are_alike_are_counted_at_once() -> None:
+    dense = plain_model(vocab_size=100, context_length=32, n_layers=1000, d_model=48, n_heads=4, d_ff=64, mlp="swiglu")
+    moe = dense.model_copy(update={"n_experts": 4096, "n_experts_per_token": 3})
+    recipe = parse_recipe({
+        "model": moe.model_dump(), "tokenizer": {"type": "char"}, "data": {"sources": [{"type": "python-stdlib"}]},
+        "train": {"max_steps": 1},
+    })  # fmt: skip
+    began = time.process_time()
+    mlp = forward_flops(moe).mlp
+    work = training_work(recipe)
+    assert time.process_time() - began < 10  # one by one, they take minutes
+    assert mlp == 1000 * 32 * 2 * 48 * (3 * 3 * 64 + 4096)
+    assert work.forward["mlp"] == mlp / 32
 
 
 # FLOPs of the reference architectures, worked out by hand.

@@ -8,7 +8,6 @@ Letters: C width, Q query heads × their width, K key/value heads × theirs, F M
 """
 
 from collections.abc import Sequence
-from fractions import Fraction
 
 from gptworks.config import ModelConfig
 
@@ -32,9 +31,6 @@ _PLACED = (
     "value_residual", "value_embeddings", "value_projections", "value_gates", "attention_gates", "future_heads",
 )  # fmt: skip
 """The laboratory's groups that a method visits. Others change what enters the first block, or each block."""
-
-ALL = Fraction(1)
-"""Share of the tokens that a matrix multiplies, unless it is an expert's."""
 
 
 def formed_pairs(length: int, window: int | None) -> int:
@@ -60,6 +56,8 @@ class Outline:
         self.config, self.n_future = config, n_future
         self.layers: Sequence[int] = config.layer_uses
         """The blocks to visit, in the order of the forward pass; a visitor to whom all are alike visits one."""
+        self.experts_a_visit = 1
+        """Experts of a block that one visit stands for; all of them for a visitor to whom they are alike."""
         self.layer: int | None = None
         """The block that is visited; None: outside the blocks."""
         self.entry = self.first_values = False
@@ -72,10 +70,13 @@ class Outline:
         """Visit a parameter, by its name in the block that is visited; returns whether it is trained."""
         raise NotImplementedError
 
-    def product(self, part: str, module: str, sizes: Sizes, x: bool, trained: bool, share: Fraction = ALL) -> None:
-        """Visit a product of `share` of the tokens with a matrix of inputs × outputs, a kind of work called `part`."""
+    def product(self, part: str, module: str, sizes: Sizes, x: bool, trained: bool, share: int | None = None) -> None:
+        """Visit a product with a matrix of inputs × outputs, a kind of work called `part`.
 
-    def adapter(self, module: str, sizes: Sizes, x: bool, share: Fraction) -> bool:
+        share: of the tokens, in parts of 1 / n_experts; None: all of them.
+        """
+
+    def adapter(self, module: str, sizes: Sizes, x: bool, share: int | None) -> bool:
         """Visit the place for an adapter of a linear layer; returns whether there is one."""
         return False
 
@@ -117,7 +118,7 @@ class Outline:
         sizes: Sizes,
         x: bool,
         bias_group: str | None = None,
-        share: Fraction = ALL,
+        share: int | None = None,
     ) -> bool:
         """A linear layer, by its name in the block that is visited. bias_group: of its bias; None: it has none."""
         n_in, n_out = sizes
@@ -190,9 +191,10 @@ class Outline:
 
     def experts(self, inner: bool) -> bool:
         """`gptworks.model.moe.MoE`."""
-        c, share = self.config, Fraction(self.config.n_experts_per_token, self.config.n_experts)
+        c, at_once = self.config, self.experts_a_visit
+        share = at_once * c.n_experts_per_token
         y = self.linear("mlp", "router", "mlp.router", (c.d_model, c.n_experts), inner)
-        for e in range(c.n_experts):
+        for e in range(0, c.n_experts, at_once):
             y |= self.mlp(f"mlp.experts.{e}", c.d_ff, inner, share=share)
         return y | (c.d_ff_shared > 0 and self.mlp("mlp.shared", c.d_ff_shared, inner, ("shared_expert",) * 2))
 
@@ -202,7 +204,7 @@ class Outline:
         d_ff: int,
         inner: bool,
         groups: tuple[str, str] = ("mlp_weights", "mlp_biases"),
-        share: Fraction = ALL,
+        share: int | None = None,
     ) -> bool:
         """`gptworks.model.layers.MLP`. groups: of its weights and of its biases."""
         c, (weights, biases) = self.config, groups

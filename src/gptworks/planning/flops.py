@@ -6,12 +6,11 @@ lookup are not: together they are a few thousandths of the work.
 
 from collections import defaultdict
 from dataclasses import dataclass
-from fractions import Fraction
 from math import prod
 
 from gptworks.config import FreezeConfig, LoRAConfig, ModelConfig
 from gptworks.errors import UserError
-from gptworks.model.outline import ALL, Outline, Sizes, formed_pairs
+from gptworks.model.outline import Outline, Sizes, formed_pairs
 from gptworks.planning.params import require_vocab_size
 from gptworks.planning.trained import trains
 
@@ -90,18 +89,18 @@ def forward_flops(config: ModelConfig, length: int | None = None) -> ForwardFlop
     length = config.context_length if length is None else length
     if not 1 <= length <= config.context_length:
         raise UserError(f"length={length} is not between 1 and context_length={config.context_length}")
-    products = Products(config, length, config.n_future_tokens - 1)
-    parts = products.forward
+    products = Products(config, length, config.n_future_tokens - 1, by_expert=False)
+    parts = {part: n // products.parts for part, n in products.forward.items()}
     return ForwardFlops(
         length=length,
-        query_key_value=int(parts["query_key_value"]),
-        out=int(parts["attention_output"]),
-        attention_dense=int(parts["attention_scores"]),
+        query_key_value=parts["query_key_value"],
+        out=parts["attention_output"],
+        attention_dense=parts["attention_scores"],
         attention_causal=products.causal,
-        mlp=int(parts["mlp"]),
-        head=int(parts["head"]),
-        laboratory=int(parts["laboratory"]),
-        future=int(parts["future_heads"]),
+        mlp=parts["mlp"],
+        head=parts["head"],
+        laboratory=parts.get("laboratory", 0),
+        future=parts.get("future_heads", 0),
     )
 
 
@@ -119,12 +118,19 @@ class Products(Outline):
         n_future: int,
         adapter: LoRAConfig | None = None,
         freeze: FreezeConfig | None = None,
+        by_expert: bool = True,
     ) -> None:
+        """by_expert: whether each expert is a module of its own; otherwise all are counted as a block's first, unless
+        some may be frozen by their names. 1,000 layers of 4,096 experts take minutes one by one."""
         super().__init__(config, n_future)
+        if config.n_experts and not by_expert and (freeze is None or not freeze.patterns):
+            self.experts_a_visit = config.n_experts
         self.length, self.lora, self.freeze = length, adapter, freeze
-        self.forward: defaultdict[str, Fraction | int] = defaultdict(int)
-        self.backward: defaultdict[str, Fraction | int] = defaultdict(int)
-        self.modules: dict[str, tuple[Fraction | int, Fraction | int]] = {}
+        self.parts = config.n_experts or 1
+        """Parts of a FLOP that `forward`, `backward` and `modules` count, since an expert has a share of the tokens."""
+        self.forward: defaultdict[str, int] = defaultdict(int)
+        self.backward: defaultdict[str, int] = defaultdict(int)
+        self.modules: dict[str, tuple[int, int]] = {}
         """Forward and backward FLOPs. `blocks.0.attention` has scores and weighted sum only."""
         self.causal = 0
         """FLOPs of attention's forward products of visible pairs."""
@@ -133,11 +139,11 @@ class Products(Outline):
     def tensor(self, group: str, name: str, *shape: int) -> bool:
         return trains(name if self.layer is None else f"blocks.{self.layer}.{name}", self.lora, self.freeze)
 
-    def product(self, part: str, module: str, sizes: Sizes, x: bool, trained: bool, share: Fraction = ALL) -> None:
+    def product(self, part: str, module: str, sizes: Sizes, x: bool, trained: bool, share: int | None = None) -> None:
         n = self._flops(prod(sizes), share)
         self._note(part, module, n, n * x + n * trained)
 
-    def adapter(self, module: str, sizes: Sizes, x: bool, share: Fraction) -> bool:
+    def adapter(self, module: str, sizes: Sizes, x: bool, share: int | None) -> bool:
         if self.lora is None or not self.lora.adapts(module):
             return False
         a, b = (self._flops(self.lora.rank * width, share) for width in sizes)
@@ -146,15 +152,14 @@ class Products(Outline):
 
     def scores(self, module: str, window: int | None, q: bool, k: bool, v: bool) -> None:
         per_pair = 2 * self.config.n_heads * self.config.d_head  # for the scores, and again for the weighted sum
-        n = per_pair * formed_pairs(self.length, window)
+        n = per_pair * formed_pairs(self.length, window) * self.parts
         self._note("attention_scores", module, 2 * n, n * (q + k + (q or k) + v))
         self.causal += 2 * per_pair * visible_pairs(self.length, window)
 
-    def _flops(self, elements: int, share: Fraction) -> Fraction | int:
-        n = 2 * self.length * elements
-        return n if share == 1 else n * share
+    def _flops(self, elements: int, share: int | None) -> int:
+        return 2 * self.length * elements * (self.parts if share is None else share)
 
-    def _note(self, part: str, module: str, forward: Fraction | int, backward: Fraction | int) -> None:
+    def _note(self, part: str, module: str, forward: int, backward: int) -> None:
         self.forward[part] += forward
         self.backward[part] += backward
         before = self.modules.get(module, (0, 0))

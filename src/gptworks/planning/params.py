@@ -107,7 +107,7 @@ def require_vocab_size(config: ModelConfig) -> int:
     return config.vocab_size
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)  # of 4,096 experts, each has 4 MB
 def count_parameters(config: ModelConfig) -> ParameterCount:
     """Count the parameters of the model that `config` describes, exactly.
 

@@ -1,9 +1,7 @@
 """FLOPs of training, by part: an objective may need more than a forward and a backward pass."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 
 from gptworks.config import Recipe, computes_again
 from gptworks.planning.flops import Products, forward_flops
@@ -35,13 +33,13 @@ def training_work(recipe: Recipe) -> Work:
         UserError: the vocabulary is not known yet, or a teacher's recipe cannot be read.
     """
     length, model = recipe.model.context_length, recipe.model
-    products = _products(recipe)
-    forward = {part: float(n / length) for part, n in products.forward.items()}
-    backward = {part: float(n / length) for part, n in products.backward.items()}
+    products = _products(recipe, by_expert=False)
+    forward = {part: n / (length * products.parts) for part, n in products.forward.items()}
+    backward = {part: n / (length * products.parts) for part, n in products.backward.items()}
     part = trained(model, recipe.adapter, recipe.freeze)
     n_still = 0 if part is None else part.n_still
     plain = forward_flops(model).per_token_dense + forward.get("adapter", 0.0)
-    again = _computed_again(recipe, products.modules, n_still)
+    again = _computed_again(recipe, products, n_still)
     if (teacher := teacher_config(recipe)) is not None:
         forward["teacher"] = forward_flops(teacher, length).per_token_dense
     if rollouts := recipe.objective.rollouts:
@@ -59,9 +57,7 @@ def training_work(recipe: Recipe) -> Work:
     )
 
 
-def _computed_again(
-    recipe: Recipe, modules: Mapping[str, tuple[Fraction | int, Fraction | int]], n_still: int
-) -> float:
+def _computed_again(recipe: Recipe, products: Products, n_still: int) -> float:
     """FLOPs of a text's forward passes through blocks that are computed again, up to the last tensor that each saves:
     an MLP's last product is not made where nothing behind it is saved."""
     model, train = recipe.model, recipe.train
@@ -69,10 +65,10 @@ def _computed_again(
     whole = saves_behind or train.parallel.tensor_parallel > 1
     once: defaultdict[int, float] = defaultdict(float)
     n_runs = Counter(model.layer_uses)
-    for name, (forward, _) in modules.items():
+    for name, (forward, _) in products.modules.items():
         if name.startswith("blocks.") and (whole or not name.endswith(".mlp.down")):
             layer = int(name.split(".")[1])
-            once[layer] += float(forward / n_runs[layer])
+            once[layer] += forward / (products.parts * n_runs[layer])
     uses = list(enumerate(model.layer_uses))[n_still:]
     return sum(once[layer] for use, layer in uses if computes_again(train.activation_checkpointing, use))
 
@@ -82,11 +78,11 @@ def work_of_modules(recipe: Recipe) -> dict[str, tuple[float, float]]:
 
     The modules' names are the model's; `blocks.0.attention` has scores and weighted sum only.
     """
-    length = recipe.model.context_length
-    found = _products(recipe).modules.items()
-    return {name: (float(forward / length), float(backward / length)) for name, (forward, backward) in found}
+    products = _products(recipe, by_expert=True)
+    n = recipe.model.context_length * products.parts
+    return {name: (forward / n, backward / n) for name, (forward, backward) in products.modules.items()}
 
 
-def _products(recipe: Recipe) -> Products:
+def _products(recipe: Recipe, by_expert: bool) -> Products:
     model, n_future = recipe.model, len(recipe.train.future_weights)
-    return Products(model, model.context_length, n_future, recipe.adapter, recipe.freeze)
+    return Products(model, model.context_length, n_future, recipe.adapter, recipe.freeze, by_expert)
