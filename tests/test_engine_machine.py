@@ -310,7 +310,8 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def let_all_end(self) -> None:
         self.count()
-        for _ in range(1000):
+        statistics = self.engine.statistics()
+        for _ in range(1000 + CONTEXT * (statistics.running + statistics.waiting)):  # one after another, a token a step
             if not self.step_once():
                 break
         statistics = self.engine.statistics()

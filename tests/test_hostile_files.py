@@ -143,7 +143,7 @@ def resealed(folder: Path, **changes: Any) -> None:
         ({"splits": {}}, "has no train split"),
         ({"dtype": "float64"}, "is broken"),
         ({"format_version": 99}, "format 99"),
-        ({"tokenizer_files": {"../../text.txt": "0"}}, "not what was written"),
+        ({"tokenizer_files": {"../../text.txt": "0"}}, "not as it was written"),
     ],
 )
 def test_a_manifest_that_lies_is_refused(changes: dict[str, Any], words: str, shards: Path) -> None:

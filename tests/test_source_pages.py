@@ -258,7 +258,7 @@ def test_binaries_vendored_folders_links_and_large_files_are_left_out(tmp_path: 
     assert documents(code(tmp_path, languages=("rust",), extensions=(".md", "Makefile"))) == [
         "b.rs", "f.md", "sub/Makefile"
     ]  # fmt: skip
-    with pytest.raises(ValueError, match="no language `cobol` is known"):
+    with pytest.raises(ValueError, match="unknown language `cobol`"):
         code(tmp_path, languages=("cobol",))
     with pytest.raises(UserError, match=r"no file ends in \.go that is not ignored"):
         check_sources([code(tmp_path, languages=("go",))])

@@ -5,7 +5,7 @@ Bytes and FLOPs are decimal (1 GB is 10⁹ bytes).
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich import box
@@ -177,7 +177,11 @@ class Sheet:
             )
             for part, n in parts.items()
         ]  # fmt: skip
-        foot = [("total", html.number(total, readable(total, "FLOP")), "", "")]
+        totals = (
+            ("forward", total), ("forward, only causal pairs", self.flops.per_token_causal),
+            ("training", self.flops.training_per_token_dense),
+        )  # fmt: skip
+        foot = [(name, html.number(n, readable(n, "FLOP")), "", "") for name, n in totals]
         return Table(("forward FLOPs a token", "", "share", ""), "lrrt", rows, foot)
 
     @property
@@ -195,7 +199,8 @@ class Sheet:
     @property
     def _tables(self) -> tuple[Table, ...]:
         facts = Table((f"at {self.flops.length:,} tokens", ""), "lr", self.facts)
-        return self.parameters_table.first(4), facts, self.flops_table.first(3)
+        total = ("total", readable(self.flops.per_token_dense, "FLOP"), "")  # the facts have the other totals
+        return self.parameters_table.first(4), facts, replace(self.flops_table.first(3), foot=[total])
 
     def to_markdown(self) -> str:
         """The sheet for a document: the diagram as a code block, the tables as tables."""
