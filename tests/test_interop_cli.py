@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_not_there_and_what_is_no_adapter_are_told_apart(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="missing: no such folder"):
         gptworks("import", tmp_path / "missing", tmp_path / "made", "--base", folder / "run")
-    with pytest.raises(UserError, match="hf is no adapter: drop --base"):
+    with pytest.raises(UserError, match="hf is not an adapter: drop --base"):
         gptworks("import", folder / "hf", tmp_path / "made", "--base", folder / "run")
     assert not (tmp_path / "made").exists()
 

@@ -117,5 +117,5 @@ def test_a_dataset_and_a_recipe_show_their_documents_and_windows(trained_run: Pa
     (chat.parent / "data.yaml").write_text(yaml.safe_dump(only_data), encoding="utf-8")
     assert tree(chat.parent / "data.yaml") == tree(chat)
     for place in (folder, chat):
-        with pytest.raises(UserError, match="is no run: it has done no step"):
+        with pytest.raises(UserError, match="is not a run: it has no training steps"):
             printed(place, "--step", 1)

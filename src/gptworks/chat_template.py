@@ -262,7 +262,7 @@ class FolderTemplates:
     """The chat templates of a folder of transformers."""
 
     named: Mapping[str, str]
-    """By name. A single template is `default`; `tool_use` is for conversations with tools."""
+    """Templates by name. A single template is `default`; `tool_use` is for conversations with tools."""
     source: str
     """The templates' file, for messages."""
 

@@ -260,7 +260,7 @@ def save_checkpoint(
 
 
 def remove_checkpoint(checkpoint: Checkpoint) -> None:
-    """Delete a checkpoint. A crash leaves it complete, or its remains under another name: never a damaged one."""
+    """Delete a checkpoint. After a crash it is complete, or its remains have another name; it is never damaged."""
     aside = checkpoint.folder.with_name(f".removing-{checkpoint.folder.name}")
     remove_tree(aside)
     checkpoint.folder.rename(aside)

@@ -109,8 +109,8 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def host_memory_bytes(device: torch.device, n_processes: int = 1) -> int | None:
-    """Host memory that a run on this device may take, including that of its `n_processes` processes, which are taken to
-    be as large as this one; None on a CPU, where it is the device's memory."""
+    """Host memory that a run on this device may take, including its `n_processes` processes, which are assumed to be as
+    large as this one; None on a CPU, whose memory is the device's."""
     if device.type == "cpu":
         return None
     return available_memory_bytes() + n_processes * (_resident("VmRSS") or 0)

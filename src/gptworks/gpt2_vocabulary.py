@@ -16,7 +16,7 @@ def read_gpt2_vocabulary(path: Path) -> tuple[dict[str, int], list[tuple[str, st
     """The ids and the merges of GPT-2's byte-level BPE, by the tokens' printable names.
 
     Raises:
-        UserError: the file is cut short, or another one.
+        UserError: the file is truncated, or not GPT-2's vocabulary.
     """
     ranks = _read_ranks(path)
     vocabulary = {_printable(token): rank for token, rank in ranks.items()}

@@ -48,7 +48,7 @@ def mapping_of(data: bytes) -> dict[str, Any]:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A mapping from its pairs.
+    """A mapping built from its key-value pairs.
 
     Raises:
         ValueError: a key is given twice.

@@ -89,7 +89,7 @@ def usable_cpus() -> int:
 
 def _control_groups(controller: str) -> Iterator[tuple[int, str]]:
     """Version and folder of each control group that limits this process, from its own to the outermost visible one."""
-    own: dict[str, str] = {}  # by controller; version 2 has none
+    own: dict[str, str] = {}  # path by controller; cgroups v2 have no controller in the line
     for line in _lines("/proc/self/cgroup"):
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         own |= dict.fromkeys(controllers.split(","), path)
@@ -111,7 +111,7 @@ def _control_groups(controller: str) -> Iterator[tuple[int, str]]:
 
 
 def _number(path: str) -> int | None:
-    """The number in a file; None if it has none, such as "max"."""
+    """The number in a file; None if the file has another text, such as "max"."""
     word = next(iter(_lines(path)), "").strip()
     return int(word) if word.isdigit() else None
 

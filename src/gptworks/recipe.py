@@ -246,7 +246,7 @@ def _completed(tree: dict[str, Any], source: Path) -> dict[str, Any]:
     if isinstance(tokenizer, dict) and "type" not in tokenizer:
         tokenizer = {"type": "file", "path": str(source / "tokenizer")} | tokenizer
     if isinstance(tokenizer, dict) and (tokenizer["type"] != "file" or tokenizer.get("added_tokens")):
-        base["vocab_size"] = 0  # another tokenizer or new tokens change the vocabulary
+        base["vocab_size"] = 0  # a different tokenizer or added tokens change the vocabulary
     return {**tree, "model": base | model if isinstance(model, dict) else model, "tokenizer": tokenizer}
 
 

@@ -77,11 +77,11 @@ class SpecialTokens:
     after: tuple[int, ...]
     """Put after the text of a prompt; rarely not empty (`add_eos_token`)."""
     start: tuple[int, ...]
-    """The tokens of an empty prompt, which begin a document. Empty: the tokenizer has none."""
+    """The tokens of an empty prompt, which begin a document; empty if the tokenizer has none."""
     document: tuple[tuple[int, ...], tuple[int, ...]]
     """Put before and after each document."""
     names: Mapping[str, str]
-    """By the names of chat templates and transformers: bos_token, …"""
+    """Tokens by their names in chat templates and transformers: bos_token, …"""
 
     @property
     def end(self) -> int | None:
@@ -94,7 +94,7 @@ class Stated:
     """The special tokens that a folder's files state."""
 
     names: Mapping[str, str]
-    """By role; missing roles have no token."""
+    """Tokens by role; missing roles have no token."""
     ends: tuple[int, ...]
     """Generation ends at any of these."""
     bos: int | None = None
@@ -163,7 +163,7 @@ def post_processed(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ..
     """The ids that a tokenizer's post-processor adds before and after a text.
 
     Raises:
-        UserError: it changes a text in another way.
+        UserError: the post-processor changes a text in another way.
     """
     if tokenizer.post_processor is None:
         return (), ()

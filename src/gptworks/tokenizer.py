@@ -436,7 +436,7 @@ class StreamDecoder:
         return text
 
     def _show(self, new: str, shown: list[int], held: list[int]) -> str:
-        if new:  # special tokens decode to nothing and do not become the context
+        if new:  # special tokens decode to "" and are not used as context
             self._context = shown
         self._held = held
         return new

@@ -72,8 +72,8 @@ def main() -> None:
 
 
 def _open_standard_streams() -> None:
-    """Have a place for what is printed where a standard stream was closed: else the next file that is opened gets its
-    number, and what a library prints."""
+    """Open /dev/null for each closed standard stream. Otherwise the next opened file gets its number, and with it all
+    text that a library prints."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

@@ -63,7 +63,7 @@ class Terminal:
         """A line that the user types, starting from `prefilled`.
 
         Raises:
-            EOFError: there is no more.
+            EOFError: the input has ended.
         """
         readline = self._readline
         if readline is not None and prefilled:
@@ -86,7 +86,7 @@ class Terminal:
 
 
 def history_file() -> Path | None:
-    """chat_history in gptworks/ below $XDG_STATE_HOME or ~/.local/state; None where there is no home."""
+    """The path gptworks/chat_history in $XDG_STATE_HOME or ~/.local/state; None without a home folder."""
     base = os.environ.get("XDG_STATE_HOME", "")
     if not Path(base).is_absolute():  # so the specification
         try:
@@ -210,7 +210,7 @@ def _file(command: str, name: str) -> Path:
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[Callable[[], bool]]:
-    """Inside, the first Ctrl-C only sets a flag, so that no step of the engine is cut; the second acts as usual."""
+    """A context in which the first Ctrl-C only sets a flag, so that the engine's step ends; the second interrupts."""
     seen: list[int] = []
     before = signal.getsignal(signal.SIGINT)
 

@@ -152,7 +152,7 @@ def import_(
     is_adapter = (folder / "adapter_config.json").exists()
     if is_adapter != (base is not None):
         raise UserError(
-            f"{place} is {'an adapter: say with --base what it adapts' if is_adapter else 'no adapter: drop --base'}."
+            f"{place} is {'an adapter: name its base with --base' if is_adapter else 'not an adapter: drop --base'}."
         )
     if base is not None:
         from gptworks.interop.peft import import_adapter

@@ -66,7 +66,7 @@ def recipes(as_json: options.AsJSON = False) -> None:
     from gptworks.recipes import shipped_recipes
 
     def parameters(path: Path) -> int | None:
-        """None where the vocabulary is the text's, or the model that of a run which is not here."""
+        """Number of parameters; None if the vocabulary depends on the text, or the model's run is missing."""
         try:
             model = load_recipe(path).model
         except UserError:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 _SETTING = re.compile(r"(model|tokenizer|data|train)\.[a-z0-9_.]+=\S*")
-"""Such an argument in the prompt's place is a setting; standard input can still give it as a prompt."""
+"""Matches an argument that is a setting, not a prompt. Such a prompt can still be read from standard input."""
 
 
 def generate(

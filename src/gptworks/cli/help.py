@@ -1,4 +1,4 @@
-"""How help looks: commands under headings, and values named N, X and TEXT instead of Python's types."""
+"""Formatting of help: commands under headings, and values named N, X and TEXT instead of Python's types."""
 
 import re
 from itertools import groupby
@@ -23,7 +23,7 @@ class Command(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except BadParameter as error:
-            error.message = error.message.removeprefix("Value error, ")  # as pydantic begins it
+            error.message = error.message.removeprefix("Value error, ")  # pydantic's prefix
             raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -44,7 +44,7 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """All commands; each under the heading that is its panel."""
+    """The group of all commands, each listed under the heading of its panel."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         width = max(map(len, self.commands))

@@ -82,7 +82,7 @@ def parts_of(examples: "Examples", example: int, prepared: "Prepared", context: 
 
 
 def _show(examples: list[dict[str, Any]]) -> None:
-    """Learned text in green, read text as it is, what the context cuts off in red; without colours, in brackets."""
+    """Print learned text in green, and text beyond the context in red; without colours, print both in brackets."""
     from rich.text import Text
 
     console = console_of()

@@ -1,4 +1,4 @@
-"""How commands print: notices on stderr, results as text or JSON, and progress bars."""
+"""Output of commands: notices on stderr, results as text or JSON, and progress bars."""
 
 import json
 import os

@@ -110,7 +110,7 @@ def _runs(run: Path | None, named: list[str]) -> dict[str, Path]:
 
 
 def shown_host(host: str) -> str:
-    """A host as an address has it."""
+    """A host in the form that URLs require."""
     return f"[{host}]" if ":" in host else host
 
 

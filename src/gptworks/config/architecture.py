@@ -189,7 +189,7 @@ class Architecture(Section):
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """For each layer, the tokens that it attends to; None: all."""
+        """Number of tokens that each layer attends to; None: all."""
         return tuple(map(self.layer_window, range(self.n_layers)))
 
     def layer_window(self, layer: int) -> int | None:

@@ -128,7 +128,7 @@ class Role(Enum):
     REPEAT = "repeat"
     """The identity of a repeat of an experiment, or a consequence of other settings."""
     FREE = "free"
-    """Only rounding, place, time and records."""
+    """Affects only rounding, place, time and records."""
 
     @property
     def on_resume(self) -> Literal["refused", "recorded", "allowed"]:
@@ -191,7 +191,7 @@ class Setting:
     """One setting of a recipe."""
 
     path: str
-    """As in an override, such as `train.batch_size` or `data.sources.0.path`."""
+    """The path as in an override, such as `train.batch_size` or `data.sources.0.path`."""
     value: Any
     role: Role
     place: Place | None = None

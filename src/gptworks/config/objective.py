@@ -75,7 +75,7 @@ class ObjectiveSettings(Section):
 
     @property
     def rollouts(self) -> Rollouts | None:
-        """How it generates answers; None: it does not."""
+        """Settings for generating answers; None if the objective does not generate any."""
         return None
 
     @property

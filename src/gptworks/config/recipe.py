@@ -241,7 +241,7 @@ AnyRecipe = Recipe | DatasetRecipe
 
 def known_vocab_size(tokenizer: TokenizerConfig) -> int | None:
     """The vocabulary size if the settings of a tokenizer determine it; None if it depends on the text."""
-    n_added = len(set(tokenizer.added_tokens) - {"<|endoftext|>"})  # both kinds below have it
+    n_added = len(set(tokenizer.added_tokens) - {"<|endoftext|>"})  # both kinds below have this setting
     if isinstance(tokenizer, GPT2Tokenizer):
         return 50_257 + n_added
     return tokenizer.vocab_size + n_added if isinstance(tokenizer, BPETokenizer) else None

@@ -68,7 +68,7 @@ class FileSource(Section):
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """The sha256 of each url; empty where none is given."""
+        """The sha256 of each url; empty if not stated."""
         return _several(self.sha256)
 
     @property

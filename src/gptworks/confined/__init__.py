@@ -51,7 +51,7 @@ class Abandoned(Exception):
 
 
 class Refused(Exception):
-    """The child's own error: the question has no answer."""
+    """The child could not answer the question; the message is the child's."""
 
 
 class Task:
@@ -70,7 +70,7 @@ class Task:
                 self._process.kill()
 
     def hold(self, process: "subprocess.Popen[bytes] | None") -> None:
-        """For `Confined`: set the process that works on the question."""
+        """Set the process that works on the question. Only `Confined` calls this."""
         with self._lock:
             if self.abandoned and process is not None:
                 raise Abandoned(_ABANDONED)
@@ -108,7 +108,7 @@ class Confined:
         """The answer to a question, as JSON.
 
         Raises:
-            Refused: there is no answer; the message is the child's.
+            Refused: the child could not answer; the message is the child's.
             Exceeded: the answer takes more than the limits.
             Abandoned: the task was abandoned.
         """
@@ -135,7 +135,7 @@ class Confined:
             self._idle.append(self._take(Task()))
 
     def close(self) -> None:
-        """End the idle children; a further question starts another."""
+        """End the idle child processes. The next question starts a new one."""
         _kill_all(self._idle)
 
     def _take(self, task: Task) -> "_Child":
@@ -143,7 +143,7 @@ class Confined:
             self._idle.clear()
             self._owner = os.getpid()
         while self._idle:
-            with contextlib.suppress(IndexError):  # another thread took it
+            with contextlib.suppress(IndexError):  # another thread has taken the child
                 child = self._idle.pop()
                 if child.alive:
                     return child
@@ -197,7 +197,7 @@ class _Child:
 
 @contextlib.contextmanager
 def _working(child: _Child, task: Task) -> Any:
-    """In the block, the task can kill the child; any error kills it too."""
+    """A context in which the task can kill the child; any error kills it too."""
     try:
         task.hold(child.process)
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 Answer = Callable[[Any], Any]
-"""From a question to its answer, both JSON. The message of an exception is returned instead of an answer."""
+"""A function that answers a question, both JSON. If it raises an exception, its message is returned instead."""
 
 
 def serve(prepare: Callable[[Any], Answer]) -> None:
@@ -55,7 +55,7 @@ def _limit(seconds: float, n_bytes: int) -> None:
     import resource
     import signal
 
-    signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # the timer's signal ends the process
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if used := _statm(0):

@@ -27,7 +27,7 @@ How = Literal["search", "match", "fullmatch"]
 
 
 class Fault(Exception):
-    """An item has no answer, for the reason in the message."""
+    """The expression could not be applied to an item; the message has the reason."""
 
     def __init__(self, reason: str, syntax: bool = False) -> None:
         super().__init__(reason)

@@ -153,7 +153,7 @@ class Batches:
         return stretch.first + int(random_keys(self._seed, epoch)[ROUNDS]) % n_firsts + window * length
 
     def epochs(self, position: int) -> list[float]:
-        """How often the samples before a position read each dataset."""
+        """Number of passes over each dataset in the samples before a position."""
         read = self._shares.before(position).tolist()
         return [n / n_windows for n, n_windows in zip(read, self._n_windows, strict=True)]
 

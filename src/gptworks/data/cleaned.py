@@ -64,7 +64,7 @@ class CleanedDocuments(Source):
         return read_array(self._folder / "sizes", "<u8")
 
     def verdicts(self) -> Verdicts:
-        """For each document 0 if it is kept."""
+        """One byte per document: 0 if it is kept."""
         return np.zeros(len(self.sizes()), np.uint8) if self._kept is None else read_array(self._kept, np.uint8)
 
     def texts(self, wanted: Iterable[bool]) -> Iterator[bytes]:
@@ -108,7 +108,7 @@ class Texts:
     sources: Sequence[SourceConfig | Source]
     jobs: list[Job]
     total_bytes: int | None
-    """None: known after reading."""
+    """Size of all texts; None until they are read."""
     counts: tuple[FilterCounts, ...] = ()
 
 

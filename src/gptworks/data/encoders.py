@@ -21,28 +21,28 @@ from gptworks.gpt2_vocabulary import BYTE_CHARACTERS
 from gptworks.tokenizer import BPE_PATTERNS, encodings
 
 _CACHED_CHARACTERS = 1 << 26
-"""After this much text, gigatoken is restarted, because its cache only grows."""
+"""Characters after which gigatoken is restarted, because its cache only grows."""
 _MARK = "\0"
 _PIECES_KEPT, _PIECE_CHARACTERS = 1 << 16, 128
 
 
 class Encoder(NamedTuple):
-    """From texts to the ids that `tokenizers` gives."""
+    """Encodes texts to the same ids as `tokenizers`."""
 
     name: str
     """The library: gigatoken or tokenizers."""
     reason: str
-    """Why this one was chosen."""
+    """The reason for choosing this encoder."""
     encode: Callable[[list[str]], list[Ids]]
     """Raises UserError as `gptworks.tokenizer.encodings`."""
 
 
 class _Unsuitable(Exception):
-    """Why gigatoken cannot replace this tokenizer."""
+    """gigatoken cannot replace this tokenizer; the message has the reason."""
 
 
 def plain_encoder(tokenizer: Tokenizer, reason: str = "") -> Encoder:
-    """The tokenizer itself."""
+    """An encoder that uses the tokenizer itself."""
 
     def encode(texts: list[str]) -> list[Ids]:
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings(tokenizer, texts)]
@@ -60,7 +60,7 @@ def choose_encoder(tokenizer: Tokenizer) -> Encoder:
 
 
 def compared(encoder: Encoder, tokenizer: Tokenizer, sample: Iterable[str]) -> Encoder:
-    """The encoder; the tokenizer itself if the texts of a sample give other ids."""
+    """The encoder, or the tokenizer itself if the two encode a sample's texts differently."""
     plain = plain_encoder(tokenizer, f"{encoder.name} gave other ids for a sample of the text")
     if encoder.name == plain.name:
         return encoder
@@ -112,7 +112,7 @@ class _Gigatoken:
         return ids
 
 
-# ---------------------------------------------------------------------------------------- what it can replace
+# ---------------------------------------------------------------------------------------- conditions for gigatoken
 
 
 def _byte_level_bpe(tokenizer: Tokenizer) -> tuple[str, list[tuple[str, str]], list[int]]:
@@ -149,7 +149,7 @@ def _byte_level_bpe(tokenizer: Tokenizer) -> tuple[str, list[tuple[str, str]], l
 
 
 def _pattern(pre_tokenizer: dict[str, Any] | None) -> str | None:
-    """The name of the pattern in BPE_PATTERNS; None: it is not one of them."""
+    """The pattern's name in BPE_PATTERNS; None if it is not in there."""
     match pre_tokenizer:
         case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
             return "gpt2"
@@ -203,7 +203,7 @@ def _has_doubtful(text: str) -> bool:
 
 @functools.cache
 def _known() -> np.ndarray[Any, np.dtype[np.int8]]:
-    """For each code point, whether its class is the same, doubtful or not yet compared."""
+    """The state of each code point: same class in both libraries, doubtful, or not yet compared."""
     known = np.full(0x110000, _DOUBTFUL, dtype=np.int8)
     known[:_COMPARED] = _NOT_COMPARED
     known[:0x80] = _SAME

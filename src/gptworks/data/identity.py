@@ -72,14 +72,14 @@ def _without(tree: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def folder_of_settings(recipe: AnyRecipe) -> Path | None:
-    """The dataset built earlier with these settings, if the sources are gone; None: there is none.
+    """The dataset built earlier with these settings, if the sources are gone; None if none was built.
 
     Raises:
-        UserError: there are several, of different text.
+        UserError: several such datasets exist, with different text.
     """
     wanted, found = _settings(recipe), []
     for file in sorted(recipe.data.cache_dir.glob(f"[!.]*/{MANIFEST_FILE}")):
-        with contextlib.suppress(UserError):  # of another version, or broken
+        with contextlib.suppress(UserError):  # a dataset of another version, or a broken one
             if _without(read_manifest(file.parent).made_from, *_CONTENTS) == wanted:
                 found.append(file.parent)
     if len(found) > 1:

@@ -60,7 +60,7 @@ class Lengths:
     shortest: int
     longest: int
     percentiles: dict[str, int]
-    """By name, such as p50."""
+    """Percentiles by name, such as p50."""
     histogram: tuple[Bin, ...]
 
 
@@ -99,7 +99,7 @@ class Cleaning:
     """Documents that filters dropped and changed in a dataset."""
 
     dataset: str | None
-    """Its name in the mixture; None: the folder is one dataset."""
+    """The dataset's name in the mixture; None: the folder is a single dataset."""
     counts: dict[str, Any]
 
 
@@ -117,9 +117,9 @@ class Info:
     held_out_in_training: int
     """Documents of the validation split whose exact tokens are also a document of the training split."""
     languages: Languages | None
-    """None: the library is not installed."""
+    """Languages of the text; None if the library for it is not installed."""
     cleaning: tuple[Cleaning, ...]
-    """One for each dataset with filters."""
+    """Counts of filters, one for each dataset with filters."""
 
 
 def dataset_info(prepared: Prepared, report: Progress = lambda done, total: None) -> Info:

@@ -139,7 +139,7 @@ class _JobWriter:
         self._encode = PartEncoder(self._tokenizer)
 
     def __call__(self, jobs: list[Job]) -> list[str]:
-        """For each job the library that encoded it, and why; empty if there was no choice."""
+        """The library that encoded each job, and the reason for it; empty if only one could."""
         encoders = map(self._write, jobs)
         return [f"encoding with {one.name}: {one.reason}" if one.reason else "" for one in encoders]
 

@@ -38,7 +38,7 @@ _DOCUMENTS_WORTH_A_SPLIT = 20
 
 
 def split_by(data: DataConfig, sources: Sequence[SourceConfig | Source]) -> ValidationSplit:
-    """How the cleaned text of the sources is split. Decides `auto`."""
+    """The split of the sources' cleaned text. Resolves `auto`."""
     if data.validation.by != "auto":
         return data.validation
     by_document, by_tail = (data.validation.model_copy(update={"by": by}) for by in ("document", "tail"))
@@ -98,7 +98,7 @@ def keep_tokenizer(
         shutil.rmtree(sample, ignore_errors=True)
     tokenizer = load_tokenizer(folder)
     if isinstance(recipe, Recipe):
-        with_vocab_size(recipe, vocabulary_size(tokenizer))  # refuses another vocabulary before the long work
+        with_vocab_size(recipe, vocabulary_size(tokenizer))  # refuse a wrong vocabulary size before the long work
     return tokenizer
 
 

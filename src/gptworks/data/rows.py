@@ -18,13 +18,13 @@ class Piece:
     """Neighbouring tokens of one document."""
 
     document: int
-    """Its number in the split, from 0."""
+    """The document's number in the split, from 0."""
     first: int
     """The place of the first token in the document."""
     at: int
     """The place of the first token among `Row.ids`."""
     begins_text: bool = True
-    """Whether the model sees nothing before it."""
+    """Whether the piece begins a text: attention does not reach the tokens before it."""
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class Samples(ABC):
         return shuffled(np.arange(first, first + size), self.per_epoch, self.recipe.seed)
 
     def epochs(self, position: int) -> dict[str, float]:
-        """How often the samples before a position read each dataset of a mixture, by name."""
+        """Number of passes over each dataset of a mixture in the samples before a position, by name."""
         return {}
 
     def held_out(self, n_sequences: int) -> Iterator[Batch]:

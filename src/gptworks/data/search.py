@@ -59,7 +59,7 @@ class Hit:
     """A place of a phrase."""
 
     document: int
-    """Its number in the split, from 0."""
+    """The document's number in the split, from 0."""
     first: int
     """The place in the document of the token in which the phrase begins."""
     n_tokens: int
@@ -319,7 +319,7 @@ class SearchIndex:
         """The token that spells the byte at a place of the text, and the byte's place in it.
 
         Raises:
-            UserError: there is none.
+            UserError: the place has no token.
         """
         number = min(bisect_right(self._bounds, place), len(self._open)) - 1
         one, local = self._open[number], place - self._bounds[number]

@@ -107,7 +107,7 @@ class SplitFiles(Section):
 
     @classmethod
     def of(cls, shards: Iterable[ShardFile], unknown_tokens: int) -> Self:
-        """These shards and their totals."""
+        """A split of these shards, with their totals."""
         shards = tuple(shards)
         return cls(
             shards=shards,
@@ -122,7 +122,7 @@ ShardCounts = dict[Split, Annotated[int, Field(ge=0)]]
 
 
 class Part(Section):
-    """One of several datasets in a folder. Parts own the shards of a split in order: each the next ones."""
+    """One of several datasets in a folder. Parts own consecutive shards of a split, in order."""
 
     name: str
     fingerprint: str

@@ -30,15 +30,15 @@ class Part:
     key: str
     name: str
     kind: str
-    """Its colour on pages: embedding, attention, mlp, norm or head."""
+    """The kind, which decides the colour on pages: embedding, attention, mlp, norm or head."""
     place: str
     """input and output of the model; attention and mlp of a block."""
     weights: str
-    """The shapes of its weights; empty if it has none."""
+    """The shapes of the part's weights; empty without weights."""
     shape: str
     """The shape of its output."""
     words: str
-    """Its function, in a sentence or two."""
+    """The part's function, in a sentence or two."""
     source: str
     """The paper that introduced it."""
     modules: tuple[str, ...] = ()

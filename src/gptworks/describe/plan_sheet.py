@@ -16,7 +16,7 @@ class PlanSheet(Plan):
     details: bool = False
     """Whether it shows FLOPs by part, other precisions and layouts, and inference too."""
     missing: str | None = None
-    """Which source of the data is missing, and what to do; figures that depend on its tokens are unknown."""
+    """The missing source of the data, and advice; figures that depend on its tokens are then unknown."""
 
     def __repr__(self) -> str:
         lines = lines_of(printed(self, self.details))

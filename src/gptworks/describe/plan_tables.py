@@ -143,7 +143,7 @@ def _checkpoints(plan: Plan) -> str:
 
 
 def _objective(plan: Plan) -> str:
-    """The objective, and what the figures count beyond the text itself."""
+    """The objective, and the additional computation and memory that the figures count."""
     objective = plan.recipe.objective
     paired, answers = objective.rows_per_sample == 2, "text" not in objective.sources
     counted = {

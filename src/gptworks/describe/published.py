@@ -26,7 +26,7 @@ class Figure:
     published: float | str
     """Number of units, not of thousands or millions; text if the document prints a range."""
     exact: float | None
-    """None: only a measurement can give it; the note names the command."""
+    """The exact value; None if only a measurement can provide it: the note names the command."""
     note: str = ""
 
     @property

@@ -40,7 +40,7 @@ TEXT_TOKENS_PER_PARAMETER = 0.7
 """Least number of tokens in all epochs of the text."""
 
 MANY_DOCUMENTS = 200
-"""With this many documents, the held-out share surely contains some."""
+"""Number of documents from which the held-out share certainly contains some."""
 
 BYTES_PER_VOCABULARY_TOKEN = 1024
 """Least bytes of text, so that training sees each token of the vocabulary often."""
@@ -102,7 +102,7 @@ class Candidate:
 
     sections: Sections
     plan: Plan
-    """With the measured step, after it was measured."""
+    """The plan; it uses the measured step time once a step was measured."""
 
     @property
     def n_train_tokens(self) -> int:

@@ -66,7 +66,7 @@ class Texts:
     fields: dict[str, str] = field(default_factory=dict)
     """The field that holds the text, for each file of records."""
     reasons: dict[str, str] = field(default_factory=dict)
-    """Why files of a kind that can be read are not read, by name or ending."""
+    """Reasons why files of a readable kind are left out, by name or ending."""
     n_bytes: int = 0
     """Bytes of text; an estimate if much of it is in records."""
     sample: list[str] = field(default_factory=list)
@@ -273,7 +273,7 @@ def _is_text(file: Path) -> bool:
 
 
 def _sample(files: list[Path]) -> list[str]:
-    """All of the text if it is short; else parts from all over it, which start at the beginning of a line."""
+    """The whole text if it is short; else parts from evenly spread places, which start at the beginning of a line."""
     sizes = [about_unpacked_size(file) for file in files]
     if sum(sizes) <= SAMPLE_BYTES:
         return [_read_text(file) for file in files]
@@ -329,7 +329,7 @@ def _text_field(rows: list[Mapping[str, Any]]) -> str:
     """The field that holds the text: one of a usual name, or the only one that holds words.
 
     Raises:
-        UserError: there is none, or several.
+        UserError: no field fits, or several do.
     """
     if not rows:
         raise UserError("it holds no record")

@@ -10,7 +10,7 @@ import yaml
 from gptworks.errors import UserError
 
 Row = tuple[str, Any, str]
-"""A setting: its key, its value, and the reason for it, or nothing."""
+"""A setting: its key, its value, and the reason for it, which may be empty."""
 
 _COMMENT_COLUMN, _WIDTH = 36, 120
 

@@ -16,7 +16,7 @@ _COUNTS_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure, or a difference of two, with the middle 95% of what resampled items give."""
+    """A figure, or a difference of two, with the 95% bootstrap interval over resampled items."""
 
     value: float
     low: float

@@ -24,7 +24,7 @@ class Bin:
     high: float
     n_tokens: int
     confidence: float | None
-    """Mean probability of the guess; None where there are no tokens."""
+    """Mean probability of the guess; None for a bin without tokens."""
     accuracy: float | None
     """Share of the guesses that were right."""
 

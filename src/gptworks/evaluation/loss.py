@@ -46,7 +46,7 @@ class LossReport:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss): comparable only between models of one tokenizer. Infinite where it does not fit a float."""
+        """exp(loss): comparable only between models of one tokenizer. Infinite if it overflows a float."""
         return math.exp(self.loss) if not self.loss > 709 else math.inf
 
     @property
@@ -59,8 +59,8 @@ class Workers(Protocol):
     """Several processes that divide an evaluation; each gets the sums over all of them."""
 
     def split_batches(self, batches: Iterator[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
-        """This process's part of all batches. One whose targets are all IGNORED counts nothing: it keeps a process in
-        step with those that compute a batch of their own."""
+        """This process's part of all batches. A process without a batch of its own gets one with only IGNORED targets,
+        so that it runs as many forward passes as the others."""
 
     def all_reduce_numbers(self, numbers: list[float]) -> list[float]:
         """Sums over the processes."""

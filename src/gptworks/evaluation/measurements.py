@@ -23,7 +23,7 @@ class Measurements:
     """Loss, perplexity and bits per byte of the validation split; None if something else was measured."""
     evaluations: tuple[Evaluation, ...] = ()
     without_bits: str = ""
-    """Why the validation split has no bits per byte."""
+    """The reason why the validation split has no bits per byte."""
     rounded_to: str | None = None
     """The format to which weights were rounded while loading; None: they are the run's own."""
 

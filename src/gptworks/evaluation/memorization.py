@@ -30,7 +30,7 @@ _FILTER_BITS = 22
 _MULTIPLIERS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
 Hashes = npt.NDArray[np.uint64]
 Copied = dict[int, list[npt.NDArray[np.bool_]]]
-"""For each n and each text, which of its n-grams were found."""
+"""Flags by n, one array per text: whether each of the text's n-grams was found."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Memorization:
     """The n-grams that generated and held-out texts share with the training text, and the losses of both splits."""
 
     copied: dict[int, tuple[Floats, Floats]]
-    """By n: [copied n-grams, n-grams] of each text, [N, 2], for the generated and for the real continuation."""
+    """Counts by n: [copied n-grams, n-grams] of each text, [N, 2], for the generated and the real continuation."""
     training: Floats
     """[nats, tokens] of windows of the training text, [W, 2]."""
     held_out: Floats
@@ -75,8 +75,8 @@ def measure_memorization(
     The real continuations are looked up as well: texts of one kind share n-grams without any copying.
 
     Args:
-        n_texts: texts to generate. prompt_tokens: before each. text_tokens: of each.
-        index: of the training text, where there is one.
+        n_texts: texts to generate. prompt_tokens: prompt length. text_tokens: length of a continuation.
+        index: the training text's search index, if it has one.
         autocast: makes the context in which the losses are computed.
 
     Raises:
@@ -126,7 +126,7 @@ def find_copied(
 
     Args:
         sizes: powers of two, ascending.
-        index: of these tokens, which answers without that pass.
+        index: the search index of these tokens, which makes that pass unnecessary.
     """
     if index is not None and index.follows_tokens and (looked_up := _look_up(index, texts, sizes)) is not None:
         return looked_up
@@ -141,7 +141,7 @@ def find_copied(
 
 
 def _look_up(index: SearchIndex, texts: Sequence[Int64s], sizes: Sequence[int]) -> Copied | None:
-    """The same from the index; None where it leaves an n-gram undecided."""
+    """The result of `find_copied` from the index; None if the index leaves an n-gram undecided."""
     found: Copied = {}
     known: dict[bytes, bool] = {}
     for n in sizes:
@@ -210,7 +210,7 @@ class _Wanted:
             self._set_filter()
 
     def found_in(self, texts: Sequence[Int64s]) -> list[npt.NDArray[np.bool_]]:
-        """For each text, which of its n-grams were found."""
+        """Flags for each text: whether each of its n-grams was found."""
         n = self.n
         return [
             np.array([text[i : i + n].tobytes() in self._found for i in range(len(text) - n + 1)], dtype=bool)

@@ -20,7 +20,7 @@ def means(values: Sequence[float]) -> Floats:
 
 
 def figure_of(kind: str) -> Figure:
-    """How sums of statistics make the figure.
+    """The function that computes a figure from sums of statistics.
 
     Args:
         kind: mean of [total, items]; perplexity of [nats, tokens]; bits, per byte, of [nats, bytes]; calibration of

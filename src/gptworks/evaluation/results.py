@@ -54,7 +54,7 @@ class Measured:
     __pydantic_config__ = _FORBID_EXTRA
 
     kind: str
-    """How statistics make the figure; see `metrics.figure_of`."""
+    """The rule that computes the figure from statistics; see `metrics.figure_of`."""
     statistics: Annotated[Floats, BeforeValidator(_array)]
     """float64 [N, S]; empty if another program measured the figure."""
     value: _Number

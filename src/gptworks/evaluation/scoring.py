@@ -49,7 +49,7 @@ def encode_pair(encode: Callable[[str], list[int]], context: str, continuation: 
         whole = before + whole
     after = whole[len(before) :]
     if not after:
-        raise UserError(f"the continuation {continuation!r} of {context[-40:]!r} has no token of its own.")
+        raise UserError(f"the continuation {continuation!r} of {context[-40:]!r} adds no token to it.")
     return before, after
 
 

@@ -84,7 +84,7 @@ class ExactMatch(TaskFile):
     def _compiles(self) -> "ExactMatch":
         try:
             if self.extract is not None and re.compile(self.extract).groups < 1:
-                raise ValueError(f"extract={self.extract!r} has no group: put what is wanted in parentheses.")
+                raise ValueError(f"extract={self.extract!r} has no group: put the answer's part in parentheses.")
         except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(f"extract={self.extract!r} is not a regular expression: {error}.") from None
         return self

@@ -70,7 +70,7 @@ def check_url(url: str, within: Reach | None = None) -> SplitResult:
         within: default: `reach()`.
 
     Raises:
-        UserError: it is another address.
+        UserError: the address is of another kind.
     """
     within = within or reach()
     shown = url[:200]
@@ -140,7 +140,7 @@ def fetched(url: str, sha256: str, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         partial = file.with_name(f".{file.name}.partial")
         with file_lock(file.with_name(f".{file.name}.lock"), mode=0o600):
-            if _is_there(file):  # another process was faster
+            if _is_there(file):  # another process has fetched it first
                 return file
             _fetch(url, partial)
             if (actual := sha256_file(partial)) != sha256:
@@ -189,7 +189,7 @@ def _fetch(url: str, partial: Path) -> None:
                     place = urljoin(place, response.getheader("Location") or "")
                     continue
                 if response.status == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and have:
-                    return  # it is complete, or another file; its sha256 decides
+                    return  # the file is complete, or a different one: its sha256 decides
                 if response.status not in (http.HTTPStatus.OK, http.HTTPStatus.PARTIAL_CONTENT):
                     raise ConnectionError(f"the server answers {response.status} {response.reason[:100]!r}")
                 _save(response, partial, have if response.status == http.HTTPStatus.PARTIAL_CONTENT else 0)
@@ -321,8 +321,8 @@ def _connection(parts: SplitResult) -> _Connection:
     """A connection, not yet open, to a server whose addresses are all allowed.
 
     Raises:
-        UserError: one of its addresses is not allowed.
-        OSError: it has no address.
+        UserError: an address of the server is not allowed.
+        OSError: the server's name has no address.
     """
     host, within = parts.hostname or "", reach()
     given = None if proxy_bypass(host) else getproxies().get(parts.scheme)

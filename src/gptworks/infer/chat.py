@@ -51,7 +51,7 @@ class ChatSession:
         self.pace = Pace()
         """The speed of the last answer, as far as it was read."""
         self.finish_reason: FinishReason | None = None
-        """Why the last answer ended; None if it was not read to its end."""
+        """The finish reason of the last answer; None if it was not read to its end."""
         self._n_hidden = 0  # first messages that do not fit into the context
         self._before: tuple[int, list[int], int, int] | None = None
 
@@ -77,7 +77,7 @@ class ChatSession:
         """The user's last text.
 
         Raises:
-            UserError: there is none, or it was taken back.
+            UserError: the user has written no text, or has taken it back.
         """
         if self._before is None:
             raise UserError("there is no last text: write one first.")
@@ -87,7 +87,7 @@ class ChatSession:
         """Remove the user's last text and its answer; returns the text.
 
         Raises:
-            UserError: there is none, or it was taken back.
+            UserError: the user has written no text, or has taken it back.
         """
         text, before = self.last_text, self._before
         assert before is not None
@@ -170,7 +170,7 @@ class ChatSession:
         return len(self.said), list(self.token_ids), self.n_forgotten_tokens, self._n_hidden
 
     def _next_seed(self) -> int | None:
-        """Each turn has its own seed."""
+        """A new seed for each turn."""
         return None if self.settings.seed is None else self.settings.seed + self.n_turns
 
     def _answer(self, text: str, before: tuple[int, list[int], int, int], pieces: Iterator[Piece]) -> Iterator[str]:

@@ -46,7 +46,7 @@ _MASK_SECONDS_PER_TOKEN = 0.02
 
 
 class Grammar:
-    """A compiled grammar; `begin` gives the constraint of a new text."""
+    """A compiled grammar; `begin` returns the constraint for a new text."""
 
     def __init__(self, matcher: Any, n_tokens: int, n_bytes: int) -> None:
         self._matcher, self._n_tokens = matcher, n_tokens
@@ -82,7 +82,7 @@ class Constraint:
         return mask
 
     def push(self, token: int) -> bool:
-        """Add a token; whether the text is complete, so that nothing can follow."""
+        """Add a token; returns whether the text is complete, so that no token may follow."""
         if not self._matcher.consume_token(token):
             raise UserError(f"the constraint failed: {self._matcher.get_error()}")
         return bool(self._matcher.is_stopped())

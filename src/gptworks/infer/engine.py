@@ -116,7 +116,7 @@ class Engine(Client):
         self._inbox: deque[tuple[bool, Request]] = deque()  # (submitted, not cancelled)
         self._inbox_lock, self._stepping = threading.Lock(), threading.Lock()
         self.failure: EngineFailed | None = None
-        """Why the engine is dead; None: it is not. See `fail`."""
+        """The error that ended the engine; None while it runs. See `fail`."""
 
     def submit(self, prompt: Prompt, settings: SamplingSettings | None = None, **arguments: Any) -> Request:
         """Queue a request, with the arguments of `Admission.request`; `step` makes its pieces. From any thread.
@@ -256,7 +256,7 @@ class Engine(Client):
         return submitted + self._requests.n_to_come + len(self._room.scheduler.waiting)
 
     def statistics(self) -> Statistics:
-        """Counts of what the engine does and has done."""
+        """Counts of the engine's current and past work."""
         scheduler = self._room.scheduler
         return dataclasses.replace(
             self._requests.statistics,
@@ -279,7 +279,7 @@ class Engine(Client):
         return weights_of(self.model)
 
     def reader(self) -> Backend:
-        """Another backend of the model, for one thread: `read` gives the features of a text."""
+        """A separate backend of the model, for one thread: `read` returns the features of a text."""
         return self._room.reader()
 
     @property

@@ -21,7 +21,7 @@ class TokenLogprob:
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], n_top: int) -> list[TokenLogprob]:
-    """For each row of logits [T, V], the log-probability of its token and of the `n_top` likeliest tokens."""
+    """Log-probabilities of each row's token and of its `n_top` likeliest tokens, from logits [T, V]."""
     logits = logits.float()
     normalizer = logits.logsumexp(-1, keepdim=True)
     of_chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])  # T 1

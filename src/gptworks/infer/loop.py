@@ -88,7 +88,7 @@ class EngineLoop:
         return self._thread.is_alive() and not self._ending and self.engine.failure is None
 
     def check(self) -> EngineFailed | None:
-        """Why the engine is dead; None: it is not. Also ends an engine whose thread has died silently."""
+        """The error that ended the engine; None while it runs. Also ends an engine whose thread has died silently."""
         has_begun = self._thread.ident is not None
         if has_begun and not self._thread.is_alive() and not self._ending and self.engine.failure is None:
             self._fail(RuntimeError("its thread has ended"))
@@ -175,7 +175,7 @@ class Stream:
     def __init__(self, loop: EngineLoop, max_unread: int | None = None, patience: int = 1) -> None:
         self._loop, self._max_unread, self._patience = loop, max_unread, patience
         self._asyncio = asyncio.get_running_loop()
-        self._waiter: asyncio.Future[None] | None = None  # the reader, while there is nothing to read
+        self._waiter: asyncio.Future[None] | None = None  # the reader while it waits
         self._woken = False
         self._unread: deque[tuple[int, Piece | Exception, float]] = deque()
         self._n_unfinished = 0

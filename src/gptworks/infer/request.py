@@ -100,19 +100,19 @@ class Request:
         self.done = False
         """No more pieces will come."""
         self.error: Exception | None = None
-        """Why it failed, if it did."""
+        """The error that ended the request, if any."""
         self.prompt_logprobs = scores.logprobs
-        """If asked for: the log-probabilities of the prompt's tokens (None before `score_from`), by the first piece."""
+        """Log-probabilities of the prompt's tokens (None before `score_from`), if requested; set by the first piece."""
         self.n_reused_tokens = 0
         """Tokens of the prompt that needed no computing (prefix reuse)."""
         self.admitted_at: float | None = None
-        """When it first got a slot, by `time.monotonic`."""
+        """The time at which the request first got a slot, by `time.monotonic`."""
         self._pieces: deque[Piece] = deque()
         self._listener, self.scores = listener, scores
         self.jobs: dict[Job, int] = {}
-        """For the engine: what it computes for the request, each with the index of its sample."""
+        """For the engine: the request's jobs, each with the index of its sample."""
         self.first_logits: Tensor | None = None
-        """For the engine: [1, V] after the prompt, from which the other samples begin."""
+        """For the engine: logits [1, V] after the prompt, from which the other samples begin."""
 
     @property
     def n_samples(self) -> int:
@@ -207,7 +207,7 @@ class WorkClock:
 
     @property
     def seconds(self) -> float:
-        """So far."""
+        """Seconds measured so far."""
         return self._before if self._since is None else self._before + self._now() - self._since
 
 

@@ -65,7 +65,7 @@ class Room:
         return choose_backend(self.model, 1, self.context if on_cpu else 1, name=self._backend_name)
 
     def window(self, ids: list[int]) -> list[int]:
-        """The tokens of a prompt that are read: all, or those that a sliding window keeps."""
+        """The prompt tokens to compute: all, or those that a sliding window keeps."""
         return list(ids if len(ids) <= self.context else ids[-self.restart_tokens :])
 
     def release(self) -> None:
@@ -79,7 +79,7 @@ class Room:
             self.release()
 
     def forget(self) -> None:
-        """After a failed step: discard what was computed, and a backend that failed to grow."""
+        """Discard the caches after a failed step, and a backend that failed to grow."""
         self.scheduler.forget()
         if self.backend is None:
             self.release()

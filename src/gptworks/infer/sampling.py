@@ -315,7 +315,7 @@ def _report(
 
 
 def _filter_candidates(scores: Tensor, values: Tensor, settings: Sequence[SamplingSettings]) -> tuple[Tensor, Tensor]:
-    """Which of the K best values [B, K] of the scores [B, V] the filters keep, and whether these are all, [B].
+    """Flags of the K best values [B, K] of the scores [B, V] that filters keep, and whether these are all, [B].
 
     Not certain: a filter ends beyond the candidates, or at tied values.
     """

@@ -124,7 +124,7 @@ class Scheduler:
         job.slot = None
 
     def restart(self, job: Job, tokens: list[int]) -> None:
-        """Give a job other tokens, all of which are computed again in its slot."""
+        """Replace a job's tokens; all of them are computed again in its slot."""
         job.tokens, job.n_computed, job.draft = tokens, 0, []
 
     def forget(self) -> None:
@@ -149,7 +149,7 @@ class Scheduler:
         return admitted, copies
 
     def plan(self) -> list[Work]:
-        """The works of this step; what they overwrite is removed now. Afterwards call `commit` for each."""
+        """The works of this step. Tokens that they overwrite leave the record now; call `commit` after each work."""
         plan, budget = [], self.prefill_tokens
         for job in self.running:
             n_left = len(job.tokens) - job.n_computed
@@ -224,7 +224,7 @@ class Scheduler:
         return copies
 
     def _eviction_key(self, index: int) -> tuple[bool, int]:
-        """Empty slots come first, then those used longest ago."""
+        """A sort key for eviction: empty slots first, then the least recently used."""
         return bool(self._slots[index].tokens), self._slots[index].used
 
     def _longest_prefix(self, job: Job) -> tuple[int, int]:

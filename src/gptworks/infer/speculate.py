@@ -181,7 +181,7 @@ class HeadsDraft(Drafter):
     draft token from the features that the last token was drawn from. No other model is run."""
 
     def __init__(self, n_tokens: int = 4) -> None:
-        """n_tokens and errors: see `Drafter`; the number of the model's heads is another limit."""
+        """n_tokens and errors: see `Drafter`; the number of the model's heads also limits it."""
         super().__init__(n_tokens)
         self._n_ids = 0
         self._backend: Backend | None = None

@@ -80,7 +80,7 @@ QUERY_IN_PAIRS = Layout(
     lambda parts, config: interleaved(parts[0], config.n_heads),
     lambda whole, config: [_halved(whole, config.n_heads)],
 )
-"""They rotate elements 2i and 2i + 1 of a head together, gptworks i and i + D/2."""
+"""For files whose rotary pairs are elements 2i and 2i + 1 of a head; in gptworks they are i and i + D/2."""
 KEY_IN_PAIRS = Layout(
     lambda parts, config: interleaved(parts[0], config.n_kv_heads),
     lambda whole, config: [_halved(whole, config.n_kv_heads)],

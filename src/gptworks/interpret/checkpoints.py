@@ -19,7 +19,7 @@ class AtStep:
 
     step: int
     nats: Costs
-    """[T]; see `TokenizedText.token_nats`."""
+    """Loss of each token, [T]; see `TokenizedText.token_nats`."""
 
 
 def chosen_steps(run_dir: Path, most: int = MOST_CHECKPOINTS) -> list[int]:

@@ -1,4 +1,4 @@
-"""Hooks on a model's modules that act only in the thread that sets them: another may compute the same model."""
+"""Hooks on a model's modules that act only in the thread that sets them; other threads may use the model meanwhile."""
 
 import threading
 from collections.abc import Callable, Iterator

@@ -140,7 +140,7 @@ class Segment:
 
     text: str
     tokens: tuple[int, int]
-    """In the first reading: the first token, and the one after the last."""
+    """Range of tokens in the first reading: first token, and the one after the last."""
     other_tokens: tuple[int, int]
     nats: float | None
     """The first model's loss; None if a part of it is not predicted."""

@@ -1,6 +1,6 @@
-"""Statistics of a checkpoint's weights: one tensor at a time, of which a part is in memory.
+"""Statistics of a checkpoint's weights, read one tensor and a part of it at a time.
 
-The weights are those that the model computes with: what is packed is unpacked, and an adapter is added to its matrix.
+The weights are those that the model computes with: packed tensors are unpacked, and adapters merged.
 """
 
 import math
@@ -48,7 +48,7 @@ class StoredWeights:
     name: str
     shape: Shape
     kind: str
-    """How it is stored: fp32, or packed as bf16, fp16, int8 or int4."""
+    """The storage format: fp32, or packed as bf16, fp16, int8 or int4."""
     stored_bytes: int
     """Bytes with scales, without the adapter."""
     adapter: LoRAConfig | None
@@ -59,7 +59,7 @@ class StoredWeights:
         return math.prod(self.shape)
 
     def parts(self, check: Check = never) -> Iterator[Tensor]:
-        """All of it in float32, part by part: whole rows of a tall matrix, whole columns of a wide one."""
+        """The whole tensor in float32, part by part: whole rows of a tall matrix, whole columns of a wide one."""
         with open_tensors(self.path) as opened:
             if len(self.shape) == 1:
                 for first in range(0, self.size, AT_ONCE):
@@ -120,7 +120,7 @@ def stored_weights(checkpoint: Checkpoint, recipe: Recipe, names: Sequence[str])
     """Tensors of a run's model in one of its checkpoints.
 
     Raises:
-        UserError: the model has no such tensor; the file is missing or damaged; or what it holds is not the recipe's.
+        UserError: the model has no such tensor; the file is missing or damaged, or does not match the recipe.
     """
     shapes, path = count_tensors(recipe).shapes, checkpoint.folder / "model.safetensors"
     for name in names:

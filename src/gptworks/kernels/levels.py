@@ -30,4 +30,4 @@ LEVELS = {
         Level("neon", ("-march=armv8-a",), frozenset({"asimd"})),
     ),
 }
-"""By `platform.machine()`, the best first. Below AVX2 torch is faster."""
+"""Instruction levels by `platform.machine()`, the best first. Below AVX2 torch is faster."""

@@ -14,7 +14,7 @@ from gptworks.machine import cpu_flags
 
 
 def muon_library(tensors: Iterable[Tensor]) -> Library | None:
-    """The library, where it makes updates from these gradients and momenta; else None.
+    """The library, if it supports these gradients and momenta; else None.
 
     On a processor with AMX torch computes: its products use AMX, and the library's do not.
     """

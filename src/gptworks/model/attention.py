@@ -71,7 +71,7 @@ class Attention(nn.Module):
 
     @staticmethod
     def cost(s: Shapes, layer: int, arrives: int) -> Iterator[Stage]:
-        """Its operations; the gradient of its result has `arrives` bytes."""
+        """Attention's operations; the gradient of its result has `arrives` bytes."""
         c, window = s.config, s.config.layer_window(layer)
         q_width, k_width = c.n_heads * c.d_head, c.n_kv_heads * c.d_head
         q, k, normalized = s.products(q_width), s.products(k_width), s.products(c.d_model)

@@ -104,7 +104,7 @@ class Block(LabParts):
         if in_blocks:
             attention += 8 * k  # each block of keys and values is there twice
         mlp = (4 if c.gated else 3 if c.mlp == "relu2" else 2) * s.products(c.d_ff)
-        if c.n_experts:  # what they are given and give, by expert and by token
+        if c.n_experts:  # inputs and outputs of experts, by expert and by token
             mlp = (3 * c.n_experts_per_token + 1) * width
         return (2 + Carried.kept_streams(c)) * stream + 2 * width + max(attention, mlp)
 
@@ -120,7 +120,7 @@ def normalized(norm: Norm | None, x: Tensor, branch: Tensor | None = None, scale
 def _entry(s: Shapes) -> Stage:
     """The stream enters attention or MLP without a norm, rounded under autocast; the next product saves it."""
     arrives, stream = s.products(s.config.d_model), s.floats(s.config.d_model)
-    if not s.autocast:  # what arrives is added to the stream's gradient as it is
+    if not s.autocast:  # the arriving gradient is added to the stream's without a conversion
         return Stage("entry", arrives=arrives)
     return Stage("entry", arrives=arrives, leaves=stream, merges=True, scratch=stream - arrives)
 

@@ -69,15 +69,15 @@ class GPT(nn.Module):
         self.head_is_embedding = False
         """Whether the embedding is still used as the untied head, which training may untie late."""
         self.activation_checkpointing = "none"
-        """Which blocks keep only their input for the backward pass, which recomputes them: none, selective or block."""
+        """Blocks that keep only their input for the backward pass, which recomputes them: none, selective or block."""
         self.watched: list[Tensor] | None = None
         """If a list: it collects the root mean square of each block's output, a scalar each."""
         initialize(self)
-        self.future_heads = build_future_heads(config)  # last, so that all else begins as without them
+        self.future_heads = build_future_heads(config)  # last, so that other weights start as in a model without them
 
     @property
     def head_weight(self) -> Tensor:
-        """The head's matrix [V, C]: the token embedding's own where they are tied."""
+        """The head's matrix [V, C]; the token embedding's if they are tied."""
         if self.untied_head is None or self.head_is_embedding:
             return self.token_embedding.weight
         return self.untied_head.weight
@@ -209,7 +209,7 @@ class GPT(nn.Module):
 def initialize(model: GPT) -> None:
     """Set every parameter as `config.init` says; norms are 1 and 0, biases 0."""
     config = model.config
-    if model.head_weight.is_meta:  # which has no numbers, and yet drawing them there takes long
+    if model.head_weight.is_meta:  # meta tensors have no values, but drawing random ones takes long even there
         return
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):

@@ -131,7 +131,7 @@ def build_head_norm(config: ModelConfig, n_heads: int) -> nn.Module:
 
 
 def build_positions(config: ModelConfig) -> nn.Embedding | None:
-    """A module whose `weight` [context, C] has a vector for each position, to be added; None: nothing is added."""
+    """A module whose `weight` [context, C] has a vector to add at each position; None if the model has none."""
     return nn.Embedding(config.context_length, config.d_model) if config.position == "learned" else None
 
 

@@ -54,7 +54,7 @@ class LoRALinear(LowRank, Linear):
 
     @torch.no_grad()
     def merged(self) -> Linear:
-        """One layer that computes the same."""
+        """A single layer equivalent to base and adapter."""
         return self._plain(merged_weight(self.weight, self.lora_a, self.lora_b, self.factor))
 
     def base(self) -> Linear:

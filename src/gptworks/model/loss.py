@@ -33,7 +33,7 @@ CPU_HEAD_ROWS = 8192
 of the whole matrix took 1.3 times as long for 50,257 rows."""
 
 CHUNK_TOKENS = 8192
-"""Tokens at once on an accelerator, which wants large products."""
+"""Tokens per chunk on an accelerator, which needs large products."""
 
 
 def chunk_tokens(device: torch.device, vocab_size: int) -> int:
@@ -56,8 +56,8 @@ def head_rows(device: torch.device, vocab_size: int) -> int:
 
 
 IntoGradient = Callable[[Tensor, slice], Tensor]
-"""Turns the logits [n, V] of some rows into a loss's gradient for them, in place, and gives sums over those rows, in
-float32 at least: the loss first, then what is only reported."""
+"""Turns the logits [n, V] of some rows into a loss's gradient for them, in place, and returns sums over those rows, in
+float32 at least: the loss first, then figures that are only reported."""
 
 
 def linear_cross_entropy(features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None) -> Tensor:
@@ -286,7 +286,7 @@ def _through_cap(into_gradient: IntoGradient, softcap: float | None) -> IntoGrad
 
 
 def _in_cache(logits: Tensor, rows: slice) -> Iterator[tuple[Tensor, slice]]:
-    """The logits [n, V] of these rows, a few rows at a time: what the processor's cache holds."""
+    """The logits [n, V] of these rows, in pieces of a few rows that fit in the processor's cache."""
     n_rows = softmax_tokens(logits.device, logits.size(1))
     for first in range(0, len(logits), n_rows):
         part = logits[first : first + n_rows]
@@ -332,7 +332,7 @@ def _sum(parts: Iterator[Tensor]) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float32 at least."""
+    """The tensor in float32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

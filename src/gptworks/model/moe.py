@@ -115,7 +115,7 @@ def route(logits: Tensor, n_per_token: int) -> tuple[Tensor, Tensor]:
 
 
 def arrange(chosen: Tensor, sent: list[int], even: bool) -> tuple[Tensor, Tensor, list[int]]:
-    """How tokens lie by expert: the token of each of P rows, the row of each of the N·K pairs, and rows per expert.
+    """The order of tokens by expert: the token of each of P rows, the row of each of N·K pairs, and rows per expert.
 
     Args:
         chosen: [N, K].
@@ -147,7 +147,7 @@ def collect(given: Tensor, places: Tensor) -> Tensor:
 
 
 class _Send(torch.autograd.Function):
-    """torch would add up the gradients of an indexed tensor row by row, as if any rows might be the same."""
+    """Indexing with a faster gradient: torch's own adds rows one by one, because indices may repeat."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor) -> Tensor:

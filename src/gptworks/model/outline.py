@@ -120,7 +120,7 @@ class Outline:
         bias_group: str | None = None,
         share: int | None = None,
     ) -> bool:
-        """A linear layer, by its name in the block that is visited. bias_group: of its bias; None: it has none."""
+        """A linear layer, by its name in the visited block. bias_group: the bias's group; None without a bias."""
         n_in, n_out = sizes
         module = name if self.layer is None else f"blocks.{self.layer}.{name}"
         weight = self.tensor(group, f"{name}.weight", n_out, n_in)

@@ -127,7 +127,7 @@ def attend_banded(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     k, v = (torch.cat((F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1], x), dim=3) for x in (k, v))  # B G n 2W D
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # B·n H W D, B·n G 2W D
     mask = causal_mask(window, 2 * window, window, q.device).repeat(n_blocks, 1, 1)  # n W 2W
-    mask[0, :, :window] = False  # the first block has none before it
+    mask[0, :, :window] = False  # the first block has no block before it
     mask = mask.repeat(batch, 1, 1).unsqueeze(1)  # B·n 1 W 2W
     y = fused(q, k, v, mask, scores)
     y = y.view(batch, n_blocks, *y.shape[1:]).transpose(1, 2)  # B H n W D

@@ -40,7 +40,7 @@ class Series:
     name: str = ""
     """Written at the curve's end."""
     kind: str = "series-0"
-    """Its class in style.css."""
+    """The series' class in style.css."""
     style: str = "line"
     """line; dots; both; or area, whose points are its outline."""
     titles: Sequence[str] = ()
@@ -67,7 +67,7 @@ class Chart:
     height: float = 250.0
     log_x: bool = False
     x_range: tuple[float, float] | None = None
-    """The ends of the x axis; None: those of the points. Two integers give integer ticks."""
+    """The ends of the x axis; None: the points' range. Two integers give integer ticks."""
     x_names: Sequence[str] | None = None
     """Labels of x = 0, 1, 2 …; None: x is a number."""
     from_zero: bool = False

@@ -53,12 +53,12 @@ class Drawing:
         self.elements[-1].text = sheet
 
     def group(self, inside: "Drawing", **attributes: str) -> None:
-        """Add another drawing as a group."""
+        """Add a drawing as a group."""
         self.elements.append(_element("g", None, **attributes))
         self.elements[-1].extend(inside.elements)
 
     def clip(self, inside: "Drawing", name: str, x: float, y: float, width: float, height: float) -> None:
-        """Add another drawing, clipped to a rectangle. `name` distinguishes its id from others'."""
+        """Add a drawing clipped to a rectangle. `name` makes the id of the clip path unique."""
         self.elements.append(_element("clipPath", id=f"{name}-clip"))
         self.elements[-1].append(_element("rect", x=x, y=y, width=width, height=height))
         self.group(inside, clip_path=f"url(#{name}-clip)")

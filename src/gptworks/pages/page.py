@@ -30,7 +30,7 @@ def page(
 
 @cache
 def content_security_policy() -> str:
-    """The policy that lets a browser apply the page's stylesheet and nothing else."""
+    """A policy that allows only the page's own stylesheet."""
     digest = base64.b64encode(hashlib.sha256(stylesheet().encode("utf-8")).digest()).decode("ascii")
     return f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
 

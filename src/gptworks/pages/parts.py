@@ -90,7 +90,7 @@ def paragraph(text: str, kind: str = "") -> Markup:
 
 
 def section(title: str, *parts: str | Markup) -> Markup:
-    """Parts of a page under a heading, which may be empty; nothing if all parts are empty."""
+    """Parts of a page under a heading, which may be empty; empty if all parts are."""
     return _made("section", title, parts) if any(parts) else Markup("")
 
 
@@ -113,7 +113,7 @@ def number(value: float, text: str | None = None, unit: str = "") -> Markup:
 
 
 def rounded(value: object, form: str = ".4f", unit: str = "") -> Markup:
-    """A figure of a record, rounded; nothing if it is not a number."""
+    """A figure of a record, rounded; empty if it is not a number."""
     return number(value, format(value, form), unit) if is_figure(value) else Markup("")
 
 
@@ -128,7 +128,7 @@ class Bar:
 
     share: float
     kind: str = "memory"
-    """Its colour: a class of the stylesheet."""
+    """The bar's colour, as a class of the stylesheet."""
 
     def __html__(self) -> str:
         return _made("bar", f"{max(self.share, 0.005):.2%}", self.kind)
@@ -143,7 +143,7 @@ Cell = str | Bar
 def table(
     header: Sequence[Cell], align: str, rows: Iterable[Sequence[Cell]], foot: Iterable[Sequence[Cell]] = ()
 ) -> Markup:
-    """Rows under a header; nothing if there are none. The first cell of a row is its header.
+    """Rows under a header; empty without rows. The first cell of a row is its header.
 
     Args:
         align: a letter for each column: l, r (numbers), q (muted), t (a bar), n (a note).
@@ -160,7 +160,7 @@ def percent(share: float) -> str:
 
 
 def byte_table(sizes: Iterable[tuple[str, int]]) -> Markup:
-    """Amounts of memory by name, with bars; nothing if there are none."""
+    """Amounts of memory by name, with bars; empty without amounts."""
     named = list(sizes)
     largest = max((n for _, n in named), default=0) or 1
     rows = [(name, number(n, readable(n, "B")), Bar(n / largest)) for name, n in named]

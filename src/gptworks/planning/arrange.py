@@ -17,7 +17,7 @@ from gptworks.planning.trained import trained
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a recipe cannot run on this many devices."""
+    """The reason why a recipe cannot run on this many devices."""
 
     rule: str
     """The setting, and the rule that it breaks."""
@@ -164,7 +164,7 @@ def _tensor_refusal(model: ModelConfig, tensor: int) -> Refusal | None:
 
 
 def _not_in_shares(recipe: Recipe, precision: str, setting: str) -> Refusal | None:
-    """Why the recipe's tensors cannot be divided among ranks."""
+    """The reason why the recipe's tensors cannot be sharded."""
     if recipe.model.repeats_layers:
         return Refusal(
             f"model.layer_repeats runs blocks several times and train.parallel.{setting} gathers each for one run",

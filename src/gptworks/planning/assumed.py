@@ -25,7 +25,7 @@ _UNSET_STEPS = 10**9
 
 
 def preset_recipe(name: str, overrides: Sequence[str], device: Device, n_ranks: int = 1) -> tuple[Recipe, str | None]:
-    """How a preset is taken to be trained on `n_ranks` devices where `overrides` do not say.
+    """The recipe assumed for training a preset on `n_ranks` devices, for settings not in `overrides`.
 
     AdamW, compute-optimal tokens, half a million of them a step (or a sequence for each rank, where that is more), in
     the largest micro-batches that fit.
@@ -56,7 +56,7 @@ def preset_recipe(name: str, overrides: Sequence[str], device: Device, n_ranks: 
 
 
 def _largest_that_fits(recipe: Recipe, device: Device, n_ranks: int) -> int:
-    """The largest micro-batch of a rank that fits; 1 where none does, and all where the recipe cannot be arranged."""
+    """A rank's largest micro-batch that fits; 1 if none does; all samples if the recipe cannot be arranged."""
     layout = arrange(_with(recipe, micro_batch_size=1), n_ranks, device)
     if isinstance(layout, Refusal):
         return recipe.train.micro_batch_size

@@ -32,7 +32,7 @@ class Device:
     source: str
     has_bf16: bool = True
     intra_node: float = 32e9
-    """Bytes/s that a device sends to another of its node, while it receives as many."""
+    """Bandwidth within a node, in bytes/s and per direction."""
     inter_node: float = 12.5e9
     """Bytes/s that a device's network card sends to other nodes: a node's cards over its devices."""
     per_node: int = 8

@@ -36,7 +36,7 @@ class ForwardFlops:
     attention_dense: int
     attention_causal: int
     mlp: int
-    """With experts: those that a token is sent to, the shared one and the router."""
+    """FLOPs of the MLP. With experts: of a token's experts, the shared expert and the router."""
     head: int
     laboratory: int = 0
     """Gates, and projections of value embeddings."""
@@ -51,12 +51,12 @@ class ForwardFlops:
 
     @property
     def total_dense(self) -> int:
-        """All parts, attention dense."""
+        """FLOPs of all parts with dense attention."""
         return self.projections + self.attention_dense + self.mlp + self.head + self.laboratory
 
     @property
     def total_causal(self) -> int:
-        """All parts, attention counted once a visible pair."""
+        """FLOPs of all parts, with attention counted for visible pairs only."""
         return self.projections + self.attention_causal + self.mlp + self.head + self.laboratory
 
     @property

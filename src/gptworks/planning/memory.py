@@ -95,7 +95,9 @@ class _Step:
         self.layers = range(self.trained.n_still, len(self.uses))  # steps with a backward pass
         self.element_bytes = 2 if self.layout.gathers == "bf16" else 4  # of a block's matrices, gathered
         self.gathered_bytes = self.element_bytes * self.shards.block if self.sharded else 0
-        self.no_copies = self.sharded and self.element_bytes == self.shapes.product_bytes  # what is gathered is used
+        self.no_copies = (
+            self.sharded and self.element_bytes == self.shapes.product_bytes
+        )  # the gathered weights are in use
         self.reducing_bytes = 0  # of the input of a reduction that may still be under way
         self.bucket_bytes = 0  # of gradients that wait to be sent to the other ranks
         self.block_gradients_bytes = 0  # of a block's matrices, whole, before they are reduced
@@ -228,7 +230,7 @@ class _Step:
         for layer in self.layers:
             self.hold(COMMUNICATION, kept)
             if self._computes_again(layer):
-                self._hold_copies(layer)  # autocast keeps them until it ends
+                self._hold_copies(layer)  # autocast caches the copies until it ends
                 self.hold(RESIDUAL, self.shapes.floats(self.model.d_model))
                 self.hold(ATTENTION, self._kept_next_to_stream(layer))
             else:
@@ -265,13 +267,13 @@ class _Step:
             self.mark("loss", scoring_bytes(several, vocabulary) + copy + features, LOSS)
             self._drop_copies()
         chunk = loss_chunk_bytes(several, vocabulary, head, taught)
-        also = features  # themselves, or copies of those that count
+        also = features  # the features, or copies of the scored positions'
         if taught:  # the teacher has features and a head too
             theirs = self.setting.teacher_width or width
             also += features + 2 * shapes.products(theirs) + copy * theirs // width
         self.mark("loss", chunk + copy + also, LOSS)
         self.hold(LOSS, 4 * head)
-        if objective.scores_targets:  # the gradient of those that count is written into one of all
+        if objective.scores_targets:  # the scored positions' gradient is written into one of all positions
             self.mark("loss, backward", features)
         else:  # each gradient scaled into a new tensor
             self._drop_copies()

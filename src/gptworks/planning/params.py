@@ -18,7 +18,7 @@ class ParameterGroup:
 
     name: str
     tensors: dict[str, Shape]
-    """One layer's tensors where the group is in blocks, else the model's."""
+    """Tensors of one layer if the group is in blocks, else of the model."""
     layers: tuple[int, ...] | None = None
     """The blocks that have them; None: they are outside the blocks."""
 

@@ -29,7 +29,7 @@ class Figures:
     gradients_bytes: int = 0
     optimizer_bytes: int = 0
     kv_cache_bytes_per_token: int = 0
-    """In fp16."""
+    """Bytes of a token in the KV cache, in fp16."""
 
     def __add__(self, other: Self) -> Self:
         both = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
@@ -37,7 +37,7 @@ class Figures:
 
 
 def module_figures(recipe: Recipe) -> dict[str, Figures]:
-    """By the module's name in the model, `blocks.0.attention.query` for instance; see `work_of_modules`.
+    """Figures by module name, such as `blocks.0.attention.query`; see `work_of_modules`.
 
     Raises:
         UserError: the vocabulary is not known yet.

@@ -14,7 +14,7 @@ BYTES_PER_TOKEN = 4.0
 
 @dataclass(frozen=True)
 class DataSize:
-    """How large a training split is."""
+    """The size of a training split."""
 
     train_tokens: int | None
     """Number of training tokens; None if a source is missing, or its size is unknown before it is fetched."""
@@ -22,9 +22,9 @@ class DataSize:
     """Rows of examples or pairs of answers; None: windows of the text, or unknown."""
     estimated: bool
     missing: str | None = None
-    """Which source is missing, and what to do."""
+    """The missing source, and advice."""
     datasets: dict[str, int] = field(default_factory=dict)
-    """Training tokens of each dataset of a mixture; empty: unknown, or there is none."""
+    """Training tokens of each dataset of a mixture; empty if unknown, or without a mixture."""
     vocab_size: int | None = None
     """Vocabulary of the tokenizer, if a dataset of the mixture has it."""
 

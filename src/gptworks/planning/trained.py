@@ -37,7 +37,7 @@ class Trained:
     targets: frozenset[str] = frozenset()
     """The layers of a block that have adapters, by the last part of their names."""
     base: str = "full"
-    """How the blocks' frozen matrices are held beneath an adapter: full, int8 or int4."""
+    """The precision of the blocks' frozen matrices beneath an adapter: full, int8 or int4."""
     in_8_bits: tuple[int, int] = (0, 0)
     """Elements that AdamW keeps in 8 bits with `optimizer_state: int8`, and the scales of both moments."""
     n_still: int = 0
@@ -56,7 +56,7 @@ def trains(parameter: str, adapter: LoRAConfig | None, freeze: FreezeConfig | No
 
 
 def everything(count: ParameterCount) -> Trained:
-    """All of a model is trained."""
+    """The whole model as the trained part."""
     matrices = tuple(
         shape
         for group in count.groups.values()

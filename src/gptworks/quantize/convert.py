@@ -201,7 +201,7 @@ def _pack_rounded(rounded: Rounded, kind: Weights) -> tuple[Tensor, Tensor]:
 def _check_holds(name: str, matrix: Tensor, weights: Weights) -> None:
     largest = max(abs(float(end)) for end in matrix.aminmax())  # both are NaN where an element is
     limit = torch.finfo(torch.float16).max if weights in ("fp16", "int4") else torch.finfo(torch.float32).max
-    if not largest <= limit:  # also where it is not a number
+    if not largest <= limit:  # also true for NaN
         raise UserError(f"`{name}` holds a weight of magnitude {largest:g}, which {weights} cannot hold.")
 
 

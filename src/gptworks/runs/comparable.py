@@ -22,7 +22,7 @@ class Comparability:
     measure: str | None
     """loss, bits_per_byte, or None."""
     reasons: tuple[str, ...] = ()
-    """Why the losses are not comparable."""
+    """Reasons why the losses are not comparable."""
     caveat: str = ""
     """An assumption that could not be checked."""
 
@@ -88,7 +88,7 @@ def shared_steps(first: History, second: History) -> int:
     ]
     shared = max((min(line[name] for line in lines) for name in lines[0].keys() & lines[1].keys()), default=0)
     before = [[r["loss"] for r in run.validation if r["step"] <= shared][-1:] for run in (first, second)]
-    return int(shared) if before[0] == before[1] else 0  # if the losses differ, another run has that name
+    return int(shared) if before[0] == before[1] else 0  # if the losses differ, the name belongs to a different run
 
 
 @dataclass(frozen=True)

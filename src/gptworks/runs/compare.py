@@ -24,7 +24,7 @@ from gptworks.units import counted
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one recipe on one text, each with another seed."""
+    """Runs of one recipe on one text with different seeds."""
 
     runs: tuple[History, ...]
 
@@ -45,7 +45,7 @@ class Finding:
     unit: str
     after: str
     how: str
-    """How the spread was estimated; without an interval, why, and what to do."""
+    """The estimate of the spread; without an interval, the reason and advice."""
     difference: Difference | None
     value: float
     caveats: tuple[str, ...] = ()
@@ -86,8 +86,8 @@ class Comparison:
 
     @cached_property
     def groups(self) -> list[Group]:
-        """Runs by their text and the settings that decide a curve: one run of each seed, and only those that got
-        furthest; of runs that end by the clock, all that reached their end."""
+        """Runs grouped by their text and the settings that decide a curve: one run of each seed, and only the longest
+        ones; of runs with a time limit, all that reached it."""
         found: dict[tuple[str, str | None], list[History]] = {}
         for run in self.runs:
             if run.last is not None:
@@ -190,7 +190,7 @@ class Comparison:
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        """Stable keys; null where a run has no such figure yet."""
+        """The comparison with stable keys; null for figures that a run does not have yet."""
         return {
             "runs": [
                 {
@@ -272,7 +272,7 @@ def _losses(run: History) -> list[float | None]:
 
 
 def _why_no_band(run: History) -> str:
-    """Which shipped band has the recipe's name, and where its settings are others."""
+    """The shipped band with the recipe's name, and the settings in which it differs."""
     for band in shipped_bands():
         if band.name == run.recipe.name:
             ours = decisive(run.recipe)

@@ -53,7 +53,7 @@ class Document:
     """A few tokens before the part, to decode a character that they begin."""
     ids: Int64s
     learned: npt.NDArray[np.bool_] | None
-    """In conversations: which tokens of the part are trained on."""
+    """Flags of the part's tokens that are learned, in conversations."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class RunData:
     folder: Path | None
     """The run's folder; None: not a run."""
     recipe: Recipe | None
-    """None: a dataset without a recipe."""
+    """The recipe; None for a dataset without one."""
     prepared: Prepared
     _indexes: dict[Split, SearchIndex] = field(default_factory=dict)
     _info: Info | None = None
@@ -83,7 +83,7 @@ class RunData:
         """The samples that training reads.
 
         Raises:
-            UserError: a file was changed or lacks what the recipe needs; or there is no recipe.
+            UserError: a file was changed or lacks what the recipe needs; or the data has no recipe.
         """
         if self.recipe is None:
             raise UserError(f"{self.id} is a dataset: what a model sees depends on a recipe. Give one, or a run.")
@@ -220,7 +220,7 @@ class RunData:
     def step(self, step: int) -> StepSamples:
         """The samples of a step; see `samples_of_step`."""
         if self.folder is None or self.recipe is None:
-            raise UserError(f"{self.id} is no run: it has done no step. Give a run folder.")
+            raise UserError(f"{self.id} is not a run: it has no training steps. Give a run folder.")
         with self.checked():
             return samples_of_step(self.recipe, self.folder, step)
 

@@ -35,7 +35,7 @@ MOST_PROMPTS, MOST_SAMPLES = 20, 6
 """Most prompts, and most samples of each."""
 
 REFRESH_SECONDS = 5
-"""How often a watched page is written and reloaded."""
+"""Seconds between two updates of a watched page."""
 
 
 def write_report(run: History, path: Path, refresh_seconds: int | None = None) -> None:
@@ -66,13 +66,13 @@ def watch_report(folder: Path, path: Path, wait: Callable[[float], object] = tim
 def has_ended(folder: Path) -> bool:
     """Whether its outcome describes its last step. A run that crashed has none, or one from before it was resumed."""
     log, outcome = folder / "metrics.jsonl", read_outcome(folder)
-    if isinstance(outcome, str):  # it is not there, or damaged
+    if isinstance(outcome, str):  # the outcome is missing or damaged
         return _written(folder / OUTCOME) >= max(1, _written(log))
     return not is_in_use(folder) and last_step(log) <= outcome.step
 
 
 def _written(path: Path) -> int:
-    """When a file was last written, in nanoseconds; 0 if it does not exist."""
+    """The time of a file's last change, in nanoseconds; 0 if it does not exist."""
     try:
         return path.stat().st_mtime_ns
     except OSError:

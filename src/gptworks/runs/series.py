@@ -151,7 +151,7 @@ class Series:
 
     @cached_property
     def recipe(self) -> Recipe:
-        """Raises UserError: it has no readable recipe."""
+        """The run's recipe. Raises UserError if it is missing or not readable."""
         return self._recipe_of(self.folder)
 
     @property
@@ -263,7 +263,7 @@ class Series:
         return x, y
 
     def place_of(self, step: int, axis: str) -> float | None:
-        """The position of a step on an axis; None while no record gives it."""
+        """The position of a step on an axis; None until a record has it."""
         place = float(step) if axis == "step" else float(self._places(np.array([float(step)]), axis)[0])
         return place if math.isfinite(place) else None
 

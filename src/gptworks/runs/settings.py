@@ -1,4 +1,4 @@
-"""Comparing recipes: the settings that decide a loss curve, and those that differ."""
+"""Compare recipes: the settings that decide a loss curve, and the settings that differ."""
 
 import hashlib
 import json

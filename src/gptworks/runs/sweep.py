@@ -41,7 +41,7 @@ class TrialResult:
     """The lowest validation loss; of a pruned trial, until it was found to be above the median."""
     folder: Path
     reason: str = ""
-    """Why it was pruned or failed."""
+    """The reason why the trial was pruned or failed."""
 
 
 @dataclass(frozen=True)

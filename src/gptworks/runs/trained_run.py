@@ -26,7 +26,7 @@ class TrainedRun(History):
 
     @property
     def ended(self) -> str:
-        """How and where training last ended; or why that is unknown."""
+        """The last end of training and its step, or the reason why they are unknown."""
         outcome = read_outcome(self.folder)
         if isinstance(outcome, str):
             return outcome

@@ -25,7 +25,7 @@ PLACES = {"after": "at equal tokens", "in-time": "in equal time"}
 """The point at which each arm is compared, in words."""
 
 LOSS_ERROR, SPEED_ERROR = 0.04, 0.01
-"""False-positive rates of a change that does nothing: of an effect on the loss, and of third runs for its step times.
+"""False-positive rates for a change without effect: of an effect on the loss, and on step times from third runs.
 Together 5% of tries."""
 
 
@@ -72,7 +72,7 @@ class Try:
 
     folder: Path
     recipe: Recipe
-    """Without the change."""
+    """The recipe without the change."""
     changed: Recipe
     design: Design
     pairs: tuple[Pair, ...]
@@ -177,7 +177,7 @@ def read_try(folder: Path, recipe_of: Callable[[Path], Recipe] = load_recipe) ->
     """The try in a folder, also while it runs; `recipe_of` reads its recipes.
 
     Raises:
-        UserError: there is no try, or its file is damaged.
+        UserError: the folder has no try, or its file is damaged.
     """
     file = folder / TRY_FILE
     try:

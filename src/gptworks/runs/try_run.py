@@ -63,7 +63,7 @@ def plan_try(
     recipe = load_recipe(path)
     for change in changes:
         key = change.partition("=")[0]
-        if key != "seed":  # another seed is the change that does nothing
+        if key != "seed":  # a new seed is a change without effect
             check_comparable(recipe, key, f"change {change}")
     changed = load_recipe(path, changes)
     if not differences([recipe, changed]):

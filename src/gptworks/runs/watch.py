@@ -32,7 +32,7 @@ class Watched:
         """Whether records were dropped to make room for other runs."""
         self.band: Band | None = None
         self.problem: str | None = None
-        """Why its log or its recipe cannot be read."""
+        """The reason why the run's log or recipe cannot be read."""
         self._recipe: Recipe | None = None
         self.origin: Origin | None = None
         """The checkpoint from which the run was forked, if it is a fork."""

@@ -45,7 +45,7 @@ class About(BaseModel):
     version: str
     about: str
     base_url: str
-    """For OpenAI's clients."""
+    """The base URL for OpenAI's clients."""
     models: str
     interface: str
     health: str

@@ -217,7 +217,7 @@ class _Answer:
         self._send, self._answered = send, answered
         self.started = self.is_stream = self.closes = False
         self.status: int | None = None
-        """None: the client left before there was an answer."""
+        """The answer's status; None: the client left before the answer."""
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":

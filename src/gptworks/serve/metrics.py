@@ -41,7 +41,7 @@ class ModelMetrics(NamedTuple):
     """The observed metrics of one model."""
 
     observe: Mapping[str, Callable[[float], None]]
-    """By the histogram's name."""
+    """Functions that observe a value, by the histogram's name."""
     finished: Mapping[str, Callable[[], None]]
     """Count a text by its finish reason."""
 
@@ -73,7 +73,7 @@ class Metrics(Collector):
                 f"gptworks:{name}", help_text, ["model_name"], buckets=buckets, registry=self._registry
             )
         self.of: dict[str, ModelMetrics] = {}
-        """By the model's name."""
+        """Metrics by the model's name."""
 
     def add(self, model: str, statistics: Callable[[], Statistics]) -> None:
         """Report a further model."""

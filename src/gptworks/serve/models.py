@@ -72,10 +72,10 @@ class Models:
         return self._models.pop(name)
 
     def get(self, name: str | None) -> ServedModel:
-        """The model of that name; the first if there is no name.
+        """The model of that name; the first if `name` is None.
 
         Raises:
-            APIError: there is no such model.
+            APIError: no model has that name.
         """
         model = next(iter(self), None) if name is None else self._models.get(name)
         if model is None:

@@ -219,7 +219,7 @@ class Usage(BaseModel):
 
 
 class Completion(BaseModel):
-    """Also a chunk of a stream."""
+    """A completion, or a chunk of a streamed one."""
 
     id: str
     object: Literal["text_completion"]

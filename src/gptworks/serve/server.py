@@ -26,7 +26,7 @@ _CLOSING_SECONDS = 2
 _SPARE_FILES = 128
 """Open files that are not connections."""
 _BACKLOG = 100
-"""Connections accepted at once. They are open files too."""
+"""Most connections that wait to be accepted. Each is an open file."""
 _FEWEST_FILES = 16
 _SHORT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 

@@ -15,7 +15,7 @@ from gptworks.serve.settings import MAX_WATCHING, MAX_WATCHING_EACH, ServerSetti
 from gptworks.serve.sign_in import SignIn
 
 _NEED_NO_SLOT = 16
-"""Requests beyond those that the engines accept: tokenizing, embeddings, lists of models."""
+"""Requests accepted in addition to the engines' own: tokenizing, embeddings, lists of models."""
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class Caller:
     n_tokens: int = 0
     """Tokens read and written for it."""
     tasks: set[Task] = field(default_factory=set)
-    """Its work in other processes; abandoned with the request."""
+    """The caller's work in other processes; abandoned with the request."""
     on_leave: list[Callable[[], None]] = field(default_factory=list)
     """Called when the request is answered or its client has gone."""
 
@@ -60,12 +60,12 @@ class Service:
         self.load: Callable[[str, Caller], Awaitable[ServedModel]] | None = None
         """Loads the model of a name for a caller, or raises an APIError; None: only `models` are served."""
         self.threads = ThreadPoolExecutor(2, "gptworks text")
-        """They tokenize and render templates."""
+        """Threads that tokenize and render templates."""
         self.schema_threads = ThreadPoolExecutor(2, "gptworks schemas")
-        """They wait for schemas to be compiled; separate, so that no text waits for a schema."""
+        """Threads that wait for schemas to compile; separate, so that no text waits for a schema."""
         self.embedding_thread = ThreadPoolExecutor(1, "gptworks embeddings")
         self.sign_in: SignIn | None = None
-        """In a studio, every request needs a session of this, or an API key."""
+        """The studio's sessions; with them, every request needs a session or an API key."""
         self.draining = False
         """Whether the server is about to end and accepts no new requests."""
         self.in_flight = 0
@@ -138,7 +138,7 @@ class Service:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def leave(self, caller: Caller) -> None:
-        """Free what a request held, after it is answered or its client has left."""
+        """Free a request's resources after its answer, or after its client has left."""
         caller.abandon()
         for call in caller.on_leave:
             call()

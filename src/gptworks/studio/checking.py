@@ -60,7 +60,9 @@ class Checks:
         """
         task, loop = Task(), asyncio.get_running_loop()
         work = loop.run_in_executor(self._threads, lambda: self.children.ask(question, task))
-        work.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved even if no one waits
+        work.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # retrieve the exception even if no caller waits, or asyncio logs it
         try:
             answer: Tree = await asyncio.wait_for(asyncio.shield(work), _WAIT_SECONDS)
             return answer
@@ -237,7 +239,7 @@ def _removed(tree: Tree, path: str) -> Tree:
 
 
 def _of_its_kind(tree: Tree, path: str) -> Tree:
-    """After a change of `type`, the section without the settings that the new type lacks."""
+    """The section without the settings that its type lacks, after a change of `type`."""
     section, _, name = path.rpartition(".")
     kinds = next((group["kinds"] for group in form() if group["path"] == section), None)
     if name != "type" or kinds is None or "type" not in tree.get(section, {}):

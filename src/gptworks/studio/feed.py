@@ -18,7 +18,7 @@ _IDLE_SECONDS = 30.0
 
 
 class Feed:
-    """Its methods belong to asyncio's thread; `watch` belongs to the feed's own."""
+    """Follows the runs' logs for the page. Call its methods in asyncio's thread; `watch` runs in the feed's own."""
 
     def __init__(self, library: Library) -> None:
         self.library, self.watch = library, Watch(recipe_of=library.recipes.of)
@@ -67,7 +67,7 @@ class Feed:
         return {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
 
     def _fault(self, run: RunFolder) -> str | None:
-        """Why a run is skipped: a link in it leads out of the given folder, or it cannot be read."""
+        """The reason why a run is skipped: a link in it leads out of the given folder, or it cannot be read."""
         try:
             changed = run.folder.stat().st_mtime_ns
             if self._inside.get(run.id) != changed:

@@ -39,7 +39,7 @@ class RunFolder:
     """A folder that holds a recipe.yaml."""
 
     id: str
-    """Its path below the given folder; its name, if the run itself was given."""
+    """The run's path below the given folder; its name, if the run itself was given."""
     folder: Path
     root: Path
     """The given folder; nothing outside of it is read."""
@@ -55,7 +55,7 @@ class RunFolder:
         """The best checkpoint (also for None), the last, or the one of a step, not yet verified.
 
         Raises:
-            APIError: there is no such checkpoint.
+            APIError: the run has no such checkpoint.
         """
         found = self.checkpoints()
         trained = _trained(found)
@@ -82,7 +82,7 @@ class RunFolder:
 
 
 def _trained(found: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Without the initial weights, which are neither the best nor the last checkpoint."""
+    """The checkpoints without the initial weights, which are neither the best nor the last one."""
     return [checkpoint for checkpoint in found if not checkpoint.is_start]
 
 
@@ -224,7 +224,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
             return list(entries)
-    except OSError:  # there is none
+    except OSError:  # the folder does not exist
         return []
 
 

@@ -165,7 +165,9 @@ class Engines:
         engine = await in_thread(self._thread, self._engine_of, wanted, n_bytes)
         if not service.runs:
             raise EngineStopped("the server is about to stop.")
-        while any(model.name == self._loaded[wanted].name for model in service.models):  # an older one in use
+        while any(
+            model.name == self._loaded[wanted].name for model in service.models
+        ):  # an older model of that name is in use
             self._loaded[wanted].name += "+"
         return service.add(self._loaded[wanted].name, engine)
 

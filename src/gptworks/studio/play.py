@@ -221,5 +221,5 @@ class _Spelled:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity."""
+    """The number, made finite, because JSON has no infinity."""
     return max(logprob, LEAST_LOGPROB)

@@ -50,7 +50,7 @@ class Processes:
     most: int = 1
     """Most runs that may train at once."""
     started: dict[str, Training] = field(default_factory=dict)
-    """By name, the newest last."""
+    """Runs by name, the newest last."""
     asked: dict[str, int] = field(default_factory=dict)
     """The processes started elsewhere that were asked to stop, by the run's name."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -108,7 +108,7 @@ class Processes:
                 raise UserError(
                     f"{name} was not started here, and its process is not visible: stop it where it was started."
                 )
-            if self.asked.get(name) == found:  # a second signal would end it at once, and nothing would be saved
+            if self.asked.get(name) == found:  # a second signal would kill the run before it saves
                 raise UserError(f"{name} {_ASKED}")
             self.asked[name] = found
             _ask_holder(found, folder)

@@ -39,7 +39,7 @@ _SNIPPET_TOKENS = 24
 class ReadRequest(Chosen):
     text: Annotated[str, Field(min_length=1, max_length=MOST_CHARACTERS)] | None = None
     document: Annotated[int, Field(ge=0, lt=2**53)] | None = None
-    """Its number in the validation split."""
+    """The document's number in the validation split."""
     tokens: (
         Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=2, max_length=MOST_TOKENS)] | None
     ) = None

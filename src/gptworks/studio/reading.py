@@ -98,7 +98,7 @@ class OpenData:
 
 
 def _changed(folder: Path) -> int | None:
-    """When a folder's manifest was written; None: it was deleted."""
+    """The time at which a folder's manifest was written; None if it was deleted."""
     try:
         return (folder / MANIFEST_FILE).stat().st_mtime_ns
     except OSError:
@@ -139,6 +139,6 @@ class Reading:
         """The run's own data.
 
         Raises:
-            UserError: it is missing, or belongs to another run.
+            UserError: the data is missing, or belongs to another run.
         """
         return self.data.of(self.wanted).shards(split)

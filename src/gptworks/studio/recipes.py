@@ -76,7 +76,7 @@ class Recipes:
         """Whether the recipe, as its file is now, was read or refused already.
 
         Raises:
-            UserError: there is none.
+            UserError: the file does not exist.
         """
         return self._find(path) is not None
 
@@ -86,7 +86,7 @@ class Recipes:
 
     def _read(self, path: Path) -> Recipe | str:
         with self._lock:
-            if (found := self._find(path)) is not None:  # another thread was first
+            if (found := self._find(path)) is not None:  # another thread has read it first
                 return found
             stamp, task, question = _stamp(path), Task(), {"path": str(path), "cwd": str(Path.cwd())}
             timer = threading.Timer(_WAIT_SECONDS, task.abandon)

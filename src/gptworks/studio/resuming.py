@@ -27,7 +27,7 @@ class Resumption:
     """The changed settings: `path`, `old`, `new`, and `recorded`: whether the run folder records the change because the
     loss curve depends on it."""
     problem: str | None
-    """Why it cannot resume."""
+    """The reason why the run cannot be resumed."""
     steps_left: int | None
     """Steps left until train.max_steps, if that is set."""
 

@@ -52,7 +52,7 @@ class Tries:
         return {"tries": listed, "left_out": len(tries) - len(listed)}
 
     def _row(self, folder: Path, root: Path, ids: Mapping[str, str]) -> dict[str, Any]:
-        """One try. `ids`: of its runs, by their folders' names."""
+        """The row of one try. `ids`: ids of its runs, by folder name."""
         below = folder.relative_to(root).as_posix()
         name = root.resolve().name if below == "." else below
         row = {"id": printable(name), "runs": [ids[one] for one in sorted(ids)][:MOST_RUNS], "page": None}

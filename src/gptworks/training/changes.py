@@ -273,7 +273,7 @@ def _why(recipe: Recipe, path: str) -> str:
 
 
 def _covers(asked: Iterable[str], paths: Collection[str]) -> bool:
-    """Whether one of the paths, or a section inside or around it, is asked for."""
+    """Whether `asked` names one of the paths, or a section inside or around it."""
     pairs = ((f"{one}.", f"{path}.") for one in asked for path in paths)
     return any(one.startswith(path) or path.startswith(one) for one, path in pairs)
 

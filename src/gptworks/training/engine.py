@@ -36,7 +36,7 @@ def continuation(recipe: Recipe, precision: Precision, engine: Engine, prompt: s
 
 @contextmanager
 def generating(precision: Precision) -> Iterator[None]:
-    """Inside, an engine may run a model that is being trained.
+    """A context in which an engine may run a model that is being trained.
 
     Products are rounded as in a training step, so that answers come from the policy in training. Compiled blocks run
     uncompiled: a growing cache has another shape at each token.

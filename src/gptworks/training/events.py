@@ -18,7 +18,7 @@ class Step:
     norm: float
     """Norm of the gradients before clipping."""
     skipped: str | None = None
-    """Why the gradients were not applied; None: they were."""
+    """The reason why the gradients were not applied; None if they were."""
     by_layer: dict[str, Any] = field(default_factory=dict)
     """Norms of each layer, if recorded."""
 
@@ -29,7 +29,7 @@ class Evaluation:
 
     report: LossReport
     figures: dict[str, float]
-    """Other means by name."""
+    """Additional means by name."""
     is_best: bool
     """Whether its loss is the lowest of the run."""
 
@@ -38,10 +38,10 @@ class Listener:
     """Follows a run: overrides the events that it needs. They come in this order."""
 
     def begin_step(self, progress: Progress) -> None:
-        """Before a step's batch is read."""
+        """Called before a step's batch is read."""
 
     def gradients(self, step: Step) -> None:
-        """The step's gradients are complete, neither clipped nor applied."""
+        """Called when the step's gradients are complete, before clipping."""
 
     def applied(self, progress: Progress) -> None:
         """The optimizer has updated the weights; `progress` does not count the step yet."""
@@ -50,4 +50,4 @@ class Listener:
         """The step was applied or skipped; `progress` counts it."""
 
     def evaluated(self, progress: Progress, found: Evaluation) -> None:
-        """After an evaluation."""
+        """Called after an evaluation."""

@@ -87,7 +87,7 @@ def origin_of(text: str) -> tuple[Path, int | None]:
     """The run and the step of `RUN`, `RUN@STEP`, `RUN@best` or `RUN@last`; for `fork`.
 
     Raises:
-        UserError: it has another form, or no checkpoint names the best.
+        UserError: `text` has another form, or no checkpoint records the best one.
     """
     folder, at, which = text.rpartition("@")
     if not at or Path(text).is_dir():

@@ -1,4 +1,4 @@
-"""How long a run is: its steps, epochs or minutes, whichever ends it first."""
+"""The length of a run: its steps, epochs or minutes, whichever ends it first."""
 
 import math
 
@@ -39,7 +39,7 @@ class Length:
         return every > 0 and (progress.step % every == 0 or self.share_done(progress) >= 1)
 
     def end_reason(self, progress: Progress, stop_asked: str | None) -> str | None:
-        """Why the run ends here; None while it continues."""
+        """The reason why the run ends here; None while it continues."""
         patience = self._train.early_stopping_patience
         if stop_asked:
             return f"stopped by {stop_asked}"
@@ -65,13 +65,13 @@ class Length:
         return f"step {progress.step:,}/{total:,}"
 
     def check_resume(self, progress: Progress, before: Recipe | None) -> None:
-        """Refuse a length that was changed to less than what is done.
+        """Refuse a length that is shorter than the training already done.
 
         Args:
-            before: the recipe as it was.
+            before: the recipe before the change.
 
         Raises:
-            UserError: it says which setting, and what is done.
+            UserError: the length is too short; the message names the setting and the steps done.
         """
         train, total = self._train, self.total_steps(progress)
         if total is not None and total < progress.step:

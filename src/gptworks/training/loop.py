@@ -226,7 +226,7 @@ class Run(RunParts):
         return self.length.due(self.progress, every)
 
     def end_reason(self, stop_asked: str | None) -> str | None:
-        """Why the run ends here; None while it continues."""
+        """The reason why the run ends here; None while it continues."""
         return self.length.end_reason(self.progress, stop_asked)
 
     def finish(self, reason: str) -> Outcome:

@@ -27,7 +27,7 @@ class Beginning:
     is_new: bool
     """Whether the run starts at step 0, not at a checkpoint."""
     before: Recipe | None
-    """The recipe in the run folder; None: there is none, or this is not rank 0."""
+    """The recipe in the run folder; None for a new folder, or on ranks other than 0."""
 
 
 def start_or_resume(setup: PreparedRun, state: TrainingState, length: Length, display: Display) -> Beginning:

@@ -47,7 +47,7 @@ def open_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ()) 
 
 
 def is_in_use(folder: Path) -> bool:
-    """Whether a process trains in a run folder. Writes nothing there and follows no link; false where that is unknown,
+    """Whether a process trains in a run folder. Writes nothing there and follows no link; false if that is unknown,
     as on Windows."""
     try:
         import fcntl

@@ -59,7 +59,7 @@ def _batch_sizes(recipe: Recipe, run_dir: Path) -> list[tuple[int, int]]:
         ]
         sizes = [(0, changes[0][1] if changes else recipe.train.batch_size)]
         sizes += [(step, new) for step, _, new in changes]
-        if smaller := recipe.train.smaller_batches:  # up to the last of them, batch_size has no effect
+        if smaller := recipe.train.smaller_batches:  # before the last of these steps ends, batch_size has no effect
             last = smaller[-1][0]
             then = next(size for first, size in reversed(sizes) if first <= last)
             starts = [0, *(until for until, _ in smaller)]

@@ -1,4 +1,4 @@
-"""The one gate to a run: `prepare_run` refuses it or returns what it needs."""
+"""Checks before a run: `prepare_run` refuses the run or returns everything that it needs."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass

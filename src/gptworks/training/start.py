@@ -17,7 +17,7 @@ from gptworks.training.distributed.ranks import ALONE, Ranks
 
 
 def check_start(recipe: Recipe, resume: bool = False) -> None:
-    """Refuse to start from a run with another model, before any work is done. A resumed run needs none.
+    """Refuse to start from a run with another model, before any work is done. A resumed run needs no other run.
 
     Raises:
         UserError: `initialize_from` is not a run folder, has another model, or its weights are quantized.

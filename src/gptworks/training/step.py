@@ -24,7 +24,7 @@ class StepLosses:
 
     loss: float
     figures: dict[str, float] = field(default_factory=dict)
-    """Other means that the objective reports, by name."""
+    """Additional means that the objective reports, by name."""
     expert_tokens: Tensor | None = None
     """Tokens that each expert of each layer got, int64 [L, E]."""
 

@@ -90,7 +90,7 @@ class UnicodeFilter(Filter):
 
 @lru_cache
 def _too_many_marks() -> re.Pattern[str]:
-    """Matches a run of too many combining marks; group 1 is what is kept of it."""
+    """A pattern for runs of too many combining marks; group 1 is the part to keep."""
     marks = [code for code in range(sys.maxunicode + 1) if unicodedata.combining(chr(code))]
     starts = [code for code in marks if not unicodedata.combining(chr(code - 1))]
     ends = [code for code in marks if not unicodedata.combining(chr(code + 1))]

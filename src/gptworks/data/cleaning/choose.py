@@ -13,7 +13,7 @@ PART_BYTES = 1 << 24
 
 
 def files_signature(settings: tuple[FilterConfig, ...]) -> list[str]:
-    """sha256 of what the filters read from the files that their settings name.
+    """The sha256 of the files that the filters' settings name.
 
     Raises:
         UserError: such a file is missing or broken.
@@ -22,7 +22,7 @@ def files_signature(settings: tuple[FilterConfig, ...]) -> list[str]:
 
 
 def choose_filters(settings: tuple[FilterConfig, ...]) -> list[Filter]:
-    """The filters that look at one document, in order; those that compare documents are left out.
+    """The filters that look at single documents, in order, without those that compare documents.
 
     Raises:
         UserError: a library or a file that one needs is missing or broken.
@@ -51,7 +51,7 @@ class Cleaner:
         return taken
 
     def clean(self, text: str) -> str | None:
-        """The document as the filters leave it; None if one drops it or leaves nothing."""
+        """The filtered document; None if a filter drops it or removes all of its text."""
         size = size_bytes(text)
         for one, counts in zip(self._filters, self.counts, strict=True):
             result = one.apply(text) or Dropped("nothing left")

@@ -58,7 +58,7 @@ class Duplicates:
         return 2 * self.exact + (self.near.bands if self.near else 0)
 
     def signature(self, text: str) -> bytes:
-        """All that is compared of a document, 8 × `columns` bytes."""
+        """The part of a document that is compared with others, 8 × `columns` bytes."""
         found = b""
         if self.exact:
             found = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

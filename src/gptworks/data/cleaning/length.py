@@ -1,4 +1,4 @@
-"""How long a document may be."""
+"""The filter on the length of documents."""
 
 from gptworks.config.cleaning import LengthRules
 from gptworks.data.cleaning.base import Dropped, Filter

@@ -59,7 +59,7 @@ def write_examples(
 
 
 def _last_run(learned: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Only the last unbroken run of trues: earlier answers of a pair are part of the prompt."""
+    """Flags of the last unbroken run of trues only, because earlier answers of a pair are part of the prompt."""
     places = np.flatnonzero(learned)
     last = learned.copy()
     if len(gaps := np.flatnonzero(np.diff(places) > 1)):

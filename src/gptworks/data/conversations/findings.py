@@ -137,7 +137,7 @@ def example_columns(shards: TokenShards) -> dict[str, npt.NDArray[np.uint64]]:
 
 
 def learned_counts(shards: TokenShards, context: int) -> tuple[Int64s, Int64s]:
-    """For each example [n] the number of learned tokens, and how many of them are within the context."""
+    """Number of learned tokens of each example [n], and the number of those within the context [n]."""
     starts = shards.document_starts()
     n = len(starts)
     learned, kept = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)

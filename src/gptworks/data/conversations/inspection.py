@@ -26,7 +26,7 @@ from gptworks.data.shards import ALTERED, EMPTY, NO_END, SWAPPED, UNANSWERED, To
 
 _N_LONGEST = 3
 _MOST_ALIKE = 0.5
-"""Share of pairs that may teach nothing before the run is stopped."""
+"""Largest fraction of pairs without a learning signal; above it, the run stops."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class PairInspection:
     n_cut: int
     """Pairs with an answer that loses its end beyond the context."""
     n_alike: int
-    """Pairs that teach nothing within the context."""
+    """Number of pairs whose two sides do not differ within the context."""
     end_tokens: list[str]
     findings: list[Finding]
 

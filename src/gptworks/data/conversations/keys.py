@@ -25,7 +25,7 @@ class Key:
     """A key of records or of turns."""
 
     meaning: str
-    """Its meaning in the programs that write it."""
+    """The key's meaning in the programs that write it."""
     read_in: tuple[Shape, ...] = ()
     """Shapes of records in which it is read; in others it is a finding."""
     asks_nothing: tuple[object, ...] = ()
@@ -212,7 +212,7 @@ def _repeats(value: Any, read: set[str], within: bool, depth: int = 0) -> bool:
 
 
 def _about_sides(record: Fields, name: str, shape: Shape) -> bool:
-    """Whether a key of a pair adds nothing: scores that agree with the preference, or the author of an answer."""
+    """Whether a pair's key can be ignored: scores that agree with the preference, or the author of an answer."""
     if shape != "preferences":
         return False
     for better, worse in _SCORES:

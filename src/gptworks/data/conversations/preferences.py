@@ -203,7 +203,7 @@ class Pairs:
         return self._shards.manifest.where(int(self._shards.examples()[2 * pair, 0]))
 
     def says_nothing(self, pair: int) -> bool:
-        """Whether both sides are equal within the context, or one has no answer there."""
+        """Whether a pair has no learning signal: both sides are equal within the context, or one lacks an answer."""
         (chosen, learned), (rejected, other) = self.answer(pair, 0), self.answer(pair, 1)
         same = len(chosen) == len(rejected) and bool((chosen == rejected).all())
         return same or not learned[1:].any() or not other[1:].any()

@@ -32,7 +32,7 @@ class Record:
     origin: str
     """The file or dataset."""
     record: int
-    """Its number in its origin, from 1."""
+    """The record's number in its origin, from 1."""
     shape: str
     """alpaca, sharegpt, messages or preferences."""
     unread: tuple[str, ...]
@@ -101,7 +101,7 @@ def recognized(record: Fields) -> Shape:
     """The shape of a record, by its fields.
 
     Raises:
-        ValueError: it has none of them.
+        ValueError: the fields match no known shape.
     """
     shapes: tuple[tuple[Shape, str], ...] = (
         ("messages", "messages"), ("sharegpt", "conversations"), ("alpaca", "instruction"),
@@ -173,7 +173,7 @@ def with_system(record: Fields, turns: Turns) -> Turns:
     """The record's system message and the turns, which may begin with the same message.
 
     Raises:
-        ValueError: they begin with another system message, or the record states two.
+        ValueError: the turns begin with a different system message, or the record states two.
     """
     stated = [(name, read_text(record, name)) for name in ("system", "system_prompt") if is_stated(record, name)]
     if turns.messages and turns.messages[0]["role"] == "system":
@@ -222,7 +222,7 @@ def read_turns(record: Fields, field: str, shape: Shape = "messages") -> Turns:
     """The messages of a field: {role, content}, or {from, value} in ShareGPT's shape.
 
     Raises:
-        ValueError: it has another shape, or a learning switch has an unknown value.
+        ValueError: the field has neither shape, or a learning switch has an unknown value.
     """
     role_field, text_field = ("from", "value") if shape == "sharegpt" else ("role", "content")
     if field not in record:

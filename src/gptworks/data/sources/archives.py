@@ -39,7 +39,7 @@ class _Member(NamedTuple):
     name: str
     size_bytes: int
     wrong: str
-    """Why it cannot be read; empty if it can."""
+    """The reason why the member cannot be read; empty if it can."""
     stream: Callable[[], Any]
     """Opens it."""
 

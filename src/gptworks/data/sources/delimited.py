@@ -65,7 +65,7 @@ def listed_names(columns: list[str]) -> str:
 
 
 def _rows(file: Path, delimiter: str, quotes: bool, opened: BinaryIO | None) -> Iterator[tuple[str, list[str]]]:
-    """The place where each row begins, and its fields; empty lines are skipped."""
+    """The offset and the fields of each row; empty lines are skipped."""
     csv.field_size_limit(
         max(csv.field_size_limit(), MOST_ROW_BYTES)
     )  # a limit of the process; `lines` has a stricter one

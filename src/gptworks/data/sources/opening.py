@@ -61,7 +61,7 @@ def unpacked(stream: BinaryIO, name: Path) -> BinaryIO:
 
 
 def unpacked_size(file: Path) -> int:
-    """The number of bytes that `open_file` gives. A compressed file is read for it."""
+    """The number of bytes that `open_file` returns. A compressed file is read to count them."""
     if not compression(file.name):
         return file.stat().st_size
     with open_file(file) as stream:
@@ -69,7 +69,7 @@ def unpacked_size(file: Path) -> int:
 
 
 def about_unpacked_size(file: Path) -> int:
-    """The number of bytes that `open_file` gives, without reading them: an estimate if the file is compressed."""
+    """The number of bytes that `open_file` returns, without reading them: an estimate if the file is compressed."""
     return file.stat().st_size * (_USUAL_RATIO if compression(file.name) else 1)
 
 

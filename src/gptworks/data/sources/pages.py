@@ -35,7 +35,7 @@ class HTML(Source):
 
 
 def page_text(html: bytes, where: str) -> str:
-    """The main text of a page; empty if it has none."""
+    """The main text of a page; empty if none is found."""
     try:
         from trafilatura import extract
     except ImportError:

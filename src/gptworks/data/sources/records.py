@@ -82,7 +82,7 @@ class HuggingFace(Source):
         return _dataset_signature(self.settings)
 
     def units(self) -> list[Unit]:
-        """One for each file of a streamed dataset."""
+        """One unit for each file of a streamed dataset."""
         _, rows = open_dataset(self.settings)
         n_files = 1 if hasattr(rows, "__len__") else getattr(rows, "num_shards", 1)
         folder = Path(self.settings.dataset)
@@ -200,7 +200,7 @@ def _line_size(stream: BinaryIO, line: bytes, most_bytes: int) -> str:
 
 
 def _line_borders(file: Path) -> Iterator[int]:
-    """Places about every UNIT_BYTES where lines begin; none in a compressed file or after a line that is too large."""
+    """Starts of lines, about UNIT_BYTES apart; empty for a compressed file, and none after a line that is too large."""
     if compression(file.name):
         return
     with open_regular(file) as stream:

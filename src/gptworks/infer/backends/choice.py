@@ -1,4 +1,4 @@
-"""Which backend computes a model: on a CPU the native kernels where they can, elsewhere torch."""
+"""The choice of a model's backend: native kernels on a CPU that supports them, otherwise torch."""
 
 import warnings
 

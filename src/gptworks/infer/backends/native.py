@@ -43,7 +43,7 @@ _AT_ONCE_BYTES = 64
 
 
 def refusal(model: GPT) -> str | None:
-    """Why the kernels cannot compute a model; None: they can."""
+    """The reason why the kernels cannot compute a model; None if they can."""
     config = model.config
     if model.device.type != "cpu":
         return f"the model is on {model.device}."

@@ -52,9 +52,9 @@ class Architecture:
     joined: bool = False
     """Query, key and value are one tensor."""
     interleaved: bool = False
-    """It rotates elements 2i and 2i + 1 of a head together, gptworks i and i + D/2."""
+    """Whether rotary pairs are elements 2i and 2i + 1 of a head; in gptworks they are i and i + D/2."""
     free_head_width: bool = False
-    """The width of a head may differ from d_model / n_heads."""
+    """Whether the width of a head may differ from d_model / n_heads."""
     partial_rotation: bool = False
     parallel: bool = False
     """Attention and MLP may be parallel, each with its norm."""

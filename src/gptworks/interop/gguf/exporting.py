@@ -29,7 +29,7 @@ class Export:
     bytes: int
     step: int
     tokenizer: str | None
-    """llama.cpp's name of it; None: the file has none."""
+    """llama.cpp's name of the tokenizer; None if the file has no tokenizer."""
     notes: tuple[str, ...]
     """Differences between llama.cpp and the run."""
 

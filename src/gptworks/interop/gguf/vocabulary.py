@@ -1,4 +1,4 @@
-"""A tokenizer in llama.cpp's form: tokens, merges and a pattern's name. One that gives other ids there is refused."""
+"""A tokenizer in llama.cpp's form: tokens, merges and a pattern's name. Refused if llama.cpp's ids would differ."""
 
 import json
 from collections.abc import Mapping
@@ -62,7 +62,7 @@ class Vocabulary:
     types: tuple[TokenType, ...]
     merges: tuple[str, ...]
     special_ids: Mapping[str, int]
-    """bos, eos, unk and pad, and eot and eom for other tokens that end a text; without those that do not exist."""
+    """Ids of bos, eos, unk and pad, and of eot and eom (other tokens that end a text); missing tokens are left out."""
     begins_with_bos: bool
     ends_with_eos: bool
     notes: tuple[str, ...]
@@ -76,7 +76,7 @@ def read_vocabulary(tokenizer: Tokenizer, n_rows: int, turn_end: int | None = No
         turn_end: the chat template's token after an answer.
 
     Raises:
-        UserError: llama.cpp has no tokenizer that gives the same ids.
+        UserError: no tokenizer of llama.cpp produces the same ids.
     """
     tree = json.loads(tokenizer.to_str())
     characters = _is_by_character(tree)
@@ -188,7 +188,7 @@ def _refusal(reason: str) -> UserError:
 
 
 def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary | None) -> None:
-    """Write the tokenizer, so that prompts begin like ours; None: state that there is none."""
+    """Write the tokenizer, so that prompts begin as in gptworks; None: write that the model has no tokenizer."""
     if vocabulary is None:
         writer.add_tokenizer_model("no_vocab")
         return

@@ -51,7 +51,7 @@ class Export:
     parameters: int
     step: int
     verification: Verification | None
-    """None: not compared (`--no-verify`)."""
+    """The comparison of outputs; None with `--no-verify`."""
     notes: tuple[str, ...]
     """Differences between the folder and the run."""
 

@@ -17,7 +17,7 @@ class Keys:
     file: str
     honoured: frozenset[str]
     harmless: Mapping[str, frozenset[str]]
-    """Why a key has no effect here → keys."""
+    """Reason why keys have no effect here → those keys."""
     noted: Mapping[str, frozenset[str]]
     """Unsupported feature → its keys. Null, false and empty values are ignored."""
 
@@ -60,7 +60,7 @@ _CONFIG_HARMLESS: Mapping[str, frozenset[str]] = {
         "encoder_no_repeat_ngram_size output_scores return_dict_in_generate remove_invalid_values"
     ),
 }  # fmt: skip
-"""Why a setting of any `config.json` does not change logits → its names."""
+"""Reason why settings of any `config.json` do not change logits → their names."""
 CONFIG_HARMLESS = frozenset().union(*_CONFIG_HARMLESS.values())
 """Settings that do not change logits. A setting that is not among them and that no clause takes is refused by name: it
 may belong to a newer class that computes something else."""

@@ -1,4 +1,4 @@
-"""Why a model type cannot be read: by a list of kinds, never by the spelling of its name."""
+"""Reasons why model types cannot be read, from a list of kinds, never from the spelling of a name."""
 
 import difflib
 import re

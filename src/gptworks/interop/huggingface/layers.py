@@ -7,7 +7,7 @@ from gptworks.interop.huggingface.settings import Clause, Settings, Values, refu
 
 
 def shortest_period(layers: tuple[str, ...]) -> tuple[str, ...]:
-    """The shortest pattern whose repetition gives these layers."""
+    """The shortest pattern that, repeated, equals these layers."""
     lengths = range(1, len(layers) + 1)
     return next(layers[:n] for n in lengths if all(kind == layers[i % n] for i, kind in enumerate(layers)))
 

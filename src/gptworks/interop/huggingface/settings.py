@@ -179,7 +179,7 @@ QUERY_SCALAR = Clause(
 """Gemma's setting: q·k is divided by the root of an integer."""
 
 EMBEDDING_ROOT = Clause(lambda config: {}, lambda theirs, ours: {"embedding_scale": ours["d_model"] ** 0.5})
-"""Gemma multiplies the embedding by √C, which transformers rounds to the weights' dtype; fp32 gives our value."""
+"""Gemma multiplies the embedding by √C, which transformers rounds to the weights' dtype; in fp32 it equals ours."""
 
 _ACTIVATION_ALIASES = {
     "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh", "gelu_accurate": "gelu_pytorch_tanh",
@@ -191,7 +191,7 @@ _ACTIVATION_ALIASES = {
 def activation(
     name: str, choices: Mapping[str, str], absent: str, other_names: Mapping[str, str] = MappingProxyType({})
 ) -> Clause:
-    """The MLP's activation: our name → theirs. One that they do not have is written as the first.
+    """The MLP's activation: our name → theirs. An activation that the architecture lacks is written as the first.
 
     Args:
         other_names: names that this architecture replaces by another one → that one.

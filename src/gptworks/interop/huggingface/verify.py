@@ -208,7 +208,7 @@ def _compare_chats(ours: ChatTemplate | None, theirs: Any) -> None:
     for chat in CHATS:
         try:
             expected = ours.render(chat, add_generation_prompt=True)
-        except UserError:  # the template requires other turns
+        except UserError:  # the template does not accept this order of turns
             continue
         try:
             written = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)

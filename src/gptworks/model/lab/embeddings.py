@@ -54,7 +54,7 @@ class Smear(nn.Module):
 
     @staticmethod
     def cost(s: Shapes) -> Stage:
-        """It saves the embeddings of the tokens before, and the channels that the gate reads."""
+        """Cost: saves the embeddings of the preceding tokens, and the channels that the gate reads."""
         c = s.config
         if not c.smear:
             return Stage("smear")

@@ -78,11 +78,11 @@ def refuse_blind(ranks: Ranks, sees: bool, what: str, rule: str) -> None:
     """Refuse on all ranks, naming those on which `sees` is false.
 
     Args:
-        what: what they do not see.
+        what: the file or folder that a rank may not see.
         rule: what must hold in addition to a shared disk.
 
     Raises:
-        UserError: there is such a rank.
+        UserError: `sees` is false on a rank.
     """
     blind = ranks.all_reduce([float(rank == ranks.rank and not sees) for rank in range(ranks.size)])
     if not any(blind):

@@ -1,4 +1,4 @@
-"""How a model and its batches are divided among devices, and what the devices do together.
+"""Division of a model and its batches among devices, and the devices' collective operations.
 
     ranks = data × tensor    a mesh of two dimensions, tensor the inner one
 
@@ -50,7 +50,7 @@ class StopAsked(Exception):
 
 
 class Parallel:
-    """One device. `ManyDevices` overrides what several do together."""
+    """Training on one device. `ManyDevices` overrides the collective operations."""
 
     layout = ONE_DEVICE
     samples = True
@@ -65,7 +65,7 @@ class Parallel:
         """
         self.compile, self.varying_widths = train.compile, varying_widths
         self.stop_asked: Callable[[], str | None] = lambda: None
-        """The signal that asked this process to stop; an evaluation ends at its next batch."""
+        """Returns the signal that asked this process to stop, or None; an evaluation then ends at its next batch."""
         self.micro_batch_size = train.micro_batch_size
         self._data_rank, self._n_data = 0, 1
 
@@ -112,7 +112,7 @@ class Parallel:
 
     @contextmanager
     def inference_mode(self) -> Iterator[None]:
-        """Inside, the model is used without being trained."""
+        """A context in which the model is used without being trained."""
         yield
 
     def split_batches(self, batches: Iterator[Rows]) -> Iterator[Rows]:
@@ -213,8 +213,8 @@ class ManyDevices(Parallel):
             with torch.autocast(self._mesh.device_type, dtype=torch.bfloat16, enabled=gathered):
                 yield
         finally:
-            for module in _sharded_modules(self.model):  # without a backward pass, what the forward pass does not
-                module.reshard()  # reshard would stay gathered: averaged weights, or those of an earlier step
+            for module in _sharded_modules(self.model):  # without a backward pass, parameters that the forward
+                module.reshard()  # pass keeps gathered would stay so, with averaged or outdated weights
 
     # --------------------------------------------------------------------------------------- gradients
 
@@ -290,8 +290,8 @@ class ManyDevices(Parallel):
     # --------------------------------------------------------------------------------------- evaluation
 
     def split_batches(self, batches: Iterator[Rows]) -> Iterator[Rows]:
-        """Every n-th; a rank without a batch in the last round computes the round's last and counts nothing, because
-        gathering blocks needs all ranks."""
+        """This rank's batches: every n-th. A rank without a batch in the last round computes the round's last one
+        without counting it, because gathering blocks needs all ranks."""
         n, index = self._data.size(), self._data.get_local_rank()
         while turn := list(islice(batches, n)):
             if self._ranks.agree_to_stop(self.stop_asked()):
@@ -313,9 +313,9 @@ def compile_blocks(model: GPT, setting: str, device: torch.device, varying_width
 
 
 def tensor_plan(model: ModelConfig) -> dict[str, ParallelStyle]:
-    """How a block is divided: heads and inner width by columns, projections to the residual stream by rows.
+    """The tensor-parallel plan of a block: heads and inner width split by columns, projections to the stream by rows.
 
-    Products that share an input take it once, so that its gradient is reduced once.
+    Products with a common input share one copy of it, so that its gradient is reduced once.
     """
     gate: dict[str, ParallelStyle] = {"mlp.gate": ColwiseParallel()} if model.gated else {}
     whole = Replicate()

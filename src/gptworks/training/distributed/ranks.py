@@ -115,7 +115,7 @@ def join(timeout_seconds: float, device: torch.device) -> Iterator[Ranks]:
         ranks.leave(_FAILED)
         if gone is None:  # the error is our own
             raise
-        if not gone or not ranks.watch.may_speak():  # another says it
+        if not gone or not ranks.watch.may_speak():  # another rank reports it
             raise SystemExit(RunError.exit_code) from error
         raise RunError(gone) from error
     except BaseException:
@@ -129,7 +129,7 @@ def _is_of_a_collective(error: RuntimeError) -> bool:
 
 
 class _Joined(Ranks):
-    """One process of several."""
+    """One of several processes."""
 
     def __init__(self, timeout_seconds: float, device: torch.device) -> None:
         try:
@@ -221,7 +221,7 @@ def _take_device(device: torch.device, local_rank: int) -> None:
     """Make this rank's device the current one.
 
     Raises:
-        UserError: there is none for it.
+        UserError: the machine has no device for this rank.
     """
     if device.type == "mps":
         raise UserError("device mps serves one process: use train.device=cpu, or start a single process.")
@@ -323,7 +323,7 @@ class _Watch(threading.Thread):
                 self._end(verdict)
 
     def verdict(self) -> str | None:
-        """Why the run must end; None: it need not."""
+        """The reason why the run must end; None if it need not."""
         silent = self._still(self._timeout)
         stuck = time.monotonic() - self._moved_at > self._timeout
         if not silent and not stuck:
@@ -331,8 +331,8 @@ class _Watch(threading.Thread):
         return self._accuse(silent or self._still(3 * self._interval) or self._behind())
 
     def who_is_gone(self) -> str | None:
-        """After a failed collective, the ranks whose heartbeats have stopped, in words; "": a rank has failed and says
-        so itself; None: all are well."""
+        """After a failed collective, a phrase naming the ranks whose heartbeats have stopped; "": a rank has failed and
+        reports it itself; None: all ranks are alive."""
         try:
             deadline = time.monotonic() + 4 * self._interval
             while time.monotonic() < deadline:

@@ -39,15 +39,15 @@ class GradientSums:
             parameter.register_post_accumulate_grad_hook(made)  # type: ignore[no-untyped-call]
 
     def begin(self, timed: Timed) -> None:
-        """Before the last backward pass of a step: from now on, send each bucket once it and all before it are ready.
+        """Call before a step's last backward pass, which then sends each bucket once it and all before it are ready.
 
         Args:
-            timed: the context of waiting for other ranks.
+            timed: context manager that measures the wait for other ranks.
         """
         self._awaited, self._timed = [len(bucket) for bucket in self._buckets], timed
 
     def finish(self) -> None:
-        """After the last backward pass: finish all sums. A gradient that no rank has stays None."""
+        """Finish all sums after the last backward pass. A gradient that no rank has stays None."""
         self._awaited = []
         while self._n_sent < len(self._buckets):
             self._send()

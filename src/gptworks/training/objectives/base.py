@@ -35,7 +35,7 @@ class RunContext:
     """The run that an objective is part of."""
 
     model: GPT
-    """With the weights that training starts from, or resumes with."""
+    """The model, with the weights from which training starts or resumes."""
     engine: Engine
     precision: Precision
     workers: Workers
@@ -61,10 +61,10 @@ class Objective:
 
     @staticmethod
     def check(recipe: Recipe) -> None:
-        """Check what else the objective needs, such as another run or a file, before any work is done.
+        """Check the objective's other inputs, such as a run or a file, before any work is done.
 
         Raises:
-            UserError: it is missing or cannot be used.
+            UserError: an input is missing or cannot be used.
         """
 
     @classmethod
@@ -84,7 +84,7 @@ class Objective:
         self._future_weights = self.recipe.train.future_weights_at(share_done)
 
     def batch(self, position: int, micro_step: int, size: int) -> Batch:
-        """As `Samples.batch`, with what else the loss needs."""
+        """The batch of `Samples.batch`, with the additional tensors that the loss needs."""
         return self.samples.batch(position, micro_step, size)
 
     def generate(self, position: int, asked: StepBatches) -> StepBatches:

@@ -21,7 +21,7 @@ from gptworks.training.objectives.base import Objective, RunContext
 from gptworks.training.objectives.next_token import Batch, Losses, LossFunction, Routing, counted, with_routing
 
 TEACHER = "teacher.json"
-"""In the run folder: which checkpoint of the teacher the run learns from."""
+"""The run folder's file that names the teacher's checkpoint."""
 
 
 def distillation(

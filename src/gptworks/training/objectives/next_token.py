@@ -22,7 +22,7 @@ class StepBatches(NamedTuple):
     """The micro-batches of a step."""
 
     numbers: range
-    """This rank's, by their number within the step."""
+    """Numbers of this rank's batches within the step."""
     rows: list[Batch]
     n_targets: int
     n_tokens: int
@@ -39,7 +39,7 @@ class Losses:
     expert_tokens: Tensor | None = None
     """Tokens that each expert of each layer got, int64 [L, E]."""
     figures: dict[str, Tensor] = field(default_factory=dict)
-    """Other sums, whose means are reported by name."""
+    """Additional sums, whose means are reported by name."""
     counts: dict[str, Tensor] = field(default_factory=dict)
     """The number of terms of such a sum, if that is not the batch's targets."""
 
@@ -53,7 +53,7 @@ class Routing:
 
     @classmethod
     def of(cls, train: TrainConfig) -> Self:
-        """As the recipe sets them."""
+        """The values that the recipe sets."""
         return cls(train.router_balance_weight, train.router_z_weight)
 
 

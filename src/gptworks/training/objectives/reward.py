@@ -371,7 +371,7 @@ class Reward(Objective):
 
 @contextmanager
 def without_adapter(model: GPT) -> Iterator[None]:
-    """Inside, the model computes without its adapter."""
+    """A context in which the model computes without its adapter."""
     adapters = [module for module in model.modules() if isinstance(module, LowRank)]
     factors = [module.factor for module in adapters]
     for module in adapters:

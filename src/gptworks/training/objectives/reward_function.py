@@ -12,7 +12,7 @@ from gptworks.errors import RunError, UserError
 from gptworks.files import read_regular, write_whole
 
 REWARD_FILE = "reward.py"
-"""In the run folder: the file with the reward function, as it was when the run began."""
+"""The run folder's copy of the file with the reward function, from the start of the run."""
 
 RewardFunction = Callable[..., float]
 """Called as function(completion, prompt=..., answer=...), all text; `answer` is the conversation's own."""

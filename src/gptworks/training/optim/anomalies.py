@@ -40,7 +40,7 @@ class GradientEstimate:
 
 
 def anomaly(train: TrainConfig, estimate: GradientEstimate, loss: float, norm: float) -> str | None:
-    """Why a step with this loss and gradient norm must be skipped; None: it need not."""
+    """The reason why a step with this loss and gradient norm must be skipped; None if it need not."""
     if not math.isfinite(loss):
         return "its loss is not finite"
     if not math.isfinite(norm):

@@ -61,7 +61,7 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the model has the averaged weights; without an average, its own."""
+        """A context in which the model has the averaged weights; without an average, its own."""
         own = {name: self.parameters[name].detach().clone() for name in self.tensors}
         self._set(self.tensors)
         try:

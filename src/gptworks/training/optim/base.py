@@ -48,7 +48,7 @@ def decay(weights: Tensor, update: Tensor, amount: float, cautious: bool) -> Non
     """Multiply weights by 1 - `amount`, before their update.
 
     Args:
-        update: what the rate is multiplied by and the weights lose, of their shape.
+        update: the tensor that, times the rate, is subtracted from the weights; of their shape.
         amount: the rate times the decay.
     """
     if cautious:

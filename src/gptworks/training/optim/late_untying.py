@@ -25,7 +25,7 @@ class LateUntying:
         self._model, self._optimizer, self._steps = model, optimizer, untie_after_steps
 
     def begin(self, step: int, average: WeightAverage) -> None:
-        """Before optimizer step number `step`, from 0."""
+        """Called before optimizer step number `step`, from 0."""
         if not self._steps:
             return
         if step == self._steps:
@@ -34,7 +34,7 @@ class LateUntying:
         self._model.head_is_embedding = step < self._steps
 
     def before_saving(self, average: WeightAverage) -> None:
-        """Make the head's matrix equal to what the model computes with."""
+        """Make the head's matrix equal to the one that the model computes with."""
         if self._model.head_is_embedding:
             self._copy(average)
 

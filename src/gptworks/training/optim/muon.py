@@ -72,7 +72,7 @@ class Muon(torch.optim.Muon):
                 self._turn(turn, group)
 
     def _turn(self, turn: tuple[list[nn.Parameter] | None, ...], group: dict[str, Any]) -> None:
-        """Update one batch of each rank, None: it has no more. A rank holds its own updates and those of one other."""
+        """Update one batch of each rank (None: it has no more). A rank holds its own updates and one other rank's."""
         mine = turn[self._rank]
         updates = None if mine is None else self._updates(mine, group)
         for rank, matrices in enumerate(turn):
@@ -102,7 +102,7 @@ class Muon(torch.optim.Muon):
         if (library := muon_library([*gradients, *momenta])) is not None:
             return muon_updates(library, gradients, momenta, group["momentum"], self._polynomials, group["eps"])
         updates = orthogonalized(directions(gradients, momenta, group["momentum"]), self._polynomials, group["eps"])
-        return updates if self._replicas is None else updates.contiguous()  # as they are sent
+        return updates if self._replicas is None else updates.contiguous()  # collectives need contiguous tensors
 
     def _apply(self, matrices: list[nn.Parameter], updates: Tensor, group: dict[str, Any]) -> None:
         rows, columns = matrices[0].shape

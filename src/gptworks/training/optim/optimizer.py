@@ -108,7 +108,7 @@ class Optimizer:
         return expected
 
     def copy_state(self, source: str, target: str) -> None:
-        """Give a parameter the state of another of its shape, by their names."""
+        """Copy a parameter's optimizer state to another parameter of the same shape, by their names."""
         for optimizer, names in self._optimizers.values():
             if source in names and target in names:
                 state = optimizer.state[self.parameters[source]]

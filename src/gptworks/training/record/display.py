@@ -68,7 +68,7 @@ class Display:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def line(self, text: str) -> None:
-        """Print the progress where there is no terminal."""
+        """Print the progress as a line, if the output is not a terminal."""
         self.message(text)
 
     def validation(self, step: int, loss: float, note: str) -> None:
@@ -86,7 +86,7 @@ class Display:
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """Inside, the line names what the run is doing, once that takes long."""
+        """A context in which the progress line names the activity `what`, once it takes long."""
         self._doing, self._since = what, time.monotonic()
         try:
             yield

@@ -23,12 +23,12 @@ class LayerNorms(Listener):
         step.by_layer = self.finish()
 
     def begin(self, step: int) -> None:
-        """Before a step's forward passes: watch them if the step will be reported."""
+        """Call before a step's forward passes: watches them if the step will be reported."""
         self._model.watched = [] if (step + 1) % self._every == 0 else None
 
     def finish(self) -> dict[str, Any]:
-        """After the backward passes, for metrics.jsonl: root mean squares of the blocks' last outputs in this rank's
-        first micro-batch, and the norms of the whole step's gradients; nothing where the step was not watched."""
+        """Figures for metrics.jsonl, after the backward passes: root mean squares of the blocks' last outputs in this
+        rank's first micro-batch, and the norms of the whole step's gradients; empty if the step was not watched."""
         outputs, self._model.watched = self._model.watched, None
         if not outputs:
             return {}

@@ -91,7 +91,7 @@ class Skipped:
     """Lines of a log that are not records."""
 
     reasons: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """By reason: the number of lines, and the first one's."""
+    """Number of skipped lines, and the number of the first one, by reason."""
 
     def add(self, reason: str, line: int) -> None:
         count, first = self.reasons.get(reason, (0, line))
@@ -121,7 +121,7 @@ def read_metrics(path: Path, skipped: Skipped | None = None) -> Iterator[Record]
     """
     reader = MetricsReader(path, skipped)
     if path.exists():
-        open_log_file(path).close()  # raises an error for what is not a file
+        open_log_file(path).close()  # raises an error for anything but a regular file
     while not reader.at_end:
         for _, record in reader.read():
             yield record
@@ -152,7 +152,7 @@ class MetricsReader:
         self._inode: int | None = None
 
     def read(self) -> list[tuple[int, Record]]:
-        """The records of the next 256 KiB, each with the offset of its line; none without a file."""
+        """The records of the next 256 KiB, each with the offset of its line; empty without a file."""
         if not self.path.is_file():
             self.at_end = True
             return []
@@ -185,12 +185,12 @@ class MetricsReader:
         return self._offset - len(self._rest)
 
     def finish(self) -> None:
-        """Count a line that was cut short: nothing more will be written."""
+        """Count a truncated last line as skipped, because the log will not grow any more."""
         if self._rest or self._is_too_long:
             self._finished(self._rest)
 
     def continues(self) -> bool:
-        """Whether the file still begins with what was read; if not, a new reader must read it."""
+        """Whether the file still begins with the bytes already read; if not, a new reader must read it."""
         if not self.path.is_file():
             return self._offset == 0
         with open_log_file(self.path) as file:
@@ -216,7 +216,7 @@ class MetricsReader:
 
 
 def read_record(path: Path, offset: int) -> Record | None:
-    """The record whose line begins at an offset; None: there is none."""
+    """The record whose line begins at an offset; None if no record does."""
     with open_log_file(path) as file:
         file.seek(offset)
         record = _parsed(file.readline(_MOST_LINE_BYTES))
@@ -274,7 +274,7 @@ def last_step(path: Path) -> int:
 
 
 def _parsed(line: bytes) -> Record | str:
-    """The record of a line; or why it is not one, in words that follow a number of lines."""
+    """The record of a line, or the reason why it is not one, worded to follow a number of lines."""
     try:
         record = from_json(line)
     except ValueError:
@@ -320,7 +320,7 @@ _NEEDED: dict[str, dict[str, Callable[[Any], bool]]] = {
 
 
 def _fault(record: Any) -> str | None:
-    """Why this is not a record, in words that follow a number of lines; None: it is one."""
+    """The reason why this is not a record, worded to follow a number of lines; None if it is one."""
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
         return "without a kind"
     if not _is_count(record.get("step")):

@@ -37,7 +37,7 @@ class RunOutcome(BaseModel):
 
 
 def read_outcome(run_dir: Path) -> RunOutcome | str:
-    """How the run in a folder last ended, or why that is unknown."""
+    """The last outcome of the run in a folder, or the reason why it is unknown."""
     path = run_dir / FILE
     try:
         if path.stat().st_size > _MOST_BYTES:

@@ -27,7 +27,7 @@ DESCRIBED_EVERY_SECONDS = 60.0
 """Least time between updates of curves.svg and the card; the first evaluation and the end always update them."""
 
 PACE_KNOWN_SECONDS = 10.0
-"""After this time, a session shows when it will end, unless it is nearly done."""
+"""Seconds after which a session shows when it will end, unless it is nearly done."""
 
 
 class Reporter(Listener):
@@ -71,7 +71,7 @@ class Reporter(Listener):
         self._started = time.monotonic(), self.length.share_done(progress)
 
     def _epochs(self, progress: Progress) -> str:
-        """How often the run reads its text; empty if its length in steps is unknown."""
+        """A phrase with the number of passes over the text; empty if the number of steps is unknown."""
         steps, objective = self.length.total_steps(progress), self.recipe.objective
         if steps is None:
             return ""

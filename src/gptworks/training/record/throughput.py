@@ -28,7 +28,7 @@ class Pace:
 
     @property
     def record(self) -> dict[str, float]:
-        """Its figures for metrics.jsonl."""
+        """The throughput's figures for metrics.jsonl."""
         known = {} if self.utilization is None else {"utilization": round(self.utilization, 4)}
         return {
             "tokens_per_second": round(self.tokens_per_second, 1),

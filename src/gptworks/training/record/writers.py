@@ -1,4 +1,4 @@
-"""Other programs that show a run, fed from the records of metrics.jsonl and from nothing else."""
+"""Writers for other programs that show a run. They receive only the records of metrics.jsonl."""
 
 import contextlib
 import os
@@ -69,7 +69,7 @@ class TensorBoard:
             self._events.add_text(name, f"```\n{text}\n```", record["step"])
 
     def close(self) -> None:
-        """Write what is buffered."""
+        """Write the buffered records."""
         self._events.close()
 
 
@@ -102,7 +102,7 @@ class WeightsAndBiases:
                 resume="allow",
                 settings={"quiet": True},
             )
-        self._first_step: int = self._run.step  # 0 for a new run; else the one after those that the server has
+        self._first_step: int = self._run.step  # 0 for a new run, else the server's last number plus 1
 
     def write(self, record: Record) -> None:
         """Send a record; those of one step become one point."""

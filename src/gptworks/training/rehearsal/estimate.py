@@ -71,8 +71,8 @@ def with_what_is_prepared(recipe: Recipe) -> tuple[Recipe, Prepared | None]:
 
 
 def _with_data(recipe: Recipe) -> tuple[Recipe, DataSize, AnswerPairs | None]:
-    """The recipe with its vocabulary where that is known; the size of its data, exact where it is prepared; and its
-    pairs of answers, if it has such and they are prepared."""
+    """The recipe with its vocabulary, if known; the size of its data, exact if prepared; and its pairs of answers, if
+    they exist and are prepared."""
     recipe, prepared = with_what_is_prepared(recipe)
     if prepared is None:
         size = data_size(recipe)

@@ -1,6 +1,6 @@
 """The memory of a training step's tensors, counted during the step, to compare with the plan.
 
-The growth of the process is another figure: it includes freed memory that the allocator keeps, torch's code, and files.
+The growth of the process is larger: it includes freed memory that the allocator keeps, torch's code, and files.
 """
 
 from collections.abc import Iterator, Sequence
