@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 import hf
 from gptworks.checkpoint import load_run
 from gptworks.config import ModelConfig
-from gptworks.errors import UserError
+from gptworks.errors import RunError, UserError
 from gptworks.infer.engine import load
 from gptworks.infer.speculate import PromptLookup
 from gptworks.interop.huggingface import export_huggingface, import_huggingface
+from gptworks.interop.huggingface.adapt import adapt_weights
 from gptworks.interop.huggingface.architectures import FAMILIES
 from gptworks.interop.huggingface.choice import choose_family
 from gptworks.interop.huggingface.exporting import write_tensors
@@ -412,6 +413,20 @@ def test_several_files_are_read_and_written(tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == sum(4 * p.numel() for p in model.parameters())
     again = t.AutoModelForCausalLM.from_pretrained(out)
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), theirs.parameters(), strict=True))
+
+
+def test_rounded_weights_of_another_function_are_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(family: Any, config: Any, adapted: Any, tensors: Any) -> Any:
+        weights, changes = adapt_weights(family, config, adapted, tensors)
+        return {name: 2 * x if name.endswith("query_norm.weight") else x for name, x in weights.items()}, changes
+
+    config = ModelConfig(vocab_size=hf.VOCABULARY, context_length=64, n_layers=2, d_model=32, n_heads=4)
+    run = hf.make_run(tmp_path / "run", hf.random_model(config))
+    export_huggingface(run, tmp_path / "right", precision="bf16")
+    monkeypatch.setattr("gptworks.interop.huggingface.exporting.adapt_weights", wrong)
+    with pytest.raises(RunError, match="another function"):
+        export_huggingface(run, tmp_path / "out", precision="bf16")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,14 @@ from gptworks.chat_template import (
 from gptworks.checkpoint import Report, load_run
 from gptworks.choices import ExportPrecision
 from gptworks.config import ModelConfig
-from gptworks.errors import UserError
+from gptworks.errors import RunError, UserError
 from gptworks.files import check_free, new_folder, write_whole
 from gptworks.interop.huggingface.adapt import adapt_weights
 from gptworks.interop.huggingface.card import write_card
 from gptworks.interop.huggingface.choice import choose_family
 from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.original import Original, read_original
-from gptworks.interop.huggingface.verify import Verification, require, verify_folder
+from gptworks.interop.huggingface.verify import Verification, logit_bound, require, verify_folder
 from gptworks.interop.left_out import leave_out_heads
 from gptworks.interop.tensors import our_tensors, their_tensors
 from gptworks.model import GPT
@@ -107,6 +107,7 @@ def export_huggingface(
             report("comparing it with the run in transformers")
             reference = loaded.model
             if precision != "fp32":
+                _check_adapted(loaded.model, model_of(adapted, weights))
                 reference = model_of(adapted, our_tensors(family.places, adapted, theirs))
             verification = verify_folder(
                 aside, reference, tokenizer, loaded.recipe.train.sample_prompts, template, original
@@ -124,6 +125,21 @@ def model_of(config: ModelConfig, tensors: Mapping[str, Tensor]) -> GPT:
     model.load_state_dict(tensors, assign=True)
     model.reset_tables(torch.device("cpu"))
     return model.eval()
+
+
+@torch.no_grad()
+def _check_adapted(ours: GPT, adapted: GPT) -> None:
+    """Compare our model before and after `adapt_weights`, both in fp32: the folder is compared only with the latter.
+
+    Raises:
+        RunError: they differ.
+    """
+    tokens = torch.randint(
+        ours.config.vocab_size, (1, min(64, adapted.config.context_length)), generator=torch.Generator().manual_seed(0)
+    )
+    before, after = ours(tokens), adapted(tokens)
+    if not (apart := (before - after).abs().max().item()) <= logit_bound(before.abs().max().item()):
+        raise RunError(f"the weights for the export compute another function: a logit differs by {apart:.2e}.")
 
 
 def _rounded(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
