@@ -121,6 +121,17 @@ def test_constraints_that_mean_nothing_are_refused(settings: dict[str, Any], mes
         engine(CHARACTERS).pieces("x", **settings)
 
 
+def test_what_llguidance_gives_up_on_is_said_with_a_fix() -> None:
+    patterns = [{"pattern": f"^(.*{character}){{2}}.*$"} for character in "abcdefghi"]
+    with pytest.raises(UserError, match=r"too many patterns must hold at once\. Write fewer of them"):
+        engine(CHARACTERS).pieces("x", json_schema={"type": "string", "allOf": patterns})
+    constraint = Constraints(CHARACTERS).grammar(SamplingSettings(regex="(.*a.{0,9000}b){0,9000}")).begin()
+    with pytest.raises(UserError, match=r"^the constraint failed: lexer error: [a-z ]*\. Use a simpler one\.$"):
+        for character in "ab" * 2000:
+            constraint.allowed()
+            constraint.push(CHARACTERS.encode(character).ids[0])
+
+
 def test_words_joined_by_spaces_are_refused() -> None:
     tokenizer = train_tokenizer(WordTokenizer(type="word", vocab_size=20), ["the king said no"])
     with pytest.raises(UserError, match="spell text by themselves"):

@@ -12,6 +12,8 @@ Encode = Callable[[str], list[int]]
 
 MAX_LEXER_STATES = 20_000
 """Lexer states of one text; each takes 1 to 2 kB."""
+MAX_REASON = 300
+"""Characters of llguidance's error that are shown: it may repeat all of a pattern."""
 
 
 class Vocabulary:
@@ -70,15 +72,18 @@ def compile_grammar(tokenizer: Any, grammar: str) -> Any:
         probe = matcher.deep_copy()
         probe.compute_bitmask()
     if probe.is_error():
-        raise ValueError(_reason(probe.get_error()))
+        raise ValueError(reason_of(probe.get_error()))
     return matcher
 
 
-def _reason(error: str) -> str:
+def reason_of(error: str) -> str:
     """llguidance's error in a line."""
     if "NoExtensionBias" in error:
         return "no text satisfies it"
-    return " ".join(error.replace("<non-verbose/>", "").split())
+    if "Unable to determine if regex is empty" in error:
+        return "too many patterns must hold at once. Write fewer of them, or one that says the same"
+    line = " ".join(error.replace("<non-verbose/>", "").split())
+    return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]} …"
 
 
 def _prepare(setup: Any) -> Answer:

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders
 from torch import Tensor
 
 from gptworks.confined import Confined, Exceeded, Limits, Refused, Task
-from gptworks.confined.grammar import compile_grammar, read_tokenizer
+from gptworks.confined.grammar import compile_grammar, read_tokenizer, reason_of
 from gptworks.errors import UserError, not_installed
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.scheduler import QueueFull
@@ -73,8 +73,8 @@ class Constraint:
         bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
         mask = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten()[: self._n_tokens].bool()
         if self._matcher.is_error() or not mask.any():
-            reason = " ".join(self._matcher.get_error().split()) or "no token of this tokenizer may come next."
-            raise UserError(f"the constraint failed: {reason}")
+            reason = reason_of(self._matcher.get_error()) or "no token of this tokenizer may come next"
+            raise UserError(f"the constraint failed: {reason.removesuffix('.')}. Use a simpler one.")
         self._seconds_left += _MASK_SECONDS_PER_TOKEN - (time.thread_time() - began)
         if self._seconds_left < 0:
             raise UserError("the constraint failed: finding the next tokens takes too long. Use a simpler one.")
@@ -84,7 +84,7 @@ class Constraint:
     def push(self, token: int) -> bool:
         """Add a token; returns whether the text is complete, so that no token may follow."""
         if not self._matcher.consume_token(token):
-            raise UserError(f"the constraint failed: {self._matcher.get_error()}")
+            raise UserError(f"the constraint failed: {reason_of(self._matcher.get_error())}")
         return bool(self._matcher.is_stopped())
 
     def accepts(self, tokens: list[int]) -> int:
