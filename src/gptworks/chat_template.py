@@ -249,7 +249,7 @@ def load_chat_template(tokenizer_folder: Path, tokenizer: Tokenizer) -> ChatTemp
     """The template in a run's tokenizer folder, or None.
 
     Raises:
-        UserError: it does not compile.
+        UserError: the template does not compile.
     """
     file = tokenizer_folder / TEMPLATE_FILE
     if not file.exists():

@@ -228,7 +228,7 @@ def save_checkpoint(
     """Write `checkpoints/step-<step>`, or without optimizer_tensors `weights-<step>`, completely or not at all.
 
     Raises:
-        RunError: it could not be written; earlier checkpoints are unchanged and no partial one is left.
+        RunError: the checkpoint could not be written; earlier ones are unchanged and no partial one is left.
     """
     parent = run_dir / "checkpoints"
     final = parent / f"{'weights' if optimizer_tensors is None else 'step'}-{step:06d}"

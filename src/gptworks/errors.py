@@ -45,7 +45,7 @@ def refuse_unused(because: str, **options: Any) -> None:
         options: the values by parameter name; false or None means not given.
 
     Raises:
-        UserError: one was given; names it.
+        UserError: an option was given; the message names it.
     """
     for name, value in options.items():
         if value is not None and value is not False:

@@ -139,7 +139,7 @@ def recipe_text(path: str | PathLike[str]) -> tuple[Path, str]:
     """The path and text of a recipe: a file, a run folder, a shipped name or a pipe.
 
     Raises:
-        UserError: it does not exist, or cannot be read.
+        UserError: the file does not exist, or cannot be read.
     """
     path = Path(path)
     if path.as_posix() in shipped_paths() and not path.exists():

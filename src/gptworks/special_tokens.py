@@ -65,7 +65,7 @@ class SpecialTokens:
     bos: int | None
     eos: int | None
     unk: int | None
-    """Replaces text that the tokenizer does not know; None: it knows every text."""
+    """The token for text that the tokenizer does not know; None if it knows every text."""
     pad: int | None
     separator: bool
     """Whether `eos` separates documents, like GPT-2's `<|endoftext|>`: it is also bos, or there is no bos, and nothing
@@ -200,7 +200,7 @@ def _some(token: int | None) -> tuple[int, ...]:
 
 
 def read_stated(folder: Path, tokenizer: Tokenizer) -> Stated | None:
-    """The special tokens that a folder states; None: none, or those that `by_name` finds.
+    """The special tokens that a folder states; None if it states none, or only those that `by_name` finds.
 
     Raises:
         UserError: a file is not readable JSON, or a value has a wrong type.

@@ -53,8 +53,8 @@ _SOCKET_CALLS = ((41, 198), (53, 199))
 _FAMILIES = (1, 2, 10, 16)
 """AF_UNIX, AF_INET, AF_INET6, AF_NETLINK."""
 _FIRST_NEW_CALL = 424
-"""From here on the numbers are the same on every architecture. The C library has fallbacks for these calls. On x86_64
-the highest numbers are another ABI for older calls."""
+"""The first system call refused as too new: its number and all above are equal on every architecture. The C library has
+fallbacks for these calls. On x86_64 the highest numbers are another ABI for older calls."""
 _KEYCTL, _JOIN_SESSION_KEYRING = (250, 219), 1
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 """BPF instructions: load a word of the call, jump if it is equal, jump if it is at least, return a verdict."""

@@ -135,8 +135,7 @@ class Batches:
         return np.array([self.start(epoch, window) for epoch, window in places], dtype=np.int64)
 
     def items(self, samples: Int64s) -> tuple[Int64s, Int64s]:
-        """For each sample [n] the epoch of its dataset [n], and the number [n] of its window among those of all
-        datasets."""
+        """The epoch of each sample's dataset [n], and its window's number among the windows of all datasets [n]."""
         datasets, numbers = self._shares.draw(samples)
         epochs, found = np.empty_like(samples), np.empty_like(samples)
         for dataset in np.unique(datasets).tolist():

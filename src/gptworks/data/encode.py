@@ -1,5 +1,5 @@
-"""From text to tokens, in worker processes if there is enough text. The order of the results does not depend on
-them."""
+"""Encodes text to tokens, in worker processes if there is enough text. The order of the results does not depend
+on the processes."""
 
 import multiprocessing
 import os

@@ -102,7 +102,7 @@ def members_of(recipe: AnyRecipe, made: Made, trained: Callable[[AnyRecipe], Pat
 
     Args:
         made: returns the dataset of a recipe without a mixture; None: it is not built.
-        trained: returns the folder of the tokenizer that is trained on the text of all datasets; None: there is none.
+        trained: returns the folder of the tokenizer that is trained on the text of all datasets; None if not trained.
 
     Raises:
         UserError: a folder is not a dataset, or the datasets have different tokenizers.
@@ -149,7 +149,7 @@ def mixed(members: Sequence[Member], cache_dir: Path) -> Prepared:
     """The members in one folder: their own if it holds exactly them, else one in `cache_dir`.
 
     Raises:
-        UserError: they have different tokenizers.
+        UserError: the datasets have different tokenizers.
         RunError: the disk is full, fails or refuses.
     """
     if (found := find_mixed(members, cache_dir)) is not None:

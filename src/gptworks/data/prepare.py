@@ -80,7 +80,7 @@ def build_part(
     after the contents of its folder `jobs` were copied from the others.
 
     Raises:
-        UserError, RunError: as `prepare`; or there is no such part.
+        UserError, RunError: as `prepare`; UserError also if K is not from 1 to N.
     """
     if not 1 <= k <= n:
         raise UserError(f"part {k}/{n}: K goes from 1 to N, such as 1/{max(n, 1)}.")

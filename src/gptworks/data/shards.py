@@ -85,7 +85,7 @@ class Origin(Section):
     shape: str
     records: int
     unread: dict[str, tuple[int, int]] = Field(default_factory=dict)
-    """For each key of records (`tools`) and turns (`turn.name`) that has a meaning and was not read: the number of
+    """Keys of records (`tools`) and turns (`turn.name`) that have a meaning but were not read, each with the number of
     records that have it, and the first of them."""
 
 

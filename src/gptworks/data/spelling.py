@@ -57,7 +57,7 @@ class Spelling:
         """The bytes to search for a phrase, which is normalized like the tokenizer's text.
 
         Raises:
-            UserError: it is empty or too long, or the tokenizer does not know all of it.
+            UserError: the phrase is empty or too long, or has characters that the tokenizer does not know.
         """
         try:
             size = len(phrase.encode("utf-8"))

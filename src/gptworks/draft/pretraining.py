@@ -214,7 +214,7 @@ class Search:
         """The candidate with a measured step.
 
         Raises:
-            UserError: it does not fit in memory.
+            UserError: the candidate does not fit in memory.
         """
         plan = candidate.plan
         if not plan.fits:

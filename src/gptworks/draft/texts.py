@@ -150,7 +150,7 @@ def look_at(path: Path) -> Texts:
     """The texts of a file, or of a folder and all folders inside it.
 
     Raises:
-        UserError: there is no text, too little of it, or a file that is not UTF-8 text.
+        UserError: `path` has no text or too little, or a file that is not UTF-8 text.
     """
     if not path.exists():
         raise UserError(f"{path}: no such file or folder. Give a folder of texts, or one file.")

@@ -31,7 +31,7 @@ def interval(statistics: Floats, figure: Figure) -> Interval:
 
 
 def paired_difference(first: Floats, second: Floats, figure: Figure) -> Interval:
-    """The figure of `second` less that of `first`, for the same items [N, S] each: both are resampled alike."""
+    """The figure of `second` less that of `first`, for the same items [N, S] each: both use the same resamples."""
     assert first.shape == second.shape
     width = first.shape[1]
 

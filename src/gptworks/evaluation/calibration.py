@@ -55,13 +55,13 @@ class Calibration:
 
 
 def measure_calibration(model: GPT, windows: Iterable[tuple[Tensor, Tensor]], n_bins: int = 15) -> Calibration:
-    """Compare the probability of the likeliest next token with how often it comes (Guo et al., 2017), in equal bins.
+    """Compare the probability of the likeliest next token with its frequency (Guo et al., 2017), in equal bins.
 
     Args:
         windows: pairs (inputs, targets) as for `evaluate_loss`; targets of −100 are not counted.
 
     Raises:
-        UserError: there is nothing to count.
+        UserError: the text has no target to count.
     """
     rows = []
     with eval_mode(model), torch.inference_mode():

@@ -1,4 +1,4 @@
-"""How far one model's predictions are from another's, on the same text."""
+"""The divergence of two models' predictions on the same text."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ def measure_divergence(
         progress: called after each batch with the tokens compared so far.
 
     Raises:
-        UserError: there is nothing to count.
+        UserError: the text has no target to count.
     """
     sums = torch.zeros(4, dtype=torch.float64)  # nats of the model, of the reference, divergence, agreements
     n_tokens = 0

@@ -76,7 +76,7 @@ class EvaluatedRun:
         """The run's own text: the shards that it was trained on if they still exist, else its recipe's text.
 
         Raises:
-            UserError: the run was imported and has none; the text is not there; or its tokens are not the model's.
+            UserError: the run was imported without data; the data is missing; or its tokens are not the model's.
         """
         found, was_trained = None, self._own_text and bool(self._trained_on)
         if was_trained:

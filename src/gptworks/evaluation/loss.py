@@ -87,7 +87,7 @@ def evaluate_loss(
         workers: the processes that divide the work; None: this one does it all.
 
     Raises:
-        UserError: there is nothing to count.
+        UserError: the text has no target to count.
     """
     total_nats, n_tokens = 0.0, 0
     batches = batches_of(windows)

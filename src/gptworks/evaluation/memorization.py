@@ -119,7 +119,7 @@ def _window_losses(model: GPT, tokens: Tokens) -> Floats:
 def find_copied(
     training: Tokens, texts: Sequence[Int64s], sizes: Sequence[int] = SIZES, index: SearchIndex | None = None
 ) -> Copied:
-    """For each n and each text [T], which of its n-grams [T − n + 1] occur in the training tokens.
+    """Flags by n for each text [T]: whether each of its n-grams [T − n + 1] occurs in the training tokens.
 
     One pass over the training text: the hash of an n-gram is made of those of its halves, and n-grams of equal hash are
     compared token by token, so the answer is exact.

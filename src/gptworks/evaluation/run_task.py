@@ -80,7 +80,7 @@ class Asked:
         """The text and the tokens before an answer, with as many shots as leave `room` tokens.
 
         Raises:
-            UserError: it does not fit even without shots.
+            UserError: the item does not fit even without shots.
         """
         n_shots = self.task.settings.shots
         for n in range(n_shots, -1, -1):

@@ -95,7 +95,7 @@ def check_public(url: str) -> None:
     """Check an address before any request.
 
     Raises:
-        UserError: it is not https (see `check_url`), or its host is not public.
+        UserError: the address is not https (see `check_url`), or its host is not public.
     """
     host = check_url(url, "public").hostname or ""
     try:
@@ -265,7 +265,7 @@ def _within(seconds: float, connection: "_Connection") -> Iterator[None]:
     """End a connection whose server takes longer, even if it sends something now and then.
 
     Raises:
-        TimeoutError: it took longer.
+        TimeoutError: the block took longer.
     """
     late = threading.Event()
 

@@ -99,7 +99,7 @@ class Admission:
         Warns (UserWarning) of characters or words that the tokenizer does not know.
 
         Raises:
-            UserError: it has no tokens, or ids outside the vocabulary.
+            UserError: the prompt has no tokens, or ids outside the vocabulary.
         """
         if not isinstance(prompt, str):
             self._check_ids("the prompt", prompt)

@@ -67,7 +67,7 @@ class Statistics:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted share of the draft tokens; None: there were none."""
+        """Accepted share of the draft tokens; None without draft tokens."""
         return self.accepted_tokens / self.draft_tokens if self.draft_tokens else None
 
 
@@ -141,7 +141,7 @@ class Request:
             raise ListenerFailed(f"the reader of a request failed: {type(error).__name__}: {error}") from error
 
     def fail(self, error: Exception) -> None:
-        """For the engine: the request has failed. If its listener raises an error, that is only logged."""
+        """For the engine: end the request with an error. If its listener raises an error, that is only logged."""
         self.error = error
         if self._listener is not None:
             try:
@@ -150,7 +150,7 @@ class Request:
                 _LOG.error("the reader of a request that failed raised an error itself", exc_info=raised)
 
     def close(self) -> None:
-        """For the engine: the request has ended."""
+        """For the engine: mark the request as ended."""
         self.done, self.first_logits = True, None
 
     def first_job(self, room: Room) -> Job:

@@ -1,4 +1,4 @@
-"""From logits to tokens, for many texts at once, each with its own settings and random numbers.
+"""Sampling of tokens from logits, for many texts at once, each with its own settings and random numbers.
 
     logits ─► bias, penalties, bans ─► greedy: the likeliest
                                     └► temperature ─► top-k ─► top-p ─► min-p ─► draw
@@ -222,7 +222,7 @@ def pick(
     shares: Sequence[float],
     processed: dict[int, TokenLogprob] | None = None,
 ) -> list[int]:
-    """For each row [B, V], the token at which the cumulative probability, after temperature and filters, reaches a
+    """The token of each row [B, V] at which the cumulative probability, after temperature and filters, reaches a
     share in (0, 1]. Probabilities are summed in the order of token ids.
 
     processed: see `sample`.

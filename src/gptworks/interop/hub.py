@@ -44,7 +44,7 @@ class Fetched:
 
 
 def find_model(place: str, report: Report = lambda _: None) -> Fetched:
-    """The folder `place`; if there is none and it has the form `ORG/NAME[@revision]`, that model from the hub.
+    """The folder `place`, or, if no such folder exists, the model `ORG/NAME[@revision]` from the hub.
 
     Only settings, tokenizer, chat template and safetensors are fetched, weights last, so that an unsupported model is
     refused before its weights are fetched.

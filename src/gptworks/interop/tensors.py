@@ -43,7 +43,7 @@ def _split_heads(whole: Tensor, config: ModelConfig) -> Sequence[Tensor]:
 
 PLAIN = Layout(lambda parts, _: parts[0], lambda whole, _: [whole])
 LESS_ONE = Layout(lambda parts, _: parts[0] - 1, lambda whole, _: [whole + 1])
-"""Gemma's norms multiply by 1 + w. In fp32 the sum equals that of transformers bit for bit."""
+"""Gemma's norms multiply by 1 + w. In fp32 the sum equals transformers' bit for bit."""
 TRANSPOSED = Layout(lambda parts, _: _swapped(parts[0]), lambda whole, _: [_swapped(whole)])
 """GPT-2 keeps its matrices as [in, out]."""
 TRANSPOSED_THIRDS = Layout(lambda parts, _: _swapped(torch.cat(list(parts))), lambda whole, _: _swapped(whole).chunk(3))

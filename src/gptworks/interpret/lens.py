@@ -27,7 +27,7 @@ class Guess:
 
 
 def logit_lens(model: GPT, recording: Recording, tokens: Sequence[int], n_top: int = 5) -> list[list[Guess]]:
-    """For the embedding and for each block, the guess at each recorded position: [L + 1][R].
+    """Guesses after the embedding and after each block, at each recorded position: [L + 1][R].
 
     Args:
         tokens: for each recorded position, the token whose probability is asked for, such as the one that follows.

@@ -25,7 +25,7 @@ class NGram:
     n_followed: int
     """Number of times that the token follows them: the n-gram's count."""
     next_tokens: tuple[tuple[int, int], ...]
-    """The most frequent tokens after them, and how often each comes."""
+    """The most frequent next tokens, each with its number of occurrences."""
 
 
 @dataclass(frozen=True)

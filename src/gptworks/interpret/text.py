@@ -63,7 +63,7 @@ class TokenizedText:
         """A document of a split, by its number from 0; of a longer one, the first MOST_TOKENS tokens.
 
         Raises:
-            UserError: there is no such document, or it has one token.
+            UserError: the document does not exist, or has one token.
         """
         starts = shards.document_starts()
         if not 0 <= number < len(starts):
@@ -82,7 +82,7 @@ class TokenizedText:
         into exactly these tokens.
 
         Raises:
-            UserError: there are too many tokens.
+            UserError: `ids` has too many tokens.
         """
         _check_length(len(ids))
         given = np.array(ids, dtype=np.int64)
@@ -97,7 +97,7 @@ class TokenizedText:
         """The loss of each token [T], in nats, as `evaluate --text` counts it. The first is not predicted: NaN.
 
         Raises:
-            UserError: there are fewer than two tokens, or more ids than the model has.
+            UserError: the text has fewer than two tokens, or ids that the model lacks.
         """
         check_ids(model, self.ids)
         with stoppable(model, check):

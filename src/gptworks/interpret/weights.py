@@ -104,7 +104,7 @@ def count_tensors(recipe: Recipe) -> ParameterCount:
     """The parameters of a run's model.
 
     Raises:
-        UserError: it has too many tensors to be shown, or its vocabulary is not known.
+        UserError: the model has too many tensors to be shown, or its vocabulary is not known.
     """
     count = count_parameters(recipe.model)
     n_tensors = sum(group.repeats * len(group.tensors) for group in count.groups.values())
@@ -259,7 +259,7 @@ def spectrum(weights: StoredWeights, check: Check = never) -> Spectrum:
     """Singular values of a matrix of bounded size.
 
     Raises:
-        UserError: it is not a matrix, is too large, or holds weights that are not finite.
+        UserError: the tensor is not a matrix, is too large, or holds weights that are not finite.
     """
     if len(weights.shape) != 2:
         raise UserError(f"`{weights.name}` is a vector: only matrices have singular values.")

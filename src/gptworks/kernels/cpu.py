@@ -112,7 +112,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torc
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Its backward pass uses torch's fused kernel of LayerNorm, with a mean of zero and without one term."""
+    """RMSNorm whose backward pass is torch's fused LayerNorm kernel, with a mean of zero and without one term."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:

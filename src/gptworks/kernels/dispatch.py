@@ -34,7 +34,7 @@ class Kernel(NamedTuple):
     training: bool = False
     """Whether it serves only in training steps, which need gradients."""
     takes: Callable[..., bool] | None = None
-    """Whether it takes these operands; None: it takes all."""
+    """Whether the kernel supports these operands; None: it supports all."""
 
 
 def trains(*tensors: Tensor | None) -> bool:

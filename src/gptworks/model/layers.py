@@ -207,7 +207,7 @@ class MLP(nn.Module):
 
     @staticmethod
     def cost(s: Shapes, d_ff: int, arrives: int, n_tokens: float, expert: bool = False) -> Iterator[Stage]:
-        """Its operations over `n_tokens` tokens, whose result's gradient has `arrives` bytes. An expert's
+        """The MLP's operations over `n_tokens` tokens; the gradient of its result has `arrives` bytes. An expert's
         input and gradient are slices of tensors counted elsewhere."""
         c, p = s.config, s.product_bytes
         inner, outer = round(n_tokens * d_ff * p), round(n_tokens * c.d_model * p)

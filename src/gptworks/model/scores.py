@@ -20,7 +20,7 @@ class Scores(NamedTuple):
     """How the scores of queries and keys become the weights of values."""
 
     window: int | None = None
-    """A query sees this many keys, its own included; None: all up to its own."""
+    """Number of keys that a query sees, including its own; None: all up to its own."""
     dropout: float = 0.0
     """Probability of dropping an attention weight."""
     scale: float | None = None

@@ -63,7 +63,7 @@ class _Remedy:
     overrides: tuple[str, ...]
     costs: str
     beyond: tuple["_Remedy", ...] = ()
-    """Milder ones that it replaces."""
+    """Milder remedies that this one replaces."""
 
 
 def recipe_with(recipe: Recipe) -> Apply:

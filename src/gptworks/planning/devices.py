@@ -95,7 +95,7 @@ def _gpu(
 
 
 def _apple(name: str, gigabytes: int, single: float, bandwidth: float) -> Device:
-    """Apple publishes float32 rates only; memory is that of the largest model, shared with the CPU."""
+    """A chip of Apple's, which publishes float32 rates only, with the largest memory sold; the CPU shares it."""
     rate = single * 1e12
     return Device(name, "mps", gigabytes * 10**9, rate, rate, bandwidth * 1e9, "Apple, press release", has_bf16=False)
 

@@ -25,8 +25,8 @@ class Layout:
     tensor_parallel: int = 1
     """Ranks that share each matrix: heads and inner width (Shoeybi et al., 2019)."""
     gathers: str = "fp32"
-    """Where weights are in shares: the precision in which the matrices of a block are gathered, fp32 or bf16. The
-    shares, all that is outside the blocks, vectors and routers are float32 in any case."""
+    """Precision in which sharded matrices of a block are gathered: fp32 or bf16. The shards, parameters outside the
+    blocks, vectors and routers are always float32."""
 
     @property
     def world_size(self) -> int:

@@ -11,10 +11,10 @@ from gptworks.recipe import load_recipe
 
 
 def teacher_config(recipe: Recipe) -> ModelConfig | None:
-    """The model that the run learns from; None: it learns from data only.
+    """The teacher model of the run; None if it learns from data only.
 
     Raises:
-        UserError: there is no such run.
+        UserError: the teacher's run does not exist.
     """
     folder = recipe.objective.teacher_run
     if folder is None:

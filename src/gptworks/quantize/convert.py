@@ -113,7 +113,7 @@ def check_known(weights: str, known: Sequence[str], of: str = "weights") -> None
         of: the setting's name, for the message.
 
     Raises:
-        UserError: it is unknown; names the nearest one.
+        UserError: the format is unknown; the message names the nearest one.
     """
     if weights not in known:
         near = nearest(weights, known)

@@ -70,7 +70,7 @@ class EvaluationComparison:
 
 
 def compare_evaluations(runs: Sequence[Path]) -> EvaluationComparison:
-    """Compare the stored `evaluations/` of each run with those of the first, where the questions were the same.
+    """Compare the stored `evaluations/` of each run with the first run's, for equal questions.
 
     Raises:
         UserError: only one run, or no evaluation in common.

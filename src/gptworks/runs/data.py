@@ -71,7 +71,7 @@ class RunData:
 
     id: str
     folder: Path | None
-    """The run's folder; None: not a run."""
+    """The run's folder; None if the data is not a run's."""
     recipe: Recipe | None
     """The recipe; None for a dataset without one."""
     prepared: Prepared
@@ -128,7 +128,7 @@ class RunData:
         """At most n tokens of a document, starting at token `first`.
 
         Raises:
-            UserError: there is no such document or token.
+            UserError: the document or token does not exist.
         """
         with self.checked():
             shards = self.shards(split)

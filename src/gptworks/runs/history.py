@@ -159,7 +159,7 @@ def read_history(folder: Path) -> History:
     """The run in a folder.
 
     Raises:
-        UserError: it is not a run folder.
+        UserError: `folder` is not a run folder.
     """
     if not (folder / "recipe.yaml").exists():
         trials = folder / "trials"

@@ -44,7 +44,7 @@ class QuantizationReport:
 
     @property
     def perplexity_change(self) -> float:
-        """Relative change: the quantized model's perplexity over that of fp32, minus 1."""
+        """Relative change of the perplexity: quantized over fp32, minus 1."""
         before, after = self.perplexities
         return after / before - 1
 

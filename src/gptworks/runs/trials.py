@@ -30,7 +30,7 @@ TRAIN = (sys.executable, "-m", "gptworks", "train")
 
 POLL_SECONDS = 0.1
 STOP_SECONDS = 120.0
-"""Time for a trial that is asked to stop to finish its step and its checkpoint."""
+"""Seconds that a stopping trial has to finish its step and checkpoint."""
 
 
 def train_trial(
@@ -160,7 +160,7 @@ def open_folder(folder: Path, named: str, setting: str) -> Iterator[Callable[[],
 
 @contextlib.contextmanager
 def _process(process: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
-    """A process that is asked to stop at the end of the block if it still runs, and killed if it does not stop."""
+    """A context that, at its end, asks the process to stop if it still runs, and kills it if it does not."""
     try:
         yield process
     finally:

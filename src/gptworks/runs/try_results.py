@@ -131,7 +131,7 @@ class Try:
 
     @property
     def due(self) -> tuple[int, tuple[str, ...]] | None:
-        """The number of the next pair and its runs that are due, in this order; None: none are due."""
+        """The number of the next pair and its remaining runs, in this order; None if no run remains."""
         for pair in self.pairs:  # pairs from before a difference of the step times was found
             if missing := tuple(arm for arm in self.arms if arm not in pair.loss):
                 return pair.number, missing
@@ -142,7 +142,7 @@ class Try:
 
     @property
     def to_same_loss(self) -> float | None:
-        """Share of the time after which the changed model reached the other's final loss; None: not in each pair."""
+        """Fraction of the time in which the changed model reached the other's final loss; None if one did not."""
         shares = [pair.share_to_same_loss for pair in self.pairs]
         reached = [share for share in shares if share is not None]
         if self.step_time is None or len(reached) < len(shares):
@@ -199,7 +199,7 @@ def _parts(state: dict[str, Any]) -> tuple[Design, tuple[Pair, ...]]:
     """The design and the pairs, validated.
 
     Raises:
-        ValueError, KeyError, TypeError: they are invalid.
+        ValueError, KeyError, TypeError: the state is invalid.
     """
     design, pairs = _DESIGN.validate_python(state["design"]), _PAIRS.validate_python(state["pairs"])
     if len(pairs) > design.most_pairs:

@@ -75,7 +75,7 @@ class Answer(ABC, Generic[Body]):
         )
 
     async def chunks(self) -> AsyncGenerator[list[str]]:
-        """The texts as they come, as JSON. If the last chunk has the usage, that of the others is null."""
+        """The texts' chunks as they arrive, as JSON. If the last chunk has the usage, `usage` is null in the others."""
         async for deltas in self.generation.deltas():
             yield [chunk for delta in deltas for chunk in self._chunks(delta)]
         if self._with_usage:

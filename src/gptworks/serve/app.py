@@ -81,7 +81,7 @@ async def body_of(request: Request, kind: type[_Wire]) -> _Wire:
     """A request's JSON body.
 
     Raises:
-        APIError: it is not JSON, or not of this kind.
+        APIError: the body is not JSON, or not of this kind.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":

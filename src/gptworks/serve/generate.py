@@ -27,7 +27,7 @@ from gptworks.serve.tokens import Tokens
 from gptworks.tokenizer import StreamDecoder
 
 PIECES_AT_ONCE = 32
-"""Without streaming, the reader wakes once in this many pieces, and at a text's end."""
+"""Pieces after which a reader that does not stream wakes; it also wakes at a text's end."""
 
 LEAST_LOGPROB = -9999.0
 """Replaces −inf, which JSON cannot represent."""
@@ -224,7 +224,7 @@ def check_size(service: Service, model: ServedModel, order: Order, n_prompts: in
     """The number of a request's texts, and of the log-probabilities that its answer may have.
 
     Raises:
-        APIError: one of the two is above its limit.
+        APIError: the request's texts or log-probabilities exceed a limit.
     """
     n_choices, n_texts, settings = n_prompts * order.n, n_prompts * order.n_made, order.settings
     if n_choices > MAX_TEXTS:

@@ -147,7 +147,7 @@ class Guard:
         """The complete body.
 
         Raises:
-            APIError: it is too large or comes too slowly.
+            APIError: the body is too large or arrives too slowly.
         """
         service, settings = self._service, self._service.settings
         body = bytearray()

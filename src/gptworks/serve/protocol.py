@@ -17,7 +17,7 @@ from gptworks.serve.errors import APIError
 from gptworks.serve.settings import ServerSettings
 
 SWEEP_SECONDS = 0.5
-"""Between two checks of the connections."""
+"""Seconds between two checks of the connections."""
 
 KERNEL_BYTES = 1 << 17
 """Send buffer of a connection; the system's default takes megabytes for each slow reader."""

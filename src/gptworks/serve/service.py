@@ -83,7 +83,7 @@ class Service:
         self._numbers: Counter[str] = Counter()
         self._watching: Counter[str] = Counter()
         self.runs = False
-        """Between `start` and `close`."""
+        """Whether the service is between `start` and `close`."""
         for name, engine in engines.items():
             self.add(name, engine)
 

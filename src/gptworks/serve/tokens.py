@@ -60,7 +60,7 @@ class Tokens:
         """The ids.
 
         Raises:
-            APIError: there are too many, or one is not in the vocabulary.
+            APIError: `ids` is too long, or has an id outside the vocabulary.
         """
         if len(ids) > self.context:
             raise invalid(

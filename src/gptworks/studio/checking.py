@@ -56,7 +56,7 @@ class Checks:
         """The answer of `check` or `plan`.
 
         Raises:
-            UserError: it refuses, or a limit is reached.
+            UserError: the child refuses, or a limit is reached.
         """
         task, loop = Task(), asyncio.get_running_loop()
         work = loop.run_in_executor(self._threads, lambda: self.children.ask(question, task))
@@ -145,7 +145,7 @@ def read_text(text: str) -> Tree:
     """A recipe's text as a tree.
 
     Raises:
-        UserError: it is not YAML, or not a mapping.
+        UserError: the text is not YAML, or not a mapping.
     """
     tree = parse_yaml(text, "recipe")
     if tree is None:

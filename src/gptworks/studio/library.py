@@ -162,7 +162,7 @@ class Library:
                     "its recipe is not read yet, since those of other runs take long: it is read in a moment."
                 )
             made = self._settings(run) | {"checkpoints": _checkpoints(run), "state": state_of(run.folder)}
-        except (UserError, OSError) as error:  # OSError: it was deleted
+        except (UserError, OSError) as error:  # OSError: the folder was deleted
             made = {"problem": printable(str(error)), "checkpoints": [], "state": "stopped"}
         empty = {"chat": False, "context": None, "parameters": None, "vocab_size": None, "problem": None}
         if not any(one["last"] for one in made["checkpoints"]) and made.get("problem") is None:

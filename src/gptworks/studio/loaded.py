@@ -93,7 +93,7 @@ class Engines:
         """The checkpoint that a request names.
 
         Raises:
-            APIError: there is no such run or checkpoint.
+            APIError: the run or the checkpoint does not exist.
         """
 
         def look() -> Wanted:
@@ -134,7 +134,7 @@ class Engines:
         """The engine, which is kept until the caller leaves. It is loaded once for all that wait for it.
 
         Raises:
-            UserError: it cannot be loaded, for example because it is damaged.
+            UserError: the model cannot be loaded, for example because it is damaged.
         """
         found = self._loaded.get(wanted)
         if found is None:

@@ -68,7 +68,7 @@ class Processes:
         """Run `gptworks train ARGUMENTS`, whose output goes to a file in the run folder.
 
         Raises:
-            UserError: no more runs may train.
+            UserError: the limit of training runs is reached.
         """
         with self._lock:
             self.check_room()

@@ -39,7 +39,7 @@ MOST_BEGUN = 32
 _AT_ONCE = 8
 """Curves that are made before other requests may use the thread."""
 _LIVE_SECONDS = 0.5
-"""Between two events of the live feed."""
+"""Seconds between two events of the live feed."""
 
 Names = Annotated[list[str], Query(alias="run", min_length=1, max_length=MOST_RUNS)]
 Axis = Literal["step", "tokens", "seconds"]
@@ -69,8 +69,8 @@ def _rows_of(feed: Feed, names: set[str] | None = None) -> Callable[[Watch], lis
 
 
 def _origin(one: Watched, named: Mapping[str, Mapping[Path, str]]) -> dict[str, Any] | None:
-    """Where a run was forked: the `run`, the `step`, and the run's `id` in the list. Of several runs with that name,
-    the one next to the fork; None: there is none.
+    """The source of a forked run: its name `run`, the `step`, and its `id` in the list. Of several runs with that name,
+    the one next to the fork; None if the run is not a fork.
 
     Args:
         named: ids by the folder's name, then by the folder.

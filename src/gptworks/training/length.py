@@ -58,7 +58,7 @@ class Length:
         return " or ".join(length + ([f"{minutes:g} minutes"] if minutes is not None else []))
 
     def reached(self, progress: Progress) -> str:
-        """The step reached, and how far that is by what ends the run: steps or the clock."""
+        """The step reached, and the progress towards the run's end, by steps or by the clock."""
         total, minutes = self.total_steps(progress), self._train.max_minutes
         if minutes is not None and (not total or progress.seconds / (60 * minutes) >= self.share_done(progress)):
             return f"step {progress.step:,}  {clock(progress.seconds)} of {clock(60 * minutes)}"

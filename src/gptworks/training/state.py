@@ -78,7 +78,7 @@ class TrainingState(Listener):
             self._step.scaler.load_state_dict(progress.scaler)
 
     def roll_back(self, reason: str) -> int:
-        """After many skipped steps, restore the last good checkpoint and continue after the batches that broke the run.
+        """Restore the last good checkpoint after many skipped steps, and continue after the batches that broke the run.
 
         Args:
             reason: why the last step was skipped.

@@ -65,7 +65,7 @@ def task_texts(file: Path) -> Iterator[str]:
     """The texts of the items of a task file, or of a JSONL file of items.
 
     Raises:
-        UserError: it is neither, or broken.
+        UserError: the file is of neither kind, or broken.
     """
     path = file.expanduser()
     try:

@@ -166,8 +166,8 @@ class _Words:
         return True
 
     def top_characters(self) -> int:
-        """Characters of the most frequent sequence, spaces within it included, times how often it occurs; of several
-        equally frequent ones, the first counts."""
+        """Characters of the most frequent sequence, including its spaces, times its number of occurrences; the first of
+        equally frequent ones."""
         start, number = self._top
         return (self._characters(start) + self._n - 1) * number
 

@@ -1,4 +1,4 @@
-"""From a conversation to tokens, and which of them are learned: the assistant's answers, each with its end token.
+"""Tokens of a conversation, with flags for the learned ones: the assistant's answers, each with its end token.
 
 Rendering finds the place of an answer, whatever the template. The template's text for the turns before it, with the
 generation prompt, is exactly what a model reads when it answers. The answer follows it in the rendered conversation, up
@@ -35,7 +35,7 @@ class Example:
     all_end: bool
     """Whether every learned answer is followed by an end token."""
     as_given: bool
-    """Whether the learned text is that of the answers, apart from white space."""
+    """Whether the learned text equals the answers, apart from white space."""
 
 
 AnyRecord = Conversation | Pair

@@ -44,7 +44,7 @@ class Unit:
 
     file: Path
     size_bytes: int = 0
-    """About how much text it holds."""
+    """Approximate size of the unit's text."""
     start: int = 0
     """The start in the file, in units of the source: bytes, row groups or members."""
     end: int | None = None
@@ -64,7 +64,7 @@ class Source:
     whole_files: ClassVar[bool] = False
     """Whether each file is one document."""
     size_known: ClassVar[bool] = True
-    """Whether the sizes of the files say how much text they hold."""
+    """Whether the amount of text follows from the files' sizes."""
     files_checked: ClassVar[int | None] = None
     """Number of files that `check` reads; None: all."""
 
@@ -75,7 +75,7 @@ class Source:
         """The files, at least one, sorted; a download is fetched first.
 
         Raises:
-            UserError: there is no file.
+            UserError: the source has no file.
             RunError: a download failed.
         """
         return local_files(self.settings, self.endings)
@@ -84,7 +84,7 @@ class Source:
         """The documents of one of the files.
 
         Raises:
-            UserError: it is broken; the message names the file and the place.
+            UserError: the file is broken; the message names it and the place.
         """
         return self.read_unit(Unit(file))
 
@@ -105,7 +105,7 @@ class Source:
         """Find mistakes before long work: missing files, and errors near the beginning of each file.
 
         Raises:
-            UserError: there is a mistake, such as a local file whose sha256 is not the stated one.
+            UserError: the source has a mistake, such as a local file with another sha256 than stated.
         """
         for file in self.files()[: self.files_checked]:
             stated = self.settings.sha256

@@ -19,7 +19,7 @@ def local_files(source: FileSource, endings: tuple[str, ...]) -> list[Path]:
     files of its download, which is fetched first.
 
     Raises:
-        UserError: there is no file.
+        UserError: no file matches.
         RunError: the download failed.
     """
     if source.path is None:
@@ -57,7 +57,7 @@ def check_links_of(folder: Path, files: Iterable[Path]) -> None:
     """Refuse links out of a folder.
 
     Raises:
-        UserError: a file is one; the message says that a pattern follows links.
+        UserError: a file is a link; the message says that a pattern follows links.
     """
     for file in files:
         if file.is_symlink():

@@ -36,7 +36,7 @@ def read_json(file: Path, key: str | None = None) -> Iterator[tuple[str, Mapping
         key: the key of the list; None: the file is the list.
 
     Raises:
-        UserError: there is no such list, or an item is not an object.
+        UserError: the file has no such list, or an item is not an object.
     """
     with open_file(file) as stream:
         text = _Text(file, stream)

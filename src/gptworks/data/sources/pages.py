@@ -126,7 +126,7 @@ def pdf_text(file: Path) -> str:
     """The text of all pages, separated by empty lines.
 
     Raises:
-        UserError: it is broken, encrypted or too large.
+        UserError: the PDF is broken, encrypted or too large.
     """
     try:
         import pypdf

@@ -18,7 +18,7 @@ def adapt_weights(
     """The tensors of `adapted`, equivalent to those of `config`, and notes about the changes.
 
     Raises:
-        UserError: a query has nonzero biases, and the architecture has none.
+        UserError: a query has nonzero biases, which the architecture lacks.
     """
     weights, changes = dict(tensors), []
     if "qkv" in biases(config) - biases(adapted):

@@ -38,7 +38,7 @@ class Family:
     written: Values = field(default_factory=dict)
     """Settings to write that do not describe the model."""
     own_split: str | None = None
-    """AutoTokenizer's own pattern for this architecture, which replaces that of the folder's tokenizer."""
+    """AutoTokenizer's own pattern for this architecture, which replaces the pattern of the folder's tokenizer."""
     exported: bool = True
     """False: an earlier architecture holds the same models, and more programs read it."""
     advice: str = ""

@@ -31,7 +31,7 @@ class Settings:
         """The value of a required setting.
 
         Raises:
-            UserError: it is missing or null.
+            UserError: the setting is missing or null.
         """
         if (value := self.take(name)) is None:
             raise UserError(f"config.json has no `{name}`, which this model type needs: the file is incomplete.")

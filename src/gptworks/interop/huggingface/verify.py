@@ -69,7 +69,7 @@ def require(library: str) -> Any:
     """Import the library for a comparison: transformers or peft.
 
     Raises:
-        UserError: it is not installed.
+        UserError: the library is not installed.
     """
     try:
         with quiet():
@@ -166,7 +166,7 @@ def verify_import(run_dir: Path, library: str, load: Callable[[], Any], report: 
         load: loads the original in transformers or PEFT.
 
     Raises:
-        RunError: it is above the bound.
+        RunError: the difference is above the bound.
         UserError: the library does not load the files.
     """
     try:

@@ -56,7 +56,7 @@ class Parallel:
     samples = True
     """Whether this rank takes part in making samples."""
     replicas: distributed.ProcessGroup | None = None
-    """The ranks with the same complete model, this one included; None: there is only this one."""
+    """The group of ranks with the same complete model, including this one; None with a single rank."""
 
     def __init__(self, train: TrainConfig, varying_widths: bool = False) -> None:
         """

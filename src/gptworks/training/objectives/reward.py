@@ -52,7 +52,7 @@ from gptworks.training.objectives.rollouts import ROLLOUTS, RolloutStore
 REFERENCE_MODEL = "reference-model.safetensors"
 
 EVALUATED_AT_ONCE = 64
-"""Held-out prompts that are answered together; a run checks for a signal to stop between two such lots."""
+"""Held-out prompts that are answered together; a run checks for a signal to stop between two groups."""
 
 _LEAST_DEVIATION = 1e-6
 
@@ -217,7 +217,7 @@ class Reward(Objective):
         return prompts
 
     def _starting_model(self) -> GPT | None:
-        """The model at the start of the run; None: it is the model without its adapter."""
+        """The model at the start of the run; None if it equals the model without its adapter."""
         if trains_adapters_only(self._run.model):
             return None
         path = self.recipe.run_dir / REFERENCE_MODEL

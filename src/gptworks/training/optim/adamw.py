@@ -19,7 +19,7 @@ def build(groups: list[Group], train: TrainConfig, replicas: Replicas) -> torch.
 
 
 class CautiousAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` with cautious weight decay: the sign of its update is that of the first moment."""
+    """`torch.optim.AdamW` with cautious weight decay: its update has the sign of the first moment."""
 
     def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
         decays = [group | {"weight_decay": 0.0, "cautious_decay": group["weight_decay"]} for group in groups]

@@ -58,5 +58,5 @@ def decay(weights: Tensor, update: Tensor, amount: float, cautious: bool) -> Non
 
 
 def decay_where_agreed(weights: Tensor, update: Tensor, amount: float) -> None:
-    """The same for weights whose sign is that of their update, or zero. Uses the update's memory; it is float32."""
+    """Decay only weights whose update has the same sign or is zero. Overwrites the update, which is float32."""
     weights.mul_(update.sign_().mul_(weights).ge_(0).mul_(-amount).add_(1))

@@ -1,4 +1,4 @@
-"""The optimizer of a run: that of its recipe for the blocks' matrices and AdamW for the rest, driven as one. Only
+"""The optimizer of a run: the recipe's for the blocks' matrices and AdamW for the rest, driven as one. Only
 matrices are decayed. Each optimizer is a file here, and an entry of `gptworks.config.optimizers.OPTIMIZERS`."""
 
 import math

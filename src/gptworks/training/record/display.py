@@ -36,7 +36,7 @@ class Display:
     """Shows progress, with messages above it."""
 
     every_seconds = PLAIN_LINE_SECONDS
-    """Between lines of progress that are not on a terminal."""
+    """Seconds between lines of progress, if the output is not a terminal."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)

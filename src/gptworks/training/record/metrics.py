@@ -181,7 +181,7 @@ class MetricsReader:
 
     @property
     def offset(self) -> int:
-        """The offset at which the next call continues: that of the incomplete line, if there is one."""
+        """The offset at which the next call continues: the start of the incomplete line, if any."""
         return self._offset - len(self._rest)
 
     def finish(self) -> None:

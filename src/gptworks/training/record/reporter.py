@@ -54,7 +54,7 @@ class Reporter(Listener):
         self._end_announced = False
 
     def opening(self, model: torch.nn.Module, progress: Progress) -> None:
-        """Say what is trained, where, on how much text and for how long."""
+        """Print the model, the device, the amount of text and the length of the run."""
         total = count_parameters(self.recipe.model).total
         trained = sum(math.prod(p.shape) for p in model.parameters() if p.requires_grad)
         part = "" if trained == total else f", {trained:,} of them trained" if self.recipe.adapter is None else (

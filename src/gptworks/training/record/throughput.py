@@ -17,7 +17,7 @@ MOST_MEASURED = 4
 
 @dataclass(frozen=True)
 class Pace:
-    """Since the last report."""
+    """Speed since the last report."""
 
     tokens_per_second: float
     flops_per_second: float

@@ -63,7 +63,7 @@ def _with_lengths(found: Plan, pairs: AnswerPairs, steps: int) -> Plan:
 
 
 def with_what_is_prepared(recipe: Recipe) -> tuple[Recipe, Prepared | None]:
-    """The recipe with the vocabulary of its prepared data, and that data; None: it is not prepared."""
+    """The recipe with the vocabulary of its prepared data, and the data; None if it is not prepared."""
     prepared = find_prepared(recipe)
     if prepared is None:
         return recipe, None

@@ -42,7 +42,7 @@ class StepMemory:
         self._counts = setup.device.type == "cpu" and setup.ranks.size == 1 and setup.recipe.train.compile != "block"
         self._before_bytes = reset_peak(setup.device)
         self.peak_bytes: int | None = None
-        """Peak of that step; None: it has not been taken."""
+        """Peak of that step; None before the step."""
 
     @contextmanager
     def counted(self, is_whole: bool) -> Iterator[None]:
