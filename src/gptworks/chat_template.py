@@ -144,7 +144,7 @@ class ChatTemplate:
         special = self.special_ids
         try:
             answered = self.render(_PROBE)
-        except UserError:  # the template requires other turns
+        except UserError:  # the template does not accept this order of turns
             return None
         after = answered[answered.rindex(_PROBE[1]["content"]) :] if _PROBE[1]["content"] in answered else ""
         return next((i for i in encode_text(self._reader, after) if i in special), None)

@@ -73,7 +73,7 @@ def _make(config: TokenizerConfig, texts: Iterable[str], report: Callable[[str],
         return _train_char(texts)
     if isinstance(config, WordTokenizer):
         return _train_word(config, texts)
-    assert not isinstance(config, DatasetTokenizer)  # it is read with the dataset
+    assert not isinstance(config, DatasetTokenizer)  # that tokenizer is read with the dataset
     return load_tokenizer(config.path) if isinstance(config, FileTokenizer) else _load_gpt2(config.path)
 
 

@@ -88,7 +88,7 @@ class Terminal:
 def history_file() -> Path | None:
     """The path gptworks/chat_history in $XDG_STATE_HOME or ~/.local/state; None without a home folder."""
     base = os.environ.get("XDG_STATE_HOME", "")
-    if not Path(base).is_absolute():  # so the specification
+    if not Path(base).is_absolute():  # the XDG specification requires absolute paths
         try:
             base = str(Path.home() / ".local" / "state")
         except RuntimeError:

@@ -172,7 +172,7 @@ class Architecture(Section):
 
     @property
     def rotating_windows(self) -> Self | None:
-        """The model with the rotation of its windowed layers; None: they rotate like the others."""
+        """The model with the rotation of its windowed layers; None if all layers rotate alike."""
         if self.window_rope_theta is None:
             return None
         return self.model_copy(

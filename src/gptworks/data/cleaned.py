@@ -68,7 +68,7 @@ class CleanedDocuments(Source):
         return np.zeros(len(self.sizes()), np.uint8) if self._kept is None else read_array(self._kept, np.uint8)
 
     def texts(self, wanted: Iterable[bool]) -> Iterator[bytes]:
-        """The wanted documents."""
+        """The documents whose flag in `wanted` is true."""
         with open_regular(self._folder / "documents") as stream:
             for size, one in zip(self.sizes().tolist(), wanted, strict=True):
                 if one:

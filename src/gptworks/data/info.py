@@ -72,7 +72,7 @@ class Copies:
     """The number of the first."""
     copies: int
     n_tokens: int
-    """Tokens of each."""
+    """Tokens of each copy."""
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class ShardFile(Section):
         return self.model_copy(update={"file": f"{name}.tokens", "offsets_file": f"{name}.offsets"})
 
     def files(self) -> list[str]:
-        """The names of its files."""
+        """The names of the shard's files."""
         return [self.file, self.offsets_file, *(_sibling(self, ending) for ending in sorted(self.more_sha256))]
 
 

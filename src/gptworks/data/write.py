@@ -80,5 +80,5 @@ def _write_records(
 def _version() -> str:
     try:
         return metadata.version("gptworks")
-    except metadata.PackageNotFoundError:  # a source tree that is not installed
+    except metadata.PackageNotFoundError:  # run from a source tree, not installed
         return "unknown"

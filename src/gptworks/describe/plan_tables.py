@@ -336,7 +336,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def _network_json(plan: Plan) -> dict[str, Any] | None:
-    """Null for one device."""
+    """The network's part of the JSON; null for one device."""
     device, times = plan.device, plan.step_time
     if plan.setting.layout.world_size == 1:
         return None

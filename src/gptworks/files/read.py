@@ -125,7 +125,7 @@ def _copied(pipe: int, path: Path, max_bytes: int) -> BinaryIO:
 
 def _bounded(file: BinaryIO, path: Path, max_bytes: int) -> bytes:
     data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:  # it grows
+    if len(data) > max_bytes:  # the file grows
         raise UserError(f"{path} has more than {max_bytes} bytes, which is the limit for such a file.")
     return data
 

@@ -45,7 +45,7 @@ class Statistics:
     """Counts since an engine was made; running, waiting and slots are current numbers."""
 
     running: int = 0
-    """Texts in a slot."""
+    """Number of texts that have a slot."""
     waiting: int = 0
     slots: int = 0
     slots_used: int = 0

@@ -43,7 +43,7 @@ class Room:
                 raise UserError(f"{name}={number}: it must be 1 or more.")
         self.model, self.drafter = model, drafter
         self.context = min(slot_tokens or model.config.context_length, model.config.context_length)
-        """Tokens of a full text."""
+        """Most tokens of a text."""
         self.restart_tokens = max(1, self.context // 2)
         """Tokens that a full sliding window keeps: the last half of the context."""
         self.most_texts = n_slots or ANSWERS_AT_ONCE

@@ -67,7 +67,7 @@ class GPT(nn.Module):
         self.norm = build_norm(config)
         self.untied_head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size, bias=False)
         self.head_is_embedding = False
-        """Whether the embedding is still used as the untied head, which training may untie late."""
+        """Whether the head still uses the embedding's matrix, because `untied_head` takes over late in training."""
         self.activation_checkpointing = "none"
         """Blocks that keep only their input for the backward pass, which recomputes them: none, selective or block."""
         self.watched: list[Tensor] | None = None

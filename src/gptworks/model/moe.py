@@ -178,7 +178,7 @@ class _Collect(torch.autograd.Function):
 
 
 def tokens_per_expert(chosen: Tensor, n_experts: int) -> list[int]:
-    """Number of the chosen [N, K] for each expert; even shares if tensors have no values (meta, fake)."""
+    """Number of tokens sent to each expert, from the chosen experts [N, K]; equal numbers for meta and fake tensors."""
     if chosen.is_meta or isinstance(chosen, FakeTensor):
         share, rest = divmod(chosen.numel(), n_experts)
         return [share + (e < rest) for e in range(n_experts)]

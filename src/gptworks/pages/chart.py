@@ -25,7 +25,7 @@ MARGIN = 24.0
 
 
 def compact(value: float) -> str:
-    """1.5M for 1,500,000."""
+    """A short form of a number, such as 1.5M for 1,500,000."""
     for power, letter in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
         if abs(value) >= 10**power:
             return f"{value / 10**power:.4g}{letter}"
@@ -57,7 +57,7 @@ class Chart:
     name: str
     """Distinguishes the drawing's ids from those of others on the page."""
     title: str
-    """Read by screen readers."""
+    """The chart's title, for screen readers."""
     series: Sequence[Series]
     x_label: str
     y_label: str
@@ -71,7 +71,7 @@ class Chart:
     x_names: Sequence[str] | None = None
     """Labels of x = 0, 1, 2 …; None: x is a number."""
     from_zero: bool = False
-    """The y axis begins at 0."""
+    """Whether the y axis begins at 0."""
 
     def svg(self) -> Markup:
         """The drawing, or a line of text if no point is finite."""

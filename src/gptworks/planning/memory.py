@@ -435,7 +435,7 @@ class _Step:
         if not self.setting.accumulates:
             self.hold(GRADIENTS, 4 * (matrices + vectors))
         self.bucket_bytes += 4 * (matrices + vectors)
-        if self.layout.sums_in_backward and self.bucket_bytes >= BUCKET_BYTES:  # the one before has come back
+        if self.layout.sums_in_backward and self.bucket_bytes >= BUCKET_BYTES:  # the previous bucket's sum has arrived
             self.hold(COMMUNICATION, self.bucket_bytes - self.held[COMMUNICATION])
             self.mark("gradients added up over ranks")
             self.bucket_bytes = 0

@@ -28,12 +28,12 @@ class ParameterGroup:
 
     @property
     def repeats(self) -> int:
-        """Number of copies."""
+        """Number of layers that have the group; 1 outside the blocks."""
         return 1 if self.layers is None else len(self.layers)
 
     @property
     def per_layer(self) -> int:
-        """Parameters of one copy."""
+        """Parameters of the group in one layer."""
         return sum(map(prod, self.tensors.values()))
 
     @property

@@ -35,7 +35,7 @@ def kinds_to_pack(model: GPT, weights: LoadedWeights, stored: Mapping[str, Weigh
     if weights == "auto":
         return {}
     asked = {} if weights == "fp32" else matrix_kinds(model, weights)
-    head = head_name(model)  # int4 runs have it in int8 or int4
+    head = head_name(model)  # int4 runs store the head in int8 or int4
     if stored and {**stored, head: None} != {**asked, head: None}:
         raise UserError(
             f"weights={weights}: {run} is quantized already, to {', '.join(sorted(set(stored.values())))}. Leave "
@@ -67,7 +67,9 @@ def read_packed(
         module, _, part = name.rpartition(".")
         if is_adapter(name) or (part == "scale" and module in under_adapter):
             continue
-        read = partial(_read_merged, file, name, module in under_adapter, adapter)  # no variable keeps it
+        read = partial(
+            _read_merged, file, name, module in under_adapter, adapter
+        )  # read on demand, so that no variable keeps the tensor in memory
         if part == "weight" and module in kinds:
             tensors |= packed_parts(module, read().to(device), kinds[module])
         else:

@@ -97,7 +97,7 @@ class History:
 
     @property
     def tokens_per_second(self) -> float:
-        """Average over the run."""
+        """Average speed over the run."""
         return self.train[-1]["tokens"] / self.seconds if self.seconds else 0.0
 
     @property

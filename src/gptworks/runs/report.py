@@ -149,7 +149,7 @@ def _at(record: Record) -> str:
 
 
 def _duration(seconds: float) -> tuple[str, str]:
-    """A number and its unit."""
+    """A duration as a number and its unit."""
     if seconds < 60:
         return f"{seconds:.3g}", "s"
     return (clock(seconds)[:-3], "h") if seconds >= 3600 else (clock(seconds), "min")

@@ -68,7 +68,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Try:
-    """A try so far."""
+    """A try with its results so far."""
 
     folder: Path
     recipe: Recipe

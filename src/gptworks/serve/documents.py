@@ -37,7 +37,7 @@ _bodies: list[type[BaseModel]] = []
 class Health(BaseModel):
     status: Literal["ok", "draining", "failed"]
     reason: str | None = None
-    """The failure."""
+    """The error that ended the engine."""
 
 
 class About(BaseModel):

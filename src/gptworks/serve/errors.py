@@ -95,7 +95,9 @@ def as_api_error(error: Exception) -> APIError:
     for kind, status, code in _FORESEEN:
         if isinstance(error, kind):
             return APIError(status, _shortened(str(error)), code=code)
-    return APIError(500, "the server failed; its log has the error.", headers={"connection": "close"})  # uvicorn closes
+    return APIError(
+        500, "the server failed; its log has the error.", headers={"connection": "close"}
+    )  # uvicorn then closes the connection
 
 
 def _shortened(message: str) -> str:

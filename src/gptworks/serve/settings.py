@@ -7,7 +7,7 @@ from gptworks.errors import UserError
 MAX_N = 32
 """Continuations of one prompt (`n`, `best_of`)."""
 MAX_PROMPTS = 64
-"""Prompts of one request."""
+"""Most prompts in a request."""
 MAX_TEXTS = 128
 """Texts of one request: prompts times continuations. Each has its own copy of its prompt from the beginning."""
 MAX_LOGPROB_NUMBERS = 1 << 20

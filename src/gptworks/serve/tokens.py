@@ -57,7 +57,7 @@ class Tokens:
             )
 
     def check(self, ids: list[int], param: str) -> list[int]:
-        """The ids.
+        """The given ids, if they are valid.
 
         Raises:
             APIError: `ids` is too long, or has an id outside the vocabulary.

@@ -326,7 +326,7 @@ def read_within(tree: Tree, question: Tree) -> Recipe:
             elif not (place is Place.TEMPLATE and value in BUILT_IN) and value not in known:
                 _check_below(path, value, question["allowed"])
 
-    if isinstance(source := tree.get("initialize_from"), str):  # it is read with the recipe
+    if isinstance(source := tree.get("initialize_from"), str):  # that run is read with the recipe
         check([("initialize_from", Place.PATH, source)])
     recipe = read(tree)
     check(places(recipe))

@@ -29,7 +29,7 @@ from gptworks.studio.state import Studio, studio_of
 from gptworks.training.fork import fork
 
 MOST_TEXT = 100_000
-"""Characters of a recipe."""
+"""Most characters of a recipe."""
 MOST_EDITS = 64
 MOST_ASKED = 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

@@ -44,7 +44,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Studio:
-    """Runs and their engines."""
+    """The studio's state: runs and their engines."""
 
     service: Service
     library: Library

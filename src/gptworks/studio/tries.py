@@ -21,7 +21,7 @@ router = APIRouter(include_in_schema=False)
 
 MOST_TRIES = 100
 MOST_BYTES = 1 << 20
-"""Largest file of a try."""
+"""Largest file of a try, in bytes."""
 MOST_RUNS = 256
 """Most runs of a try to draw."""
 

@@ -34,7 +34,7 @@ class Inspection:
     """Figures and faults of a recipe's conversations."""
 
     files: list[dict[str, object]]
-    """The name, shape and number of records of each."""
+    """The name, shape and number of records of each file."""
     n_examples: int
     n_validation: int
     n_tokens: int

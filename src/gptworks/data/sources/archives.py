@@ -41,7 +41,7 @@ class _Member(NamedTuple):
     wrong: str
     """The reason why the member cannot be read; empty if it can."""
     stream: Callable[[], Any]
-    """Opens it."""
+    """Opens the member."""
 
 
 class Archive(Source):

@@ -99,6 +99,6 @@ def large_block(n_bytes: int) -> Tensor:
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(n_bytes, dtype=torch.uint8)
     block = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         block.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(block, dtype=torch.uint8)

@@ -54,7 +54,7 @@ class Verification:
 
     transformers_version: str
     logit_difference: float
-    """The largest over all positions of all sequences."""
+    """The largest difference of a logit, over all positions of all sequences."""
     largest_logit: float
     tokens: int
     """Number of positions compared."""

@@ -38,7 +38,7 @@ _DONE, _FAILED = "done", "failed"
 
 
 class Ranks:
-    """A run of one process."""
+    """The ranks of a run with one process."""
 
     rank, size, local_rank, local_size = 0, 1, 0, 1
 

@@ -96,7 +96,7 @@ class Muon(torch.optim.Muon):
             distributed.broadcast(updates.view(torch.uint8), group=self._replicas, group_src=rank)
 
     def _updates(self, matrices: list[nn.Parameter], group: dict[str, Any]) -> Tensor:
-        """Nesterov's direction of each, orthogonalized, [N, rows, columns] in bfloat16."""
+        """Orthogonalized Nesterov direction of each matrix, [N, rows, columns] in bfloat16."""
         gradients = [parameter.grad for parameter in matrices if parameter.grad is not None]
         momenta = [self._momentum(parameter, group["momentum"]) for parameter in matrices]
         if (library := muon_library([*gradients, *momenta])) is not None:
