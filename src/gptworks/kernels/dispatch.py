@@ -154,7 +154,8 @@ def _by_caller(*_: Any) -> Tensor:
 
 
 def _linear_taken(x: Tensor, weight: Tensor) -> bool:
-    return gemm.serves(x, weight.T) and not torch.is_autocast_enabled("cpu")
+    is_large = x.numel() * weight.size(0) >= gemm.LEAST  # first: a token's products are small, and asking costs as much
+    return is_large and gemm.serves(x, weight.T) and not torch.is_autocast_enabled("cpu")
 
 
 def _product_taken(a: Tensor, b: Tensor) -> bool:
