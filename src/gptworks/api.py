@@ -342,9 +342,10 @@ def _read_text(path: Path) -> str:
 
 
 def overrides_of(settings: Mapping[str, Any]) -> list[str]:
-    """`max_steps=20` as `train.max_steps=20`, `model={"n_layers": 2}` as `model.n_layers=2`.
+    """Overrides for keyword arguments: `train.max_steps=20` for `max_steps=20`, `model.n_layers=2` for
+    `model={"n_layers": 2}`.
 
-    A name that is no key of a recipe is a setting of its section `train`.
+    A name that is not a key of a recipe is a setting of its section `train`.
     """
     from gptworks.config import Recipe
 

@@ -69,7 +69,7 @@ class Copies:
     """A group of equal documents."""
 
     document: int
-    """The number of the first."""
+    """The number of the first document."""
     copies: int
     n_tokens: int
     """Tokens of each copy."""

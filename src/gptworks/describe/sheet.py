@@ -199,7 +199,7 @@ class Sheet:
     @property
     def _tables(self) -> tuple[Table, ...]:
         facts = Table((f"at {self.flops.length:,} tokens", ""), "lr", self.facts)
-        total = ("total", readable(self.flops.per_token_dense, "FLOP"), "")  # the facts have the other totals
+        total = ("total", readable(self.flops.per_token_dense, "FLOP"), "")  # the other totals are among the facts
         return self.parameters_table.first(4), facts, replace(self.flops_table.first(3), foot=[total])
 
     def to_markdown(self) -> str:

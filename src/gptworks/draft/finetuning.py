@@ -164,7 +164,7 @@ class _Draft:
         wanted = int(np.quantile(lengths, 0.99)) - 1
         self.context = min(self.context, max(LEAST_CONTEXT, -(-wanted // LEAST_CONTEXT) * LEAST_CONTEXT))
         if "added_tokens" in self.template and self.base.vocab_size >= prepared.manifest.vocab_size:
-            self.vocab_size = self.base.vocab_size  # it has spare rows
+            self.vocab_size = self.base.vocab_size  # the base's vocabulary, which includes spare rows
         rows = open_samples(self.recipe(prepared), prepared.folder).per_epoch
         n_examples = len(lengths) // (2 if self.preference else 1)
         self.epochs = 1 if self.preference else next(n for least, n in EPOCHS if n_examples >= least)

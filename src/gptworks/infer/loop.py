@@ -45,7 +45,7 @@ class EngineLoop:
         self._wake, self._ending = threading.Event(), False
         self._streams: set[Stream] = set()
         self._to_wake: deque[Stream] = deque()
-        self._left: deque[Stream] = deque()  # streams that their readers have left
+        self._left: deque[Stream] = deque()  # streams whose readers have left
         self._thread = threading.Thread(target=self._run, name="gptworks engine", daemon=True)
 
     def start(self) -> Self:

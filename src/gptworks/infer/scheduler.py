@@ -45,7 +45,7 @@ class Job:
     n_computed: int = 0
     """Tokens whose keys and values are in the slot."""
     n_reused: int = 0
-    """Tokens of these that were reused when the job was admitted."""
+    """Number of the job's tokens that were reused when it was admitted."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ BUILT = Path(__file__).with_name("built")
 """The folder of a wheel's libraries: kernels-LEVEL-CHECKSUM.so."""
 
 FLAGS = ("-O3", "-std=c++17", "-fno-schedule-insns", "-fPIC", "-pthread")
-"""Otherwise GCC on ARM loads so far ahead that sums spill out of registers; on x86 it does not."""
+"""Compiler options. `-fno-schedule-insns` is for GCC on ARM, which otherwise loads so early that sums spill."""
 
 ATTEMPTS: tuple[tuple[str, ...], ...] = (
     ("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), (),

@@ -3,8 +3,8 @@
     x ─┬─► [norm] ─► attention ─► [norm] ─► dropout ─┬─► + ─┬─► [norm] ─► MLP ─► [norm] ─► dropout ─► + ─►
        └────────────────────────────────────────────►┘      └──────────────────────────────────────►┘
 
-Norms are before attention and MLP (pre-norm; Xiong et al., 2020), behind them (OLMo 2), or both (Gemma 2). With
-experts, the MLP is several and a router (moe.py). With a parallel residual, the MLP reads x as attention does.
+Norms are before attention and MLP (pre-norm; Xiong et al., 2020), after them (OLMo 2), or both (Gemma 2). With
+experts, several MLPs and a router replace the MLP (moe.py). With a parallel residual, the MLP reads x, like attention.
 
 Shapes: B batch, T time, C width, E experts, G key/value heads, D head width.
 """

@@ -70,7 +70,7 @@ class LoRALinear(LowRank, Linear):
 
 @singledispatch
 def adapted(base: nn.Module, config: LoRAConfig) -> LowRank:
-    """The layer with an adapter; a kind of layer registers how it gets one."""
+    """The layer with an adapter. Each kind of layer registers its own implementation of this function."""
     raise TypeError(f"{type(base).__name__} has no adapter")
 
 

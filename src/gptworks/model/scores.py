@@ -28,8 +28,8 @@ class Scores(NamedTuple):
     softcap: float | None = None
     """Scores pass through softcap · tanh(score / softcap) before the bias is added to them."""
     bias: Tensor | None = None
-    """Added to the scores, [B, T, S] in q's dtype, for rows of several texts (`texts_bias`). It holds the window too;
-    None: one text a row."""
+    """A bias added to the scores, [B, T, S] in q's dtype, for rows of several texts (`texts_bias`). It includes the
+    window's mask. None: each row is one text."""
 
     def factor(self, q: Tensor) -> float:
         """The factor of q·k, as a number."""

@@ -27,7 +27,7 @@ class ForwardFlops:
     The two attention figures count scores and weighted sum. `attention_dense` takes all pairs that plain products
     form, as `torch.utils.flop_counter` does: T × T, or in a layer whose window is at most half the text the pairs of
     blocks of `window` tokens with themselves and the block before. `attention_causal` takes each pair that a token may
-    see once: what a kernel that skips the rest has to do.
+    see once: what a kernel that skips the rest must compute.
     """
 
     length: int

@@ -236,7 +236,7 @@ class _Step:
             else:
                 for stage in self._block(layer):
                     self.hold_saved(stage)
-            arriving = 2 * self.gathered_bytes - kept  # gathered, and as it arrived
+            arriving = 2 * self.gathered_bytes - kept  # the gathered weights, and the buffer in which they arrived
             self.mark(f"layer {layer + 1}, forward", arriving, COMMUNICATION)
             self._mark_unpacked(layer, f"layer {layer + 1}, forward")
         if not self._keeps_bias:

@@ -1,4 +1,4 @@
-"""A try as text and as a page."""
+"""The results of a try, as text and as a page."""
 
 import math
 from collections.abc import Iterator

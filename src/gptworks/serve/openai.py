@@ -103,7 +103,7 @@ def _kind(value: Any) -> str | None:
     return "list[str]" if isinstance(first, str) else "list[list[int]]" if isinstance(first, list) else None
 
 
-# The tags let an error name the rule of the kind that was given; a plain union would name the other kind's.
+# With tags, an error names the rule for the kind of prompt in the request; a plain union could name the other kind's.
 Prompts = Annotated[
     Annotated[_Texts, Tag("list[str]")] | Annotated[_Lists, Tag("list[list[int]]")],
     Discriminator(

@@ -20,7 +20,7 @@ from gptworks.studio.state import Served, Studio
 
 ROUTERS = [one.router for one in (play, runs, read, data, model, start, tries)]
 PARTS = ("play", "runs", "read", "time", "data", "model", "start")
-"""The parts of the studio, in the order of the tabs; `time` asks Play and Read."""
+"""The parts of the studio, in the order of the tabs; `time` uses the routes of Play and Read."""
 
 
 def create_studio(

@@ -1,4 +1,4 @@
-"""The rules of Gopher: whether a document looks like prose, and whether it repeats itself."""
+"""Gopher's rules, which drop documents that do not look like prose or repeat themselves."""
 
 import re
 import string

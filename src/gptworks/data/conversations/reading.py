@@ -109,7 +109,7 @@ def recognized(record: Fields) -> Shape:
     for shape, field in shapes:
         if is_stated(record, field):
             return shape
-    for shape, field in shapes:  # present but empty: its reader says so
+    for shape, field in shapes:  # present but empty: its reader raises the error
         if field in record:
             return shape
     if "prompt" in record and any(field in record for field in _ANSWERS):
