@@ -75,7 +75,7 @@ def check_normalized(tokenizer: Tokenizer, texts: Sequence[str]) -> None:
     """Check the length of normalized texts before they take memory.
 
     Raises:
-        UserError: one would be too long; see MAX_NORMALIZED_BYTES.
+        UserError: a normalized text would be too long; see MAX_NORMALIZED_BYTES.
     """
     most = max(map(len, texts), default=0) * 4
     if most * MAX_GROWTH <= MAX_NORMALIZED_BYTES or tokenizer.normalizer is None:

@@ -2,7 +2,7 @@
 
 A file is written under a new random name, flushed, and renamed over the old one, all relative to a folder that is
 opened once. Links are not followed: a link at the target is replaced. A temporary file is locked while its writer
-lives; the next writer of the same name removes what a killed one left.
+lives; the next writer of the same name removes files that a killed one left.
 """
 
 import contextlib

@@ -98,7 +98,7 @@ class Request:
     ) -> None:
         self.id, self.prompt_ids, self.samples, self.overflow = number, prompt_ids, samples, overflow
         self.done = False
-        """No more pieces will come."""
+        """Whether all pieces were delivered."""
         self.error: Exception | None = None
         """The error that ended the request, if any."""
         self.prompt_logprobs = scores.logprobs

@@ -219,8 +219,8 @@ def device_setting(recipe: Recipe, device: Device, layout: Layout) -> Setting:
 
 
 def rank_setting(recipe: Recipe, precision: str, on_cpu: bool, layout: Layout = ONE_DEVICE) -> Setting:
-    """The step of one of the layout's devices, checkpoints included; the least that it may be where the vocabulary is
-    not known yet.
+    """The step of one of the layout's devices, checkpoints included; a lower bound while the vocabulary is not known
+    yet.
 
     Raises:
         UserError: a teacher's recipe cannot be read.

@@ -20,7 +20,7 @@ from gptworks.training.changes import read_history as read_changes
 from gptworks.training.record.metrics import Record, Skipped, read_metrics
 
 MOST_RECORDS = 20_000
-"""Most records kept of each kind; of more, evenly spaced ones, the first, the last and the best."""
+"""Most records kept of each kind. Of longer logs: evenly spaced ones, the first, the last and the best."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class Guard:
             if not answer.started:
                 service.metrics.answered(500)
                 answer.status = 500
-            raise  # answered and logged outside
+            raise  # an outer handler answers and logs it
         finally:
             service.in_flight -= 1
             service.n_answered += 1

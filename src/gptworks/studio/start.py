@@ -238,7 +238,7 @@ async def fork_run(request: Request) -> Response:
 
 @router.post("/studio/start/changes")
 async def changes(request: Request) -> Response:
-    """The changes if a run, or its fork, resumes with a recipe, and why it cannot; see `Resumption`."""
+    """The changes if a run, or its fork, resumes with a recipe, or the reason why it cannot; see `Resumption`."""
     studio, body = studio_of(request), await body_of(request, ChangesRequest)
     run, text = await _changed_text(studio, body)
     return as_json(asdict(await studio.checks.in_thread(lambda: resumption(run, text, body.step))))

@@ -27,7 +27,7 @@ class Key:
     meaning: str
     """The key's meaning in the programs that write it."""
     read_in: tuple[Shape, ...] = ()
-    """Shapes of records in which it is read; in others it is a finding."""
+    """Shapes of records in which the key is read; in others it becomes a finding."""
     asks_nothing: tuple[object, ...] = ()
     """Values that ask for the default behaviour."""
     matters: tuple[object, ...] = ()

@@ -100,7 +100,7 @@ class HuggingFace(Source):
 
 
 def _dataset_signature(settings: AnyDataset) -> list[list[Any]]:
-    """A dataset of the hub is identified by its name, a local folder also by its files."""
+    """The signature of a dataset: the name of one on the hub; for a local folder, also its files."""
     folder = Path(settings.dataset or "")
     check_tree(folder)
     name = ["huggingface", settings.dataset, settings.name, settings.split, *filter(None, [settings.revision])]

@@ -16,7 +16,7 @@ from gptworks.quantize.linear import PackedMatrix
 from gptworks.quantize.panels import panel_of, size_in_panels, to_panels, whole_lines
 
 _PLACING = threading.Lock()
-"""Several threads may make backends of one model."""
+"""Held while matrices move, because several threads may make backends of one model."""
 
 
 def widest_panels(kernels: Library) -> dict[torch.dtype, int]:

@@ -119,7 +119,9 @@ def verify_folder(
         UserError: transformers is not installed.
     """
     transformers = require("transformers")
-    special = [token.content for token in tokenizer.get_added_tokens_decoder().values()]  # theirs reads them as such
+    special = [
+        token.content for token in tokenizer.get_added_tokens_decoder().values()
+    ]  # transformers reads these names as special tokens
     texts = [text for text in dict.fromkeys((*TEXTS, *texts)) if text and not any(name in text for name in special)]
     with quiet():
         their_tokenizer = load_their_tokenizer(folder)

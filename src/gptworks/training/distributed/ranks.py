@@ -292,8 +292,8 @@ class _Watch(threading.Thread):
 
     @contextmanager
     def patience(self, busy: bool) -> Iterator[None]:
-        """Inside, training may pause: this rank works (`busy`), and the others may wait for it; or it waits for one
-        that does, whose heartbeats still count."""
+        """A context in which training may pause: this rank works (`busy`) and others may wait for it, or it waits for a
+        working rank, whose heartbeats still count."""
         before = self._patient, self._busy
         self._patient, self._busy = True, busy or self._busy
         try:
