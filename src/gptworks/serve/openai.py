@@ -94,7 +94,10 @@ _Lists = Annotated[list[TokenIds], _SEVERAL]
 def _as_prompts(value: Any) -> Any:
     """A text, or the token ids of one, as a list of one."""
     is_ids = isinstance(value, list) and value and type(value[0]) is int
-    return [value] if is_ids or isinstance(value, str) else value
+    prompts = [value] if is_ids or isinstance(value, str) else value
+    if _kind(prompts) is None:
+        raise ValueError("it must be a text, a list of texts, a list of token ids, or several of these, not empty")
+    return prompts
 
 
 def _kind(value: Any) -> str | None:
@@ -106,11 +109,7 @@ def _kind(value: Any) -> str | None:
 # With tags, an error names the rule for the kind of prompt in the request; a plain union could name the other kind's.
 Prompts = Annotated[
     Annotated[_Texts, Tag("list[str]")] | Annotated[_Lists, Tag("list[list[int]]")],
-    Discriminator(
-        _kind,
-        custom_error_type="prompts",
-        custom_error_message="it must be a text, a list of texts, a list of token ids, or several of these, not empty",
-    ),
+    Discriminator(_kind),
     BeforeValidator(_as_prompts, json_schema_input_type=Text | TokenIds | _Texts | _Lists),
 ]
 """One or several texts, each as a text or as token ids."""
