@@ -64,7 +64,7 @@ def drawn_model(seed: int) -> ModelConfig:
 
 @pytest.mark.parametrize("seeds", parts(12))
 def test_what_operations_save_is_what_a_trace_finds(seeds: range) -> None:
-    """The furthest is one layer with scalars of the stream, gated heads and smeared embeddings, all computed again."""
+    """The furthest of those traced is seed 941, 3.7% too low."""
     off = {}
     for seed in seeds:
         choose = random.Random(-seed)
@@ -74,4 +74,4 @@ def test_what_operations_save_is_what_a_trace_finds(seeds: range) -> None:
         )
         off[seed] = error(drawn_model(seed), "cpu", precision, choose.choice([1, 2, 4]),
                           activation_checkpointing=checkpointing)  # fmt: skip
-    assert {seed: share for seed, share in off.items() if abs(share) > 0.06} == {}
+    assert {seed: share for seed, share in off.items() if abs(share) > 0.04} == {}

@@ -9,6 +9,8 @@ experts, several MLPs and a router replace the MLP (moe.py). With a parallel res
 Shapes: B batch, T time, C width, E experts, G key/value heads, D head width.
 """
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from gptworks.config import ModelConfig
@@ -80,10 +82,11 @@ class Block(LabParts):
             before1 = before2 = _entry(s)
         behind = [Norm.cost_behind(s, _branch(s).leaves)] if c.norms_behind else []
         mlp = MoE.cost(s, arrives) if c.n_experts else MLP.cost(s, c.d_ff, arrives, s.n_tokens)
+        there = _held_meanwhile(s, layer)
         return [
             *LabParts.entry_cost(s, layer),
             *(before1, *Attention.cost(s, layer, arrives), *behind, _branch(s)),
-            *(before2, *mlp, *behind, _branch(s)),
+            *(before2, *(replace(stage, unsaved=stage.unsaved + there) for stage in mlp), *behind, _branch(s)),
             *LabParts.exit_cost(s, layer),
         ]
 
@@ -136,6 +139,17 @@ def _branch(s: Shapes) -> Stage:
         leaves=s.products(width) if dropout or scaled or s.autocast else 0,
         scratch=s.products(width) if dropout and s.autocast else 0,
     )
+
+
+def _held_meanwhile(s: Shapes, layer: int) -> int:
+    """Bytes that are there, unsaved, while the MLP computes again: attention's result; the sum of the stream and that,
+    where nothing saves it; and what gradients have grown by, since a block's backward pass has begun when it first
+    needs what is saved."""
+    c = s.config
+    rounded = c.norm_placement == "after" and s.autocast
+    begun = [*LabParts.exit_cost(s, layer), *([] if c.dropout_residual else [_branch(s)])]
+    grown = sum(stage.leaves - stage.arrives for stage in begun)
+    return s.products(c.d_model) + (s.floats(c.d_model) if c.parallel_residual or rounded else 0) + grown
 
 
 def result_gradient(s: Shapes) -> int:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gptworks.config import ModelConfig
-from gptworks.kernels import dispatch
+from gptworks.kernels import dispatch, gemm
 
 RESIDUAL, ATTENTION, WEIGHTS_KEPT = "residual_stream_and_norms", "attention", "attention_weights"
 MLP_INNER, COPIES, DROPOUT, ADAPTER = "mlp", "weight_copies", "dropout_masks", "adapter_inputs"
@@ -40,6 +40,9 @@ class Stage:
     merges: bool = False
     scratch: int = 0
     """Additional bytes that its backward pass needs at its peak."""
+    unsaved: int = 0
+    """Bytes of what is not saved, but is there in its forward pass: results of this operation and of earlier ones. They
+    count where a block is computed again, next to all that it has saved so far: the peak may be there."""
     matrices: int = 0
     vectors: int = 0
     for_own: Mapping[str, int] = field(default_factory=dict)
@@ -88,6 +91,17 @@ class Shapes:
     def native(self) -> bool:
         """Whether C++ computes training's operations between its products."""
         return dispatch.planned("attention", self.on_cpu) == dispatch.CPP
+
+    @property
+    def saves_result(self) -> bool:
+        """Whether the MLP's result, or what is made of it, is saved. If not, a block that is computed again stops
+        where its last operation has what it saves: torch's operations before they compute."""
+        return bool(self.config.norms_behind or self.config.dropout_residual)
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether C++ computes products in training; see `gptworks.kernels.gemm`."""
+        return self.native and not self.autocast and gemm.is_faster()
 
     def products(self, width: int) -> int:
         """Bytes of [N, width] in the products' precision."""

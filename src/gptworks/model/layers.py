@@ -227,12 +227,16 @@ class MLP(nn.Module):
             wide = round(n_tokens * d_ff * 4) if c.mlp == "relu2" and not s.on_cpu else 0  # autocast squares in float32
             yield Stage("activation", {MLP_INNER: inner + (wide if s.autocast else 0)}, inner, inner, scratch=2 * wide)
         if c.dropout_mlp:
-            yield Stage("MLP dropout", {DROPOUT: inner if s.on_cpu else inner // p}, inner, inner)
+            booleans = inner // p
+            there = 2 * inner + booleans * s.on_cpu  # `forward` holds what the activation gave until the end
+            kept = inner if s.on_cpu else booleans
+            yield Stage("MLP dropout", {DROPOUT: kept}, inner, inner, unsaved=there)
         yield Stage(
             "down",
             {MLP_INNER: inner} | copy,
             arrives=0 if expert else arrives,
             leaves=inner,
+            unsaved=inner * (c.dropout_mlp > 0) + outer * (expert or s.saves_result or s.multiplies),
             matrices=matrix,
             vectors=biases * c.d_model,
             readers=("down",),

@@ -93,8 +93,10 @@ class MoE(nn.Module):
             if e == 0:  # the last in the backward pass: the gradient of all results is freed
                 stages[-1] = replace(stages[-1], arrives=gathered)
             yield from stages
-        yield Stage("reorder", arrives=gathered, leaves=gathered, scratch=gathered)
-        yield Stage("weighted sum", {MLP_INNER: gathered}, arrives=arrives, leaves=gathered, scratch=gathered)
+        yield Stage("reorder", arrives=gathered, leaves=gathered, scratch=gathered, unsaved=2 * gathered)
+        summed = gathered + width if s.saves_result or c.d_ff_shared else gathered
+        kept = {MLP_INNER: gathered}
+        yield Stage("weighted sum", kept, arrives=arrives, leaves=gathered, scratch=gathered, unsaved=summed)
         if c.d_ff_shared:
             yield from MLP.cost(s, c.d_ff_shared, 0, s.n_tokens, expert=True)
 

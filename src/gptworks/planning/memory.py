@@ -301,6 +301,7 @@ class _Step:
                 self.hold(RESIDUAL, 0 if apart else -stream)  # the stages already save it
                 for stage in self._block(layer):
                     self.hold_saved(stage)
+                    self.mark(f"{stage.name} of layer {layer + 1}, computed again", stage.unsaved)
             for stage in reversed(self._block(layer)):
                 self._go_back(stage, f"{stage.name} of layer {layer + 1}, backward", layer)
             if self._computes_again(layer):
