@@ -163,7 +163,10 @@ class Sheet:
             )
             for group in self.groups
         ]  # fmt: skip
-        foot = [(name, "", html.number(per_layer), html.number(n), "", "") for name, per_layer, n in self.totals]
+        foot: list[tuple[html.Cell, ...]] = [
+            (name, "", html.number(per_layer), html.number(n), "" if name == "total" else html.percent(n / total), "")
+            for name, per_layer, n in self.totals
+        ]
         return Table(("parameters", "tensors [out × in]", "a layer", "all layers", "share", ""), "lqrrrt", rows, foot)
 
     @property
