@@ -1,1 +1,1 @@
-"""Implementations of operations: C++ for CPUs, its compiled library, faster torch code, and the table of all."""
+"""Implementations of operations: C++ for CPUs and its library, faster torch code, and the table that lists them."""

@@ -1,4 +1,4 @@
-"""Attention in C++ for training on a CPU (attention.cpp), with its gradient."""
+"""Attention and its gradient in C++ for training on a CPU (attention.cpp)."""
 
 from typing import Any
 
@@ -12,23 +12,23 @@ from gptworks.kernels.library import training_library
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether there are kernels for these tensors on this machine."""
+    """Whether the C++ can compute attention on these tensors on this machine."""
     known = q.dtype in (torch.bfloat16, torch.float32) and q.dtype == k.dtype == v.dtype
     return known and q.device.type == "cpu" and _is_here()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _is_here() -> bool:
-    """A function of its own, because Dynamo would trace through the cache and warn."""
+    """Whether the library can be used; a separate function, because Dynamo would trace through its cache and warn."""
     return training_library() is not None
 
 
 class Attention(torch.autograd.Function):
-    """`gptworks.model.scores.attend`, with nothing of T × S elements kept for the backward pass.
+    """`gptworks.model.scores.attend`, which keeps no tensor of T × S elements for the backward pass.
 
     The same inputs give the same bits on any number of threads. A query that sees no key gets zeros. `bias` is [T, S],
-    or [B, T, S], in q's dtype, added to the scores of the keys that a query may see by its position; None: it sees all
-    of them, in its window. The result [B, H, T, D] is stored as [B, T, H, D].
+    or [B, T, S], in q's dtype, added to the scores of the keys that a query may see by its position and window; None:
+    nothing is added. The result [B, H, T, D] is stored as [B, T, H, D].
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Calls of the C++ with torch's tensors: each is described by its address, dtype, sizes and strides."""
+"""Calls of the C++ with torch's tensors, each described by its address, dtype, sizes and strides."""
 
 import ctypes
 from array import array
@@ -12,7 +12,7 @@ from gptworks.kernels import entries
 from gptworks.kernels.library import Library
 
 NUMBERS = {getattr(torch, name): number for number, name in enumerate(entries.KINDS)}
-"""The numbers of dtypes, of tensors and of the kinds of matrices."""
+"""The C++ number of each dtype, for tensors and matrices."""
 
 _REST = tuple((0,) * (entries.MOST_DIMENSIONS - n) for n in range(entries.MOST_DIMENSIONS + 1))
 _INT64, _BYTES = NUMBERS[torch.int64], ctypes.sizeof(entries.Tensor)
@@ -24,9 +24,9 @@ def call(library: Library, name: str, tensors: Sequence[Given], *numbers: float,
     """Call a function of `entries.ENTRIES` on as many threads as torch has.
 
     Args:
-        tensors: in the order of the entry; None where one is missing, an array "q" for an int64 tensor, a sequence
-            where several are one argument: their number comes before the other numbers.
-        model: the structure of an entry that has one.
+        tensors: arguments in the entry's order: a tensor; None for a missing one; an array "q" of int64; or a sequence
+            of tensors as one argument, whose length is passed before the other numbers.
+        model: the model structure, if the entry has one.
 
     Raises:
         ValueError, IndexError, RunError, RuntimeError: see `entries.call`. Also ValueError: a tensor is not on the CPU,

@@ -1,6 +1,6 @@
-"""Training's operations on a CPU in fewer passes over memory than torch's own, in torch.
+"""Training's operations on a CPU, written in torch with fewer passes over memory than torch's own.
 
-There, a model of a few million parameters spends more time on the operations between its matrix products than on the
+On a CPU, a model of a few million parameters spends more time on the operations between its matrix products than on the
 products. Each function computes what its plain twin does, and tests compare the two: `Attention` and
 `gptworks.model.scores.attend`, `norm` and torch's LayerNorm and RMSNorm, `activate` and an activation, `dropout` and
 `F.dropout`. `gptworks.kernels.dispatch` chooses among these, the C++ and torch.
@@ -21,7 +21,7 @@ class Attention(torch.autograd.Function):
 
     A block of queries needs only the keys up to its last one, so nearly half of the scores are never computed. torch's
     fused CPU kernel takes 1.7 to 2.5 times as long in bf16, forward and backward, at lengths of 1,024 to 256
-    (bench/passes.py). The weights stay in memory for the backward pass, and with a softcap what tanh gives. `bias` is
+    (bench/passes.py). The weights, and with a softcap the tanh, stay in memory for the backward pass. `bias` is
     [T, S], or [B, T, S], 0 where the query may look and -inf elsewhere, in q's dtype.
     """
 
@@ -84,14 +84,14 @@ class Attention(torch.autograd.Function):
 
 
 BLOCK = 128
-"""Queries done at once by `Attention`."""
+"""Number of queries that `Attention` computes at once."""
 
 LONGEST = 2048
-"""Keys up to which `Attention` is used: with more, the memory for its weights is not worth the time."""
+"""Largest number of keys for `Attention`: with more, its weights need too much memory for the time they save."""
 
 
 def query_blocks(n_queries: int, n_keys: int, window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Slices of the queries, and of the keys that any query of the slice sees."""
+    """Slices of the queries, each with the slice of the keys that any of its queries sees."""
     for first in range(0, n_queries, BLOCK):
         last = min(first + BLOCK, n_queries)
         offset = n_keys - n_queries
@@ -104,7 +104,7 @@ def _drop(weights: Tensor, kept: Tensor | None, dropout: float) -> Tensor:
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype, layer: bool, *_: Any) -> Any:
-    """x, and its LayerNorm or RMSNorm over the last dimension, computed in float32 and given in `dtype`."""
+    """x, and its LayerNorm or RMSNorm over the last dimension, computed in float32 and returned in `dtype`."""
     if layer:
         return x, F.layer_norm(x, weight.shape, weight, bias, eps).to(dtype)
     out: Tensor = _RMSNorm.apply(x, weight, eps, dtype)  # type: ignore[no-untyped-call]
@@ -112,7 +112,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torc
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm whose backward pass is torch's fused LayerNorm kernel, with a mean of zero and without one term."""
+    """RMSNorm whose backward pass uses torch's fused LayerNorm kernel: mean 0, and the mean's term is added back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -131,7 +131,7 @@ class _RMSNorm(torch.autograd.Function):
         d_x, d_weight, _ = torch.ops.aten.native_layer_norm_backward(
             gradient, x.to(scale.dtype), [width], torch.zeros_like(scale), scale, weight, None, [True, True, False]
         )
-        d_x += (gradient @ (weight / width)).unsqueeze(-1) * scale  # the term for the mean, which RMSNorm leaves in
+        d_x += (gradient @ (weight / width)).unsqueeze(-1) * scale  # undoes LayerNorm's term for the mean
         return d_x.to(x.dtype), d_weight, None, None
 
 
@@ -196,7 +196,8 @@ def dropout(x: Tensor, probability: float) -> Tensor:
 
 
 def _keep(shape: torch.Size, probability: float) -> Tensor:
-    """Booleans, false with this probability, four from each 64 random bits; `bernoulli_` draws once for each."""
+    """Random booleans, false with this probability: four per 64 random bits, while `bernoulli_` draws once per
+    element."""
     n = shape.numel()
     bits = torch.empty((n + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
     return bits.view(torch.int16)[:n].view(shape) >= round(probability * 2**16) - 2**15

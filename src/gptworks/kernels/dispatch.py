@@ -1,8 +1,8 @@
 """Kernel dispatch: TABLE lists each operation's kernels, and one function per operation calls the first usable one.
 
 The C++ computes where it is built (`gptworks.kernels.library`) and knows the tensors' dtype and layout; `cpu` has
-torch's faster ways for training on a CPU; torch itself computes elsewhere. Most of both are for training: there, an
-operation and its gradient are one pass over memory each. A plan reads the table too (`planned`).
+faster torch code for training on a CPU; torch's own functions compute the rest. Most kernels are for training, where an
+operation and its gradient take one pass over memory each. A plan reads the table too (`planned`).
 """
 
 from collections.abc import Callable
@@ -32,13 +32,13 @@ class Kernel(NamedTuple):
     dtypes: tuple[torch.dtype, ...] | None = None
     """Dtypes accepted for the first operand; None: any."""
     training: bool = False
-    """Whether it serves only in training steps, which need gradients."""
+    """Whether the kernel is used only in training steps, which need gradients."""
     takes: Callable[..., bool] | None = None
     """Whether the kernel supports these operands; None: it supports all."""
 
 
 def trains(*tensors: Tensor | None) -> bool:
-    """Whether one of these is part of a training step on a CPU."""
+    """Whether one of these tensors is part of a training step on a CPU."""
     if not torch.is_grad_enabled():
         return False
     return any(x is not None and x.requires_grad and x.device.type == "cpu" for x in tensors)
@@ -118,8 +118,8 @@ def dropout(x: Tensor, probability: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + R/2) of the first R elements of x [..., T, D] by an angle, whose cosines and sines are
-    [T, R/2], or [B, 1, T, R/2] for x [B, H, T, D]."""
+    """Rotate each pair (i, i + R/2) of the first R elements of x [..., T, D]; the angles' cosines and sines are [T,
+    R/2], or [B, 1, T, R/2] for x [B, H, T, D]."""
     return chosen("rotate", x, cos, sin).compute(x, cos, sin)
 
 
@@ -154,7 +154,7 @@ def _by_caller(*_: Any) -> Tensor:
 
 
 def _linear_taken(x: Tensor, weight: Tensor) -> bool:
-    is_large = x.numel() * weight.size(0) >= gemm.LEAST  # first: a token's products are small, and asking costs as much
+    is_large = x.numel() * weight.size(0) >= gemm.LEAST  # first: other checks cost as much as small products
     return is_large and gemm.serves(x, weight.T) and not torch.is_autocast_enabled("cpu")
 
 

@@ -1,7 +1,7 @@
-"""The functions that the C++ exports: their arguments, the structures, and the meaning of numbers.
+"""Declarations of the functions that the C++ exports: arguments, structures, and the numbers of dtypes and activations.
 
-The C++ has the same (entry.h, step.cpp); `declare` compares both when a library is loaded. Every function returns a
-code, and checks its arguments before it reads or writes anything. This module imports no torch.
+The C++ has the same declarations (entry.h, step.cpp); `declare` compares both when a library is loaded. Every function
+returns a code, and checks its arguments before it reads or writes anything. This module imports no torch.
 """
 
 import ctypes
@@ -14,10 +14,10 @@ from gptworks.errors import RunError
 POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 KINDS = ("float32", "bfloat16", "float16", "int8", "uint8", "int64")
-"""The dtypes by their numbers. uint8: of weights in int4, two in a byte."""
+"""Dtypes in the order of their numbers. uint8 holds int4 weights, two per byte."""
 
 FUNCTIONS = ("gelu", "gelu_tanh", "relu2", "silu")
-"""The activations by their numbers."""
+"""Activations in the order of their numbers."""
 
 FUNCTION_OF_MLP = {
     name: FUNCTIONS.index(function)
@@ -32,7 +32,7 @@ MOST_DIMENSIONS = 5
 
 
 class Structure(ctypes.Structure):
-    """A structure of the C++ with the same name."""
+    """Base of structures that mirror those of the same name in C++."""
 
 
 class Tensor(Structure):
@@ -77,7 +77,7 @@ class Model(Structure):
 
 @dataclass(frozen=True)
 class Entry:
-    """A function: perhaps a model, then tensors, then numbers, and the number of threads."""
+    """The arguments of a C++ function: optionally a model, then tensors, numbers, and the number of threads."""
 
     tensors: tuple[str, ...]
     """The tensors' names; optional ones end with a question mark."""
@@ -110,10 +110,10 @@ ENTRIES = MappingProxyType({
     "gemm": _entry("a b bias? out"),
     "muon_updates": _entry("gradients momenta updates polynomials", n=INTEGER, momentum=REAL, eps=REAL),
 })  # fmt: skip
-"""Functions by name, `gptworks_NAME` in the library. Muon's gradients and momenta are n tensors each, in a row."""
+"""Functions by name, `gptworks_NAME` in the library. Muon's gradients and momenta are arrays of n tensors each."""
 
 _ERRORS = (ValueError, IndexError, RunError, RuntimeError)
-"""Exceptions for the codes from 1 on: refused, out of range, out of memory, anything else."""
+"""Exceptions for return codes 1 to 4: refused argument, out of range, out of memory, any other error."""
 
 
 class Mismatch(Exception):
@@ -124,7 +124,7 @@ def declare(functions: ctypes.CDLL) -> None:
     """Set the argument and return types of a library's functions for ctypes.
 
     Raises:
-        Mismatch: the library has other structures, other numbers or not these functions.
+        Mismatch: the library's structures, numbers or functions differ from these.
     """
     try:
         for name in ("layout", "error"):
@@ -145,19 +145,19 @@ def declare(functions: ctypes.CDLL) -> None:
 
 
 def layout() -> str:
-    """The sizes of structures in bytes and the meaning of numbers, as the C++ reports them."""
+    """The structures' sizes in bytes and the numbers' meanings, in the text that the C++ reports too."""
     sizes = ", ".join(f"{one.__name__} {ctypes.sizeof(one)}" for one in (Tensor, Matrix, Norm, Layer, Model))
     return f"{sizes}; kinds {' '.join(KINDS)}; functions {' '.join(FUNCTIONS)}"
 
 
 def call(functions: ctypes.CDLL, name: str, *arguments: Any) -> None:
-    """Call a function of a library with addresses and numbers as `ENTRIES` has them. No other place calls one.
+    """Call a library function with the addresses and numbers of its entry. The only place that calls one.
 
     Raises:
-        ValueError: an argument has another dtype, shape or layout than it must have, or a number is out of its bounds.
+        ValueError: an argument has a wrong dtype, shape or layout, or a number is out of bounds.
         IndexError: a token, target or position is out of range.
-        RunError: the function cannot allocate its memory.
-        RuntimeError: anything else went wrong in it.
+        RunError: the function cannot allocate memory.
+        RuntimeError: the function failed in another way.
     """
     if code := getattr(functions, f"gptworks_{name}")(*arguments):
         said = functions.gptworks_error().decode(errors="replace")

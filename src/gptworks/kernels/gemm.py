@@ -1,8 +1,8 @@
 """Matrix products of float32 matrices on a CPU, in C++ (gemm.cpp).
 
-torch gives them to MKL. On a processor of AMD's that takes no AVX-512, and with AVX2 leaves a sixth of it idle; the C++
-does neither (bench/passes.py). On others torch's is kept: the processor's maker decides, not a timing at the start,
-so that a run and its repetition multiply alike.
+torch passes them to MKL. On AMD processors, MKL does not use AVX-512 and reaches five sixths of AVX2's rate; the C++ is
+faster there (bench/passes.py). On others torch multiplies: the processor's maker decides, not a timing at the start, so
+that a repeated run multiplies in the same way.
 """
 
 import functools
@@ -16,14 +16,14 @@ from gptworks.kernels.passes import KINDS, are_here, call
 from gptworks.machine import is_amd
 
 LEAST = 1 << 22
-"""Multiplications below which torch's product is as fast."""
+"""Number of multiplications below which torch's product is as fast."""
 
 LEAST_ROWS = 8
-"""Rows of the left factor from which packing the right one pays."""
+"""Least number of rows of the left factor for which packing the right one pays."""
 
 
 def serves(a: Tensor, b: Tensor) -> bool:
-    """Whether the C++ multiplies the rows of a [..., K] with b [K, N], and is faster than torch."""
+    """Whether the C++ can multiply a [..., K] by b [K, N], and is faster than torch."""
     return (
         all(type(x) in KINDS and x.device.type == "cpu" and x.dtype == torch.float32 for x in (a, b))
         and a.size(-1) == b.size(0)
@@ -31,13 +31,13 @@ def serves(a: Tensor, b: Tensor) -> bool:
         and a.numel() >= LEAST_ROWS * b.size(0)
         and not torch.compiler.is_compiling()
         and is_faster()
-        and are_here()  # the last: it builds the library
+        and are_here()  # last, because it builds the library
     )
 
 
 @functools.cache
 def is_faster() -> bool:
-    """Whether torch multiplies with MKL here, on a processor that MKL does not know."""
+    """Whether the C++ multiplies faster than torch: torch uses MKL on an AMD processor."""
     return is_amd() and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
 
 
@@ -45,8 +45,8 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None
     """a · b + bias, the same bits on any number of threads.
 
     Args:
-        a: [M, K]. b: [K, N]. bias: [N]. All float32, in any layout.
-        out: [M, N], whose rows are contiguous: it is written to.
+        a, b, bias: [M, K], [K, N] and [N], float32, in any layout.
+        out: receives the result [M, N]; its rows are contiguous. None: a new tensor.
     """
     a, b = _laid_out(a), _laid_out(b)
     out = a.new_empty(a.size(0), b.size(1)) if out is None else out

@@ -1,15 +1,15 @@
-"""The instruction levels that the C++ distinguishes: a wheel carries a library for each of its kind of processor."""
+"""Instruction levels of processors: a wheel has a library for each level of its architecture."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Level:
-    """A kind of processor that a library is built for."""
+    """An instruction level for which a library is built."""
 
     name: str
     options: tuple[str, ...]
-    """Options of the compiler."""
+    """Compiler options."""
     flags: frozenset[str]
     """The features that a processor must have, as Linux names them."""
 

@@ -1,13 +1,13 @@
-"""The C++ of this folder as one library: from the wheel or compiled by the machine's compiler, kept, verified, loaded.
+"""The library of this folder's C++: taken from the wheel or compiled on this machine, kept, verified and loaded.
 
-A wheel carries a library for each instruction level that the C++ distinguishes; the best for this processor is taken
-without a compiler. Elsewhere, and where GPTWORKS_NATIVE_MARCH names a processor, the compiler builds one.
+A wheel has a library for each instruction level; the best for this processor is loaded without a compiler. Without such
+a library, or if GPTWORKS_NATIVE_MARCH names a processor, the compiler builds one.
 
-What is kept is code that this process will run. So it is read only from a folder that belongs to this user and that
-nobody else may write, and only if its bytes are those that were built. Where the user's cache cannot be used, a folder
-of this user's in $XDG_RUNTIME_DIR or in the folder for temporary files keeps the library until the machine restarts;
-where there is none, a temporary folder of this process. One process compiles under a lock, and those that start with it
-wait; whoever compiles removes what was not used for a long time.
+A kept library is code that this process will run. It is therefore read only from a folder that belongs to this user and
+that nobody else may write, and only if its checksum matches. If the user's cache cannot be used, the library is kept
+until the machine restarts in this user's folder in $XDG_RUNTIME_DIR or the folder for temporary files; if neither can
+be used, in a temporary folder of this process. One process compiles under a lock while others wait; it also removes
+libraries unused for a long time.
 """
 
 import atexit
@@ -35,13 +35,13 @@ from gptworks.machine import cpu_flags, cpu_identity, usable_cpus
 
 _NAMES = ("products", "attention", "passes", "cached_attention", "step", "gemm", "optimizer")
 SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in _NAMES)
-"""The C++ sources, the slowest to compile first; the headers in this folder belong to them."""
+"""The C++ sources, the slowest to compile first; they include the headers of this folder."""
 
 BUILT = Path(__file__).with_name("built")
 """The folder of a wheel's libraries: kernels-LEVEL-CHECKSUM.so."""
 
 FLAGS = ("-O3", "-std=c++17", "-fno-schedule-insns", "-fPIC", "-pthread")
-"""Compiler options. `-fno-schedule-insns` is for GCC on ARM, which otherwise loads so early that sums spill."""
+"""Compiler options. GCC on ARM needs `-fno-schedule-insns`: it otherwise loads so early that registers spill."""
 
 ATTEMPTS: tuple[tuple[str, ...], ...] = (
     ("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), (),
@@ -93,12 +93,12 @@ class Library:
 
     @property
     def has_wide_vectors(self) -> bool:
-        """Whether it computes with vectors of 32 bytes or more."""
+        """Whether the library computes with vectors of 32 bytes or more."""
         return bool(self._built_with & 6)
 
     @property
     def has_integer_products(self) -> bool:
-        """Whether weights of 8 and 4 bits are multiplied as bytes, by which activations have two: AVX512_VNNI, or ARM's
+        """Whether weights of 8 and 4 bits are multiplied as bytes, with two bytes per activation: AVX512_VNNI, or ARM's
         dot products."""
         return bool(self._built_with & 8)
 
@@ -109,7 +109,7 @@ class Library:
 
     @property
     def instructions(self) -> str:
-        """The widest instructions that it uses, as a person would name them."""
+        """The common name of the widest instructions that the library uses."""
         built = self._built_with
         if not self.has_wide_vectors:
             if platform.machine() not in ("aarch64", "arm64"):
@@ -126,12 +126,12 @@ class Library:
 
 
 def library() -> Library:
-    """The kernels for this processor: from the package, the user's cache, or compiled now. A failure is remembered by
-    this process.
+    """The kernels for this processor: from the package, the user's cache, or compiled now. The process remembers a
+    failure.
 
     Raises:
-        Unavailable: GPTWORKS_NATIVE is 0 or invalid; no library is built and there is no working compiler; or no folder
-            can hold code to load.
+        Unavailable: GPTWORKS_NATIVE is 0 or invalid; no library exists and no compiler works; or no folder can hold
+            code to load.
     """
     with _lock:
         found = _library()
@@ -179,8 +179,8 @@ def training_library() -> Library | None:
 def trains_in_cpp() -> bool:
     """Whether training on this CPU will compute in C++: a forecast for plans that compiles and loads nothing.
 
-    After a call of `library`, this is its result. Before, it needs wide vectors and a compiler or a built library; it
-    is wrong if the compiler fails later.
+    After a call of `library`, the answer is certain. Before, it is true with wide vectors and a compiler or built
+    library, which is wrong if the compiler fails later.
     """
     if _library.cache_info().currsize:
         return training_library() is not None
@@ -200,7 +200,8 @@ def _compiler() -> str | None:
 
 
 def torch_trains_because() -> str | None:
-    """The reason why only torch computes a training step on this CPU; None: the C++ does, or is no faster here."""
+    """The reason why the C++ cannot be used for training; None: it can, although torch is chosen where it is as
+    fast."""
     try:
         library()
     except Unavailable as error:
@@ -209,7 +210,7 @@ def torch_trains_because() -> str | None:
 
 
 def forget() -> None:
-    """Search for the library again at the next call: for tests."""
+    """Forget the library, so that the next call searches again; for tests."""
     _library.cache_clear()
     training_library.cache_clear()
 
@@ -246,7 +247,7 @@ def _run(command: Sequence[str | Path], seconds: float) -> subprocess.CompletedP
 
 
 def _from_package() -> bytes | None:
-    """The package's library for this processor; None if it has none or GPTWORKS_NATIVE_MARCH names another one."""
+    """The package's library for this processor; None if missing or damaged, or if GPTWORKS_NATIVE_MARCH is set."""
     if os.environ.get(MARCH):
         return None
     known, flags = LEVELS.get(platform.machine(), ()), cpu_flags()
@@ -267,7 +268,7 @@ def _load(key: str, make: Callable[[], bytes], origin: str) -> Library:
             folder = _make_private(there)
             content = content or _kept(folder, key)
             if content is None:
-                with _alone(folder):  # another process may have built it while this one waited
+                with _alone(folder):  # another process may have built the library meanwhile
                     content = _kept(folder, key) or make()
                     _keep(folder, key, content)
                     _prune(folder)
@@ -285,7 +286,7 @@ def _load(key: str, make: Callable[[], bytes], origin: str) -> Library:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock, so that other processes wait.
+    """A context that holds a folder's lock, for which other processes wait.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -298,7 +299,7 @@ def _alone(folder: Path) -> Iterator[None]:
     except filelock.Timeout:
         _LOG.info("another process compiles the kernels: waiting for it")
         lock.acquire()
-    except NotImplementedError:  # a file system without locks: two processes may compile, and each writes whole files
+    except NotImplementedError:  # no locks on this file system: several may compile, and each writes whole files
         yield
         return
     try:
@@ -312,7 +313,7 @@ def _may_have_amx() -> bool:
 
 
 def _key(compiler: str) -> str:
-    """A key for a build from all that decides it: source, options, compiler and processor."""
+    """A build's key: a hash of source, options, compiler and processor."""
     machine = " ".join([platform.platform(), platform.processor(), cpu_identity(), *sorted(cpu_flags())])
     texts = (file.read_bytes() for source in SOURCES for file in (source, *sorted(source.parent.glob("*.h"))))
     parts = (*texts, _version(compiler), machine.encode(), repr((FLAGS, attempts(compiler))).encode())
@@ -328,11 +329,11 @@ def build(compiler: str, options: tuple[tuple[str, ...], ...] | None = None) -> 
     """The bytes of a newly built library. Sources compile in parallel, one per core.
 
     Args:
-        options: the compiler's options to try, in this order; None: `attempts`.
+        options: compiler options to try, in this order; None: those of `attempts`.
 
     Raises:
-        Unavailable: no attempt succeeds. OSError: there is no temporary folder that no other user may write, or the
-            compiler cannot be run.
+        Unavailable: no attempt succeeds. OSError: every temporary folder may be written by other users, or the compiler
+            cannot be run.
     """
     failed = ""
     with (
@@ -409,7 +410,7 @@ def _make_private(folder: Path) -> Path:
         return folder
     trusted = {os.geteuid(), 0, Path("/").stat().st_uid}  # in a container, root may have another user id
     there = next(path for path in (folder, *folder.parents) if path.exists())
-    if there.stat().st_uid not in trusted:  # as root with another user's HOME: nothing of root's is left in it
+    if there.stat().st_uid not in trusted:  # root with another user's HOME must leave no files there
         raise OSError(None, f"another user owns {there}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     is_link, folder = folder.is_symlink(), folder.resolve()
@@ -441,7 +442,7 @@ def _is_own_group(number: int) -> bool:
 
 
 def _kept(folder: Path, key: str) -> bytes | None:
-    """A library built earlier for this key, if its file is unchanged."""
+    """The bytes of a library built earlier for this key; None if missing or changed."""
     for file in folder.glob(f"kernels-{key}-*.so"):
         if (content := _trusted_bytes(file, _digest_in(file))) is not None:
             return content
@@ -454,7 +455,7 @@ def _digest_in(file: Path) -> str:
 
 
 def _trusted_bytes(file: Path, digest: str) -> bytes | None:
-    """The file's bytes, if only this user may write it and the sha256 matches."""
+    """The file's bytes, or None unless only this user may write the file and its sha256 matches."""
     try:
         with file.open("rb") as opened:
             status = os.fstat(opened.fileno())
@@ -468,7 +469,7 @@ def _trusted_bytes(file: Path, digest: str) -> bytes | None:
 
 
 def _keep(folder: Path, key: str, content: bytes) -> Path:
-    """The path of a library's file, written if missing or damaged, with its time of last use set to now."""
+    """Write a library's file if missing or damaged, set its time of last use to now, and return its path."""
     digest = hashlib.sha256(content).hexdigest()
     file = folder / f"kernels-{key}-{digest}.so"
     if _trusted_bytes(file, digest) is None:
@@ -479,7 +480,7 @@ def _keep(folder: Path, key: str, content: bytes) -> Path:
 
 
 MOST_KEPT, UNUSED_DAYS = 12, 60
-"""Most libraries kept in a folder, and the number of days after which an unused one is removed."""
+"""Largest number of libraries kept in a folder, and days after which an unused one is removed."""
 
 
 def _prune(folder: Path) -> None:
@@ -504,7 +505,7 @@ def _prune(folder: Path) -> None:
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Write a file that appears whole or not at all, in place of any that is there."""
+    """Write or replace a file, which appears whole or not at all."""
     with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".writing-", delete=False) as aside:
         try:
             aside.write(content)

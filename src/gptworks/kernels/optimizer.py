@@ -1,6 +1,6 @@
 """Muon's updates in C++ (optimizer.cpp), for matrices in float32 on a CPU.
 
-Its torch twin is `gptworks.training.optim.muon.Muon`; both round to bfloat16 at the same places and add up in float32.
+Its torch twin is `gptworks.training.optim.muon.Muon`; both round to bfloat16 at the same steps and sum in float32.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,12 +14,12 @@ from gptworks.machine import cpu_flags
 
 
 def muon_library(tensors: Iterable[Tensor]) -> Library | None:
-    """The library, if it supports these gradients and momenta; else None.
+    """The library, or None if torch must compute with these gradients and momenta.
 
-    On a processor with AMX torch computes: its products use AMX, and the library's do not.
+    On a processor with AMX torch computes, because its products use AMX and the library's do not.
     """
     if "amx_bf16" in cpu_flags() or not all(
-        # no subclass: neither a DTensor nor a fake tensor
+        # exactly Tensor: a DTensor or fake tensor has no data here
         type(x) is Tensor and x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous()
         for x in tensors
     ):
@@ -35,14 +35,14 @@ def muon_updates(
     polynomials: Sequence[tuple[float, float, float]],
     eps: float,
 ) -> Tensor:
-    """Nesterov's direction of each of some matrices of one shape, orthogonalized, [N, rows, columns] in bfloat16.
+    """Orthogonalized Nesterov directions of N matrices of one shape, [N, rows, columns] in bfloat16.
 
     The bits do not depend on the number of threads.
 
     Args:
-        momenta: with the gradients in them.
+        momenta: momenta that include this step's gradients.
         polynomials: a, b and c of each iteration.
-        eps: the least that a matrix is divided by.
+        eps: smallest norm by which a matrix is divided.
     """
     updates = torch.empty(len(gradients), *gradients[0].shape, dtype=torch.bfloat16)
     coefficients = torch.tensor(polynomials, dtype=torch.float32).reshape(-1, 3)

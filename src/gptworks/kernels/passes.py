@@ -1,4 +1,4 @@
-"""Autograd functions for training's operations between matrix products, in C++ (passes.cpp).
+"""Autograd functions in C++ (passes.cpp) for training's operations between matrix products.
 
 `gptworks.kernels.dispatch` chooses between these and torch's own. Values are float32 or bf16, sums are float32, and
 results are the same on any number of threads. Fake tensors get outputs of the right shape and no values.
@@ -18,21 +18,21 @@ from gptworks.kernels.library import training_library
 
 _DTYPES = (torch.float32, torch.bfloat16)
 KINDS = (Tensor, torch.nn.Parameter, FakeTensor)
-"""Types of the tensors that the C++ takes."""
+"""Types of tensors that the C++ accepts."""
 
 
 def are_here() -> bool:
-    """Whether the C++ is there and can be called: not while a graph is compiled."""
+    """Whether the C++ is available and can be called now, that is, not while torch compiles a graph."""
     return not torch.compiler.is_compiling() and training_library() is not None
 
 
 def serve(*tensors: Tensor | None) -> bool:
-    """Whether the C++ is there and computes on these tensors: their type, device, dtype and layout."""
+    """Whether the C++ is available and supports these tensors' type, device, dtype and layout."""
     return are_here() and all(x is None or (type(x) in KINDS and _is_readable(x)) for x in tensors)
 
 
 class Activation(torch.autograd.Function):
-    """activation(x) of a value of `model.mlp`; or activation(x) · up, of one dtype and layout."""
+    """activation(x), or activation(x) · up; x and up have one dtype and layout. A value of `model.mlp` names it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, up: Tensor | None, kind: str) -> Tensor:
@@ -53,9 +53,10 @@ class Activation(torch.autograd.Function):
 
 
 class Norm(torch.autograd.Function):
-    """x + alpha · branch, or x where there is no branch; and its LayerNorm, or RMSNorm, over the last dimension.
+    """x + alpha · branch, or x without a branch; and its LayerNorm or RMSNorm over the last dimension.
 
-    Who reads both has the gradients of the two added in one pass. Weight and bias are float32; the sum has x's dtype.
+    The backward pass adds the gradients of both results in one pass over memory. Weight and bias are float32; the sum
+    has x's dtype.
     """
 
     @staticmethod
@@ -116,7 +117,7 @@ class Add(torch.autograd.Function):
 
 
 def rotates(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether `Rotation` takes these."""
+    """Whether `Rotation` supports these tensors."""
     of_each_row = cos.dim() == x.dim() == 4 and cos.size(1) == 1 and cos.size(0) == x.size(0)
     return serve(x, cos, sin) and x.dtype == cos.dtype == sin.dtype and (cos.dim() == 2 or of_each_row)
 
@@ -147,10 +148,10 @@ def cross_entropy(logits: Tensor, targets: Tensor, factors: Tensor | None = None
     """−log softmax(logits)[target] of each row, float32 [n], 0 where the target is −100.
 
     Args:
-        logits: [n, V]. With `gradient` they become softmax − one-hot, times their row's factor; 0 where the target is
-            −100.
+        logits: [n, V]. With `gradient` they are overwritten by (softmax − one-hot) · the row's factor; 0 where the
+            target is −100.
         targets: int64 [n].
-        factors: float32 [n].
+        factors: each row's factor of the gradient, float32 [n]; None: 1.
 
     Raises:
         IndexError: a target is not a column of the logits.
@@ -166,12 +167,12 @@ def _is_readable(x: Tensor) -> bool:
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether x fills its memory, its last dimension in order: as it is, or with its middle dimensions exchanged."""
+    """Whether x is contiguous, or a 4-dimensional x is after its two middle dimensions are exchanged."""
     return x.is_contiguous() or (x.dim() == 4 and x.transpose(1, 2).is_contiguous())
 
 
 def _laid_out_as(x: Tensor, other: Tensor) -> Tensor:
-    """x with the strides of a dense tensor of its shape."""
+    """x, copied if its strides differ from those of a dense tensor of the same shape."""
     return x if x.stride() == other.stride() else torch.empty_like(other, dtype=x.dtype).copy_(x)
 
 

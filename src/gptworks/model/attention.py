@@ -21,9 +21,9 @@ class AttentionInputs(NamedTuple):
     """Inputs of attention other than the stream."""
 
     rotary: tuple[Tensor, Tensor] | None = None
-    """Cosines and sines of the T positions; None: the layer is not rotated."""
+    """Cosines and sines of the T positions; None: the layer rotates no heads."""
     cache: SlotLayer | None = None
-    """The cache of the tokens' keys and values; None: the texts are complete."""
+    """The cache that holds the texts' earlier keys and values; None: rows are complete texts."""
     bias: Tensor | None = None
     """The bias that separates several texts of a row, see `attend`."""
 
@@ -45,7 +45,7 @@ class Attention(nn.Module):
         self.gating = build_gating(config)
 
     def forward(self, x: Tensor, inputs: AttentionInputs, values: Tensor | None = None) -> Tensor:
-        """x [B, T, C] → [B, T, C]. values: [B, T, G·D] in place of the layer's own projection."""
+        """x [B, T, C] → [B, T, C]. values [B, T, G·D] replace the layer's own projection."""
         gate = None if self.gating is None else self.gating(x)  # B T H
         q, k, v = self.heads(x, inputs.rotary, values)
         if inputs.cache is not None:
@@ -61,7 +61,7 @@ class Attention(nn.Module):
     def heads(
         self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, values: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, C] → queries [B, H, T, D], keys and values [B, G, T, D], normalized and turned by position."""
+        """x [B, T, C] → queries [B, H, T, D], keys and values [B, G, T, D]; queries and keys normalized and rotated."""
         q, k, v = (
             projected.unflatten(-1, (-1, self.d_head)).transpose(1, 2)
             for projected in (self.query(x), self.key(x), self.value(x) if values is None else values)
@@ -71,15 +71,15 @@ class Attention(nn.Module):
 
     @staticmethod
     def cost(s: Shapes, layer: int, arrives: int) -> Iterator[Stage]:
-        """Attention's operations; the gradient of its result has `arrives` bytes."""
+        """Costs of attention's operations; the gradient of its result has `arrives` bytes."""
         c, window = s.config, s.config.layer_window(layer)
         q_width, k_width = c.n_heads * c.d_head, c.n_kv_heads * c.d_head
         q, k, normalized = s.products(q_width), s.products(k_width), s.products(c.d_model)
         projections = [("query", q_width, q), ("key", k_width, k), ("value", k_width, k)]
-        if changed := list(Values.cost(s, layer)):  # values come first
+        if changed := list(Values.cost(s, layer)):  # values are projected first
             projections = [projections[2], *projections[:2]]
         for name, width, output in projections:
-            first, last = name == projections[0][0], name == projections[-1][0]  # backward starts at the last
+            first, last = name == projections[0][0], name == projections[-1][0]  # the backward pass starts at the last
             yield Stage(
                 name,
                 ({RESIDUAL: normalized} if first else {}) | s.copies(c.d_model * width),

@@ -4,7 +4,8 @@
        └────────────────────────────────────────────►┘      └──────────────────────────────────────►┘
 
 Norms are before attention and MLP (pre-norm; Xiong et al., 2020), after them (OLMo 2), or both (Gemma 2). With
-experts, several MLPs and a router replace the MLP (moe.py). With a parallel residual, the MLP reads x, like attention.
+experts, several MLPs and a router replace the MLP (moe.py). With a parallel residual, the MLP reads x, as attention
+does.
 
 Shapes: B batch, T time, C width, E experts, G key/value heads, D head width.
 """
@@ -22,8 +23,8 @@ from gptworks.model.layers import MLP, Dropout, Norm, build_norm, product_dtype
 from gptworks.model.moe import MoE
 
 BlockOutput = tuple[Tensor, Tensor | None, Tensor | None]
-"""The stream [B, T, C]; the router's logits [B, T, E] if there are experts; the first layer's values [B, T, G·D]
-if later blocks read them."""
+"""The stream [B, T, C]; the router's logits [B, T, E], or None without experts; the first layer's values [B, T, G·D] if
+later blocks read them, else None."""
 
 
 class Block(LabParts):
@@ -58,7 +59,8 @@ class Block(LabParts):
         return add(x, y, self.scale), router_logits, own
 
     def norms(self) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
-        """The norms before attention and before the MLP, then those after each; None: no norm at that place."""
+        """The norms before attention and before the MLP, then those after attention and after the MLP; None: no norm
+        there."""
         if self.placement == "after":
             return None, None, self.norm1, self.norm2
         if self.placement == "both":
@@ -66,7 +68,7 @@ class Block(LabParts):
         return self.norm1, self.norm2, None, None
 
     def attend(self, inner: Tensor, inputs: AttentionInputs, lab: LabInputs) -> tuple[Tensor, Tensor | None]:
-        """Attention's output [B, T, C], and its own values if later blocks read them."""
+        """Attention's output [B, T, C], and the layer's own values if later blocks read them, else None."""
         if self.values is None:
             return self.attention(inner, inputs), None
         own = self.attention.value(inner)
@@ -75,7 +77,7 @@ class Block(LabParts):
 
     @staticmethod
     def cost(s: Shapes, layer: int) -> list[Stage]:
-        """The block's operations, in order."""
+        """Costs of the block's operations, in order."""
         c, arrives = s.config, result_gradient(s)
         before1, before2 = Norm.cost(s, "norm1", reads_entry=True), Norm.cost(s, "norm2", not c.parallel_residual)
         if c.norm_placement == "after":
@@ -92,8 +94,8 @@ class Block(LabParts):
 
     @staticmethod
     def passing_bytes(s: Shapes, layer: int) -> int:
-        """Peak memory of a frozen block that keeps no activations: attention is the fused kernel then, or torch's
-        products of all queries and keys."""
+        """Peak memory of a frozen block that keeps no activations; attention is a fused kernel or torch's products of
+        all queries and keys."""
         c, stream, width = s.config, s.floats(s.config.d_model), s.products(s.config.d_model)
         window = s.config.layer_window(layer)
         q, k = s.products(c.n_heads * c.d_head), s.products(c.n_kv_heads * c.d_head)
@@ -102,12 +104,12 @@ class Block(LabParts):
         if c.attention_softcap is not None or c.dropout_attention:
             pairs = s.length * (2 * window if window is not None and in_blocks else s.length)
             wide = 3 * s.floats(c.n_heads * c.d_head) if s.autocast and c.dropout_attention else 0
-            causal = q + 4 * pairs if c.attention_softcap is None else 0  # torch's mask, and its scaled queries
+            causal = q + 4 * pairs if c.attention_softcap is None else 0  # torch's mask and scaled queries
             attention = q + wide + causal + 3 * 4 * s.batch_size * c.n_heads * pairs
         if in_blocks:
-            attention += 8 * k  # each block of keys and values is there twice
+            attention += 8 * k  # banded attention holds each block of keys and values twice
         mlp = (4 if c.gated else 3 if c.mlp == "relu2" else 2) * s.products(c.d_ff)
-        if c.n_experts:  # inputs and outputs of experts, by expert and by token
+        if c.n_experts:  # experts' inputs and outputs, ordered by expert and by token
             mlp = (3 * c.n_experts_per_token + 1) * width
         return (2 + Carried.kept_streams(c)) * stream + 2 * width + max(attention, mlp)
 
@@ -121,7 +123,8 @@ def normalized(norm: Norm | None, x: Tensor, branch: Tensor | None = None, scale
 
 
 def _entry(s: Shapes) -> Stage:
-    """The stream enters attention or MLP without a norm, rounded under autocast; the next product saves it."""
+    """Cost of the stream entering attention or MLP without a norm, rounded under autocast; the next product saves
+    it."""
     arrives, stream = s.products(s.config.d_model), s.floats(s.config.d_model)
     if not s.autocast:  # the arriving gradient is added to the stream's without a conversion
         return Stage("entry", arrives=arrives)
@@ -129,8 +132,8 @@ def _entry(s: Shapes) -> Stage:
 
 
 def _branch(s: Shapes) -> Stage:
-    """Cost of adding a branch's result to the stream. In the backward pass its gradient is rounded and masked, or is
-    the stream's own gradient, and `leaves` is 0."""
+    """Cost of adding a branch's result to the stream. In the backward pass the branch's gradient is a rounded or masked
+    copy, or else the stream's own gradient, and `leaves` is 0."""
     width, dropout = s.config.d_model, s.config.dropout_residual > 0
     scaled = s.config.residual_scale != 1
     return Stage(

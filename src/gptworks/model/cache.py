@@ -1,4 +1,5 @@
-"""The interface of a key/value cache (gptworks.infer.backends.cache) for a forward pass: the places of its tokens."""
+"""The interface of a key/value cache (gptworks.infer.backends.cache) for a forward pass: the places of a batch's
+tokens."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -10,7 +11,7 @@ from gptworks.model.lab.embeddings import NO_TOKEN
 
 
 class Vectors(Protocol):
-    """Keys or values of one layer and many texts, [n_slots, G, capacity, D], read and written as a tensor is."""
+    """Keys or values of one layer and many texts, [n_slots, G, capacity, D], indexed like a tensor."""
 
     def __getitem__(self, place: Any) -> Tensor: ...
 
@@ -30,11 +31,11 @@ class SlotRows:
     ) -> None:
         """
         Args:
-            parts: in the batch's order, each text's slot, the number of its tokens, and of its new ones.
-            capacity: tokens that the texts may reach, on which rotary scaling by length depends.
+            parts: (slot, number of cached tokens, number of new tokens) of each text, in the batch's order.
+            capacity: largest length that the texts may reach; rotary scaling by length depends on it.
             layers: keys and values of each layer.
-            tokens: ids in the slots, int32 [n_slots, capacity], for a model that reads the previous token.
-            device: of the cache.
+            tokens: token ids in the slots, int32 [n_slots, capacity], if the model reads the previous token.
+            device: the cache's device.
         """
         self.parts, self.capacity = parts, capacity
         self.positions = torch.tensor([start + i for _, start, n_new in parts for i in range(n_new)], device=device)
@@ -43,7 +44,8 @@ class SlotRows:
         self._tokens = tokens
 
     def previous_tokens(self, tokens: Tensor) -> Tensor:
-        """Keep the batch's ids, int64 [1, N]; returns those before them in their texts, NO_TOKEN before a first one."""
+        """Store the batch's ids, int64 [1, N]; returns each one's predecessor in its text, NO_TOKEN for a first
+        token."""
         assert self._tokens is not None, "the model reads the previous token"
         n_new = torch.tensor([n for _, _, n in self.parts], device=self.slots.device)
         slots = self.slots.repeat_interleave(n_new)

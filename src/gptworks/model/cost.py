@@ -1,12 +1,12 @@
-"""Memory of the model's operations, and the quantities that decide its tensors' sizes.
+"""Memory of the model's operations, and the quantities that determine their tensors' sizes.
 
-Each module has its `cost` next to its `forward`: one `Stage` an operation, in the order of the forward pass. Sizes
-follow what autograd saves: an operation's inputs or its results, whichever its derivative is written in; a view costs
-nothing, a tensor that two operations save counts once, at the one whose backward pass is later. The model keeps
-other tensors on a CPU (`gptworks.kernels`) than on an accelerator, where attention is a fused kernel.
+Each module has its `cost` next to its `forward`: one `Stage` per operation, in the order of the forward pass. Sizes
+follow what autograd saves: an operation's inputs or its results, whichever its derivative uses. A view costs nothing; a
+tensor that two operations save counts once, at the operation whose backward pass is later. The model saves other
+tensors on a CPU (`gptworks.kernels`) than on an accelerator, where attention is a fused kernel.
 
-Under autocast the residual stream stays float32, products and what lies between them are of two bytes, and each matrix
-has a two-byte copy that lives until its gradient is made.
+Under autocast the residual stream stays float32, products and the tensors between them have two-byte elements, and each
+matrix has a two-byte copy that lives until its gradient is made.
 
 Letters: N tokens of a micro-batch, C width, Q query heads × their width, K key/value heads × theirs, F MLP width.
 """
@@ -26,44 +26,45 @@ MLP_INNER, COPIES, DROPOUT, ADAPTER = "mlp", "weight_copies", "dropout_masks", "
 
 @dataclass(frozen=True)
 class Stage:
-    """Memory held by an operation. Sizes are bytes, parameters are elements.
+    """Memory of an operation. Sizes are in bytes, parameters in elements.
 
-    Its backward pass makes `leaves` and the gradients of its parameters while saved tensors and the arriving gradient
-    are still held; then those are freed. A gradient that `merges` is added to an existing one of its size.
+    Its backward pass gets a gradient of `arrives` bytes, and makes one of `leaves` bytes and its parameters' gradients
+    while saved tensors and the arriving gradient are still held; then those two are freed. If `merges`, the leaving
+    gradient is added to an existing one of its size.
     """
 
     name: str
     saved: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by kind."""
+    """Bytes of saved tensors by kind."""
     arrives: int = 0
     leaves: int = 0
     merges: bool = False
     scratch: int = 0
-    """Additional bytes that its backward pass needs at its peak."""
+    """Additional bytes at the peak of the backward pass."""
     unsaved: int = 0
-    """Bytes of what is not saved, but is there in its forward pass: results of this operation and of earlier ones. They
-    count where a block is computed again, next to all that it has saved so far: the peak may be there."""
+    """Bytes of unsaved results, of this and earlier operations, in memory during the forward pass. They count, with all
+    tensors saved so far, if the block is recomputed: the peak may be there."""
     matrices: int = 0
     vectors: int = 0
     for_own: Mapping[str, int] = field(default_factory=dict)
-    """The part of `saved` that only the gradients of its own parameters need."""
+    """The part of `saved` that only the gradients of the operation's own parameters need."""
     own_scratch: int = 0
-    """The part of `scratch` that only they need."""
+    """The part of `scratch` that only the gradients of the operation's own parameters need."""
     module: str = ""
-    """The module that has these parameters, by the last part of its name; empty: it has the operation's name."""
+    """Last part of the name of the module that has the parameters; empty: the operation's name."""
     readers: tuple[str, ...] = ()
-    """The modules that read its saved input. If none of them is trained, it saves no input."""
+    """The modules that read the saved input. If none of them is trained, the input is not saved."""
     reads_entry: bool = False
-    """Whether it reads the block's input, normalized or not."""
+    """Whether the operation reads the block's input, normalized or not."""
     n_in: int = 0
-    """Number of inputs of its matrices; 0: the model's width."""
+    """Input width of the operation's matrices; 0: the model's width."""
     share: float = 1.0
-    """Share of the tokens that it multiplies."""
+    """Share of the tokens that the operation multiplies."""
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The quantities that decide sizes: the architecture, the batch, the precision and the device."""
+    """The quantities that determine sizes: the architecture, the batch, the precision and the device."""
 
     config: ModelConfig
     batch_size: int
@@ -73,7 +74,7 @@ class Shapes:
     """Bytes of an element in matrix products: 4, or 2 under autocast."""
     on_cpu: bool
     several_texts: bool = False
-    """Whether a row holds several texts: then a bias replaces masks."""
+    """Whether a row holds several texts: a bias then replaces masks."""
 
     @property
     def n_tokens(self) -> int:
@@ -112,9 +113,9 @@ class Shapes:
         return self.n_tokens * width * 4
 
     def mask(self, width: int) -> int:
-        """Bytes of what dropout keeps for [N, width]: the factors on a CPU, booleans elsewhere."""
+        """Bytes that dropout saves for [N, width]: factors on a CPU, booleans elsewhere."""
         return self.products(width) if self.on_cpu else self.n_tokens * width
 
     def copies(self, matrices: int) -> dict[str, int]:
-        """The two-byte copies of matrices that autocast makes."""
+        """Bytes of the two-byte copies that autocast makes of matrices with this many elements."""
         return {COPIES: matrices * self.product_bytes} if self.autocast else {}

@@ -2,7 +2,7 @@
 
     tokens ─► embedding (+ position) ─► dropout ─► L × block ─► norm ─► head ─► logits
 
-    block.py draws a block; lab/ holds what settings of the laboratory add.
+    block.py draws a block; lab/ has the parts that laboratory settings add.
 
 Shapes: B batch, T time, C width, V vocabulary.
 """
@@ -60,7 +60,7 @@ class GPT(nn.Module):
         self.smear, self.bigram_embedding = build_smear(config), build_bigrams(config)
         self.rotary = Rotary(config) if config.position == "rope" else None
         self.window_rotary = Rotary(windows) if (windows := config.rotating_windows) else None
-        """Rotation of windowed layers; None: the same as in other layers."""
+        """Rotation of layers with a window; None: the same as in other layers."""
         self.dropout = Dropout(config.dropout_embedding)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.value_embeddings = build_tables(config)
@@ -71,13 +71,14 @@ class GPT(nn.Module):
         self.activation_checkpointing = "none"
         """Blocks that keep only their input for the backward pass, which recomputes them: none, selective or block."""
         self.watched: list[Tensor] | None = None
-        """If a list: it collects the root mean square of each block's output, a scalar each."""
+        """A list that collects the root mean square of each block's output, a scalar each; None: nothing is
+        collected."""
         initialize(self)
         self.future_heads = build_future_heads(config)  # last, so that other weights start as in a model without them
 
     @property
     def head_weight(self) -> Tensor:
-        """The head's matrix [V, C]; the token embedding's if they are tied."""
+        """The head's matrix [V, C]; the token embedding's if the two are tied."""
         if self.untied_head is None or self.head_is_embedding:
             return self.token_embedding.weight
         return self.untied_head.weight
@@ -92,10 +93,10 @@ class GPT(nn.Module):
         """Token ids [B, T] → the last norm's output [B, T, C], from which the head makes logits.
 
         With places in a cache (`SlotCache.rows`), `tokens` are a flat batch [1, N] of several texts' next tokens. Each
-        text continues what its slot holds, and the slot is extended.
-        `router_logits` collects the logits of each layer with experts, [B, T, E].
-        If rows hold several texts one after the other, `text_positions`, int64 [B, T], has each token's position in its
-        text, from 0: no text sees another, as if each had a row of its own. There is no cache then.
+        text continues the tokens of its slot, to which the new ones are added. `router_logits` collects the logits of
+        each layer with experts, [B, T, E]. If rows hold several texts one after the other, `text_positions`, int64 [B,
+        T], has each token's position in its text, from 0: no text sees another, as if each had its own row. `cache` is
+        then None.
 
         Raises:
             ValueError: more tokens than the context holds.
@@ -124,7 +125,7 @@ class GPT(nn.Module):
             if rotary is None:
                 return None
             cos, sin = rotary.at(positions, text_length, product_dtype(x))
-            # in rows of several texts B 1 T R/2: the same for all heads
+            # B 1 T R/2 for rows of several texts
             return (cos, sin) if text_positions is None else (cos.unsqueeze(1), sin.unsqueeze(1))
 
         everywhere = tables(self.rotary)
@@ -134,7 +135,7 @@ class GPT(nn.Module):
             windows = set(self.config.layer_windows)
             biases = {window: texts_bias(text_positions, window, product_dtype(x)) for window in windows}
         carried = Carried(self.config, tokens, x, self.value_embeddings)
-        # In evaluation mode too: DPO and GRPO compute references with gradients.
+        # Evaluation mode too needs recomputation: DPO and GRPO compute references with gradients enabled.
         keeps_graph = cache is None and torch.is_grad_enabled()
         for use, i in enumerate(self.config.layer_uses):
             block, window = self.blocks[i], self.config.layer_window(i)
@@ -156,9 +157,9 @@ class GPT(nn.Module):
         return x
 
     def embed(self, tokens: Tensor, previous: Tensor | None, *, in_order: bool = True) -> Tensor:
-        """The tokens' own embeddings, scaled and smeared: ids [B, T], and those before them, → [B, T, C].
+        """Ids [B, T] and the ids before them → the tokens' embeddings [B, T, C], scaled and smeared.
 
-        in_order: whether each token's predecessor, if it has one, precedes it in `tokens`.
+        in_order: whether each token's predecessor, if any, is the element before it in `tokens`.
         """
         x: Tensor = self.embedding_scale(self.token_embedding(tokens))
         if self.smear is not None and previous is not None:
@@ -169,7 +170,7 @@ class GPT(nn.Module):
 
     @staticmethod
     def embedding_cost(s: Shapes) -> Stage:
-        """`embed`: the lookup saves only the tokens; the timeline counts the table's gradient."""
+        """Cost of `embed` with its dropout: the lookup saves only tokens; the timeline counts the table's gradient."""
         width = s.config.d_model
         kept = (s.floats(width) if s.on_cpu else s.n_tokens * width) if s.config.dropout_embedding else 0
         return Stage(
@@ -177,11 +178,11 @@ class GPT(nn.Module):
         )
 
     def logits(self, features: Tensor) -> Tensor:
-        """[..., C] → [..., V]."""
+        """Features [..., C] → logits [..., V]."""
         return cap(dispatch.linear(features, self.head_weight), self.config.logit_softcap)
 
     def forward(self, tokens: Tensor, cache: SlotRows | None = None) -> Tensor:
-        """Token ids [B, T] → logits [B, T, V]: at each position, the scores of the token that follows."""
+        """Token ids [B, T] → logits [B, T, V]: at each position, the scores of the next token."""
         return self.logits(self.features(tokens, cache))
 
     def drop_future_heads(self) -> int:
@@ -191,7 +192,7 @@ class GPT(nn.Module):
         return n_heads
 
     def reset_tables(self, device: torch.device | None = None) -> None:
-        """Compute the buffers that no checkpoint holds: see `Tables`."""
+        """Compute the buffers that checkpoints leave out, see `Tables`."""
         for module in self.modules():
             if isinstance(module, Tables):
                 module.reset(device)
@@ -242,7 +243,7 @@ def residual_projections(model: GPT) -> list[nn.Linear]:
 
 @contextmanager
 def eval_mode(model: GPT) -> Iterator[None]:
-    """Switch dropout off, and afterwards on again wherever it was on."""
+    """A context in which the model is in evaluation mode, without dropout; restores each module's mode."""
     training = [module for module in model.modules() if module.training] if model.training else []
     if training:
         model.eval()

@@ -1,7 +1,7 @@
-"""The small parts of a block: normalization and the MLP.
+"""The small parts of a block: linear layers, norms, dropout and the MLP.
 
-Under autocast the residual stream stays float32; a norm computes in float32 and hands on the dtype in which the
-matrix products that follow are done, so that its result is cast once and not once a product.
+Under autocast the residual stream stays float32; a norm computes in float32 and returns the dtype of the matrix
+products that follow, so that its result is cast once and not once per product.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from gptworks.model.cost import DROPOUT, MLP_INNER, RESIDUAL, Shapes, Stage
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which matrix products with x are done here: autocast's, or x's own."""
+    """The dtype of matrix products with x: autocast's if enabled, else x's own."""
     device = x.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -27,14 +27,14 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which products are done in their operands' own dtype."""
+    """A context without autocast: products are computed in their operands' own dtype."""
     if not torch.amp.is_autocast_available(device.type):
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 class Linear(nn.Linear):
-    """torch's linear layer, whose products are those of `gptworks.kernels.dispatch`."""
+    """torch's linear layer, computed by `gptworks.kernels.dispatch`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., I] → [..., O]."""
@@ -60,9 +60,9 @@ class Norm(nn.Module):
 
     @staticmethod
     def cost(s: Shapes, name: str, saves_input: bool = True, reads_entry: bool = False) -> Stage:
-        """The residual stream is saved here, as the input of the norm; the result is saved by the product that follows.
+        """Cost of a norm: it saves its input, the residual stream; the next product saves its result.
 
-        The gradient arrives in the products' precision, is made float32, and joins the stream's.
+        The gradient arrives in the products' precision, is converted to float32 and added to the stream's.
         """
         c = s.config
         statistics = s.floats(1) * (2 if c.norm == "layernorm" else 1)
@@ -79,7 +79,7 @@ class Norm(nn.Module):
 
     @staticmethod
     def cost_behind(s: Shapes, arrives: int) -> Stage:
-        """A norm of attention's or the MLP's result, which it saves."""
+        """Cost of a norm of attention's or the MLP's result, which the norm saves."""
         c = s.config
         statistics = s.floats(1) * (2 if c.norm == "layernorm" else 1)
         given = s.products(c.d_model)
@@ -131,15 +131,15 @@ def build_head_norm(config: ModelConfig, n_heads: int) -> nn.Module:
 
 
 def build_positions(config: ModelConfig) -> nn.Embedding | None:
-    """A module whose `weight` [context, C] has a vector to add at each position; None if the model has none."""
+    """The learned position embedding, with `weight` [context, C]; None if the model has no such embedding."""
     return nn.Embedding(config.context_length, config.d_model) if config.position == "learned" else None
 
 
 class Tables(nn.Module):
-    """Buffers that follow from the configuration. They are in no checkpoint."""
+    """Base of modules with buffers computed from the configuration, which checkpoints leave out."""
 
     def reset(self, device: torch.device | None = None) -> None:
-        """Compute the buffers, on a device; None: torch's default."""
+        """Compute the buffers on a device; None: torch's default device."""
         raise NotImplementedError
 
 
@@ -180,12 +180,12 @@ def build_scale(factor: float) -> nn.Module:
 
 
 def cap(x: Tensor, softcap: float | None) -> Tensor:
-    """softcap · tanh(x / softcap), which is nearly x for small x; x itself without a cap (Gemma 2)."""
+    """softcap · tanh(x / softcap), which is nearly x for small x (Gemma 2); x if `softcap` is None."""
     return x if softcap is None else softcap * torch.tanh(x / softcap)
 
 
 class MLP(nn.Module):
-    """Two matrices around an activation, or three where the activation gates (Shazeer, 2020)."""
+    """Two matrices around an activation, or three if the activation is a gate (Shazeer, 2020)."""
 
     def __init__(self, config: ModelConfig, d_ff: int) -> None:
         super().__init__()
@@ -207,8 +207,8 @@ class MLP(nn.Module):
 
     @staticmethod
     def cost(s: Shapes, d_ff: int, arrives: int, n_tokens: float, expert: bool = False) -> Iterator[Stage]:
-        """The MLP's operations over `n_tokens` tokens; the gradient of its result has `arrives` bytes. An expert's
-        input and gradient are slices of tensors counted elsewhere."""
+        """Costs of the MLP's operations on `n_tokens` tokens; the gradient of its result has `arrives` bytes. An
+        expert's input and gradient are slices of tensors counted elsewhere."""
         c, p = s.config, s.product_bytes
         inner, outer = round(n_tokens * d_ff * p), round(n_tokens * c.d_model * p)
         matrix, biases = c.d_model * d_ff, c.mlp_bias

@@ -2,7 +2,7 @@
 
     y = W·x + alpha/rank · B·A·dropout(x)
 
-B starts at zero, so that training begins with the model as it was. Merged, W + alpha/rank · B·A is an ordinary matrix.
+B starts at zero, so that training begins with the base model's results. Merged, W + alpha/rank · B·A is one matrix.
 
 Shapes: r rank, I inputs, O outputs of a layer.
 """
@@ -23,15 +23,15 @@ LORA_PARTS = ("lora_a", "lora_b")
 
 
 class LowRank(nn.Module):
-    """B·A added to a layer: the first base class, before the layer's own. The layer's parameters are frozen."""
+    """Adds B·A to a layer, whose own parameters are frozen. List this base class before the layer's."""
 
     def attach(self, n_in: int, n_out: int, config: LoRAConfig, device: torch.device, dtype: torch.dtype) -> None:
-        """Make A and B. A is drawn from torch's global random state."""
+        """Freeze the layer and make A, drawn from torch's global random state, and B, zero."""
         for frozen in self.parameters():
             frozen.requires_grad_(False)
         self.lora_a = nn.Parameter(torch.empty(config.rank, n_in, device=device, dtype=dtype))  # r I
         self.lora_b = nn.Parameter(torch.zeros(n_out, config.rank, device=device, dtype=dtype))  # O r
-        nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))  # as the authors' own code does
+        nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))  # as in the authors' code
         self.factor, self.dropout = config.scale, Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class LoRALinear(LowRank, Linear):
     """A linear layer with an adapter; `weight` and `bias` keep their names and are frozen."""
 
     def __init__(self, base: nn.Linear, config: LoRAConfig) -> None:
-        """Uses the base's parameters."""
+        """Takes over the parameters of `base`."""
         with torch.device("meta"):
             super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
         self.weight, self.bias = base.weight, base.bias
@@ -95,7 +95,7 @@ def merged_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, factor: float)
 
 
 def merge_lora(model: GPT) -> GPT:
-    """Add each adapter to its matrix: an ordinary model again. Changes the model and returns it."""
+    """Merge each adapter into its matrix, which leaves a model without adapters. Changes the model and returns it."""
     for name, module in list(model.named_modules()):
         if isinstance(module, LoRALinear):
             model.set_submodule(name, module.merged())

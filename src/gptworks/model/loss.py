@@ -1,9 +1,9 @@
 """Cross-entropy of the next token, computed without holding all logits in memory.
 
-A vocabulary of 50,257 makes 200 KB of fp32 logits a token, and their gradient takes as much. Here the head's product,
-the softmax and both gradients are computed for a chunk of tokens at a time. On a CPU, C++ turns a row of
-logits into its gradient at a time (gptworks.kernels.passes); torch, where that is not built, makes the probabilities of
-a few rows, which the processor's cache holds.
+With a vocabulary of 50,257, a token's fp32 logits take 200 KB, and their gradient as much. Here the head's product,
+the softmax and both gradients are computed for a chunk of tokens at a time. On a CPU, C++ turns logits into their
+gradient row by row (gptworks.kernels.passes); without the C++, torch computes the probabilities of a few rows that fit
+in the processor's cache.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,45 +19,45 @@ from gptworks.model.cost import Shapes
 from gptworks.model.layers import cap, without_autocast
 
 CPU_CACHE_BYTES = 8 * 2**20
-"""fp32 probabilities made at once on a CPU: they stay in its cache for the passes over them."""
+"""Bytes of fp32 probabilities computed at once on a CPU, which stay in its cache for the passes over them."""
 
 CPU_CHUNK_TOKENS = 2048
-"""Tokens whose logits are in memory at once on a CPU: with fewer, reading the head's matrix and adding to its
-gradient for each chunk would cost more than the products..."""
+"""Tokens per chunk on a CPU: with fewer, reading the head's matrix and adding to its gradient for each chunk would cost
+more than the products."""
 
 CPU_CHUNK_LOGITS = 2 * 2**20
-"""...or more tokens, if the vocabulary is so small that their logits are at most this."""
+"""Logits per chunk on a CPU with a small vocabulary, whose chunks have more than `CPU_CHUNK_TOKENS` tokens."""
 
 CPU_HEAD_ROWS = 8192
-"""Rows of the head's gradient that a CPU computes at once, and adds in fp32 while its cache holds them: torch's product
-of the whole matrix took 1.3 times as long for 50,257 rows."""
+"""Rows of the head's gradient that a CPU computes at once, and adds in fp32 while they are in its cache: torch's
+product of the whole matrix took 1.3 times as long for 50,257 rows."""
 
 CHUNK_TOKENS = 8192
 """Tokens per chunk on an accelerator, which needs large products."""
 
 
 def chunk_tokens(device: torch.device, vocab_size: int) -> int:
-    """Tokens whose logits are in memory at once, in the dtype of the products."""
+    """Number of tokens whose logits are in memory at once, in the products' dtype."""
     if device.type != "cpu":
         return CHUNK_TOKENS
     return max(CPU_CHUNK_TOKENS, CPU_CHUNK_LOGITS // vocab_size)
 
 
 def softmax_tokens(device: torch.device, vocab_size: int) -> int:
-    """Tokens whose probabilities are in memory at once, in fp32."""
+    """Number of tokens whose fp32 probabilities are in memory at once."""
     if device.type != "cpu":
         return CHUNK_TOKENS
     return max(1, CPU_CACHE_BYTES // (4 * vocab_size))
 
 
 def head_rows(device: torch.device, vocab_size: int) -> int:
-    """Rows of the head's gradient that are computed at once."""
+    """Number of rows of the head's gradient that are computed at once."""
     return min(vocab_size, CPU_HEAD_ROWS) if device.type == "cpu" else vocab_size
 
 
 IntoGradient = Callable[[Tensor, slice], Tensor]
-"""Turns the logits [n, V] of some rows into a loss's gradient for them, in place, and returns sums over those rows, in
-float32 at least: the loss first, then figures that are only reported."""
+"""A function that replaces some rows' logits [n, V] by a loss's gradient for them, and returns sums over the rows, in
+float32 at least: the loss, then figures that are only reported."""
 
 
 def linear_cross_entropy(features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None) -> Tensor:
@@ -65,10 +65,10 @@ def linear_cross_entropy(features: Tensor, weight: Tensor, targets: Tensor, soft
 
     Args:
         features: [..., C]. weight: [V, C]. targets: [...], int64.
-        softcap: logits pass through softcap · tanh(logit / softcap) first, as they do in the functions below.
+        softcap: if set, logits are replaced by softcap · tanh(logit / softcap) first; so in the functions below.
 
     Returns:
-        A float32 scalar. Its gradient reaches features and weight.
+        A float32 scalar, differentiable in features and weight.
     """
     features, targets = features.reshape(-1, features.size(-1)), targets.reshape(-1)
     if not torch.is_grad_enabled():
@@ -86,7 +86,7 @@ def linear_cross_entropies(
 ) -> tuple[Tensor, Tensor]:
     """Σ factor_k · nats_k, and nats_k themselves [K]: nats_k is `linear_cross_entropy` of features[k] and targets[k].
 
-    They share the head's matrix and its one gradient. The gradient of the first result reaches features and weight.
+    All K share the head's matrix and its gradient. Only the first result is differentiable, in features and weight.
 
     Args:
         features: [K, ..., C]. weight: [V, C]. targets: [K, ...], int64. factors: K numbers.
@@ -114,7 +114,7 @@ def token_nats(features: Tensor, weight: Tensor, targets: Tensor, softcap: float
     flat, wanted = features.reshape(-1, features.size(-1)), targets.reshape(-1)
     head, chunk = weight.to(features.dtype), chunk_tokens(features.device, weight.size(0))
 
-    def nats(rows: slice) -> list[Tensor]:  # whose logits are gone before the next chunk's are made
+    def nats(rows: slice) -> list[Tensor]:  # frees its logits before the next chunk's are made
         logits = dispatch.product(flat[rows], head.T)
         return [_nats(cap(part, softcap), wanted[of]) for part, of in _in_cache(logits, rows)]
 
@@ -125,7 +125,7 @@ def token_nats(features: Tensor, weight: Tensor, targets: Tensor, softcap: float
 def target_logprobs(features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None) -> Tensor:
     """log softmax(features · weightᵀ)[target] of each target, 0 where it is −100; float32, in targets' shape [...].
 
-    Its gradient reaches features and weight. The logits are made again in the backward pass.
+    Differentiable in features and weight. The backward pass computes the logits again.
     """
     counted = targets.reshape(-1) != IGNORED
     x, wanted = features.reshape(-1, features.size(-1))[counted], targets.reshape(-1)[counted]
@@ -149,7 +149,7 @@ def distillation_loss(
     are not −100 of −log softmax(logits)[target] and KL(softmax(teacher's logits / temperature) ‖ softmax(logits /
     temperature)).
 
-    Neither model's logits are all in memory at once. The gradient of the first result reaches features and weight.
+    Neither model's logits are all in memory at once. Only the first result is differentiable, in features and weight.
 
     Args:
         features: [..., C]. weight: [V, C]. teacher_features: [..., D]. teacher_weight: [V, D]. targets: [...], int64.
@@ -181,14 +181,14 @@ def distillation_loss(
 def linear_cross_entropy_reference(
     features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None
 ) -> Tensor:
-    """`linear_cross_entropy` by the definition, with all logits at once. For tests."""
+    """`linear_cross_entropy` by its definition, with all logits in memory. For tests."""
     logits = cap(features.float() @ weight.float().T, softcap)
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 class _LinearLoss(torch.autograd.Function):
-    """A loss of the logits, and sums to report. The forward pass computes the gradients, chunk by chunk; the backward
-    pass scales them."""
+    """A loss computed from logits, and sums to report. The forward pass computes the gradients, chunk by chunk; the
+    backward pass scales them."""
 
     @staticmethod
     def forward(
@@ -214,7 +214,8 @@ class _LinearLoss(torch.autograd.Function):
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """The factor of each gradient is known in the backward pass only, which makes the logits again."""
+    """log-probabilities of targets. Each one's gradient is known only in the backward pass, which computes logits
+    again."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
@@ -240,8 +241,8 @@ class _TargetLogprobs(torch.autograd.Function):
 def _sums_and_gradients(
     features: Tensor, weight: Tensor, into_gradient: IntoGradient, wants: tuple[bool, bool], n_sums: int = 1
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """A loss's sums [n_sums], and its gradients for features [N, C] and weight [V, C] where they are wanted, a chunk of
-    logits at a time."""
+    """A loss's sums [n_sums], and its gradients for features [N, C] and weight [V, C], or None if not in `wants`;
+    computed from a chunk of logits at a time."""
     head, chunk = weight.to(features.dtype), chunk_tokens(features.device, weight.size(0))
     wide = torch.promote_types(weight.dtype, torch.float32)
     total = torch.zeros(n_sums, dtype=wide, device=features.device)
@@ -258,12 +259,12 @@ def _sums_and_gradients(
             adds = d_weight is not None
             d_weight = torch.empty_like(weight, dtype=wide) if d_weight is None else d_weight
             _add_products(d_weight, d_logits, x, adds)
-        del d_logits  # before the next chunk's are made
+        del d_logits  # free it before the next chunk's
     return total, d_features, d_weight
 
 
 def _add_products(d_weight: Tensor, d_logits: Tensor, x: Tensor, adds: bool) -> None:
-    """Add d_logitsᵀ [V, N] · x [N, C] to d_weight [V, C], or write it there, some rows at a time."""
+    """Write d_logitsᵀ [V, N] · x [N, C] to d_weight [V, C], or add it if `adds`, some rows at a time."""
     n_rows = head_rows(x.device, len(d_weight))
     for part, to in zip(torch.split(d_logits.T, n_rows), torch.split(d_weight, n_rows), strict=True):
         product = dispatch.product(part, x)
@@ -272,7 +273,8 @@ def _add_products(d_weight: Tensor, d_logits: Tensor, x: Tensor, adds: bool) -> 
 
 
 def _through_cap(into_gradient: IntoGradient, softcap: float | None) -> IntoGradient:
-    """The same for logits that are capped first: the gradient passes through the cap."""
+    """`into_gradient` for logits that are capped first: it caps them, and multiplies the gradient by the cap's
+    derivative."""
     if softcap is None:
         return into_gradient
 
@@ -286,7 +288,7 @@ def _through_cap(into_gradient: IntoGradient, softcap: float | None) -> IntoGrad
 
 
 def _in_cache(logits: Tensor, rows: slice) -> Iterator[tuple[Tensor, slice]]:
-    """The logits [n, V] of these rows, in pieces of a few rows that fit in the processor's cache."""
+    """Split the logits [n, V] of rows into pieces of a few rows that fit in the processor's cache."""
     n_rows = softmax_tokens(logits.device, logits.size(1))
     for first in range(0, len(logits), n_rows):
         part = logits[first : first + n_rows]
@@ -315,7 +317,7 @@ def _rows_to_gradient(logits: Tensor, targets: Tensor, factors: Tensor | None = 
     """Write softmax − one-hot over some rows' logits, times a factor [n] for each; returns the sum of their
     −log softmax(logits)[target].
 
-    A target's probability may underflow: its logarithm comes by way of the largest one, which is at least 1/V.
+    A target's probability may underflow: its logarithm is computed from the largest probability, which is at least 1/V.
     """
     counted = (targets != IGNORED)[:, None]
     index = targets[:, None].where(counted, 0)
@@ -337,7 +339,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def scoring_bytes(shapes: Shapes, vocab_size: int) -> int:
-    """Peak bytes of `token_nats`: a chunk's logits, and where torch makes them, some rows of them in float32 and their
+    """Peak bytes of `token_nats`: a chunk's logits, and without the C++ some rows of them in float32 and their
     logarithms."""
     logits = min(chunk_tokens(shapes.device, vocab_size), shapes.n_tokens) * vocab_size
     rows = 0 if shapes.native else 4 * (1 + shapes.autocast)
@@ -345,10 +347,10 @@ def scoring_bytes(shapes: Shapes, vocab_size: int) -> int:
 
 
 def loss_chunk_bytes(shapes: Shapes, vocab_size: int, head: int, taught: bool) -> int:
-    """Peak bytes of the loss without features and their gradient: a chunk's logits, the probabilities of some rows (and
-    their logits in float32) where torch makes them, the gradient of the head's matrix in float32, and some rows of it
-    as the product makes them. Distillation (`taught`) has the teacher's logits too, and the rows' logits and
-    probabilities, softened or not.
+    """Peak bytes of the loss without features and their gradient: a chunk's logits; without the C++, the probabilities
+    of some rows (and their float32 logits); the head matrix's gradient in float32, and some rows of it from a product.
+    Distillation (`taught`) adds the teacher's logits, and the rows' logits and probabilities, with and without
+    temperature.
 
     Args:
         head: elements of the head's matrix; 0: it is frozen.
@@ -357,7 +359,7 @@ def loss_chunk_bytes(shapes: Shapes, vocab_size: int, head: int, taught: bool) -
     first, second = (max(0, min(chunk, n)) * vocab_size for n in (shapes.n_tokens, shapes.n_tokens - chunk))
     copied = shapes.autocast and shapes.on_cpu
     row_bytes = 4 * (6 + 2 * shapes.autocast if taught else 0 if shapes.native else 1 + copied)
-    row_bytes += product if shapes.config.logit_softcap is not None else 0  # what tanh gave
+    row_bytes += product if shapes.config.logit_softcap is not None else 0  # the tanh
     softmax = row_bytes * min(softmax_tokens(shapes.device, vocab_size) * vocab_size, first) + taught * product * first
     rows = product * head * head_rows(shapes.device, vocab_size) // vocab_size
     return max(

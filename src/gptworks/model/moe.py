@@ -1,9 +1,9 @@
 """Mixture of experts: for each token, a router chooses a few of a layer's MLPs and weights their outputs.
 
-Dropless: an expert takes every token sent to it, however many, so that a token's result never depends on its neighbours
-(Gale et al., 2022). Training keeps the experts evenly used by two losses on the router's logits.
+Dropless: an expert computes every token sent to it, so that a token's result never depends on other tokens (Gale et
+al., 2022). Two losses on the router's logits keep the experts evenly used in training.
 
-Shapes: N tokens, E experts, K experts a token, C width.
+Shapes: N tokens, E experts, K experts per token, C width.
 """
 
 import math
@@ -25,14 +25,14 @@ from gptworks.model.layers import MLP, without_autocast
 def expert_rows(n_tokens: int) -> int:
     """Rows that a CPU computes for an expert with `n_tokens` tokens: rounded up to five binary digits, by at most 1/16.
 
-    oneDNN compiles one kernel per number of rows; with few different numbers it soon has them all.
+    oneDNN compiles a kernel for each number of rows, so few different numbers need few kernels.
     """
     unit = 1 << max(0, n_tokens.bit_length() - 5)
     return -(-n_tokens // unit) * unit
 
 
 class MoE(nn.Module):
-    """E experts, each an MLP, with a router over them; and optionally one more that sees every token."""
+    """A router and E experts, each an MLP; optionally one shared expert that reads every token."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [B, T, C] → the experts' result [B, T, C], and the router's logits, float32 [B, T, E]."""
         tokens = x.flatten(0, -2)  # N C
-        with without_autocast(x.device):  # rounding would change which experts are chosen
+        with without_autocast(x.device):  # rounding would change the choice of experts
             logits = F.linear(tokens.float(), self.router.weight.float())  # N E
         weights, chosen = route(logits, self.n_per_token)  # N K, N K
         sent = tokens_per_expert(chosen, len(self.experts))
@@ -59,7 +59,8 @@ class MoE(nn.Module):
 
     @staticmethod
     def cost(s: Shapes, arrives: int) -> Iterator[Stage]:
-        """Router, tokens gathered by expert, the experts with an even share each, their results weighed and added."""
+        """Costs of the router, the gathering of tokens by expert, the experts with an even share of tokens each, and
+        the weighted sum of their results."""
         c = s.config
         width = s.products(c.d_model)
         share = s.n_tokens * c.n_experts_per_token / c.n_experts
@@ -90,7 +91,7 @@ class MoE(nn.Module):
         )
         for e in range(c.n_experts):
             stages = list(MLP.cost(s, c.d_ff, 0, share, expert=True))
-            if e == 0:  # the last in the backward pass: the gradient of all results is freed
+            if e == 0:  # last in the backward pass, which frees the gradient of all results
                 stages[-1] = replace(stages[-1], arrives=gathered)
             yield from stages
         yield Stage("reorder", arrives=gathered, leaves=gathered, scratch=gathered, unsaved=2 * gathered)
@@ -101,7 +102,7 @@ class MoE(nn.Module):
             yield from MLP.cost(s, c.d_ff_shared, 0, s.n_tokens, expert=True)
 
     def reference(self, x: Tensor) -> Tensor:
-        """`forward`'s first result by the definition, one token at a time. For tests."""
+        """The first result of `forward` by its definition, one token at a time. For tests."""
         out = []
         for token in x.flatten(0, -2):
             weights, chosen = route(self.router(token), self.n_per_token)
@@ -111,21 +112,22 @@ class MoE(nn.Module):
 
 
 def route(logits: Tensor, n_per_token: int) -> tuple[Tensor, Tensor]:
-    """The experts with the largest logits and their weights, which add to 1: [..., E] → [..., K] each."""
+    """Logits [..., E] → the weights [..., K], which add to 1, and numbers [..., K] of the experts with the largest
+    logits."""
     weights, chosen = logits.softmax(-1).topk(n_per_token, dim=-1)
     return weights / weights.sum(-1, keepdim=True), chosen
 
 
 def arrange(chosen: Tensor, sent: list[int], even: bool) -> tuple[Tensor, Tensor, list[int]]:
-    """The order of tokens by expert: the token of each of P rows, the row of each of N·K pairs, and rows per expert.
+    """Order tokens by expert: returns the token of each of P rows, the row of each of N·K pairs, and rows per expert.
 
     Args:
-        chosen: [N, K].
-        sent: how many of them fall on each expert.
-        even: give each expert `expert_rows`. The last ones hold the first token; nobody reads what becomes of them.
+        chosen: each token's experts, [N, K].
+        sent: number of tokens of each expert.
+        even: pad each expert's rows to `expert_rows`. Padding holds the first token; its results are unused.
     """
     sizes = [expert_rows(n) for n in sent] if even else sent
-    order = chosen.flatten().argsort(stable=True)  # the pairs of token and expert, by expert
+    order = chosen.flatten().argsort(stable=True)  # (token, expert) pairs, by expert
     sorted_rows = torch.arange(order.numel(), device=order.device)
     if sizes != sent:
         ends = torch.tensor([sizes, sent], device=order.device).cumsum(1)
@@ -137,13 +139,13 @@ def arrange(chosen: Tensor, sent: list[int], even: bool) -> tuple[Tensor, Tensor
 
 
 def send(x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-    """x [N, C] → its rows, [P, C]. places: where each token's K copies lie, [N·K]; no other row has a gradient."""
+    """x [N, C] → its `rows` [P, C]. places [N·K]: result rows of each token's K copies; no other row has a gradient."""
     out: Tensor = _Send.apply(x, rows, places)  # type: ignore[no-untyped-call]
     return out
 
 
 def collect(given: Tensor, places: Tensor) -> Tensor:
-    """given [P, C] → its rows at the places, [N·K, C], each at most once."""
+    """given [P, C] → its rows at `places`, [N·K, C]; no row is used twice."""
     out: Tensor = _Collect.apply(given, places)  # type: ignore[no-untyped-call]
     return out
 
@@ -194,12 +196,14 @@ def expert_tokens(router_logits: Tensor, n_per_token: int) -> Tensor:
 
 
 def busiest_load(expert_tokens: Tensor) -> float:
-    """Tokens of the busiest expert over the mean, in the layer where this is largest; [L, E]. 1 where all are even."""
+    """Ratio of the busiest expert's tokens to the mean, in the layer with the largest, from token counts [L, E]; even:
+    1."""
     return float((expert_tokens.amax(-1) / expert_tokens.float().mean(-1)).max())
 
 
 def balance_loss(router_logits: Tensor, n_per_token: int) -> Tensor:
-    """E · Σ (share of the tokens · mean probability) over the experts: 1 where even (Fedus et al., 2021, eq. 4)."""
+    """E · Σ (share of the tokens · mean probability) over the experts; 1 if all are even (Fedus et al., 2021, eq.
+    4)."""
     share = expert_tokens(router_logits, n_per_token) / router_logits[..., 0].numel() / n_per_token
     probability = router_logits.softmax(-1).flatten(0, -2).mean(0)
     return router_logits.size(-1) * (share * probability).sum()

@@ -1,8 +1,8 @@
 """A model's tensors and matrix products, from its configuration, without torch.
 
-Each method of `Outline` follows the `forward` of one module. Parameters, FLOPs and gradients are counted by subclasses,
-in `gptworks.planning`; a module's memory is in its `cost`. This file imports no torch, since `gptworks presets` and
-`gptworks describe` need none and answer four times as fast without it.
+Each method of `Outline` follows the `forward` of one module. Subclasses in `gptworks.planning` count parameters, FLOPs
+and gradients; a module's `cost` gives its memory. This file imports no torch, so that `gptworks presets` and `gptworks
+describe`, which do not need it, answer four times as fast.
 
 Letters: C width, Q query heads × their width, K key/value heads × theirs, F MLP width, V vocabulary.
 """
@@ -16,13 +16,13 @@ GROUPS = {
     "qk_norms": True, "router": True, "mlp_weights": True, "mlp_biases": True, "shared_expert": True, "norms": True,
     "final_norm": False, "head": False,
 }  # fmt: skip
-"""Purposes of tensors, and whether they are in the blocks; `ModelConfig.laboratory_tensors` has the laboratory's."""
+"""Groups of tensors by purpose → whether they are in the blocks; see `ModelConfig.laboratory_tensors` for others."""
 
 EMBEDDING_TABLES = ("token_embedding", "position_embedding", "bigram_embedding", "value_embeddings")
-"""Groups of tables that are looked up in: by tokens, positions, token pairs."""
+"""Groups of lookup tables: by tokens, positions or token pairs."""
 
 ENTRY_GROUPS = ("token_embedding", "position_embedding", "bigram_embedding", "smear")
-"""Groups of tensors that make what enters the first block."""
+"""Groups of tensors from which the first block's input is computed."""
 
 Sizes = tuple[int, int]
 """Inputs and outputs of a matrix."""
@@ -30,54 +30,56 @@ Sizes = tuple[int, int]
 _PLACED = (
     "value_residual", "value_embeddings", "value_projections", "value_gates", "attention_gates", "future_heads",
 )  # fmt: skip
-"""The laboratory's groups that a method visits. Others change what enters the first block, or each block."""
+"""The laboratory's groups that methods of `Outline` name. Others change the input of the first block, or of each
+block."""
 
 
 def formed_pairs(length: int, window: int | None) -> int:
-    """(query, key) pairs that plain products form, masked ones included; see `gptworks.model.scores.attend`."""
+    """Number of (query, key) pairs that plain products compute, with masked ones; see
+    `gptworks.model.scores.attend`."""
     if window is None or length < 2 * window:
         return length**2
     return -(-length // window) * window * 2 * window
 
 
 def stays_whole(parameter: str) -> bool:
-    """Whether a matrix keeps its precision where others are packed, by its name: positions, routers and gates."""
+    """Whether a matrix, given its name, stays unpacked when others are packed: positions, routers and gates."""
     return parameter.endswith(("position_embedding.weight", "mlp.router.weight", ".gating.weight"))
 
 
 class Outline:
     """Walks through a model in the order of its forward pass.
 
-    The methods of modules take whether their input has a gradient (`x`, `inner`) and return whether their result has.
+    A module's method takes whether its input has a gradient (`x`, `inner`), and returns whether its result has one.
     """
 
     def __init__(self, config: ModelConfig, n_future: int) -> None:
-        """n_future: tokens beyond the next that the loss has terms for."""
+        """n_future: number of tokens beyond the next for which the loss has terms."""
         self.config, self.n_future = config, n_future
         self.layers: Sequence[int] = config.layer_uses
-        """The blocks to visit, in the order of the forward pass; a visitor to whom all are alike visits one."""
+        """The blocks to visit, in the order of the forward pass; a subclass that treats all alike visits one."""
         self.experts_a_visit = 1
-        """Experts of a block that one visit stands for; all of them for a visitor to whom they are alike."""
+        """Number of a block's experts that one visit counts for; all of them if a subclass treats them alike."""
         self.layer: int | None = None
-        """The block that is visited; None: outside the blocks."""
+        """The block being visited; None: outside the blocks."""
         self.entry = self.first_values = False
-        """Whether what enters the first block has a gradient, and the first layer's values."""
+        """Whether the first block's input, and the first layer's values, have a gradient."""
         self.tables: dict[int, bool] = {}
-        """Whether a layer's table of value embeddings has a gradient."""
+        """By layer, whether its table of value embeddings has a gradient."""
         self.laboratory = {group: (tensors, layers) for group, tensors, layers in config.laboratory_tensors()}
 
     def tensor(self, group: str, name: str, *shape: int) -> bool:
-        """Visit a parameter, by its name in the block that is visited; returns whether it is trained."""
+        """Visit a parameter, by its name in the visited block; returns whether it is trained."""
         raise NotImplementedError
 
     def product(self, part: str, module: str, sizes: Sizes, x: bool, trained: bool, share: int | None = None) -> None:
-        """Visit a product with a matrix of inputs × outputs, a kind of work called `part`.
+        """Visit a product with a matrix of inputs × outputs; `part` names its kind of work.
 
-        share: of the tokens, in parts of 1 / n_experts; None: all of them.
+        share: share of the tokens, in units of 1 / n_experts; None: all of them.
         """
 
     def adapter(self, module: str, sizes: Sizes, x: bool, share: int | None) -> bool:
-        """Visit the place for an adapter of a linear layer; returns whether there is one."""
+        """Visit a linear layer's adapter; returns whether the layer has one."""
         return False
 
     def scores(self, module: str, window: int | None, q: bool, k: bool, v: bool) -> None:
@@ -120,7 +122,7 @@ class Outline:
         bias_group: str | None = None,
         share: int | None = None,
     ) -> bool:
-        """A linear layer, by its name in the visited block. bias_group: the bias's group; None without a bias."""
+        """Visit a linear layer, by its name in the visited block. bias_group: the bias's group; None without a bias."""
         n_in, n_out = sizes
         module = name if self.layer is None else f"blocks.{self.layer}.{name}"
         weight = self.tensor(group, f"{name}.weight", n_out, n_in)
@@ -129,7 +131,7 @@ class Outline:
         return self.adapter(module, sizes, x, share) or x or weight or bias
 
     def added(self, group: str, x: bool = False) -> bool:
-        """Visit a laboratory's group, in the block or outside. x: whether the input of its matrices has a gradient."""
+        """Visit a laboratory group, in a block or outside. x: whether the input of its matrices has a gradient."""
         tensors, layers = self.laboratory.get(group, ({}, ()))
         if layers is not None and self.layer not in layers:
             return False
@@ -206,7 +208,7 @@ class Outline:
         groups: tuple[str, str] = ("mlp_weights", "mlp_biases"),
         share: int | None = None,
     ) -> bool:
-        """`gptworks.model.layers.MLP`. groups: of its weights and of its biases."""
+        """`gptworks.model.layers.MLP`. groups: the groups of its weights and of its biases."""
         c, (weights, biases) = self.config, groups
         bias_group = biases if c.mlp_bias else None
         wide = [

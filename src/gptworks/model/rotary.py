@@ -1,4 +1,4 @@
-"""The rotary embedding (Su et al., 2021): its tables, scaled for longer contexts, and the rotation of heads by them."""
+"""The rotary embedding (Su et al., 2021): tables, also scaled for longer contexts, and the rotation of heads."""
 
 import math
 
@@ -16,8 +16,8 @@ _POSITIONS_AT_ONCE = 2**16
 class Rotary(Tables):
     """Cosines and sines of the rotary embedding (Su et al., 2021), pairing element i with i + R/2 of R rotated ones.
 
-    Its tables, of the original context, are not changed by reading them. Those of a longer text under scaling by length
-    are computed at each call, for the positions asked for: threads that read texts of different lengths share nothing.
+    Stored tables cover the original context and never change. With scaling by length, a longer text's tables are
+    computed at each call for the given positions, so that threads with texts of different lengths share no state.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -30,7 +30,7 @@ class Rotary(Tables):
         self.reset()
 
     def reset(self, device: torch.device | None = None) -> None:
-        """Compute the tables of the original context, or of all positions if no length changes them."""
+        """Compute the stored tables of all positions, as for a text of the original context's length."""
         cos, sin = self._whole_tables()
         there = torch.get_default_device() if device is None else device
         self.cos, self.sin = cos.to(there), sin.to(there)
@@ -48,20 +48,20 @@ class Rotary(Tables):
             cos[part], sin[part] = self._tables(position, original)
         return cos, sin
 
-    @torch.inference_mode(False)  # training reads them too
+    @torch.inference_mode(False)  # training reads the tables too
     def _tables(self, position: Tensor, text_length: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines at positions [...], float64, of a text of `text_length` tokens: [..., R/2], float32.
 
-        All on the CPU: not every accelerator has float64.
+        Computed on the CPU, because not every accelerator has float64.
         """
         frequency, factor = frequencies(self.config, text_length, position.device)
         angle = position[..., None] * frequency
         return (factor * angle.cos()).float(), (factor * angle.sin()).float()
 
     def at(self, positions: slice | Tensor, text_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Tables for positions [...], each [..., R/2], of a text that has room for `text_length`.
+        """Cosines and sines [..., R/2] for positions [...] of a text with room for `text_length` tokens.
 
-        The room matters to scaling by length only. Every key that is already cached must have been turned for it.
+        The room matters only to scaling by length: all cached keys must have been rotated for the same room.
         """
         scaling = self.config.rope_scaling
         if scaling is None or not scaling.by_length or text_length <= self.config.original_context_length:
@@ -73,7 +73,8 @@ class Rotary(Tables):
 
 
 def frequencies(config: ModelConfig, length: int, device: torch.device | None = None) -> tuple[Tensor, float]:
-    """Radians a token for each of the R/2 pairs, float64, in a text of `length` tokens; and a factor for the tables."""
+    """Radians per token of each of the R/2 pairs, float64, in a text of `length` tokens; and a factor for the
+    tables."""
     exponent = torch.arange(0, config.d_rotary, 2, device=device, dtype=torch.float64) / config.d_rotary
     plain, scaling, original = config.rope_theta**-exponent, config.rope_scaling, config.original_context_length
     if scaling is None:
@@ -89,7 +90,7 @@ def frequencies(config: ModelConfig, length: int, device: torch.device | None = 
         )
         return plain / factors, scaling.attention_factor or math.sqrt(1 + math.log(scaling.factor) / math.log(original))
     if scaling.type == "llama3":
-        turns = plain * original / (2 * math.pi)  # over the original context
+        turns = plain * original / (2 * math.pi)  # per original context
         kept = ((turns - scaling.beta_slow) / (scaling.beta_fast - scaling.beta_slow)).clamp(0, 1)
         return plain * kept + plain / scaling.factor * (1 - kept), 1.0
 
@@ -108,12 +109,13 @@ def frequencies(config: ModelConfig, length: int, device: torch.device | None = 
 
 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (i, i + R/2) of the first R elements of x [..., T, D] by the angle of its position."""
+    """Rotate each pair (i, i + R/2) of the first R elements of x [..., T, D] by the angle of its position."""
     return dispatch.rotate(x, *table)
 
 
 def rotary_tables_bytes(s: Shapes) -> int:
-    """Cosines and sines of every position, and what autocast makes of those in use, or rows of several texts."""
+    """Bytes of the cosines and sines of every position, and of the copies that autocast or rows of several texts
+    need."""
     elements = s.config.d_rotary if s.config.position == "rope" else 0  # half for each of the two
     elements *= 1 if s.config.window_rope_theta is None else 2
     looked_up = s.n_tokens if s.several_texts else s.length if s.autocast else 0

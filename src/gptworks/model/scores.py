@@ -1,4 +1,4 @@
-"""Causal attention's arithmetic: queries, keys and values to results, by the kernel that serves.
+"""Causal attention from queries, keys and values, by the first usable kernel.
 
 Shapes: B batch, T queries, S keys, H query heads, G key/value heads, D head width.
 """
@@ -17,19 +17,19 @@ from gptworks.model.layers import cap
 
 
 class Scores(NamedTuple):
-    """How the scores of queries and keys become the weights of values."""
+    """Settings by which scores of queries and keys become weights of values."""
 
     window: int | None = None
-    """Number of keys that a query sees, including its own; None: all up to its own."""
+    """Number of keys that a query sees, its own included; None: all keys up to its own."""
     dropout: float = 0.0
     """Probability of dropping an attention weight."""
     scale: float | None = None
     """Factor of q·k; None: 1/√D."""
     softcap: float | None = None
-    """Scores pass through softcap · tanh(score / softcap) before the bias is added to them."""
+    """Scores become softcap · tanh(score / softcap) before the bias is added; None: no cap."""
     bias: Tensor | None = None
     """A bias added to the scores, [B, T, S] in q's dtype, for rows of several texts (`texts_bias`). It includes the
-    window's mask. None: each row is one text."""
+    window's mask. None: each row has one text."""
 
     def factor(self, q: Tensor) -> float:
         """The factor of q·k, as a number."""
@@ -40,8 +40,8 @@ PLAIN = Scores()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores = PLAIN) -> Tensor:
-    """Scaled dot-product attention in which the T queries are the last T of the S key positions, by the first
-    kernel of `gptworks.kernels.dispatch` that serves.
+    """Scaled dot-product attention in which the T queries are the last T of the S key positions, by the first usable
+    kernel of `gptworks.kernels.dispatch`.
 
     Args:
         q: [B, H, T, D]. k, v: [B, G, S, D] with S ≥ T; each key/value head serves H / G query heads.
@@ -72,9 +72,9 @@ def _attend_torch(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores, *, is_causal: bool = False) -> Tensor:
-    """torch's attention, arranged so that a fused kernel serves: without one, all T × S scores of every head are in
-    memory, as they are where they are capped. mask: boolean or added to the scores, [B, 1, T, S] or what broadcasts to
-    it; it holds the window and the bias."""
+    """torch's attention, arranged so that a fused kernel can compute it. Without one, or with a softcap, all T × S
+    scores of every head are in memory. mask: boolean or added to the scores, broadcast to [B, 1, T, S]; includes window
+    and bias."""
     if scores.softcap is not None:
         mask = causal_mask(q.size(2), k.size(2), None, q.device) if is_causal else mask
         v = _for_each_head(v, q.size(1))  # B H S D
@@ -104,16 +104,16 @@ def _for_each_head(x: Tensor, n_heads: int) -> Tensor:
 
 
 def takes_groups(device: torch.device, masked: bool) -> bool:
-    """Whether a fused kernel there takes grouped keys. On CUDA none does under a mask: flash attention refuses masks,
-    the memory-efficient kernel groups."""
+    """Whether a fused kernel of the device supports grouped keys. On CUDA none does with a mask: flash attention
+    refuses masks, the memory-efficient kernel refuses groups."""
     return not (masked and device.type == "cuda")
 
 
 def attend_banded(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     """`attend` for a window much shorter than the text (S = T), in T × 2·window scores instead of T × T.
 
-    The text is cut into blocks of `window` tokens; a block's queries see only keys of it and of the block before it,
-    under one mask for all. The blocks are in the batch, so that any device's fused kernel serves.
+    The text is cut into blocks of `window` tokens; a block's queries see only keys of this and the previous block,
+    under one mask for all blocks. Blocks become batch elements, so that any device's fused kernel can compute them.
     """
     window = scores.window
     assert window is not None
@@ -135,9 +135,9 @@ def attend_banded(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
 
 
 def attend_slots(q: Tensor, k: Tensor, v: Tensor, cache: SlotLayer, scores: Scores) -> Tensor:
-    """`attend` for a flat batch of tokens of several texts, each of which sees the tokens of its own slot.
+    """`attend` for a flat batch of tokens of several texts; each token sees the tokens of its own text's slot.
 
-    q: [1, H, N, D]; k, v: [1, G, N, D], which are stored. Returns [1, H, N, D].
+    q: [1, H, N, D]; k, v: [1, G, N, D], which are stored in the cache. Returns [1, H, N, D].
     """
     parts, keys, values = cache.rows.parts, cache.keys, cache.values
     if _one_product(q, len(parts)):
@@ -157,7 +157,8 @@ def _one_product(q: Tensor, n_texts: int) -> bool:
 
 
 def _attend_slots_at_once(q: Tensor, k: Tensor, v: Tensor, cache: SlotLayer, scores: Scores) -> Tensor:
-    """One token of each text, in one product: on an accelerator, many small ones would wait for their launch."""
+    """`attend_slots` for one token per text, in one product: an accelerator would wait for launches of many small
+    ones."""
     slots, last = cache.rows.slots, cache.rows.positions  # N
     cache.keys[slots, :, last], cache.values[slots, :, last] = k[0].transpose(0, 1), v[0].transpose(0, 1)
     longest = max(start for _, start, _ in cache.rows.parts) + 1
@@ -172,7 +173,7 @@ def _attend_slots_at_once(q: Tensor, k: Tensor, v: Tensor, cache: SlotLayer, sco
 
 
 def causal_mask(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Boolean [T, S], true where the query may look. The queries are the last T of the S positions."""
+    """Boolean [T, S], true for keys that a query may see. The queries are the last T of the S positions."""
     query = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]
     key = torch.arange(n_keys, device=device)[None, :]
     visible = key <= query
@@ -180,14 +181,14 @@ def causal_mask(n_queries: int, n_keys: int, window: int | None, device: torch.d
 
 
 def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where the mask is true and −∞ elsewhere: added to scores, it leaves the true ones."""
+    """A tensor to add to scores: 0 where the mask is true, −∞ elsewhere."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
 
 
 def texts_bias(positions: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """The bias [B, T, T] by which queries look, in rows of several texts, to their own text, up to themselves.
+    """The bias [B, T, T] that limits queries, in rows of several texts, to keys of their own text up to themselves.
 
-    positions: int64 [B, T], each token's place in its own text; a text begins at each 0.
+    positions: each token's position in its own text, int64 [B, T]; a text begins at each 0.
     """
     length = positions.size(1)
     text = (positions == 0).cumsum(1)
@@ -196,7 +197,7 @@ def texts_bias(positions: Tensor, window: int | None, dtype: torch.dtype) -> Ten
 
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, scores: Scores = PLAIN) -> Tensor:
-    """`attend` written as the definition, one query at a time, without dropout and bias. For tests."""
+    """`attend` by its definition, one query at a time, without dropout and bias. For tests."""
     (_, heads, n_queries, _), n_keys = q.shape, k.size(2)
     out = torch.empty_like(q)
     for head in range(heads):
@@ -211,7 +212,7 @@ def attend_reference(q: Tensor, k: Tensor, v: Tensor, scores: Scores = PLAIN) ->
 
 
 def bias_bytes(s: Shapes) -> int:
-    """Bytes of the bias that separates several texts of a row: one for each kind of window, shared by the layers."""
+    """Bytes of the biases that separate a row's texts: one bias for each different window, shared by all layers."""
     return len(set(s.config.layer_windows)) * s.products(s.length) if s.several_texts else 0
 
 
@@ -221,7 +222,7 @@ def is_blocked(s: Shapes) -> bool:
 
 
 def is_masked(s: Shapes, window: int | None) -> bool:
-    """Whether attention needs a mask: its kernel cannot infer what a query may see."""
+    """Whether attention needs a mask, because the kernel cannot infer which keys a query may see."""
     return s.several_texts or (window is not None and window < s.length)
 
 
@@ -231,10 +232,10 @@ def is_grouped(s: Shapes) -> bool:
 
 
 def is_plain(s: Shapes, window: int | None) -> bool:
-    """Whether torch does attention as plain products with all weights, in float32, where no fused kernel serves.
+    """Whether torch computes attention as plain products with all weights in float32, for lack of a fused kernel.
 
-    So it does with grouped queries in float32 on an accelerator, unless a mask has their keys repeated, and with
-    dropout on a CPU.
+    This is so for grouped queries in float32 on an accelerator, unless a mask forces repeated keys, and for dropout on
+    a CPU.
     """
     if s.on_cpu:
         return s.config.dropout_attention > 0
@@ -242,15 +243,15 @@ def is_plain(s: Shapes, window: int | None) -> bool:
 
 
 def saves_output(s: Shapes, window: int | None) -> bool:
-    """Whether attention saves its result."""
+    """Whether attention saves its result for the backward pass."""
     return s.native or not (is_blocked(s) or is_plain(s, window) or s.config.attention_softcap is not None)
 
 
 def output_is_shared(s: Shapes, window: int | None) -> bool:
     """Whether attention's result, which it saves, has the layout that the output projection needs.
 
-    The native kernel lays it out so; a fused one as the queries are, which rotation changes, and on an accelerator
-    QK-norm. torch's float32 kernel for GPUs lays it out right in any case.
+    The C++ kernel always uses that layout. A fused kernel uses the queries' layout, which rotation changes, and QK-norm
+    on an accelerator. torch's float32 kernel for GPUs always uses the right layout.
     """
     if s.native:
         return True
@@ -261,7 +262,7 @@ def output_is_shared(s: Shapes, window: int | None) -> bool:
 
 
 def scores_cost(s: Shapes, window: int | None) -> Stage:
-    """The cost of `attend`, by the kernel that serves."""
+    """The cost of `attend`, which depends on the kernel that computes it."""
     c = s.config
     q, k = s.products(c.n_heads * c.d_head), s.products(c.n_kv_heads * c.d_head)
     leaves = q + 2 * k
@@ -275,7 +276,7 @@ def scores_cost(s: Shapes, window: int | None) -> Stage:
         kept = sum(blocks) if c.dropout_attention else 0
         last, before = blocks[-1] * s.product_bytes, (blocks[-2] if len(blocks) > 1 else 0) * s.product_bytes
         loop = 2 * before + 3 * last if kept else max(before + 2 * last, 2 * last + q)
-        capped = c.attention_softcap is not None  # what tanh gave is kept too
+        capped = c.attention_softcap is not None  # the tanh is kept too
         loop = max(loop, 3 * last) if capped else loop
         return Stage(
             "attention",
@@ -285,18 +286,18 @@ def scores_cost(s: Shapes, window: int | None) -> Stage:
             scratch=q + 2 * (q - k) + loop,
         )
     if s.several_texts:
-        window = None  # the bias holds it
+        window = None  # the bias includes the window
     if repeated:
         k = q
     padded, keys_seen, scratch = 1.0, s.length, 0
-    if window is not None and s.length >= 2 * window:  # banded: each block of keys and values is there twice
+    if window is not None and s.length >= 2 * window:  # banded: holds each block of keys and values twice
         padded, keys_seen = -(-s.length // window) * window / s.length, 2 * window
         q, k = round(q * padded), round(2 * k * padded)
         scratch = q + 3 * k
     if repeated:
-        scratch = q + 2 * k - leaves  # gradients of the repeated keys and values, before they are added up
+        scratch = q + 2 * k - leaves  # gradients of repeated keys and values, before summation
     pairs = round(s.length * padded) * keys_seen
-    if c.attention_softcap is not None:  # plain products: what tanh gave, and the weights in float32 and as they enter
+    if c.attention_softcap is not None:  # plain products: the tanh, weights in float32 and cast
         one = heads * pairs * s.product_bytes
         weights = 4 * heads * pairs + (one if s.autocast else 0)
         dropped = one + (heads * pairs * 4 if s.on_cpu else heads * pairs) if c.dropout_attention else 0
@@ -309,13 +310,13 @@ def scores_cost(s: Shapes, window: int | None) -> Stage:
         )
     if is_plain(s, window):
         weights = 4 * heads * pairs
-        dropped = heads * pairs * 4 + weights if c.dropout_attention else 0  # the factors, and the weights under them
+        dropped = heads * pairs * 4 + weights if c.dropout_attention else 0  # factors and dropped weights
         return Stage(
             "attention",
             {ATTENTION: 3 * round(s.floats(c.n_heads * c.d_head) * padded), WEIGHTS_KEPT: weights, DROPOUT: dropped},
             arrives=q,
             leaves=leaves,
-            scratch=(1 if dropped else 2) * weights - leaves,  # before those exist
+            scratch=(1 if dropped else 2) * weights - leaves,  # before `leaves` exists
         )
     masked = window is not None and window < s.length
     mask = (s.batch_size if keys_seen < s.length else 1) * pairs * s.product_bytes if masked else 0

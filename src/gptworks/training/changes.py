@@ -30,10 +30,10 @@ Changes = dict[str, tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint at which a run was forked from another."""
+    """The checkpoint of another run from which a run was forked."""
 
     run: str
-    """The name of the other's folder."""
+    """Name of the other run's folder."""
     step: int
     weights_sha256: str
     """The sha256 of the checkpoint's `model.safetensors`."""
@@ -49,7 +49,7 @@ class Change:
     step: int
     """The first step with the new settings."""
     settings: dict[str, Annotated[list[Any], Field(min_length=2, max_length=2)]]
-    """Path → [old, new]."""
+    """Old and new value by the setting's path."""
     exact: bool
     """Whether the earlier steps would be the same with the new settings."""
 
@@ -113,7 +113,7 @@ def settings_at(run_dir: Path, step: int) -> list[str]:
     """Overrides that take a run's recipe back to the settings that it had after a step."""
     later = [change.settings for change in read_history(run_dir).changes if change.step > step]
     undone = [(path, old) for settings in reversed(later) for path, (old, _) in settings.items()]
-    return [f"{path}={_yaml(old)}" for path, old in undone if path.partition(".")[0] != "sweep"]  # which no run reads
+    return [f"{path}={_yaml(old)}" for path, old in undone if path.partition(".")[0] != "sweep"]  # runs ignore sweep
 
 
 def _yaml(value: Any) -> str:
@@ -163,15 +163,15 @@ def changed(before: Recipe, now: Recipe) -> Changes:
 
 
 def check_changes(before: Recipe, now: Recipe, asked: Collection[str] = (), forked_at: int | None = None) -> Changes:
-    """The changes of a resumed run, if it may make them.
+    """The changes that a resumed run makes; refuses those that it may not make.
 
     Args:
         asked: paths of settings, or of sections, that the run may change though its loss curve depends on them.
-        forked_at: the step from which a fork continues; None: this run does, from its newest checkpoint.
+        forked_at: the step from which a fork continues; None: the run resumes from its newest checkpoint.
 
     Raises:
-        UserError: a run may not change a setting, or was not asked to; the run would end before the step that it has
-            reached; or `asked` names no setting.
+        UserError: a changed setting is fixed, or changes the loss curve and is not in `asked`; the run would end before
+            the step that it has reached; or `asked` names no setting.
     """
     changes, folder = changed(before, now), now.run_dir
     known = {setting.path for recipe in (before, now) for setting in settings(recipe)}
@@ -209,10 +209,10 @@ def check_changes(before: Recipe, now: Recipe, asked: Collection[str] = (), fork
 
 
 def _check_anneal(before: Recipe, now: Recipe, done: int) -> None:
-    """Refuse other weights for samples that were read already: each sample follows from all before it.
+    """Refuse changed mixture weights for samples already read: each sample depends on all before it.
 
     Raises:
-        UserError: it names the first sample that may have others.
+        UserError: the weights would change too early, or `batch_size` changes under `data.anneal.share`.
     """
     old, new = (None if r.data.anneal is None else (r.anneal_from, r.data.anneal.weights) for r in (before, now))
     shared = [r.data.anneal for r in (before, now) if r.data.anneal is not None and r.data.anneal.share is not None]
@@ -238,7 +238,7 @@ def _check_anneal(before: Recipe, now: Recipe, done: int) -> None:
 
 
 def inexact(before: Recipe, now: Recipe, changes: Iterable[str], done: int) -> list[str]:
-    """The changed settings that would have made the steps so far different."""
+    """The changed settings that would have changed the steps done so far."""
     return [
         path
         for path in changes
@@ -315,7 +315,7 @@ def change_words(settings: Mapping[str, Sequence[Any]]) -> str:
 def _role(recipe: Recipe, path: str) -> str:
     try:
         return role_of(recipe, path).on_resume
-    except KeyError:  # of a section that was removed
+    except KeyError:  # the setting's section was removed
         return "recorded"
 
 

@@ -4,17 +4,17 @@ and a step learns more from many texts."""
 from collections.abc import Iterator
 
 BLOCK = 256
-"""Samples of a block: the first rows of all their windows are read, then the second rows, and so on."""
+"""Samples per block. A run reads the first rows of all windows of a block, then the second rows, and so on."""
 
 
 def cut_windows(first: int, size: int, n_rows: int) -> Iterator[tuple[int, int, int]]:
-    """The rows that `size` samples from position `first` on read, where each window is cut into `n_rows` rows.
+    """The rows to read for `size` samples from position `first`, where each window is cut into `n_rows` rows.
 
-    A row is a function of only its position. A complete block reads each row of its windows once.
+    A row depends only on its position. A complete block reads each row of its windows once.
 
     Yields:
-        the position of a sample, the number of a row in its window, and from how many samples, this one first, that row
-        is read.
+        the position of a first sample, the number of a row in a window, and the number of consecutive samples from
+        whose windows that row is read.
     """
     row, end = first * n_rows, (first + size) * n_rows
     while row < end:

@@ -39,7 +39,7 @@ def generating(precision: Precision) -> Iterator[None]:
     """A context in which an engine may run a model that is being trained.
 
     Products are rounded as in a training step, so that answers come from the policy in training. Compiled blocks run
-    uncompiled: a growing cache has another shape at each token.
+    uncompiled: a growing cache changes shape at each token.
     """
     with torch.compiler.set_stance("force_eager"), precision.autocast():
         yield

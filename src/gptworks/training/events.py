@@ -1,4 +1,4 @@
-"""The events of a training loop, and what listens to them."""
+"""The events of a training loop, and the interface of their listeners."""
 
 from dataclasses import dataclass, field
 from typing import Any

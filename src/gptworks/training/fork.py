@@ -1,7 +1,7 @@
-"""A run that continues from a checkpoint of another, in its own folder, with some settings changed.
+"""Forks: runs that continue from a checkpoint of another run, in their own folder, with some settings changed.
 
-The new folder is what the other's was at that step, so that `--resume` continues it; with nothing changed, bit for bit
-as the other did.
+The new folder has the source's state at that step, and `--resume` continues it: bit for bit as the source did if no
+setting is changed.
 """
 
 import threading
@@ -35,13 +35,13 @@ _one_at_a_time = threading.Lock()  # two forks of one name would write to one fo
 def fork(source: Path, step: int | None, into: Path, overrides: Sequence[str] = ()) -> Path:
     """Make a run folder that continues from a checkpoint of a run; `gptworks train INTO --resume` trains it.
 
-    It appears complete or not at all, and does not need the source: the checkpoint's files, which no run changes, are
-    linked, and the rest is copied.
+    The folder appears complete or not at all, and does not need the source: the checkpoint's files, which no run
+    changes, are linked, and the rest is copied.
 
     Args:
         step: the step of the checkpoint; None: the last that a run can resume from.
         into: a new or empty folder.
-        overrides: `key.path=value` settings from that step on. Changes that the source made after it do not hold.
+        overrides: `key.path=value` settings from that step on. Changes that the source made later are dropped.
 
     Returns:
         `into`.
@@ -49,7 +49,7 @@ def fork(source: Path, step: int | None, into: Path, overrides: Sequence[str] = 
     Raises:
         UserError: the checkpoint is missing, damaged or has only weights; a setting is wrong or cannot change; or
             `into` is in use.
-        RunError: the disk is full, fails or refuses.
+        RunError: the disk is full, or writing fails.
     """
     checkpoint = _checkpoint_of(source, step)
     if into.name in ("", ".."):

@@ -17,7 +17,7 @@ class Length:
         self._recipe, self._train, self._samples = recipe, recipe.train, samples
 
     def total_steps(self, progress: Progress) -> int | None:
-        """Optimizer steps of the run; None: unknown. After a change of batch_size, the rest counts in the new size."""
+        """Optimizer steps of the run; None: unknown. After batch_size changes, the remaining steps use the new size."""
         train, samples = self._train, self._samples.per_epoch
         planned = planned_steps(train, self._samples.context_length, None, windows_per_epoch=samples)[0]
         if train.epochs is None or progress.samples == progress.step * train.batch_size:
@@ -52,7 +52,7 @@ class Length:
         return None
 
     def words(self, progress: Progress) -> str:
-        """The reason for the run's end, in words."""
+        """The planned length in words: steps, minutes or both."""
         total, minutes = self.total_steps(progress), self._train.max_minutes
         length = [f"{total:,} steps"] if total else []
         return " or ".join(length + ([f"{minutes:g} minutes"] if minutes is not None else []))

@@ -80,7 +80,7 @@ def train(
         with stop_signals() as stop_asked, display:
             run.parallel.stop_asked = stop_asked
             while (reason := run.end_reason(ranks.agree_to_stop(stop_asked()))) is None:
-                again = run.progress.evaluation_cut  # by a stop: a resumed run evaluates first
+                again = run.progress.evaluation_cut  # a signal cut the evaluation: repeat it first
                 if not again:
                     run.training_step()
                 if (again or run.due(run.settings.evaluate_every)) and not run.evaluate():
@@ -95,7 +95,7 @@ def train(
 
 
 class Run(RunParts):
-    """The steps of a run; `RunParts` has the listeners to their events."""
+    """The operations of the training loop, on the parts that `RunParts` builds."""
 
     @property
     def progress(self) -> Progress:
@@ -105,7 +105,7 @@ class Run(RunParts):
     def begin(self) -> None:
         """Start a new run folder, or restore its newest undamaged checkpoint.
 
-        With `keep_every`, a new run saves its initial weights: 0 is a multiple too.
+        With `keep_every`, a new run saves its initial weights: step 0 is a multiple too.
         """
         beginning = start_or_resume(self.setup, self.state, self.length, self.display)
         with self.parallel.inference_mode():
@@ -179,7 +179,7 @@ class Run(RunParts):
         return step
 
     def evaluate(self) -> bool:
-        """Compute the loss of the validation split, or of the part that the recipe asks for; false: a signal cut it
+        """Evaluate on the validation split, or the part that the recipe asks for; returns false if a signal cut it
         short."""
         progress = self.progress
         try:
@@ -207,7 +207,7 @@ class Run(RunParts):
         return True
 
     def sample(self) -> None:
-        """Continue the recipe's prompts."""
+        """Generate and report the model's continuation of each of the recipe's prompts."""
         if not self.parallel.samples:
             return
         for prompt in self.settings.sample_prompts:
@@ -230,7 +230,7 @@ class Run(RunParts):
         return self.length.end_reason(self.progress, stop_asked)
 
     def finish(self, reason: str) -> Outcome:
-        """Save, and describe the run in its folder."""
+        """Save a checkpoint, and write the run's summary to its folder."""
         self.state.save()
         self.ranks.from_rank_zero(lambda: self._describe(reason))
         p = self.progress

@@ -26,7 +26,7 @@ class RunParts:
     def __init__(self, setup: PreparedRun, display: Display, loss: LossFunction | None = None) -> None:
         """
         Args:
-            loss: instead of the objective's.
+            loss: replaces the objective's loss.
         """
         recipe, ranks, device = setup.recipe, setup.ranks, setup.device
         self.setup, self.recipe, self.settings, self.ranks, self.display = setup, recipe, recipe.train, ranks, display

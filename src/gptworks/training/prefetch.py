@@ -1,4 +1,4 @@
-"""Prefetched batches: a thread makes the next step's while this one is computed."""
+"""Prefetched batches: a thread makes the next step's batches while the current step is computed."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -11,8 +11,8 @@ from gptworks.training.objectives.next_token import Batch, StepBatches
 
 
 class Prefetcher:
-    """This rank's micro-batches of each step. A batch is a function of its position and its step's number, so
-    prefetching changes nothing."""
+    """This rank's micro-batches of each step. A batch depends only on its position and its step's number, so
+    prefetching changes no result."""
 
     def __init__(self, objective: Objective, parallel: Parallel, device: torch.device) -> None:
         self._objective, self._train = objective, objective.recipe.train
@@ -21,8 +21,8 @@ class Prefetcher:
         self._next: tuple[tuple[int, int], Future[tuple[range, list[Batch]]]] | None = None
 
     def step(self, position: int, step: int) -> StepBatches:
-        """The micro-batches of a step (from 0) that begins at a position (in samples), on the device. Starts to make
-        those of the next step."""
+        """The micro-batches of a step (from 0) that begins at a position (in samples), on the device. Starts to
+        prefetch the next step's."""
         is_prefetched = self._next is not None and self._next[0] == (position, step)
         numbers, made = self._next[1].result() if self._next and is_prefetched else self._make(position, step)
         following = position + self._train.batch_size_at(step), step + 1

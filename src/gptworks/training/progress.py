@@ -23,7 +23,7 @@ def _number(value: float) -> float:
 
 @dataclass
 class Progress:
-    """Saved with every checkpoint; with the weights and the optimizer it is all that a resumed run needs."""
+    """A run's progress, saved in every checkpoint: all that a resumed run needs besides weights and optimizer state."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
 
@@ -39,13 +39,13 @@ class Progress:
     skipped_in_a_row: Count = 0
     rollbacks: Count = 0
     samples_passed: Count = 0
-    """Samples that rollbacks have gone past without training on them."""
+    """Samples that rollbacks have skipped."""
     gradient: GradientEstimate = field(default_factory=GradientEstimate)
     best_loss: Annotated[float, AfterValidator(_number)] = math.inf
     best_step: Count = 0
     evaluations_since_best: Count = 0
     evaluation_cut: bool = False
-    """Whether a signal ended the evaluation of this step before it was done."""
+    """Whether a signal interrupted the evaluation of this step."""
     data_fingerprint: str = ""
     validation_text_sha256: str = ""
     """The sha256 of the held-out text: shows whether runs with different tokenizers were evaluated on the same text."""
@@ -53,7 +53,7 @@ class Progress:
 
     @property
     def position(self) -> int:
-        """The next sample, counted from the start of the run."""
+        """Position of the next sample, counted from the start of the run."""
         return self.samples + self.samples_passed
 
     def require_training(self, run_dir: Path) -> None:
@@ -70,13 +70,13 @@ class Progress:
 
     @classmethod
     def from_json(cls, state: dict[str, Any], path: Path | None = None) -> Self:
-        """Read what `dataclasses.asdict` gave, after a checkpoint's JSON.
+        """Read progress from a checkpoint's JSON, as `dataclasses.asdict` gave it.
 
         Args:
-            path: the file that it was read from, for the message.
+            path: the file of `state`, for messages; its folder's name must have the same step.
 
         Raises:
-            UserError: a key is unknown, or a value has another type, is negative or not a number.
+            UserError: a key is unknown, a value has the wrong type, is negative or NaN, or the step differs.
         """
         try:
             progress = TypeAdapter(cls).validate_json(json.dumps(state))

@@ -1,4 +1,4 @@
-"""The beginning of a session: from the run's newest checkpoint, from another run's weights, or from new ones."""
+"""The beginning of a session: from the run's newest checkpoint, from another run's weights, or from random ones."""
 
 from dataclasses import dataclass
 
@@ -62,7 +62,7 @@ def start_or_resume(setup: PreparedRun, state: TrainingState, length: Length, di
 
 
 def write_settings(setup: PreparedRun, beginning: Beginning, step: int, engine: Engine, display: Display) -> None:
-    """Write the recipe, the tokenizer and the record of changes to the run folder; on rank 0.
+    """Write the recipe, the tokenizer and the record of changes to the run folder; only rank 0 calls this.
 
     Args:
         step: the step at which the run begins.

@@ -16,7 +16,7 @@ from gptworks.training.changes import check_changes
 from gptworks.training.distributed.agreed import SHARED
 
 CONSOLE = "console.log"
-"""The output of a run that the studio started. A new run may find it in its folder."""
+"""File of the output of a run that the studio started; it may exist before the run begins."""
 
 
 @contextlib.contextmanager
@@ -24,9 +24,8 @@ def open_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ()) 
     """Lock the run folder for this process, creating it for a new run.
 
     Raises:
-        UserError: another process is using it; or it holds a run and `resume` is false; or it holds something else;
-            or the run in it was started with settings that a run cannot change or that `change` does not name, or its
-            tokenizer's files have changed.
+        UserError: another process uses the folder; the folder holds a run and `resume` is false, or holds other files;
+            a changed setting is fixed or not named in `change`; or the tokenizer's files have changed.
     """
     folder = recipe.run_dir
     check_run_folder(recipe, resume, change)
@@ -47,8 +46,7 @@ def open_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ()) 
 
 
 def is_in_use(folder: Path) -> bool:
-    """Whether a process trains in a run folder. Writes nothing there and follows no link; false if that is unknown,
-    as on Windows."""
+    """Whether a process trains in a run folder; false if unknown, as on Windows. Writes nothing, follows no link."""
     try:
         import fcntl
 
@@ -62,7 +60,7 @@ def is_in_use(folder: Path) -> bool:
     except OSError:
         return False
     finally:
-        os.close(descriptor)  # and with it the lock
+        os.close(descriptor)  # releases the lock too
     return False
 
 

@@ -20,10 +20,10 @@ class StepSamples:
     """The samples of one step."""
 
     position: int
-    """Samples before the first one."""
+    """Number of the run's samples before this step's first one."""
     n_samples: int
     skipped: bool
-    """Whether its gradients were not applied."""
+    """Whether the step's gradients were not applied."""
 
 
 def steps_done(run_dir: Path) -> int:
@@ -35,7 +35,7 @@ def samples_of_step(recipe: Recipe, run_dir: Path, step: int) -> StepSamples:
     """The samples of a step; the first step of a run is 1.
 
     Raises:
-        UserError: the run has not reached it, or its records are damaged or disagree.
+        UserError: the run has not reached the step, or its records are damaged or disagree.
     """
     done = steps_done(run_dir)
     if not 1 <= step <= done:
@@ -59,7 +59,7 @@ def _batch_sizes(recipe: Recipe, run_dir: Path) -> list[tuple[int, int]]:
         ]
         sizes = [(0, changes[0][1] if changes else recipe.train.batch_size)]
         sizes += [(step, new) for step, _, new in changes]
-        if smaller := recipe.train.smaller_batches:  # before the last of these steps ends, batch_size has no effect
+        if smaller := recipe.train.smaller_batches:  # until the last of these steps, batch_size is unused
             last = smaller[-1][0]
             then = next(size for first, size in reversed(sizes) if first <= last)
             starts = [0, *(until for until, _ in smaller)]
@@ -75,7 +75,7 @@ def _batch_sizes(recipe: Recipe, run_dir: Path) -> list[tuple[int, int]]:
 
 
 def _position(sizes: list[tuple[int, int]], jumps: list[tuple[int, int]], n_steps: int) -> int:
-    """Samples read, or passed by rollbacks, in the first `n_steps` steps.
+    """Samples read, or skipped by rollbacks, in the first `n_steps` steps.
 
     Args:
         jumps: for each rollback, the step that the run went back to, and the step that it came from.
@@ -86,7 +86,7 @@ def _position(sizes: list[tuple[int, int]], jumps: list[tuple[int, int]], n_step
         parts = zip(sizes, ends, strict=True)
         return sum(size * max(0, min(end, step) - first) for (first, size), end in parts)
 
-    passed = [(0, 0)]  # samples passed from a step on
+    passed = [(0, 0)]  # (step, samples skipped from that step on)
     for to, from_step in jumps:
         before = next(n for step, n in reversed(passed) if step <= from_step)
         passed = [one for one in passed if one[0] < to] or [(0, 0)]
@@ -97,7 +97,7 @@ def _position(sizes: list[tuple[int, int]], jumps: list[tuple[int, int]], n_step
 def _check(
     run_dir: Path, recipe: Recipe, sizes: list[tuple[int, int]], jumps: list[tuple[int, int]], step: int
 ) -> None:
-    """Compare with the position of the first checkpoint after the step, or of the last one."""
+    """Check the positions against the first checkpoint at or after the step, or the last checkpoint."""
     found = sorted(all_checkpoints(run_dir), key=lambda one: one.step)
     near = next((one for one in found if one.step >= step), found[-1] if found else None)
     if near is None:

@@ -16,16 +16,16 @@ Signature = tuple[tuple[str, int, int, int], ...]
 
 
 def remove_old(run_dir: Path, keep: int, keep_every: int = 0, known: dict[str, Signature] | None = None) -> None:
-    """Delete old checkpoints, and what an interrupted write or deletion left.
+    """Delete old checkpoints, and leftovers of interrupted writes and deletions.
 
-    Kept are the newest `keep` undamaged ones that a run can resume from, the best that each of them names, and
-    multiples of `keep_every` steps, with the weights of step 0. Damaged ones, and one saved while steps were skipped,
-    are kept but not counted, because a run never goes back to them. Of those with only weights, such bests are kept,
-    and the newest if it is newer than all that can be resumed from.
+    Keeps the newest `keep` undamaged checkpoints that a run can resume from, the best one that each of them names,
+    multiples of `keep_every` steps, and then also the weights of step 0. Damaged ones, and the newest if saved while
+    steps were skipped, are kept but not counted, because a run never rolls back to them. A checkpoint with only weights
+    is kept if it is such a best one, or newer than all that a run can resume from.
 
     Args:
-        known: signatures of folders that matched their manifests; these are not read again while they stay the same.
-            Those read now are added.
+        known: signatures of folders that matched their manifests. Unchanged folders are not read again; folders read
+            now are added.
 
     Raises:
         RunError: the disk refuses.
@@ -60,7 +60,7 @@ def remove_old(run_dir: Path, keep: int, keep_every: int = 0, known: dict[str, S
 
 
 def remove_newer(run_dir: Path, step: int, *, weights_only: bool = False) -> None:
-    """Delete the checkpoints after a step, the newest first, so that an interrupted run can do it again.
+    """Delete the checkpoints after a step, the newest first, so that an interrupted deletion can be repeated.
 
     Args:
         weights_only: delete only those without optimizer state.
@@ -92,9 +92,9 @@ def _signature(checkpoint: Checkpoint) -> Signature:
 
 
 class CheckpointWriter:
-    """Saves during training: copies the tensors, which a thread then writes.
+    """Saves checkpoints during training: copies the tensors, and a thread writes the copies.
 
-    At most one save is in flight. The next call, or the end of the `with`, raises its failure.
+    At most one save is in flight. The next call, or the end of the `with`, raises the error of a failed save.
     """
 
     def __init__(self, run_dir: Path, keep: int, keep_every: int = 0) -> None:
@@ -102,7 +102,7 @@ class CheckpointWriter:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: Future[None] | None = None
         self.copied_bytes = 0
-        """Size of the largest copy."""
+        """Size of the largest copy so far."""
         self._known: dict[str, Signature] = {}
 
     def __enter__(self) -> Self:
@@ -112,7 +112,7 @@ class CheckpointWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._pool.shutdown()
-        if error is None:  # else that is the error to report
+        if error is None:  # otherwise `error` is reported
             self.wait()
 
     def save(self, step: int, tensors: dict[str, Iterable[tuple[str, Tensor]]], state: dict[str, Any]) -> None:
@@ -135,7 +135,7 @@ class CheckpointWriter:
 
     def _write(self, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
         saved = save_checkpoint(self.run_dir, step, tensors["model"], tensors.get("optimizer"), state)
-        self._known[saved.folder.name] = _signature(saved)  # its manifest has just been made from its files
+        self._known[saved.folder.name] = _signature(saved)  # no need to verify: its manifest is new
         remove_old(self.run_dir, self.keep, self.keep_every, self._known)
 
     def check(self) -> None:
@@ -144,7 +144,7 @@ class CheckpointWriter:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until nothing is in flight.
+        """Wait until no save is in flight.
 
         Raises:
             RunError: the save failed.

@@ -34,7 +34,7 @@ class PreparedRun:
     """A run that may start."""
 
     recipe: Recipe
-    """Resolved: with the vocabulary of its tokenizer, and the number of threads."""
+    """The resolved recipe: with its tokenizer's vocabulary size, and the number of threads."""
     prepared: Prepared
     device: torch.device
     precision: Precision
@@ -92,7 +92,7 @@ def prepare_run(
         threads, words = free
         display.message(words)
         resolved = resolved.model_copy(update={"train": recipe.train.model_copy(update={"threads": threads})})
-        overrides = [*overrides, f"train.threads={threads}"]  # a resumed run needs the same, to repeat each bit
+        overrides = [*overrides, f"train.threads={threads}"]  # a resumed run needs this number to repeat each bit
     return PreparedRun(resolved, prepared, device, precision, ranks, layout, peak, resume, overrides)
 
 

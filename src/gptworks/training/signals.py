@@ -10,7 +10,8 @@ from typing import Any
 
 @contextmanager
 def stop_signals() -> Iterator[Callable[[], str | None]]:
-    """Turn the first SIGINT or SIGTERM into a request to stop after the step; a second one acts as usual."""
+    """A function that returns the name of the first SIGINT or SIGTERM received, else None; a second one acts as
+    usual."""
     asked: list[str] = []
     previous: dict[signal.Signals, Any] = {}
 
@@ -18,7 +19,7 @@ def stop_signals() -> Iterator[Callable[[], str | None]]:
         asked.append(signal.Signals(number).name)
         signal.signal(number, previous[signal.Signals(number)])
 
-    if threading.current_thread() is threading.main_thread():  # only there can handlers be set
+    if threading.current_thread() is threading.main_thread():  # only the main thread can set handlers
         previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: asked[0] if asked else None

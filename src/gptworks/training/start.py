@@ -68,7 +68,7 @@ def starting_weights(recipe: Recipe, tokenizer: Tokenizer, report: Report, ranks
     """The best weights of the run that `initialize_from` names, the same on every rank.
 
     Raises:
-        UserError: its model or its tokenizer differs, or its checkpoints are damaged.
+        UserError: the other run's model or tokenizer differs, or its checkpoints are damaged.
     """
     check_start(recipe)
     source = recipe.initialize_from
@@ -98,7 +98,7 @@ def starting_weights(recipe: Recipe, tokenizer: Tokenizer, report: Report, ranks
 
 
 def with_future_heads(weights: dict[str, Tensor], model: ModelConfig, report: Report) -> dict[str, Tensor]:
-    """The weights with the model's heads of tokens beyond the next; new heads begin as in a new model."""
+    """The weights with the model's heads for tokens beyond the next: surplus heads are dropped, new ones are zero."""
     names = [f"{FUTURE_HEADS}{i}.weight" for i in range(model.n_future_tokens - 1)]
     dropped = [name for name in weights if name.startswith(FUTURE_HEADS) and name not in names]
     new = {name: torch.zeros(model.d_model, model.d_model) for name in names if name not in weights}
@@ -112,7 +112,7 @@ def with_new_tokens(weights: dict[str, Tensor], n_before: int, n_now: int, n_row
     """The weights with embeddings for tokens n_before … n_now - 1, each the mean of the earlier ones (Hewitt, 2021).
 
     Args:
-        n_rows: rows of the new embedding, at least as many as there are; those beyond n_now belong to no token.
+        n_rows: rows of the new embedding, unless the old one has more; rows from n_now on belong to no token.
     """
     if n_now == n_before:
         return weights

@@ -57,7 +57,7 @@ class TrainingState(Listener):
         """Go back to a checkpoint.
 
         Raises:
-            UserError: it has other data, is of an import, or damaged.
+            UserError: the checkpoint is damaged, was imported, or was trained on other data.
         """
         progress = Progress.from_json(checkpoint.state(), checkpoint.folder / "state.json")
         folder = self._recipe.run_dir
@@ -92,7 +92,7 @@ class TrainingState(Listener):
         train, ranks, broken = self._recipe.train, self._step.ranks, self.progress
         with ranks.busy():
             self.writer.wait()
-        before = broken.step - broken.skipped_in_a_row  # weights may have gone wrong before the first was skipped
+        before = broken.step - broken.skipped_in_a_row  # the last step before the skipped ones
         good = self.newest_checkpoint(before)
         if good is None or broken.rollbacks >= train.max_rollbacks:
             good = good or self.newest_checkpoint()
@@ -111,10 +111,10 @@ class TrainingState(Listener):
         return broken.step
 
     def save(self, *, weights_only: bool = False) -> None:
-        """Write a checkpoint of this step, unless it is written already, and delete the oldest beyond those to keep.
+        """Write a checkpoint of this step, unless it is already written, and delete those no longer kept.
 
         Args:
-            weights_only: leave out what only training needs; the optimizer's state is not gathered from the ranks.
+            weights_only: leave out the optimizer's state, which is then not gathered from the ranks.
         """
         if self._saved_step == self.progress.step:
             return

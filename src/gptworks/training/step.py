@@ -20,7 +20,7 @@ from gptworks.training.record.stopwatch import Stopwatch
 
 @dataclass
 class StepLosses:
-    """Means over the targets of a step, of all ranks together."""
+    """Mean losses of a step, over the targets of all ranks."""
 
     loss: float
     figures: dict[str, float] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class TrainStep:
     ) -> None:
         """
         Args:
-            model: as `parallel.place` returned it.
+            model: the model that `parallel.place` returned.
         """
         self.model, self.loss, self.precision = model, loss, precision
         self.parallel, self.ranks = parallel, ranks
@@ -59,14 +59,14 @@ class TrainStep:
         seed: tuple[int, ...] = (0,),
         numbers: Sequence[int] | None = None,
     ) -> StepLosses:
-        """Add up the gradients of the mean loss over all targets of the step, whatever the micro-batches.
+        """Accumulate the gradients of the step's mean loss over all targets, for any division into micro-batches.
 
         Args:
-            micro_batches: this rank's, on the model's device.
-            n_targets: of all micro-batches of all ranks.
-            seed: of the step. Dropout is a function of it and of the micro-batch's number, so that a resumed run needs
-                no generator state.
-            numbers: of this rank's micro-batches within the step; None: from 0.
+            micro_batches: this rank's micro-batches, on the model's device.
+            n_targets: number of targets in all micro-batches of all ranks.
+            seed: the step's seed. Dropout depends only on it and the micro-batch's number: a resumed run needs no
+                generator state.
+            numbers: the number within the step of each micro-batch; None: 0, 1, ….
         """
         total = torch.zeros((), device=self.model.device)
         sums: dict[str, Tensor] = {}
@@ -101,7 +101,7 @@ class TrainStep:
         return StepLosses((self.parallel.all_reduce(total) / max(1, n_targets)).item(), figures, expert_tokens)
 
     def gradient_norm(self) -> float:
-        """The norm of the step's gradients over all ranks. Unscales them."""
+        """Unscale the step's gradients, and return their norm over all ranks."""
         self.optimizer.unscale(self.scaler)
         return self.parallel.gradient_norm()
 

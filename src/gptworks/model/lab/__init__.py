@@ -1,1 +1,1 @@
-"""Settings from speedruns and recent papers (`gptworks.config.LABORATORY`): what they add to the model."""
+"""Parts of the model for settings from speedruns and recent papers (`gptworks.config.LABORATORY`)."""

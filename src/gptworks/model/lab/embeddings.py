@@ -1,4 +1,4 @@
-"""Additions to a token's embedding: of a pair of neighbouring tokens, or of the token before."""
+"""Additions to a token's embedding: an embedding of the token pair, and the previous token's embedding."""
 
 import torch
 import torch.nn.functional as F
@@ -8,17 +8,17 @@ from gptworks.config import ModelConfig
 from gptworks.model.cost import RESIDUAL, Shapes, Stage
 
 NO_TOKEN = -1
-"""The id before the first token of a text."""
+"""The id that stands for the missing predecessor of a text's first token."""
 
 _OF_TOKEN, _OF_PREVIOUS = 36_313, 27_191
-"""Factors of the two ids: modded-nanogpt's."""
+"""Factors of the two ids in the hash, from modded-nanogpt."""
 
 
 class BigramEmbedding(nn.Module):
-    """A vector for each pair of a token and the one before it, times a learned scale.
+    """A vector for each pair of a token and its predecessor, times a learned scale.
 
     Pairs share the rows of a table, by a hash: V² rows would be too many (Huang et al., 2025;
-    modded-nanogpt, pull request 201). The table starts at zero, so that it changes nothing at first.
+    modded-nanogpt, pull request 201). The table starts at zero, so that the model starts unchanged.
     """
 
     def __init__(self, n_rows: int, width: int) -> None:
@@ -34,21 +34,21 @@ class BigramEmbedding(nn.Module):
 
     @staticmethod
     def cost(s: Shapes) -> Stage:
-        """The lookup saves the rows, and its result for the scale's gradient."""
+        """Cost of the lookup: saves the row numbers, and the result for the scale's gradient."""
         width = s.config.d_model
         saved = s.floats(width) + 8 * s.n_tokens if s.config.bigram_vocab_size else 0
         return Stage("bigram embedding", {RESIDUAL: saved}, scratch=2 * s.floats(width) if saved else 0)
 
 
 class Smear(nn.Module):
-    """Adds λ · sigmoid(w · embedding) times the embedding of the token before (modded-nanogpt's smear gate)."""
+    """Adds λ · sigmoid(w · embedding) times the previous token's embedding (modded-nanogpt's smear gate)."""
 
     def __init__(self, n_channels: int) -> None:
         super().__init__()
         self.weight, self.scale = nn.Parameter(torch.zeros(n_channels)), nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor, before: Tensor, previous: Tensor) -> Tensor:
-        """Embeddings [B, T, C] of tokens and of those before them, whose ids are `previous` [B, T] → [B, T, C]."""
+        """Embeddings [B, T, C] of tokens and of their predecessors, whose ids are `previous` [B, T] → [B, T, C]."""
         gate = self.scale * (x[..., : len(self.weight)] @ self.weight).sigmoid()  # B T
         return x + gate.masked_fill(previous == NO_TOKEN, 0).unsqueeze(-1) * before
 
@@ -79,10 +79,10 @@ def bigram_rows(tokens: Tensor, previous: Tensor, n_rows: int) -> Tensor:
 
 
 def previous_tokens(tokens: Tensor, text_positions: Tensor | None = None) -> Tensor:
-    """The token before each, int64 [B, T]: NO_TOKEN at the beginning of a row, and of each text in it.
+    """The token before each token, int64 [B, T]; NO_TOKEN at the beginning of each row and text.
 
     Args:
-        text_positions: int64 [B, T], each token's place in its text, from 0; None: a row is one text.
+        text_positions: each token's position in its text, from 0, int64 [B, T]; None: a row is one text.
     """
     before = F.pad(tokens[:, :-1], (1, 0), value=NO_TOKEN)
     return before if text_positions is None else before.masked_fill(text_positions == 0, NO_TOKEN)

@@ -1,7 +1,7 @@
-"""Heads of the tokens beyond the next: for each a small residual layer, and the unembedding that all share.
+"""Heads for tokens beyond the next: a small residual layer for each, and one unembedding for all.
 
 Gloeckle et al. (2024) train them from the trunk's output with one unembedding; the layer is from Cai et al. (2024,
-section 2.1.1) and starts as the identity. The next token, which the trunk predicts, does not depend on them.
+section 2.1.1) and starts as the identity. The trunk's prediction of the next token does not depend on these heads.
 """
 
 from collections.abc import Iterable
@@ -14,11 +14,11 @@ from gptworks.model.cost import RESIDUAL, Shapes, Stage
 from gptworks.model.layers import Linear
 
 FUTURE_HEADS = "future_heads."
-"""Prefix of their weights' names."""
+"""Prefix of the heads' weight names."""
 
 
 def build_future_heads(config: ModelConfig) -> nn.ModuleList:
-    """A matrix [C, C] of zeros for each token beyond the next."""
+    """A linear layer [C, C] of zeros for each token beyond the next."""
     heads = [Linear(config.d_model, config.d_model, bias=False) for _ in range(config.n_future_tokens - 1)]
     for head in heads:
         nn.init.zeros_(head.weight)
@@ -31,8 +31,8 @@ def future_features(heads: Iterable[nn.Module], features: Tensor) -> list[Tensor
 
 
 def future_cost(s: Shapes, n: int) -> list[Stage]:
-    """The heads of `n` tokens beyond the next. What arrives are views of the gradient
-    of all that the loss read; what leaves is added to the gradient of the features."""
+    """Costs of the heads of `n` tokens beyond the next. Arriving gradients are views of one tensor and cost nothing;
+    leaving ones are added to the features' gradient."""
     c, width = s.config, s.products(s.config.d_model)
     matrix = c.d_model**2
     return [

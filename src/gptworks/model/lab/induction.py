@@ -2,9 +2,9 @@
 
 A model repeats its context, A B … A → B, by two heads one layer apart (Elhage et al., 2021; Olsson et al., 2022:
 induction heads). In the first layer, a head copies the previous token to each token. In the second, a head finds an
-earlier occurrence of the present token and copies its successor to the output. Training finds the two late. So the
-first heads of these layers start as such a pair, as mimetic initialization starts from the look of trained weights
-(Trockman & Kolter, 2023). Everything else starts as with `init: normal`, and everything is trained.
+earlier occurrence of the present token and copies its successor to the output. Training finds this pair late, so the
+first heads of these layers start as one; mimetic initialization likewise imitates trained weights (Trockman & Kolter,
+2023). All other weights start as with `init: normal`, and all are trained.
 
 Of the C channels of the residual stream, the first is the same for every token; the next m distinguish tokens; the last
 m receive the output of the first head.
@@ -23,7 +23,7 @@ STD = 0.1
 """Standard deviation of the embeddings as they enter the first block."""
 
 CONSTANT = 0.5
-"""Length of the part that all embeddings share, as a fraction of the rest's length."""
+"""Length of the component that all embeddings share, relative to the length of the rest."""
 
 LENGTHS = (1.6, 1.3)
 """Lengths of the first and second head's queries, divided by √D. Keys have length 1."""
@@ -32,7 +32,7 @@ COPY_LOGIT = 4.0
 """Approximate logit of a token that gets all of the second head's attention."""
 
 TIED_FACTOR = 3.0
-"""Factor on the second head's output with a tied head, so that a copy exceeds the present token's own logit."""
+"""Factor of the second head's output if the head is tied: a copied token's logit then exceeds the present token's."""
 
 
 def begin_with_induction(
@@ -52,7 +52,7 @@ def begin_with_induction(
     embedding[:, before] = 0
     embedding[:, 0] = std * CONSTANT * math.sqrt(width)
 
-    # the first head: queries and keys that are the same for all tokens and match best one token apart
+    # the first head: queries and keys are equal for all tokens, and match best one token apart
     angle, _ = frequencies(config, config.context_length, torch.device("cpu"))
     fast = torch.arange(min(len(angle), max(2, len(angle) // 5)))
     angle = angle[fast].to(embedding)
@@ -65,14 +65,14 @@ def begin_with_induction(
     _move(first.value.weight, rows, tokens, 1.0)
     _move(first.out.weight, before, rows, STD / config.residual_scale)
 
-    # the second head: queries are the present token, keys the token before; values are copied
+    # the second head: queries are the present token, keys the previous token; values are copied
     key = math.sqrt(config.d_head / m)
     _move(second.query.weight, compared, tokens, LENGTHS[1] * key)
     _move(second.key.weight, compared, before, key)
     copied = torch.arange(1, 1 + min(config.d_head, width - 1 - m))
     rows = torch.arange(len(copied))
     tied = head is embedding
-    written = copied if tied else copied.flip(0)  # not the present token's channels, or it would copy itself
+    written = copied if tied else copied.flip(0)  # other channels than the present token's, which would be copied
     _move(second.value.weight, rows, copied, 1.0)
     _move(second.out.weight, written, rows, (TIED_FACTOR if tied else 1.0) * STD / config.residual_scale)
     if not tied:
@@ -84,7 +84,7 @@ def begin_with_induction(
 
 
 def slow_elements(config: ModelConfig) -> Tensor:
-    """Indices of a head's elements with the slowest rotation, which the second head compares: at most (C - 2) / 2."""
+    """Indices of a head's elements with slow or no rotation, which the second head compares; at most (C - 2) / 2."""
     n_pairs = config.d_rotary // 2
     slow = torch.arange(n_pairs // 2, n_pairs)
     unturned = torch.arange(config.d_rotary, config.d_head)

@@ -1,7 +1,7 @@
 """Experimental additions to a block: changes of its input and of attention's values.
 
-`LabParts` is the one hook of `gptworks.model.block.Block`. Each part is a small module, or None where its setting is
-off. Scalars are vectors, so that AdamW trains them without decay; gates start at zero.
+`LabParts`, the base class of `gptworks.model.block.Block`, is their only hook. A part is a small module, or None if its
+setting is off. Scalars are vectors, so that AdamW trains them without decay; gates start at zero.
 
 Shapes: B batch, T time, C width, H query heads, G key/value heads, D head width, V vocabulary.
 """
@@ -19,7 +19,7 @@ from gptworks.model.layers import Linear
 
 
 class LabInputs(NamedTuple):
-    """Extra inputs of a block's experimental parts; None if they do not need one."""
+    """Extra inputs of a block's experimental parts; None: the block's parts do not need this input."""
 
     embedding: Tensor | None = None
     """Input of the first block, [B, T, C]."""
@@ -32,7 +32,7 @@ class LabInputs(NamedTuple):
 
 
 class Carried:
-    """Tensors carried from block to block, as long as a later block reads them."""
+    """Tensors kept for later blocks that read them."""
 
     def __init__(self, config: ModelConfig, tokens: Tensor, embedding: Tensor, tables: nn.ModuleDict | None) -> None:
         self.config, self.tokens, self.tables = config, tokens, tables
@@ -60,15 +60,16 @@ class Carried:
 
     @staticmethod
     def kept_bytes(s: Shapes, layer: int) -> int:
-        """Bytes kept next to the stream for a block that is computed again: its tokens' vectors of a table, and of the
-        first block its values."""
+        """Bytes kept next to the stream for a recomputed block: its tokens' value vectors from a table, and the first
+        block's values."""
         c, width = s.config, s.config.n_kv_heads * s.config.d_head
         hands_on = c.value_residual and layer == 0
         return (s.floats(width) if value_table(c, layer) else 0) + (s.products(width) if hands_on else 0)
 
     @staticmethod
     def gradients_bytes(s: Shapes, trains_embedding: bool) -> int:
-        """Bytes of the gradients of tensors that all blocks read: they are held from the last block on."""
+        """Bytes of the gradients of tensors that all blocks read; the backward pass holds them from the last block
+        on."""
         c = s.config
         embedding = s.floats(c.d_model) if _reads_embedding(c) and trains_embedding else 0
         return embedding + (s.products(c.n_kv_heads * c.d_head) if c.value_residual else 0)
@@ -84,7 +85,7 @@ def _reads_embedding(config: ModelConfig) -> bool:
 
 
 class LabParts(nn.Module):
-    """The part of a block that the laboratory's settings add."""
+    """Base class of a block: the parts that laboratory settings add."""
 
     def add_parts(self, config: ModelConfig, layer: int) -> None:
         self.scalars = ResidualScalars() if config.residual_scalars else None
@@ -93,14 +94,14 @@ class LabParts(nn.Module):
         self.values = Values(config, layer) if changed else None
 
     def enter(self, x: Tensor, lab: LabInputs) -> Tensor:
-        """The stream [B, T, C] as the block reads it."""
+        """The stream [B, T, C] with skip connection and scalars applied, as the block reads it."""
         if self.skip is not None:
             x = self.skip(x, lab.skipped)
         return x if self.scalars is None else self.scalars(x, lab.embedding)
 
     @staticmethod
     def entry_cost(s: Shapes, layer: int) -> Iterator[Stage]:
-        """`enter`. The gradient of a scalar is the sum of a product of the stream's size."""
+        """Costs of `enter`. A scalar's gradient sums a product of the stream's size."""
         stream = s.floats(s.config.d_model)
         if s.config.layer_skips(layer):  # the added tensor's gradient waits for the layer that produced it
             yield Stage("skip", arrives=stream, leaves=2 * stream, scratch=stream, vectors=1, own_scratch=stream)
@@ -119,11 +120,11 @@ class LabParts(nn.Module):
 
 
 class Scalars(nn.Module):
-    """Learned factors, a vector."""
+    """A vector of learned factors."""
 
     def __init__(self, *initial: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.cat([torch.full((1,), value) for value in initial]))  # fake ones too
+        self.weight = nn.Parameter(torch.cat([torch.full((1,), value) for value in initial]))  # works on fake tensors
 
 
 class ResidualScalars(Scalars):
@@ -150,7 +151,7 @@ class Skip(Scalars):
 
 
 class Gating(nn.Module):
-    """sigmoid of a product with the input's first channels. Its matrix is small, and not quantized."""
+    """Gates: the sigmoid of a product with the input's first channels. The matrix is small and is never quantized."""
 
     def __init__(self, n_channels: int, n_gates: int) -> None:
         super().__init__()
@@ -162,7 +163,7 @@ class Gating(nn.Module):
 
     @staticmethod
     def cost(s: Shapes, n_gates: int) -> Stage:
-        """The gradient of the channels that it reads is as wide as the stream."""
+        """Cost of gates: the gradient of the channels that they read is as wide as the stream."""
         given, width, matrix = s.products(n_gates), s.products(s.config.d_model), n_gates * s.config.d_gate
         saved = {ATTENTION: 2 * given} | s.copies(matrix)
         return Stage("gate of heads", saved, given, width, merges=True, matrices=matrix, module="gating")
@@ -170,7 +171,7 @@ class Gating(nn.Module):
 
 class Values(nn.Module):
     """A layer's values: its own, mixed with the first layer's (Zhou et al., 2024, `Value Residual Learning`), plus an
-    embedding of the token itself, gated for each head (nanochat's `ve_gate`, twice a sigmoid)."""
+    embedding of the token, gated for each head (nanochat's `ve_gate`, 2 · sigmoid)."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -179,7 +180,7 @@ class Values(nn.Module):
         self.projection = Linear(config.d_model, width, bias=False) if kind == "projected" else None
         self.gating = Gating(config.d_gate, config.n_kv_heads) if kind != "none" else None
         self.hands_on = config.value_residual and not layer
-        """Whether later layers read this one's own values."""
+        """Whether later layers read this layer's own values."""
 
     def forward(self, inner: Tensor, own: Tensor, lab: LabInputs) -> Tensor:
         """Attention's input [B, T, C] and the layer's own values [B, T, G·D] → the values to use [B, T, G·D]."""
@@ -198,7 +199,7 @@ class Values(nn.Module):
 
     @staticmethod
     def cost(s: Shapes, layer: int) -> Iterator[Stage]:
-        """The module's operations; empty if the layer has no such module."""
+        """Costs of the module's operations; empty if the layer has no such module."""
         c, kind = s.config, s.config.layer_value_embedding(layer)
         width = c.n_kv_heads * c.d_head
         k = s.products(width)
@@ -219,7 +220,7 @@ class Values(nn.Module):
 
 
 def build_gating(config: ModelConfig) -> Gating | None:
-    """The gates of attention's heads (Qiu et al., 2025, `Gated Attention for Large Language Models`)."""
+    """The gates of attention's heads (Qiu et al., 2025, `Gated Attention for Large Language Models`), or None."""
     return Gating(config.d_gate, config.n_heads) if config.attention_gate else None
 
 
@@ -230,7 +231,7 @@ def value_table(config: ModelConfig, layer: int) -> int:
 
 
 def build_tables(config: ModelConfig) -> nn.ModuleDict | None:
-    """Tables of value embeddings [V, G·D], by the number of their layer."""
+    """Tables of value embeddings [V, G·D] by layer number; None if no layer has one."""
     layers = [layer for layer in range(config.n_layers) if value_table(config, layer)]
     width = config.n_kv_heads * config.d_head
     return nn.ModuleDict({str(i): nn.Embedding(config.vocab_size, width) for i in layers}) if layers else None

@@ -1,5 +1,5 @@
-"""State on which all ranks must agree: the run folder, and the checkpoint. Rank 0 chooses the checkpoint for all, since
-the folder may change meanwhile."""
+"""Agreement of all ranks on the run folder and the checkpoint. Rank 0 chooses the checkpoint for all, since the folder
+may change meanwhile."""
 
 import secrets
 import time
@@ -12,16 +12,16 @@ from gptworks.files import read_regular, write_whole
 from gptworks.training.distributed.ranks import Ranks
 
 SHARED = ".shared"
-"""A file of random characters in a run folder, while the ranks look for it."""
+"""Temporary file of random characters in a run folder, for which all ranks look."""
 
 SHARED_SECONDS = 5.0
 
 
 def agreed_checkpoint(ranks: Ranks, run_dir: Path, choose: Callable[[], Checkpoint | None]) -> Checkpoint | None:
-    """The checkpoint that `choose` returns on rank 0, on every rank, found by its name and the sha256 of its manifest.
+    """On every rank, the checkpoint that `choose` returns on rank 0, found by its name and the sha256 of its manifest.
 
     Raises:
-        UserError: a rank does not see it in `run_dir`; on all ranks.
+        UserError: a rank does not see the checkpoint in `run_dir`; raised on all ranks.
     """
 
     def chosen() -> tuple[str, str | None] | None:
@@ -43,8 +43,8 @@ def check_shared(ranks: Ranks, run_dir: Path) -> None:
     `SHARED_SECONDS`, since a network file system may show a new file late.
 
     Raises:
-        UserError: a rank does not find them; on all ranks.
-        RunError: rank 0 cannot write there.
+        UserError: a rank does not find the characters; raised on all ranks.
+        RunError: rank 0 cannot write to the folder.
     """
     if ranks.size == 1:
         return
@@ -75,7 +75,7 @@ def _holds(file: Path, text: str) -> bool:
 
 
 def refuse_blind(ranks: Ranks, sees: bool, what: str, rule: str) -> None:
-    """Refuse on all ranks, naming those on which `sees` is false.
+    """Raise an error on all ranks if `sees` is false on any; the message names these ranks.
 
     Args:
         what: the file or folder that a rank may not see.

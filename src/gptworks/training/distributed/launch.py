@@ -1,7 +1,7 @@
-"""Several processes of one command on this machine, as `torchrun --standalone` starts them.
+"""Starts several processes of one command on this machine, as `torchrun --standalone` does.
 
-Unlike torchrun, it passes signals to every rank, exits with the code of the first failure, and prints only the ranks'
-own messages. For several machines, use torchrun.
+Unlike torchrun, `launch` passes signals to every rank, exits with the code of the first failure, and prints only the
+ranks' own messages. For several machines, use torchrun.
 """
 
 import os
@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from gptworks.machine import usable_cpus
 
 GRACE_SECONDS = 5.0
-"""Time for the others to end by themselves after one has failed."""
+"""Time for the other ranks to end by themselves after one has failed."""
 
 _POLL_SECONDS = 0.05
 
@@ -31,7 +31,7 @@ def launch(n_ranks: int, arguments: Sequence[str]) -> int:
         "LOCAL_WORLD_SIZE": str(n_ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store lives here, and outlives any rank
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher hosts the store, which outlives any rank
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
     }
     ranks: list[subprocess.Popen[bytes]] = []
@@ -57,7 +57,7 @@ def launch(n_ranks: int, arguments: Sequence[str]) -> int:
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait until all have ended, or one has failed and the others had their time."""
+    """Wait until all ranks have ended, or `GRACE_SECONDS` after one has failed; returns the exit code."""
     code, deadline = 0, float("inf")
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)

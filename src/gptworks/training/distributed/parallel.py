@@ -46,7 +46,7 @@ Rows = tuple[Tensor, ...]
 
 
 class StopAsked(Exception):
-    """A signal asked the run to stop, which cut an evaluation short."""
+    """A signal to stop the run has interrupted an evaluation."""
 
 
 class Parallel:
@@ -56,7 +56,7 @@ class Parallel:
     samples = True
     """Whether this rank takes part in making samples."""
     replicas: distributed.ProcessGroup | None = None
-    """The group of ranks with the same complete model, including this one; None with a single rank."""
+    """The group of ranks with the same complete model, this rank included; None with a single rank."""
 
     def __init__(self, train: TrainConfig, varying_widths: bool = False) -> None:
         """
@@ -80,18 +80,19 @@ class Parallel:
         return model
 
     def all_reduce(self, value: Tensor) -> Tensor:
-        """The sum over the data-parallel ranks, in place."""
+        """Sum a tensor over the data-parallel ranks, in place; returns it."""
         return value
 
     def all_reduce_numbers(self, numbers: list[float]) -> list[float]:
-        """The same for plain numbers, in float64."""
+        """Sums of plain numbers over the data-parallel ranks, in float64."""
         return numbers
 
     def begin_all_reduce(self, timed: Timed) -> None:
-        """Call before the last micro-batch's backward pass, which may reduce gradients; `timed` counts waits."""
+        """Call before the last micro-batch's backward pass, which may reduce gradients; `timed` times waits for
+        ranks."""
 
     def finish_gradients(self) -> None:
-        """Call after the last micro-batch: makes the gradients those of the step."""
+        """Call after the last micro-batch: completes the reduction of the step's gradients."""
 
     def gradient_norm(self, prefix: str = "") -> float:
         """The norm of all gradients, or of those of parameters with this prefix."""
@@ -103,11 +104,11 @@ class Parallel:
         nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, torch.tensor(norm))
 
     def shard_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's shards of tensors, by `parameter` or `parameter/key`."""
+        """This rank's shards of tensors named `parameter` or `parameter/key`."""
         return tensors
 
     def gather_tensors(self, tensors: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
-        """Names and complete tensors, one by one. All ranks iterate over them to the end together."""
+        """Names and complete tensors, one by one. All ranks must iterate to the end together."""
         return tensors.items()
 
     @contextmanager
@@ -141,7 +142,7 @@ def check_parallel(recipe: Recipe, n_ranks: int, precision: str = "auto") -> Non
     """Refuse a recipe that `n_ranks` ranks cannot train, before any work; see `gptworks.planning.arrange`.
 
     Raises:
-        UserError: they cannot.
+        UserError: `n_ranks` ranks cannot train the recipe.
     """
     if (refused := refusal(recipe, n_ranks, precision)) is not None:
         raise UserError(str(refused))
@@ -167,19 +168,19 @@ class ManyDevices(Parallel):
     # ------------------------------------------------------------------------------------------- model
 
     def place(self, model: GPT, device: torch.device) -> GPT:
-        """Shard the model, which every rank has made from the same seed, block after block.
+        """Shard the model, block by block; every rank has built it from the same seed.
 
         The root group holds the parameters outside the blocks, because a tied embedding is the head too.
         """
         if self._tensor.size() > 1:
             for block in model.blocks:
                 parallelize_module(block, self._tensor, tensor_plan(model.config), src_data_rank=None)
-            heads = ("n_heads", "n_kv_heads")  # this rank's, for which caches are made
+            heads = ("n_heads", "n_kv_heads")  # caches are sized for this rank's heads
             here = {name: getattr(model.config, name) // self._tensor.size() for name in heads}
             model.config = model.config.model_copy(update=here)
             # A recomputation that stops early leaves its last sum over ranks unread, and in memory for ever.
             model.features = set_checkpoint_early_stop(False)(model.features)  # type: ignore[method-assign]
-        compile_blocks(model, self.compile, device, self.varying_widths)  # before FSDP's hooks come around them
+        compile_blocks(model, self.compile, device, self.varying_widths)  # before FSDP adds hooks to them
         if self._sharded:
             gathered = torch.bfloat16 if self.layout.gathers == "bf16" else None
             policy = MixedPrecisionPolicy(gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -191,11 +192,11 @@ class ManyDevices(Parallel):
                 )  # fmt: skip
             policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
             fully_shard(model, mesh=self._data, mp_policy=policy, reshard_after_forward=False)
-            register_fsdp_forward_method(model, "features")  # after it the root stays gathered: the loss uses the head
+            register_fsdp_forward_method(model, "features")  # the root stays gathered after it: the loss needs the head
             for module in _sharded_modules(model):
                 module.set_gradient_divide_factor(1.0)  # sums, not means
                 module.set_force_sum_reduction_for_comms(True)
-                module.unshard()  # once outside inference mode, whose tensors could not be trained with
+                module.unshard()  # first outside inference mode, whose tensors cannot be trained
                 module.reshard()
         model.to(device)
         self.model, self.parameters = model, dict(model.named_parameters())
@@ -203,12 +204,12 @@ class ManyDevices(Parallel):
             trained = [p for p in self.parameters.values() if p.requires_grad and "data" not in divided_over(p)]
             self._sums = GradientSums(reversed(trained), self._data.get_group())
         ranks = self._ranks
-        model.token_embedding.register_forward_pre_hook(lambda *_: ranks.count_work())  # every pass begins with it
+        model.token_embedding.register_forward_pre_hook(lambda *_: ranks.count_work())  # each forward pass calls it
         return model
 
     @contextmanager
     def inference_mode(self) -> Iterator[None]:
-        gathered = self._sharded and self.layout.gathers == "bf16"  # such matrices need autocast to multiply
+        gathered = self._sharded and self.layout.gathers == "bf16"  # bf16 matrices need autocast in products
         try:
             with torch.autocast(self._mesh.device_type, dtype=torch.bfloat16, enabled=gathered):
                 yield
@@ -223,7 +224,7 @@ class ManyDevices(Parallel):
         return value
 
     def all_reduce_numbers(self, numbers: list[float]) -> list[float]:
-        counts = self._tensor.get_local_rank() == 0  # the others have seen the same sequences
+        counts = self._tensor.get_local_rank() == 0  # the other tensor ranks saw the same sequences
         return self._ranks.all_reduce([number * counts for number in numbers])
 
     def begin_all_reduce(self, timed: Timed) -> None:
@@ -240,8 +241,8 @@ class ManyDevices(Parallel):
     def _agree_over_tensor_ranks(self) -> None:
         """Make gradients of replicated parameters equal on all tensor ranks.
 
-        The norms of queries and keys have seen only this rank's heads: their gradients are reduced. The others differ
-        only by the order in which some kernels add: all take the first rank's, so that copies never drift apart.
+        The norms of queries and keys see only this rank's heads, so their gradients are summed. Other gradients differ
+        only by the order in which some kernels add: all ranks take the first rank's, so that copies stay equal.
         """
         group = self._tensor.get_group()
         for name, gradient in self._local_gradients().items():
@@ -290,8 +291,8 @@ class ManyDevices(Parallel):
     # --------------------------------------------------------------------------------------- evaluation
 
     def split_batches(self, batches: Iterator[Rows]) -> Iterator[Rows]:
-        """This rank's batches: every n-th. A rank without a batch in the last round computes the round's last one
-        without counting it, because gathering blocks needs all ranks."""
+        """This rank's batches: every n-th. In the last round, a rank without a batch computes the round's last batch
+        with all targets ignored, because gathering blocks needs all ranks."""
         n, index = self._data.size(), self._data.get_local_rank()
         while turn := list(islice(batches, n)):
             if self._ranks.agree_to_stop(self.stop_asked()):
@@ -304,8 +305,8 @@ def compile_blocks(model: GPT, setting: str, device: torch.device, varying_width
     """Compile each block at its first run, if the setting says so; auto: on CUDA, but not with packed matrices, which a
     compiled block might keep unpacked until the backward pass.
 
-    A graph for each width would soon pass torch's limit of 8, beyond which blocks are not compiled: if widths vary, one
-    graph serves all.
+    If widths vary, one graph serves all: a graph for each width would soon exceed torch's limit of 8, beyond which
+    blocks are not compiled.
     """
     if setting == "block" or (setting == "auto" and device.type == "cuda" and not packed_matrices(model)):
         for block in model.blocks:
@@ -332,8 +333,8 @@ def tensor_plan(model: ModelConfig) -> dict[str, ParallelStyle]:
 
 
 def is_whole(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter of a block is replicated in float32 where the rest is sharded: vectors and routers, which are
-    small, and which no product rounds."""
+    """Whether a block's parameter stays replicated in float32 when the rest is sharded: vectors and routers, which are
+    small, and are not rounded for products."""
     return parameter.ndim < 2 or name == "mlp.router.weight"
 
 

@@ -1,14 +1,14 @@
-"""The processes of a run: what they agree on, which one speaks for all, and how a rank that hangs is found.
+"""The processes of a run: how they agree on decisions, and how a rank that hangs is found.
 
 A launcher (torchrun, or `gptworks launch`) starts the processes and gives each a rank, from 0, through the environment.
-They train the same model in step: any decision that depends on a clock, a signal or a file is made by one rank, or
-agreed on by all, since ranks that disagree would wait for one another for ever.
+They train the same model in step: one rank makes any decision that depends on a clock, a signal or a file, or all agree
+on it, since ranks that disagree would wait for one another for ever.
 
-They meet in the launcher's store. A thread of each rank writes a heartbeat there every few seconds, with counts of its
-work: common points passed, forward passes begun, collectives issued. A rank whose heartbeats stop (killed, or its
-machine lost) is named by the others within `timeout_seconds`, and the run ends. It also ends if all heartbeats continue
-and no rank's counts rise. Every batch of training, evaluation, sampling or a reference is a forward pass, which a hook
-on the model counts (`ManyDevices.place`), so a run that computes is not taken for one that hangs.
+They communicate through the launcher's store. A thread of each rank writes a heartbeat to it every few seconds, with
+counts of the rank's work: common points passed, forward passes begun, collectives issued. A rank whose heartbeats stop
+(killed, or its machine lost) is named by the others within `timeout_seconds`, and the run ends. It also ends if all
+heartbeats continue and no rank's counts rise. Every batch of training, evaluation, sampling or a reference is a forward
+pass, which a hook on the model counts (`ManyDevices.place`), so a run that computes is not taken for one that hangs.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _DONE, _FAILED = "done", "failed"
 
 
 class Ranks:
-    """The ranks of a run with one process."""
+    """Communication between ranks; this class serves a run with one process."""
 
     rank, size, local_rank, local_size = 0, 1, 0, 1
 
@@ -48,22 +48,22 @@ class Ranks:
         return self.rank == 0
 
     def from_rank_zero(self, work: Callable[[], T]) -> T:
-        """The result of `work` on rank 0 (any JSON value), on every rank, however long it takes.
+        """On every rank, the result of `work` on rank 0 (any JSON value). Waits as long as `work` takes.
 
         An error on rank 0 ends all ranks.
         """
         return work()
 
     def rank_zero_first(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0, then on the others, which find what rank 0 wrote."""
+        """Run `work` on rank 0, then on the others, which can read the files that rank 0 wrote."""
         return work()
 
     def agree_to_stop(self, stop: str | None) -> str | None:
-        """The name of a signal that asked any rank to stop, on all ranks at the same step."""
+        """The signal that asked any rank to stop, or None; the same on all ranks at the same step."""
         return stop
 
     def all_reduce_max(self, seconds: float) -> float:
-        """The maximum over all ranks: decisions by the clock must be the same on all."""
+        """The maximum over all ranks, so that all make the same decisions by the clock."""
         return seconds
 
     def all_reduce(self, numbers: list[float]) -> list[float]:
@@ -71,19 +71,19 @@ class Ranks:
         return numbers
 
     def broadcast(self, numbers: list[float]) -> list[float]:
-        """Rank 0's numbers, on every rank: decisions must not differ by a bit."""
+        """Rank 0's numbers on every rank, so that all make the same decisions."""
         return numbers
 
     def count_point(self) -> None:
         """Count a point that all ranks pass."""
 
     def count_work(self) -> None:
-        """Count work that this rank has begun, such as a forward pass; ranks may differ in it."""
+        """Count work that this rank has begun, such as a forward pass; counts may differ between ranks."""
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Inside, this rank does work of unknown length that cannot be counted, such as reading files: no rank takes
-        the wait for a hang."""
+        """A context in which this rank does uncounted work of unknown length, such as reading files: no rank takes the
+        wait for a hang."""
         yield
 
 
@@ -92,15 +92,15 @@ ALONE = Ranks()
 
 @contextmanager
 def join(timeout_seconds: float, device: torch.device) -> Iterator[Ranks]:
-    """The run's processes, if a launcher has started several; else only this one.
+    """A context with the run's ranks, if a launcher has started several processes; else only this process.
 
     Args:
-        timeout_seconds: how long a rank may be silent, or all counts stay the same, before the run ends.
+        timeout_seconds: the run ends after this time without a rank's heartbeat, or without a rise of any count.
         device: the kind of device that each rank has.
 
     Raises:
         UserError: a rank has no device, or the environment is not a launcher's.
-        RunError: inside, a rank has died or hangs; it is named.
+        RunError: a rank died or hangs inside the context; the message names it.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield ALONE
@@ -113,7 +113,7 @@ def join(timeout_seconds: float, device: torch.device) -> Iterator[Ranks]:
     except RuntimeError as error:
         gone = ranks.watch.who_is_gone() if _is_of_a_collective(error) else None
         ranks.leave(_FAILED)
-        if gone is None:  # the error is our own
+        if gone is None:  # this rank's own error
             raise
         if not gone or not ranks.watch.may_speak():  # another rank reports it
             raise SystemExit(RunError.exit_code) from error
@@ -129,7 +129,7 @@ def _is_of_a_collective(error: RuntimeError) -> bool:
 
 
 class _Joined(Ranks):
-    """One of several processes."""
+    """Communication of one of several ranks."""
 
     def __init__(self, timeout_seconds: float, device: torch.device) -> None:
         try:
@@ -141,7 +141,7 @@ class _Joined(Ranks):
         _take_device(device, self.local_rank)
         hosts_store = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         attempt = f"gptworks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        stores = [  # the watch's calls must not wait behind a long one of ours
+        stores = [  # two, so that the watch's calls need not wait for a long one of this rank
             PrefixStore(attempt, TCPStore(host, port, is_master=hosts_store and own, wait_for_workers=False))
             for own in (True, False)
         ]
@@ -152,7 +152,7 @@ class _Joined(Ranks):
             store=PrefixStore("collectives", self._store),
             rank=self.rank,
             world_size=self.size,
-            timeout=timedelta(seconds=2 * timeout_seconds + 60),  # the watch speaks first
+            timeout=timedelta(seconds=2 * timeout_seconds + 60),  # later than the watch's report
         )
         self.watch.start()
 
@@ -208,7 +208,7 @@ class _Joined(Ranks):
             yield
 
     def leave(self, how: str) -> None:
-        """Write how this rank has ended, in place of its heartbeats."""
+        """Replace this rank's heartbeats by how it ended: `_DONE` or `_FAILED`."""
         error = sys.exc_info()[1]
         with contextlib.suppress(RuntimeError):  # the launcher and its store may be gone
             if how == _FAILED and self.is_rank_zero:
@@ -237,7 +237,7 @@ def _take_device(device: torch.device, local_rank: int) -> None:
 def _collectives_issued() -> int:
     """Number of collectives that this rank has begun, in all process groups.
 
-    A rank that others wait for has begun fewer, with NCCL too, whose calls return at once.
+    A rank that others wait for has begun fewer than they have; with NCCL too, whose calls return at once.
     """
     total = 0
     if distributed.is_initialized():
@@ -251,7 +251,7 @@ def _collectives_issued() -> int:
 
 @dataclass(frozen=True)
 class _Beat:
-    """A heartbeat."""
+    """A heartbeat of a rank."""
 
     number: int
     marks: int
@@ -278,22 +278,22 @@ class _Watch(threading.Thread):
         self._beats = self._marks = self._moves = 0
         self._moved_at = time.monotonic()  # any rank
         self._patient = self._busy = False
-        self._heard: dict[int, tuple[_Beat | str, float]] = {}  # each rank's last beat, and when it was new
+        self._heard: dict[int, tuple[_Beat | str, float]] = {}  # each rank's last heartbeat, and its time of arrival
         store.set_timeout(timedelta(seconds=max(10.0, timeout_seconds)))
         self._beat()
 
     def count_point(self) -> None:
-        """Count a common point."""
+        """Count a point that all ranks pass."""
         self._marks += 1
 
     def count_work(self) -> None:
-        """Count work."""
+        """Count work that this rank has begun."""
         self._moves += 1
 
     @contextmanager
     def patience(self, busy: bool) -> Iterator[None]:
-        """A context in which training may pause: this rank works (`busy`) and others may wait for it, or it waits for a
-        working rank, whose heartbeats still count."""
+        """A context in which unchanged counts do not end the run: this rank does uncounted work (`busy`), or waits for
+        a rank that does, whose heartbeats must continue."""
         before = self._patient, self._busy
         self._patient, self._busy = True, busy or self._busy
         try:
@@ -314,7 +314,7 @@ class _Watch(threading.Thread):
             try:
                 self._beat()
                 self._listen()
-            except RuntimeError:  # DistNetworkError: the store is the launcher's, and gone with it
+            except RuntimeError:  # DistNetworkError: the launcher and its store are gone
                 if not self._over.is_set():
                     self._end("the launcher does not answer: it has died, or its machine cannot be reached.")
                 return
@@ -323,7 +323,7 @@ class _Watch(threading.Thread):
                 self._end(verdict)
 
     def verdict(self) -> str | None:
-        """The reason why the run must end; None if it need not."""
+        """The reason why the run must end; None: it may continue."""
         silent = self._still(self._timeout)
         stuck = time.monotonic() - self._moved_at > self._timeout
         if not silent and not stuck:
@@ -331,8 +331,8 @@ class _Watch(threading.Thread):
         return self._accuse(silent or self._still(3 * self._interval) or self._behind())
 
     def who_is_gone(self) -> str | None:
-        """After a failed collective, a phrase naming the ranks whose heartbeats have stopped; "": a rank has failed and
-        reports it itself; None: all ranks are alive."""
+        """After a failed collective, a sentence naming the ranks whose heartbeats have stopped; "": a rank failed and
+        reports its own error; None: all ranks are alive."""
         try:
             deadline = time.monotonic() + 4 * self._interval
             while time.monotonic() < deadline:
@@ -376,7 +376,7 @@ class _Watch(threading.Thread):
             self._moved_at = now
 
     def _still(self, seconds: float) -> list[int]:
-        """The running ranks without a new heartbeat for this time."""
+        """The other running ranks without a new heartbeat for this many seconds."""
         now = time.monotonic()
         return [
             rank

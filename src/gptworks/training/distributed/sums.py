@@ -1,4 +1,5 @@
-"""Gradients reduced over ranks, a bucket at a time, while the backward pass computes the next bucket's."""
+"""Reduction of gradients over ranks, a bucket at a time, while the backward pass computes the next bucket's
+gradients."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,17 +17,17 @@ Timed = Callable[[], AbstractContextManager[None]]
 class GradientSums:
     """Reduces the gradients of replicated parameters over the ranks of a group.
 
-    Buckets and their order follow only from the parameters: all ranks send the same, whichever gradients they have and
-    whenever these are ready. At most one bucket is in flight, so only its copy takes memory.
+    Buckets and their order depend only on the parameters: all ranks send the same buckets, whichever gradients they
+    have and whenever they are ready. At most one bucket is in flight, so only its copy takes memory.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: distributed.ProcessGroup) -> None:
         """
         Args:
-            parameters: roughly in the order in which a backward pass computes their gradients.
+            parameters: parameters, roughly in the order in which a backward pass computes their gradients.
         """
-        self._buckets: list[list[nn.Parameter]] = []  # of about BUCKET_BYTES
-        self._awaited: list[int] = []  # gradients of each that the last backward pass has not computed yet
+        self._buckets: list[list[nn.Parameter]] = []  # each of about BUCKET_BYTES
+        self._awaited: list[int] = []  # per bucket: gradients not computed yet
         self._n_sent = 0
         self._under_way: tuple[list[nn.Parameter], list[int], Tensor, distributed.Work] | None = None
         self._group = group
@@ -39,7 +40,8 @@ class GradientSums:
             parameter.register_post_accumulate_grad_hook(made)  # type: ignore[no-untyped-call]
 
     def begin(self, timed: Timed) -> None:
-        """Call before a step's last backward pass, which then sends each bucket once it and all before it are ready.
+        """Call before a step's last backward pass, which then sends each bucket once this and all earlier buckets are
+        ready.
 
         Args:
             timed: context manager that measures the wait for other ranks.
@@ -55,7 +57,7 @@ class GradientSums:
         self._n_sent = 0
 
     def _made(self, number: int, _: Tensor) -> None:
-        if self._awaited:  # else a later micro-batch will add to it
+        if self._awaited:  # otherwise a later micro-batch will add to it
             self._awaited[number] -= 1
             while self._n_sent < len(self._buckets) and not self._awaited[self._n_sent]:
                 with self._timed():
@@ -88,7 +90,7 @@ class GradientSums:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part, in the tensor's own memory."""
+    """This rank's part of a tensor, sharing the tensor's memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

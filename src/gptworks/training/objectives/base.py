@@ -1,4 +1,5 @@
-"""The interface of training objectives. The loop knows only `Objective`; objectives differ nowhere else.
+"""The interface of training objectives. The loop knows only `Objective`: all differences between objectives are in its
+subclasses.
 
 To add one, write its settings in `gptworks.config.objective`, and a subclass of `Objective` in a file here.
 """
@@ -32,7 +33,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class RunContext:
-    """The run that an objective is part of."""
+    """The parts of a run that its objective uses."""
 
     model: GPT
     """The model, with the weights from which training starts or resumes."""
@@ -41,19 +42,19 @@ class RunContext:
     workers: Workers
     ranks: Ranks
     is_new: bool
-    """Whether the run begins, so that these are the weights of its start."""
+    """Whether the run begins at step 0: `model` then has the starting weights."""
     report: Report
 
 
 class Objective:
-    """Predicting every next token of the text, or every token of the answers of conversations. Others override what
-    differs."""
+    """Prediction of every next token of a text, or of the answers' tokens in conversations; base of other
+    objectives."""
 
     generates = False
     """Whether a step's batches are made with the current model (`generate`)."""
 
     kept_files: tuple[str, ...] = ()
-    """Files that it keeps in the run folder and cannot make again: a fork needs them too."""
+    """Files in the run folder that the objective cannot make again: a fork copies them."""
 
     def __init__(self, recipe: Recipe, samples: Samples) -> None:
         self.recipe, self.samples, self.context_length = recipe, samples, recipe.model.context_length
@@ -69,14 +70,14 @@ class Objective:
 
     @classmethod
     def loss_without_data(cls, settings: ObjectiveSettings, train: TrainConfig, model: GPT) -> LossFunction:
-        """The loss of batches of only inputs and targets, to trace and measure a step of a new model."""
+        """A loss that needs only inputs and targets, to trace or measure a step of a new model."""
         return partial(next_token, routing=Routing.of(train), future_weights=train.future_weights)
 
     def begin(self, run: RunContext) -> None:
         """Called once, before the first step of each session.
 
         Raises:
-            UserError: something that the objective needs is missing or cannot be used.
+            UserError: an input of the objective is missing or cannot be used.
         """
 
     def begin_step(self, share_done: float) -> None:
@@ -88,7 +89,7 @@ class Objective:
         return self.samples.batch(position, micro_step, size)
 
     def generate(self, position: int, asked: StepBatches) -> StepBatches:
-        """The micro-batches of the step at a position, generated for what `batch` made; called if `generates`."""
+        """The micro-batches of the step at a position, generated from those of `batch`; called if `generates`."""
         raise NotImplementedError
 
     @property
@@ -98,19 +99,19 @@ class Objective:
 
     @property
     def n_evaluated(self) -> int:
-        """Number of these that an evaluation reads, evenly spaced. 0: all."""
+        """Number of validation sequences that an evaluation reads, evenly spaced; 0: all."""
         return self.recipe.train.n_evaluated(self.n_validation, self.context_length)
 
     def count(self, batch: Batch) -> int:
-        """The divisor of the sum of a batch's losses: its targets."""
+        """The number of a batch's targets, by which the sum of losses is divided."""
         return count_targets(batch)
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
-        """The loss and the reported figures, as sums over the batch."""
+        """The batch's loss and reported figures, summed over its targets."""
         return next_token(model, batch, self._routing, self._future_weights)
 
     def evaluate(self, model: GPT, workers: Workers, precision: Precision) -> tuple[LossReport, dict[str, float]]:
-        """The loss on the validation split, and other means for the metrics, by name."""
+        """The loss on the validation split, and additional means by name for the metrics."""
         n_sequences = self.n_evaluated
         sequences = self.samples.held_out(n_sequences)
         text_bytes = self.samples.held_out_bytes if n_sequences == 0 else None

@@ -1,4 +1,4 @@
-"""Distillation (Hinton et al., 2015): the model learns the text, and a teacher's distribution over the next token."""
+"""Distillation (Hinton et al., 2015): the model learns from text and from a teacher's next-token distribution."""
 
 from functools import partial
 from pathlib import Path
@@ -53,7 +53,7 @@ def _teacher_of_the_start(folder: Path, kept: Path) -> Checkpoint:
     """The checkpoint of the teacher that the run began with.
 
     Raises:
-        UserError: it is missing or has changed, or the note of it is missing or damaged.
+        UserError: the checkpoint or the run's note of it is missing, damaged or changed.
     """
     try:
         note = unsealed_json(read_regular(kept, _MOST_NOTE_BYTES, inside=kept.parent))
@@ -73,7 +73,7 @@ def _teacher_of_the_start(folder: Path, kept: Path) -> Checkpoint:
 
 
 class Distillation(Objective):
-    """Text or conversations, which both teacher and student read."""
+    """The objective of distillation; teacher and student read the same text or conversations."""
 
     kept_files = (TEACHER,)
 

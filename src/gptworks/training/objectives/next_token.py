@@ -14,8 +14,8 @@ from gptworks.model.loss import linear_cross_entropies, linear_cross_entropy
 from gptworks.model.moe import balance_loss, expert_tokens, z_loss
 
 Batch = tuple[Tensor, ...]
-"""Inputs and targets, int64 [B, T] each; the target of a position is the token that follows it, or −100. A third,
-positions [B, T], is there if rows hold several texts: each token's place in its own (see `GPT.features`)."""
+"""Inputs and targets, int64 [B, T] each; the target of a position is the token that follows it, or −100. If rows hold
+several texts, a third tensor [B, T] has each token's position in its own text (see `GPT.features`)."""
 
 
 class StepBatches(NamedTuple):
@@ -30,7 +30,7 @@ class StepBatches(NamedTuple):
 
 @dataclass(frozen=True)
 class Losses:
-    """Sums over a batch's targets."""
+    """Losses and figures, summed over a batch's targets."""
 
     objective: Tensor
     """The loss to differentiate."""
@@ -41,7 +41,7 @@ class Losses:
     figures: dict[str, Tensor] = field(default_factory=dict)
     """Additional sums, whose means are reported by name."""
     counts: dict[str, Tensor] = field(default_factory=dict)
-    """The number of terms of such a sum, if that is not the batch's targets."""
+    """Divisor of a figure, by name, if it is not the number of the batch's targets."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Routing:
 
     @classmethod
     def of(cls, train: TrainConfig) -> Self:
-        """The values that the recipe sets."""
+        """The recipe's router loss weights."""
         return cls(train.router_balance_weight, train.router_z_weight)
 
 
@@ -64,8 +64,8 @@ def next_token(model: GPT, batch: Batch, routing: Routing = Routing(), future_we
     """Cross-entropy of each target, in nats; with experts, also the two losses of each layer's router.
 
     Args:
-        future_weights: weights of the same loss for each token beyond the next, nearest first; none: the heads of these
-            are not trained. As in DeepSeek-V3 (2024, section 2.2), their sums are divided by the count of next tokens.
+        future_weights: weights of the same loss for each token beyond the next, nearest first; empty: their heads are
+            not trained. As in DeepSeek-V3 (2024, section 2.2), their sums are divided by the count of next tokens.
     """
     inputs, targets, *positions = batch
     router_logits: list[Tensor] = []
@@ -85,13 +85,12 @@ def next_token(model: GPT, batch: Batch, routing: Routing = Routing(), future_we
 
 
 def future_targets(targets: Tensor, n_tokens: int, text_positions: Tensor | None = None) -> Tensor:
-    """Targets of the next token [B, T] → those of the next `n_tokens`, [n_tokens, B, T]; −100 where a row ends before.
-
-    A target without loss for the token before it has none here.
+    """Targets of the next token [B, T] → targets of the next `n_tokens`, [n_tokens, B, T]; −100 past a row's end.
+    Targets that are −100 stay −100.
 
     Args:
-        text_positions: int64 [B, T], if rows hold several texts: each token's place in its own. A target is in the same
-            text as the token that predicts it.
+        text_positions: each token's position in its own text, int64 [B, T], if rows hold several texts. Targets in
+            another text than the predicting token are −100.
     """
     ahead_of = [targets]
     for ahead in range(1, n_tokens):
@@ -132,10 +131,10 @@ def with_routing(
 
 
 def counted(batch: Batch) -> Tensor:
-    """The number of a batch's targets with loss, int64, on its device: does not wait for an accelerator."""
+    """The number of a batch's targets with loss, int64 on the batch's device; does not wait for an accelerator."""
     return (batch[1] != IGNORED).sum()
 
 
 def count_targets(batch: Batch) -> int:
-    """The same as a number; waits for an accelerator."""
+    """The number of a batch's targets with loss; waits for an accelerator."""
     return int(counted(batch))

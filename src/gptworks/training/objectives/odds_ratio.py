@@ -1,4 +1,4 @@
-"""Preference tuning in one phase and without a reference: ORPO (Hong et al., 2024)."""
+"""ORPO (Hong et al., 2024): preference tuning in one phase, without a reference model."""
 
 from functools import partial
 
@@ -14,13 +14,13 @@ from gptworks.training.objectives.pairs import PairsObjective, answer_lengths, a
 
 
 def odds_ratio_loss(weight: float, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The sum of the pairs' losses (eq. 6), and sums to report.
+    """The sum of the pairs' losses (eq. 6), and the summed figures to report.
 
     Args:
-        weight: λ.
-        logprobs: log P(answer), the mean over its tokens (eq. 3), [2P]: of the chosen answers, then of the rejected.
+        weight: λ of eq. 6.
+        logprobs: log P of each answer, the mean over its tokens (eq. 3), [2P]: chosen answers, then rejected ones.
     """
-    below_1 = logprobs.clamp(max=-torch.finfo(logprobs.dtype).eps)  # the odds of a certain answer are infinite
+    below_1 = logprobs.clamp(max=-torch.finfo(logprobs.dtype).eps)  # probability 1 has infinite odds
     log_odds = below_1 - torch.log(-torch.expm1(below_1))  # eq. 4
     log_ratio = log_odds[: len(log_odds) // 2] - log_odds[len(log_odds) // 2 :]
     nats = -logprobs[: len(log_ratio)]
@@ -42,7 +42,7 @@ def odds_ratio(settings: OddsRatioObjective, model: GPT, batch: Batch, routing: 
 
 
 class OddsRatio(PairsObjective):
-    """Pairs of answers without a reference."""
+    """The objective of ORPO, on pairs of answers without a reference model."""
 
     figures = ("log_odds_ratio", "chosen_nats_per_token", "accuracy")
 

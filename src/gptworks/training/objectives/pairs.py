@@ -1,6 +1,6 @@
 """Common code of objectives on pairs of answers: log-probabilities of answers, batches and evaluation.
 
-Shapes: P pairs, T tokens of the longest conversation among them.
+Shapes: P pairs, T tokens of their longest conversation.
 """
 
 from collections.abc import Iterator
@@ -21,21 +21,21 @@ from gptworks.training.objectives.next_token import Batch
 
 
 def answer_logprobs(model: GPT, inputs: Tensor, targets: Tensor, router_logits: list[Tensor] | None = None) -> Tensor:
-    """log π(answer | prompt) of each row, [B]: the sum over its targets."""
+    """log π(answer | prompt) of each row, [B]: the sum of its targets' log-probabilities."""
     features = model.features(inputs, router_logits=router_logits)
     return target_logprobs(features, model.head_weight, targets, model.config.logit_softcap).sum(-1)
 
 
 def answer_lengths(targets: Tensor) -> Tensor:
-    """Number of learned tokens of each row, [B], at least 1."""
+    """Number of targets with loss in each row, [B], at least 1."""
     return (targets != IGNORED).sum(-1).clamp(min=1)
 
 
 class PairsObjective(Objective):
-    """Pairs of answers; a step's batch_size counts pairs."""
+    """Base of objectives on pairs of answers; a step's batch_size counts pairs."""
 
     figures: tuple[str, ...]
-    """Names of the other means over pairs that the loss reports."""
+    """Names of the loss's additional figures, means over pairs."""
 
     @property
     def pairs(self) -> AnswerPairs:
@@ -46,7 +46,7 @@ class PairsObjective(Objective):
         return self.batch_of("train", self.pairs.chosen(position, micro_step, size))
 
     def batch_of(self, split: str, pairs: list[int]) -> Batch:
-        """The batch of these pairs."""
+        """The batch of the pairs with these numbers: rows of the chosen answers, then of the rejected."""
         return self.pairs.of(split, pairs)
 
     def _chunks(self, pairs: list[int]) -> Iterator[list[int]]:
@@ -59,7 +59,7 @@ class PairsObjective(Objective):
 
     @torch.no_grad()
     def evaluate(self, model: GPT, workers: Workers, precision: Precision) -> tuple[LossReport, dict[str, float]]:
-        """The mean loss of held-out pairs, and the means of its figures."""
+        """The loss on held-out pairs, and the means of the loss's figures."""
         chosen = evenly_spaced(self.n_validation, self.n_evaluated)
         sums = dict.fromkeys(("loss", *self.figures), 0.0)
         with eval_mode(model):
@@ -76,5 +76,6 @@ class PairsObjective(Objective):
 
 
 def counts(targets: Tensor) -> bool:
-    """Whether a batch of an evaluation is this process's own, see `Workers.split_batches`."""
+    """Whether an evaluation batch counts: one without targets only keeps ranks in step (see
+    `Workers.split_batches`)."""
     return bool((targets != IGNORED).any())

@@ -1,9 +1,9 @@
 """Preference tuning without a reward model: DPO (Rafailov et al., 2023), cDPO and IPO.
 
-The model's log-probability of an answer is compared with the reference: that of the model at the start of the run,
-computed once, before the first step, and kept in the run folder.
+The model's log-probability of an answer is compared with a reference: the starting model's log-probability, computed
+once before the first step and kept in the run folder.
 
-Shapes: P pairs, T tokens of the longest conversation among them.
+Shapes: P pairs, T tokens of their longest conversation.
 """
 
 import hashlib
@@ -37,14 +37,14 @@ REFERENCE = "reference.safetensors"
 def preference_loss(
     objective: PreferenceObjective, logratios: Tensor, n_tokens: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The sum of the pairs' losses, and sums to report.
+    """The sum of the pairs' losses, and the summed figures to report.
 
     Args:
-        logratios: log π(answer) − log π_ref(answer), [2P]: of the chosen answers, then of the rejected ones.
-        n_tokens: learned tokens of each answer, [2P].
+        logratios: log π(answer) − log π_ref(answer), [2P]: chosen answers, then rejected ones.
+        n_tokens: number of targets of each answer, [2P].
     """
     chosen, rejected = logratios.chunk(2)
-    if objective.loss == "ipo":  # Azar et al., 2023, eq. 17, a token each: as its authors computed their results
+    if objective.loss == "ipo":  # Azar et al., 2023, eq. 17, per token, as in its authors' experiments
         chosen_tokens, rejected_tokens = n_tokens.chunk(2)
         gap = chosen / chosen_tokens - rejected / rejected_tokens
         losses = (gap - 1 / (2 * objective.beta)).square()
@@ -71,11 +71,11 @@ def preference(objective: PreferenceObjective, model: GPT, batch: Batch, routing
 
 _MOST_NOTE_BYTES = 1 << 16
 _LOGPROB_BYTES = 8
-"""Bytes of a pair: two answers in fp32."""
+"""Bytes of a pair's reference: one float32 for each answer."""
 
 
 class Preference(PairsObjective):
-    """Pairs of answers, each with its reference."""
+    """The objective of DPO, cDPO and IPO, on pairs of answers."""
 
     kept_files = (REFERENCE, "reference.json")
     figures = ("reward_margin", "reward_chosen", "accuracy")
@@ -114,10 +114,10 @@ class Preference(PairsObjective):
             write_whole(path.with_suffix(".json"), sealed_json(described))
 
     def _read_reference(self, path: Path) -> dict[str, Tensor]:
-        """The log-probabilities at the start, from the run folder.
+        """The starting model's log-probabilities, from the run folder.
 
         Raises:
-            UserError: it is missing, damaged or of other data.
+            UserError: the file is missing, damaged or of other data.
         """
         n_pairs = sum(map(len, self.pairs.pairs.values()))
         try:
@@ -152,10 +152,10 @@ class Preference(PairsObjective):
                     logprobs = answer_logprobs(model, inputs.to(model.device), targets.to(model.device))
                 if counts(targets):
                     given[chosen.to(model.device)] = logprobs.detach().view(2, -1).T.float()
-        return workers.all_reduce(given).cpu()  # all but one process have zeros
+        return workers.all_reduce(given).cpu()  # an answer is zero on all but one process
 
     def batch_of(self, split: str, pairs: list[int]) -> Batch:
-        """Rows, and the reference of each, [2P]."""
+        """The batch of these pairs: inputs and targets [2P, T], and each row's reference [2P]."""
         return (*self.pairs.of(split, pairs), self._reference[split][pairs].T.flatten())
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
@@ -163,7 +163,7 @@ class Preference(PairsObjective):
 
 
 def weights_fingerprint(model: GPT) -> str:
-    """sha256 of a model's weights, in the order of their names. Of sharded ones, this process's shard."""
+    """sha256 of a model's weights in the order of their names; if sharded, of this process's shards."""
     digest = hashlib.sha256()
     for name, parameter in sorted(weight_tensors(model).items()):
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter

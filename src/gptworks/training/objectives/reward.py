@@ -2,10 +2,10 @@
 
     prompt ─► a group of answers, by our engine ─► rewards ─► advantages ─► clipped policy gradient
 
-A step's answers are a function of (seed, batch number, weights). Answers that several steps use are kept in the run
-folder, so that a run resumed between them uses the same.
+A step's answers depend only on the seed, the batch's number and the weights. Answers that several steps use are kept in
+the run folder, so that a run resumed between these steps reads them again.
 
-Shapes: B answers, G of a group, T tokens of the longest prompt with its answer.
+Shapes: B answers, G answers per group, T tokens of the longest prompt with its answer.
 """
 
 import copy
@@ -52,14 +52,14 @@ from gptworks.training.objectives.rollouts import ROLLOUTS, RolloutStore
 REFERENCE_MODEL = "reference-model.safetensors"
 
 EVALUATED_AT_ONCE = 64
-"""Held-out prompts that are answered together; a run checks for a signal to stop between two groups."""
+"""Number of held-out prompts answered together; between two such groups, a run checks for a signal to stop."""
 
 _LEAST_DEVIATION = 1e-6
 
 
 def advantages(rewards: Tensor, group_size: int, scale: bool = True) -> Tensor:
-    """Each reward less its group's mean, [B], in standard deviations of the group (Shao et al., 2024, section 4.1.2),
-    or unscaled. 0 where all rewards of a group are equal."""
+    """Each reward minus its group's mean, [B]; if `scale`, in the group's standard deviations (Shao et al., 2024,
+    section 4.1.2). 0 where all rewards of a group are equal."""
     groups = rewards.view(-1, group_size)
     above = groups - groups.mean(-1, keepdim=True)
     return (above / (groups.std(-1, keepdim=True) + _LEAST_DEVIATION) if scale else above).flatten()
@@ -73,12 +73,12 @@ def policy_loss(
     advantage: Tensor,
     counted: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The sum of the answers' losses (Shao et al., 2024, eq. 3 and 4), and sums to report.
+    """The sum of the answers' losses (Shao et al., 2024, eq. 3 and 4), and the summed figures to report.
 
     Args:
-        logprobs, old, reference: of each token, under the policy, the one that sampled, and the start, [B, T].
-        advantage: [B].
-        counted: true where a token is the answer's, [B, T].
+        logprobs, old, reference: each token's log-probability under the current policy, the policy that sampled it, and
+        the starting model, [B, T]. advantage: each answer's advantage, [B]. counted: whether a token belongs to the
+        answer, [B, T].
     """
     n_tokens = counted.sum(-1).clamp(min=1)
     ratio = (logprobs - old).exp()
@@ -100,8 +100,8 @@ def scaled_logprobs(model: GPT, features: Tensor, targets: Tensor, temperature: 
 
 
 def policy_gradient(settings: RewardObjective, model: GPT, batch: Batch, routing: Routing) -> Losses:
-    """`policy_loss` of answers, as `Reward._answered` makes them: inputs and targets [B, T]; rewards, advantages and
-    `sampling_gap` [B]; log-probabilities when they were sampled and, with `beta`, at the start [B, T]."""
+    """`policy_loss` of a batch from `Reward._answered`: inputs and targets [B, T]; rewards, advantages and
+    `sampling_gap` [B]; log-probabilities under the sampling policy and, with `beta`, the starting model [B, T]."""
     inputs, targets, rewards, advantage, gap, old, *start = batch
     router_logits: list[Tensor] = []
     counted = targets != IGNORED
@@ -113,7 +113,7 @@ def policy_gradient(settings: RewardObjective, model: GPT, batch: Batch, routing
 
 
 def trains_adapters_only(model: GPT) -> bool:
-    """Whether the model without its adapter stays as it was at the start of the run."""
+    """Whether only an adapter is trained, so that the model without it equals the starting model."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return all(name.endswith(LORA_PARTS) for name in trained)
 
@@ -123,12 +123,12 @@ def sampling_gap(logprobs: Tensor, prompt_tokens: Sequence[int], answers: Sequen
     tokens of each answer, in nats; float32 [B].
 
     The policy gradient assumes that answers are samples of the policy in training. The engine adds in another order and
-    may round differently; this measures by how much.
+    may round differently; the gap measures the effect.
 
     Args:
-        logprobs: of each target at temperature 1, as training computes them, [B, T].
+        logprobs: training's log-probability of each target at temperature 1, [B, T].
         prompt_tokens: the length of each answer's prompt.
-        answers: as the engine gave them, with log-probabilities.
+        answers: the engine's answers, with its log-probabilities.
     """
     gaps = torch.zeros(len(answers))
     for row, (n_prompt, answer) in enumerate(zip(prompt_tokens, answers, strict=True)):
@@ -139,7 +139,7 @@ def sampling_gap(logprobs: Tensor, prompt_tokens: Sequence[int], answers: Sequen
 
 
 class Reward(Objective):
-    """Prompts, and answers that the model generates; a step's batch_size counts answers."""
+    """The objective of GRPO, on prompts and generated answers; a step's batch_size counts answers."""
 
     generates = True
     kept_files = (REFERENCE_MODEL, REWARD_FILE, ROLLOUTS)
@@ -152,7 +152,7 @@ class Reward(Objective):
         self._prompts_per_step = train.batch_size // self._settings.group_size
         n_behind = (train.keep_checkpoints + 2) * -(-train.checkpoint_every // shared)  # a run may go back that far
         self._store = RolloutStore(self.recipe.run_dir, n_behind)
-        self._round: tuple[int, dict[int, Batch]] | None = None  # its number, and answers by micro-step
+        self._round: tuple[int, dict[int, Batch]] | None = None  # (number, answers by micro-step)
         self._start: GPT | None = None
 
     @staticmethod
@@ -195,7 +195,7 @@ class Reward(Objective):
         return ends[0]
 
     def _fitting_prompts(self, split: str) -> dict[int, Prompt]:
-        """The prompts that leave room for an answer of full length, by number."""
+        """The prompts that leave room for an answer of `max_tokens`, by number."""
         examples, tokenizer, prompts = self._examples[split], self._run.engine.tokenizer, {}
         n_prompts = len(examples.n_tokens)
         for i in range(n_prompts):
@@ -217,7 +217,7 @@ class Reward(Objective):
         return prompts
 
     def _starting_model(self) -> GPT | None:
-        """The model at the start of the run; None if it equals the model without its adapter."""
+        """The starting model; None if it equals the current model without its adapter."""
         if trains_adapters_only(self._run.model):
             return None
         path = self.recipe.run_dir / REFERENCE_MODEL
@@ -267,10 +267,10 @@ class Reward(Objective):
 
     def _answered(self, number: int, micro_step: int, chosen: list[int]) -> Batch:
         """Inputs and targets, int64 [B, T]; rewards, advantages and `sampling_gap`, [B]; log-probabilities under the
-        policy that answered, and under the start if that is asked for, [B, T].
+        policy that answered and, with `beta`, the starting model, [B, T].
 
-        The policy's are computed as in a training step, not taken from the engine, whose kernels round differently: the
-        first step on these answers has ratios of exactly 1."""
+        The policy's log-probabilities are computed as in a training step, not taken from the engine, whose kernels
+        round differently: the first step on these answers has ratios of exactly 1."""
         settings, model = self._settings, self._run.model
         prompts = [self._prompts["train"][i] for i in chosen]
         seeds = np.random.SeedSequence((self.recipe.seed, number, micro_step)).generate_state(len(chosen), np.uint32)
@@ -290,11 +290,11 @@ class Reward(Objective):
             return (*batch, self._logprobs(model, inputs, targets)[0])
 
     def _reward(self, prompt: Prompt, answer: Completion) -> float:
-        self._run.ranks.count_work()  # the function is the user's, and may take long
+        self._run.ranks.count_work()  # the user's function may take long
         return reward_of(self._function, self._settings.reward, answer.text, prompt)
 
     def _answers(self, prompts: list[Prompt], seeds: list[int], n_samples: int) -> list[list[Completion]]:
-        """Generated answers to each prompt. An answer ends at the end token that the model is to learn."""
+        """`n_samples` generated answers to each prompt; an answer ends at the chat template's end token."""
         engine, requests = self._run.engine, []
         for prompt, seed in zip(prompts, seeds, strict=True):
             sampling = SamplingSettings(
@@ -315,13 +315,13 @@ class Reward(Objective):
         return [completions(request.take(), n_samples, len(request.prompt_ids)) for request in requests]
 
     def _row(self, prompt: Prompt, answer: Completion) -> tuple[Int64s, npt.NDArray[np.bool_]]:
-        """The tokens of a prompt with its answer, and which are the answer's."""
+        """The tokens of a prompt with its answer, and a mask of the answer's tokens."""
         ids = np.array([*prompt.ids, *answer.token_ids, *([self._end] if answer.finish_reason == "stop" else [])])
         return ids, np.arange(len(ids)) >= len(prompt.ids)
 
     def _logprobs(self, model: GPT, inputs: Tensor, targets: Tensor, also_plain: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of targets at the sampling temperature, also at temperature 1 if asked for; float32 [B, T]
-        on the CPU.
+        """Log-probabilities of targets at the sampling temperature and, if `also_plain`, at temperature 1; float32 [B,
+        T] on the CPU.
 
         Without dropout. Gradients stay enabled, though unused, so that the kernels are those of training.
         """
@@ -340,7 +340,7 @@ class Reward(Objective):
         assert isinstance(settings, RewardObjective)
         keeps_start, routing = settings.beta > 0 and not trains_adapters_only(model), Routing.of(train)
         tensors = [*model.parameters(), *model.buffers()] if keeps_start else []
-        held = [torch.zeros_like(each) for each in tensors]  # as large as the model at the start
+        held = [torch.zeros_like(each) for each in tensors]  # stands for the starting model's memory
 
         def without_answers(model: GPT, batch: Batch, start: list[Tensor] = held) -> Losses:
             of_answers, of_tokens = (torch.zeros(batch[0].shape[:n], device=model.device) for n in (1, 2))
@@ -354,7 +354,7 @@ class Reward(Objective):
 
     def evaluate(self, model: GPT, workers: Workers, precision: Precision) -> tuple[LossReport, dict[str, float]]:
         """The mean reward of one answer to each held-out prompt, sampled with the same seeds each time; the loss is its
-        negative. Each process answers some of them."""
+        negative. Processes divide the prompts."""
         prompts, numbers = self._prompts["validation"], self._numbers["validation"]
         chosen = torch.tensor([numbers[place] for place in evenly_spaced(len(numbers), self.n_evaluated)])
         n_chosen = len(chosen)

@@ -1,4 +1,4 @@
-"""The user's reward function: loaded, called, and copied to the run folder."""
+"""The user's reward function: load it, call it, and copy it to the run folder."""
 
 import importlib.util
 import math
@@ -15,7 +15,7 @@ REWARD_FILE = "reward.py"
 """The run folder's copy of the file with the reward function, from the start of the run."""
 
 RewardFunction = Callable[..., float]
-"""Called as function(completion, prompt=..., answer=...), all text; `answer` is the conversation's own."""
+"""Called as function(completion, prompt=..., answer=...), all strings; `answer` is the answer in the conversation."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class Prompt:
     ids: list[int]
     text: str
     answer: str
-    """The conversation's own answer."""
+    """The conversation's answer to the prompt."""
 
 
 def load_reward(name: str) -> RewardFunction:
     """The function that `path/to/file.py:function` names. Runs the file.
 
     Raises:
-        UserError: it does not exist, or fails.
+        UserError: the file or the function does not exist, or running the file fails.
     """
     path, _, function = name.rpartition(":")
     if not Path(path).is_file():
@@ -77,7 +77,7 @@ def keep_reward_file(name: str, run_dir: Path, is_new: bool, writes: bool) -> No
     """Copy the function's file into the run folder, or compare it with the copy there.
 
     Raises:
-        UserError: it has changed since the run began.
+        UserError: the file has changed since the run began.
     """
     now, kept = read_regular(Path(name.rpartition(":")[0]), _MOST_BYTES), run_dir / REWARD_FILE
     if is_new and writes:

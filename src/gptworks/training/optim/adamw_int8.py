@@ -3,9 +3,9 @@
     first moment    int8    sign(code) · (code / 127)² · largest magnitude of the block
     second moment   uint8   (code / 255)⁴ · largest of the block
 
-Roots give small values as many codes as large ones: the least above zero is 6e-5 and 2e-10 of the largest. The second
-moment is rounded to no less than its least code, because a step divides by its root. A step computes in float32, on a
-piece of a matrix at a time.
+Roots give small values as many codes as large ones: the smallest nonzero first moment is 6e-5 of its block's largest,
+the smallest second moment 2e-10. The second moment never gets code 0, because a step divides by its root. A step
+computes in float32, on a piece of a matrix at a time.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ SLOTS = ("exp_avg", "exp_avg_sq")
 
 
 def build(groups: list[Group], train: TrainConfig, replicas: Replicas) -> torch.optim.Optimizer:
-    """See `Build`."""
+    """A new AdamW with moments in 8 bits."""
     return AdamWInt8(groups, train.betas, train.eps, train.cautious_weight_decay)
 
 
@@ -51,10 +51,10 @@ class AdamWInt8(AdamLike):
             weights[piece].addcdiv_(first, second.sqrt().div_(root).add_(group["eps"]), value=-rate)
             pack_unsigned(second, *parts[1])
             pack_signed(first, *parts[0])
-            del first, second  # before those of the next piece are made
+            del first, second  # free them before the next piece
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`; torch's would cast the codes to the parameters' dtype."""
+        """Restore the result of `state_dict`; torch's method would cast the codes to the parameters' dtype."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, state in state_dict["state"].items():
             device = parameters[index].device
@@ -64,7 +64,7 @@ class AdamWInt8(AdamLike):
 
 
 def _pieces(parameter: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Elements that are updated at once, and their blocks."""
+    """For each piece that is updated at once, the slice of its elements and that of its blocks' scales."""
     at_once = CPU_AT_ONCE if parameter.device.type == "cpu" else AT_ONCE
     for start in range(0, parameter.numel(), at_once):
         end = min(start + at_once, parameter.numel())
@@ -88,12 +88,12 @@ def pack_signed(values: Tensor, codes: Tensor, scale: Tensor) -> None:
 
 
 def pack_unsigned(values: Tensor, codes: Tensor, scale: Tensor) -> None:
-    """Write a second moment [n] as codes and scales. Uses its memory."""
+    """Write a second moment [n] as codes and scales. Overwrites `values`."""
     codes.copy_(_ratios(values, scale).sqrt_().sqrt_().mul_(255).round_().clamp_(min=1))
 
 
 def _ratios(values: Tensor, scale: Tensor) -> Tensor:
-    """Non-negative values, divided in place by the largest of their block, which becomes its scale."""
+    """Divide non-negative values in place by the largest of their block, which becomes the block's scale."""
     whole, rest = _blocks(values)
     scale[: len(whole)] = whole.amax(1)
     if len(rest):
@@ -102,7 +102,7 @@ def _ratios(values: Tensor, scale: Tensor) -> Tensor:
 
 
 def _scaled(values: Tensor, scale: Tensor) -> Tensor:
-    """Values [n] times their block's scale, in place."""
+    """Multiply values [n] in place by their block's scale."""
     whole, rest = _blocks(values)
     whole.mul_(scale[: len(whole), None])
     rest.mul_(scale[len(whole) :])
@@ -110,6 +110,6 @@ def _scaled(values: Tensor, scale: Tensor) -> Tensor:
 
 
 def _blocks(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of the full blocks of [n], and of a last, short one, which may be empty."""
+    """Views of the full blocks, [blocks, 256], and of the remaining elements of values [n]."""
     n_whole = values.numel() // BLOCK * BLOCK
     return values[:n_whole].view(-1, BLOCK), values[n_whole:]

@@ -9,22 +9,22 @@ from pydantic import Field
 from gptworks.config import TrainConfig
 
 MEMORY_STEPS = 100
-"""Time constant of the running estimate."""
+"""Time constant of the running estimate, in steps."""
 
 WARMUP_STEPS = 20
-"""Steps that the estimate needs before it judges one."""
+"""Applied steps that the estimate needs before it judges a step."""
 
 
 @dataclass
 class GradientEstimate:
-    """Mean and variance of the logarithm of the gradient norm over applied steps. Part of the progress."""
+    """Mean and variance of the logarithm of the gradient norm over applied steps; saved with the progress."""
 
     n_steps: Annotated[int, Field(ge=0)] = 0
     mean: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     variance: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
     def take(self, norm: float) -> None:
-        """Count an applied step."""
+        """Add the gradient norm of an applied step."""
         value = math.log(max(norm, 1e-30))
         weight = 1 / min(self.n_steps + 1, MEMORY_STEPS)
         difference = value - self.mean
@@ -33,14 +33,14 @@ class GradientEstimate:
         self.n_steps += 1
 
     def deviations(self, norm: float) -> float:
-        """Standard deviations of the logarithm of a norm above the mean; 0 while too few steps are known."""
+        """Standard deviations by which a norm's logarithm exceeds the mean; 0 during the first `WARMUP_STEPS`."""
         if self.n_steps < WARMUP_STEPS:
             return 0.0
         return (math.log(max(norm, 1e-30)) - self.mean) / max(math.sqrt(self.variance), 0.05)
 
 
 def anomaly(train: TrainConfig, estimate: GradientEstimate, loss: float, norm: float) -> str | None:
-    """The reason why a step with this loss and gradient norm must be skipped; None if it need not."""
+    """The reason why a step with this loss and gradient norm must be skipped; None: apply the step."""
     if not math.isfinite(loss):
         return "its loss is not finite"
     if not math.isfinite(norm):

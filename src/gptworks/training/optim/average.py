@@ -16,8 +16,8 @@ class WeightAverage:
     """The average of a model's weights over its steps, float32, by parameter name (Polyak & Juditsky, 1992).
 
     With `ema_decay` it is exponential; the decay of step n is at most (1 + n) / (10 + n), so that the initial weights
-    fade soon. With `average_last` it is the mean over the last steps (Izmailov et al., 2018), and before these the
-    weights.
+    fade soon. With `average_last` it is the mean over the last steps (Izmailov et al., 2018); before these it equals
+    the weights.
     """
 
     def __init__(self, model: nn.Module, train: TrainConfig) -> None:
@@ -31,25 +31,25 @@ class WeightAverage:
         """Add the weights after optimizer step number `step`, from 0.
 
         Args:
-            total_steps: of the run; None: unknown.
+            total_steps: steps of the run; None: unknown.
         """
         decay = min(self.train.ema_decay, (1 + step) / (10 + step))
         if self.train.average_last:
             assert total_steps is not None, "the run has a length in steps"
             n_averaged = max(1, round(self.train.average_last * total_steps))
-            n_before = max(0, step - (total_steps - n_averaged))  # of those averaged
+            n_before = max(0, step - (total_steps - n_averaged))  # averaged steps before this one
             decay = n_before / (1 + n_before)
         for name, average in self.tensors.items():
             average.lerp_(self.parameters[name].detach().float(), 1 - decay)
 
     @property
     def model_tensors(self) -> dict[str, Tensor]:
-        """The tensors to publish: averages, or the weights that have none."""
+        """The tensors to publish: averages, and the weights without an average."""
         return {name: p.detach() for name, p in self.parameters.items()} | self.tensors
 
     @property
     def own_tensors(self) -> dict[str, Tensor]:
-        """The weights that have averages, as `parameter/own`: a resumed run needs both."""
+        """The current weights of averaged parameters, as `parameter/own`, for a resumed run."""
         return {f"{name}/{_OWN}": self.parameters[name].detach() for name in self.tensors}
 
     def restore(self, model_tensors: dict[str, Tensor], optimizer_tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """Common code of optimizers: how they are built, a step over the parameters, and decoupled weight decay.
 
-Cautious decay is of only the elements that the update moves towards zero (Chen et al., 2025, "Cautious Weight Decay",
+Cautious decay affects only the elements that the update moves towards zero (Chen et al., 2025, "Cautious Weight Decay",
 arXiv 2510.12402, algorithm 1):
 
     weight -= rate · (update + decay · weight where update · weight ≥ 0)
@@ -18,10 +18,10 @@ Group = dict[str, Any]
 """Parameters that share a peak learning rate and a weight decay, as torch's optimizers take them."""
 
 Replicas = distributed.ProcessGroup | None
-"""The ranks with the same complete model, which divide what need not be computed by each; None: only this one."""
+"""The ranks with the same complete model, which divide work among them; None: only this rank."""
 
 Build = Callable[[list[Group], TrainConfig, Replicas], torch.optim.Optimizer]
-"""The optimizer of some parameters, as the recipe sets it: `build` in the file of an optimizer's name."""
+"""The function `build` in each optimizer's file: it makes the optimizer of parameter groups from the settings."""
 
 
 class AdamLike(torch.optim.Optimizer):
@@ -45,11 +45,11 @@ class AdamLike(torch.optim.Optimizer):
 
 
 def decay(weights: Tensor, update: Tensor, amount: float, cautious: bool) -> None:
-    """Multiply weights by 1 - `amount`, before their update.
+    """Multiply weights by 1 - `amount` before their update; if `cautious`, only those that it moves towards zero.
 
     Args:
-        update: the tensor that, times the rate, is subtracted from the weights; of their shape.
-        amount: the rate times the decay.
+        update: the tensor of the weights' shape whose product with the rate is subtracted from them.
+        amount: learning rate times weight decay.
     """
     if cautious:
         decay_where_agreed(weights, update.to(weights.dtype, copy=True), amount)
@@ -58,5 +58,5 @@ def decay(weights: Tensor, update: Tensor, amount: float, cautious: bool) -> Non
 
 
 def decay_where_agreed(weights: Tensor, update: Tensor, amount: float) -> None:
-    """Decay only weights whose update has the same sign or is zero. Overwrites the update, which is float32."""
+    """Decay only weights whose update has the same sign or is zero. Overwrites the update."""
     weights.mul_(update.sign_().mul_(weights).ge_(0).mul_(-amount).add_(1))

@@ -15,12 +15,12 @@ EMBEDDING, HEAD = "token_embedding.weight", "untied_head.weight"
 
 
 class LateUntying:
-    """Unties the head at a step number, so that a resumed run does the same."""
+    """Unties the head at a step given by number, so that a resumed run unties it at the same step."""
 
     def __init__(self, model: GPT, optimizer: Optimizer, untie_after_steps: int) -> None:
         """
         Args:
-            untie_after_steps: steps with one matrix; 0: the head has its own from the start.
+            untie_after_steps: steps before the head is untied; 0: the head never changes from tied to untied.
         """
         self._model, self._optimizer, self._steps = model, optimizer, untie_after_steps
 

@@ -1,7 +1,7 @@
 """Muon (Jordan et al., 2024) with the matrices of one shape orthogonalized together.
 
-torch's own takes one matrix at a time, up to twice as long for many small ones, as in a small model or in experts
-(bench/passes.py). The arithmetic is the same (tests/test_optim.py); on most CPUs it is in C++
+torch's Muon takes one matrix at a time, which is up to twice as slow for many small ones, as in a small model or in
+experts (bench/passes.py). The arithmetic is the same (tests/test_optim.py); on most CPUs it is in C++
 (`gptworks.kernels.optimizer`).
 
 Ranks with the same model divide the matrices: each orthogonalizes its part, and all receive every update.
@@ -21,13 +21,13 @@ from gptworks.training.optim.base import Group, Replicas, decay
 from gptworks.training.optim.polynomials import Polynomial, polynomials
 
 ROW_EPS = 1e-10
-"""Least divisor of a row of NorMuon."""
+"""Smallest divisor in NorMuon's row factors."""
 
 
 def build(
     groups: list[Group], train: TrainConfig, replicas: Replicas, row_beta: float | None = None
 ) -> torch.optim.Optimizer:
-    """See `Build`."""
+    """A new Muon; with `row_beta`, a new NorMuon."""
     return Muon(
         groups,
         momentum=train.muon_momentum,
@@ -54,8 +54,8 @@ class Muon(torch.optim.Muon):
         Args:
             orthogonalizing: the polynomial of each iteration.
             cautious: decay as in `gptworks.training.optim.base`.
-            row_beta: decay of the second moments of NorMuon's rows; None: Muon.
-            replicas: the ranks with the same parameters and gradients, which step together; None: only this one.
+            row_beta: decay of the second moments of NorMuon's rows; None: plain Muon.
+            replicas: the ranks with the same parameters and gradients, which step together; None: only this rank.
         """
         super().__init__(*arguments, **settings)
         self._polynomials, self._cautious, self._row_beta = orthogonalizing, cautious, row_beta
@@ -64,7 +64,8 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the parameters from their gradients; the same bits on every rank, because one makes each update."""
+        """Update the parameters from their gradients; the same bits on every rank, because only one computes each
+        update."""
         assert closure is None, "no closure is used here"
         for group in self.param_groups:
             shares = divided([p for p in group["params"] if p.grad is not None], self._n_ranks)
@@ -72,7 +73,8 @@ class Muon(torch.optim.Muon):
                 self._turn(turn, group)
 
     def _turn(self, turn: tuple[list[nn.Parameter] | None, ...], group: dict[str, Any]) -> None:
-        """Update one batch of each rank (None: it has no more). A rank holds its own updates and one other rank's."""
+        """Update one batch of matrices per rank (None: that rank has none left). Memory holds at most two ranks'
+        updates."""
         mine = turn[self._rank]
         updates = None if mine is None else self._updates(mine, group)
         for rank, matrices in enumerate(turn):
@@ -88,7 +90,7 @@ class Muon(torch.optim.Muon):
                 theirs = torch.empty(len(matrices), *matrices[0].shape, dtype=torch.bfloat16, device=matrices[0].device)
                 self._send(theirs, rank)
                 self._apply(matrices, theirs, group)
-                del theirs  # before those of the next rank are made
+                del theirs  # free it before the next rank's
 
     def _send(self, updates: Tensor, rank: int) -> None:
         """Broadcast a rank's updates."""
@@ -147,10 +149,10 @@ def directions(gradients: list[Tensor], momenta: list[Tensor], momentum: float) 
 
 
 def orthogonalized(x: Tensor, quintics: tuple[Polynomial, ...], eps: float) -> Tensor:
-    """U Vᵀ of each matrix U S Vᵀ, approximately, by Newton–Schulz iterations: S over its Frobenius norm, through one
-    polynomial after the other.
+    """Approximate U Vᵀ of each matrix U S Vᵀ by Newton–Schulz iterations: divide by the Frobenius norm, then apply one
+    polynomial after the other to S.
 
-    x [N, rows, columns], bfloat16; its memory is used. Returns the same shape.
+    x [N, rows, columns], bfloat16, is overwritten. Returns the same shape.
     """
     x.div_(x.flatten(1).norm(dim=1).clamp(min=eps)[:, None, None])
     tall = x.size(1) > x.size(2)
@@ -164,7 +166,7 @@ def orthogonalized(x: Tensor, quintics: tuple[Polynomial, ...], eps: float) -> T
 
 
 def batches(matrices: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """The matrices by shape, in lists of at most `TOGETHER` elements, or of one matrix that has more."""
+    """Lists of matrices of one shape: at most `TOGETHER` elements in all, or a single larger matrix."""
     by_shape: dict[torch.Size, list[nn.Parameter]] = {}
     for matrix in matrices:
         by_shape.setdefault(matrix.shape, []).append(matrix)
@@ -176,7 +178,7 @@ def batches(matrices: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 def divided(matrices: list[nn.Parameter], n_ranks: int) -> list[list[nn.Parameter]]:
     """The matrices of each rank, about equal in work: the costliest first, each to the rank with the least work.
 
-    All ranks divide alike, since only shapes and order matter. A single rank has all, in their order.
+    All ranks divide alike, since only shapes and order matter. A single rank gets all matrices, in the given order.
     """
     if n_ranks == 1:
         return [matrices]

@@ -1,4 +1,4 @@
-"""NorMuon (Li et al., 2025): Muon whose updates have rows of one size."""
+"""NorMuon (Li et al., 2025): Muon whose updates are scaled so that rows have similar norms."""
 
 import torch
 
@@ -8,5 +8,5 @@ from gptworks.training.optim.base import Group, Replicas
 
 
 def build(groups: list[Group], train: TrainConfig, replicas: Replicas) -> torch.optim.Optimizer:
-    """See `Build`."""
+    """A new NorMuon."""
     return muon.build(groups, train, replicas, train.normuon_beta)

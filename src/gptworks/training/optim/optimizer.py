@@ -1,5 +1,5 @@
 """The optimizer of a run: the recipe's for the blocks' matrices and AdamW for the rest, driven as one. Only
-matrices are decayed. Each optimizer is a file here, and an entry of `gptworks.config.optimizers.OPTIMIZERS`."""
+matrices are decayed. Each optimizer has a file here, and an entry in `gptworks.config.optimizers.OPTIMIZERS`."""
 
 import math
 from collections.abc import Collection
@@ -16,7 +16,7 @@ from gptworks.training.optim.base import Build, Group, Replicas
 
 
 def parameter_groups(parameters: dict[str, nn.Parameter], train: TrainConfig) -> dict[str, list[Group]]:
-    """Blocks' matrices, embeddings, head, vectors (norms and biases), by the optimizer that updates them."""
+    """Groups by the optimizer that updates them: blocks' matrices, embeddings, head, vectors (norms and biases)."""
     members: dict[tuple[str, object], list[str]] = {(kind, None): [] for kind in RateFactors.model_fields}
     for name, parameter in parameters.items():
         kind = "head" if name.startswith("untied_head.") else "embeddings"
@@ -46,11 +46,11 @@ def parameter_groups(parameters: dict[str, nn.Parameter], train: TrainConfig) ->
 
 
 class Optimizer:
-    """One or two of torch's optimizers, as one. State is kept by parameter name."""
+    """Several torch optimizers behind one interface. State is saved by parameter name."""
 
     def __init__(self, model: GPT, train: TrainConfig, replicas: Replicas = None) -> None:
         self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._optimizers: dict[str, tuple[torch.optim.Optimizer, list[str]]] = {}  # by kind; names of parameters
+        self._optimizers: dict[str, tuple[torch.optim.Optimizer, list[str]]] = {}  # kind → optimizer, names
         for kind, groups in parameter_groups(self.parameters, train).items():
             build: Build = import_module(f"gptworks.training.optim.{kind}").build
             self._optimizers[kind] = (

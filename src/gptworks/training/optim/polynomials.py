@@ -6,7 +6,7 @@ Polynomial = tuple[float, float, float]
 """a, b and c."""
 
 JORDAN: Polynomial = (3.4445, -4.7750, 2.0315)
-"""The same in every iteration, chosen for a steep rise at zero: five iterations take [0.01, 1] to [0.68, 1.13] (Jordan
+"""Used in every iteration, chosen for a steep rise at zero: five iterations take [0.01, 1] to [0.68, 1.13] (Jordan
 et al., 2024, "Muon: An optimizer for hidden layers in neural networks")."""
 
 POLAR_EXPRESS: tuple[Polynomial, ...] = (
@@ -19,12 +19,12 @@ POLAR_EXPRESS: tuple[Polynomial, ...] = (
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
     (1.875, -1.25, 0.375),
 )
-"""One for each iteration, the last for all that follow: each is the nearest to 1 on the interval to which those before
-it take [0.001, 1] (Amsel et al., 2025, "The Polar Express", arXiv 2505.16932, implementation 1)."""
+"""One for each iteration, the last also for all later ones: each is closest to 1 on the interval to which the earlier
+ones map [0.001, 1] (Amsel et al., 2025, "The Polar Express", arXiv 2505.16932, implementation 1)."""
 
 SAFETY = 1.01
-"""Divisor of the argument of every polynomial but the last, and once more of the first: a value that rounding has made
-larger than the interval would grow (the same paper, on finite precision)."""
+"""The argument of every polynomial but the last is divided by this, that of the first twice: a singular value that
+rounding moves above the interval would grow (the same paper, on finite precision)."""
 
 
 def polynomials(kind: Literal["jordan", "polar_express"], n_iterations: int) -> tuple[Polynomial, ...]:

@@ -1,10 +1,10 @@
 """SOAP (Vyas et al., 2024, "SOAP: Improving and Stabilizing Shampoo using Adam", arXiv 2409.11321, algorithms 3 and 4):
 Adam in the basis of the eigenvectors of Shampoo's two preconditioners, for a matrix with gradient G [rows, columns]:
 
-    left, right               averages of G Gᵀ and Gᵀ G, which forget with β2
+    left, right               running averages of G Gᵀ and Gᵀ G, decay β2
     left_basis, right_basis   their eigenvectors in columns, updated every few steps
-    exp_avg                   average of G, as Adam's, which forgets with β1
-    exp_avg_sq                average of (left_basisᵀ G right_basis)², by element, which forgets with β2
+    exp_avg                   running average of G, as in Adam, decay β1
+    exp_avg_sq                running average of (left_basisᵀ G right_basis)², by element, decay β2
 
 As in the authors' code, the first gradient only makes the preconditioners; that step leaves the matrix unchanged.
 """
@@ -20,7 +20,7 @@ SIDES = ("left", "right")
 
 
 def build(groups: list[Group], train: TrainConfig, replicas: Replicas) -> torch.optim.Optimizer:
-    """See `Build`."""
+    """A new SOAP."""
     return SOAP(groups, train.betas, train.eps, train.soap_frequency, train.cautious_weight_decay)
 
 
@@ -78,12 +78,12 @@ def begun(gradient: Tensor, beta: float) -> dict[str, Tensor]:
 
 
 def refresh(average: Tensor, basis: Tensor, squares: Tensor, axis: int) -> None:
-    """One step of power iteration towards the eigenvectors of `average` [n, n], then QR: algorithm 4.
+    """Refresh a basis by one power iteration towards the eigenvectors of `average` [n, n], then QR (algorithm 4).
 
     Args:
-        basis: the eigenvectors of the last refresh, in columns [n, n]; changed.
-        squares: the second moments in that basis, whose rows (axis 0) or columns belong to its vectors. They follow the
-            vectors, which are put in order of their eigenvalues; changed.
+        basis: the eigenvectors of the last refresh, in columns [n, n]; overwritten.
+        squares: the second moments in that basis; their rows (axis 0) or columns (axis 1) are reordered with the basis
+            vectors, by descending eigenvalue.
     """
     turned = product(average, basis)
     order = (basis * turned).sum(dim=0).argsort(descending=True, stable=True)

@@ -14,7 +14,7 @@ from gptworks.quantize.linear import hold_packed, weight_tensors
 
 
 def trainable_model(config: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> GPT:
-    """A new model in which only trained parameters have gradients. Under an adapter with a packed base, frozen weights
+    """A new model in which only trained parameters have gradients. With an adapter and a packed base, frozen weights
     are zero until the base is loaded: the model is never in memory unpacked."""
     if adapter is None or adapter.base == "full":
         return trained_part(GPT(config), adapter, freeze)

@@ -1,4 +1,4 @@
-"""`model-card.md`: a run's model, its training text and time, and its results."""
+"""`model-card.md`: describes a run's model, training text, training time and results."""
 
 import contextlib
 import math
@@ -34,10 +34,10 @@ class MemoryPeaks:
     predicted_bytes: int
     """Predicted peak of tensors, including the copy for a checkpoint."""
     measured_bytes: int | None
-    """The same, measured: on CUDA during the run, on a CPU in one step. None: not measured."""
+    """Measured peak of tensors: on CUDA during the run, on a CPU in one step. None: not measured."""
     grown_bytes: int | None = None
-    """Growth of this process's resident memory during the run, on a CPU. None: unknown, for example because the process
-    had freed that much before."""
+    """Growth of this process's resident memory during the run, on a CPU. None: unknown, for example because the run fit
+    into memory freed before."""
 
 
 def write_model_card(
@@ -50,10 +50,10 @@ def write_model_card(
     layout: Layout = ONE_DEVICE,
     epochs: Mapping[str, float] | None = None,
 ) -> None:
-    """Write the card and `outcome.json` into the run folder, the results from the run's own metrics.
+    """Write `model-card.md`, with results from the run's metrics, and `outcome.json` into the run folder.
 
     Args:
-        reason: why the run has ended; None: it has not, and no outcome is written.
+        reason: why the run has ended; None: it is still training, and no `outcome.json` is written.
         epochs: passes over each dataset of a mixture.
     """
     validation = [record for record in read_metrics(recipe.run_dir / "metrics.jsonl") if record["kind"] == "validation"]
@@ -162,7 +162,7 @@ def _training(
 
 
 def _mixture(recipe: Recipe, epochs: Mapping[str, float]) -> dict[str, str]:
-    """The datasets with their weights, and the passes over each."""
+    """Rows of the card: weight and number of epochs of each dataset."""
     if not recipe.data.mixture:
         return {}
     anneal, first = recipe.data.anneal, recipe.anneal_from

@@ -1,4 +1,4 @@
-"""The curves of a run: series from its records, and `curves.svg`."""
+"""A run's curves: makes series from its records, and draws `curves.svg`."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _DRAWN = ("tokens", "step", "loss", "reward", "learning_rate", "unit")
 
 
 def points(records: Sequence[Record], key: str) -> list[Point]:
-    """Tokens and a figure of each record that has the figure."""
+    """(tokens, figure) of each record that has the figure `key`."""
     return [(record["tokens"], record[key]) for record in records if is_figure(record.get(key))]
 
 
@@ -28,7 +28,7 @@ def dot_titles(records: Sequence[Record], key: str = "loss") -> list[str]:
 
 
 def smoothed(curve: Sequence[Point], decay: float = 0.8) -> list[Point]:
-    """The mean of a moving average from the left and one from the right, so that the curve does not lag."""
+    """A smooth curve without lag: the mean of a moving average from the left and one from the right."""
     values = np.array([y for _, y in curve], float)
     pairs = (moving_average(values, decay) + moving_average(values[::-1], decay)[::-1]) / 2
     return list(zip((x for x, _ in curve), pairs.tolist(), strict=True))
@@ -66,10 +66,10 @@ def moving_average(values: NDArray[np.float64], decay: float) -> NDArray[np.floa
 def training_chart(
     train: Sequence[Record], validation: Sequence[Record], title: str, unit: str, *, rewarded: bool, best: str = ""
 ) -> Chart:
-    """The loss by tokens; of a run that maximizes a reward, the reward: its loss is not a likelihood.
+    """A chart of the loss by tokens; if `rewarded`, of the reward, because the loss is then not a likelihood.
 
     Args:
-        best: appended to the name of the validation's curve.
+        best: text appended to the validation curve's name.
     """
     key, kind = ("reward", "Reward") if rewarded else ("loss", "Loss")
     raw = points(train, key)
@@ -83,12 +83,12 @@ def training_chart(
 
 
 def validation_chart(series: Sequence[Series], unit: str) -> Chart:
-    """Curves of validation losses over the tokens, as wide as a page."""
+    """A page-wide chart of validation losses by tokens."""
     return Chart("curves", "Validation loss by tokens", series, "tokens", unit, width=WIDE, height=360)
 
 
 def draw_curves(metrics: Path, path: Path, title: str) -> None:
-    """Write the loss and the learning rate by tokens as SVG; nothing without training records."""
+    """Draw the loss and the learning rate by tokens as an SVG file; without training records, write nothing."""
     records: dict[str, list[Record]] = {"train": [], "validation": []}
     for record in read_metrics(metrics):
         if record["kind"] in records:

@@ -14,13 +14,13 @@ from gptworks.terminal import Console
 
 PLAIN_LINE_SECONDS = 10.0
 SLOW_SECONDS = 2.0
-"""An activity that takes longer is named in the line, with its duration."""
+"""The progress line names an activity that takes longer than this, with its duration."""
 LOSS_MEMORY = 0.95
-"""Decay of the mean loss that the line shows: a mean over some 20 steps."""
+"""Decay of the mean loss in the progress line, a mean over about 20 steps."""
 
 
 class _Figures(ProgressColumn):
-    """Loss, speed and the time left, which is updated between steps too."""
+    """The column of loss, speed and time left, also updated between steps."""
 
     max_refresh = None
 
@@ -33,7 +33,7 @@ class _Figures(ProgressColumn):
 
 
 class Display:
-    """Shows progress, with messages above it."""
+    """Shows a run's progress, with messages above it."""
 
     every_seconds = PLAIN_LINE_SECONDS
     """Seconds between lines of progress, if the output is not a terminal."""
@@ -44,7 +44,7 @@ class Display:
         self._last_plain = 0.0
         self._validation = self._speed = ""
         self._loss, self._loss_weight = 0.0, 0.0
-        self._end: float | None = None  # when the run should be done, on the monotonic clock
+        self._end: float | None = None  # expected end of the run, on the monotonic clock
         self._doing, self._since = "first step", time.monotonic()
 
     def __enter__(self) -> Self:
@@ -98,8 +98,8 @@ class Display:
 
         Args:
             where: such as "step 40/500", or "step 40  1:05 of 3:30" if the clock ends the run.
-            share_done: 0 to 1, by what ends the run.
-            loss: of this step; a running mean is shown.
+            share_done: finished share of the run, from 0 to 1.
+            loss: loss of this step; the line shows a running mean.
             eta: seconds until the end.
         """
         if math.isfinite(loss):
@@ -119,7 +119,7 @@ class Display:
         self._speed = f"{note}  {tokens_per_second:,.0f} tokens/s{used}"
 
     def figures(self) -> str:
-        """The right part of the line, as of now."""
+        """The right part of the progress line: loss, speed and the time left now."""
         now = time.monotonic()
         waiting = f"{self._doing} {clock(now - self._since)}" if now - self._since >= SLOW_SECONDS else ""
         if self._end is None:

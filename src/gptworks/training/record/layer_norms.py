@@ -1,4 +1,4 @@
-"""Norms of each block's output and gradients at reported steps: they show where a deep model diverges."""
+"""Norms of each block's outputs and gradients at logged steps, which show where a deep model diverges."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from gptworks.training.progress import Progress
 
 
 class LayerNorms(Listener):
-    """Watches a model in training."""
+    """Records norms by block of a model in training, every `every` steps."""
 
     def __init__(self, model: GPT, parallel: Parallel, every: int) -> None:
         self._model, self._parallel, self._every = model, parallel, every

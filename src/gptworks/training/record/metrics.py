@@ -1,4 +1,4 @@
-"""metrics.jsonl, from which all displays of a run are made, and samples.md."""
+"""metrics.jsonl, the source of all displays of a run, and samples.md."""
 
 import json
 import math
@@ -28,7 +28,7 @@ MEASURED = (
 
 
 class Writer(Protocol):
-    """Receives each record, as the file does."""
+    """Receives each record that is written to the log."""
 
     def __init__(self, recipe: Recipe) -> None: ...
     def write(self, record: Record) -> None: ...
@@ -41,8 +41,8 @@ class MetricsLog:
     def __init__(
         self, path: Path, resume_step: int, writers: Sequence[Writer] = (), *, resume_rollbacks: int = 0
     ) -> None:
-        """Open the log without records that the resumed run will write again: those after `resume_step`, and of
-        rollbacks beyond the first `resume_rollbacks`. Writers get the records that stay, then each new one.
+        """Open the log, and remove records that a resumed run will write again: those after `resume_step`, and those of
+        rollbacks after the first `resume_rollbacks`. Writers get the remaining records, then each new one.
         """
         with replacing(path) as file:
             file.writelines(_line(record).encode("utf-8") for record in self._kept(path, resume_step, resume_rollbacks))
@@ -80,7 +80,7 @@ class MetricsLog:
 
 
 class NoLog:
-    """The log of ranks other than the first: one log is enough."""
+    """Discards records: only rank 0 has a log."""
 
     def write(self, record: Record) -> None: ...
     def close(self) -> None: ...
@@ -109,7 +109,7 @@ class Skipped:
 
 
 def open_log_file(path: Path) -> BufferedReader:
-    """A run's log; a link out of the run's folder is refused. Errors: see `open_regular`."""
+    """Open a run's log; refuses a link out of the run's folder. Errors: see `open_regular`."""
     return open_regular(path, inside=path.parent, max_bytes=MOST_LOG_BYTES)
 
 
@@ -129,11 +129,11 @@ def read_metrics(path: Path, skipped: Skipped | None = None) -> Iterator[Record]
 
 
 MOST_LOG_BYTES = 1 << 34
-"""More than ten million steps write; a sparse file may claim more."""
+"""Larger than the log of ten million steps; only a damaged or sparse file is larger."""
 _MOST_LINE_BYTES = 1 << 22
 _BLOCK_BYTES = 1 << 18
 _KNOWN_BYTES = 256
-"""The bytes before the offset: if they have changed, the file was rewritten."""
+"""Number of bytes kept from before the offset: if they differ in the file, it was rewritten."""
 
 
 class MetricsReader:
@@ -199,8 +199,8 @@ class MetricsReader:
             return same and not self._was_no_line and self._inode in (None, os.fstat(file.fileno()).st_ino)
 
     def _finished(self, line: bytes) -> Record | None:
-        """The record of a complete line, if it is one."""
-        if self._ended_open:  # its record was taken; more on the line makes it invalid
+        """The record of a complete line; None if the line is not a record."""
+        if self._ended_open:  # its record was returned; more text makes the line invalid
             self._ended_open = False
             self._was_no_line = self._is_too_long or bool(line.strip())
             return None
@@ -216,7 +216,7 @@ class MetricsReader:
 
 
 def read_record(path: Path, offset: int) -> Record | None:
-    """The record whose line begins at an offset; None if no record does."""
+    """The record whose line begins at an offset; None if no record begins there."""
     with open_log_file(path) as file:
         file.seek(offset)
         record = _parsed(file.readline(_MOST_LINE_BYTES))
@@ -236,7 +236,7 @@ def read_kinds(path: Path, *kinds: str) -> Iterator[Record]:
 
 
 _SKIM_BYTES = 1 << 13
-"""Read at each place of a log that is skimmed; longer lines are skipped."""
+"""Bytes read at each place of a skimmed log; longer lines are skipped."""
 
 
 def skim_metrics(path: Path, n: int) -> Iterator[tuple[int, Record]]:
@@ -255,7 +255,7 @@ def skim_metrics(path: Path, n: int) -> Iterator[tuple[int, Record]]:
 
 
 _TAIL_BYTES = 1 << 16
-"""End of a log, which usually holds its last record."""
+"""Size of the end of a log, which usually holds its last record."""
 
 
 def last_step(path: Path) -> int:
@@ -274,7 +274,7 @@ def last_step(path: Path) -> int:
 
 
 def _parsed(line: bytes) -> Record | str:
-    """The record of a line, or the reason why it is not one, worded to follow a number of lines."""
+    """The record of a line, or why the line is not a record, worded to follow a number of lines."""
     try:
         record = from_json(line)
     except ValueError:
@@ -287,7 +287,7 @@ def _parsed(line: bytes) -> Record | str:
 
 _TEXTS = ("kind", "prompt", "text", "unit")
 _NOT_FINITE = ("nan", "inf", "-inf")
-"""JSON lacks these numbers: they are written by name."""
+"""Names in the log of numbers that JSON lacks."""
 
 
 def _is_number(value: Any) -> bool:
@@ -316,11 +316,11 @@ _NEEDED: dict[str, dict[str, Callable[[Any], bool]]] = {
     "sample": {"prompt": _is_text, "text": _is_text},
     "rollback": {"from_step": _is_count},
 }
-"""The values that a record of each kind must have, and how each is checked."""
+"""The keys that a record of each kind must have, each with a check of its value."""
 
 
 def _fault(record: Any) -> str | None:
-    """The reason why this is not a record, worded to follow a number of lines; None if it is one."""
+    """Why a value is not a record, worded to follow a number of lines; None if it is a record."""
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
         return "without a kind"
     if not _is_count(record.get("step")):
@@ -332,10 +332,10 @@ def _fault(record: Any) -> str | None:
 
 
 def _checked(record: Record) -> Record:
-    """The record with its figures as numbers, without invalid values; one of an unknown kind is not changed."""
+    """The record with figures as numbers and without invalid values; unchanged if its kind is unknown."""
     if record["kind"] not in (*_NEEDED, "skipped"):
         return record
-    for key in [key for key, value in record.items() if type(value) is not float]:  # nearly all are
+    for key in [key for key, value in record.items() if type(value) is not float]:  # nearly all values are floats
         value = record[key]
         if key not in _TEXTS and _is_number(value):
             continue
@@ -374,7 +374,7 @@ def write_samples(metrics: Path, path: Path) -> None:
 
 
 def fenced(text: str) -> str:
-    """The text as a block of Markdown that its content cannot end."""
+    """The text in a Markdown code block with a fence longer than any in the text."""
     longest = max((len(ticks) for ticks in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{text}\n{fence}"

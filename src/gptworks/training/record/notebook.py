@@ -9,9 +9,9 @@ from gptworks.terminal import Console
 from gptworks.training.record.display import Display
 
 MOST_LINES = 30
-"""Messages in the output, the newest ones; the run folder has all figures."""
+"""Number of messages shown, the newest ones; the run folder has all figures."""
 MOST_CHARACTERS = 100
-"""Longest sample, shown on one line; the run folder has all of it."""
+"""Longest part of a sample that is shown, on one line; the run folder has the whole sample."""
 
 
 def in_notebook() -> bool:

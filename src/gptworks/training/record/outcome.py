@@ -17,16 +17,16 @@ class RunOutcome(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     reason: str
-    """finished, stopped by SIGTERM, …"""
+    """Why the run ended: "finished", "stopped by SIGTERM", …"""
     step: int = Field(ge=0)
     tokens: int = Field(ge=0)
-    """Targets trained on."""
+    """Tokens read in training, as `Progress.tokens`."""
     seconds: float = Field(ge=0, lt=2**63)
     """Training time of all sessions."""
     skipped_steps: int = Field(ge=0)
     best_step: int = Field(ge=0)
     best_validation_loss: float | None
-    """null: no evaluation had a finite loss."""
+    """Lowest validation loss; null: no evaluation had a finite loss."""
     predicted_memory_bytes: int | None
     measured_memory_bytes: int | None
     """Measured peak of tensors, for comparison with the prediction."""

@@ -1,4 +1,4 @@
-"""Reports a run: on the terminal, in metrics.jsonl and the curves drawn from it, and on its card."""
+"""Reports on a run: on the terminal, in metrics.jsonl and curves.svg, and on the model card."""
 
 import math
 import shlex
@@ -27,11 +27,11 @@ DESCRIBED_EVERY_SECONDS = 60.0
 """Least time between updates of curves.svg and the card; the first evaluation and the end always update them."""
 
 PACE_KNOWN_SECONDS = 10.0
-"""Seconds after which a session shows when it will end, unless it is nearly done."""
+"""Seconds after which a session announces when the run will end, unless it is nearly done."""
 
 
 class Reporter(Listener):
-    """Reports a run. All ranks but the first are silent."""
+    """Reports on a run; only rank 0 prints and writes."""
 
     def __init__(
         self,
@@ -49,8 +49,8 @@ class Reporter(Listener):
         self._layout = step.parallel.layout
         self._throughput = Throughput(recipe.model, self._device, precision, self._ranks.size)
         self._cores, self._advised = BusyCores(), False
-        self._described = -math.inf  # when the curves and the card were written, on the monotonic clock
-        self._started: tuple[float, float] | None = None  # the session's start, and the share of the run done before it
+        self._described = -math.inf  # time of the last curves and card, on the monotonic clock
+        self._started: tuple[float, float] | None = None  # session's start, and share of the run done then
         self._end_announced = False
 
     def opening(self, model: torch.nn.Module, progress: Progress) -> None:
@@ -85,7 +85,7 @@ class Reporter(Listener):
         return before(steps) - before(progress.step)
 
     def _mixture(self, progress: Progress) -> str:
-        """How often the run reads each dataset, and the sample at which their weights change."""
+        """A phrase with the epochs of each dataset, and the sample at which the datasets' weights change."""
         total, first = self.length.total_steps(progress), self.recipe.anneal_from
         left = 0 if total is None else self._samples_left(progress, total)
         epochs = self.objective.samples.epochs(progress.position + left)
@@ -101,7 +101,7 @@ class Reporter(Listener):
             self.log = open_log(self.recipe, progress.step, progress.rollbacks)
 
     def _count_short(self, progress: Progress) -> None:
-        """Report a step with rows shorter than the context to the throughput."""
+        """Count a step whose rows are shorter than the context in the throughput."""
         train, whole, step = self.recipe.train, self.recipe.model.context_length, progress.step - 1
         if (length := train.length_at(step, whole)) < whole:
             self._throughput.count_short(train.batch_size_at(step) * whole, length)
@@ -140,7 +140,7 @@ class Reporter(Listener):
         self.display.step(self.length.reached(progress), done, losses.loss, self._seconds_left(progress, done))
 
     def _seconds_left(self, progress: Progress, done: float) -> float:
-        """Seconds until the end at this session's pace, evaluations and samples included; announced once known."""
+        """Seconds until the run's end at this session's pace, evaluations and samples included; announces it once."""
         began, done_before = self._started or (0.0, 0.0)
         if self._started is None or done <= done_before:
             return progress.seconds / done * (1 - done) if done else 0.0
@@ -160,7 +160,7 @@ class Reporter(Listener):
             self._advised = advice is not None
 
     def rolled_back(self, progress: Progress, from_step: int) -> None:
-        """The run went back to this step."""
+        """Report that the run went back from a step to an earlier checkpoint."""
         self.begin(progress)
         self.log.write({"kind": "rollback", "step": progress.step, "from_step": from_step})
         self.display.message(f"back to step {progress.step:,}, and on past the batches of the skipped steps")
@@ -201,17 +201,18 @@ class Reporter(Listener):
         write_model_card(self.recipe, progress, reason, samples, self.precision, memory, self._layout, epochs)
 
     def sample(self, progress: Progress, prompt: str, text: str) -> None:
-        """Record a sample."""
+        """Log and show a prompt and its continuation."""
         self.log.write({"kind": "sample", "step": progress.step, "prompt": prompt, "text": text})
         self.display.sample(progress.step, prompt, text)
 
     def sampled(self) -> None:
-        """Write samples.md after all samples of a step."""
+        """Write samples.md; called after all samples of a step."""
         if self._ranks.is_rank_zero:
             write_samples(self.recipe.run_dir / "metrics.jsonl", self.recipe.run_dir / "samples.md")
 
     def end(self, progress: Progress, reason: str, memory: MemoryPeaks, talks: bool) -> None:
-        """Report the end: the curves, the card, a line, and commands to run next. On rank 0.
+        """Report the run's end: write curves and card, print a summary and commands to run next. Only rank 0 calls
+        this.
 
         Args:
             talks: whether the model has a chat template.

@@ -1,4 +1,4 @@
-"""Seconds of a run by part."""
+"""Time of a run by part: seconds of forward, backward, data and so on."""
 
 import time
 from collections import deque
@@ -13,8 +13,8 @@ from gptworks.device import synchronize
 class Stopwatch:
     """Adds up durations by name.
 
-    On CUDA, a part is timed between two events on the device's stream, so that no step waits for its parts; time in
-    which the device waits for Python counts too. On MPS, whose events have no time, each part waits for the device.
+    On CUDA, a part is timed between two events on the device's stream, so that no step waits for its parts; the
+    device's waits for Python count too. On MPS, whose events lack a time, each part waits for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -25,7 +25,7 @@ class Stopwatch:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Count the time inside as `name`, not as the enclosing part."""
+        """A context whose time counts as the part `name`, and not as the enclosing part."""
         self._open.append(name)
         on_cuda = self._device.type == "cuda"
         began = self._event() if on_cuda else None

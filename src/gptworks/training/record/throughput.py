@@ -1,4 +1,4 @@
-"""The speed of a run: tokens and model FLOPs a second, and the share of this device's rate of matrix products."""
+"""The speed of a run: tokens and model FLOPs per second, and utilization, their share of the device's measured rate."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,11 @@ from gptworks.device import Precision, product_rate
 from gptworks.planning.flops import forward_flops
 
 MEASURE_AFTER_SECONDS = 10.0
-"""Training time before the device is measured: short runs do without."""
+"""Training time before the device's rate is measured; shorter runs have no utilization."""
 
 MOST_MEASURED = 4
-"""Measurements of the device: it is measured again if training is faster, since other programs kept it busy then."""
+"""Largest number of measurements: the device is measured again if training exceeds the measured rate, because other
+programs kept the device busy before."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,10 @@ class Pace:
 
     tokens_per_second: float
     flops_per_second: float
-    """The model's matrix products, forward and backward, attention in full, without recomputation."""
+    """FLOPs of the model's matrix products, forward and backward, with full attention, without recomputation."""
     utilization: float | None
-    """Share of the measured rate of large products in the same precision, times the devices. None: not measured yet, or
-    the measured rate is too low to be right."""
+    """Share of the measured rate of large products in the same precision on all devices. None: not measured yet, or the
+    measured rate is too low to be right."""
 
     @property
     def record(self) -> dict[str, float]:
@@ -56,7 +57,7 @@ class Throughput:
         )
 
     def start(self, tokens: int, seconds: float) -> None:
-        """Count from here."""
+        """Begin to count from these totals of the run."""
         self._tokens, self._seconds = tokens, seconds
         self._begun_seconds = seconds
 

@@ -1,4 +1,4 @@
-"""Writers for other programs that show a run. They receive only the records of metrics.jsonl."""
+"""Writers to other programs that display a run; they receive the records of metrics.jsonl and nothing else."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ def check_writers(names: Sequence[str]) -> None:
     """Refuse loggers that are not installed, before any work is done.
 
     Raises:
-        UserError: as it says.
+        UserError: a logger is not installed; the message says how to install it.
     """
     for name in names:
         if find_spec(name) is None:
@@ -25,13 +25,13 @@ def check_writers(names: Sequence[str]) -> None:
 
 
 def open_log(recipe: Recipe, resume_step: int, resume_rollbacks: int = 0) -> MetricsLog:
-    """The log of a run with the recipe's writers, which first get the records that stay; see `MetricsLog`."""
+    """The log of a run with the recipe's writers, which first get the log's earlier records; see `MetricsLog`."""
     writers = [WRITERS[name](recipe) for name in recipe.train.loggers]
     return MetricsLog(recipe.run_dir / "metrics.jsonl", resume_step, writers, resume_rollbacks=resume_rollbacks)
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The numbers of a record by name, such as train/loss."""
+    """The numbers of a record by path, such as train/loss."""
     return dict(_scalars(str(record["kind"]), {k: v for k, v in record.items() if k != "step"}))
 
 
@@ -39,14 +39,14 @@ def _scalars(path: str, values: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _scalars(f"{path}/{key}", value)
-        elif isinstance(value, list):  # by layer
+        elif isinstance(value, list):  # one value per layer
             yield from _scalars(f"{path}/{key}", {str(i): each for i, each in enumerate(value, 1)})
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield f"{path}/{key}", value
 
 
 def texts(record: Record) -> dict[str, str]:
-    """The text of a sample by its prompt."""
+    """The text of a sample record by its prompt; empty for other records."""
     return {f"sample/{record['prompt']!r}": record["prompt"] + record["text"]} if record["kind"] == "sample" else {}
 
 
@@ -77,7 +77,7 @@ class WeightsAndBiases:
     """A run of Weights & Biases; a resumed run continues the same one.
 
     Offline (`WANDB_MODE=offline`), a resumed run writes its files in the run folder's `wandb/` again. A server accepts
-    a step only once: of a step that is run again it keeps the first record, which differs from the second after a
+    a step only once: if a step is run again, the server keeps the first record, which differs from the second after a
     rollback or a change of the schedule.
     """
 
@@ -105,12 +105,12 @@ class WeightsAndBiases:
         self._first_step: int = self._run.step  # 0 for a new run, else the server's last number plus 1
 
     def write(self, record: Record) -> None:
-        """Send a record; those of one step become one point."""
+        """Send a record; all records of a step become one point."""
         if record["step"] >= self._first_step:
             self._run.log({**scalars(record), **texts(record)}, step=record["step"])
 
     def close(self) -> None:
-        """Wait until all is sent."""
+        """Wait until all records are sent."""
         self._run.finish()
 
 
@@ -118,7 +118,7 @@ class WeightsAndBiases:
 def _clear_errors() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # wandb has many kinds, most about an account
+    except Exception as error:  # wandb raises many kinds, most about an account
         raise UserError(
             f"Weights & Biases cannot be used: {' '.join(str(error).split())}. Run `wandb login`, set "
             f"WANDB_MODE=offline, or leave wandb out of train.loggers."

@@ -1,1 +1,1 @@
-"""A training step before training: refused, counted without memory, or measured."""
+"""Rehearsals of a run's training step: check that it fits in memory, trace its memory, or measure it."""

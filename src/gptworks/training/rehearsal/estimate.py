@@ -23,7 +23,7 @@ def estimate(
     n_ranks: int = 1,
     utilization: float = UTILIZATION,
 ) -> tuple[Plan, str | None]:
-    """The plan, and the missing source of the data, if any: figures that depend on its tokens are then unknown.
+    """The plan of a recipe, and a message if data is missing: figures that depend on its tokens are then unknown.
 
     Args:
         read: reads the recipe again with overrides, to try advice.
@@ -49,11 +49,11 @@ def estimate(
 
 
 MOST_SAMPLES = 1_000_000
-"""Samples whose lengths are read; they represent the rest."""
+"""Largest number of samples whose lengths are read to estimate the mean."""
 
 
 def _with_lengths(found: Plan, pairs: AnswerPairs, steps: int) -> Plan:
-    """The plan with the pairs' real lengths, over which attention works too."""
+    """The plan with tokens and work, attention included, from the pairs' real lengths."""
     n_samples = min(found.train.samples_before(steps), MOST_SAMPLES)
     per_sample = pairs.tokens_read(n_samples, found.setting.micro_batch_size) / n_samples
     model = found.recipe.model
@@ -63,7 +63,7 @@ def _with_lengths(found: Plan, pairs: AnswerPairs, steps: int) -> Plan:
 
 
 def with_what_is_prepared(recipe: Recipe) -> tuple[Recipe, Prepared | None]:
-    """The recipe with the vocabulary of its prepared data, and the data; None if it is not prepared."""
+    """The recipe with the vocabulary of its prepared data, and that data; the same recipe and None if not prepared."""
     prepared = find_prepared(recipe)
     if prepared is None:
         return recipe, None

@@ -34,19 +34,19 @@ class StepBytes(LiveBytes):  # type: ignore[no-untyped-call]
 
 
 class StepMemory:
-    """Counts in one step of a run, which costs some hundredths of a second and changes no result."""
+    """Counts tensor memory during one step of a run; costs some hundredths of a second and changes no result."""
 
     def __init__(self, setup: PreparedRun) -> None:
-        """Create it before the model: the growth of the process is counted from here."""
+        """Call before the model is built: the growth of the process is counted from here."""
         self._setup, self._n_whole = setup, 0
         self._counts = setup.device.type == "cpu" and setup.ranks.size == 1 and setup.recipe.train.compile != "block"
         self._before_bytes = reset_peak(setup.device)
         self.peak_bytes: int | None = None
-        """Peak of that step; None before the step."""
+        """Peak of the counted step; None before it."""
 
     @contextmanager
     def counted(self, is_whole: bool) -> Iterator[None]:
-        """Around each step: counts in the second full one, when the optimizer has its state.
+        """A context for each step; memory is counted in the second full step, when the optimizer has its state.
 
         Args:
             is_whole: whether the step is full: as large as the plan assumes.
@@ -63,11 +63,11 @@ class StepMemory:
         """The planned and the measured peak.
 
         Args:
-            copied_bytes: of the largest copy for a checkpoint.
+            copied_bytes: size of the largest copy for a checkpoint.
         """
         setup, step_bytes = self._setup, self.peak_bytes
         grown_bytes = peak_growth_bytes(setup.device, self._before_bytes) or None
-        if setup.device.type == "cuda":  # where growth is of tensors
+        if setup.device.type == "cuda":  # its growth is of tensors only
             step_bytes, grown_bytes = grown_bytes, None
         elif step_bytes is not None:
             step_bytes += copied_bytes

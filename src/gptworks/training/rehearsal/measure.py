@@ -1,4 +1,4 @@
-"""The memory and the speed of a training step, measured: real steps of a new model, for memory in a process of its own.
+"""Measure memory and speed of real training steps of a new model; memory in a process of its own.
 
 python -m gptworks.training.rehearsal.measure keep|return < rehearsal.json
 """
@@ -26,10 +26,10 @@ SPEED_SECONDS, SPEED_STEPS = 2.0, 9
 
 
 def measure_step(rehearsal: Rehearsal) -> Measured:
-    """Measure in new processes, so that no other memory is counted.
+    """Measure a step's memory and speed in new processes, so that no other memory is counted.
 
-    On a CPU there are two: for memory, one that returns freed memory at once, so that its resident memory is in use;
-    for speed, one that keeps it as `gptworks train` does.
+    On a CPU there are two processes: to measure memory, one returns freed memory at once, so that all its resident
+    memory is in use; to measure speed, one keeps freed memory as `gptworks train` does.
 
     Raises:
         RunError: a process failed, perhaps for lack of memory.
@@ -87,7 +87,7 @@ WARM_FIELDS = (
     "attention_softcap", "logit_softcap", "tie_embeddings", "n_future_tokens", "n_experts", "n_experts_per_token",
     "dropout_embedding", "dropout_attention", "dropout_residual", "dropout_mlp",
 )  # fmt: skip
-"""Settings of a model that choose kernels and whose rules do not depend on its sizes."""
+"""Model settings that choose kernels and are valid at any model size."""
 
 
 def _small(model: ModelConfig) -> ModelConfig:

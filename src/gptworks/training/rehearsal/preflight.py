@@ -1,4 +1,4 @@
-"""Whether a run fits this machine, before its first step."""
+"""Checks before a run's first step whether it fits this machine."""
 
 import torch
 
@@ -22,15 +22,15 @@ from gptworks.planning.memory import Peak
 from gptworks.units import readable
 
 KEPT_SHARE = 1.5
-"""Resident memory over memory in use where the allocator keeps freed memory: 1.2 to 1.45 as measured
+"""Assumed ratio of resident memory to memory in use if the allocator keeps freed memory; measured: 1.2 to 1.45
 (docs/benchmarks.md), from fragmentation."""
 
 
 def this_device(device: torch.device, n_local_ranks: int = 1, n_ranks: int = 1) -> Device:
-    """The device of one of this machine's ranks, for a plan: its share of the memory and its host's; rates unknown.
+    """The device of a rank on this machine, for a plan: its share of device and host memory; rates are unknown.
 
     Args:
-        n_ranks: of the run. If there are more than on this machine, each machine is assumed to have as many.
+        n_ranks: ranks of the run. If more than `n_local_ranks`, each machine is assumed to have `n_local_ranks`.
     """
     memory, host = rank_memory_bytes(device, n_local_ranks), host_memory_bytes(device, n_local_ranks)
     bf16, there = multiplies_bf16_natively(device), torch.cuda.device_count() if device.type == "cuda" else 1
@@ -55,7 +55,8 @@ def check_memory(
         n_local_ranks: processes on this machine; on the CPU they share its memory.
 
     Raises:
-        UserError: device or host do not hold the run, and `force` is false; the message names what would make it fit.
+        UserError: the run does not fit in device or host memory, and `force` is false; the message names what would
+            make it fit.
     """
     place = this_device(device, n_local_ranks, layout.world_size)
     needed = need(rank_setting(recipe, precision.name, device.type == "cpu", layout), place)
@@ -81,7 +82,7 @@ def _advised(change: Change) -> str:
 
 
 def rank_memory_bytes(device: torch.device, n_local_ranks: int) -> int:
-    """Memory of one of this machine's ranks."""
+    """Device memory available to one of this machine's ranks."""
     return memory_bytes(device) // (1 if device.type == "cuda" else n_local_ranks)
 
 

@@ -34,7 +34,7 @@ class Rehearsal:
 
     model: ModelConfig
     train: TrainConfig
-    """A step reads `batch_size` rows; of pairs, both answers are rows."""
+    """A step reads `batch_size` rows; each answer of a pair is one row."""
     device: str = "cpu"
     precision: str = "fp32"
     adapter: LoRAConfig | None = None
@@ -45,7 +45,7 @@ class Rehearsal:
 
     @classmethod
     def of(cls, plan: Plan, device: str) -> Self:
-        """One step of a planned run, of at most two micro-batches. Its data need not be there."""
+        """One step of a planned run, of at most two micro-batches. Needs no data."""
         recipe, setting = plan.recipe, plan.setting
         return cls(
             recipe.model, plan.one_step, device, setting.precision, recipe.adapter, recipe.freeze, recipe.objective,
@@ -53,7 +53,7 @@ class Rehearsal:
         )  # fmt: skip
 
     def new_step(self) -> TrainStep:
-        """The step, its blocks not compiled."""
+        """A training step of a new model, with uncompiled blocks."""
         parallel, device = Parallel(self.train), torch.device(self.device)
         with device:
             model = trainable_model(self.model, self.adapter, self.freeze)
@@ -98,24 +98,24 @@ def trace_step(rehearsal: Rehearsal) -> Trace:
         accumulate(step, train, batch)
         forward_backward_bytes, live.peak_bytes = live.peak_bytes, 0
         step.gradient_norm()
-        step.apply(math.inf)  # is clipped
+        step.apply(math.inf)  # so that gradients are clipped
         return Trace(forward_backward_bytes, live.peak_bytes)
 
 
 def accumulate(step: TrainStep, train: TrainConfig, batch: Batch) -> None:
-    """The gradients of a batch of `train.batch_size` rows, cut into micro-batches as the recipe says."""
+    """Accumulate the gradients of a batch of `train.batch_size` rows, cut into micro-batches as the recipe says."""
     micro_batches = list(zip(*(torch.split(tensor, train.micro_batch_size) for tensor in batch), strict=True))
     step.accumulate(micro_batches, count_targets(batch))
 
 
 def take(step: TrainStep, train: TrainConfig, batch: Batch) -> None:
-    """A step, update included, of a batch of `train.batch_size` rows."""
+    """Take a step, update included, on a batch of `train.batch_size` rows."""
     accumulate(step, train, batch)
     step.apply(step.gradient_norm())
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the storages that operations make, while they live, and their peak.
+    """Counts the bytes of live storages that operations made, and their peak.
 
     `torch.distributed._tools.mem_tracker.MemTracker` counts the same, as a test checks, but takes six times as long.
     """
@@ -162,4 +162,4 @@ _ANSWERS: dict[Any, Any] = {
     torch.ops.aten._local_scalar_dense.default: lambda tensor: 1,
     torch.ops.aten.bincount.default: lambda tensor, weights=None, minlength=0: tensor.new_zeros(minlength),
 }
-"""Results where a step needs the numbers of a fake tensor: `.item()`, and the tokens of each expert."""
+"""Substitutes for operations that need a fake tensor's values: `.item()`, and the count of each expert's tokens."""
