@@ -196,8 +196,7 @@ def dropout(x: Tensor, probability: float) -> Tensor:
 
 
 def _keep(shape: torch.Size, probability: float) -> Tensor:
-    """Random booleans, false with this probability: four per 64 random bits, while `bernoulli_` draws once per
-    element."""
+    """Random booleans, false with this probability, four per 64 random bits; `bernoulli_` draws once for each."""
     n = shape.numel()
     bits = torch.empty((n + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
     return bits.view(torch.int16)[:n].view(shape) >= round(probability * 2**16) - 2**15

@@ -126,8 +126,7 @@ class Library:
 
 
 def library() -> Library:
-    """The kernels for this processor: from the package, the user's cache, or compiled now. The process remembers a
-    failure.
+    """The kernels for this processor: from the package, the user's cache, or compiled now. Remembers failures.
 
     Raises:
         Unavailable: GPTWORKS_NATIVE is 0 or invalid; no library exists and no compiler works; or no folder can hold
@@ -200,8 +199,7 @@ def _compiler() -> str | None:
 
 
 def torch_trains_because() -> str | None:
-    """The reason why the C++ cannot be used for training; None: it can, although torch is chosen where it is as
-    fast."""
+    """The reason why the C++ cannot be used for training; None: it can, or torch is as fast here."""
     try:
         library()
     except Unavailable as error:

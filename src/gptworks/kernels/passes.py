@@ -55,8 +55,7 @@ class Activation(torch.autograd.Function):
 class Norm(torch.autograd.Function):
     """x + alpha · branch, or x without a branch; and its LayerNorm or RMSNorm over the last dimension.
 
-    The backward pass adds the gradients of both results in one pass over memory. Weight and bias are float32; the sum
-    has x's dtype.
+    The backward pass adds both results' gradients in one pass. Weight and bias are float32; the sum has x's dtype.
     """
 
     @staticmethod

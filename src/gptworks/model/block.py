@@ -4,8 +4,7 @@
        └────────────────────────────────────────────►┘      └──────────────────────────────────────►┘
 
 Norms are before attention and MLP (pre-norm; Xiong et al., 2020), after them (OLMo 2), or both (Gemma 2). With
-experts, several MLPs and a router replace the MLP (moe.py). With a parallel residual, the MLP reads x, as attention
-does.
+experts, several MLPs and a router replace the MLP (moe.py). With a parallel residual, the MLP also reads x.
 
 Shapes: B batch, T time, C width, E experts, G key/value heads, D head width.
 """
@@ -59,8 +58,7 @@ class Block(LabParts):
         return add(x, y, self.scale), router_logits, own
 
     def norms(self) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
-        """The norms before attention and before the MLP, then those after attention and after the MLP; None: no norm
-        there."""
+        """The norms before attention, before the MLP, after attention and after the MLP; None: no norm there."""
         if self.placement == "after":
             return None, None, self.norm1, self.norm2
         if self.placement == "both":
@@ -123,8 +121,7 @@ def normalized(norm: Norm | None, x: Tensor, branch: Tensor | None = None, scale
 
 
 def _entry(s: Shapes) -> Stage:
-    """Cost of the stream entering attention or MLP without a norm, rounded under autocast; the next product saves
-    it."""
+    """Cost of a stream that enters attention or MLP without a norm: autocast rounds it, the next product saves it."""
     arrives, stream = s.products(s.config.d_model), s.floats(s.config.d_model)
     if not s.autocast:  # the arriving gradient is added to the stream's without a conversion
         return Stage("entry", arrives=arrives)

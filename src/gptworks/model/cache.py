@@ -1,5 +1,4 @@
-"""The interface of a key/value cache (gptworks.infer.backends.cache) for a forward pass: the places of a batch's
-tokens."""
+"""The interface of a key/value cache (gptworks.infer.backends.cache) for a forward pass: where a batch's tokens lie."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -44,8 +43,7 @@ class SlotRows:
         self._tokens = tokens
 
     def previous_tokens(self, tokens: Tensor) -> Tensor:
-        """Store the batch's ids, int64 [1, N]; returns each one's predecessor in its text, NO_TOKEN for a first
-        token."""
+        """Store the batch's ids, int64 [1, N]; returns the ids before them in their texts, else NO_TOKEN."""
         assert self._tokens is not None, "the model reads the previous token"
         n_new = torch.tensor([n for _, _, n in self.parts], device=self.slots.device)
         slots = self.slots.repeat_interleave(n_new)

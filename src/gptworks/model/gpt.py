@@ -71,8 +71,7 @@ class GPT(nn.Module):
         self.activation_checkpointing = "none"
         """Blocks that keep only their input for the backward pass, which recomputes them: none, selective or block."""
         self.watched: list[Tensor] | None = None
-        """A list that collects the root mean square of each block's output, a scalar each; None: nothing is
-        collected."""
+        """A list to collect the root mean square of each block's output, a scalar each; None: collects nothing."""
         initialize(self)
         self.future_heads = build_future_heads(config)  # last, so that other weights start as in a model without them
 

@@ -214,8 +214,7 @@ class _LinearLoss(torch.autograd.Function):
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """log-probabilities of targets. Each one's gradient is known only in the backward pass, which computes logits
-    again."""
+    """Log-probabilities of targets; the backward pass computes the logits again, since it first has their factors."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
@@ -273,8 +272,7 @@ def _add_products(d_weight: Tensor, d_logits: Tensor, x: Tensor, adds: bool) -> 
 
 
 def _through_cap(into_gradient: IntoGradient, softcap: float | None) -> IntoGradient:
-    """`into_gradient` for logits that are capped first: it caps them, and multiplies the gradient by the cap's
-    derivative."""
+    """`into_gradient` for logits before the cap: caps them, and multiplies the gradient by the cap's derivative."""
     if softcap is None:
         return into_gradient
 

@@ -59,8 +59,7 @@ class MoE(nn.Module):
 
     @staticmethod
     def cost(s: Shapes, arrives: int) -> Iterator[Stage]:
-        """Costs of the router, the gathering of tokens by expert, the experts with an even share of tokens each, and
-        the weighted sum of their results."""
+        """Costs of router, gathering tokens by expert, experts with an even share of tokens, and their weighted sum."""
         c = s.config
         width = s.products(c.d_model)
         share = s.n_tokens * c.n_experts_per_token / c.n_experts
@@ -112,8 +111,7 @@ class MoE(nn.Module):
 
 
 def route(logits: Tensor, n_per_token: int) -> tuple[Tensor, Tensor]:
-    """Logits [..., E] → the weights [..., K], which add to 1, and numbers [..., K] of the experts with the largest
-    logits."""
+    """Logits [..., E] → weights (their sum is 1) and numbers of the experts with the largest logits, [..., K] each."""
     weights, chosen = logits.softmax(-1).topk(n_per_token, dim=-1)
     return weights / weights.sum(-1, keepdim=True), chosen
 
@@ -196,14 +194,12 @@ def expert_tokens(router_logits: Tensor, n_per_token: int) -> Tensor:
 
 
 def busiest_load(expert_tokens: Tensor) -> float:
-    """Ratio of the busiest expert's tokens to the mean, in the layer with the largest, from token counts [L, E]; even:
-    1."""
+    """Largest ratio, over the layers, of the busiest expert's tokens to the mean, from counts [L, E]; 1 if even."""
     return float((expert_tokens.amax(-1) / expert_tokens.float().mean(-1)).max())
 
 
 def balance_loss(router_logits: Tensor, n_per_token: int) -> Tensor:
-    """E · Σ (share of the tokens · mean probability) over the experts; 1 if all are even (Fedus et al., 2021, eq.
-    4)."""
+    """E · Σ (share of the tokens · mean probability) over the experts; 1 if even (Fedus et al., 2021, eq. 4)."""
     share = expert_tokens(router_logits, n_per_token) / router_logits[..., 0].numel() / n_per_token
     probability = router_logits.softmax(-1).flatten(0, -2).mean(0)
     return router_logits.size(-1) * (share * probability).sum()

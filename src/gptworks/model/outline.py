@@ -30,13 +30,11 @@ Sizes = tuple[int, int]
 _PLACED = (
     "value_residual", "value_embeddings", "value_projections", "value_gates", "attention_gates", "future_heads",
 )  # fmt: skip
-"""The laboratory's groups that methods of `Outline` name. Others change the input of the first block, or of each
-block."""
+"""The laboratory's groups that methods of `Outline` name. Others change the first block's or each block's input."""
 
 
 def formed_pairs(length: int, window: int | None) -> int:
-    """Number of (query, key) pairs that plain products compute, with masked ones; see
-    `gptworks.model.scores.attend`."""
+    """Number of (query, key) pairs, masked ones included, in plain products; see `gptworks.model.scores.attend`."""
     if window is None or length < 2 * window:
         return length**2
     return -(-length // window) * window * 2 * window

@@ -73,8 +73,7 @@ class Rotary(Tables):
 
 
 def frequencies(config: ModelConfig, length: int, device: torch.device | None = None) -> tuple[Tensor, float]:
-    """Radians per token of each of the R/2 pairs, float64, in a text of `length` tokens; and a factor for the
-    tables."""
+    """Radians per token of each of the R/2 pairs, float64, in a text of `length` tokens; and the tables' factor."""
     exponent = torch.arange(0, config.d_rotary, 2, device=device, dtype=torch.float64) / config.d_rotary
     plain, scaling, original = config.rope_theta**-exponent, config.rope_scaling, config.original_context_length
     if scaling is None:
@@ -114,8 +113,7 @@ def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def rotary_tables_bytes(s: Shapes) -> int:
-    """Bytes of the cosines and sines of every position, and of the copies that autocast or rows of several texts
-    need."""
+    """Bytes of all positions' cosines and sines, and of the copies that autocast or rows of several texts need."""
     elements = s.config.d_rotary if s.config.position == "rope" else 0  # half for each of the two
     elements *= 1 if s.config.window_rope_theta is None else 2
     looked_up = s.n_tokens if s.several_texts else s.length if s.autocast else 0

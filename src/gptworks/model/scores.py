@@ -157,8 +157,7 @@ def _one_product(q: Tensor, n_texts: int) -> bool:
 
 
 def _attend_slots_at_once(q: Tensor, k: Tensor, v: Tensor, cache: SlotLayer, scores: Scores) -> Tensor:
-    """`attend_slots` for one token per text, in one product: an accelerator would wait for launches of many small
-    ones."""
+    """`attend_slots` for one token per text, in one product: many small ones would take launch time on accelerators."""
     slots, last = cache.rows.slots, cache.rows.positions  # N
     cache.keys[slots, :, last], cache.values[slots, :, last] = k[0].transpose(0, 1), v[0].transpose(0, 1)
     longest = max(start for _, start, _ in cache.rows.parts) + 1

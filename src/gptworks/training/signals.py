@@ -10,8 +10,7 @@ from typing import Any
 
 @contextmanager
 def stop_signals() -> Iterator[Callable[[], str | None]]:
-    """A function that returns the name of the first SIGINT or SIGTERM received, else None; a second one acts as
-    usual."""
+    """A context with a function that returns the first SIGINT or SIGTERM's name, else None; a second acts as usual."""
     asked: list[str] = []
     previous: dict[signal.Signals, Any] = {}
 

@@ -68,8 +68,7 @@ class Carried:
 
     @staticmethod
     def gradients_bytes(s: Shapes, trains_embedding: bool) -> int:
-        """Bytes of the gradients of tensors that all blocks read; the backward pass holds them from the last block
-        on."""
+        """Bytes of the gradients of tensors that all blocks read; they are held throughout the backward pass."""
         c = s.config
         embedding = s.floats(c.d_model) if _reads_embedding(c) and trains_embedding else 0
         return embedding + (s.products(c.n_kv_heads * c.d_head) if c.value_residual else 0)

@@ -88,8 +88,7 @@ class Parallel:
         return numbers
 
     def begin_all_reduce(self, timed: Timed) -> None:
-        """Call before the last micro-batch's backward pass, which may reduce gradients; `timed` times waits for
-        ranks."""
+        """Call before the last micro-batch's backward pass, which may reduce gradients; `timed` measures waits."""
 
     def finish_gradients(self) -> None:
         """Call after the last micro-batch: completes the reduction of the step's gradients."""

@@ -1,5 +1,4 @@
-"""Reduction of gradients over ranks, a bucket at a time, while the backward pass computes the next bucket's
-gradients."""
+"""Reduction of gradients over ranks: a bucket at a time, while the backward pass computes the next bucket."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -40,8 +39,7 @@ class GradientSums:
             parameter.register_post_accumulate_grad_hook(made)  # type: ignore[no-untyped-call]
 
     def begin(self, timed: Timed) -> None:
-        """Call before a step's last backward pass, which then sends each bucket once this and all earlier buckets are
-        ready.
+        """Call before a step's last backward pass, which then sends the buckets in order, each once ready.
 
         Args:
             timed: context manager that measures the wait for other ranks.

@@ -1,5 +1,4 @@
-"""The interface of training objectives. The loop knows only `Objective`: all differences between objectives are in its
-subclasses.
+"""The interface of training objectives. The loop uses only `Objective`; subclasses contain all differences.
 
 To add one, write its settings in `gptworks.config.objective`, and a subclass of `Objective` in a file here.
 """

@@ -76,6 +76,5 @@ class PairsObjective(Objective):
 
 
 def counts(targets: Tensor) -> bool:
-    """Whether an evaluation batch counts: one without targets only keeps ranks in step (see
-    `Workers.split_batches`)."""
+    """Whether to count an evaluation batch; one without targets only keeps ranks in step (`Workers.split_batches`)."""
     return bool((targets != IGNORED).any())

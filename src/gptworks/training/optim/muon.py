@@ -64,8 +64,7 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the parameters from their gradients; the same bits on every rank, because only one computes each
-        update."""
+        """Update the parameters from their gradients; the same bits on all ranks, since one computes each update."""
         assert closure is None, "no closure is used here"
         for group in self.param_groups:
             shares = divided([p for p in group["params"] if p.grad is not None], self._n_ranks)
@@ -73,8 +72,7 @@ class Muon(torch.optim.Muon):
                 self._turn(turn, group)
 
     def _turn(self, turn: tuple[list[nn.Parameter] | None, ...], group: dict[str, Any]) -> None:
-        """Update one batch of matrices per rank (None: that rank has none left). Memory holds at most two ranks'
-        updates."""
+        """Update one batch of matrices per rank (None: no more). Holds this rank's updates and one other rank's."""
         mine = turn[self._rank]
         updates = None if mine is None else self._updates(mine, group)
         for rank, matrices in enumerate(turn):

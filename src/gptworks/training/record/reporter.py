@@ -211,8 +211,7 @@ class Reporter(Listener):
             write_samples(self.recipe.run_dir / "metrics.jsonl", self.recipe.run_dir / "samples.md")
 
     def end(self, progress: Progress, reason: str, memory: MemoryPeaks, talks: bool) -> None:
-        """Report the run's end: write curves and card, print a summary and commands to run next. Only rank 0 calls
-        this.
+        """Report the run's end: write curves and card, print a summary and commands to run next. On rank 0 only.
 
         Args:
             talks: whether the model has a chat template.

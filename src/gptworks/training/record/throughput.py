@@ -12,8 +12,7 @@ MEASURE_AFTER_SECONDS = 10.0
 """Training time before the device's rate is measured; shorter runs have no utilization."""
 
 MOST_MEASURED = 4
-"""Largest number of measurements: the device is measured again if training exceeds the measured rate, because other
-programs kept the device busy before."""
+"""Most measurements of the device: if training is faster, other programs had slowed the last one, so it is repeated."""
 
 
 @dataclass(frozen=True)

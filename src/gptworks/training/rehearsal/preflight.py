@@ -55,8 +55,7 @@ def check_memory(
         n_local_ranks: processes on this machine; on the CPU they share its memory.
 
     Raises:
-        UserError: the run does not fit in device or host memory, and `force` is false; the message names what would
-            make it fit.
+        UserError: device or host memory is too small and `force` is false; the message names a change that would fit.
     """
     place = this_device(device, n_local_ranks, layout.world_size)
     needed = need(rank_setting(recipe, precision.name, device.type == "cpu", layout), place)
