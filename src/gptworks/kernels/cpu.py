@@ -22,7 +22,7 @@ class Attention(torch.autograd.Function):
     A block of queries needs only the keys up to its last one, so nearly half of the scores are never computed. torch's
     fused CPU kernel takes 1.7 to 2.5 times as long in bf16, forward and backward, at lengths of 1,024 to 256
     (bench/passes.py). The weights, and with a softcap the tanh, stay in memory for the backward pass. `bias` is
-    [T, S], or [B, T, S], 0 where the query may look and -inf elsewhere, in q's dtype.
+    [T, S], or [B, T, S], 0 for keys that a query may see and -inf for others, in q's dtype.
     """
 
     @staticmethod
@@ -136,7 +136,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def activate(x: Tensor, up: Tensor | None, kind: str) -> Tensor:
-    """activation(x), by its name in `model.mlp`; or activation(x) · up, for which only x and up are kept."""
+    """activation(x), by its name in `model.mlp`; or activation(x) · up, which saves only x and up."""
     if up is None:
         return ACTIVATIONS[kind](x)
     out: Tensor = _Gated.apply(x, up, kind)  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
 """Kernel dispatch: TABLE lists each operation's kernels, and one function per operation calls the first usable one.
 
-The C++ computes where it is built (`gptworks.kernels.library`) and knows the tensors' dtype and layout; `cpu` has
+The C++ is used if it is built (`gptworks.kernels.library`) and supports the tensors' dtype and layout; `cpu` has
 faster torch code for training on a CPU; torch's own functions compute the rest. Most kernels are for training, where an
 operation and its gradient take one pass over memory each. A plan reads the table too (`planned`).
 """

@@ -46,7 +46,7 @@ FLAGS = ("-O3", "-std=c++17", "-fno-schedule-insns", "-fPIC", "-pthread")
 ATTEMPTS: tuple[tuple[str, ...], ...] = (
     ("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), (),
 )  # fmt: skip
-"""Options tried in this order: older ARM compilers name this processor differently, and Apple's lacks OpenMP.
+"""Options tried in this order: older ARM compilers name this processor differently, and Apple's compiler lacks OpenMP.
 
 With GCC's OpenMP the kernels share torch's threads. Without it, and always with clang, they start their own threads
 (threads.h): clang's OpenMP next to torch's would crash the process on a Mac.

@@ -32,7 +32,7 @@ def serve(*tensors: Tensor | None) -> bool:
 
 
 class Activation(torch.autograd.Function):
-    """activation(x), or activation(x) · up; x and up have one dtype and layout. A value of `model.mlp` names it."""
+    """activation(x), or activation(x) · up, for a value of `model.mlp`; x and up have one dtype and layout."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, up: Tensor | None, kind: str) -> Tensor:
@@ -166,7 +166,7 @@ def _is_readable(x: Tensor) -> bool:
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether x is contiguous, or a 4-dimensional x is after its two middle dimensions are exchanged."""
+    """Whether x is contiguous, or becomes so if the middle two of its four dimensions are exchanged."""
     return x.is_contiguous() or (x.dim() == 4 and x.transpose(1, 2).is_contiguous())
 
 

@@ -142,9 +142,9 @@ def _branch(s: Shapes) -> Stage:
 
 
 def _held_meanwhile(s: Shapes, layer: int) -> int:
-    """Bytes that are there, unsaved, while the MLP computes again: attention's result; the sum of the stream and that,
-    where nothing saves it; and what gradients have grown by, since a block's backward pass has begun when it first
-    needs what is saved."""
+    """Bytes in memory, but not saved, while the MLP is recomputed: attention's result; its sum with the stream, if
+    nothing saves that sum; and the growth of gradients, since a block's backward pass begins before it needs saved
+    tensors."""
     c = s.config
     rounded = c.norm_placement == "after" and s.autocast
     begun = [*LabParts.exit_cost(s, layer), *([] if c.dropout_residual else [_branch(s)])]

@@ -95,8 +95,8 @@ class Shapes:
 
     @property
     def saves_result(self) -> bool:
-        """Whether the MLP's result, or what is made of it, is saved. If not, a block that is computed again stops
-        where its last operation has what it saves: torch's operations before they compute."""
+        """Whether the MLP's result, or a tensor computed from it, is saved. If not, a recomputed block stops when its
+        last operation has saved its inputs, which torch's operations do before they compute."""
         return bool(self.config.norms_behind or self.config.dropout_residual)
 
     @property

@@ -92,13 +92,13 @@ class GPT(nn.Module):
         """Token ids [B, T] → the last norm's output [B, T, C], from which the head makes logits.
 
         With places in a cache (`SlotCache.rows`), `tokens` are a flat batch [1, N] of several texts' next tokens. Each
-        text continues the tokens of its slot, to which the new ones are added. `router_logits` collects the logits of
-        each layer with experts, [B, T, E]. If rows hold several texts one after the other, `text_positions`, int64 [B,
-        T], has each token's position in its text, from 0: no text sees another, as if each had its own row. `cache` is
-        then None.
+        text continues the tokens of its slot, to which the new ones are added.
+        `router_logits` collects the logits of each layer with experts, [B, T, E].
+        If rows hold several texts one after the other, `text_positions`, int64 [B, T], has each token's position in its
+        text, from 0: no text sees another, as if each had its own row. `cache` is then None.
 
         Raises:
-            ValueError: more tokens than the context holds.
+            ValueError: a row has more tokens than the context.
         """
         length, context = tokens.size(1), self.config.context_length
         positions: slice | Tensor = slice(0, length)

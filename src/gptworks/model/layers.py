@@ -228,7 +228,7 @@ class MLP(nn.Module):
             yield Stage("activation", {MLP_INNER: inner + (wide if s.autocast else 0)}, inner, inner, scratch=2 * wide)
         if c.dropout_mlp:
             booleans = inner // p
-            there = 2 * inner + booleans * s.on_cpu  # `forward` holds what the activation gave until the end
+            there = 2 * inner + booleans * s.on_cpu  # `forward` holds the activation's result until its end
             kept = inner if s.on_cpu else booleans
             yield Stage("MLP dropout", {DROPOUT: kept}, inner, inner, unsaved=there)
         yield Stage(

@@ -214,7 +214,7 @@ class _LinearLoss(torch.autograd.Function):
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """Log-probabilities of targets; the backward pass computes the logits again, since it first has their factors."""
+    """Log-probabilities of targets. The backward pass, which first knows their factors, computes the logits again."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
@@ -332,7 +332,7 @@ def _sum(parts: Iterator[Tensor]) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """The tensor in float32 at least."""
+    """The tensor in float32 or a wider dtype."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

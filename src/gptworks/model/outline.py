@@ -142,12 +142,12 @@ class Outline:
         return y
 
     def norm(self, name: str, x: bool, group: str = "norms") -> bool:
-        """`gptworks.model.layers.Norm`."""
+        """Visit a `gptworks.model.layers.Norm`."""
         x |= self.tensor(group, f"{name}.weight", self.config.d_model)
         return x | (self.config.norm_bias and self.tensor(group, f"{name}.bias", self.config.d_model))
 
     def block(self, layer: int, x: bool) -> bool:
-        """`gptworks.model.block.Block`."""
+        """Visit a `gptworks.model.block.Block`."""
         c, before = self.config, self.config.norm_placement != "after"
         behind1, behind2 = c.norms_behind or ("", "")
         for group, (_, layers) in self.laboratory.items():
@@ -161,7 +161,7 @@ class Outline:
         return x | out | (self.norm(behind2, given) if behind2 else given)
 
     def attention(self, layer: int, x: bool) -> bool:
-        """`gptworks.model.attention.Attention`."""
+        """Visit a `gptworks.model.attention.Attention`."""
         c = self.config
         queries, keys = c.n_heads * c.d_head, c.n_kv_heads * c.d_head
         biases = "attention_biases" if c.qkv_bias else None
@@ -180,7 +180,7 @@ class Outline:
         return self.linear("attention_output", "attention_weights", "attention.out", (queries, c.d_model), y, biases)
 
     def values(self, layer: int, inner: bool, own: bool) -> bool:
-        """`gptworks.model.lab.stream.Values`. own: whether the layer's own values have a gradient."""
+        """Visit a `gptworks.model.lab.stream.Values`. own: whether the layer's own values have a gradient."""
         v = own | self.added("value_residual")
         if self.config.value_residual and layer:
             v |= self.first_values
@@ -190,7 +190,7 @@ class Outline:
         return v | self.added("value_gates", inner)
 
     def experts(self, inner: bool) -> bool:
-        """`gptworks.model.moe.MoE`."""
+        """Visit a `gptworks.model.moe.MoE`."""
         c, at_once = self.config, self.experts_a_visit
         share = at_once * c.n_experts_per_token
         y = self.linear("mlp", "router", "mlp.router", (c.d_model, c.n_experts), inner)
@@ -206,7 +206,7 @@ class Outline:
         groups: tuple[str, str] = ("mlp_weights", "mlp_biases"),
         share: int | None = None,
     ) -> bool:
-        """`gptworks.model.layers.MLP`. groups: the groups of its weights and of its biases."""
+        """Visit a `gptworks.model.layers.MLP`. groups: the groups of its weights and of its biases."""
         c, (weights, biases) = self.config, groups
         bias_group = biases if c.mlp_bias else None
         wide = [

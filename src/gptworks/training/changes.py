@@ -64,7 +64,7 @@ class History:
     """`key.path=value` in the order given, each key once."""
     changes: list[Change] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
-    """A fork's source checkpoint, then the source's own if that is a fork too, and so on."""
+    """A fork's source checkpoint; then, if the source is a fork too, its source checkpoint; and so on."""
 
     @property
     def exact(self) -> bool:

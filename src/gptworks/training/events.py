@@ -44,10 +44,10 @@ class Listener:
         """Called when the step's gradients are complete, before clipping."""
 
     def applied(self, progress: Progress) -> None:
-        """The optimizer has updated the weights; `progress` does not count the step yet."""
+        """Called after the weights are updated; `progress` does not count the step yet."""
 
     def end_step(self, progress: Progress, step: Step) -> None:
-        """The step was applied or skipped; `progress` counts it."""
+        """Called after a step was applied or skipped; `progress` counts it."""
 
     def evaluated(self, progress: Progress, found: Evaluation) -> None:
         """Called after an evaluation."""

@@ -19,16 +19,16 @@ def remove_old(run_dir: Path, keep: int, keep_every: int = 0, known: dict[str, S
     """Delete old checkpoints, and leftovers of interrupted writes and deletions.
 
     Keeps the newest `keep` undamaged checkpoints that a run can resume from, the best one that each of them names,
-    multiples of `keep_every` steps, and then also the weights of step 0. Damaged ones, and the newest if saved while
-    steps were skipped, are kept but not counted, because a run never rolls back to them. A checkpoint with only weights
-    is kept if it is such a best one, or newer than all that a run can resume from.
+    multiples of `keep_every` steps, and with `keep_every` the weights of step 0. Damaged ones, and the newest if saved
+    while steps were skipped, are kept but not counted, because a run never rolls back to them. A checkpoint with only
+    weights is kept if it is such a best one, or newer than all that a run can resume from.
 
     Args:
         known: signatures of folders that matched their manifests. Unchanged folders are not read again; folders read
             now are added.
 
     Raises:
-        RunError: the disk refuses.
+        RunError: a deletion fails.
     """
     known = {} if known is None else known
     found = all_checkpoints(run_dir)
@@ -66,7 +66,7 @@ def remove_newer(run_dir: Path, step: int, *, weights_only: bool = False) -> Non
         weights_only: delete only those without optimizer state.
 
     Raises:
-        RunError: the disk refuses.
+        RunError: a deletion fails.
     """
     try:
         for checkpoint in all_checkpoints(run_dir):

@@ -87,7 +87,7 @@ class TrainingState(Listener):
             The step from which the run went back.
 
         Raises:
-            RunError: the checkpoint is missing, or the run has rolled back too often already.
+            RunError: no checkpoint precedes the skipped steps, or the run has rolled back too often already.
         """
         train, ranks, broken = self._recipe.train, self._step.ranks, self.progress
         with ranks.busy():

@@ -41,7 +41,7 @@ def begin_with_induction(
     """Write the two heads into weights initialized by `init: normal`.
 
     Args:
-        embedding: [V, C]. head: [V, C]; the embedding itself if they are tied.
+        embedding, head: weights [V, C]; the same tensor if they are tied.
         first, second: attention of the first two layers.
     """
     compared = slow_elements(config)
@@ -56,7 +56,7 @@ def begin_with_induction(
     angle, _ = frequencies(config, config.context_length, torch.device("cpu"))
     fast = torch.arange(min(len(angle), max(2, len(angle) // 5)))
     angle = angle[fast].to(embedding)
-    constant = CONSTANT * math.sqrt(width / (1 + CONSTANT**2))  # the first channel after the norm
+    constant = CONSTANT * math.sqrt(width / (1 + CONSTANT**2))  # the first channel's value after the norm
     key = math.sqrt(config.d_head / len(fast)) / constant
     first.query.weight[fast, 0] = LENGTHS[0] * key * angle.cos()
     first.query.weight[config.d_rotary // 2 + fast, 0] = -LENGTHS[0] * key * angle.sin()

@@ -213,8 +213,8 @@ class ManyDevices(Parallel):
             with torch.autocast(self._mesh.device_type, dtype=torch.bfloat16, enabled=gathered):
                 yield
         finally:
-            for module in _sharded_modules(self.model):  # without a backward pass, parameters that the forward
-                module.reshard()  # pass keeps gathered would stay so, with averaged or outdated weights
+            for module in _sharded_modules(self.model):  # parameters gathered by a forward pass without a
+                module.reshard()  # backward pass would stay, with averaged or outdated weights
 
     # --------------------------------------------------------------------------------------- gradients
 

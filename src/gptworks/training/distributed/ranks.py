@@ -6,9 +6,10 @@ on it, since ranks that disagree would wait for one another for ever.
 
 They communicate through the launcher's store. A thread of each rank writes a heartbeat to it every few seconds, with
 counts of the rank's work: common points passed, forward passes begun, collectives issued. A rank whose heartbeats stop
-(killed, or its machine lost) is named by the others within `timeout_seconds`, and the run ends. It also ends if all
-heartbeats continue and no rank's counts rise. Every batch of training, evaluation, sampling or a reference is a forward
-pass, which a hook on the model counts (`ManyDevices.place`), so a run that computes is not taken for one that hangs.
+(killed, or its machine lost) is named by the others within `timeout_seconds`, and the run ends. The run also ends if
+all heartbeats continue and no rank's counts rise. Every batch of training, evaluation, sampling or a reference is a
+forward pass, which a hook on the model counts (`ManyDevices.place`), so a run that computes is not taken for one that
+hangs.
 """
 
 import contextlib
@@ -276,7 +277,7 @@ class _Watch(threading.Thread):
         self._interval = min(timeout_seconds / 5, 5.0)
         self._over = threading.Event()
         self._beats = self._marks = self._moves = 0
-        self._moved_at = time.monotonic()  # any rank
+        self._moved_at = time.monotonic()  # when any rank last made progress
         self._patient = self._busy = False
         self._heard: dict[int, tuple[_Beat | str, float]] = {}  # each rank's last heartbeat, and its time of arrival
         store.set_timeout(timedelta(seconds=max(10.0, timeout_seconds)))
@@ -303,7 +304,7 @@ class _Watch(threading.Thread):
             self.count_point()
 
     def stop(self, how: str) -> None:
-        """Stop; `how` replaces the last heartbeat."""
+        """Stop the thread; `how` replaces this rank's last heartbeat."""
         self._over.set()
         if self.is_alive():
             self.join(self._interval)

@@ -31,7 +31,7 @@ def distillation(
     batch: Batch,
     routing: Routing,
 ) -> Losses:
-    """ce_weight · cross-entropy + kl_weight · temperature² · KL(teacher ‖ model), sums over the batch's targets."""
+    """ce_weight · cross-entropy + kl_weight · temperature² · KL(teacher ‖ model), summed over the batch's targets."""
     inputs, targets, *positions = batch
     router_logits: list[Tensor] = []
     with torch.no_grad():

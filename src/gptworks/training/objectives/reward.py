@@ -76,9 +76,9 @@ def policy_loss(
     """The sum of the answers' losses (Shao et al., 2024, eq. 3 and 4), and the summed figures to report.
 
     Args:
-        logprobs, old, reference: each token's log-probability under the current policy, the policy that sampled it, and
-        the starting model, [B, T]. advantage: each answer's advantage, [B]. counted: whether a token belongs to the
-        answer, [B, T].
+        logprobs, old, reference: each token's log-probability under the current, sampling and starting policy, [B, T].
+        advantage: each answer's advantage, [B].
+        counted: whether a token belongs to the answer, [B, T].
     """
     n_tokens = counted.sum(-1).clamp(min=1)
     ratio = (logprobs - old).exp()
@@ -150,7 +150,7 @@ class Reward(Objective):
         self._settings, self._examples = recipe.objective, samples.examples
         train, shared = self.recipe.train, self._settings.steps_per_rollout
         self._prompts_per_step = train.batch_size // self._settings.group_size
-        n_behind = (train.keep_checkpoints + 2) * -(-train.checkpoint_every // shared)  # a run may go back that far
+        n_behind = (train.keep_checkpoints + 2) * -(-train.checkpoint_every // shared)  # a rollback may need these
         self._store = RolloutStore(self.recipe.run_dir, n_behind)
         self._round: tuple[int, dict[int, Batch]] | None = None  # (number, answers by micro-step)
         self._start: GPT | None = None
@@ -244,7 +244,7 @@ class Reward(Objective):
         return (torch.tensor([numbers[i] for i in chosen.tolist()]),)
 
     def _round_of(self, position: int) -> int:
-        """The number of the round of answers that the step at a position uses; all steps have one size."""
+        """The number of the round of answers that the step at a position uses; all steps have one batch size."""
         return position // self.recipe.train.batch_size // self._settings.steps_per_rollout
 
     def count(self, batch: Batch) -> int:

@@ -182,7 +182,7 @@ def divided(matrices: list[nn.Parameter], n_ranks: int) -> list[list[nn.Paramete
         return [matrices]
     shares: list[list[nn.Parameter]] = [[] for _ in range(n_ranks)]
     work = [0] * n_ranks
-    for matrix in sorted(matrices, key=products, reverse=True):  # equals keep their order
+    for matrix in sorted(matrices, key=products, reverse=True):  # ties keep their order
         least = work.index(min(work))
         shares[least].append(matrix)
         work[least] += products(matrix)

@@ -42,7 +42,7 @@ def parameter_groups(parameters: dict[str, nn.Parameter], train: TrainConfig) ->
                 "weight_decay": 0.0 if kind == "vectors" else train.weight_decay,
             }
         )
-    return dict(sorted(groups.items()))  # adamw first
+    return dict(sorted(groups.items()))  # alphabetical, adamw first
 
 
 class Optimizer:

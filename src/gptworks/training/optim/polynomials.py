@@ -33,7 +33,7 @@ def polynomials(kind: Literal["jordan", "polar_express"], n_iterations: int) -> 
         return (JORDAN,) * n_iterations
     *varied, limit = POLAR_EXPRESS
     safe = [_of_divided(polynomial, SAFETY) for polynomial in varied]
-    safe[0] = _of_divided(safe[0], SAFETY)  # Frobenius' norm, rounded, may be too small for the largest value
+    safe[0] = _of_divided(safe[0], SAFETY)  # a rounded Frobenius norm may be below the largest value
     return tuple(safe[:n_iterations]) + (limit,) * (n_iterations - len(safe))
 
 

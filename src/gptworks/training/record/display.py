@@ -77,7 +77,7 @@ class Display:
         self.message(f"step {step:>6,}  validation loss {loss:.4f}{note}")
 
     def sample(self, step: int, prompt: str, text: str) -> None:
-        """Show a prompt and, set apart, its continuation."""
+        """Show a prompt and its continuation, with a mark between."""
         line = Text(f"step {step:>6,}  ")
         line.append(prompt, style="dim")
         line.append("▸", style="bold")
@@ -97,7 +97,7 @@ class Display:
         """Show the progress after a step.
 
         Args:
-            where: such as "step 40/500", or "step 40  1:05 of 3:30" if the clock ends the run.
+            where: the progress, as "step 40/500", or "step 40  1:05 of 3:30" if the clock ends the run.
             share_done: finished share of the run, from 0 to 1.
             loss: loss of this step; the line shows a running mean.
             eta: seconds until the end.

@@ -36,7 +36,7 @@ class Writer(Protocol):
 
 
 class MetricsLog:
-    """`metrics.jsonl`: one JSON object a line, with a `step` and a `kind` (train, validation, sample…)."""
+    """`metrics.jsonl`: one JSON object per line, with a `step` and a `kind` (train, validation, sample…)."""
 
     def __init__(
         self, path: Path, resume_step: int, writers: Sequence[Writer] = (), *, resume_rollbacks: int = 0

@@ -41,7 +41,7 @@ class Rehearsal:
     freeze: FreezeConfig | None = None
     objective: ObjectiveConfig = NEXT_TOKEN
     several_texts: bool = False
-    """Whether rows hold texts one after the other."""
+    """Whether a row holds several texts, one after the other."""
 
     @classmethod
     def of(cls, plan: Plan, device: str) -> Self:
@@ -149,7 +149,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _run(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operation; a fake mask selects everything."""
+    """Run an operation; a fake boolean mask selects every element."""
     masks = function in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default)
     if masks and isinstance(args[0], torch._subclasses.FakeTensor):
         x, indices, *rest = args
