@@ -199,7 +199,7 @@ def _compiler() -> str | None:
 
 
 def torch_trains_because() -> str | None:
-    """The reason why the C++ cannot be used for training; None: it can, or torch is as fast here."""
+    """The reason why the C++ cannot be used for training; None: it is used, or torch is as fast here."""
     try:
         library()
     except Unavailable as error:

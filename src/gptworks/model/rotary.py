@@ -16,8 +16,8 @@ _POSITIONS_AT_ONCE = 2**16
 class Rotary(Tables):
     """Cosines and sines of the rotary embedding (Su et al., 2021), pairing element i with i + R/2 of R rotated ones.
 
-    Stored tables cover the original context and never change. With scaling by length, a longer text's tables are
-    computed at each call for the given positions, so that threads with texts of different lengths share no state.
+    Stored tables are scaled for the original context and never change. With scaling by length, a longer text's tables
+    are computed at each call for the given positions, so that threads with texts of different lengths share no state.
     """
 
     def __init__(self, config: ModelConfig) -> None:

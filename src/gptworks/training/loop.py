@@ -30,7 +30,7 @@ from gptworks.training.signals import stop_signals
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended."""
+    """The end of a run: its reason, the counts and the best loss."""
 
     reason: str
     step: int

@@ -22,7 +22,7 @@ from gptworks.training.state import TrainingState
 
 @dataclass(frozen=True)
 class Beginning:
-    """How a session of a run begins."""
+    """The beginning of a session of a run."""
 
     is_new: bool
     """Whether the run starts at step 0, not at a checkpoint."""

@@ -21,7 +21,7 @@ def remove_old(run_dir: Path, keep: int, keep_every: int = 0, known: dict[str, S
     Keeps the newest `keep` undamaged checkpoints that a run can resume from, the best one that each of them names,
     multiples of `keep_every` steps, and with `keep_every` the weights of step 0. Damaged ones, and the newest if saved
     while steps were skipped, are kept but not counted, because a run never rolls back to them. A checkpoint with only
-    weights is kept if it is such a best one, or newer than all that a run can resume from.
+    weights is kept if it is such a best one, or if it is the newest and no full one is newer.
 
     Args:
         known: signatures of folders that matched their manifests. Unchanged folders are not read again; folders read

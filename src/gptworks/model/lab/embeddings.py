@@ -8,7 +8,7 @@ from gptworks.config import ModelConfig
 from gptworks.model.cost import RESIDUAL, Shapes, Stage
 
 NO_TOKEN = -1
-"""The id that stands for the missing predecessor of a text's first token."""
+"""The id in place of the missing predecessor of a text's first token."""
 
 _OF_TOKEN, _OF_PREVIOUS = 36_313, 27_191
 """Factors of the two ids in the hash, from modded-nanogpt."""

@@ -106,7 +106,7 @@ class Objective:
         return count_targets(batch)
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
-        """The batch's loss and reported figures, summed over its targets."""
+        """The batch's loss and reported figures, as sums over the batch."""
         return next_token(model, batch, self._routing, self._future_weights)
 
     def evaluate(self, model: GPT, workers: Workers, precision: Precision) -> tuple[LossReport, dict[str, float]]:

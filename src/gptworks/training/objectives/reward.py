@@ -340,7 +340,7 @@ class Reward(Objective):
         assert isinstance(settings, RewardObjective)
         keeps_start, routing = settings.beta > 0 and not trains_adapters_only(model), Routing.of(train)
         tensors = [*model.parameters(), *model.buffers()] if keeps_start else []
-        held = [torch.zeros_like(each) for each in tensors]  # stands for the starting model's memory
+        held = [torch.zeros_like(each) for each in tensors]  # as large as the starting model
 
         def without_answers(model: GPT, batch: Batch, start: list[Tensor] = held) -> Losses:
             of_answers, of_tokens = (torch.zeros(batch[0].shape[:n], device=model.device) for n in (1, 2))

@@ -64,7 +64,7 @@ class AdamWInt8(AdamLike):
 
 
 def _pieces(parameter: Tensor) -> Iterator[tuple[slice, slice]]:
-    """For each piece that is updated at once, the slice of its elements and that of its blocks' scales."""
+    """For each piece that is updated at once, a slice of its elements and a slice of its blocks' scales."""
     at_once = CPU_AT_ONCE if parameter.device.type == "cpu" else AT_ONCE
     for start in range(0, parameter.numel(), at_once):
         end = min(start + at_once, parameter.numel())

@@ -23,8 +23,8 @@ POLAR_EXPRESS: tuple[Polynomial, ...] = (
 ones map [0.001, 1] (Amsel et al., 2025, "The Polar Express", arXiv 2505.16932, implementation 1)."""
 
 SAFETY = 1.01
-"""The argument of every polynomial but the last is divided by this, that of the first twice: a singular value that
-rounding moves above the interval would grow (the same paper, on finite precision)."""
+"""Divisor of the argument of every polynomial but the last, used twice for the first: a singular value that rounding
+moves above the interval would grow (the same paper, on finite precision)."""
 
 
 def polynomials(kind: Literal["jordan", "polar_express"], n_iterations: int) -> tuple[Polynomial, ...]:

@@ -320,7 +320,7 @@ _NEEDED: dict[str, dict[str, Callable[[Any], bool]]] = {
 
 
 def _fault(record: Any) -> str | None:
-    """Why a value is not a record, worded to follow a number of lines; None if it is a record."""
+    """The reason why a value is not a record, worded to follow a number of lines; None if it is a record."""
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
         return "without a kind"
     if not _is_count(record.get("step")):

@@ -12,12 +12,12 @@ _MOST_BYTES = 1 << 20
 
 
 class RunOutcome(BaseModel):
-    """How a run ended."""
+    """The end of a run, as `outcome.json` records it."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     reason: str
-    """Why the run ended: "finished", "stopped by SIGTERM", …"""
+    """Reason for the end: "finished", "stopped by SIGTERM", …"""
     step: int = Field(ge=0)
     tokens: int = Field(ge=0)
     """Tokens read in training, as `Progress.tokens`."""
