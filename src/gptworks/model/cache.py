@@ -18,7 +18,7 @@ class Vectors(Protocol):
 
 
 class SlotRows:
-    """Places in a cache of the N tokens of one flat batch."""
+    """The places in a cache of a flat batch's N tokens."""
 
     def __init__(
         self,

@@ -209,7 +209,7 @@ class GPT(nn.Module):
 def initialize(model: GPT) -> None:
     """Set every parameter as `config.init` says; norms are 1 and 0, biases 0."""
     config = model.config
-    if model.head_weight.is_meta:  # meta tensors have no values, but drawing random ones takes long even there
+    if model.head_weight.is_meta:  # meta tensors have no values, yet drawing random ones takes long
         return
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):

@@ -294,7 +294,7 @@ def _in_cache(logits: Tensor, rows: slice) -> Iterator[tuple[Tensor, slice]]:
 
 
 def _into_gradient(logits: Tensor, targets: Tensor, factors: Tensor | None = None) -> Tensor:
-    """Write softmax − one-hot over rows of logits [n, V], times a factor [n] for each; returns the sum of their
+    """Overwrite rows of logits [n, V] with (softmax − one-hot) times each row's factor [n]; returns the rows' sum of
     −log softmax(logits)[target]."""
     if (kernel := dispatch.chosen("cross_entropy", logits)).by == dispatch.CPP:
         return kernel.compute(logits, targets, factors, gradient=True).sum()
@@ -312,8 +312,8 @@ def _nats(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _rows_to_gradient(logits: Tensor, targets: Tensor, factors: Tensor | None = None) -> Tensor:
-    """Write softmax − one-hot over some rows' logits, times a factor [n] for each; returns the sum of their
-    −log softmax(logits)[target].
+    """Overwrite some rows' logits with (softmax − one-hot) times each row's factor [n]; returns the rows' sum of −log
+    softmax(logits)[target].
 
     A target's probability may underflow: its logarithm is computed from the largest probability, which is at least 1/V.
     """

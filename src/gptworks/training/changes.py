@@ -61,7 +61,7 @@ class History:
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     overrides: list[str] = field(default_factory=list)
-    """`key.path=value` in the order given, each key once."""
+    """`key.path=value` settings of the command lines, in the order given, each key once."""
     changes: list[Change] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     """A fork's source checkpoint; then, if the source is a fork too, its source checkpoint; and so on."""

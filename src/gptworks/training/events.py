@@ -31,7 +31,7 @@ class Evaluation:
     figures: dict[str, float]
     """Additional means by name."""
     is_best: bool
-    """Whether its loss is the lowest of the run."""
+    """Whether the evaluation's loss is the lowest of the run."""
 
 
 class Listener:

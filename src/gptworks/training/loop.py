@@ -55,12 +55,12 @@ def train(
     """Train the recipe's model until its length is reached, it stops improving, or a signal asks it to stop.
 
     Args:
-        recipe: what to train, on what, for how long.
+        recipe: the settings of the model, the data and the training.
         resume: continue from the newest undamaged checkpoint of `recipe.run_dir`, bit for bit as without the stop; a
             folder without one starts at step 0.
         change: settings by path that a resumed run may change, though its loss curve depends on them.
         force: start even if the plan says that the run does not fit in memory.
-        objective: a loss of your own instead of the recipe's.
+        objective: a loss function to use instead of the recipe's.
         ranks: the processes that train together, from `gptworks.training.distributed.ranks.join`; each calls this.
         overrides: the `key.path=value` settings of the command line, kept in the run folder for a resumed run.
         prepare: builds the dataset on rank 0.

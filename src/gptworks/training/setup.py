@@ -31,7 +31,7 @@ from gptworks.units import readable
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that may start."""
+    """A checked run, ready to start."""
 
     recipe: Recipe
     """The resolved recipe: with its tokenizer's vocabulary size, and the number of threads."""

@@ -72,13 +72,13 @@ def _pieces(parameter: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def unpack_signed(codes: Tensor, scale: Tensor) -> Tensor:
-    """The first moment [n] of codes, int8 [n], and their blocks' scales."""
+    """The first moment [n] from codes, int8 [n], and their blocks' scales."""
     values = codes.float().div_(127)
     return _scaled(values.mul_(values.abs()), scale)
 
 
 def unpack_unsigned(codes: Tensor, scale: Tensor) -> Tensor:
-    """The second moment [n] of codes, uint8 [n], and their blocks' scales."""
+    """The second moment [n] from codes, uint8 [n], and their blocks' scales."""
     return _scaled(codes.float().div_(255).square_().square_(), scale)
 
 

@@ -3,7 +3,7 @@
 from typing import Literal
 
 Polynomial = tuple[float, float, float]
-"""a, b and c."""
+"""The coefficients a, b and c."""
 
 JORDAN: Polynomial = (3.4445, -4.7750, 2.0315)
 """Used in every iteration, chosen for a steep rise at zero: five iterations take [0.01, 1] to [0.68, 1.13] (Jordan

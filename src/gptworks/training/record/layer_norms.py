@@ -23,7 +23,7 @@ class LayerNorms(Listener):
         step.by_layer = self.finish()
 
     def begin(self, step: int) -> None:
-        """Call before a step's forward passes: watches them if the step will be reported."""
+        """Call before a step's forward passes, whose outputs are watched if the step will be logged."""
         self._model.watched = [] if (step + 1) % self._every == 0 else None
 
     def finish(self) -> dict[str, Any]:

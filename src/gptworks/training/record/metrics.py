@@ -139,7 +139,7 @@ _KNOWN_BYTES = 256
 class MetricsReader:
     """Reads a log that may grow: each call continues where the last one stopped.
 
-    A line without an end is a record if it is complete JSON; otherwise the reader waits for the rest of it.
+    A last line without a newline is a record if it is complete JSON; otherwise the reader waits for its rest.
     """
 
     def __init__(self, path: Path, skipped: Skipped | None = None) -> None:

@@ -22,7 +22,7 @@ from gptworks.training.objectives.next_token import Batch
 from gptworks.training.rehearsal.trace import Rehearsal, take
 
 SPEED_SECONDS, SPEED_STEPS = 2.0, 9
-"""Duration and number of steps, at most, if only the speed is measured."""
+"""Longest duration and largest number of steps if only the speed is measured."""
 
 
 def measure_step(rehearsal: Rehearsal) -> Measured:
@@ -91,8 +91,8 @@ WARM_FIELDS = (
 
 
 def _small(model: ModelConfig) -> ModelConfig:
-    """A model of one narrow layer that loads the same code. Settings that are not in `WARM_FIELDS` have their defaults:
-    some, such as gates, would need more layers or channels."""
+    """A model of one narrow layer that loads the same code as `model`. Settings that are not in `WARM_FIELDS` have
+    their defaults: some, such as gates, would need more layers or channels."""
     kept = {name: getattr(model, name) for name in WARM_FIELDS}
     shared = {"d_ff_shared": 64} if model.d_ff_shared else {}
     return ModelConfig(vocab_size=64, context_length=64, n_layers=1, d_model=64, n_heads=2, d_ff=64, **kept, **shared)
