@@ -7,9 +7,9 @@
 A child that exceeds a limit dies, and `Task.abandon` kills one whose answer is no longer needed; the next question
 starts another. A child within its limits answers the next question too: a start takes about 0.1 s, an answer 0.1 ms.
 
-Time is the child's own processor time, so that a busy machine accepts the same questions as an idle one. Memory is
-address space beyond the child's at the question's arrival (RLIMIT_AS). macOS does not enforce RLIMIT_AS: there only the
-time is limited, and with it the memory that can be allocated.
+Time is the child's own CPU time, so that a busy machine accepts the same questions as an idle one. Memory is the growth
+of the child's address space since the question arrived (RLIMIT_AS). macOS does not enforce RLIMIT_AS: only the time
+limit applies there, which also bounds the memory that can be allocated.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ from typing import Any
 _MAX_REPLY_BYTES = 1 << 27
 _ABANDONED = "the answer is no longer needed."
 _PROCESSES = 2
-"""Questions at a time; others wait."""
+"""Children of one `Confined` that work at the same time; further questions wait."""
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
-"""Environment variables of the children, which must not see API keys."""
+"""Environment variables that the children inherit. They must not see others, such as API keys."""
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import main; main()"
 
 
@@ -37,13 +37,13 @@ class Limits:
     """Limits of one answer."""
 
     seconds: float
-    """Processor time."""
+    """CPU time."""
     n_bytes: int
-    """Address space, beyond the process's at the question's arrival."""
+    """Bytes by which the address space may grow after the question has arrived."""
 
 
 class Exceeded(Exception):
-    """An answer exceeded a limit, which the message names."""
+    """Answering a question exceeded a limit; the message names the limit."""
 
 
 class Abandoned(Exception):
@@ -55,7 +55,7 @@ class Refused(Exception):
 
 
 class Task:
-    """A handle to stop the process that works on a question. Each is for one call of `ask`."""
+    """A handle to stop the process that works on a question; each call of `ask` needs its own."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -78,7 +78,7 @@ class Task:
 
 
 class Confined:
-    """Asks children of one kind. Thread-safe."""
+    """Sends questions to child processes that all run one module. Thread-safe."""
 
     def __init__(
         self,
@@ -92,9 +92,9 @@ class Confined:
         """
         Args:
             kind: the module whose `main` answers.
-            setup: a child's first question, as JSON.
-            setup_limits: limits for the setup; None: the same.
-            keep_bytes: a child whose memory has grown by more is not used again.
+            setup: the first question of each child, a JSON value.
+            setup_limits: limits for the setup; None: `limits`.
+            keep_bytes: a child whose resident memory has grown by more bytes is not reused.
         """
         self.limits = limits
         self._kind, self._setup, self._keep_bytes = kind, setup, keep_bytes
@@ -105,11 +105,11 @@ class Confined:
         self._finalize = weakref.finalize(self, _kill_all, self._idle)
 
     def ask(self, question: Any, task: Task | None = None) -> Any:
-        """The answer to a question, as JSON.
+        """A child's answer to a question; both are JSON values.
 
         Raises:
             Refused: the child could not answer; the message is the child's.
-            Exceeded: the answer takes more than the limits.
+            Exceeded: answering the question exceeded a limit.
             Abandoned: the task was abandoned.
         """
         task = task or Task()
@@ -126,10 +126,10 @@ class Confined:
         return _answer(reply)
 
     def start(self) -> None:
-        """Start a child, to check the setup.
+        """Start a child now, to learn whether the setup works.
 
         Raises:
-            Refused, Exceeded: the setup fails.
+            Refused, Exceeded: the setup failed.
         """
         with self._places:
             self._idle.append(self._take(Task()))
@@ -167,14 +167,14 @@ class _Child:
         return self.process.poll() is None
 
     def ask(self, question: Any, limits: Limits) -> dict[str, Any]:
-        """The child's reply.
+        """The child's reply: `answer` or `error`, and `grown_bytes`.
 
         Raises:
-            Exceeded: a limit ended it.
+            Exceeded: the child exceeded a limit.
         """
         assert self.process.stdin is not None and self.process.stdout is not None
         line = json.dumps([asdict(limits), question]).encode("ascii") + b"\n"
-        with contextlib.suppress(BrokenPipeError):  # its exit code has the reason
+        with contextlib.suppress(BrokenPipeError):  # the child has ended, and its exit code has the reason
             self.process.stdin.write(line)
             self.process.stdin.flush()
         reply = self.process.stdout.readline(_MAX_REPLY_BYTES)
@@ -197,7 +197,7 @@ class _Child:
 
 @contextlib.contextmanager
 def _working(child: _Child, task: Task) -> Any:
-    """A context in which the task can kill the child; any error kills it too."""
+    """A context in which `task` can kill the child; an exception in it also kills the child."""
     try:
         task.hold(child.process)
         try:
@@ -214,7 +214,7 @@ def _working(child: _Child, task: Task) -> Any:
 def _cause(code: int, limits: Limits) -> str:
     if code in (-getattr(signal, "SIGPROF", 27), -getattr(signal, "SIGXCPU", 24)):
         return f"it takes more than {limits.seconds:g} seconds of processor time."
-    if code in (-signal.SIGABRT, -getattr(signal, "SIGKILL", 9)):  # by a library or the system, for lack of memory
+    if code in (-signal.SIGABRT, -getattr(signal, "SIGKILL", 9)):  # killed for lack of memory
         return f"it takes more than {limits.n_bytes >> 20} MiB of memory."
     return f"it ended the process that worked on it ({_name_of(code)})."
 

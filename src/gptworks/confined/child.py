@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 Answer = Callable[[Any], Any]
-"""A function that answers a question, both JSON. If it raises an exception, its message is returned instead."""
+"""A function from a question to its answer, both JSON values. If it raises, the child replies with the message."""
 
 
 def serve(prepare: Callable[[Any], Answer]) -> None:
-    """Answer until the parent closes the pipe. The first question is the setup."""
+    """Answer the parent's questions until it closes the pipe. `prepare` gets the first question, the setup."""
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # output of a library is not a reply
+    os.dup2(2, 1)  # what a library prints must not look like a reply
     answer: Answer | None = None
     before = 0
     for line in sys.stdin.buffer:

@@ -1,7 +1,7 @@
-"""Untrusted task templates and regular expressions: the two questions, and the child that answers them.
+"""Render untrusted task templates and search with untrusted regular expressions, in a child process.
 
-There are many short items, so one question has many items, and one child answers many questions. If a question exceeds
-a limit, its items are asked one by one, to find the one that does.
+Items are short and many, so one question has up to PER_QUESTION items, and one child answers many questions. If a
+question exceeds a limit, its items are asked one by one, to find the item that exceeds it.
 """
 
 import re
@@ -17,9 +17,9 @@ from gptworks.confined.child import Answer, serve
 from gptworks.errors import UserError
 
 SECONDS, _BYTES = 2.0, 1 << 28
-"""Processor time and memory for one item, and for one question of many."""
+"""CPU time and memory for a question, whether it has one item or many."""
 MAX_RENDERED_CHARACTERS = 1 << 20
-"""Longest text of one item."""
+"""Longest text that a template may render for one item."""
 MAX_EXPRESSION_CHARACTERS = 2000
 PER_QUESTION = 128
 
@@ -27,16 +27,16 @@ How = Literal["search", "match", "fullmatch"]
 
 
 class Fault(Exception):
-    """The expression could not be applied to an item; the message has the reason."""
+    """A template could not be rendered for an item; the message has the reason."""
 
     def __init__(self, reason: str, syntax: bool = False) -> None:
         super().__init__(reason)
         self.syntax = syntax
-        """Whether the template itself is wrong, for every item."""
+        """Whether the template has a syntax error, which affects every item."""
 
 
 def render(source: str, items: Sequence[dict[str, Any]]) -> "list[str | Fault]":
-    """A template's text for each item."""
+    """For each item, the text that the template renders or the `Fault`."""
     replies = _ask_all("render", source, items)
     return [reply if isinstance(reply, str) else Fault(reply["fault"], reply.get("syntax", False)) for reply in replies]
 
@@ -44,10 +44,10 @@ def render(source: str, items: Sequence[dict[str, Any]]) -> "list[str | Fault]":
 def find(
     pattern: str, texts: Sequence[str], how: How = "search", seconds: float | None = None
 ) -> list[tuple[str, str] | None]:
-    """The match of `re.search` (or match, fullmatch) in each text, and its first group or ""; None: no match.
+    """For each text, what `re.search` (or match, fullmatch) matches and the first group or ""; None: no match.
 
     Raises:
-        UserError: the pattern does not compile, or takes too long on a text.
+        Refused: the pattern does not compile. UserError: the pattern takes too long on a text.
     """
     found: list[tuple[str, str] | None] = []
     for text, reply in zip(texts, _ask_all(how, pattern, texts, seconds), strict=True):
@@ -110,7 +110,7 @@ def _render(source: str, item: Any) -> Any:
 
 
 def _line(error: Exception) -> int:
-    """The template's line in an error's traceback."""
+    """The number of the template's line that raised an error."""
     line, trace = 1, error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "<template>":
@@ -137,5 +137,5 @@ def _prepare(setup: Any) -> Answer:
 
 
 def main() -> None:
-    """Answer questions: a kind, its template or pattern, and the items."""
+    """Answer the parent's questions: each has a kind, a template or pattern, and the items."""
     serve(_prepare)

@@ -1,4 +1,4 @@
-"""Grammars of constrained text: compiled here first and, if that is cheap, also in the parent."""
+"""Compile grammars for constrained text in a child first; the parent compiles only those that were cheap there."""
 
 import contextlib
 import importlib
@@ -11,13 +11,13 @@ from gptworks.confined.child import Answer, resident_bytes, serve
 Encode = Callable[[str], list[int]]
 
 MAX_LEXER_STATES = 20_000
-"""Lexer states of one text; each takes 1 to 2 kB."""
+"""Most lexer states of one text; each takes 1 to 2 kB."""
 MAX_REASON = 300
-"""Characters of llguidance's error that are shown: it may repeat all of a pattern."""
+"""Most characters shown of llguidance's error, which may repeat a whole pattern."""
 
 
 class Vocabulary:
-    """A tokenizer for llguidance: the bytes of each token, and the tokens of a text that the grammar forces."""
+    """A tokenizer for llguidance: the bytes of each token; a call returns the ids of a text that the grammar forces."""
 
     def __init__(self, setup: dict[str, Any], encode: Encode | None) -> None:
         self.tokens = [token.encode("latin-1") for token in setup["tokens"]]
@@ -33,7 +33,7 @@ class Vocabulary:
         return self._encode(text)
 
     def _longest_first(self, text: str) -> list[int]:
-        """The longest tokens from the left; sufficient for the masks of a trial."""
+        """The ids of a text by greedy longest match, which suffices for the masks of a trial."""
         data, at, ids = text.encode(), 0, []
         while at < len(data):
             for end in range(min(len(data), at + self._longest), at, -1):
@@ -47,10 +47,10 @@ class Vocabulary:
 
 
 def read_tokenizer(setup: dict[str, Any], encode: Encode | None = None) -> Any:
-    """llguidance's tokenizer, of tokens that spell text (latin-1), or of a SentencePiece tokenizer's JSON.
+    """llguidance's tokenizer, made from the tokens' bytes (as latin-1) or from a SentencePiece tokenizer's JSON.
 
     Args:
-        encode: the ids of a text; None: about right.
+        encode: returns the ids of a text; None: approximate them by greedy longest match.
     """
     library = importlib.import_module("llguidance")
     if "json" in setup:
@@ -59,7 +59,7 @@ def read_tokenizer(setup: dict[str, Any], encode: Encode | None = None) -> Any:
 
 
 def compile_grammar(tokenizer: Any, grammar: str) -> Any:
-    """A matcher at the beginning of a text. The first mask was computed, in a copy of it.
+    """A matcher at the start of a text. Its first mask was computed in a copy, to find errors.
 
     Raises:
         ValueError: llguidance does not accept the grammar.
@@ -77,7 +77,7 @@ def compile_grammar(tokenizer: Any, grammar: str) -> Any:
 
 
 def reason_of(error: str) -> str:
-    """llguidance's error in a line."""
+    """llguidance's error as one short line."""
     if "NoExtensionBias" in error:
         return "no text satisfies it"
     if "Unable to determine if regex is empty" in error:
@@ -92,7 +92,7 @@ def _prepare(setup: Any) -> Answer:
     tokenizer = read_tokenizer(setup)
 
     def answer(grammar: Any) -> int:
-        """The resident bytes that the grammar takes."""
+        """Resident bytes that the compiled grammar takes."""
         before = resident_bytes()
         matcher = compile_grammar(tokenizer, grammar)
         n_bytes = max(0, resident_bytes() - before)

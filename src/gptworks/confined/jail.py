@@ -1,13 +1,13 @@
-"""Started by sandbox.py as a separate program: isolates itself from the machine, then runs another program.
+"""A separate program that sandbox.py starts: it isolates itself from the machine, then runs a generated program.
 
-    python -I -S jail.py SECONDS MEMORY_BYTES DISK_BYTES < the program, then an answer
+    python -I -S jail.py SECONDS MEMORY_BYTES DISK_BYTES < length and source of the program, then a token
 
 It needs only the standard library. Linux namespaces give the program its own users, processes, network (none) and file
 system: the interpreter and the system's libraries, read-only, and an empty folder in memory.
 
 Namespaces and limits do not cover all of the kernel: System V shared memory, semaphores and message queues are outside
-RLIMIT_AS, a session keyring is the caller's, and AF_VSOCK reaches a virtual machine's host. A seccomp filter refuses
-those system calls, and all calls that are newer than Linux 5.0.
+RLIMIT_AS, the session keyring is inherited from the caller, and AF_VSOCK reaches a virtual machine's host. A seccomp
+filter refuses these system calls, and all calls that are newer than Linux 5.0.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ _USER, _MOUNT, _PID, _NET, _IPC, _UTS = 0x10000000, 0x00020000, 0x20000000, 0x40
 _NAMESPACES = _USER | _MOUNT | _PID | _NET | _IPC | _UTS
 _MS_BIND, _MS_REC, _MS_PRIVATE, _MS_NOSUID, _MS_NODEV, _DETACH = 4096, 16384, 1 << 18, 2, 4, 2
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "riscv64": 41}
-_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000  # the same number on every architecture
+_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000  # 442 on every architecture
 _RDONLY, _NOSUID = 1, 2
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7, "riscv64": 0xC00000F3}
-"""AUDIT_ARCH_* of linux/audit.h, by uname's machine."""
+"""The AUDIT_ARCH_* constants of linux/audit.h, by the machine's name in `os.uname`."""
 _REFUSED_CALLS = {
     # name: (number on x86_64, number on the others), from the kernel's tables of system calls
     "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
@@ -49,12 +49,12 @@ _REFUSED_CALLS = {
 }  # fmt: skip
 _X86_ONLY = {"modify_ldt": 154, "iopl": 172, "ioperm": 173, "uselib": 134, "_sysctl": 156, "ustat": 136}
 _SOCKET_CALLS = ((41, 198), (53, 199))
-"""socket and socketpair: allowed only for _FAMILIES, which a network namespace confines."""
+"""Numbers of socket and socketpair, allowed only for _FAMILIES, which the network namespace confines."""
 _FAMILIES = (1, 2, 10, 16)
 """AF_UNIX, AF_INET, AF_INET6, AF_NETLINK."""
 _FIRST_NEW_CALL = 424
-"""The first system call refused as too new: its number and all above are equal on every architecture. The C library has
-fallbacks for these calls. On x86_64 the highest numbers are another ABI for older calls."""
+"""The first system call that is refused as too new. From this number on, numbers are equal on every architecture, and
+the C library has fallbacks. On x86_64 the highest numbers belong to another ABI (x32), which is refused too."""
 _KEYCTL, _JOIN_SESSION_KEYRING = (250, 219), 1
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 """BPF instructions: load a word of the call, jump if it is equal, jump if it is at least, return a verdict."""
@@ -62,7 +62,7 @@ _ALLOW, _FAIL, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# Hides its channels from the program; sends the answer only after the program has ended.
+# Hides the pipes to the parent from the program; copies the parent's token only after the program has ended.
 CHILD = """
 def run():
     import os, sys
@@ -107,7 +107,7 @@ def _write(path: str, text: str) -> None:
 def _enter_namespaces() -> None:
     """Enter new namespaces in which this process may mount, and in which the program will be nobody.
 
-    Root maps two users, itself and nobody, which requires a helper process outside; other users map themselves.
+    Root maps two users, itself and nobody, by a helper process outside; another user maps only itself, as nobody.
     """
     user, group = os.getuid(), os.getgid()
     if user != 0:
@@ -137,7 +137,7 @@ def _enter_namespaces() -> None:
 
 
 def _build_root(program: bytes, disk_bytes: int) -> None:
-    """Make a root of only the interpreter and the libraries, read-only, and a small folder."""
+    """Make a root file system of the interpreter and libraries, read-only, four devices, and a folder in memory."""
     root = "/tmp" if os.path.isdir("/tmp") else "/mnt"
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     own = [f"{sys.base_prefix}/{name}" for name in ("bin", "lib", "lib64")]  # the prefix may be a user's home
@@ -185,7 +185,7 @@ def _make_read_only(path: str) -> None:
 
 
 def _become_program(seconds: int, memory_bytes: int) -> None:
-    """Drop all rights, set the limits, and start the interpreter again."""
+    """Drop all rights, set the limits, and replace this process by a new interpreter that runs the program."""
     if os.getuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -204,15 +204,15 @@ def _become_program(seconds: int, memory_bytes: int) -> None:
 
 
 def _leave_session_keyring() -> None:
-    """Replace the caller's session keyring, which calls other than keyctl can also search, by an empty one."""
+    """Replace the caller's session keyring by an empty one, since calls other than keyctl can search it too."""
     if _libc.syscall(_KEYCTL[os.uname().machine != "x86_64"], _JOIN_SESSION_KEYRING, None) < 0:
         error = ctypes.get_errno()
-        if error not in (errno.ENOSYS, errno.EPERM):  # no keyrings, or keyctl is refused to everyone
+        if error not in (errno.ENOSYS, errno.EPERM):  # the kernel has no keyrings, or refuses keyctl
             raise OSError(error, f"keyctl: {os.strerror(error)}")
 
 
 def _filter(machine: str) -> bytes:
-    """The seccomp filter in BPF: some system calls fail, and those of another architecture kill the process."""
+    """The seccomp filter as BPF code: refused system calls fail; a call of another architecture kills the process."""
     other = machine != "x86_64"
     refused = sorted({numbers[other] for numbers in _REFUSED_CALLS.values()} | set(() if other else _X86_ONLY.values()))
 
@@ -231,7 +231,7 @@ def _filter(machine: str) -> bytes:
 
 
 def _install_filter() -> None:
-    """Install the filter for this process and its children; it cannot be removed."""
+    """Install the seccomp filter for this process and its children, permanently."""
     program = _filter(os.uname().machine)
     buffer = ctypes.create_string_buffer(program, len(program))
 
@@ -244,7 +244,7 @@ def _install_filter() -> None:
 
 
 def _guarded(seconds: int, memory_bytes: int) -> None:
-    """Run as the first process of the new pid namespace: when it ends, the kernel kills all others there."""
+    """Run the program as a child of the new pid namespace's first process, whose end kills all others there."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
     _leave_session_keyring()
     _install_filter()
@@ -256,7 +256,7 @@ def _guarded(seconds: int, memory_bytes: int) -> None:
 
 
 def main() -> None:
-    """See the top of the file."""
+    """Run the program from stdin; the top of this file describes the arguments."""
     seconds, memory_bytes, disk_bytes = map(int, sys.argv[1:4])
     n_bytes = int.from_bytes(os.read(0, 8), "big")
     program = b""

@@ -6,8 +6,8 @@ sizes, and is killed when its time is over. A seccomp filter refuses the calls t
 shared memory and queues) and the caller's keyrings. If the system lacks namespaces or the filter, no program is run.
 
 Not guaranteed: tests and program share an interpreter, so a program that targets this harness can claim to have passed.
-It finds no secret for that: the end of a program is confirmed with a random token that is made only then. And kernels
-have bugs: run malicious programs in a virtual machine.
+It cannot find a secret in advance: the random token that confirms its end is made only then. And kernels have bugs: run
+malicious programs in a virtual machine.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _LAST_SECONDS = 10.0
 
 
 class Sandbox:
-    """Runs programs; only on Linux.
+    """Runs programs isolated from the machine; only on Linux.
 
     Raises:
         UserError: the system does not allow the isolation.
@@ -58,7 +58,7 @@ class Sandbox:
         memory_mib: int,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[str]:
-        """Run Python programs in parallel; the outcome of each: "passed", "timeout", or how it failed.
+        """Outcomes of Python programs, run in parallel: "passed", "timeout", "failed: REASON" or "refused: REASON".
 
         A program passes if it runs to its end without an exception. An early exit fails, whatever its code.
         """
@@ -70,7 +70,7 @@ class Sandbox:
         return outcomes
 
     def run(self, program: str, timeout_seconds: float, memory_mib: int) -> str:
-        """The outcome of one program."""
+        """Run one program and return its outcome; see `run_all`."""
         source = program.encode("utf-8", "replace")
         limits = [str(int(timeout_seconds) + 1), str(memory_mib << 20), str(DISK_BYTES)]
         process = subprocess.Popen(
@@ -98,13 +98,13 @@ class Sandbox:
                 return "passed"
             if reply.startswith(b"failed: "):
                 return reply.decode("ascii", "replace")
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it may have closed its channel and still run
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the program may have closed its pipe and still run
                 process.wait(max(0.1, deadline - time.monotonic()))
             if process.returncode == jail.REFUSED:
                 return f"refused: {process.stderr.read(500).decode('utf-8', 'replace').strip()}"
             return "failed: it ended early"
         finally:
-            process.terminate()  # it ends its processes, and then itself
+            process.terminate()  # jail.py kills the program, and then ends
             try:
                 process.wait(_LAST_SECONDS)
             except subprocess.TimeoutExpired:
@@ -116,7 +116,7 @@ class Sandbox:
 
 
 def _read(descriptor: int, deadline: float) -> bytes | None:
-    """The next bytes; b"" if the other side has closed, None if the time is over."""
+    """The next bytes of a pipe; b"" if the other side has closed it, None after the deadline."""
     with selectors.DefaultSelector() as selector:
         selector.register(descriptor, selectors.EVENT_READ)
         if not selector.select(max(0.0, deadline - time.monotonic())):

@@ -12,11 +12,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from gptworks.confined.child import Answer, serve
 
 MAX_RENDERED_CHARACTERS = 1 << 24
-"""Longest text of a conversation."""
+"""Longest text that a template may render."""
 
 
 class _Generation(Extension):
-    """`{% generation %}`, which marks an assistant's part in some templates; the content stays as it is."""
+    """The tag `{% generation %}`, with which some templates mark the assistant's text; its content is unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own type)
 
@@ -26,7 +26,7 @@ class _Generation(Extension):
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """The environment of `transformers`' templates, with the documented settings, filters and functions."""
+    """A Jinja environment with the settings, filters and functions that `transformers` documents for templates."""
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     made.filters["tojson"] = _to_json
     made.globals["raise_exception"] = _raise
@@ -41,7 +41,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON; Jinja's own filter escapes for HTML."""
+    """A value as plain JSON; Jinja's own filter would escape it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,7 +1,7 @@
-"""Limits for untrusted tokenizers: static rules, since tokenization is too frequent for a process per call.
+"""Check untrusted tokenizers by static rules, since tokenization is too frequent for a process per call.
 
 The `tokenizers` library limits neither how much a component lengthens a text nor how long a regular expression runs,
-and a failed allocation ends the process. So each component has a factor: the most bytes that it can make of one.
+and a failed allocation ends the process. So each component has a factor: the most bytes that it can make of one byte.
 """
 
 import base64
@@ -18,16 +18,16 @@ from tokenizers import Tokenizer
 from gptworks.errors import UserError
 
 MAX_GROWTH = 1 << 16
-"""Largest product of the normalizers' factors. ALBERT's, with NFKD and a table, is about 1,000; most are 12."""
+"""Largest product of the normalizers' factors. ALBERT has about 1,000, by NFKD and a table; most tokenizers have 12."""
 MAX_PIECES_GROWTH = 128
-"""Largest product for the pre-tokenizers, and for the decoders. Metaspace and two ByteLevels have 72."""
+"""Largest product of the pre-tokenizers' factors, and of the decoders'. Metaspace with two ByteLevels has 72."""
 MAX_NORMALIZED_BYTES = 1 << 24
-"""Longest normalized text, unless `_USUAL_GROWTH` times the text is longer."""
+"""Most bytes of a normalized text, or `_USUAL_GROWTH` for each character of the text if that is more."""
 _USUAL_GROWTH = 16
 _MAX_AFFIX, _MAX_WORD, _MAX_TEMPLATE_BYTES, _MAX_PATTERN, _MAX_COMPONENTS = 64, 1000, 1 << 16, 10_000, 64
 
 _FACTORS = {
-    # type: the most UTF-8 bytes for one, from Unicode's tables of decompositions
+    # component's type: the most UTF-8 bytes for one byte, from Unicode's tables of decompositions
     "NFC": 3.0, "NFD": 3.0, "NFKC": 11.0, "NFKD": 11.0, "Lowercase": 1.5, "BertNormalizer": 5.0, "ByteLevel": 3.0,
 }  # fmt: skip
 _PARTS = ("normalizers", "pretokenizers", "decoders")
@@ -37,7 +37,7 @@ def check_tokenizer(tokenizer: Tokenizer) -> None:
     """Check that a tokenizer cannot lengthen a text, or work on it, without bound.
 
     Raises:
-        UserError: a component can; the message names it and the rule.
+        UserError: a component breaks a rule; the message names both.
     """
     limits = {"normalizer": MAX_GROWTH, "pre_tokenizer": MAX_PIECES_GROWTH, "decoder": MAX_PIECES_GROWTH}
     for name, most in limits.items():
@@ -72,7 +72,7 @@ def check_tokenizer(tokenizer: Tokenizer) -> None:
 
 
 def check_normalized(tokenizer: Tokenizer, texts: Sequence[str]) -> None:
-    """Check the length of normalized texts before they take memory.
+    """Check the length of normalized texts, in parts, before they take memory.
 
     Raises:
         UserError: a normalized text would be too long; see MAX_NORMALIZED_BYTES.
@@ -99,7 +99,7 @@ def check_normalized(tokenizer: Tokenizer, texts: Sequence[str]) -> None:
 
 
 def _state(tokenizer: Tokenizer, name: str) -> bytes:
-    """A component as JSON, without the vocabulary."""
+    """A component of a tokenizer, such as its normalizer, as JSON; null if the tokenizer lacks it."""
     component = getattr(tokenizer, name)
     return b"null" if component is None else bytes(component.__getstate__())
 
@@ -110,7 +110,7 @@ def _growth(state: bytes) -> float:
 
 
 def _components(tree: Any) -> Iterator[dict[str, Any]]:
-    """The components of a sequence, also nested ones."""
+    """A component, and all components nested in it."""
     waiting = [tree]
     while waiting:
         part = waiting.pop(0)
@@ -126,13 +126,13 @@ def _factor(part: dict[str, Any]) -> float:
         pattern, content = part["pattern"], len(part["content"].encode())
         found = len(pattern.get("String", "").encode())  # a regular expression may match "" everywhere
         return max(1.0, content / found) if found else 1.0 + content
-    if kind == "Prepend":  # for each part between added tokens
+    if kind == "Prepend":  # added to each part between added tokens
         return 1.0 + len(part["prepend"].encode())
     if kind == "Metaspace":
         return 2.0 * max(4, len(part["replacement"].encode()))
     if kind in ("WordPiece", "BPEDecoder"):
         return 2.0
-    if kind == "Precompiled":  # a trie, and the replacement texts, which end with a zero
+    if kind == "Precompiled":  # a trie, then the replacement texts, each with a zero byte at its end
         table = base64.b64decode(part["precompiled_charsmap"])
         texts = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")
         return max(1.0, float(max(map(len, texts))))
@@ -145,9 +145,9 @@ _QUANTIFIER = re.compile(r"(?:[*+?]|\{(\d*)(,?)(\d*)\})([+?]?)")
 
 
 def slow_pattern(pattern: str) -> str | None:
-    """The reason why a pattern's time can grow exponentially, or with a high power, in the text's length; or None.
+    """The reason why a pattern's time can grow exponentially, or as a high power of the text's length; None: it cannot.
 
-    It is exponential only if a repeated group can match a text in several ways: with a quantifier inside, or with
+    It can be exponential only if a repeated group matches a text in several ways: by a quantifier inside, or by
     alternatives. The power is at most the number of consecutive long repetitions; released patterns have two.
     """
     if len(pattern) > _MAX_PATTERN:
@@ -196,23 +196,23 @@ def slow_pattern(pattern: str) -> str | None:
 
 @dataclass
 class _Group:
-    """An open group of a pattern."""
+    """A group of a pattern that is not closed yet, or the whole pattern."""
 
     varies: bool = False
-    """Whether it can match a text in several ways."""
+    """Whether the group can match a text in several ways."""
     n_long: int = 0
-    """Long repetitions in the current alternative."""
+    """Number of long repetitions in the current alternative."""
     most_long: int = 0
-    """The most in one alternative."""
+    """Largest number of long repetitions in one alternative."""
 
 
 _LONG, _MOST_LONG = 16, 2
 _MANY = 4
-"""A group that repeats more often may take long."""
+"""Most repetitions of a group that can match in several ways; more may take long."""
 
 
 def _end_of_class(pattern: str, at: int) -> int:
-    """The index after a class of characters, which may contain others."""
+    """The index after a character class such as `[a-z]`, which may contain other classes."""
     depth, start = 0, at
     while at < len(pattern):
         if pattern[at] == "\\":

@@ -1,5 +1,5 @@
-"""The one door to files: `read` opens them, `write` replaces them so that neither a crash nor a link spoils them,
-`sums` verifies them, and `disk` explains a disk's errors."""
+"""All access to files: `read` opens them, `write` replaces them so that neither a crash nor a link damages them,
+`sums` verifies checksums, `fetch` downloads, and `disk` explains disk errors."""
 
 from gptworks.files.disk import naming_disk_errors, why_not_written
 from gptworks.files.lock import file_lock

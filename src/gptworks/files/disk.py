@@ -1,4 +1,4 @@
-"""Messages for errors of a disk."""
+"""Turn disk errors into messages that name the reason and the place."""
 
 import contextlib
 import errno
@@ -12,37 +12,37 @@ from gptworks.errors import RunError, UserError
 
 DISK_FAILS = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EIO, errno.EROFS}
 _NUMBER = re.compile(r"(?:\(os error |\[Errno )(\d+)")
-"""The number of a system's error in the messages of Rust libraries, and of `shutil` for several files."""
+"""Finds the errno in a message of a Rust library, or of `shutil` about several files."""
 _SHORT_WRITE = re.compile(r"^\d+ requested and \d+ written$")
-"""numpy's message if only a part of an array could be written."""
+"""Matches numpy's message about an array that was written only in part."""
 
 
 @contextlib.contextmanager
 def naming_disk_errors(what: str, place: Path, advice: str, needed_bytes: int | None = None) -> Iterator[None]:
-    """Turn errors of the disk into a RunError with the reason and `advice`. Other errors pass.
+    """A context that turns disk errors into a RunError with the reason and `advice`. Other errors pass.
 
-    These are errors of a full, failing or read-only disk, and errors of the system about `place` or a folder above it.
+    Disk errors are those of a full, failing or read-only disk, and system errors about `place`, a path above or below.
 
     Args:
         place: the file or folder that is written; it need not exist.
-        needed_bytes: None if unknown.
+        needed_bytes: bytes that will be written; None: unknown.
 
     Raises:
-        RunError: the disk failed, by an error of Python or of a Rust library.
+        RunError: Python or a Rust library raised a disk error.
     """
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        cause = error.__cause__ if isinstance(error, RunError) else error  # name `place`, not the file in it
+        cause = error.__cause__ if isinstance(error, RunError) else error  # name `place`, not a file in it
         if not isinstance(cause, Exception) or not (_is_of_the_disk(cause) or _concerns(cause, place.absolute())):
             raise
         raise RunError(f"{what}: {why_not_written(cause, place, needed_bytes)}. {advice}") from cause
 
 
 def _is_of_the_disk(error: Exception) -> bool:
-    """Whether the disk is full, fails or is read-only; also recognized in a library's own message."""
+    """Whether an error, or a library's message in it, says that the disk is full, fails or is read-only."""
     in_text = _NUMBER.search(str(error))
     number = error.errno if isinstance(error, OSError) and error.errno else int(in_text[1]) if in_text else None
     return number in DISK_FAILS or bool(_SHORT_WRITE.search(str(error)))
@@ -56,8 +56,8 @@ def _concerns(error: Exception, place: Path) -> bool:
 
 
 def why_not_written(error: Exception, place: Path, needed_bytes: int | None) -> str:
-    """The reason why files could not be written, and the file, if it is known; for a failing disk also its mount point,
-    its free bytes and, if known, the needed ones. A library's own message contains the system's reason.
+    """The reason why files could not be written, and the file if known; for a full or failing disk also its mount
+    point, its free bytes and, if known, the needed bytes. A library's message already contains the system's reason.
     """
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     file = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""

@@ -33,20 +33,20 @@ Reach = Literal["public", "private", "guarded"]
 """Allowed origins of downloads. public: addresses on the internet. private: also an intranet and this machine, and from
 this machine also by http. guarded: as public, but an error does not reveal the downloaded bytes."""
 REACH = "GPTWORKS_DOWNLOADS"
-"""The environment variable that sets it; the studio sets it for the runs that it starts."""
+"""The environment variable that selects a `Reach`; the studio sets it for the runs that it starts."""
 
 MOST_BYTES = 1 << 38
 MOST_SECONDS = 2 * 86_400
 MOST_REDIRECTS = 5
 CONNECT_SECONDS = 30
 HEADER_SECONDS = 60
-"""Time for an answer to begin."""
+"""Longest wait for the headers of a response."""
 SLOW_SECONDS = 60
 SLOW_BYTES = 1 << 16
-"""Fewest bytes in each SLOW_SECONDS."""
+"""Fewest bytes that must arrive in each SLOW_SECONDS."""
 _CHUNK_BYTES = 1 << 20
 _URL = re.compile(r"[!#-;=?-\[\]_a-z~]{1,4096}")
-"""The characters of an address, with percent signs."""
+"""The characters of a URL whose other characters are percent-encoded."""
 _NAT64 = IPv6Network("64:ff9b::/96")
 _NETWORK = (OSError, http.client.HTTPException)
 
@@ -64,13 +64,13 @@ def reach() -> Reach:
 
 
 def check_url(url: str, within: Reach | None = None) -> SplitResult:
-    """The parts of a plain https address; http is allowed only to this machine, with `private`.
+    """The parts of a plain https URL; http is allowed only to this machine, with `private`.
 
     Args:
-        within: default: `reach()`.
+        within: allowed origins; None: `reach()`.
 
     Raises:
-        UserError: the address is of another kind.
+        UserError: the URL is invalid, has another scheme, or contains a user name or password.
     """
     within = within or reach()
     shown = url[:200]
@@ -92,15 +92,15 @@ def check_url(url: str, within: Reach | None = None) -> SplitResult:
 
 
 def check_public(url: str) -> None:
-    """Check an address before any request.
+    """Check, before any request, that a URL is https and does not name this machine or its network.
 
     Raises:
-        UserError: the address is not https (see `check_url`), or its host is not public.
+        UserError: the URL is not https (see `check_url`), or its host is not public.
     """
     host = check_url(url, "public").hostname or ""
     try:
         is_refused = not is_public(host)
-    except ValueError:  # a name
+    except ValueError:  # the host is a name
         is_refused = host == "localhost" or host.endswith((".localhost", ".local", ".internal"))
     if is_refused:
         raise UserError(f"url={url[:200]}: {host} belongs to this machine or its network. Give a public address.")
@@ -121,14 +121,14 @@ def is_public(address: str) -> bool:
 
 
 def fetched(url: str, sha256: str, folder: Path) -> Path:
-    """The file at `url`, downloaded once into a folder. It gets its name only if its bytes are right. An interrupted
-    download is kept, and the next one continues it.
+    """The local copy of the file at `url`, downloaded once into a folder. The copy gets its name only if its sha256 is
+    right. The next call continues an interrupted download.
 
     Args:
         folder: made with mode 0700 if it is missing; files get mode 0600.
 
     Raises:
-        UserError: the address is not allowed, or its bytes have another sha256.
+        UserError: the URL is not allowed, or the download has another sha256.
         RunError: the download or the disk failed.
     """
     parts = check_url(url)
@@ -155,13 +155,13 @@ def fetched(url: str, sha256: str, folder: Path) -> Path:
 
 
 def _plain(path: str) -> str:
-    """The file name of a URL's path, in characters that every system allows."""
+    """The file name in a URL's path, with only characters that every system allows."""
     name = re.sub(r"[^A-Za-z0-9._-]", "_", unquote(path).rpartition("/")[2])[-100:]
     return name or "download"
 
 
 def _is_there(file: Path) -> bool:
-    """Whether the file exists; if others may read it, its mode is corrected."""
+    """Whether the file exists; makes it private if other users may read it."""
     try:
         found = file.lstat()
     except FileNotFoundError:
@@ -177,7 +177,7 @@ def _is_there(file: Path) -> bool:
 
 
 def _fetch(url: str, partial: Path) -> None:
-    """Download the missing part of a file, or all of it if the server sends no parts."""
+    """Download the missing part of a file, or the whole file if the server cannot send parts."""
     have = partial.lstat().st_size if partial.exists() else 0
     place = url
     try:
@@ -211,7 +211,7 @@ def _fetch(url: str, partial: Path) -> None:
 
 
 class _Disk(Exception):
-    """An error of the disk, to distinguish it from one of the network."""
+    """Wraps a disk error, to distinguish it from a network error."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(error)
@@ -219,7 +219,7 @@ class _Disk(Exception):
 
 
 def _save(response: http.client.HTTPResponse, partial: Path, have: int) -> None:
-    """Append the response to a file of `have` bytes, or replace the file if that is 0."""
+    """Append the response to a file of `have` bytes, or replace the file if `have` is 0."""
     began = window = time.monotonic()
     n_bytes, n_before = have, have
     flags = os.O_WRONLY | os.O_CREAT | O_NOFOLLOW | (os.O_APPEND if have else os.O_TRUNC)
@@ -262,10 +262,10 @@ def _answer(connection: "_Connection", url: str, have: int) -> http.client.HTTPR
 
 @contextlib.contextmanager
 def _within(seconds: float, connection: "_Connection") -> Iterator[None]:
-    """End a connection whose server takes longer, even if it sends something now and then.
+    """A context that ends the connection after `seconds`, even if the server sends something now and then.
 
     Raises:
-        TimeoutError: the block took longer.
+        TimeoutError: the context took longer.
     """
     late = threading.Event()
 
@@ -287,7 +287,7 @@ def _within(seconds: float, connection: "_Connection") -> Iterator[None]:
 
 
 class _Connection(http.client.HTTPConnection):
-    """A connection to one address, wherever the server's name leads later; through a proxy if one is set."""
+    """A connection to a fixed IP address, so that the server's name is not resolved again; if set, through a proxy."""
 
     def __init__(self, parts: SplitResult, address: str, proxy: SplitResult | None) -> None:
         self._is_https = parts.scheme == "https"
@@ -304,7 +304,7 @@ class _Connection(http.client.HTTPConnection):
             self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host)
 
     def _ask(self, proxy: SplitResult) -> None:
-        """Ask the proxy to connect."""
+        """Have the proxy connect to the server's address."""
         shown = f"[{self._address}]" if ":" in self._address else self._address
         lines = [f"CONNECT {shown}:{self.port} HTTP/1.1", f"Host: {shown}:{self.port}"]
         if proxy.username is not None:
@@ -318,7 +318,7 @@ class _Connection(http.client.HTTPConnection):
 
 
 def _connection(parts: SplitResult) -> _Connection:
-    """A connection, not yet open, to a server whose addresses are all allowed.
+    """A connection, not yet open, to a server after a check of all its addresses.
 
     Raises:
         UserError: an address of the server is not allowed.

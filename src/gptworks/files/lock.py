@@ -9,15 +9,15 @@ from gptworks.files.read import check_kind, check_names
 
 
 def file_lock(path: Path, *, timeout: float = -1, mode: int = 0o644) -> FileLock:
-    """A lock that is not acquired yet. Its file is made if it is missing. filelock may truncate an existing file, so a
-    file that has contents and a second name is refused.
+    """A lock between processes, not acquired yet. Acquiring it makes a missing file and may truncate an existing one,
+    so a file that has contents and other names (hard links) is refused.
 
     Args:
         timeout: seconds to wait for the lock, before `filelock.Timeout`; -1: no limit.
         mode: mode of a new file.
 
     Raises:
-        UserError: the file is a link, a folder, FIFO, socket or device, or is refused as above.
+        UserError: the file is a link, folder, FIFO, socket or device, or has contents and other names.
     """
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         found = path.lstat()

@@ -2,8 +2,8 @@
 
 Opening a FIFO would block, reading a device would never end, and a link could lead to any file of the user. So each
 name on the way from the folder to the file is opened separately, without following a link, relative to an open folder:
-the file that was checked is the one that is read. A link that stays inside the folder is followed, and so is one in
-Hugging Face's cache from `snapshots/REVISION/` to `blobs/`.
+the file that was checked is the one that is read. A link that stays inside the folder is resolved in the same way, and
+so is one in Hugging Face's cache from `snapshots/REVISION/` to `blobs/`.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 O_DIRECTORY, O_NOFOLLOW, O_NONBLOCK = (getattr(os, name, 0) for name in ("O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK"))
-"""Flags; 0 on Windows, which lacks them."""
+"""Flags for `os.open`; 0 on Windows, which lacks them."""
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | O_DIRECTORY
-"""Flags for a folder on the way, which need not be readable."""
+"""Flags to open a folder above a file, even if the folder is not readable."""
 _MOST_LINKS = 40
 PIPE_SECONDS = 1.0
-"""Time to wait for the writer of a pipe. A shell has both ends open before it starts a command."""
+"""Longest wait for the writer of a pipe. A shell has both ends open before it starts a command."""
 _CHUNK_BYTES = 1 << 16
 
 
@@ -35,12 +35,12 @@ def open_regular(path: Path, *, inside: Path | None = None, max_bytes: int | Non
     """Open a regular file to read its bytes.
 
     Args:
-        inside: a folder above `path` that no link may lead out of; None: the user named the file, links are followed.
+        inside: a folder above `path` that no link may lead out of; None: follow links, as the user named the file.
         max_bytes: largest size; None: any.
 
     Raises:
-        UserError: it is a folder, FIFO, socket or device, a link that leads outside, or too large.
-        OSError: it cannot be opened; FileNotFoundError if it does not exist.
+        UserError: the path is a folder, FIFO, socket or device, a link that leads outside, or too large.
+        OSError: the file cannot be opened; FileNotFoundError if it does not exist.
     """
     descriptor = _open_anywhere(path) if inside is None else _open_inside(path, inside)
     try:
@@ -52,7 +52,7 @@ def open_regular(path: Path, *, inside: Path | None = None, max_bytes: int | Non
 
 
 def check_regular(path: Path, max_bytes: int | None = None, *, inside: Path | None = None) -> None:
-    """Raises the errors of `open_regular`, before a library opens a file by name."""
+    """Raises the errors of `open_regular`; call it before a library opens a file by name."""
     open_regular(path, inside=inside, max_bytes=max_bytes).close()
 
 
@@ -66,18 +66,18 @@ def read_text(path: Path, max_bytes: int, *, inside: Path | None = None) -> str:
     """The text of a regular UTF-8 file, with its line ends as they are; see `open_regular`.
 
     Raises:
-        UserError, OSError: as `open_regular`; UserError also if it is not UTF-8.
+        UserError, OSError: as `open_regular`; UserError also if the file is not UTF-8.
     """
     return _decoded(read_regular(path, max_bytes, inside=inside), path)
 
 
 def open_given(path: Path, max_bytes: int) -> BinaryIO:
-    """Open a file that an option of a command names: a regular file, or a pipe such as a shell's `<(command)` or
-    /dev/stdin, which is copied to a temporary file, so that the reader can seek.
+    """Open a file that a command's option names: a regular file, or a pipe such as a shell's `<(command)` or
+    /dev/stdin. A pipe is copied to a temporary file, so that the reader can seek.
 
     Raises:
-        UserError: it is a folder, socket or device, has more than `max_bytes`, or is a pipe without a writer.
-        OSError: it cannot be opened; FileNotFoundError if it does not exist.
+        UserError: the path is a folder, socket or device, has more than `max_bytes`, or is a pipe without a writer.
+        OSError: the file cannot be opened; FileNotFoundError if it does not exist.
     """
     if not stat.S_ISFIFO(path.stat().st_mode):
         return open_regular(path, max_bytes=max_bytes)
@@ -89,10 +89,10 @@ def open_given(path: Path, max_bytes: int) -> BinaryIO:
 
 
 def read_given(path: Path, max_bytes: int) -> str:
-    """The UTF-8 text of a file that an option of a command names, or of a pipe; see `open_given`.
+    """The UTF-8 text of a file or pipe that a command's option names; see `open_given`.
 
     Raises:
-        UserError, OSError: as `open_given`; UserError also if it is not UTF-8.
+        UserError, OSError: as `open_given`; UserError also if the text is not UTF-8.
     """
     with open_given(path, max_bytes) as file:
         return _decoded(_bounded(file, path, max_bytes), path)
@@ -102,7 +102,7 @@ def _copied(pipe: int, path: Path, max_bytes: int) -> BinaryIO:
     is_ready = bool(select.select([pipe], [], [], PIPE_SECONDS)[0])
     try:
         data = os.read(pipe, _CHUNK_BYTES)
-    except BlockingIOError:  # its writer is slow
+    except BlockingIOError:  # the writer has written nothing yet
         os.set_blocking(pipe, True)
         data = os.read(pipe, _CHUNK_BYTES)
     else:
@@ -125,7 +125,7 @@ def _copied(pipe: int, path: Path, max_bytes: int) -> BinaryIO:
 
 def _bounded(file: BinaryIO, path: Path, max_bytes: int) -> bytes:
     data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:  # the file grows
+    if len(data) > max_bytes:  # the file has grown since its check
         raise UserError(f"{path} has more than {max_bytes} bytes, which is the limit for such a file.")
     return data
 
@@ -138,7 +138,7 @@ def _decoded(data: bytes, path: Path) -> str:
 
 
 def read_array(path: Path, dtype: "npt.DTypeLike", *, inside: Path | None = None) -> "npt.NDArray[Any]":
-    """The numbers of a regular file that has only numbers; errors: see `open_regular`."""
+    """A regular file's bytes as a 1-D array of `dtype`; errors: see `open_regular`."""
     import numpy as np
 
     with open_regular(path, inside=inside) as file:
@@ -146,8 +146,7 @@ def read_array(path: Path, dtype: "npt.DTypeLike", *, inside: Path | None = None
 
 
 def map_array(path: Path, dtype: "npt.DTypeLike", *, inside: Path | None = None) -> "npt.NDArray[Any]":
-    """The numbers of a regular file that has only numbers and is not empty, memory-mapped; errors: see
-    `open_regular`."""
+    """Like `read_array`, but memory-mapped and read-only; the file must not be empty."""
     import numpy as np
 
     with open_regular(path, inside=inside) as file:
@@ -155,25 +154,25 @@ def map_array(path: Path, dtype: "npt.DTypeLike", *, inside: Path | None = None)
 
 
 def check_inside(path: Path, inside: Path) -> None:
-    """Raises a UserError if a link leads a path, which need not exist, out of the folder `inside`. For use before a
-    library opens it by name."""
+    """Raises a UserError if a link leads `path`, which need not exist, out of the folder `inside`. Call it before a
+    library opens the path by name."""
     with contextlib.suppress(FileNotFoundError):
         os.close(_open_inside(path, inside))
 
 
 def check_links(folder: Path) -> None:
-    """Raises a UserError if a folder, before it is written to, has a link that leads out of it. Hidden names are not
-    checked, since nothing is written to them, except a lock's."""
+    """Raises a UserError if a folder has a link that leads out of it; call it before writing to the folder. Of the
+    hidden names only `.lock` is checked, since nothing is written to others."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.is_symlink() and (path.name == ".lock" or not path.name.startswith(".")):
             check_inside(path, folder)
 
 
 def check_tree(folder: Path) -> None:
-    """Check a folder before a library opens files in it that this package does not name. Hidden names are not checked.
+    """Check a folder before a library opens files in it whose names this package does not know, except hidden files.
 
     Raises:
-        UserError: a link leads out of it, or an entry is not a regular file. OSError: it cannot be read.
+        UserError: a link leads out of the folder, or an entry is not a regular file. OSError: an entry cannot be read.
     """
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -190,14 +189,14 @@ def check_tree(folder: Path) -> None:
 
 
 def open_folder(path: Path, *, inside: Path | None = None) -> int:
-    """A descriptor of a folder, which stays valid if its path changes.
+    """An open descriptor of a folder, which stays valid if the folder is renamed.
 
     Args:
         inside: see `open_regular`.
 
     Raises:
         UserError: a link leads out of `inside`.
-        OSError: it is not a folder or cannot be opened.
+        OSError: the path is not a folder or cannot be opened.
     """
     if inside is not None:
         descriptor = _open_inside(path, inside)
@@ -212,13 +211,13 @@ def open_folder(path: Path, *, inside: Path | None = None) -> int:
 
 
 def check_names(path: Path, found: os.stat_result) -> None:
-    """Raises a UserError if a file that is to be changed has other names."""
+    """Raises a UserError if a file that is to be changed has other names (hard links)."""
     if found.st_nlink > 1:
         raise UserError(f"{path} has another name elsewhere (a hard link), which would change too: copy it.")
 
 
 def check_kind(path: Path, found: os.stat_result, max_bytes: int | None = None) -> None:
-    """Raises a UserError if the status is not a regular file's, or the file is too large."""
+    """Raises a UserError if `found`, the status of a file, is not a regular file's or has more than `max_bytes`."""
     if stat.S_ISLNK(found.st_mode):
         raise UserError(f"{path} is a link, and links are not written through: put a file there, or delete the link.")
     if not stat.S_ISREG(found.st_mode):
@@ -229,7 +228,7 @@ def check_kind(path: Path, found: os.stat_result, max_bytes: int | None = None) 
 
 
 def _open_anywhere(path: Path) -> int:
-    """A descriptor of a file that the user named: links are followed."""
+    """An open descriptor of a file that the user named, following links."""
     _check_name(path)
     found = path.stat()  # opening a device may have an effect
     if not stat.S_ISREG(found.st_mode):
@@ -238,7 +237,7 @@ def _open_anywhere(path: Path) -> int:
 
 
 def _check_name(path: Path) -> None:
-    """Raises a UserError for a name that no file can have, such as one from JSON: system calls raise other errors."""
+    """Raises a UserError for a name that no file can have, as JSON may contain: system calls raise other errors."""
     try:
         if b"\0" not in os.fsencode(path):
             return
@@ -248,7 +247,7 @@ def _check_name(path: Path) -> None:
 
 
 def _open_inside(path: Path, inside: Path) -> int:
-    """A descriptor of `path`, each name on the way from `inside` opened separately."""
+    """An open descriptor of `path`, after opening each name on the way from `inside` separately."""
     _check_name(path)
     root, names = Path(os.path.realpath(inside)), Path(os.path.normpath(path.relative_to(inside)))
     try:

@@ -17,7 +17,7 @@ def sha256_file(path: Path, *, inside: Path | None = None, max_bytes: int | None
 
 
 def sealed_json(tree: dict[str, Any]) -> str:
-    """A mapping as JSON text that contains the sha256 of the rest."""
+    """A mapping as JSON text, to which the sha256 of its contents is added."""
     digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode("ascii")).hexdigest()
     return json.dumps({**tree, "sha256": digest}, indent=2, ensure_ascii=False) + "\n"
 
@@ -26,7 +26,7 @@ def unsealed_json(data: bytes) -> dict[str, Any]:
     """The mapping of a `sealed_json` text.
 
     Raises:
-        ValueError: it is not such a text, or a byte of it has changed.
+        ValueError: the data is not a `sealed_json` text, or a byte of it has changed.
     """
     tree = json.loads(data)
     if not isinstance(tree, dict) or "sha256" not in tree:
@@ -47,7 +47,7 @@ def write_sums(folder: Path) -> None:
 
 
 def check_sums(folder: Path, max_bytes: int) -> None:
-    """Compare a folder's files with its `sums.json`, if there is one. Files that it does not name are not checked.
+    """Compare a folder's files with its `sums.json`, if it exists. Files not named there are not checked.
 
     Args:
         max_bytes: largest size of a file.

@@ -1,4 +1,4 @@
-"""Write files so that neither a crash nor a planted link spoils them.
+"""Write files so that neither a crash nor a planted link damages them.
 
 A file is written under a new random name, flushed, and renamed over the old one, all relative to a folder that is
 opened once. Links are not followed: a link at the target is replaced. A temporary file is locked while its writer
@@ -33,12 +33,12 @@ from gptworks.files.read import (
 
 _ADVICE = "No part of it is left; make room or permission there and try again."
 _PREFIX, _TOKEN_BYTES = ".writing-", 6
-"""Names of temporary files: `PREFIXname.TOKEN`."""
+"""A temporary file's name has this prefix, the target's name, a dot, and this many random bytes in hex."""
 _COPIED_BYTES = 1 << 20
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder if the system lets it be opened, to the disk."""
+    """Flush a file, or the names in a folder, to the disk; no effect if permissions forbid to open it."""
     with contextlib.suppress(PermissionError):
         descriptor = os.open(path, os.O_RDONLY | O_NOFOLLOW | O_NONBLOCK)
         try:
@@ -75,11 +75,11 @@ def replacing(path: Path, *, inside: Path | None = None, private: bool = False) 
 
     Args:
         inside: a folder above `path` that no link may lead out of; None: the user named the path.
-        private: only the owner may read it.
+        private: only the owner may read the file.
 
     Raises:
         UserError: `path` is a FIFO, socket or device, or a link leads out of `inside`.
-        RunError: the disk is full, fails or refuses.
+        RunError: the disk is full or fails, or permissions are missing.
     """
     with naming_disk_errors(f"{path} could not be written", path, _ADVICE), _held(path.parent, inside) as folder:
         mode = 0o600 if private else _mode_of(path, folder)
@@ -104,8 +104,8 @@ def replacing(path: Path, *, inside: Path | None = None, private: bool = False) 
 
 @contextlib.contextmanager
 def replacing_by_name(path: Path, *, private: bool = False) -> Iterator[Path]:
-    """Like `replacing`, for a library that opens its output by name: the path is in a folder of the owner only. Missing
-    folders above `path` are made."""
+    """Like `replacing`, for a library that opens its output by name: yields a path to write to, in a private folder.
+    Missing folders above `path` are made."""
     with naming_disk_errors(f"{path} could not be written", path, _ADVICE):
         make_folder(path.absolute().parent)
         with _held(path.parent) as folder, _new_private_folder(path, folder) as (name, aside, _):
@@ -126,7 +126,7 @@ def replacing_by_name(path: Path, *, private: bool = False) -> Iterator[Path]:
 def write_whole(
     path: Path, data: str | bytes, *, inside: Path | None = None, private: bool = False, new: bool = False
 ) -> None:
-    """Replace a small file, in UTF-8 if it is text, at once; see `replacing`.
+    """Write all of a small file at once, text in UTF-8, in place of an old one; see `replacing`.
 
     Args:
         new: the file must not exist yet; see `making`.
@@ -141,7 +141,7 @@ def write_whole(
 
 @contextlib.contextmanager
 def new_folder(out: Path, needed_bytes: int | None = None, *, inside: Path | None = None) -> Iterator[Path]:
-    """A folder to fill, private until it becomes `out` at the end, flushed: `out` is there completely or not at all.
+    """A private folder to fill, which is flushed and renamed to `out` at the end: `out` is complete or missing.
 
     Args:
         out: a path that does not exist, or an empty folder; see `check_free`.
@@ -150,7 +150,7 @@ def new_folder(out: Path, needed_bytes: int | None = None, *, inside: Path | Non
 
     Raises:
         UserError: a link leads out of `inside`.
-        RunError: the disk is full, fails or refuses.
+        RunError: the disk is full or fails, or permissions are missing.
     """
     place = out.absolute()
     advice = "No part of it is kept. Make room or permission there, or give another place, and try again."
@@ -176,13 +176,13 @@ def new_folder(out: Path, needed_bytes: int | None = None, *, inside: Path | Non
 
 
 def open_new(path: Path, *, inside: Path | None = None, private: bool = False) -> BufferedRandom:
-    """Open a new file to write to; not even a link may be there.
+    """Open a new file to write to; `path` must not exist, not even as a link.
 
     Args:
         inside, private: see `replacing`.
 
     Raises:
-        UserError: a link leads out of `inside`. OSError: the system refuses; FileExistsError if the path exists.
+        UserError: a link leads out of `inside`. OSError: the file cannot be made; FileExistsError if the path exists.
     """
     with _held(path.parent, inside) as folder, _named(path):
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_SURPRISE
@@ -197,8 +197,8 @@ def open_to_append(path: Path, *, inside: Path | None = None) -> BufferedRandom:
             named the file.
 
     Raises:
-        UserError: it is a folder, FIFO, socket or device; with `inside`, also if it is a link or has other names.
-        OSError: the system refuses.
+        UserError: the path is a folder, FIFO, socket or device; with `inside`, also if it is a link or has other names.
+        OSError: the file cannot be opened.
     """
     with _held(path.parent, inside) as folder, _named(path):
         with contextlib.suppress(FileNotFoundError):
@@ -218,14 +218,14 @@ def open_to_append(path: Path, *, inside: Path | None = None) -> BufferedRandom:
 
 @contextlib.contextmanager
 def making(path: Path, *, inside: Path | None = None, private: bool = False) -> Iterator[BinaryIO]:
-    """A new file to write to, flushed at the end. If writing fails, it is removed.
+    """A new file to write to, which is flushed at the end, or removed if writing fails.
 
     Args:
         inside, private: see `replacing`.
 
     Raises:
         UserError: the path exists, or a link leads out of `inside`.
-        RunError: the disk is full, fails or refuses.
+        RunError: the disk is full or fails, or permissions are missing.
     """
     with naming_disk_errors(f"{path} could not be written", path, _ADVICE), _held(path.parent, inside) as folder:
         try:
@@ -257,7 +257,7 @@ def copy_file(file: Path, to: Path, max_bytes: int | None = None, *, inside: Pat
     """
     with open_regular(file, inside=inside, max_bytes=max_bytes) as source, making(to) as target:
         n_bytes, free_bytes = os.fstat(source.fileno()).st_size, shutil.disk_usage(to.parent).free
-        if n_bytes > free_bytes:  # also for a sparse file, which may take no space now
+        if n_bytes > free_bytes:  # also if the file is sparse and takes little space now
             raise RunError(
                 f"{file} has {n_bytes:,} bytes, and {free_bytes:,} are free at {to.parent}: make room there."
             )
@@ -265,7 +265,7 @@ def copy_file(file: Path, to: Path, max_bytes: int | None = None, *, inside: Pat
 
 
 def copy_folder(folder: Path, to: Path, *, inside: Path | None = None) -> None:
-    """Copy the files of a folder, without those of folders in it, to a new folder.
+    """Copy the files of a folder, but not the folders in it, to a new folder.
 
     Args:
         inside: see `open_regular`.
@@ -291,7 +291,7 @@ def remove_tree(path: Path) -> None:
     """Delete a folder with its contents, a file, or a link without its target.
 
     Raises:
-        OSError: the system refuses.
+        OSError: something cannot be deleted.
     """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -308,9 +308,9 @@ def check_free(out: Path) -> None:
 # --------------------------------------------------------------------------------------------- names in a held folder
 
 _NO_SURPRISE = O_NOFOLLOW | O_NONBLOCK
-"""Flags: do not follow a link, do not wait for a FIFO."""
+"""Flags for `os.open`: do not follow a link, do not wait for a FIFO."""
 _MOST_NAME_BYTES = 200
-"""Longest file name that is part of the temporary file's; file systems allow 255."""
+"""Longest target's name that a temporary file's name repeats, of the 255 bytes that file systems allow."""
 
 
 @contextlib.contextmanager
@@ -325,7 +325,7 @@ def _held(folder: Path, inside: Path | None = None) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Set the full path in a system's error: a call relative to a folder has only the last name, or none."""
+    """A context that sets the full path in an OSError, as a call relative to a folder knows at most the last name."""
     try:
         yield
     except OSError as error:
@@ -343,10 +343,10 @@ def _sync(descriptor: int) -> None:
 
 
 def _mode_of(path: Path, folder: int) -> int | None:
-    """The mode of the file to replace; None if it does not exist or is a link.
+    """The permission bits of the file to replace; None if it does not exist or is a link.
 
     Raises:
-        UserError: it is a FIFO, socket or device, which must not be replaced.
+        UserError: the path is a FIFO, socket or device, which must not be replaced.
     """
     try:
         found = os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode
@@ -358,14 +358,14 @@ def _mode_of(path: Path, folder: int) -> int | None:
 
 
 def _stem(name: str) -> str:
-    """The beginning of the names of a file's temporary files."""
+    """The beginning of the names of all temporary files for a target's name."""
     encoded = os.fsencode(name)
     short = name if len(encoded) <= _MOST_NAME_BYTES else hashlib.sha256(encoded).hexdigest()
     return f"{_PREFIX}{short}."
 
 
 def _new_file(name: str, folder: int, mode: int) -> tuple[str, int]:
-    """The name and descriptor of a new file to write to, locked while it is open."""
+    """The name and descriptor of a new temporary file to write to, locked while it is open."""
     _remove_leftovers(name, folder)
     while True:
         aside = _stem(name) + secrets.token_hex(_TOKEN_BYTES)
@@ -377,8 +377,8 @@ def _new_file(name: str, folder: int, mode: int) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def _new_private_folder(path: Path, folder: int) -> Iterator[tuple[str, int, int]]:
-    """A new locked folder next to `path` that only the owner may enter: its name, its descriptor, and the umask's mode
-    for folders. At the end it is deleted if it still has that name."""
+    """A context with a new locked folder next to `path` that only the owner may enter: its name, its descriptor, and
+    the umask's mode for folders. At the end the folder is deleted, unless it was renamed."""
     with _named(path):
         _remove_leftovers(path.name, folder)
         while True:
@@ -398,7 +398,7 @@ def _new_private_folder(path: Path, folder: int) -> Iterator[tuple[str, int, int
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock a new file or folder until its process ends; false if it was removed meanwhile."""
+    """Lock a new file or folder until it is closed; False if another process has removed it meanwhile."""
     with contextlib.suppress(OSError, ImportError):  # without locks, leftovers stay
         import fcntl
 

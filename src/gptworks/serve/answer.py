@@ -1,4 +1,4 @@
-"""The common part of completions and chat: sampling settings from a request, and an answer, at once or in chunks."""
+"""Code shared by completions and chat: sampling settings from a request, and its answer as a whole or in chunks."""
 
 import json
 import time
@@ -21,12 +21,12 @@ def sampling_settings(body: openai.SamplingFields, **more: Any) -> SamplingSetti
     """The sampling settings of a request.
 
     Raises:
-        UserError: some settings exclude each other.
+        UserError: settings of the request contradict each other.
     """
     given = {name: value for name in _PASSED_ON if (value := getattr(body, name)) is not None}
-    if given.get("top_k") == -1:  # vLLM's value for all tokens
+    if given.get("top_k") == -1:  # vLLM's value for no limit
         given["top_k"] = 0
-    if given.get("top_p") == 0:  # only the likeliest token
+    if given.get("top_p") == 0:  # the request asks for only the likeliest token
         given |= {"top_p": 1.0, "top_k": 1}
     temperature = 1.0 if body.temperature is None else body.temperature
     return SamplingSettings(temperature=temperature, **given, **more)
@@ -39,7 +39,7 @@ _quoted = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class Answer(ABC, Generic[Body]):
-    """The texts of a request as its endpoint's JSON."""
+    """The generated texts of a request, in the JSON format of its endpoint."""
 
     id_prefix: ClassVar[str]
     whole_type: ClassVar[type[BaseModel]]
@@ -58,14 +58,14 @@ class Answer(ABC, Generic[Body]):
 
     @abstractmethod
     def choices(self, entries: list[list[Entry]]) -> list[Any]:
-        """The finished texts. `entries`: the tokens of each of the generation's choices."""
+        """The endpoint's `choices` for the finished texts. `entries`: the tokens of each choice of the generation."""
 
     @abstractmethod
     def chunk_choices(self, delta: Delta) -> list[Any]:
-        """The choices that a stream sends for a delta, each in a chunk of its own."""
+        """The `choices` that a stream sends for a delta, each in a separate chunk."""
 
     async def whole(self) -> BaseModel:
-        """All texts, once they are finished."""
+        """The complete answer, once all texts are finished."""
         entries: list[list[Entry]] = [[] for _ in self.generation.choices]
         async for deltas in self.generation.deltas():
             for delta in deltas:
@@ -75,14 +75,14 @@ class Answer(ABC, Generic[Body]):
         )
 
     async def chunks(self) -> AsyncGenerator[list[str]]:
-        """The texts' chunks as they arrive, as JSON. If the last chunk has the usage, `usage` is null in the others."""
+        """Chunks as JSON texts, as they arrive. If the last chunk has the usage, `usage` is null in the others."""
         async for deltas in self.generation.deltas():
             yield [chunk for delta in deltas for chunk in self._chunks(delta)]
         if self._with_usage:
             yield [self._chunk([], self.generation.usage())]
 
     def _chunks(self, delta: Delta) -> list[str]:
-        """A delta's chunks. Most have only text, and differ only in it: the JSON around it is made once."""
+        """A delta's chunks as JSON texts. Most chunks differ only in their text, so the JSON around it is kept."""
         if not delta.text or delta.entries or delta.first or delta.finish_reason is not None:
             return [self._chunk([choice]) for choice in self.chunk_choices(delta)]
         around = self._around_text.get(delta.choice)

@@ -1,4 +1,4 @@
-"""The routes."""
+"""The HTTP routes, and the ASGI app that serves them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
@@ -40,7 +40,7 @@ def create_app(
     """The server's ASGI app; `app.state.service` is its state.
 
     Args:
-        engines: the models by name; the first is the default if a request may omit the name.
+        engines: engines by the model's name; the first serves requests that may omit the name and do so.
         routers: further routes, for pages in a browser.
         home: answers browsers at `/`.
     """
@@ -78,7 +78,7 @@ def service_of(request: Request) -> Service:
 
 
 async def body_of(request: Request, kind: type[_Wire]) -> _Wire:
-    """A request's JSON body.
+    """A request's JSON body, validated as `kind`.
 
     Raises:
         APIError: the body is not JSON, or not of this kind.
@@ -211,5 +211,5 @@ async def metrics(request: Request) -> Response:
 
 
 async def in_thread(request: Request, work: Callable[[], _Result]) -> _Result:
-    """The result of slow work."""
+    """The result of slow work, run in one of the service's threads."""
     return await asyncio.get_running_loop().run_in_executor(service_of(request).threads, work)

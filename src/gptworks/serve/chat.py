@@ -30,7 +30,7 @@ class ChatAnswer(Answer[openai.ChatRequest]):
         ]
 
     def chunk_choices(self, delta: Delta) -> list[Any]:
-        """The role, the text, and the finish reason."""
+        """Separate choices for the role, the text and the finish reason of a delta."""
 
         def chunk(part: openai.Delta, logprobs: Any = None, finish_reason: Any = None) -> openai.ChatChunkChoice:
             return openai.ChatChunkChoice(
@@ -49,10 +49,10 @@ class ChatAnswer(Answer[openai.ChatRequest]):
 
 
 async def begin_chat(service: Service, body: openai.ChatRequest, caller: Caller) -> ChatAnswer:
-    """Submit a conversation.
+    """Submit a conversation to the engine and return its answer.
 
     Raises:
-        APIError, UserError, QueueFull: it is not accepted.
+        APIError, UserError, QueueFull: the request is not accepted.
     """
     model, task = await service.model(body.model, caller), caller.task()
     template = model.chat_template
@@ -78,7 +78,7 @@ def conversation_ids(
     """The token ids of a conversation; slow.
 
     Raises:
-        APIError: it is too long, or the template refuses it.
+        APIError: the conversation is too long or empty, or the template refuses it.
     """
     texts = (text for message in messages for text in (message.text, message.name or ""))
     model.tokens.check_bytes(sum(len(text.encode()) for text in texts), "messages")

@@ -1,4 +1,4 @@
-"""/v1/completions."""
+"""/v1/completions: continue one or several prompts."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from gptworks.serve.generate import Choice, Delta, Entry, Order, Prompt, begin
 from gptworks.serve.service import Caller, Service
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's, for completions."""
+"""OpenAI's default for completions."""
 
 
 class CompletionAnswer(Answer[openai.CompletionRequest]):
@@ -17,7 +17,7 @@ class CompletionAnswer(Answer[openai.CompletionRequest]):
     whole_object = chunk_object = "text_completion"
 
     def choices(self, entries: list[list[Entry]]) -> list[Any]:
-        """Every text; with `best_of`, the n with the highest mean log-probability."""
+        """Every text; with `best_of`, for each prompt the n texts with the highest mean log-probability."""
         made, n_made, n_wanted = self.generation.choices, self.generation.order.n, self.body.n or 1
         kept: list[Choice] = []
         for start in range(0, len(made), n_made):
@@ -38,10 +38,10 @@ class CompletionAnswer(Answer[openai.CompletionRequest]):
 
 
 async def begin_completions(service: Service, body: openai.CompletionRequest, caller: Caller) -> CompletionAnswer:
-    """Submit a request's prompts.
+    """Submit a request's prompts to the engine and return their answer.
 
     Raises:
-        APIError, UserError, QueueFull: they are not accepted.
+        APIError, UserError, QueueFull: the request is not accepted.
     """
     model = await service.model(body.model, caller)
     n, max_tokens = body.n or 1, DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -75,7 +75,7 @@ def _logprobs(entries: list[Entry]) -> openai.CompletionLogprobs:
 
 
 def _alternatives(entry: Entry) -> dict[str, float] | None:
-    """The likeliest tokens and the chosen one."""
+    """Log-probabilities of the likeliest tokens and of the chosen one, by text; None: the entry has none."""
     if entry.top is None or entry.logprob is None:
         return None
     return {text: logprob for text, _, logprob in entry.top} | {entry.text: entry.logprob}

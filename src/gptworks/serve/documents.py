@@ -1,4 +1,4 @@
-"""/openapi.json: FastAPI's description of the routes, with the schemas of the bodies, which the routes parse."""
+"""/openapi.json: FastAPI's description of the routes, plus the schemas of the bodies, which the routes parse."""
 
 from typing import Any, Literal
 
@@ -28,10 +28,10 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
-"""A route's answer if `stream` is true: events, each with a chunk."""
+"""The `responses` of a route that answers with events, each with a chunk, if `stream` is true."""
 
 _bodies: list[type[BaseModel]] = []
-"""The bodies of the routes; `takes` adds each."""
+"""Types of the routes' bodies; `takes` adds each."""
 
 
 class Health(BaseModel):
@@ -52,14 +52,14 @@ class About(BaseModel):
 
 
 def takes(kind: type[BaseModel]) -> dict[str, Any]:
-    """The `openapi_extra` of a route whose body is this as JSON."""
+    """The `openapi_extra` of a route whose JSON body has this type."""
     _bodies.append(kind)
     schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def install(app: FastAPI) -> None:
-    """Have the app describe its requests too."""
+    """Make the app's /openapi.json describe the request bodies too."""
 
     def describe() -> dict[str, Any]:
         if app.openapi_schema is None:

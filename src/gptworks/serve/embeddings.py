@@ -13,10 +13,10 @@ from gptworks.serve.service import Caller, Service
 
 
 def embed(reader: Backend, ids: list[int]) -> list[float]:
-    """The mean over a text's tokens of the last norm's output, normalized: C numbers.
+    """The last norm's output, averaged over a text's tokens and normalized to length 1: a list of C numbers.
 
     Raises:
-        RunError: they are not finite.
+        RunError: the hidden states are not finite.
     """
     mean = reader.read(ids).mean(0)
     if not mean.isfinite().all():
@@ -26,7 +26,7 @@ def embed(reader: Backend, ids: list[int]) -> list[float]:
 
 
 async def embeddings(service: Service, body: openai.EmbeddingRequest, caller: Caller) -> openai.EmbeddingResponse:
-    """Embed one text after another in their own thread, which ends early if the client leaves."""
+    """Embed a request's texts one by one in the embedding thread; stops early if the client leaves."""
     model, gone = await service.model(body.model, caller), threading.Event()
     service.take_places(caller, len(body.input))
 

@@ -36,7 +36,7 @@ class ErrorResponse(BaseModel):
 
 
 class APIError(Exception):
-    """An answer other than 200."""
+    """An error answer: its status, message, field and code."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class APIError(Exception):
             self.headers.setdefault("retry-after", str(RETRY_AFTER_SECONDS))
 
     def tree(self) -> dict[str, Any]:
-        """The answer's JSON."""
+        """The error as the JSON of its answer."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -67,7 +67,7 @@ class APIError(Exception):
 
 
 def invalid(param: str, message: str, code: str | None = None) -> APIError:
-    """The error of a request's field."""
+    """A 400 error about a field of a request."""
     return APIError(400, f"{param}: {message}", param=param, code=code)
 
 
@@ -81,13 +81,13 @@ _FORESEEN: tuple[tuple[type[Exception], int, str | None], ...] = (
 
 
 def log_unforeseen(error: Exception) -> None:
-    """Log an error whose message is not sent to the client."""
+    """Log an error that is answered with 500, unless it was logged already."""
     if as_api_error(error).status == 500 and not getattr(error, "is_logged", False):
         logging.getLogger("gptworks").error("a request failed", exc_info=error)
 
 
 def as_api_error(error: Exception) -> APIError:
-    """The error that the client gets; without the message if it was unforeseen."""
+    """The error answer for an exception; the message of an unforeseen exception is left out."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, EngineFailed):  # its message is only for the log
@@ -101,12 +101,12 @@ def as_api_error(error: Exception) -> APIError:
 
 
 def _shortened(message: str) -> str:
-    """A long message without its middle: it may repeat the request."""
+    """A message without its middle if it is long, since it may repeat the request."""
     return message if len(message) <= 600 else f"{message[:250]} … {message[-250:]}"
 
 
 def from_validation(error: ValidationError) -> APIError:
-    """The deepest error of a request's body: for a union, the error of the member that fits best."""
+    """The answer for an invalid body: its deepest error, which in a union is that of the member that fits best."""
     first = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
     place = ".".join(str(part) for part in first["loc"] if not _is_type_name(part)) or None
     message = first["msg"].removeprefix("Value error, ")
@@ -120,7 +120,7 @@ def from_validation(error: ValidationError) -> APIError:
 
 
 def _is_type_name(part: int | str) -> bool:
-    """Whether it is a union's member, such as `list[str]`, which pydantic adds to the location."""
+    """Whether a part of an error's location is a union's member, such as `list[str]`, which pydantic adds."""
     return isinstance(part, str) and ("[" in part or part in ("str", "int", "function-plain"))
 
 

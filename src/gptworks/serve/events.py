@@ -11,7 +11,7 @@ from gptworks.serve.errors import APIError, as_api_error, log_unforeseen
 
 
 class EventStream(StreamingResponse):
-    """Sends chunks as they come; one write has all that are ready. `cancel` is called however it ends."""
+    """Sends chunks as they come, all that are ready in one write. Calls `cancel` at the end, also after an error."""
 
     last: ClassVar[bytes] = b"data: [DONE]\n\n"
 
@@ -24,7 +24,7 @@ class EventStream(StreamingResponse):
         self._cancel = cancel
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["state"]["error_event"] = self.error_event  # for the guard, if the time is over
+        scope["state"]["error_event"] = self.error_event  # the guard sends it if the request takes too long
         try:
             await self.stream_response(send)
         finally:
@@ -37,7 +37,7 @@ class EventStream(StreamingResponse):
 
     @staticmethod
     def error_event(error: APIError) -> bytes:
-        """The event that replaces the rest of the stream."""
+        """The event that ends the stream after an error."""
         return error.event()
 
     async def _events(self, chunks: AsyncGenerator[Sequence[Any]]) -> AsyncGenerator[bytes]:

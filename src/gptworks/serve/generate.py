@@ -1,6 +1,6 @@
-"""The texts of a request while they are generated.
+"""Generate the texts of a request.
 
-A thread tokenizes and submits the prompts; the engine's pieces become deltas of the choices.
+A thread tokenizes the prompts and submits them to the engine; the engine's pieces become deltas of the choices.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from gptworks.serve.tokens import Tokens
 from gptworks.tokenizer import StreamDecoder
 
 PIECES_AT_ONCE = 32
-"""Pieces after which a reader that does not stream wakes; it also wakes at a text's end."""
+"""Pieces after which the reader of a request that does not stream wakes; it also wakes at a text's end."""
 
 LEAST_LOGPROB = -9999.0
 """Replaces −inf, which JSON cannot represent."""
@@ -39,7 +39,7 @@ class Prompt:
 
     ids: list[int]
     text: str = ""
-    """The text to echo."""
+    """The prompt's text, for `echo`."""
 
 
 @dataclass(frozen=True)
@@ -48,21 +48,21 @@ class Order:
 
     settings: SamplingSettings
     n: int = 1
-    """Texts for each prompt."""
+    """Number of texts for each prompt."""
     generates: bool = True
     echo: bool = False
     prompt_logprobs: int | None = None
     streams: bool = False
-    """Send pieces as they come, not complete texts."""
+    """Whether pieces are sent as they come, not complete texts."""
 
     @property
     def n_made(self) -> int:
-        """Texts that the engine computes for each prompt: one if it is only read."""
+        """Number of texts that the engine computes for each prompt; 1 if the prompt is only read."""
         return self.n if self.generates else 1
 
 
 class Entry(NamedTuple):
-    """A token and its log-probability as they are sent."""
+    """A token with its log-probability and alternatives, as an answer has them."""
 
     text: str
     bytes: list[int] | None
@@ -73,7 +73,7 @@ class Entry(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """The new part of a choice, made of a piece."""
+    """The part that a piece adds to a choice."""
 
     choice: int
     text: str
@@ -102,7 +102,7 @@ class Speller:
 
 
 class Choice:
-    """A text, of which each piece becomes a delta."""
+    """One generated text; turns each of its pieces into a delta."""
 
     def __init__(self, index: int, prompt: Prompt, order: Order, tokens: Tokens) -> None:
         self.index, self.order = index, order
@@ -115,7 +115,7 @@ class Choice:
         self._begun = False
 
     def push(self, piece: Piece, request: Request) -> Delta:
-        """Add a piece of the text."""
+        """Add a piece to the text and return the delta to send."""
         first, self._begun = not self._begun, True
         text = piece.text
         if first and self.order.echo:
@@ -148,7 +148,7 @@ class Choice:
         return [speller.entry(token, one) for token, one in zip(request.prompt_ids, given, strict=True)]
 
     def _settled(self, piece: Piece) -> list[Entry]:
-        """Entries of the tokens whose text is sent; those of a stop string are never sent."""
+        """Remove and return the held entries whose text is sent; entries of a stop string are never sent."""
         n = len(self._held)
         ended_by_text = piece.finish_reason == "stop" and piece.token_id is not None
         if piece.finish_reason is None or ended_by_text:
@@ -189,7 +189,7 @@ class Generation:
             )  # fmt: skip
 
     async def deltas(self) -> AsyncGenerator[list[Delta]]:
-        """The deltas of all choices as they come. Leaving the loop cancels the rest."""
+        """The deltas of all choices, in lists as they come. Leaving the loop cancels the rest."""
         clock = RequestClock(self.metrics, self.began)
         async with aclosing(self.stream.batches()) as batches:
             async for batch in batches:
@@ -221,7 +221,7 @@ class Generation:
 
 
 def check_size(service: Service, model: ServedModel, order: Order, n_prompts: int) -> tuple[int, int]:
-    """The number of a request's texts, and of the log-probabilities that its answer may have.
+    """The number of a request's texts, and the most log-probabilities that its answer may have.
 
     Raises:
         APIError: the request's texts or log-probabilities exceed a limit.
@@ -247,10 +247,10 @@ def check_size(service: Service, model: ServedModel, order: Order, n_prompts: in
 
 
 async def compiled(service: Service, model: ServedModel, settings: SamplingSettings, caller: Caller) -> Grammar | None:
-    """The grammar of constrained texts, compiled if it is new; None if they are not constrained.
+    """The grammar that constrains a request's texts, compiled if it is new; None: the texts are not constrained.
 
     Raises:
-        APIError, UserError: it cannot be compiled, or too many schemas wait.
+        APIError, UserError: the grammar cannot be compiled, or too many schemas wait.
     """
     if settings.json_schema is None and settings.regex is None:
         return None
@@ -269,7 +269,7 @@ async def compiled(service: Service, model: ServedModel, settings: SamplingSetti
     except Abandoned:
         raise APIError(503, "the server is about to stop.", code="stopped") from None
     finally:
-        task.abandon()  # if the client left
+        task.abandon()  # stops the compilation if the client left
         schemas[caller.client] -= 1
         if not schemas[caller.client]:
             del schemas[caller.client]
@@ -283,13 +283,13 @@ async def begin(
     read: Callable[[Any], Prompt],
     caller: Caller,
 ) -> Generation:
-    """Tokenize the prompts in a thread with `read`, and submit each as soon as it is tokenized.
+    """Start a generation: a thread tokenizes each prompt with `read` and submits it to the engine.
 
     Raises:
         APIError, UserError, QueueFull: the request is not accepted, and no part of it continues.
     """
     service.take_places(caller, *check_size(service, model, order, len(prompts)))
-    grammar = await compiled(service, model, order.settings, caller)  # referenced until the engine refers to it
+    grammar = await compiled(service, model, order.settings, caller)  # keeps a reference until the engine has one
     stream = model.loop.open(
         max_unread=service.settings.max_unread_pieces * len(prompts) * order.n,
         patience=1 if order.streams else PIECES_AT_ONCE,

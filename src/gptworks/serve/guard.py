@@ -21,7 +21,7 @@ from gptworks.serve.service import Caller, Service
 
 OPEN_PATHS = ("/", "/health", "/openapi.json")
 STATIC = "/static/"
-"""These paths, and those below it, need no key and are open to pages of every origin."""
+"""OPEN_PATHS, and paths below STATIC, need no key and are open to pages of every origin."""
 
 
 class _Gone(Exception):
@@ -29,7 +29,7 @@ class _Gone(Exception):
 
 
 class Guard:
-    """ASGI middleware."""
+    """ASGI middleware that makes the checks of this module."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
@@ -69,7 +69,7 @@ class Guard:
             log_request(scope, answer.status, time.monotonic() - began, caller.n_tokens)
 
     def _client(self, scope: Scope) -> str:
-        """The client whose share a request uses: its key's digest if keys are needed, else its address."""
+        """The name of the client whose share a request uses: its key's digest if keys are needed, else its address."""
         authorization = Headers(scope=scope).get("authorization")
         if self._keys and authorization:
             return _digest(authorization.partition(" ")[2]).hex()
@@ -119,7 +119,7 @@ class Guard:
             raise self._too_large()
 
     def _is_same_site(self, headers: Headers) -> bool:
-        """Whether a request comes from no page, or from one of this server or of an origin that may call it."""
+        """Whether a request comes from a page of this server or of an allowed origin, or not from a page."""
         origin, allowed = headers.get("origin", ""), self._service.settings.cors_origins
         if origin and (origin in allowed or "*" in allowed):
             return True
@@ -127,8 +127,8 @@ class Guard:
         return (same_host or not origin) and headers.get("sec-fetch-site") not in ("cross-site", "same-site")
 
     def _has_key(self, scope: Scope, headers: Headers) -> bool:
-        """Whether a request has an API key or both halves of a session, or needs none; in the same time for every
-        key."""
+        """Whether a request has a valid API key or both values of a session, or the server needs neither. The check
+        takes the same time for every key."""
         service = self._service
         if not self._keys and service.sign_in is None:
             return True
@@ -144,7 +144,7 @@ class Guard:
                         code="body_too_large")  # fmt: skip
 
     async def _read(self, incoming: "_Body") -> bytes:
-        """The complete body.
+        """Read the complete body of a request.
 
         Raises:
             APIError: the body is too large or arrives too slowly.
@@ -169,11 +169,11 @@ class Guard:
         return bytes(body)
 
     async def _discard(self, headers: Headers, incoming: "_Body", answer: "_Answer") -> None:
-        """Read the rest of a refused body, so that the client reads the answer; or close after the answer."""
+        """Read the rest of a refused body, so that the client gets the answer; if it is too long, close after it."""
         settings = self._service.settings
         left = settings.max_discarded_bytes
         answer.closes = True
-        if "expect" in headers and not incoming.begun:  # the client waits for a 100
+        if "expect" in headers and not incoming.begun:  # the client waits for `100 Continue`
             return
         try:
             async with asyncio.timeout(min(settings.body_seconds, 5.0)):
@@ -186,7 +186,7 @@ class Guard:
         answer.closes = False
 
     async def _work(self, scope: Scope, receive: Receive, answer: "_Answer", body: bytes) -> None:
-        """Have the app answer until the client leaves or the time is over."""
+        """Run the app on a request until it has answered, the client leaves or the time is over."""
         seconds = self._service.settings.request_seconds
         work: asyncio.Task[None] = asyncio.create_task(self._app(scope, _replay(body), answer))  # type: ignore[arg-type]
         watch = asyncio.create_task(_until_gone(receive))
@@ -211,7 +211,7 @@ def _digest(key: str) -> bytes:
 
 
 class _Answer:
-    """`send` with the state of the answer."""
+    """An ASGI `send` that records the answer's state and adds headers."""
 
     def __init__(self, send: Send, answered: Callable[[int], None]) -> None:
         self._send, self._answered = send, answered
@@ -233,7 +233,7 @@ class _Answer:
         await self._send(message)
 
     async def end(self, error: APIError, event: Callable[[APIError], bytes]) -> None:
-        """Answer with an error, as an event if a stream has begun."""
+        """Raise the error if no answer has begun; send it as an event if a stream has begun."""
         if not self.started:
             raise error
         if self.is_stream:
@@ -241,17 +241,17 @@ class _Answer:
 
 
 class _Body:
-    """A request's body as it comes."""
+    """A request's body, received in parts."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self.begun = self.complete = False
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """The parts that are still to come.
+        """The parts of the body that were not read yet, as they arrive.
 
         Raises:
-            _Gone: the client closes the connection before the end.
+            _Gone: the client closed the connection before the end.
         """
         while not self.complete:
             self.begun = True
@@ -263,7 +263,7 @@ class _Body:
 
 
 def _raise_error(work: "asyncio.Task[None]") -> None:
-    """Raise the task's error, if any, as an `Exception`. A Rust panic is a `BaseException` without a handler."""
+    """Raise a task's error, if any. A Rust panic, a `BaseException` that no handler answers, becomes a RuntimeError."""
     error = work.exception()
     if error is not None and not isinstance(error, Exception):
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
@@ -276,7 +276,7 @@ async def _until_gone(receive: Receive) -> None:
 
 
 def _replay(body: bytes) -> Receive:
-    """A `receive` that returns a body once, and then waits for ever."""
+    """An ASGI `receive` that returns a body once, and then waits for ever."""
     given = False
 
     async def receive() -> Message:

@@ -15,7 +15,7 @@ _ALL = logging.getLogger("gptworks")
 _MAX_LINES = 10_000
 """Most lines that wait to be written; further ones are lost."""
 _LAST_LINES_SECONDS = 2.0
-"""Time to write the waiting lines at the end."""
+"""Longest time to write the waiting lines at the end."""
 
 
 def log_request(scope: Scope, status: int | None, seconds: float, n_tokens: int) -> None:

@@ -1,6 +1,6 @@
-"""/metrics: Prometheus text. Names and meanings are vLLM's (`vllm:…`): its dashboards need only another prefix.
+"""/metrics in Prometheus' text format. Metrics are named as vLLM's (`vllm:…`), whose dashboards need only a new prefix.
 
-The engines' counters are read when Prometheus asks; the times of requests are observed as they pass.
+The engines' counters are read when Prometheus asks; the times of requests are recorded when they occur.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,12 +38,12 @@ _COUNTED: tuple[tuple[type[_Family], str, str, Callable[[Statistics], float]], .
 
 
 class ModelMetrics(NamedTuple):
-    """The observed metrics of one model."""
+    """Functions that record metrics of one model."""
 
     observe: Mapping[str, Callable[[float], None]]
-    """Functions that observe a value, by the histogram's name."""
+    """Functions that add a value to a histogram, by the histogram's name."""
     finished: Mapping[str, Callable[[], None]]
-    """Count a text by its finish reason."""
+    """Functions that count a finished text, by its finish reason."""
 
 
 class Metrics(Collector):
@@ -76,7 +76,7 @@ class Metrics(Collector):
         """Metrics by the model's name."""
 
     def add(self, model: str, statistics: Callable[[], Statistics]) -> None:
-        """Report a further model."""
+        """Start reporting a model."""
         self.of[model] = ModelMetrics(
             {kind: histogram.labels(model).observe for kind, histogram in self._histograms.items()},
             {reason: self._finished.labels(model, reason).inc for reason in FINISHED},
@@ -99,7 +99,7 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """The counters of the engines, for Prometheus' library."""
+        """The current counters of the engines, for Prometheus' library."""
         now = {name: read() for name, read in tuple(self._statistics.items())}
         for kind, name, help_text, value in _COUNTED:
             family = kind(f"gptworks:{name}", help_text, labels=["model_name"])
@@ -112,7 +112,7 @@ class Metrics(Collector):
 
 
 class RequestClock:
-    """Observes the times of one request's texts as their tokens come."""
+    """Records the latencies of one request's texts in its model's metrics."""
 
     def __init__(self, metrics: ModelMetrics, began: float) -> None:
         """
@@ -125,7 +125,7 @@ class RequestClock:
         self._first: dict[int, float] = {}
 
     def tick(self, now: float, text: int, request: Request, n_tokens: int, finish_reason: str | None) -> None:
-        """A piece of a text, which has n_tokens now, came at `now`, by `time.monotonic`."""
+        """Record that a piece of a text, which has `n_tokens` now, came at `now` by `time.monotonic`."""
         observe = self._observe
         if text not in self._first:
             admitted = request.admitted_at or now

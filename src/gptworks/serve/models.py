@@ -31,12 +31,12 @@ class ServedModel:
 
     @functools.cached_property
     def reader(self) -> Backend:
-        """Computes embeddings, one text at a time; created at its first use."""
+        """The backend that computes embeddings, one text at a time; created at its first use."""
         return self.engine.reader()
 
     @property
     def chat_template(self) -> ChatTemplate:
-        """Raises an APIError if it is a base model."""
+        """The model's chat template. Raises an APIError if the model has no template."""
         if self.engine.chat_template is None:
             raise APIError(
                 400,
@@ -54,7 +54,7 @@ class ServedModel:
 
 
 class Models:
-    """The models by name."""
+    """The served models by name."""
 
     def __init__(self) -> None:
         self._models: dict[str, ServedModel] = {}
@@ -63,7 +63,7 @@ class Models:
         return iter(tuple(self._models.values()))
 
     def add(self, name: str, engine: Engine, settings: ServerSettings) -> ServedModel:
-        """Add a model, whose loop does not run yet."""
+        """Add a model; its engine's loop does not run yet."""
         tokens = Tokens(engine.tokenizer, engine.context, settings)
         model = self._models[name] = ServedModel(name, engine, EngineLoop(engine), tokens)
         return model
@@ -86,6 +86,6 @@ class Models:
 
 
 def check_name(name: str) -> None:
-    """Raises a UserError if it cannot be a model's name."""
+    """Raises a UserError if `name` cannot be a model's name."""
     if not _NAME.fullmatch(name):
         raise UserError(f"{name!r} cannot be a model's name: use up to 128 letters, digits and . _ : -")

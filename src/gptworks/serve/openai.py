@@ -32,7 +32,7 @@ from gptworks.serve.settings import (
 )
 
 MAX_CHARACTERS = 1 << 24
-"""Longest text, whatever the server's limits on bytes."""
+"""Longest text of a field, even if the server's limits on bytes are larger."""
 MAX_TOKENS = 1 << 20
 """Largest number of tokens in a request; a model's context ends a text much earlier."""
 
@@ -92,7 +92,7 @@ _Lists = Annotated[list[TokenIds], _SEVERAL]
 
 
 def _as_prompts(value: Any) -> Any:
-    """A text, or the token ids of one, as a list of one."""
+    """Prompts as a list: a single text, or the token ids of a single text, becomes a list of one."""
     is_ids = isinstance(value, list) and value and type(value[0]) is int
     prompts = [value] if is_ids or isinstance(value, str) else value
     if _kind(prompts) is None:
@@ -101,7 +101,7 @@ def _as_prompts(value: Any) -> Any:
 
 
 def _kind(value: Any) -> str | None:
-    """The kind of a list of prompts, by its first."""
+    """The type of a list of prompts, by its first element; None: it is not such a list."""
     first = value[0] if isinstance(value, list) and value else None
     return "list[str]" if isinstance(first, str) else "list[list[int]]" if isinstance(first, list) else None
 
@@ -112,7 +112,7 @@ Prompts = Annotated[
     Discriminator(_kind),
     BeforeValidator(_as_prompts, json_schema_input_type=Text | TokenIds | _Texts | _Lists),
 ]
-"""One or several texts, each as a text or as token ids."""
+"""One or several prompts, each as a text or as token ids."""
 
 
 def _as_stops(value: Any) -> Any:
@@ -245,7 +245,7 @@ Nothing = Annotated[Any, AfterValidator(_nothing), WithJsonSchema({"type": "null
 
 
 class ChatMessage(Wire):
-    """A turn. Clients that send an answer back also send its empty fields: those after `name`."""
+    """A turn of a conversation. Clients that send an answer back also send its empty fields: those after `name`."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
@@ -261,7 +261,7 @@ class ChatMessage(Wire):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
     def turn(self) -> dict[str, str]:
-        """The turn for the template. `developer` is OpenAI's newer word for `system`, which templates know."""
+        """The turn for the template. Templates know the role `system`; OpenAI's newer name for it is `developer`."""
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": self.text} | ({"name": self.name} if self.name is not None else {})
 

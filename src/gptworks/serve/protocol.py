@@ -1,7 +1,7 @@
-"""uvicorn's HTTP protocol with limits on incomplete requests, and on readers that do not read.
+"""uvicorn's HTTP protocol with limits on incomplete requests, and on clients that do not read their answers.
 
 A connection ends if its headers are too long or take too long, if it sends much more than a body may have, or if its
-answers stay unread for too long. If there are too many connections, the one that is idle longest makes room.
+answers stay unread for too long. If there are too many connections, the one that has been idle longest is closed.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ SWEEP_SECONDS = 0.5
 """Seconds between two checks of the connections."""
 
 KERNEL_BYTES = 1 << 17
-"""Send buffer of a connection; the system's default takes megabytes for each slow reader."""
+"""Size of a connection's send buffer; the system's default takes megabytes for each slow reader."""
 
 _LOOKS = (0.02, 0.1)
-"""Seconds after which a client that sends no more is checked; after these, each sweep checks it."""
+"""Seconds after which a connection is checked whose client sends no more; later, each sweep checks it."""
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """A connection. `bounded_by` makes the class for a server's settings."""
+    """A client's connection. `bounded_by` makes the class for a server's settings."""
 
     settings: ServerSettings
 
@@ -65,13 +65,13 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more, but may still read: the current answer is sent, and then the connection ends.
+        """Send the current answer to a client that sends no more but may still read, then close the connection.
 
-        A client that closed the connection looks the same. `100 Continue`, which clients ignore, shows the difference:
-        the system of a closed connection answers with a reset.
+        A client that closed the connection looks the same. So `100 Continue` is sent, which clients ignore: if the
+        connection is closed, the client's system answers with a reset.
         """
         if self._idle or self.cycle.more_body or self.transport.is_closing():
-            return False  # the transport closes
+            return False  # False: the transport closes
         caller = self.cycle.scope.get("state", {}).get("caller")
         if caller is not None and (caller.is_page or caller.watches):
             return False
@@ -83,7 +83,7 @@ class GuardedProtocol(HttpToolsProtocol):
         return True
 
     def _leave_if_gone(self) -> None:
-        """Check for a reset, which is not reported while nothing is read or written."""
+        """End a half-closed connection after a reset, which asyncio does not report without reads or writes."""
         socket_ = self.transport.get_extra_info("socket")
         with contextlib.suppress(OSError):
             if self._half_closed and socket_ is not None and socket_.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -105,7 +105,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def _count(self, n_bytes: int) -> None:
-        """Count bytes of headers as the parser reads them: a long header may come in one piece, with its end."""
+        """Count bytes of headers as the parser reads them, since even a long header may arrive at once."""
         self._n_header_bytes += n_bytes
         if self._n_header_bytes > self.settings.max_header_bytes:
             self._too_long = True
@@ -156,7 +156,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._refuse(APIError(431, f"the headers have more than {most} bytes.", code="headers_too_long"))
 
     def _refuse(self, error: APIError) -> None:
-        """Answer before there is a request, and close."""
+        """Answer with an error before the request reaches the app, and close the connection."""
         if self.transport.is_closing():
             return
         body = bytes(error.response().body)
@@ -176,7 +176,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def bounded_by(settings: ServerSettings) -> type[GuardedProtocol]:
-    """The protocol for a server with these settings."""
+    """The protocol class for a server with these settings."""
     return type("BoundedProtocol", (GuardedProtocol,), {"settings": settings})
 
 

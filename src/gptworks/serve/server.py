@@ -1,4 +1,4 @@
-"""Start and end: uvicorn with our protocol, and a drain between the first signal and the end."""
+"""Start and end of the server: uvicorn with our protocol, which finishes requests after the first signal."""
 
 import asyncio
 import contextlib
@@ -20,13 +20,13 @@ from gptworks.serve.protocol import SWEEP_SECONDS, bounded_by, sweep
 from gptworks.serve.service import Service
 from gptworks.serve.settings import ServerSettings
 
-_TICKS_PER_SECOND = 10  # uvicorn's
+_TICKS_PER_SECOND = 10  # of uvicorn's main loop
 _CLOSING_SECONDS = 2
 """Time for connections to close at the end."""
 _SPARE_FILES = 128
-"""Open files that are not connections."""
+"""Number of open files reserved for other uses than connections."""
 _BACKLOG = 100
-"""Most connections that wait to be accepted. Each is an open file."""
+"""Most connections that wait to be accepted; each takes an open file."""
 _FEWEST_FILES = 16
 _SHORT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
@@ -46,7 +46,7 @@ class Server(uvicorn.Server):
         self._service.draining = True
 
     def run(self, sockets: list[socket] | None = None) -> None:
-        """Serve until the end.
+        """Serve until a signal or a failed engine ends the server.
 
         Raises:
             RunError: the server ended because an engine failed.
@@ -59,7 +59,7 @@ class Server(uvicorn.Server):
         loop, said = asyncio.get_running_loop(), False
 
         def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-            """Log only once that files run out: asyncio tries again many times a second."""
+            """Log a lack of open files only once, since asyncio tries again many times a second."""
             nonlocal said
             error = context.get("exception")
             if not isinstance(error, OSError) or error.errno not in _SHORT_OF_FILES:
@@ -88,10 +88,10 @@ class Server(uvicorn.Server):
 
 
 def make_server(app: FastAPI, host: str, port: int, started: Callable[[int], None] = lambda port: None) -> Server:
-    """A server of the app, which its `run` starts.
+    """A server for the app; its `run` starts it.
 
     Args:
-        port: 0 chooses a free one.
+        port: 0: any free port.
         started: called with the port once the server listens.
     """
     service: Service = app.state.service
@@ -115,8 +115,8 @@ def make_server(app: FastAPI, host: str, port: int, started: Callable[[int], Non
 
 
 def _connections(most: int) -> tuple[int, int]:
-    """The number of connections that the limit of open files allows, at most `most`, and how many may be accepted at
-    once. The process's limit is raised as far as needed and allowed.
+    """The number of connections that the limit of open files allows, at most `most`, and the number that may wait to be
+    accepted. The process's limit is raised as far as needed and allowed.
 
     Raises:
         UserError: the limit is too low for any connection.

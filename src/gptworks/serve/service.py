@@ -15,7 +15,7 @@ from gptworks.serve.settings import MAX_WATCHING, MAX_WATCHING_EACH, ServerSetti
 from gptworks.serve.sign_in import SignIn
 
 _NEED_NO_SLOT = 16
-"""Requests accepted in addition to the engines' own: tokenizing, embeddings, lists of models."""
+"""Requests accepted in addition to the engines' texts: tokenizing, embeddings, lists of models."""
 
 
 @dataclass(eq=False)
@@ -23,22 +23,22 @@ class Caller:
     """The sender of one request; `request.state.caller`."""
 
     client: str
-    """An API key's digest, or an address."""
+    """The client's API key's digest, or its address."""
     n_texts: int = 0
-    """Texts of this request that hold places: a choice of a prompt, or a text to embed."""
+    """Texts of this request that count for its client: each choice of a prompt, or each text to embed."""
     works: bool = False
-    """Whether it counts as work: its body is complete, and it is not a stream that only watches."""
+    """Whether the request counts as work: its body is complete, and it is not a stream that only watches."""
     watches: bool = False
     is_page: bool = False
-    """Whether a page sent it. A browser that closes a connection reads no more; its requests may be silent for long."""
+    """Whether a page sent the request. If its browser closes the connection, the answer ends at once."""
     n_numbers: int = 0
-    """Numbers of log-probabilities that its answer may have."""
+    """Most log-probabilities that the request's answer may have."""
     n_tokens: int = 0
-    """Tokens read and written for it."""
+    """Tokens read and written for the request."""
     tasks: set[Task] = field(default_factory=set)
-    """The caller's work in other processes; abandoned with the request."""
+    """The request's work in other processes; abandoned with the request."""
     on_leave: list[Callable[[], None]] = field(default_factory=list)
-    """Called when the request is answered or its client has gone."""
+    """Functions that are called when the request is answered or its client has gone."""
 
     def task(self) -> Task:
         """A new task, abandoned if the request ends early."""
@@ -58,25 +58,25 @@ class Service:
         self.settings = settings
         self.models, self.metrics = Models(), Metrics()
         self.load: Callable[[str, Caller], Awaitable[ServedModel]] | None = None
-        """Loads the model of a name for a caller, or raises an APIError; None: only `models` are served."""
+        """A function that loads a model by name for a caller or raises an APIError; None: only `models` are served."""
         self.threads = ThreadPoolExecutor(2, "gptworks text")
         """Threads that tokenize and render templates."""
         self.schema_threads = ThreadPoolExecutor(2, "gptworks schemas")
         """Threads that wait for schemas to compile; separate, so that no text waits for a schema."""
         self.embedding_thread = ThreadPoolExecutor(1, "gptworks embeddings")
         self.sign_in: SignIn | None = None
-        """The studio's sessions; with them, every request needs a session or an API key."""
+        """The studio's sign-in; if set, every request needs a session or an API key."""
         self.draining = False
         """Whether the server is about to end and accepts no new requests."""
         self.in_flight = 0
-        """Unanswered requests, except those for /health."""
+        """Number of unanswered requests, except those for /health."""
         self.n_working = 0
-        """Requests in flight whose bodies are complete."""
+        """Number of requests that count as work; see `Caller.works`."""
         self.bodies_bytes = 0
         """Bytes of the bodies that are being read."""
         self.callers: set[Caller] = set()
         self.schemas: Counter[str] = Counter()
-        """Schemas that are being compiled or wait, for each client."""
+        """Number of schemas that are being compiled or wait, for each client."""
         self.n_answered = 0
         self._began = time.monotonic()
         self._texts: Counter[str] = Counter()
@@ -108,14 +108,14 @@ class Service:
         self.metrics.remove(name)
 
     async def model(self, name: str | None, caller: Caller) -> ServedModel:
-        """The model of that name; see `Models.get`."""
+        """The model with this name, loaded if needed; see `load` and `Models.get`."""
         if self.load is not None and name is not None:
             return await self.load(name, caller)
         return self.models.get(name)
 
     @property
     def max_texts(self) -> int:
-        """Texts that may run or wait."""
+        """Most texts that may run or wait, over all models."""
         return sum(self.settings.max_waiting + model.engine.most_texts for model in self.models)
 
     @property
@@ -124,7 +124,7 @@ class Service:
 
     @property
     def max_texts_each(self) -> int:
-        """Texts of one client that may run or wait."""
+        """Most texts of one client that may run or wait."""
         return max(1, round(self.settings.client_share * self.max_texts))
 
     def close(self) -> None:
@@ -153,10 +153,10 @@ class Service:
         caller.watches = False
 
     def watch(self, caller: Caller) -> None:
-        """Make a request a stream that watches, without a time limit: it no longer counts as work.
+        """Turn a request into a stream that watches for changes and no longer counts as work.
 
         Raises:
-            APIError: this client or all clients have too many.
+            APIError: this client, or all clients together, have too many such streams.
         """
         n, n_all = self._watching[caller.client], self._watching.total()
         if n >= MAX_WATCHING_EACH or n_all >= MAX_WATCHING:
@@ -169,7 +169,7 @@ class Service:
         caller.works, caller.watches = False, True
 
     def take_places(self, caller: Caller, n_texts: int, n_numbers: int = 0) -> None:
-        """Count a request's texts, and the numbers of their log-probabilities, for its client, until `leave`.
+        """Count a request's texts and log-probabilities for its client, until `leave`.
 
         Raises:
             APIError: the client or all clients together would have too many.
@@ -194,7 +194,7 @@ class Service:
         caller.n_numbers += n_numbers
 
     def summary(self) -> str:
-        """The number of requests and tokens so far, in a line."""
+        """One line with the number of requests and tokens so far."""
         found = [model.engine.statistics() for model in self.models]
         n_tokens = sum(one.prompt_tokens + one.generated_tokens for one in found)
         seconds = time.monotonic() - self._began
@@ -202,7 +202,7 @@ class Service:
 
     @property
     def failure(self) -> str | None:
-        """Name and kind of error of a dead engine, if there is one: then no new request is accepted."""
+        """The name and error of an engine that has failed, after which no new request is accepted; None: all work."""
         for model in self.models:
             if (failure := model.loop.check()) is not None:
                 return f"the engine of {model.name} has failed ({failure.kind})"

@@ -1,19 +1,19 @@
-"""The server's limits: sizes of requests, and times."""
+"""The server's settings: access, and limits of size and time."""
 
 from dataclasses import dataclass
 
 from gptworks.errors import UserError
 
 MAX_N = 32
-"""Continuations of one prompt (`n`, `best_of`)."""
+"""Most continuations of one prompt (`n`, `best_of`)."""
 MAX_PROMPTS = 64
 """Most prompts in a request."""
 MAX_TEXTS = 128
-"""Texts of one request: prompts times continuations. Each has its own copy of its prompt from the beginning."""
+"""Most texts of one request: prompts times continuations. Each text has its own copy of its prompt."""
 MAX_LOGPROB_NUMBERS = 1 << 20
-"""Numbers in an answer with log-probabilities: tokens times (1 + alternatives). One takes about 220 bytes of memory."""
+"""Most log-probabilities in an answer: tokens times (1 + alternatives). Each takes about 220 bytes of memory."""
 MAX_WATCHING, MAX_WATCHING_EACH = 64, 32
-"""Streams that report changes as long as a page is open: of all clients, and of one."""
+"""Most streams that report changes while a page is open: of all clients, and of one client."""
 MAX_MESSAGES = 1024
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -30,7 +30,7 @@ class ServerSettings:
     """
 
     api_keys: tuple[str, ...] = ()
-    """Every request but those for /health and /openapi.json needs one of these. Empty: none is needed."""
+    """API keys; every request needs one, except for the guard's open paths such as /health. Empty: no key is needed."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose web pages may call the server."""
     local_names_only: bool = True
@@ -39,23 +39,23 @@ class ServerSettings:
     max_waiting: int = 128
     """Texts that may wait for a slot of a model; the next is answered with 429."""
     max_logprob_numbers: int = 1 << 21
-    """Numbers of log-probabilities in all unfinished answers; see MAX_LOGPROB_NUMBERS."""
+    """Most log-probabilities in all unfinished answers; see MAX_LOGPROB_NUMBERS."""
     client_share: float = 0.8
     """Largest share of the slots, the waiting places and `max_logprob_numbers` that one client may hold. A client is an
     API key, or an address if no keys are needed. 1: no limit, for use behind a proxy."""
     max_schemas: int = 16
     """Schemas that may wait to be compiled, two at a time; the next is answered with 429."""
     max_schemas_each: int = 4
-    """Schemas of one client among these."""
+    """Schemas of one client that may wait to be compiled."""
     max_body_bytes: int = 1 << 20
     max_prompt_bytes: int = 1 << 18
     """Bytes of a prompt's text, checked before it is tokenized."""
     max_bodies_bytes: int = 1 << 26
-    """Bytes of all bodies that are being read."""
+    """Most bytes of all bodies that are being read."""
     max_header_bytes: int = 1 << 15
     """Bytes of a request's first line and headers."""
     max_discarded_bytes: int = 1 << 24
-    """Bytes of a refused body that are read and dropped, so that the client reads the answer."""
+    """Most bytes of a refused body that are read and dropped, so that the client reads the answer."""
     max_connections: int = 1024
     max_pipelined: int = 8
     """Requests that a connection may send ahead of their answers."""
@@ -67,7 +67,7 @@ class ServerSettings:
     request_seconds: float = 600.0
     """Time from a request's last byte to the end of its answer."""
     stall_seconds: float = 20.0
-    """Time that a reader may leave the connection full."""
+    """Time that a client may leave the connection's buffers full."""
     keep_alive_seconds: int = 15
     drain_seconds: float = 30.0
     """Time for requests to finish after SIGTERM."""

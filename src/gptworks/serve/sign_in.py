@@ -18,7 +18,7 @@ MOST = 64
 """Most unused codes, and most sessions; the oldest are dropped."""
 PATH = "/studio/sign-in"
 _MOST_COOKIES = 200
-"""More than a browser keeps for a host."""
+"""Most cookies of a request that are tried: more than a browser keeps for a host."""
 
 
 class Session(NamedTuple):
@@ -33,12 +33,12 @@ class SignIn:
 
     def __init__(self) -> None:
         self.on_exchange: Callable[[str], None] = lambda code: None
-        """Called with each code that was used."""
+        """Function that is called with each code that was used."""
         self._codes: dict[bytes, str] = {}
         self._sessions: dict[bytes, bytes] = {}  # digest of a cookie → digest of its key
 
     def code(self) -> str:
-        """A new code, for one browser."""
+        """A new one-time code, for one browser."""
         code = secrets.token_urlsafe(24)
         self._codes[_digest(code)] = code
         _keep_newest(self._codes)
@@ -56,14 +56,14 @@ class SignIn:
         return session
 
     def knows(self, cookie: str, key: str) -> bool:
-        """Whether the two belong to one session."""
+        """Whether a cookie and a key belong to the same session."""
         expected = self._sessions.get(_digest(cookie))
         return expected is not None and compare_digest(expected, _digest(key))
 
 
 def cookie_name(scope: Scope) -> str:
-    """The cookie's name for a request's address: pages at several ports of a host share its cookies. The port is the
-    one in the browser's address, which may be forwarded to another."""
+    """The session cookie's name for a request. It contains the port, since all ports of a host share cookies: the port
+    of the browser's address, which may be forwarded to another."""
     host = Headers(scope=scope).get("host", "")
     port = host.rpartition(":")[2] if ":" in host and not host.endswith("]") else "80"
     return f"gptworks-{port if port.isdecimal() and port.isascii() else (scope.get('server') or ('', 0))[1]}"

@@ -1,4 +1,4 @@
-"""Text to token ids and back, in a thread, so that a long prompt does not delay other requests."""
+"""Text to token ids and back. Routes call this in a thread, so that a long prompt does not delay other requests."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -13,30 +13,30 @@ from gptworks.tokenizer import StreamDecoder, prompt_ids, token_bytes, vocabular
 
 
 class Tokens:
-    """A model's tokenizer for requests, whose texts are bounded first."""
+    """A model's tokenizer for requests; checks a text's length before it is tokenized."""
 
     def __init__(self, tokenizer: Tokenizer, context: int, settings: ServerSettings) -> None:
         """
         Args:
-            context: tokens that the model can read.
+            context: most tokens that the model can read.
         """
         self.tokenizer, self.context = tokenizer, context
         self.n_ids = vocabulary_size(tokenizer)
         sizes = token_bytes(tokenizer)
         fitting = settings.max_prompt_bytes if sizes is None else context * max(1, *sizes)
         self.max_bytes = min(settings.max_prompt_bytes, fitting)
-        """Longest text: a longer one has too many tokens for the context, or is above the server's limit."""
+        """Most bytes of a text: a longer one has too many tokens for the context, or is above the server's limit."""
 
     def read(self, prompt: str | list[int], param: str) -> list[int]:
-        """The ids of a prompt that is text or ids; see `encode` and `check`."""
+        """The token ids of a prompt that is given as text or ids; see `encode` and `check`."""
         return self.encode(prompt, param) if isinstance(prompt, str) else self.check(prompt, param)
 
     def encode(self, text: str, param: str) -> list[int]:
-        """The ids of a prompt, as from `Engine.encode_prompt`, without its warnings; slow.
+        """The token ids of a prompt, as from `Engine.encode_prompt`, but without its warnings; slow.
 
         Raises:
             APIError: the text is too long or has no tokens.
-            UserError: the tokenizer cannot read it.
+            UserError: the tokenizer cannot encode the text.
         """
         self.check_bytes(len(text.encode()), param)
         special, ids = special_tokens(self.tokenizer), prompt_ids(self.tokenizer, text)
@@ -71,12 +71,12 @@ class Tokens:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text without special tokens, as it is streamed."""
+        """The text of token ids without special tokens, equal to the streamed text."""
         decoder = StreamDecoder(self.tokenizer)
         return "".join([*map(decoder.push, ids), decoder.flush()])
 
     def spell(self, token: int) -> tuple[str, list[int] | None]:
-        """A token by itself: a text that no other token has, and its bytes, if it has any."""
+        """A token's spelling, which no other token has, and its bytes; None: the token has no bytes."""
         return self._speller.spell(token)
 
     @cached_property

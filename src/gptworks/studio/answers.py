@@ -1,4 +1,4 @@
-"""The studio's answers: JSON and events."""
+"""The studio's answers as JSON and as events."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from gptworks.serve.events import EventStream
 
 
 class Events(EventStream):
-    """Dictionaries as events."""
+    """A stream of events that are dictionaries as JSON, without `[DONE]` at the end."""
 
     last = b""
 
@@ -21,7 +21,7 @@ class Events(EventStream):
 
 
 class MessageEvents(Events):
-    """Dictionaries as events; an error is an event with only its message."""
+    """Like `Events`; an error becomes an event with only its message."""
 
     @staticmethod
     def error_event(error: APIError) -> bytes:
@@ -29,7 +29,7 @@ class MessageEvents(Events):
 
 
 def as_json(tree: Any) -> Response:
-    """An answer with a tree as JSON, which no cache keeps."""
+    """A response with a tree as JSON."""
     return Response(json_text(tree), media_type="application/json")
 
 
@@ -50,7 +50,7 @@ def _finite(tree: Any) -> Any:
 
 
 def plain(tree: Any) -> Any:
-    """A tree for JSON: a non-finite number becomes its name, as in metrics.jsonl."""
+    """A tree for JSON: a non-finite number becomes its name, as in metrics.jsonl, and another object its `str`."""
     if isinstance(tree, dict):
         return {str(key): plain(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

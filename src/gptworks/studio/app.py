@@ -33,12 +33,12 @@ def create_studio(
     runs_at_once: int = 1,
     max_idle_bytes: int | None = None,
 ) -> FastAPI:
-    """The ASGI app over run folders, and folders of them; `app.state.studio` is its state.
+    """The studio's ASGI app for run folders, or folders of them; `app.state.studio` is its state.
 
     Every request needs an API key of the settings, or a session: `app.state.service.sign_in` gives codes for those.
 
     Args:
-        device, backend: where and how models are computed.
+        device, backend: the device and the backend that compute models.
         read_only: nothing can be started or written.
         runs_at_once: runs that the page may train at once.
         max_idle_bytes: see `Engines`.
@@ -65,7 +65,7 @@ def create_served(
     """The server's app, which answers browsers with the Play page.
 
     Args:
-        runs: the run folders of the models.
+        runs: run folders by the model's name.
     """
     app = create_app(engines, settings, routers=[page.router, play.router], home=page.home)
     app.state.studio = Served(app.state.service, runs or {})

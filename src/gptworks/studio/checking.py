@@ -1,4 +1,4 @@
-"""Checks a recipe's text for the page, in a process with limits: the text and what it names are hostile until checked.
+"""Check a recipe's text for the page, in a process with limits: the text and its paths are hostile until checked.
 The recipe's own parser and `gptworks plan` give the answers.
 """
 
@@ -43,7 +43,7 @@ _Result = TypeVar("_Result")
 
 
 class Checks:
-    """Asks the process that checks."""
+    """Sends questions about recipes to the process that checks them."""
 
     def __init__(self) -> None:
         setup_limits = Limits(seconds=60, n_bytes=3 << 30)
@@ -53,7 +53,7 @@ class Checks:
         self._threads = ThreadPoolExecutor(4, "gptworks start")
 
     async def ask(self, question: Tree) -> Tree:
-        """The answer of `check` or `plan`.
+        """The answer of `check` or `plan` to a question.
 
         Raises:
             UserError: the child refuses, or a limit is reached.
@@ -83,7 +83,7 @@ class Checks:
 
 
 def main() -> None:
-    """Answer questions: mappings whose `ask` names `check` or `plan`."""
+    """Answer the parent's questions: mappings whose `ask` is `check` or `plan`."""
     serve(lambda setup: _answer)
 
 
@@ -168,7 +168,7 @@ def _plain(message: str) -> str:
 
 
 def beginning(origin: str) -> str:
-    """The text of a recipe's file; or the recipe of a run's folder, without the settings that follow from others."""
+    """The text of a recipe's file, or the shortest text of a run's recipe; both without GIVEN_BY_THE_START."""
     if Path(origin).is_file():
         return _without_given(read_file(Path(origin), MAX_BYTES))
     recipe = load_recipe(origin)
@@ -190,7 +190,7 @@ def _without_given(text: str) -> str:
 
 
 def _shortest(tree: Tree, section: str, whole: Recipe) -> Tree:
-    """The tree without the settings of a section that the recipe does not need."""
+    """The tree without those settings of a section whose removal leaves the recipe the same."""
     for name, value in (_at(tree, section) if section else tree).items():
         path = f"{section}.{name}" if section else name
         with contextlib.suppress(UserError):
@@ -215,7 +215,7 @@ def _paths(tree: Tree, path: str = "") -> Iterable[str]:
 
 
 def edited(text: str, tree: Tree, path: str, value: str | None) -> tuple[str, Tree]:
-    """The text and the tree with a setting changed, or removed (None). Comments are kept if only one line changes.
+    """The text and the tree with a setting changed, or removed if `value` is None. A change of one line keeps comments.
 
     Raises:
         UserError: the setting is invalid.
@@ -239,7 +239,7 @@ def _removed(tree: Tree, path: str) -> Tree:
 
 
 def _of_its_kind(tree: Tree, path: str) -> Tree:
-    """The section without the settings that its type lacks, after a change of `type`."""
+    """The tree; after a change of a section's `type`, without the section's settings that the new type lacks."""
     section, _, name = path.rpartition(".")
     kinds = next((group["kinds"] for group in form() if group["path"] == section), None)
     if name != "type" or kinds is None or "type" not in tree.get(section, {}):
@@ -257,8 +257,8 @@ def _at(tree: Any, path: str) -> Any:
 
 
 def _changed_lines(text: str, path: str, value: Any) -> Iterable[str]:
-    """Candidate texts with a changed setting, which the caller checks: in its place, or after the last line of its
-    section; None removes it."""
+    """Candidate texts, which the caller checks, with the setting changed in its place or added after the last line of
+    its section; a value of None removes it."""
     try:
         node = compose_yaml(text, "recipe")
     except UserError:
@@ -326,7 +326,7 @@ def read_within(tree: Tree, question: Tree) -> Recipe:
             elif not (place is Place.TEMPLATE and value in BUILT_IN) and value not in known:
                 _check_below(path, value, question["allowed"])
 
-    if isinstance(source := tree.get("initialize_from"), str):  # that run is read with the recipe
+    if isinstance(source := tree.get("initialize_from"), str):  # reading the recipe also reads that run
         check([("initialize_from", Place.PATH, source)])
     recipe = read(tree)
     check(places(recipe))
@@ -351,12 +351,12 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[\w.-]{1,96})?")
 
 
 def _is_of_the_hub(dataset: str) -> bool:
-    """Whether it names a dataset of the Hugging Face hub and not a folder."""
+    """Whether `dataset` names a dataset of the Hugging Face hub and not a folder."""
     return _HUB_NAME.fullmatch(dataset) is not None and not Path(dataset).exists()
 
 
 def _check_below(path: str, file: str, folders: Sequence[str]) -> None:
-    """Refuse a path outside of the folders, or a pattern that matches one. Links are followed first."""
+    """Raises a UserError for a path outside of the folders, or a pattern that matches one, after following links."""
     given = Path(file).expanduser()
     matches = glob.iglob(str(given), recursive=True) if glob.has_magic(file) else ()  # noqa: PTH207 (as sources do)
     roots = list(map(os.path.realpath, folders))

@@ -49,7 +49,7 @@ Place = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 class Page(Chosen):
-    """Part of a long answer: the tokens of each row, starting at `first`."""
+    """A request for a part of each row: up to `n` tokens, starting at `first`."""
 
     first: Place = 0
     n: Annotated[int, Field(ge=1, le=MOST_SHOWN)] = 1024
@@ -73,9 +73,9 @@ class WindowRequest(RowsRequest):
 class StepRequest(RowsRequest):
     step: Annotated[int, Field(ge=1, lt=2**53)]
     sample: Place = 0
-    """The first sample of the step that is shown."""
+    """Index in the step's batch of the first sample that is shown."""
     n_samples: Annotated[int, Field(ge=1, le=MOST_ROWS)] = 8
-    """Fewer are shown if they are very long."""
+    """Number of samples to show; fewer are shown if they are very long."""
 
 
 class SearchRequest(Chosen):
@@ -125,7 +125,7 @@ async def document(request: Request) -> Response:
 
 @router.post("/window")
 async def window(request: Request) -> Response:
-    """A window of the training data, which the model reads at once."""
+    """A window of the training data: the tokens that the model reads at once."""
     body = await body_of(request, WindowRequest)
 
     def read(data: RunData, model: GPT | None, check: Check) -> Tree:
@@ -210,7 +210,7 @@ async def tokenize(request: Request) -> Response:
 
 def _tokenized(tokenizer: Tokenizer, text: str) -> Tree:
     read, speller = TokenizedText.of_text(tokenizer, text), Speller(tokenizer)
-    begun = int(read.framed)  # by a token that is not in the text
+    begun = int(read.framed)  # skip a first token that is not in the text
     ids, n_bytes = read.ids[begun:].tolist(), len(text.encode("utf-8"))
     tokens = [
         {"id": token, "text": piece, "spelling": speller.spell(token)[0]}
@@ -237,10 +237,10 @@ def _of_rows(data: RunData, body: RowsRequest, rows: Sequence[Row], model: GPT |
 
 
 def _nats(model: GPT, rows: Sequence[Row], end: int, check: Check) -> list[list[float | None]]:
-    """The loss of each token of the rows that the page shows, None if unknown; the model also reads earlier tokens.
+    """The loss in nats of each token of each row, up to token `end`; None if unknown or later.
 
     Raises:
-        UserError: the model cannot read them.
+        UserError: a row is too long to be read, or has a token that the model lacks.
     """
     n = [int(row.target_of[:end].max(initial=0)) + 1 for row in rows]
     if max(n) > MOST_READ:

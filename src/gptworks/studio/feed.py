@@ -1,4 +1,4 @@
-"""The runs that the studio watches: one thread reads their logs for all clients, while there are clients."""
+"""The runs that the studio watches: while a client listens, one thread reads their logs for all clients."""
 
 import asyncio
 import time
@@ -18,23 +18,23 @@ _IDLE_SECONDS = 30.0
 
 
 class Feed:
-    """Follows the runs' logs for the page. Call its methods in asyncio's thread; `watch` runs in the feed's own."""
+    """Follows the runs' logs for the page. Call its methods in asyncio's thread, but use `watch` only through `ask`."""
 
     def __init__(self, library: Library) -> None:
         self.library, self.watch = library, Watch(recipe_of=library.recipes.of)
         self.states: dict[str, str] = {}
-        """running, finished or stopped, of each run."""
+        """State of each run by id: running, finished or stopped."""
         self.left_out: dict[str, str] = {}
-        """The runs that are skipped, and why."""
+        """Reasons for skipping runs, by id."""
         self._inside: dict[str, int] = {}
-        """Modification time of each folder that was checked to have no links outwards."""
+        """Modification time (ns) of each run's folder when its links were last checked, by the run's id."""
         self._thread = ThreadPoolExecutor(1, "gptworks runs")
         self._clients: dict[asyncio.Event, set[str]] = {}
         self._asked_at = time.monotonic()
         self._poller: asyncio.Task[None] | None = None
 
     async def ask(self, work: Callable[[Watch], _Result]) -> _Result:
-        """The result of work with the runs."""
+        """The result of `work`, which is called with the watched runs in the feed's thread."""
         self._asked_at = time.monotonic()
         if self._poller is None or self._poller.done():
             await self._in_thread(self._follow)
@@ -42,11 +42,11 @@ class Feed:
         return await self._in_thread(lambda: work(self.watch))
 
     def changes(self) -> "Changes":
-        """The changes from now on, for one client."""
+        """A handle for one client to wait for changes from now on."""
         return Changes(self._clients)
 
     async def _poll(self) -> None:
-        """Read logs until no client has asked for a while."""
+        """Read logs until no client listens or has asked for a while."""
         looked_at = time.monotonic()
         while self._clients or time.monotonic() - self._asked_at < _IDLE_SECONDS:
             if time.monotonic() - looked_at > 2 * _EVERY_SECONDS:
@@ -57,7 +57,7 @@ class Feed:
             await asyncio.sleep(0.005 if goes_on else _EVERY_SECONDS)
 
     def _follow(self) -> set[str]:
-        """Look for runs that appeared, disappeared or changed their state, and return them."""
+        """Look for runs that appeared, disappeared or changed their state, and return their ids."""
         before, found = self.states | self.left_out, self.library.runs()
         faults = {name: self._fault(run) for name, run in found.items()}
         self.left_out = {name: fault for name, fault in faults.items() if fault is not None}
@@ -87,14 +87,14 @@ class Feed:
 
 
 class Changes:
-    """The runs that change while one client listens."""
+    """Collects the ids of runs that change while one client listens."""
 
     def __init__(self, clients: dict[asyncio.Event, set[str]]) -> None:
         self._clients, self._event = clients, asyncio.Event()
         clients[self._event] = set()
 
     async def take(self, seconds: float) -> set[str]:
-        """The runs that changed since the last call; waits for some, but not longer than that."""
+        """Ids of the runs that changed since the last call; waits up to `seconds` for a change."""
         try:
             async with asyncio.timeout(seconds):
                 await self._event.wait()

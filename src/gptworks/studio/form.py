@@ -1,4 +1,4 @@
-"""The form for a recipe, made from the schema that `gptworks schema` prints: every setting, by section."""
+"""The page's form for a recipe: every setting, by section, from the schema that `gptworks schema` prints."""
 
 import json
 from functools import cache
@@ -25,11 +25,11 @@ COMMON = {
 
 @cache
 def form() -> list[Tree]:
-    """The sections in the schema's order. Of each: `path`, `title`, `help`, whether it is `optional`, the `kinds` that
-    its `type` chooses among, and `fields`.
+    """The form's sections, in the schema's order. Each has `path`, `title`, `help`, `optional`, `fields` and `kinds`,
+    which maps the values of its `type` to their help.
 
-    A field has `path`, `name`, `help`, `input` (number, switch, choice, text or yaml), `choices`, whether it is
-    `common` to change it, and `kinds`: those of its section that have it; None: all.
+    A field has `path`, `name`, `help`, `input` (number, switch, choice, text or yaml), `choices`, `default`,
+    `nullable`, `common` (whether it is often changed), and `kinds`: the section's kinds that have the field; None: all.
     """
     schema = recipe_schema()
     return [group for group in _groups(schema, "", schema["$defs"]) if group["fields"] or group["optional"]]
@@ -71,7 +71,7 @@ def _groups(section: Tree, path: str, definitions: Tree, help: str = "", optiona
 
 
 def _members(section: Tree, definitions: Tree) -> dict[str | None, Tree]:
-    """The kinds of a section by the `type` that chooses them; a section without kinds under None."""
+    """The schema of each kind of a section, by the value of `type`; for a section without kinds, by None."""
     if "oneOf" not in section:
         return {None: section}
     kinds = section["discriminator"]["mapping"]
@@ -91,7 +91,7 @@ def _without_null(one: Tree) -> tuple[Tree, bool]:
 
 def _field(path: str, name: str, one: Tree) -> Tree:
     choices = one.get("enum") or ([one["const"]] if "const" in one else None)
-    if "anyOf" in one:  # such as a switch with further words
+    if "anyOf" in one:  # for example, true, false or one of some words
         parts = [part.get("enum") or ([part["const"]] if "const" in part else None) for part in one["anyOf"]]
         words = [word for part in parts if part for word in part]
         switch = any(part.get("type") == "boolean" for part in one["anyOf"])

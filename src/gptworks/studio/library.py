@@ -28,7 +28,7 @@ MOST_FOLDERS = 20_000
 MOST_RUNS = 2_000
 _FEWER = "are listed: give the studio a folder with fewer of them, such as gptworks studio runs/sweep."
 _READ = ("recipe.yaml", "changes.json", "metrics.jsonl", "outcome.json", "tokenizer", "checkpoints", CONSOLE)
-"""The entries of a run folder that are read."""
+"""Entries of a run folder that the studio reads."""
 _READ_SECONDS = 10.0
 _FRESH_SECONDS = 2.0
 """Time for which a list of folders is reused."""
@@ -45,14 +45,14 @@ class RunFolder:
     """The given folder; nothing outside of it is read."""
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Newest first, one for each step."""
+        """The run's checkpoints, newest first, one for each step."""
         by_step: dict[int, Checkpoint] = {}
         for checkpoint in all_checkpoints(self.folder):
             by_step.setdefault(checkpoint.step, checkpoint)
         return list(by_step.values())
 
     def choose(self, which: str | int | None) -> Checkpoint:
-        """The best checkpoint (also for None), the last, or the one of a step, not yet verified.
+        """The best checkpoint ("best" or None), the last one ("last"), or that of a step; its files are not verified.
 
         Raises:
             APIError: the run has no such checkpoint.
@@ -71,7 +71,7 @@ class RunFolder:
                        code="no_checkpoint")  # fmt: skip
 
     def check_inside(self) -> None:
-        """Raises a UserError if a link leads a file that is read out of the given folder."""
+        """Raises a UserError if an entry that the studio reads is a link out of the given folder."""
         root = self.root.resolve()
         below = (self.folder / "tokenizer", self.folder / "checkpoints", *(one.folder for one in self.checkpoints()))
         entries = [one for one in _entries(self.folder) if one.name in _READ]
@@ -87,7 +87,7 @@ def _trained(found: Sequence[Checkpoint]) -> list[Checkpoint]:
 
 
 def best_step(found: Sequence[Checkpoint]) -> int:
-    """The best step of a run's checkpoints, newest first: the one that the newest names, if it exists; else its own."""
+    """The best step that the newest checkpoint, `found[0]`, records, if `found` has it; else the newest step."""
     best = found[0].best_step
     return best if best is not None and any(one.step == best for one in found) else found[0].step
 
@@ -102,7 +102,7 @@ class Library:
         self._found: dict[str, RunFolder] = {}
         self._looked_at = -math.inf
         self.notice: str | None = None
-        """A notice of runs omitted from the list because there are too many."""
+        """A notice that the list omits runs because it is too long; None: it is complete."""
         self.recipes = Recipes()
         self._settings_of: dict[Path, tuple[Recipe, dict[str, Any]]] = {}
 
@@ -114,20 +114,20 @@ class Library:
             return self._found
 
     def get(self, name: str) -> RunFolder:
-        """The run of that id, after checking its links and reading its recipe within limits.
+        """The run with this id, after checking its links and reading its recipe within limits.
 
         Raises:
-            APIError: there is no such run. UserError: a link leads out of the folders, or the recipe is refused.
+            APIError: no run has this id. UserError: a link leads out of the folders, or the recipe is refused.
         """
         run = self.find(name)
         self.recipes.of(run.folder)
         return run
 
     def find(self, name: str) -> RunFolder:
-        """The run of that id, after checking its links but not its recipe.
+        """The run with this id, after checking its links but not its recipe.
 
         Raises:
-            APIError: there is no such run. UserError: a link leads out of the folders.
+            APIError: no run has this id. UserError: a link leads out of the folders.
         """
         run = self._found.get(name) or self.runs().get(name)
         if run is None or not (run.folder / "recipe.yaml").is_file():
@@ -170,7 +170,7 @@ class Library:
         return {"id": run.id, "run": printable(str(run.folder)), **empty, **made}
 
     def _settings(self, run: RunFolder) -> dict[str, Any]:
-        """The figures of a run's recipe."""
+        """The figures that a run's recipe gives, or its problem; and whether the run has a chat template."""
         made: dict[str, Any]
         try:
             recipe = self.recipes.of(run.folder)
@@ -229,8 +229,8 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _checkpoints(run: RunFolder) -> list[dict[str, Any]]:
-    """A run's checkpoints, oldest first. A checkpoint's loss is known if it was the best so far; a checkpoint with the
-    optimizer's state is `resumable`."""
+    """A run's checkpoints for /studio/state, oldest first. A checkpoint's loss is known if it was the best so far; a
+    checkpoint with the optimizer's state is `resumable`."""
     found = run.checkpoints()
     made = []
     for checkpoint in reversed(found):
@@ -251,7 +251,7 @@ def _checkpoints(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def state_of(folder: Path) -> str:
-    """running, finished or stopped."""
+    """The state of a run: running, finished or stopped."""
     if has_ended(folder):
         outcome = read_outcome(folder)
         return "stopped" if isinstance(outcome, str) or outcome.reason.startswith("stopped") else "finished"
@@ -259,5 +259,5 @@ def state_of(folder: Path) -> str:
 
 
 def printable(name: str) -> str:
-    """A name or message for JSON, also if a file's name is not UTF-8."""
+    """A name or message for JSON, in which bytes of a file's name that are not UTF-8 are escaped."""
     return name.encode("utf-8", "backslashreplace").decode("utf-8")

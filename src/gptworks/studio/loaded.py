@@ -1,4 +1,4 @@
-"""Engines of runs and their checkpoints, loaded on demand. Idle engines are kept while there is memory."""
+"""Engines of runs' checkpoints, loaded on demand. Idle engines stay loaded within a limit of memory."""
 
 import asyncio
 import time
@@ -27,18 +27,18 @@ class Loaded:
     name: str
     model: asyncio.Future[ServedModel]
     n_bytes: int
-    """Size of its weights' file."""
+    """Size of the weights' file."""
     n_users: int = 0
     used_at: float = field(default_factory=time.monotonic)
 
     def leave(self) -> None:
-        """A user has left."""
+        """Record that a user has left."""
         self.n_users -= 1
         self.used_at = time.monotonic()
 
     @property
     def held_bytes(self) -> int:
-        """Memory that it takes, or will take."""
+        """Memory that the engine takes; while it loads, the size of its weights' file."""
         return self.model.result().engine.held_bytes if self.is_there else self.n_bytes
 
     @property
@@ -67,7 +67,7 @@ class Wanted:
 
 
 class Engines:
-    """The engines of a library's runs. Its methods belong to asyncio's thread; files are read in others."""
+    """The engines of a library's runs. Call its methods in asyncio's thread; other threads read the files."""
 
     def __init__(
         self,
@@ -80,8 +80,8 @@ class Engines:
     ) -> None:
         """
         Args:
-            max_idle_bytes: for idle engines and the one that is to be loaded; the least recently used are removed
-                first. None: a quarter of the memory that is available now.
+            max_idle_bytes: most memory of the idle engines and the one to be loaded; the least recently used are
+                removed first. None: a quarter of the memory that is available now.
         """
         self._service, self._library, self._backend, self._device = service, library, backend, device
         chosen = choose_device(device)
@@ -104,16 +104,16 @@ class Engines:
         return await asyncio.get_running_loop().run_in_executor(self._service.threads, look)
 
     def is_ready(self, wanted: Wanted) -> bool:
-        """Whether its engine is loaded."""
+        """Whether the engine of a checkpoint is loaded."""
         found = self._loaded.get(wanted)
         return found is not None and found.is_there
 
     async def load_ahead(self, wanted: Wanted, caller: Caller) -> bool:
-        """Load the engine before a request needs it, if it fits next to those in use: one at a time, after the engines
-        that requests wait for.
+        """Load an engine before a request needs it, if it fits next to the engines in use. Loads one at a time, after
+        the engines that requests wait for.
 
         Returns:
-            Whether it is loaded.
+            Whether the engine is loaded.
 
         Raises:
             UserError: as `take`.
@@ -131,7 +131,7 @@ class Engines:
         return True
 
     async def take(self, wanted: Wanted, caller: Caller) -> ServedModel:
-        """The engine, which is kept until the caller leaves. It is loaded once for all that wait for it.
+        """The served engine of a checkpoint, kept until the caller leaves and loaded once for all who wait for it.
 
         Raises:
             UserError: the model cannot be loaded, for example because it is damaged.
@@ -147,7 +147,7 @@ class Engines:
         return await asyncio.shield(found.model)
 
     async def by_name(self, name: str, caller: Caller) -> ServedModel:
-        """The engine of `RUN` or `RUN@STEP`, for the OpenAI-compatible routes."""
+        """The served engine of `RUN` or `RUN@STEP`, for the OpenAI-compatible routes."""
         run, at, step = name.rpartition("@")
         known = await asyncio.get_running_loop().run_in_executor(self._service.threads, self._library.runs)
         by_step = at and step.isascii() and step.isdigit() and name not in known
@@ -172,7 +172,7 @@ class Engines:
         return service.add(self._loaded[wanted].name, engine)
 
     def _engine_of(self, wanted: Wanted, n_bytes: int) -> Engine:
-        """Load the engine, which is slow."""
+        """Load and start the engine of a checkpoint; slow."""
         there_bytes = memory_bytes(choose_device(self._device))
         if n_bytes > there_bytes:
             raise UserError(

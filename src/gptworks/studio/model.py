@@ -1,4 +1,4 @@
-"""Model: the parts of a run's architecture, the cost of each, and its weights at a checkpoint."""
+"""Model: the parts of a run's architecture, the cost of each part, and the weights at a checkpoint."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -44,12 +44,12 @@ MOST_VALUES = 8192
 
 class SheetRequest(Chosen):
     layer: Annotated[int, Field(ge=0)] = 0
-    """The block that is shown."""
+    """Index of the block that is shown."""
 
 
 class WeightsRequest(Chosen):
     against: Which = None
-    """Another checkpoint of the run; null: none."""
+    """The run's checkpoint to compare with; null: no comparison."""
     tensor: Annotated[str, Field(min_length=1, max_length=512)]
 
 
@@ -100,7 +100,7 @@ async def _shown(studio: Studio, model: str, which: str | int | None) -> Shown:
 
 @router.post("/sheet")
 async def model_sheet(request: Request) -> Response:
-    """A model's parts, including those of one block, with the cost of each; and the totals."""
+    """A model's parts, including those of one block, with the cost of each part, and the totals."""
     studio, body = studio_of(request), await body_of(request, SheetRequest)
     shown = await _shown(studio, body.model, body.checkpoint)
     return as_json(await studio.reader.compute(lambda _: _sheet(shown, body.layer)))
@@ -108,7 +108,7 @@ async def model_sheet(request: Request) -> Response:
 
 def _sheet(shown: Shown, layer: int) -> Tree:
     recipe, c = shown.recipe, shown.recipe.model
-    shapes = shown.shapes  # first: it refuses a model with too many tensors
+    shapes = shown.shapes  # comes first, since it refuses a model with too many tensors
     if layer >= c.n_layers:
         raise UserError(f"layer={layer}: the model's blocks are numbered from 0 to {c.n_layers - 1}.")
     about, made = describe(c, recipe.name), parts(c, layer)
@@ -194,7 +194,7 @@ def _rows(here: Figures, everywhere: Figures, shown: Shown) -> Iterator[Tree]:
 
 @router.post("/weights")
 async def model_weights(request: Request) -> Response:
-    """A tensor's histogram and moments at a checkpoint, a vector's elements; of two checkpoints, in the same bins."""
+    """A tensor's histogram, moments and, if it is short, elements at a checkpoint, or at two with the same bins."""
     return await _of_checkpoints(request, _weights)
 
 

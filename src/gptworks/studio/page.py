@@ -25,7 +25,7 @@ _HEADERS = {
     "vary": "accept",
 }
 
-mimetypes.add_type("text/javascript", ".js")  # whatever the system's table says: browsers refuse scripts of other types
+mimetypes.add_type("text/javascript", ".js")  # overrides the system's table: browsers refuse other types
 
 router = APIRouter(include_in_schema=False)
 
@@ -34,13 +34,13 @@ _FILES = StaticFiles(directory=Path(__file__).parent / "static")
 
 
 async def home(request: Request) -> Response:
-    """The page."""
+    """The HTML of the page."""
     return await static_file(request, "index.html")
 
 
 @router.get(STATIC + "{name:path}")
 async def static_file(request: Request, name: str) -> Response:
-    """A file of the page, or 304 where the browser has it."""
+    """A file of the page, or 304 if the browser has it already."""
     response = await _FILES.get_response(name, request.scope)
     response.headers.update(_HEADERS)
     return response

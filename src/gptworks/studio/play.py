@@ -28,7 +28,7 @@ router = APIRouter(include_in_schema=False)
 Event = dict[str, Any]
 
 _SEEDS = 2**31
-"""Number of seeds that are drawn here: JavaScript represents them exactly."""
+"""Seeds that are drawn here are smaller, so that JavaScript represents them exactly."""
 _Number = Annotated[float, Field(ge=-1000, le=1000)]
 _Tokens = Annotated[int, Field(ge=0, le=openai.MAX_TOKENS)]
 
@@ -51,7 +51,7 @@ class PlaySettings(openai.Wire):
     logit_bias: openai.Biases | None = None
 
     def sampling(self, n_top: int) -> SamplingSettings:
-        """Raises a UserError for settings that no text can have. There is always a seed."""
+        """The sampling settings, with a random seed if none is given. Raises a UserError for invalid settings."""
         given = {name: value for name, value in self.model_dump().items() if value is not None}
         return SamplingSettings(**{"seed": secrets.randbelow(_SEEDS)} | given, logprobs=n_top, processed_logprobs=n_top)
 
@@ -146,10 +146,10 @@ async def generate(request: Request) -> Response:
 async def _begin(
     service: Service, model: ServedModel, body: GenerateRequest, settings: SamplingSettings, caller: Caller
 ) -> Generation:
-    """Submit a text.
+    """Submit a request's prompt to the engine and return the generation.
 
     Raises:
-        APIError, UserError, QueueFull: it is not accepted.
+        APIError, UserError, QueueFull: the request is not accepted.
     """
     task = caller.task()
     if body.messages is not None or body.answers:

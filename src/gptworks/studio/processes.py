@@ -17,15 +17,15 @@ from gptworks.training.run_folder import CONSOLE, is_in_use
 
 MOST_LINES = 12
 MOST_CHARACTERS = 400
-"""Longest line of output."""
+"""Longest line of a run's output that is shown."""
 _TAIL_BYTES = 1 << 14
 _KEPT = 32
 """Most ended processes that are still shown."""
 _ASKED = "was asked to stop: it ends its step, saves a checkpoint and stops."
 COMMAND = ("-m", "gptworks")
 STOP = signal.SIGTERM
-"""Asks a run to stop after its step, as Ctrl-C does; before the first step it ends the process. Unlike SIGINT, it is
-not lost while Python imports modules."""
+"""The signal that asks a run to stop after its step, as Ctrl-C does; before the first step it ends the process. Unlike
+SIGINT, it is not lost while Python imports modules."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Training:
     folder: Path
     process: "Popen[bytes]"
     asked: bool = False
-    """Whether it was asked to stop."""
+    """Whether the process was asked to stop."""
 
     @property
     def goes_on(self) -> bool:
@@ -50,13 +50,13 @@ class Processes:
     most: int = 1
     """Most runs that may train at once."""
     started: dict[str, Training] = field(default_factory=dict)
-    """Runs by name, the newest last."""
+    """Processes by the run's name, the newest last."""
     asked: dict[str, int] = field(default_factory=dict)
-    """The processes started elsewhere that were asked to stop, by the run's name."""
+    """Ids of the processes started elsewhere that were asked to stop, by the run's name."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def check_room(self) -> None:
-        """Raises a UserError if no more runs may train."""
+        """Raises a UserError if as many runs train as may train at once."""
         running = [one.name for one in self.started.values() if one.goes_on]
         if len(running) >= self.most:
             raise UserError(
@@ -85,13 +85,13 @@ class Processes:
             return self.started[name]
 
     def stop(self, name: str, folder: Path | None) -> None:
-        """Ask the process that trains to stop after its step and save; before the first step it ends.
+        """Ask the process that trains a run to stop after its step and save; before the first step it ends.
 
         Args:
             folder: the run's folder, if it may have been started elsewhere.
 
         Raises:
-            UserError: no process trains, it was asked already, or it is not known to be gptworks.
+            UserError: no process trains the run, or it was asked already or cannot be found.
         """
         with self._lock:
             training = self.started.get(name)
@@ -145,7 +145,7 @@ def _ask_holder(found: int, folder: Path) -> None:
 
 
 def _holder(folder: Path) -> int | None:
-    """The `gptworks train` of this user that holds a run folder's lock; None if there is none, or no /proc."""
+    """Id of this user's `gptworks train` process that holds a run folder's lock; None: no such process, or no /proc."""
     try:
         lock = (folder / ".lock").stat(follow_symlinks=False)
         processes = [one for one in Path("/proc").iterdir() if one.name.isdigit()]
@@ -159,7 +159,7 @@ def _holder(folder: Path) -> int | None:
 
 
 def _trains(process: Path) -> bool:
-    """Whether it is `python -m gptworks train` or the script `gptworks train`."""
+    """Whether a process is `python -m gptworks train` or the script `gptworks train`."""
     words = (process / "cmdline").read_bytes().split(b"\0")
     commands = [i for i, word in enumerate(words[:-1]) if Path(os.fsdecode(word)).name == "gptworks"]
     return any(words[i + 1] == b"train" for i in commands)

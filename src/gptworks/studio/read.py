@@ -1,4 +1,4 @@
-"""Read: a checkpoint's loss on each token of a text; for one token why, since which step, and where the data has it."""
+"""Read: a checkpoint's loss on each token of a text; and the causes, history and training data of one token's loss."""
 
 import base64
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -43,7 +43,7 @@ class ReadRequest(Chosen):
     tokens: (
         Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=2, max_length=MOST_TOKENS)] | None
     ) = None
-    """A text as the tokens that a model wrote: other tokens of the same text have other probabilities."""
+    """The ids that a model wrote, in place of a text: other tokens of the same text have other probabilities."""
 
     @model_validator(mode="after")
     def _one_text(self) -> Self:
@@ -60,9 +60,9 @@ class TokenRequest(ReadRequest):
     index: Annotated[int, Field(ge=1)]
     """The index of the chosen token."""
     token: Annotated[int, Field(ge=0)] | None = None
-    """A token in its place, whose logit is attributed to the model's parts; null: the actual one."""
+    """Id of a token at `index` whose logit is attributed to the model's parts; null: the actual token's."""
     against: Annotated[int, Field(ge=0)] | None = None
-    """A token whose logit is subtracted."""
+    """Id of a token whose logit is subtracted; null: no token."""
 
 
 class StepsRequest(ReadRequest):
@@ -71,7 +71,7 @@ class StepsRequest(ReadRequest):
 
 
 async def reading_of(studio: Studio, request: Request, chosen: Chosen) -> Reading:
-    """The checkpoint that a request names, loaded."""
+    """The loaded checkpoint that a request names."""
     wanted = await studio.engines.find(chosen.model, chosen.checkpoint)
     return Reading(wanted, await studio.engines.take(wanted, caller_of(request)), studio.data)
 
@@ -134,7 +134,7 @@ def _of_text(reading: Reading, text: TokenizedText, nats: Costs) -> Tree:
 
 @router.post("/token")
 async def read_token(request: Request) -> Response:
-    """Why one token: attention, logit lens, and the contribution of each part of the model to its logit."""
+    """Causes of one token: attention, logit lens, and the contribution of each part of the model to its logit."""
     body = await body_of(request, TokenRequest)
 
     def read(reading: Reading, check: Check) -> Tree:
@@ -225,7 +225,7 @@ async def read_checkpoints(request: Request) -> Response:
         for step in steps:
 
             def one(check: Check, step: int = step) -> Costs:
-                run.choose(step)  # it may have been deleted
+                run.choose(step)  # the checkpoint may have been deleted
                 run.check_inside()
                 return next(through_checkpoints(run.folder, text, [step], device=device, check=check)).nats
 
@@ -240,6 +240,6 @@ async def read_checkpoints(request: Request) -> Response:
 
 
 def _numbers(values: torch.Tensor) -> Tree:
-    """A shape, and float32 numbers, little-endian, in base64."""
+    """A tensor's shape, and its numbers as little-endian float32 in base64."""
     data = values.float().cpu().contiguous().numpy().astype("<f4").tobytes()
     return {"shape": list(values.shape), "data": base64.b64encode(data).decode()}

@@ -1,4 +1,4 @@
-"""Reads a text or a document under a checkpoint of a run, with caches of token losses and of the runs' data."""
+"""Read a text or a document with a checkpoint of a run; caches token losses and the runs' open data."""
 
 import asyncio
 import hashlib
@@ -36,13 +36,13 @@ class _Gone(Exception):
 
 @dataclass
 class Reader:
-    """Computes one thing at a time, off the event loop."""
+    """Runs one computation at a time in a thread, and caches losses."""
 
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "gptworks reading"))
     _kept: "OrderedDict[tuple[Wanted, str], Costs]" = field(default_factory=OrderedDict)
 
     async def compute(self, work: Callable[[Check], _Result]) -> _Result:
-        """The result of work, which stops early if the client leaves or its time is over."""
+        """The result of `work`, which stops early at its next `check` if the client leaves or the time is over."""
         gone = threading.Event()
 
         def check() -> None:
@@ -59,7 +59,7 @@ class Reader:
             gone.set()
 
     def nats(self, reading: "Reading", text: TokenizedText, check: Check) -> Costs:
-        """The loss of each token, computed once."""
+        """The loss of each token in nats, from the cache if it was computed before."""
         key = reading.wanted, hashlib.sha256(text.ids.tobytes()).hexdigest()
         if key not in self._kept:
             self._kept[key] = text.token_nats(reading.model.engine.model, check)
@@ -70,7 +70,7 @@ class Reader:
 
 
 class OpenData:
-    """The data of the runs that were used last. For one thread."""
+    """The data of the most recently used runs. Not thread-safe."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[tuple[object, ...], tuple[RunData, int | None]] = OrderedDict()
@@ -79,7 +79,7 @@ class OpenData:
         """The data of a run.
 
         Raises:
-            UserError: the data is missing, or belongs to another run.
+            UserError: the data is missing or belongs to another run, or the checkpoint was deleted.
         """
         folder = wanted.run.folder
         try:
@@ -98,7 +98,7 @@ class OpenData:
 
 
 def _changed(folder: Path) -> int | None:
-    """The time at which a folder's manifest was written; None if it was deleted."""
+    """The time (ns) at which a folder's manifest was written; None: it was deleted."""
     try:
         return (folder / MANIFEST_FILE).stat().st_mtime_ns
     except OSError:
@@ -117,7 +117,7 @@ class Reading:
         """A text, a document of the run's validation split, or a text given as tokens.
 
         Raises:
-            UserError: it has too many tokens or one that the model lacks, or there is no such document.
+            UserError: the text has too many tokens or one that the model lacks, or the document does not exist.
         """
         if tokens is not None:
             check_ids(self.model.engine.model, np.array(tokens))
@@ -131,12 +131,12 @@ class Reading:
             raise UserError(f"{error} Paste a text instead.") from None
 
     def same_text(self, text: TokenizedText, of: "Reading") -> TokenizedText:
-        """Another reading's text as this model reads it."""
+        """The text of the reading `of`, tokenized for this model."""
         mine, other = (fingerprint(one.model.engine.tokenizer) for one in (self, of))
         return text if mine == other else TokenizedText.of_text(self.model.engine.tokenizer, "".join(text.pieces))
 
     def shards(self, split: Split) -> TokenShards:
-        """The run's own data.
+        """A split of the data that the run trains on.
 
         Raises:
             UserError: the data is missing, or belongs to another run.

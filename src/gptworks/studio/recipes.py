@@ -2,8 +2,8 @@
 
     Recipes.of(path) ──► confined process: `load_recipe(path)` ──► plain values ──► Recipe
 
-The process is reused. If a recipe ends it, by its time, its memory or a library's fault, it is replaced and only that
-recipe is refused. An answer, also a refusal, is kept until the recipe's file changes.
+The process is reused. If a recipe ends the process, by taking too much time or memory or by a library's fault, a new
+one replaces it and only that recipe is refused. An answer, also a refusal, is kept until the recipe's file changes.
 """
 
 import os
@@ -21,7 +21,7 @@ from gptworks.errors import UserError
 from gptworks.recipe import load_recipe
 
 MOST_CHARACTERS = 1 << 19
-"""Longest recipe with all its settings, as JSON: a typical one has 3,000."""
+"""Longest JSON of a recipe with all its settings; a typical one has 3,000."""
 MOST_KEPT = 4_000
 """Most cached recipes and refusals."""
 _WAIT_SECONDS = 20.0
@@ -36,7 +36,7 @@ _SHARED = Confined(
 
 
 def main() -> None:
-    """The process's side: returns a recipe's values for its path and the folder that the path is relative to."""
+    """Answer the parent's questions: return a recipe's values for its path and the folder it is relative to."""
     serve(lambda setup: _values)
 
 
@@ -53,16 +53,16 @@ Stamp = tuple[int, int, int]
 
 
 class Recipes:
-    """Reads each recipe once, one at a time. Thread-safe."""
+    """Reads recipes, each once until its file changes, one at a time. Thread-safe."""
 
     def __init__(self, process: Confined | None = None) -> None:
         self._process = process or _SHARED
         self._known: OrderedDict[Path, tuple[Stamp, Recipe | str]] = OrderedDict()
-        """The recipe, or why it is refused, by path and with the stamp of its file."""
+        """By path: the stamp of the recipe's file, and the recipe or the reason for refusing it."""
         self._lock = threading.Lock()
 
     def of(self, path: Path) -> Recipe:
-        """The recipe of a run folder, or in a file.
+        """The recipe in a run folder or a file.
 
         Raises:
             UserError: the recipe is missing or invalid, or takes more time or memory than a recipe may.
@@ -100,7 +100,7 @@ class Recipes:
                 found = f"the recipe is refused: {error} Reading a recipe takes far less: give it fewer settings."
             except ValidationError as error:  # the values do not make a recipe again
                 found = f"the recipe is refused: {error.errors()[0]['msg']}"
-            except Abandoned:  # by the timer; the disk may be faster next time
+            except Abandoned:  # by the timer; not kept, since the disk may be faster next time
                 raise UserError(f"the recipe was not read within {_WAIT_SECONDS:g} seconds.") from None
             finally:
                 timer.cancel()

@@ -1,4 +1,4 @@
-"""The changes of a run, or of its fork, that resumes with a recipe, and whether any training is left."""
+"""Compare a run, or its fork, with the recipe that it resumes with: the changed settings, and the training left."""
 
 import json
 from dataclasses import dataclass
@@ -21,22 +21,22 @@ Changes = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Resumption:
-    """A run that resumes with a recipe."""
+    """The effect of resuming a run, or its fork, with a recipe."""
 
     changes: Changes
     """The changed settings: `path`, `old`, `new`, and `recorded`: whether the run folder records the change because the
     loss curve depends on it."""
     problem: str | None
-    """The reason why the run cannot be resumed."""
+    """The reason why the run cannot resume; None: it can."""
     steps_left: int | None
     """Steps left until train.max_steps, if that is set."""
 
 
 def allowed_changes(run: RunFolder, text: str, forked_at: int | None = None) -> Changes:
-    """The changes of a run, or of its fork from a step, that resumes with a recipe.
+    """The settings that change if a run, or its fork from a step, resumes with a recipe.
 
     Raises:
-        UserError: it cannot.
+        UserError: the run cannot resume with this recipe.
     """
     found = resumption(run, text, forked_at)
     if found.problem is not None:
@@ -45,7 +45,7 @@ def allowed_changes(run: RunFolder, text: str, forked_at: int | None = None) -> 
 
 
 def resumption(run: RunFolder, text: str, forked_at: int | None = None) -> Resumption:
-    """The changes of a run, or of its fork from a step, that resumes with a recipe, and why it cannot resume."""
+    """The effect of resuming a run, or its fork from a step, with a recipe; if it cannot resume, also the reason."""
     before = load_recipe(run.folder, [] if forked_at is None else settings_at(run.folder, forked_at))
     tree = read_text(text) | {"name": before.name, "run_dir": str(run.folder)}
     now = parse_recipe(tree)
@@ -79,7 +79,7 @@ def _check_said(before: Recipe, now: Recipe, made: Changes) -> None:
 
 
 def _check_left(run: RunFolder, now: Recipe, done: int, *, is_fork: bool) -> None:
-    """Raises a UserError if no training is left."""
+    """Raises a UserError if no training is left after step `done`."""
     ends = {name: value for name in sorted(ENDS) if (value := getattr(now.train, name)) is not None}
     if done == now.train.max_steps:
         ends = {"max_steps": done}

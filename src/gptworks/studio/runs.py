@@ -35,9 +35,9 @@ MOST_SAMPLES = 100
 MOST_CHARACTERS = 20_000
 """Longest sample."""
 MOST_BEGUN = 32
-"""Curves of an answer that wait for the first records of a log; other unread logs come with a later answer."""
+"""Most curves of an answer that wait for the first records of a log; other unread logs come with a later answer."""
 _AT_ONCE = 8
-"""Curves that are made before other requests may use the thread."""
+"""Number of curves that are made before other requests may use the thread."""
 _LIVE_SECONDS = 0.5
 """Seconds between two events of the live feed."""
 
@@ -53,7 +53,7 @@ def _used(watch: Watch, names: list[str], asked_at: float | None = None, *, begi
 
 
 def _rows_of(feed: Feed, names: set[str] | None = None) -> Callable[[Watch], list[dict[str, Any]]]:
-    """The rows of the list for these runs, or for all."""
+    """A function for `Feed.ask` that makes the list's rows for these runs; None: for all runs."""
 
     def made(watch: Watch) -> list[dict[str, Any]]:
         named = defaultdict[str, dict[Path, str]](dict)
@@ -69,8 +69,8 @@ def _rows_of(feed: Feed, names: set[str] | None = None) -> Callable[[Watch], lis
 
 
 def _origin(one: Watched, named: Mapping[str, Mapping[Path, str]]) -> dict[str, Any] | None:
-    """The source of a forked run: its name `run`, the `step`, and its `id` in the list. Of several runs with that name,
-    the one next to the fork; None if the run is not a fork.
+    """The origin of a forked run: its name `run`, the `step`, and its `id` in the list; None: the run is not a fork. If
+    several runs have that name, `id` is that of the run next to the fork, or None.
 
     Args:
         named: ids by the folder's name, then by the folder.
@@ -85,7 +85,7 @@ def _origin(one: Watched, named: Mapping[str, Mapping[Path, str]]) -> dict[str, 
 
 @router.get("/studio/runs")
 async def list_runs(request: Request) -> Response:
-    """The runs: state, step, last and best figures."""
+    """The list of runs, each with its state, step, and last and best figures."""
     feed = studio_of(request).feed
     rows = await feed.ask(_rows_of(feed))
     return as_json({"runs": rows, "left_out": feed.left_out})
@@ -104,8 +104,8 @@ async def curves(
     log: bool = False,
     raw: bool = False,
 ) -> Response:
-    """Figures of runs along an axis, in a window, decimated without losing spikes. `raw`: smoothed figures also without
-    smoothing."""
+    """Curves of runs' figures in a window of an axis, with fewer points but all spikes. `raw`: return smoothed curves
+    also without smoothing."""
     infinite = float("inf")
     view = View(x, -infinite if low is None else low, infinite if high is None else high, points, smooth, log)
     names, keys = list(dict.fromkeys(run)), list(dict.fromkeys(key))
@@ -131,7 +131,7 @@ async def curves(
 def _curves_of(
     wanted: list[tuple[str, str]], views: dict[str, View], asked_at: float, *, begins: bool
 ) -> Callable[[Watch], list[str]]:
-    """Curves as JSON text, since writing many numbers is slow."""
+    """A function for `Feed.ask` that makes curves as JSON texts, since encoding many numbers is slow."""
 
     def made(watch: Watch) -> list[str]:
         found = []
@@ -190,7 +190,7 @@ async def comparison(
 
     def conclude(watch: Watch) -> dict[str, Any]:
         runs = _used(watch, run)
-        for name in run:  # checkpoints are read
+        for name in run:  # check each run's links, since its checkpoints are read
             feed.library.get(name)
         broken = [one for one in runs if one.problem is not None]
         if broken:
@@ -224,7 +224,7 @@ def _cut(text: str) -> str:
 
 @router.get("/studio/runs/live")
 async def live(request: Request) -> Response:
-    """The rows of the list as they change, all of them first."""
+    """Events with rows of the list: all rows first, then those that change."""
     studio = studio_of(request)
     await studio.feed.ask(lambda watch: None)
     studio.service.watch(caller_of(request))

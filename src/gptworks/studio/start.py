@@ -1,4 +1,4 @@
-"""Start: a form made from the recipe's schema, with the plan; runs are started, stopped, resumed and forked.
+"""Start: a recipe's form and plan; and routes that start, stop, resume and fork runs.
 
 A recipe from the page is checked in a process with limits before anything else reads it.
 """
@@ -39,7 +39,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class Origin(openai.Wire):
-    """The origin of a recipe: a shipped recipe, or a run's."""
+    """The recipe that a new one begins from: a shipped recipe, or that of a run."""
 
     recipe: str | None = None
     run: str | None = None
@@ -53,7 +53,7 @@ class Origin(openai.Wire):
 
 Text = Annotated[str, Field(max_length=MOST_TEXT)]
 Edit = Annotated[list[str | None], Field(min_length=2, max_length=2)]
-"""A setting's path and its value as typed; None removes it."""
+"""A setting's path, and its value as typed; a value of None removes the setting."""
 
 
 class _Recipe(openai.Wire):
@@ -114,11 +114,11 @@ def _writable(request: Request) -> None:
 
 router = APIRouter(include_in_schema=False)
 actions = APIRouter(include_in_schema=False, dependencies=[Depends(_writable)])
-"""The routes that write, start or stop."""
+"""Routes that write files, or start or stop runs; a read-only studio refuses them."""
 
 
 async def _ask(studio: Studio, body: CheckRequest | _Recipe, ask: str, **more: Any) -> dict[str, Any]:
-    """The answer of `checking` to a recipe."""
+    """The answer of `checking` to the question `ask` about a recipe."""
     library, origin = studio.library, body.origin
     found = None
     if origin is not None and origin.recipe is not None:
@@ -133,10 +133,10 @@ async def _ask(studio: Studio, body: CheckRequest | _Recipe, ask: str, **more: A
 
 
 async def _checked(studio: Studio, body: _Recipe, *edits: tuple[str, str | None]) -> str:
-    """The text of a valid recipe, with edits made.
+    """A recipe's text after edits.
 
     Raises:
-        UserError: it is invalid.
+        UserError: the edited recipe is invalid.
     """
     found = await _ask(studio, body, "check", edits=edits)
     if found["problems"]:
@@ -156,14 +156,14 @@ async def begin(request: Request) -> Response:
 
 @router.post("/studio/start/check")
 async def check(request: Request) -> Response:
-    """A recipe's text with edits made, its settings, and its problems."""
+    """A recipe's text after edits, its settings, and its problems."""
     body = await body_of(request, CheckRequest)
     return as_json(await _ask(studio_of(request), body, "check", edits=body.edits))
 
 
 @router.post("/studio/start/plan")
 async def plan(request: Request) -> Response:
-    """The answer of `gptworks plan`."""
+    """The answer of `gptworks plan` to a recipe."""
     body = await body_of(request, PlanRequest)
     return as_json(await _ask(studio_of(request), body, "plan", name=body.name, device=body.device))
 
@@ -172,7 +172,7 @@ async def plan(request: Request) -> Response:
 async def processes(
     request: Request, run: Annotated[list[str], Query(max_length=MOST_ASKED, default_factory=list)]
 ) -> Response:
-    """The last lines of the runs that were started here, and of requested others."""
+    """The states and last lines of output of the runs that were started here, and of other requested runs."""
     studio = studio_of(request)
 
     def look() -> list[dict[str, Any]]:
@@ -238,7 +238,7 @@ async def fork_run(request: Request) -> Response:
 
 @router.post("/studio/start/changes")
 async def changes(request: Request) -> Response:
-    """The changes if a run, or its fork, resumes with a recipe, or the reason why it cannot; see `Resumption`."""
+    """The settings that change if a run, or its fork, resumes with a recipe, or why it cannot; see `Resumption`."""
     studio, body = studio_of(request), await body_of(request, ChangesRequest)
     run, text = await _changed_text(studio, body)
     return as_json(asdict(await studio.checks.in_thread(lambda: resumption(run, text, body.step))))

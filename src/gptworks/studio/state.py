@@ -20,11 +20,11 @@ from gptworks.studio.reading import OpenData, Reader
 
 @dataclass(frozen=True)
 class Served:
-    """The models of `gptworks serve`, of which a page shows only Play."""
+    """The state of a page for the models of `gptworks serve`; it has only the part Play."""
 
     service: Service
     runs: Mapping[str, Path]
-    """The run folders of the models."""
+    """Run folders by the model's name."""
     engines: None = None
 
     def describe(self) -> dict[str, Any]:
@@ -59,13 +59,13 @@ class Studio:
     data: OpenData = field(default_factory=OpenData)
 
     def describe(self) -> dict[str, Any]:
-        """The answer of /studio/state, which is slow."""
+        """The answer of /studio/state; slow."""
         models = self.library.describe_all()
         return {"version": __version__, "parts": self.parts, "read_only": self.read_only, "models": models,
                 "notice": self.library.notice}  # fmt: skip
 
 
 def studio_of(request: Request) -> Studio:
-    """The studio that received a request. The routes of Play may also belong to `Served` models."""
+    """The state of the studio that received a request. Routes of Play must not use it: theirs may be `Served`."""
     studio: Studio = request.app.state.studio
     return studio

@@ -34,7 +34,7 @@ async def list_tries(request: Request) -> Response:
 
 
 class Tries:
-    """Reads a try again only if it has changed. Its methods belong to the feed's thread."""
+    """Reads tries, each again only if its file has changed. Call its methods in the feed's thread."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
@@ -52,13 +52,13 @@ class Tries:
         return {"tries": listed, "left_out": len(tries) - len(listed)}
 
     def _row(self, folder: Path, root: Path, ids: Mapping[str, str]) -> dict[str, Any]:
-        """The row of one try. `ids`: ids of its runs, by folder name."""
+        """The row of one try for the page. `ids`: ids of its runs by the name of their folders."""
         below = folder.relative_to(root).as_posix()
         name = root.resolve().name if below == "." else below
         row = {"id": printable(name), "runs": [ids[one] for one in sorted(ids)][:MOST_RUNS], "page": None}
         try:
             row |= self._read(folder, root, ids)
-        except (UserError, OSError, ValueError, RecursionError) as error:  # from files that others have written
+        except (UserError, OSError, ValueError, RecursionError) as error:  # the files may be anyone's
             return row | {"problem": printable(str(error))[:600] or type(error).__name__}
         running = any(self._feed.states.get(one) == "running" for one in ids.values())
         return row | {"problem": None, "state": "running" if running else row["state"]}
