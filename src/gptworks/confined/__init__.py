@@ -55,7 +55,7 @@ class Refused(Exception):
 
 
 class Task:
-    """A handle to stop the process that works on a question; each call of `ask` needs its own."""
+    """A handle to stop the process that works on a question; use a new one for each call of `ask`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -143,7 +143,7 @@ def _build_root(program: bytes, disk_bytes: int) -> None:
     own = [f"{sys.base_prefix}/{name}" for name in ("bin", "lib", "lib64")]  # the prefix may be a user's home
     shown = ["/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache", *own]
     shown = [path for i, path in enumerate(shown) if os.path.exists(path) and path not in shown[:i]]
-    held = {path: os.open(path, os.O_PATH) for path in shown if not os.path.islink(path)}  # /tmp is about to be covered
+    held = {path: os.open(path, os.O_PATH) for path in shown if not os.path.islink(path)}  # open before /tmp is covered
     links = {path: os.readlink(path) for path in shown if os.path.islink(path)}
     _mount("none", root, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={disk_bytes},nr_inodes=4096,mode=755")
     for path, descriptor in held.items():
@@ -224,7 +224,7 @@ def _filter(machine: str) -> bytes:
     for number in refused:
         program += step(_EQUAL, number, 0, 1) + step(_RETURN, _FAIL | errno.EPERM)
     for numbers in _SOCKET_CALLS:
-        program += step(_EQUAL, numbers[other], 0, len(_FAMILIES) + 3) + step(_LOAD, 16)  # the first argument
+        program += step(_EQUAL, numbers[other], 0, len(_FAMILIES) + 3) + step(_LOAD, 16)  # the family argument
         program += b"".join(step(_EQUAL, one, len(_FAMILIES) - i) for i, one in enumerate(_FAMILIES))
         program += step(_RETURN, _FAIL | errno.EAFNOSUPPORT) + step(_RETURN, _ALLOW)
     return program + step(_RETURN, _ALLOW)

@@ -46,7 +46,7 @@ SLOW_BYTES = 1 << 16
 """Fewest bytes that must arrive in each SLOW_SECONDS."""
 _CHUNK_BYTES = 1 << 20
 _URL = re.compile(r"[!#-;=?-\[\]_a-z~]{1,4096}")
-"""The characters of a URL whose other characters are percent-encoded."""
+"""A URL of at most 4,096 characters, with special characters percent-encoded."""
 _NAT64 = IPv6Network("64:ff9b::/96")
 _NETWORK = (OSError, http.client.HTTPException)
 
@@ -287,7 +287,7 @@ def _within(seconds: float, connection: "_Connection") -> Iterator[None]:
 
 
 class _Connection(http.client.HTTPConnection):
-    """A connection to a fixed IP address, so that the server's name is not resolved again; if set, through a proxy."""
+    """A connection to a fixed address, so that the server's name is not resolved again; uses a proxy if one is set."""
 
     def __init__(self, parts: SplitResult, address: str, proxy: SplitResult | None) -> None:
         self._is_https = parts.scheme == "https"

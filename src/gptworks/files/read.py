@@ -169,7 +169,7 @@ def check_links(folder: Path) -> None:
 
 
 def check_tree(folder: Path) -> None:
-    """Check a folder before a library opens files in it whose names this package does not know, except hidden files.
+    """Check a folder, except hidden names, before a library opens files in it whose names this package does not know.
 
     Raises:
         UserError: a link leads out of the folder, or an entry is not a regular file. OSError: an entry cannot be read.

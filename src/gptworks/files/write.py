@@ -38,7 +38,7 @@ _COPIED_BYTES = 1 << 20
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk; no effect if permissions forbid to open it."""
+    """Flush a file, or the names in a folder, to the disk; no effect without permission to open it."""
     with contextlib.suppress(PermissionError):
         descriptor = os.open(path, os.O_RDONLY | O_NOFOLLOW | O_NONBLOCK)
         try:
@@ -310,7 +310,7 @@ def check_free(out: Path) -> None:
 _NO_SURPRISE = O_NOFOLLOW | O_NONBLOCK
 """Flags for `os.open`: do not follow a link, do not wait for a FIFO."""
 _MOST_NAME_BYTES = 200
-"""Longest target's name that a temporary file's name repeats, of the 255 bytes that file systems allow."""
+"""Longest target name that is kept in a temporary file's name; file systems allow 255 bytes in all."""
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ def create_app(
     """The server's ASGI app; `app.state.service` is its state.
 
     Args:
-        engines: engines by the model's name; the first serves requests that may omit the name and do so.
+        engines: engines by the model's name; the first answers requests without a name, where a name is optional.
         routers: further routes, for pages in a browser.
         home: answers browsers at `/`.
     """

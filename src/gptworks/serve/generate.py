@@ -27,7 +27,7 @@ from gptworks.serve.tokens import Tokens
 from gptworks.tokenizer import StreamDecoder
 
 PIECES_AT_ONCE = 32
-"""Pieces after which the reader of a request that does not stream wakes; it also wakes at a text's end."""
+"""A request that does not stream wakes its reader only after this many pieces, and at a text's end."""
 
 LEAST_LOGPROB = -9999.0
 """Replaces −inf, which JSON cannot represent."""

@@ -169,7 +169,7 @@ class Guard:
         return bytes(body)
 
     async def _discard(self, headers: Headers, incoming: "_Body", answer: "_Answer") -> None:
-        """Read the rest of a refused body, so that the client gets the answer; if it is too long, close after it."""
+        """Read a refused body to its end, so that the client gets the answer; close after that if it is too long."""
         settings = self._service.settings
         left = settings.max_discarded_bytes
         answer.closes = True

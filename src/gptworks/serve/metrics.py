@@ -1,4 +1,4 @@
-"""/metrics in Prometheus' text format. Metrics are named as vLLM's (`vllm:…`), whose dashboards need only a new prefix.
+"""/metrics in Prometheus' text format. Names and meanings are vLLM's, whose dashboards need only another prefix.
 
 The engines' counters are read when Prometheus asks; the times of requests are recorded when they occur.
 """
@@ -84,7 +84,6 @@ class Metrics(Collector):
         self._statistics[model] = statistics
 
     def remove(self, model: str) -> None:
-        """Stop reporting a model."""
         del self.of[model], self._statistics[model]
         for histogram in self._histograms.values():
             histogram.remove(model)

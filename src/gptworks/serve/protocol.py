@@ -32,7 +32,7 @@ class GuardedProtocol(HttpToolsProtocol):
     settings: ServerSettings
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._waiting_since: float | None = time.monotonic()  # for headers
+        self._waiting_since: float | None = time.monotonic()  # start of the wait for headers
         self._idle_since: float | None = self._waiting_since
         self._stuck_since: float | None = None
         self._in_headers, self._too_long = True, False
@@ -59,7 +59,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self.transport.is_closing():
             return
-        if self._in_headers and self._n_fed_bytes > self.settings.max_header_bytes:  # an incomplete header
+        if self._in_headers and self._n_fed_bytes > self.settings.max_header_bytes:  # incomplete headers
             self._refuse_headers()
         elif self._n_bytes > 2 * self.settings.max_discarded_bytes:
             self.transport.abort()

@@ -123,7 +123,7 @@ def _connections(most: int) -> tuple[int, int]:
     """
     try:
         import resource
-    except ImportError:  # no such limit
+    except ImportError:  # Windows has no such limit
         return most, _BACKLOG
     wanted = most + _SPARE_FILES + _BACKLOG
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -24,7 +24,8 @@ MAX_SCHEMA_BYTES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """
+    """Access to the server, and its limits.
+
     Raises:
         UserError: a number is not above 0 or is absurdly large, or a header cannot carry an API key.
     """
@@ -44,9 +45,9 @@ class ServerSettings:
     """Largest share of the slots, the waiting places and `max_logprob_numbers` that one client may hold. A client is an
     API key, or an address if no keys are needed. 1: no limit, for use behind a proxy."""
     max_schemas: int = 16
-    """Schemas that may wait to be compiled, two at a time; the next is answered with 429."""
+    """Schemas that may wait or be compiled, two at a time; the next is answered with 429."""
     max_schemas_each: int = 4
-    """Schemas of one client that may wait to be compiled."""
+    """Schemas of one client that may wait or be compiled."""
     max_body_bytes: int = 1 << 20
     max_prompt_bytes: int = 1 << 18
     """Bytes of a prompt's text, checked before it is tokenized."""

@@ -29,7 +29,6 @@ class MessageEvents(Events):
 
 
 def as_json(tree: Any) -> Response:
-    """A response with a tree as JSON."""
     return Response(json_text(tree), media_type="application/json")
 
 

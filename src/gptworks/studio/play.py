@@ -1,4 +1,4 @@
-"""Play: a model's text, token by token, with the alternatives before and after sampling."""
+"""Play: a model's text, token by token, with each token's alternatives before and after the sampling settings apply."""
 
 import secrets
 import time
@@ -58,7 +58,7 @@ class PlaySettings(openai.Wire):
 
 RunName = Annotated[str, Field(min_length=1, max_length=4096)]
 Which = Literal["best", "last"] | Annotated[int, Field(ge=0)] | None
-"""A checkpoint; None: the best."""
+"""A checkpoint: its step, "best" or "last"; None: the best."""
 
 
 class Chosen(openai.Wire):
@@ -85,7 +85,7 @@ class GenerateRequest(Chosen):
 
 
 def _engines_of(request: Request) -> Engines | None:
-    """The engines of a studio's runs; None if a server's models are served."""
+    """The engines of a studio's runs; None: the page shows the models of `gptworks serve`."""
     engines: Engines | None = request.app.state.studio.engines
     return engines
 

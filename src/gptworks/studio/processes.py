@@ -114,7 +114,7 @@ class Processes:
             _ask_holder(found, folder)
 
     def is_stopping(self, name: str, folder: Path) -> bool:
-        """Whether a process that was started elsewhere was asked to stop."""
+        """Whether the process that trains this run was started elsewhere and asked to stop."""
         return name in self.asked and _holder(folder) == self.asked[name]
 
 

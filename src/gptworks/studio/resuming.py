@@ -29,7 +29,7 @@ class Resumption:
     problem: str | None
     """The reason why the run cannot resume; None: it can."""
     steps_left: int | None
-    """Steps left until train.max_steps, if that is set."""
+    """Steps left until train.max_steps; None: that is not set."""
 
 
 def allowed_changes(run: RunFolder, text: str, forked_at: int | None = None) -> Changes:
