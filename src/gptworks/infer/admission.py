@@ -1,4 +1,4 @@
-"""Makes checked requests of prompts and settings."""
+"""Makes requests from prompts and settings, and checks them."""
 
 import itertools
 import threading

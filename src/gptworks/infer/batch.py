@@ -22,9 +22,9 @@ from gptworks.infer.request import Overflow, Prompt, Request
 from gptworks.infer.sampling import SamplingSettings
 
 _IN_FLIGHT = 64
-"""Requests that the engine has at once: enough that none of its slots is ever idle."""
+"""Number of requests in the engine at once: enough that no slot is ever idle."""
 _MOST_BYTES = 1 << 38
-"""Limit for a file of prompts."""
+"""Size limit of a file of prompts."""
 
 _BEGINNING = b'{"id": '
 
@@ -66,13 +66,13 @@ def generate_file(
     """Continue every prompt of a file that is not yet in the output; lines are appended as prompts finish.
 
     Args:
-        source, target: see the module.
+        source, target: the input and output files; the module describes them.
         settings, n_samples, overflow: as in `Engine.complete`, for all prompts.
-        encode: turns a line's prompt into the engine's; default: the text itself.
+        encode: turns a line's text into a prompt for the engine; default: the text itself.
         report: called after each prompt.
 
     Raises:
-        UserError: an input line is not as described, two have the same id, or the output holds something else.
+        UserError: an input line breaks the format, two have the same id, or the output file has other content.
     """
     source, target, defaults = Path(source), Path(target), settings or SamplingSettings()
 

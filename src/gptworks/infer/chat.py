@@ -1,4 +1,4 @@
-"""A conversation: turns, if the run has a chat template; with a base model, a transcript that it continues."""
+"""Conversations: turns if the run has a chat template; otherwise a transcript that a base model continues."""
 
 import json
 from collections import deque
@@ -18,7 +18,7 @@ from gptworks.infer.text import FinishReason, Pace, Piece
 from gptworks.tokenizer import encode_text
 
 MOST_FILE_BYTES = 1 << 24
-"""Limit for a file of conversations that a chat reads."""
+"""Size limit of a file of conversations that a chat reads."""
 
 
 class ChatSession:
@@ -34,7 +34,7 @@ class ChatSession:
         """Settings as for `Engine.generate`.
 
         Raises:
-            UserError: an unknown or impossible setting.
+            UserError: a setting is unknown or impossible.
         """
         self.engine = engine
         self.settings = SamplingSettings.of(settings, **changes)
@@ -47,18 +47,18 @@ class ChatSession:
         """All texts as messages of user and assistant."""
         self.n_turns = 0
         self.n_forgotten_tokens = 0
-        """Tokens removed from the transcript; the caller should warn the user when the number leaves 0."""
+        """Tokens removed from the transcript; the caller should warn the user when it is no longer 0."""
         self.pace = Pace()
         """The speed of the last answer, as far as it was read."""
         self.finish_reason: FinishReason | None = None
         """The finish reason of the last answer; None if it was not read to its end."""
-        self._n_hidden = 0  # first messages that do not fit into the context
+        self._n_hidden = 0  # number of first messages that do not fit into the context
         self._before: tuple[int, list[int], int, int] | None = None
 
     def send(self, text: str) -> Iterator[str]:
         """Append text to the transcript and stream the model's continuation, which is appended as it arrives.
 
-        After an empty text the model continues. If the stream is not read to its end, the text so far stays.
+        With an empty text, the model continues the transcript. A stream that is not read to its end adds the read text.
 
         Raises:
             UserError: the first text has no tokens, or the tokenizer cannot read the text.
@@ -129,7 +129,7 @@ class ChatSession:
         """Continue the last conversation of a .jsonl file in any known format; returns its number of messages.
 
         Raises:
-            UserError: the file is missing, too large or broken, or its turns do not alternate; nothing has changed.
+            UserError: the file is missing, too large or broken, or its turns do not alternate. The session is kept.
         """
         _check_name(path)
         try:
@@ -162,7 +162,7 @@ class ChatSession:
         self._before = len(said) - 2, before[-self.engine.context :], 0, 0
 
     def _encoded(self, said: Sequence[Message]) -> list[int]:
-        """The tokens of a transcript; empty if the transcript is."""
+        """The token ids of a transcript; empty for an empty one."""
         text = "".join(message["content"] for message in said)
         return self.engine.encode_prompt(text) if text else []
 
@@ -170,11 +170,10 @@ class ChatSession:
         return len(self.said), list(self.token_ids), self.n_forgotten_tokens, self._n_hidden
 
     def _next_seed(self) -> int | None:
-        """A new seed for each turn."""
         return None if self.settings.seed is None else self.settings.seed + self.n_turns
 
     def _answer(self, text: str, before: tuple[int, list[int], int, int], pieces: Iterator[Piece]) -> Iterator[str]:
-        """Begin a turn that `take_back` can take back, and stream its answer."""
+        """Begin a turn that `take_back` can undo, and stream its answer."""
         answer: Message = {"role": "assistant", "content": ""}
         self.said += [{"role": "user", "content": text}, answer]
         self._before, self.pace, self.finish_reason = before, Pace(), None
@@ -234,7 +233,7 @@ class TurnSession(ChatSession):
         self.system = text
 
     def send(self, text: str) -> Iterator[str]:
-        """Add the user's turn and stream the assistant's, which is added as far as it is read.
+        """Add the user's turn and stream the assistant's answer; the part that is read is added to the conversation.
 
         Raises:
             UserError: the template refuses the turns, or this turn is longer than the context.
@@ -251,10 +250,10 @@ class TurnSession(ChatSession):
         return []  # each turn encodes all turns before it
 
     def _written(self, token: int) -> None:
-        """An answer is encoded with the next turn."""
+        """Do nothing: the next turn encodes this answer."""
 
     def _fitting(self, messages: list[Message]) -> tuple[int, list[int], int]:
-        """The number of oldest messages to hide so that an answer fits; the tokens of the rest; the tokens lost."""
+        """The number of oldest messages to hide so that an answer fits, the rest's ids, and the number of lost ids."""
         room = self.engine.context - min(self.settings.max_tokens, self.engine.context // 2)
         ids = self._template.encode(messages, add_generation_prompt=True)
         n_before, n_hidden, first = len(ids), 0, 1 if self.system else 0
@@ -273,10 +272,10 @@ def _check_name(path: Path) -> None:
 def chat_session(
     engine: Engine, settings: SamplingSettings | None = None, system: str = "", **changes: Any
 ) -> ChatSession:
-    """A session of turns if the run has a chat template, otherwise of a growing text.
+    """A TurnSession if the run has a chat template, otherwise a ChatSession.
 
     Raises:
-        UserError: an unknown or impossible setting, or a system message for a base model.
+        UserError: a setting is unknown or impossible, or a base model is given a system message.
     """
     if engine.chat_template is not None or system:
         return TurnSession(engine, settings, system=system, **changes)

@@ -1,6 +1,6 @@
 """One text at a time: the engine's methods `generate`, `stream`, `complete`, `chat`, `pieces` and `score`.
 
-They enqueue a request and take steps until it is done. Calls from several threads take turns.
+Each enqueues a request and takes steps until it is done. Calls from several threads take turns.
 """
 
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ J = TypeVar("J", bound=Hashable)
 
 
 class Client(ABC):
-    """Generates and scores by requests and steps; the engine is its subclass."""
+    """The engine's base class: generates and scores texts by requests and steps."""
 
     admission: Admission
     chat_template: ChatTemplate | None
@@ -87,13 +87,13 @@ class Client(ABC):
         overflow: Overflow = "error",
         **changes: Any,
     ) -> Iterator[Piece]:
-        """Generate step by step; `generate`, `stream` and `complete` are views of it.
+        """The pieces of the generated texts, step by step; `generate`, `stream` and `complete` use it.
 
         The request is checked at once, before the first piece is read.
 
         Args:
             prompt: text, or token ids. Empty text starts a new document, if the tokenizer has a token for that.
-            settings: how to sample; default: SamplingSettings().
+            settings: settings of sampling; default: SamplingSettings().
             n_samples: continuations of the prompt, which is computed once. With a seed, the random numbers of sample i
                 do not depend on n_samples.
             overflow: what happens when the context is full. error: a longer prompt is refused, and a sample ends with
@@ -102,13 +102,13 @@ class Client(ABC):
             changes: settings by name, such as temperature=0.8.
 
         Raises:
-            UserError: an unknown or impossible setting, a prompt with no tokens, or one longer than the context.
-            RunError: the model's scores are not numbers.
+            UserError: a setting is unknown or impossible, or the prompt has no tokens or exceeds the context.
+            RunError: a logit of the model is NaN.
         """
         return self._run(self.admission.request(prompt, settings, n_samples=n_samples, overflow=overflow, **changes))
 
     def score(self, prompt: Prompt, *, top: int = 0) -> list[TokenLogprob | None]:
-        """The log-probability of each token of a text, in nats, with the `top` likeliest tokens; None for the first.
+        """Log-probabilities, in nats, of each token of a text and of the `top` likeliest; None for the first token.
 
         Raises:
             UserError: as `pieces`.
@@ -120,11 +120,11 @@ class Client(ABC):
         return request.prompt_logprobs
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
-        """See `Admission.encode_prompt`."""
+        """The token ids of a prompt; see `Admission.encode_prompt`."""
         return self.admission.encode_prompt(prompt)
 
     def _run(self, request: Request) -> Iterator[Piece]:
-        """Enqueue a request and step until it is done; if the reader leaves, it is cancelled."""
+        """Enqueue a request and take steps until it is done; cancel it if the reader stops early."""
         self.enqueue(request)
         try:
             while not request.done:
@@ -150,9 +150,9 @@ def run_many(
     """Each job with its finished request, or with its error, as they end.
 
     Args:
-        next_jobs: returns at most this many jobs to submit now; called before each step.
-        submit: may raise a UserError, which ends only this job.
-        most: requests in the engine at a time, enough that it is never idle.
+        next_jobs: called with a number before each step; returns at most this many jobs to submit.
+        submit: makes a job's request; it may raise a UserError, which ends only this job.
+        most: maximum number of requests in the engine at a time; enough that it is never idle.
     """
     running: dict[J, Request] = {}
     try:

@@ -1,6 +1,6 @@
-"""Text that follows a JSON schema or a regular expression: which tokens may come next, by llguidance.
+"""Constrains text to a JSON schema or a regular expression: llguidance finds the tokens that may come next.
 
-The extra `constrain` installs llguidance. It bounds neither the time nor the memory of a compilation, and cannot stop
+The extra `constrain` installs llguidance, which limits neither time nor memory of a compilation, and cannot stop
 one. Each grammar is therefore compiled first in a process with limits (`gptworks.confined`), which dies if it exceeds
 them. A grammar that is cheap there is compiled again here, at the same cost, once for each tokenizer, and kept.
 """
@@ -32,17 +32,17 @@ _SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_sepa
 COMPILE_LIMITS = Limits(seconds=2, n_bytes=1 << 27)
 """Limits of one grammar's compilation."""
 _START_LIMITS = Limits(seconds=60, n_bytes=1 << 31)
-"""Limits of reading the vocabulary, which is the model's own."""
+"""Limits of reading the model's vocabulary."""
 MAX_LIVE_BYTES = 1 << 29
-"""Limit of all grammars in use; beyond it, a new one is refused with QueueFull."""
+"""Memory limit of all grammars in use; a new one that would exceed it is refused with QueueFull."""
 _MAX_KEPT_BYTES = 1 << 26
 _MAX_KEPT = 64
-"""Unused grammars kept for later requests."""
+"""Memory and number of grammars that are kept for later requests."""
 _MAX_REFUSALS = 256
-"""Refused grammars that are remembered."""
+"""Number of refused grammars that are remembered."""
 _MASK_SECONDS = 1.0
 _MASK_SECONDS_PER_TOKEN = 0.02
-"""CPU time for the masks of a text's tokens; all texts wait for them."""
+"""CPU seconds for the masks of a text, at first and for each token: all texts wait while masks are computed."""
 
 
 class Grammar:
@@ -64,10 +64,10 @@ class Constraint:
         self._seconds_left = _MASK_SECONDS
 
     def allowed(self) -> Tensor:
-        """Which tokens may come next, bool [V]; the end-of-text token if the text may end here.
+        """A mask of the tokens that may come next, bool [V], with the end-of-text token if the text may end here.
 
         Raises:
-            UserError: no token may follow, or the computation exceeds llguidance's limit or ours.
+            UserError: no token may follow, or the computation exceeds a limit of llguidance or of this module.
         """
         began = time.thread_time()
         bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
@@ -121,8 +121,8 @@ class Constraints:
             task: lets another thread abandon the compilation.
 
         Raises:
-            UserError: an invalid schema or expression, or one that takes too much time or memory.
-            QueueFull: the grammars in use take all their memory.
+            UserError: the schema or expression is invalid, or takes too much time or memory.
+            QueueFull: the grammars in use have reached their memory limit.
             Abandoned: the task was abandoned.
         """
         source = self._source(settings)
@@ -144,7 +144,7 @@ class Constraints:
         """The grammar of the settings if it has been compiled; None if not.
 
         Raises:
-            UserError: an invalid schema or expression, or one that has been refused.
+            UserError: the schema or expression is invalid, or was refused before.
         """
         key = _key(self._source(settings) if source is None else source)
         with self._lock:
@@ -189,7 +189,7 @@ class Constraints:
 
 
 def _setup(tokenizer: Tokenizer, n_tokens: int) -> dict[str, Any]:
-    """The tokenizer in the form of `read_tokenizer`. If it has no end-of-text token, one is added."""
+    """The tokenizer as `read_tokenizer` takes it, with an end-of-text token added if it has none."""
     special, spellings = special_tokens(tokenizer), token_spellings(tokenizer)
     if spellings is not None:
         added = tokenizer.get_added_tokens_decoder()

@@ -1,4 +1,4 @@
-"""A step's use of its logits: score prompts, draw the next tokens of all texts together, and end finished texts.
+"""Uses a step's logits: scores prompts, draws the next tokens of all texts together, and ends finished texts.
 
 A prompt is read once; its other samples begin from the same logits. With a drafter, draft tokens are computed with a
 text's last token (speculative decoding). A draft token is accepted if the model draws the same token itself, so that
@@ -19,7 +19,7 @@ from gptworks.infer.text import Piece
 
 
 def use_logits(work: Work, logits: Tensor, requests: OpenRequests) -> list[Draw]:
-    """Score the prompt's tokens by the logits [n_logits, V] of a work; return the draws that these allow."""
+    """Score the prompt's tokens by a work's logits [n_logits, V]; return the draws that are now possible."""
     job, request = work.job, requests.of(work.job)
     request.scores.read(work, logits)
     if not work.n_draft:
@@ -40,13 +40,13 @@ def use_logits(work: Work, logits: Tensor, requests: OpenRequests) -> list[Draw]
     if request.first_logits is None and len(request.samples) > 1:
         request.first_logits = logits[-1:].clone()
         others = {Job(list(job.tokens), knows_logits=True): i for i in range(1, len(request.samples))}
-        requests.add(request, others, first=True)  # they continue the prompt that the first sample has read
+        requests.add(request, others, first=True)  # these samples continue the prompt that the first has read
         draws += requests.admit()
     return draws
 
 
 def draft_tokens(requests: OpenRequests) -> None:
-    """Let the drafter propose what may follow the texts that are being generated."""
+    """Let the drafter propose draft tokens for the texts in generation."""
     room = requests.room
     if room.drafter is None:
         return
@@ -59,14 +59,14 @@ def draft_tokens(requests: OpenRequests) -> None:
 
 
 def _draftable(job: Job, requests: OpenRequests) -> Draftable | None:
-    """A running job's state for the drafter; None: the job is not generating, or about to end."""
+    """A running job's state for the drafter; None if the job is not generating, or is about to end."""
     request, room, length = requests.of(job), requests.room, len(job.tokens)
     if not request.samples:
         return None
     assert room.backend is not None and job.slot is not None
     one, capacity = request.samples[request.jobs[job]], room.backend.capacity
     if room.turns_at is not None and length <= room.turns_at:
-        capacity = min(capacity, room.turns_at)  # longer texts are computed with other factors
+        capacity = min(capacity, room.turns_at)  # LongRoPE computes longer texts with other factors
     n_wanted = min(one.settings.max_tokens - one.n_generated - 1, capacity - length)
     if not one.n_generated or n_wanted <= 0 or length != job.n_computed + 1:
         return None
@@ -78,7 +78,8 @@ def draw_tokens(draws: list[Draw], requests: OpenRequests) -> None:
     live = draws
     while live:
         tokens = _sample(live, requests)
-        drawn = list(zip([draw for draw in live if not draw.request.done], tokens, strict=True))  # some may have failed
+        # Requests that failed while their tokens were sampled are left out.
+        drawn = list(zip([draw for draw in live if not draw.request.done], tokens, strict=True))
         for draw, (token, processed) in drawn:
             _push(draw, token, processed, requests)
         live = [
@@ -140,7 +141,7 @@ def _sample(draws: list[Draw], requests: OpenRequests) -> list[tuple[int, TokenL
 
 
 def _allowed(draw: Draw, requests: OpenRequests) -> Tensor | None:
-    """The tokens that a draw's constraint allows. If the constraint fails, the request does."""
+    """A mask of the tokens that a draw's constraint allows; None: all. If the constraint fails, the request fails."""
     if draw.sample.constraint is None or draw.request.done:
         return None
     try:
@@ -152,13 +153,13 @@ def _allowed(draw: Draw, requests: OpenRequests) -> Tensor | None:
 
 def _push(draw: Draw, token: int, processed: TokenLogprob | None, requests: OpenRequests) -> None:
     """Append a token to its text, and deliver the resulting piece."""
-    if draw.request.done:  # another of its samples has failed
+    if draw.request.done:  # another sample of the request has failed
         return
     one, row = draw.sample, draw.row
     draw.n_drawn += 1
     try:
         piece = one.push(token)
-    except UserError as error:  # its constraint failed, or its tokens cannot be decoded
+    except UserError as error:  # the text's constraint failed, or its tokens cannot be decoded
         requests.fail(draw.request, error)
         return
     if piece.token_id is not None:

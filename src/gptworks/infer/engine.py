@@ -14,7 +14,7 @@ For one text at a time: `generate`, `stream`, `complete`, `chat`, `pieces` and `
 `EngineLoop` (loop.py) runs the steps in a thread, for readers in asyncio. drawing.py draws tokens from the logits.
 
 The prompt and its continuation together may fill the context. When it is full, a request ends (`overflow="error"`), or
-its window restarts (`overflow="slide"`): the last half of the context is computed again, from position 0. Positions so
+its window restarts (`overflow="slide"`): the last half of the context is computed again, from position 0. So positions
 stay those that the model was trained with, and each token is computed about twice.
 
 A request's tokens depend on other requests only as far as the backend's numbers do (see `Backend`).
@@ -51,12 +51,12 @@ from gptworks.tokenizer import load_tokenizer
 
 
 class EngineFailed(RunError):
-    """The engine is dead: all its requests have ended with this error, and it accepts no more."""
+    """The engine has failed: all its requests have ended with this error, and it accepts no more."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
-        """The name of the type of the error that ended it."""
+        """The type name of the error that ended the engine."""
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
@@ -92,14 +92,14 @@ class Engine(Client):
         """
         Args:
             n_slots: texts generated at once. None: as many as requested, up to 32; slots are allocated when needed.
-            slot_tokens: tokens of a text, prompt and continuation; None: as needed, up to the model's context.
-            max_waiting: texts that may wait for a slot; beyond it, requests are refused. None: any number.
+            slot_tokens: most tokens of a text with its prompt; None: as needed, up to the model's context.
+            max_waiting: texts that may wait for a slot; with more, requests are refused. None: any number.
             reuse: whether a prompt that begins like an earlier text reuses its keys and values; see `scheduler.Reuse`.
                 Off for a model in training.
             prefill_tokens: prompt tokens computed at once; exact reuse shares complete parts of this length.
             drafter: proposes draft tokens (speculate.py); it does not change the texts.
             backend, cache_dtype: see `choose_backend`.
-            chat_template: turns conversations into text; None: a base model.
+            chat_template: turns conversations into text; None: the model is a base model.
 
         Raises:
             UserError: the tokenizer has ids that the model lacks, or a number is below 1.
@@ -113,7 +113,7 @@ class Engine(Client):
         self.context, self.restart_tokens = self._room.context, self._room.restart_tokens
         self.most_texts = self._room.most_texts
         self._requests = OpenRequests(self._room)
-        self._inbox: deque[tuple[bool, Request]] = deque()  # (submitted, not cancelled)
+        self._inbox: deque[tuple[bool, Request]] = deque()  # (True: submit it, False: cancel it; the request)
         self._inbox_lock, self._stepping = threading.Lock(), threading.Lock()
         self.failure: EngineFailed | None = None
         """The error that ended the engine; None while it runs. See `fail`."""
@@ -134,7 +134,7 @@ class Engine(Client):
 
         Raises:
             QueueFull: `max_waiting` texts are waiting.
-            EngineFailed: the engine is dead.
+            EngineFailed: the engine has failed.
         """
         with self._inbox_lock:
             if self.failure is not None:
@@ -159,13 +159,13 @@ class Engine(Client):
                 self._stepping.release()
 
     def step(self, on_failure: Callable[[BaseException], None] = lambda _: None) -> bool:
-        """Take one step with all requests; return whether any is left.
+        """Take one step with all requests; return whether any request is left.
 
         on_failure: called with the error that ended the step, before any request receives it.
 
         Raises:
-            EngineFailed: the step failed in a way after which nothing can be computed; see `fail`.
-            Exception: what the backend raised. Every request has ended with it.
+            EngineFailed: the step failed, and the engine cannot continue; see `fail`.
+            Exception: the backend's error, with which every request has ended.
         """
         with self._stepping:
             if self.failure is not None:
@@ -194,7 +194,7 @@ class Engine(Client):
         """End all requests with any error raised inside, so that none is left without an answer.
 
         After an `Exception` the next requests may succeed; computed keys and values are discarded. After a MemoryError,
-        or an error that is not an `Exception`, such as a panic of a library in Rust, the engine is dead. A
+        or an error that is not an `Exception`, such as a panic of a Rust library, the engine has failed. A
         KeyboardInterrupt ends only the requests, since an interactive session continues after it.
         """
         try:
@@ -236,7 +236,7 @@ class Engine(Client):
     def _receive(self) -> None:
         """Open the submitted requests and end the cancelled ones."""
         while True:
-            with self._inbox_lock:  # one at a time: if one fails, the rest stay in the inbox
+            with self._inbox_lock:  # take one request at a time: if it fails, the rest stay in the inbox
                 if not self._inbox:
                     return
                 submitted, request = self._inbox.popleft()
@@ -293,7 +293,7 @@ class Engine(Client):
         No later request allocates memory or waits for it.
 
         Args:
-            promised_bytes: available memory that others have allocated and not yet touched.
+            promised_bytes: memory that is still available, but that other processes have allocated for later use.
 
         Returns:
             Bytes of all slots' keys and values.
@@ -328,13 +328,13 @@ def load(
         checkpoint: best, last, or a step.
         overrides: settings that replace the run's, such as `model.context_length=1024` for a longer context.
         device: auto, cpu, cuda or mps.
-        weights: how the matrices are kept: auto (as in the run), fp32, bf16, int8 or int4. Weights of a run that is not
+        weights: storage of the matrices: auto (as in the run), fp32, bf16, int8 or int4. Weights of a run that is not
             quantized are rounded to the nearest value while they are loaded; no file is written.
         report: called with a message for each fallback, such as from a damaged checkpoint.
-        options: of `Engine`, such as n_slots=8.
+        options: arguments of `Engine`, such as n_slots=8.
 
     Raises:
-        UserError: no such run, checkpoint or device; damaged files; or the run is quantized to other weights.
+        UserError: the run, checkpoint or device does not exist, a file is damaged, or the run has other packed weights.
     """
     run = load_run(
         run_dir, str(checkpoint), overrides=overrides, device=choose_device(device), weights=weights, report=report

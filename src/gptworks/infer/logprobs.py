@@ -17,7 +17,7 @@ class TokenLogprob:
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     rank: int | None = None
-    """1: no token is likelier. None: not computed."""
+    """The token's rank by probability; 1: no token is likelier. None: not computed."""
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], n_top: int) -> list[TokenLogprob]:
@@ -38,7 +38,7 @@ class PromptScores:
     """Collects the log-probabilities of a prompt's tokens while its logits are computed."""
 
     def __init__(self, prompt_ids: list[int], first: int, n_top: int | None) -> None:
-        """Scores the tokens from number `first` (≥ 1) on, with the `n_top` likeliest tokens each; None: no scores."""
+        """Score the tokens from index `first` (≥ 1) on, each with the `n_top` likeliest; n_top None: score none."""
         self._prompt_ids, self._n_top = prompt_ids, n_top or 0
         self.score_from = None if n_top is None else first - 1
         self.logprobs: list[TokenLogprob | None] | None = None

@@ -38,7 +38,7 @@ class SlowReader(RunError):
 
 
 class EngineLoop:
-    """Runs an engine's steps while there are requests, and sleeps while there are none."""
+    """Runs an engine's steps while it has requests, and sleeps otherwise."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -56,7 +56,7 @@ class EngineLoop:
     def close(self, *, drain: bool = True) -> None:
         """Stop, and wait until no step runs.
 
-        drain: finish the requests that have a reader, or may still get one; otherwise they end with a RunError. If this
+        drain: finish the requests that have a reader, or may still get one; False: end them with a RunError. If this
         call blocks an asyncio loop, that loop cannot read or finalize abandoned generators: each text of its readers
         continues for one context at most, and then ends with a SlowReader.
         """
@@ -84,7 +84,7 @@ class EngineLoop:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread works on requests."""
+        """Whether the thread runs and accepts requests."""
         return self._thread.is_alive() and not self._ending and self.engine.failure is None
 
     def check(self) -> EngineFailed | None:
@@ -95,16 +95,16 @@ class EngineLoop:
         return self.engine.failure
 
     def open(self, *, max_unread: int | None = None, patience: int = 1) -> "Stream":
-        """A stream without requests. Call it inside a running asyncio loop.
+        """A new stream, still without requests. Call this inside a running asyncio loop.
 
         Args:
-            max_unread: pieces that may wait for the reader; beyond it, the stream is cancelled (SlowReader).
+            max_unread: pieces that may wait for the reader; with more, the stream is cancelled (SlowReader).
             patience: pieces after which the reader is woken, unless a text ends earlier. Waking it costs a step's CPU;
                 raise this if only the final text matters.
 
         Raises:
             EngineStopped: the loop is closed.
-            EngineFailed: the engine is dead.
+            EngineFailed: the engine has failed.
         """
         if (failure := self.check()) is not None:
             raise failure.again()
@@ -115,7 +115,7 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             self._steps()
-        except BaseException as error:  # of any kind: the thread ends, and all requests need an answer
+        except BaseException as error:  # any error ends the thread, and all requests need an answer
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
@@ -170,7 +170,7 @@ def _wake_all(streams: list["Stream"]) -> None:
 
 
 class Stream:
-    """The pieces of some requests, for one reader. Leaving the iteration cancels them; before it, call `cancel`."""
+    """The pieces of some requests, for one reader. Leaving the iteration cancels them; without one, call `cancel`."""
 
     def __init__(self, loop: EngineLoop, max_unread: int | None = None, patience: int = 1) -> None:
         self._loop, self._max_unread, self._patience = loop, max_unread, patience
@@ -193,7 +193,7 @@ class Stream:
         request = self._loop.engine.submit(prompt, settings, listener=listener, **arguments)
         self.requests.append(request)
         self._n_unfinished += arguments.get("n_samples", 1)
-        if self.cancelled:  # while the prompt was encoded
+        if self.cancelled:  # cancelled while the prompt was encoded
             self._loop.engine.cancel(request)
         self._loop._wake.set()
         return request
@@ -259,7 +259,7 @@ class Stream:
 class _Reading(AsyncIterator[Batch]):
     """The reader's iterator. Deleting it, as after `break`, leaves the stream.
 
-    asyncio's loop would finalize a bare generator, but later: never, while `EngineLoop.close` blocks that loop.
+    asyncio's loop would finalize a bare generator later, and never while `EngineLoop.close` blocks that loop.
     """
 
     def __init__(self, stream: Stream, generator: AsyncGenerator[Batch]) -> None:

@@ -1,4 +1,4 @@
-"""A request to the engine: what its caller holds, and the set of all requests that have not ended."""
+"""A request to the engine, which its caller holds, and the set of all requests that have not ended."""
 
 import contextlib
 import logging
@@ -37,7 +37,7 @@ class Completion:
     logprobs: list[TokenLogprob] | None = None
     """Log-probabilities of each token, if the setting `logprobs` is given."""
     processed_logprobs: list[TokenLogprob] | None = None
-    """Log-probabilities of each token after sampling's changes, if `processed_logprobs` is given."""
+    """Log-probabilities of each token in the distribution it was drawn from, if `processed_logprobs` is given."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Statistics:
     prefix_hits: int = 0
     """Prompts that began with tokens in a slot."""
     reused_tokens: int = 0
-    """Prompt tokens that were therefore not computed."""
+    """Prompt tokens that were reused from slots, not computed."""
     draft_tokens: int = 0
     """Draft tokens of speculative decoding."""
     accepted_tokens: int = 0
@@ -76,7 +76,7 @@ class ListenerFailed(RunError):
 
 
 Listener = Callable[[Piece | Exception], None]
-"""Called in the stepping thread with each piece, or with an error, after which no more pieces come."""
+"""A function that the stepping thread calls with each piece, or with an error, after which no more pieces come."""
 
 
 class Request:
@@ -104,7 +104,7 @@ class Request:
         self.prompt_logprobs = scores.logprobs
         """Log-probabilities of the prompt's tokens (None before `score_from`), if requested; set by the first piece."""
         self.n_reused_tokens = 0
-        """Tokens of the prompt that needed no computing (prefix reuse)."""
+        """Prompt tokens that were reused from a slot, not computed (prefix reuse)."""
         self.admitted_at: float | None = None
         """The time at which the request first got a slot, by `time.monotonic`."""
         self._pieces: deque[Piece] = deque()
@@ -116,11 +116,11 @@ class Request:
 
     @property
     def n_samples(self) -> int:
-        """Texts that are computed: one for each sample, or the prompt only."""
+        """Number of texts to compute: one for each sample, or the prompt only."""
         return len(self.samples) or 1
 
     def take(self) -> list[Piece]:
-        """The pieces that came since the last call."""
+        """The pieces since the last call."""
         pieces = []
         while self._pieces:
             pieces.append(self._pieces.popleft())
@@ -141,7 +141,7 @@ class Request:
             raise ListenerFailed(f"the reader of a request failed: {type(error).__name__}: {error}") from error
 
     def fail(self, error: Exception) -> None:
-        """For the engine: end the request with an error. If its listener raises an error, that is only logged."""
+        """For the engine: end the request with an error. An error that its listener raises is only logged."""
         self.error = error
         if self._listener is not None:
             try:
@@ -154,17 +154,17 @@ class Request:
         self.done, self.first_logits = True, None
 
     def first_job(self, room: Room) -> Job:
-        """The request's first job: the prompt, or its last tokens that fit in the context."""
+        """The request's first job: the prompt, or its last tokens that a sliding window keeps."""
         ids = self.prompt_ids if self.samples else self.prompt_ids[:-1] or self.prompt_ids
         return Job(room.window(ids), score_from=self.scores.score_from)
 
     @property
     def n_to_come(self) -> int:
-        """Jobs that wait for the first job to read the prompt."""
+        """Number of jobs that start when the first job has read the prompt."""
         return max(0, sum(one.finish_reason is None for one in self.samples) - len(self.jobs))
 
     def most_tokens(self, job: Job) -> int:
-        """Tokens that the job's text may reach, if the context had room for all."""
+        """Number of tokens that the job's text may reach if the context does not limit it."""
         if not self.samples:
             return len(job.tokens)
         one = self.samples[self.jobs[job]]
@@ -190,7 +190,7 @@ class Draw:
 
 
 class WorkClock:
-    """Counts the seconds spent inside `running`: those of an engine's steps."""
+    """Counts the seconds spent inside `running`, in which an engine takes its steps."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now, self._before = now, 0.0
@@ -226,7 +226,7 @@ class OpenRequests:
 
     @property
     def n_to_come(self) -> int:
-        """Texts without a job, since their prompt has not been read. From any thread."""
+        """Number of texts without a job, because their prompt has not been read. From any thread."""
         return sum(request.n_to_come for request in tuple(self._open.values()))
 
     def of(self, job: Job) -> Request:
@@ -234,19 +234,19 @@ class OpenRequests:
         return self._request_of[job]
 
     def most_tokens(self, job: Job) -> int:
-        """Tokens that a job's text may reach in its slot."""
+        """Number of tokens that a job's text may reach in its slot."""
         return min(self.room.context, self.of(job).most_tokens(job))
 
     def rotary_length(self, job: Job) -> int:
-        """The length for rotary scaling: with LongRoPE a text's own, with dynamic scaling the length that it may reach,
-        for which every cached key is rotated."""
+        """The length that rotary scaling uses. LongRoPE: the original context if the text is within it, else the full
+        context. Dynamic: the length that the text may reach, for which all its cached keys are rotated."""
         turns_at = self.room.turns_at
         if turns_at is None:
             return self.most_tokens(job)
         return turns_at if len(job.tokens) <= turns_at else self.room.model.config.context_length
 
     def make_room(self) -> None:
-        """Allocate slots for all jobs; what a job needs does not grow while it runs."""
+        """Allocate slots for all jobs if there are new ones; the needs of a running job do not grow."""
         if not self._has_new_jobs:
             return
         jobs = [*self.room.scheduler.running, *self.room.scheduler.waiting]
@@ -276,7 +276,7 @@ class OpenRequests:
     def open(self, request: Request) -> None:
         """Add a submitted request."""
         is_first = not self._open
-        self._open[request.id] = request  # before anything that may fail, so that it receives the error
+        self._open[request.id] = request  # first, so that the request receives any later error
         self.statistics.requests += 1
         if is_first:
             self.room.release_stale()

@@ -18,8 +18,8 @@ from gptworks.units import readable
 
 LEAST_CAPACITY = 256
 LEAST_CAPACITY_CPU = 2048
-"""Least tokens of a slot if `slot_tokens` is not given. Capacities are powers of two, so that slots seldom grow. A CPU
-allocates only the pages that are used, so the least is generous there."""
+"""Minimum tokens of a slot if `slot_tokens` is not given. Capacities are powers of two, so that slots seldom grow. A
+CPU allocates only pages in use, so that its minimum may be large."""
 
 
 class Room:
@@ -43,7 +43,7 @@ class Room:
                 raise UserError(f"{name}={number}: it must be 1 or more.")
         self.model, self.drafter = model, drafter
         self.context = min(slot_tokens or model.config.context_length, model.config.context_length)
-        """Most tokens of a text."""
+        """Maximum number of tokens of a text."""
         self.restart_tokens = max(1, self.context // 2)
         """Tokens that a full sliding window keeps: the last half of the context."""
         self.most_texts = n_slots or ANSWERS_AT_ONCE
@@ -85,7 +85,7 @@ class Room:
             self.release()
 
     def fit(self, n_texts: int, longest_tokens: int) -> None:
-        """Grow if necessary: slots for `n_texts` texts of up to `longest_tokens` tokens."""
+        """Make slots for `n_texts` texts of up to `longest_tokens` tokens, if necessary."""
         least = LEAST_CAPACITY_CPU if self.model.device.type == "cpu" else LEAST_CAPACITY
         capacity = min(self._slot_tokens or _power_of_two(max(least, longest_tokens)), self.context)
         self._grow(self._n_slots or _power_of_two(min(n_texts, ANSWERS_AT_ONCE)), capacity)
@@ -115,7 +115,7 @@ class Room:
             raise UserError(refusal)
         try:
             self._grow(n_slots, self.context)
-        except RuntimeError as error:  # torch could not allocate them
+        except RuntimeError as error:  # torch could not allocate the slots
             self.release()
             raise UserError(refusal) from error
         return needed_bytes
@@ -125,7 +125,7 @@ class Room:
         backend = self.backend
         if backend is None:
             backend = choose_backend(self.model, n_slots, capacity, dtype=self._cache_dtype, name=self._backend_name)
-            self._weights = None if self.model.training else _versions(self.model)  # after the backend has moved them
+            self._weights = None if self.model.training else _versions(self.model)  # the backend has moved weights
             self.scheduler.invariant = backend.invariant
             if self.drafter is not None:
                 self.drafter.reset(backend)
@@ -140,7 +140,7 @@ class Room:
 
 
 def _versions(model: GPT) -> tuple[tuple[int, int], ...]:
-    """Address and version of each weight: equal until one is changed."""
+    """Address and version of each weight, which are equal until a weight changes."""
     return tuple((parameter.data_ptr(), parameter._version) for parameter in model.parameters())
 
 

@@ -31,18 +31,18 @@ CANDIDATES = 256
 """Filters first search this many likeliest tokens. If they keep more, all tokens are sorted."""
 
 _BLOCK = 256
-"""A draw first finds the block of this many weights by the blocks' sums, then the token within the block."""
+"""Weights in a block: a draw first finds the block by the blocks' sums, then the token within it."""
 
 _LOGITS_AT_ONCE = 2**18
-"""Logits that a CPU samples from at once: they stay in its cache (32 texts, 50,257 tokens: 7 instead of 27 ms)."""
+"""Number of logits that a CPU samples from at once: they stay in its cache (32 texts of 50,257: 7 ms, not 27)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
-    """How tokens are chosen and when a text ends.
+    """Settings that decide how tokens are chosen and when a text ends.
 
     Raises:
-        UserError: a value outside its range.
+        UserError: a value is outside its range.
     """
 
     temperature: float = 0.8
@@ -56,29 +56,29 @@ class SamplingSettings:
     repetition_penalty: float = 1.0
     """Above 1, tokens in the prompt or the text become less likely (Keskar et al., 2019). 1: off."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit each time it was generated (OpenAI's definition). 0: off."""
+    """Number subtracted from a token's logit for each time it was generated (OpenAI's definition). 0: off."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of generated tokens (OpenAI's definition). 0: off."""
+    """Number subtracted once from the logits of generated tokens (OpenAI's definition). 0: off."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of these token ids. −inf: never chosen; a large number: nearly always."""
+    """Numbers added to the logits of these token ids. −inf: never chosen; a large number: nearly always."""
     seed: int | None = None
     """The same seed gives the same text. None: a random seed."""
     max_tokens: int = 200
-    """Limit of generated tokens."""
+    """Maximum number of generated tokens."""
     min_tokens: int = 0
-    """Tokens that end the text are not chosen before this many tokens. Stop strings still end a text."""
+    """Tokens that end the text are not chosen until this many tokens are generated. Stop strings still end it."""
     ignore_eos: bool = False
     """Treat the end-of-text token like any other."""
     stop: tuple[str, ...] = ()
-    """The text ends before the first of these strings to be completed."""
+    """The text ends before the first of these strings that appears in it."""
     stop_token_ids: tuple[int, ...] = ()
-    """The text ends before these tokens, as before the end-of-text token; for the ends of turns in a chat."""
+    """Tokens that end the text like the end-of-text token, such as those that end a turn in a chat."""
     logprobs: int | None = None
-    """Report the log-probabilities of each token and of this many likeliest tokens, by the model: before penalties,
+    """Report the model's log-probabilities of each token and of this many likeliest tokens, before penalties,
     temperature and filters. None: report nothing."""
     processed_logprobs: int | None = None
-    """Report them also for the distribution that each token was drawn from: after bias, penalties, bans, grammar,
-    temperature and filters, without dropped tokens. A greedy choice has one token. None: report nothing."""
+    """Like `logprobs`, but of the distribution that each token was drawn from: after bias, penalties, bans, grammar,
+    temperature and filters, without dropped tokens. If greedy, it has one token. None: report nothing."""
     json_schema: str | Mapping[str, Any] | None = None
     """The text is JSON that satisfies this schema ({}: any JSON). Needs the `constrain` extra."""
     regex: str | None = None
@@ -119,10 +119,10 @@ class SamplingSettings:
 
     @classmethod
     def of(cls, settings: Self | None = None, **changes: Any) -> Self:
-        """`settings` (default: SamplingSettings()) with the changes given as keywords.
+        """A copy of `settings` (default: SamplingSettings()) with the changes given as keywords.
 
         Raises:
-            UserError: an unknown keyword, or a value outside its range.
+            UserError: a keyword is unknown, or a value is outside its range.
         """
         known = [field.name for field in dataclasses.fields(cls)]
         for name in changes:
@@ -142,8 +142,8 @@ class Sampler:
         """
         Args:
             prompt: the tokens that the text continues.
-            index: of the sample within its request; each has its own random numbers.
-            ends: tokens that end the text, which settings.min_tokens delays.
+            index: the sample's index within its request; each sample has its own random numbers.
+            ends: tokens that end the text; they are banned until settings.min_tokens tokens are generated.
         """
         self.settings = settings
         self.n_generated = 0
@@ -161,13 +161,13 @@ class Sampler:
                 counts[token] += 1
 
     def share(self, ahead: int = 0) -> float:
-        """The random number in (0, 1] of the draw that follows after `ahead` other draws."""
+        """The random number in (0, 1] of the draw after the next `ahead` draws."""
         while len(self._drawn) <= ahead:
             self._drawn.append(1 - self._chance.random())
         return self._drawn[ahead]
 
     def next_share(self) -> float:
-        """The random number of the next draw, which is used up."""
+        """Take the random number of the next draw, in (0, 1]."""
         share = self.share()
         self._drawn.popleft()
         return share
@@ -193,12 +193,12 @@ def sample(
 ) -> list[int]:
     """Choose the next token of each text. The caller pushes it into the text's sampler.
 
-    One random number from the CPU decides each draw, so that a seed means the same on every device.
+    One random number from the CPU decides each draw, so that a seed gives the same draws on every device.
 
     Args:
         logits: [B, V] or its rows, each [1, V]; any float dtype; converted to float32.
-        allowed: for each text, which tokens may come next, bool [V]; None: all.
-        processed: receives, by row, the results of texts whose settings have `processed_logprobs`.
+        allowed: for each text, a mask of the tokens that may come next, bool [V]; None: all.
+        processed: filled with log-probabilities, by row, for texts whose settings have `processed_logprobs`.
 
     Raises:
         RunError: a logit is NaN.
@@ -222,7 +222,7 @@ def pick(
     shares: Sequence[float],
     processed: dict[int, TokenLogprob] | None = None,
 ) -> list[int]:
-    """The token of each row [B, V] at which the cumulative probability, after temperature and filters, reaches a
+    """The token of each row [B, V] at which the cumulative probability, after temperature and filters, reaches its
     share in (0, 1]. Probabilities are summed in the order of token ids.
 
     processed: see `sample`.
@@ -256,7 +256,7 @@ def _pick_likeliest(logits: Tensor, settings: Sequence[SamplingSettings], share:
 
 
 def _likeliest(logits: Tensor) -> tuple[int, float]:
-    """The likeliest token of logits [V], the first of tied ones, and its logit: NaN if any logit is.
+    """The likeliest token of logits [V], the first of tied ones, and its logit, which is NaN if any logit is NaN.
 
     Numpy takes a tenth of torch's time.
     """
@@ -276,7 +276,7 @@ def _pick_of_all(logits: Tensor, settings: Sequence[SamplingSettings], share: Te
 
 
 def _pick_of_candidates(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> tuple[Tensor, Pools]:
-    """Filter and draw among the likeliest tokens; rows that keep more tokens are filtered over the vocabulary."""
+    """Filter and draw among the likeliest tokens; a row that keeps more tokens is filtered over the vocabulary."""
     scores = logits / _column([s.temperature for s in settings], logits)
     size = scores.size(-1)
     n = min(CANDIDATES, size)
@@ -315,9 +315,9 @@ def _report(
 
 
 def _filter_candidates(scores: Tensor, values: Tensor, settings: Sequence[SamplingSettings]) -> tuple[Tensor, Tensor]:
-    """Flags of the K best values [B, K] of the scores [B, V] that filters keep, and whether these are all, [B].
+    """Masks of the K best `values` in each row that filters keep, [B, K], and of the rows where no other is kept, [B].
 
-    Not certain: a filter ends beyond the candidates, or at tied values.
+    A row of the scores [B, V] is not in the second mask if a filter ends beyond its K best, or at tied values.
     """
     size, n = scores.size(-1), values.size(-1)
     rank = torch.arange(n, device=values.device)
@@ -345,7 +345,7 @@ def _filter_candidates(scores: Tensor, values: Tensor, settings: Sequence[Sampli
 
 
 def filter_whole(scores: Tensor, settings: SamplingSettings) -> Tensor:
-    """The three filters by their definitions, over all tokens; [B, V] → [B, V], −inf for dropped tokens."""
+    """Apply the three filters, by their definitions, to all tokens; [B, V] → [B, V], −inf for dropped tokens."""
     return keep_min_p(keep_top_p(keep_top_k(scores, settings.top_k), settings.top_p), settings.min_p)
 
 
@@ -370,7 +370,7 @@ def draw(weights: Tensor, share: Tensor) -> Tensor:
 
 
 def adjust(logits: Tensor, samplers: Sequence[Sampler], allowed: Sequence[Tensor | None] | None = None) -> Tensor:
-    """Bias, penalties and bans of each text; [B, V] → [B, V], −inf for banned tokens."""
+    """Apply each text's bias, penalties and bans to its logits; [B, V] → [B, V], −inf for banned tokens."""
     logits = logits.clone()
     device = logits.device
 
@@ -411,7 +411,7 @@ def _frequency_and_presence(sampler: Sampler) -> tuple[np.ndarray, np.ndarray]:
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """−inf for logits below the k-th best; [B, V] → [B, V]. 0, or k ≥ V, keeps all."""
+    """Set logits below the k-th best to −inf; [B, V] → [B, V]. k = 0, or k ≥ V, keeps all."""
     if not 0 < k < logits.size(-1):
         return logits
     kth_best = logits.topk(k).values[:, -1:]
@@ -419,7 +419,7 @@ def keep_top_k(logits: Tensor, k: int) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """−inf for all but the fewest likeliest tokens whose probabilities reach p; logits [B, V] → [B, V]."""
+    """Set all but the fewest likeliest tokens whose probabilities reach p to −inf; logits [B, V] → [B, V]."""
     if p == 1:
         return logits
     ordered, order = logits.sort(descending=True, stable=True)
@@ -431,12 +431,12 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
 
 
 def keep_min_p(logits: Tensor, p: float) -> Tensor:
-    """−inf for tokens less than p times as likely as the likeliest; logits [B, V] → [B, V]."""
+    """Set tokens less than p times as likely as the likeliest to −inf; logits [B, V] → [B, V]."""
     if p == 0:
         return logits
     return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), -math.inf)
 
 
 def _column(numbers: Sequence[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Numbers as [B, 1] on the device of `like`, and in its dtype if none is given."""
+    """The numbers as a tensor [B, 1] on the device of `like`, in its dtype if none is given."""
     return torch.tensor(numbers, dtype=dtype or like.dtype, device=like.device)[:, None]

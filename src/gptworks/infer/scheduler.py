@@ -58,7 +58,7 @@ class Work:
     tokens: list[int]
     n_logits: int
     n_draft: int = 0
-    """The last tokens are this many draft tokens, which may not belong to the text."""
+    """Number of draft tokens at the end of `tokens`, which may not belong to the text."""
 
     @property
     def is_last(self) -> bool:
@@ -77,11 +77,11 @@ class Copy:
 
 @dataclass
 class _Slot:
-    tokens: list[int] = field(default_factory=list)  # computed
-    n_whole: int = 0  # of these, computed in complete prefill chunks from the beginning
-    end: int = 0  # tokens read as one prompt: an equal prompt would have the same bits
+    tokens: list[int] = field(default_factory=list)  # the tokens whose keys and values it holds
+    n_whole: int = 0  # number of its first tokens that complete prefill chunks computed
+    end: int = 0  # number of tokens read as one prompt: an equal prompt would have the same bits
     job: Job | None = None
-    used: int = 0  # time of the last assignment or release
+    used: int = 0  # the time of its last assignment or release
 
     def truncate(self, n_tokens: int) -> None:
         """Forget all but the first `n_tokens`."""
@@ -166,7 +166,7 @@ class Scheduler:
         return plan
 
     def commit(self, work: Work, n_kept: int | None = None) -> None:
-        """Record a computed work, of which the first `n_kept` tokens (default: all) belong to the text."""
+        """Record a computed work, whose first `n_kept` tokens (default: all) belong to the text."""
         job, slot = work.job, self._slots[work.slot]
         if job.slot != work.slot:  # the job has ended
             return
@@ -194,7 +194,7 @@ class Scheduler:
         return sum(slot.job is not None for slot in self._slots)
 
     def _next(self, job: Job) -> Work:
-        """The next tokens of a job that has any."""
+        """The next work of a job that has tokens to compute."""
         assert job.slot is not None
         start, end = job.n_computed, len(job.tokens)
         if end - start == 1:
@@ -214,7 +214,7 @@ class Scheduler:
         if n_shared and self._slots[source].job is None:
             n_lost = len(self._slots[source].tokens) - n_shared
             if n_lost < self.prefill_tokens or target == source:
-                target = source  # continue in place
+                target = source  # reuse the slot in place
         if n_shared and target != source:
             copies.append(self._copy(source, target, n_shared))
         job.slot, self._slots[target].job = target, job
@@ -228,7 +228,7 @@ class Scheduler:
         return bool(self._slots[index].tokens), self._slots[index].used
 
     def _longest_prefix(self, job: Job) -> tuple[int, int]:
-        """The slot with the longest reusable prefix of the job, preferably a free one, and its length in tokens."""
+        """The slot with the job's longest reusable prefix, preferably a free slot, and the length of the prefix."""
         best, n_best = 0, 0
         if self.reuse == "off":
             return best, n_best
@@ -239,7 +239,7 @@ class Scheduler:
         return best, n_best
 
     def _reusable(self, slot: _Slot, job: Job) -> int:
-        n_needed = len(job.tokens) - (not job.knows_logits)  # unless known, the last logits are computed
+        n_needed = len(job.tokens) - (not job.knows_logits)  # the last logits are computed unless they are known
         if job.score_from is not None:
             n_needed = min(n_needed, job.score_from)
         n_common = n_common_tokens(slot.tokens, job.tokens)

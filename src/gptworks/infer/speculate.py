@@ -41,14 +41,14 @@ class Drafter:
         self.n_tokens = n_tokens
 
     def draft(self, texts: Sequence[Draftable]) -> list[list[int]]:
-        """At most `n_wanted` tokens that may follow each text."""
+        """Draft tokens for each text, at most its `n_wanted`."""
         raise NotImplementedError
 
     def check(self, n_ids: int, model: GPT) -> None:
         """Check the number of the tokenizer's ids and the model; the engine calls this once.
 
         Raises:
-            UserError: the drafter does not fit them.
+            UserError: the drafter does not fit the tokenizer or the model.
         """
 
     def reset(self, backend: Backend) -> None:
@@ -59,16 +59,16 @@ class Drafter:
 
 
 class PromptLookup(Drafter):
-    """Drafts what followed the last tokens at their previous occurrence (Saxena, 2023): free; good if texts repeat."""
+    """Drafts the tokens that followed the last ones' previous occurrence (Saxena, 2023): fast; good if texts repeat."""
 
     def __init__(self, n_tokens: int = 8, ngram: int = 3) -> None:
         """
         Args:
             n_tokens: see `Drafter`.
-            ngram: tokens that must have occurred before; one token fewer is also tried.
+            ngram: number of last tokens that must have occurred before; one token fewer is also tried.
 
         Raises:
-            UserError: a number below its minimum.
+            UserError: a number is below its minimum.
         """
         super().__init__(n_tokens)
         if ngram < 2:
@@ -105,7 +105,7 @@ def _last_place(tokens: list[int], n: int) -> int | None:
 
 
 class DraftModel(Drafter):
-    """A smaller model with the same tokenizer; it draws each draft token with the random number that will check it."""
+    """Drafts with a smaller model of the same tokenizer, drawing each token with the random number that checks it."""
 
     def __init__(self, model: GPT, n_tokens: int = 4, *, backend: BackendName = "auto") -> None:
         """
@@ -128,7 +128,7 @@ class DraftModel(Drafter):
         self._n_ids = n_ids
 
     def reset(self, backend: Backend) -> None:
-        self._backend = None  # frees its memory before the new one is allocated
+        self._backend = None  # frees the old backend's memory before the new one is allocated
         room = min(backend.capacity, self.model.config.context_length)
         self._backend = choose_backend(self.model, backend.n_slots, room, name=self._backend_name)
         self._held = [[] for _ in range(backend.n_slots)]
@@ -216,7 +216,7 @@ class HeadsDraft(Drafter):
         return drafts
 
     def _features(self, text: Draftable) -> Tensor | None:
-        """The features [C] that a text's last token was drawn from; None: its slot has only been copied."""
+        """The features [C] that a text's last token was drawn from; None: its slot was copied, without features."""
         assert self._backend is not None and self._backend.features is not None
         first, rows = self._backend.features.get(text.slot, (0, ()))
         row = len(text.tokens) - 2 - first

@@ -1,4 +1,4 @@
-"""One sample: from tokens to pieces of certain text, until a stop string, a token or a limit ends it."""
+"""One sample: turns tokens into pieces of final text, until a stop string, a token or a limit ends it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length", "context"]
 is full."""
 
 DECODER_CONTEXT_TOKENS = 16
-"""Prompt tokens that the decoder reads: a token's text may depend on the one before it (a joining space)."""
+"""Number of last prompt tokens that the decoder reads: a token's text may depend on the previous one (a space)."""
 
 
 @dataclass(frozen=True)
@@ -26,23 +26,23 @@ class Piece:
     sample: int
     """Index of the sample within its request."""
     text: str
-    """Text that is now certain; often empty: after part of a character, or of a possible stop string."""
+    """Text that is now final; often empty, after part of a character or of a possible stop string."""
     token_id: int | None
     """The generated token; None if the step ends the sample without one (end-of-text, a full context)."""
     finish_reason: FinishReason | None = None
     logprob: TokenLogprob | None = None
     """The token's log-probability, if `logprobs` is set."""
     processed: TokenLogprob | None = None
-    """The same in the distribution that the token was drawn from, if `processed_logprobs` is set."""
+    """The token's log-probability in the distribution that it was drawn from, if `processed_logprobs` is set."""
     worked: float = field(default=0.0, compare=False)
-    """Seconds spent in the engine's steps when the token was drawn."""
+    """Seconds that the engine's steps had taken when the token was drawn."""
 
 
 @dataclass
 class Pace:
-    """The decoding speed of one sample, by the time spent in the engine's steps, not by its reader between them.
+    """The decoding speed of one sample, over the time of the engine's steps, without its reader's time between them.
 
-    The first token does not count: it follows from the prompt, whose reading (prefill) is not decoding.
+    The first token does not count: the prefill computes it.
     """
 
     n_tokens: int = 0
@@ -62,12 +62,12 @@ class Pace:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second after the first token; None with one token or none."""
+        """Tokens per second after the first token; None with fewer than two tokens."""
         return (self.n_tokens - 1) / self.decode_seconds if self.n_tokens > 1 and self.decode_seconds > 0 else None
 
 
 class Sample:
-    """A continuation of a prompt: its tokens, its sampler, and text that is not yet certain."""
+    """A continuation of a prompt: its tokens, its sampler, and text that is not yet final."""
 
     def __init__(
         self,
@@ -89,10 +89,10 @@ class Sample:
         self._stops = StopStrings(settings.stop)
         self._decoder = StreamDecoder(tokenizer)
         for token_id in prompt[-DECODER_CONTEXT_TOKENS:]:
-            self._decoder.push(token_id)  # not shown
+            self._decoder.push(token_id)  # the prompt's text is not part of the sample's
 
     def push(self, token_id: int) -> Piece:
-        """Add the next token."""
+        """Add the next token; returns the resulting piece."""
         settings = self.settings
         if token_id in self.ends or token_id in settings.stop_token_ids:
             return self.finish("stop")
@@ -109,7 +109,7 @@ class Sample:
         return Piece(self.index, text, token_id)
 
     def finish(self, reason: FinishReason, token_id: int | None = None, text: str = "") -> Piece:
-        """End the sample with the text held back, or before a stop string in it."""
+        """End the sample with the held-back text, cut before a stop string."""
         if not self._stops.found:
             text += self._stops.push(self._decoder.flush())
         text += self._stops.flush()
@@ -130,7 +130,7 @@ class StopStrings:
     held: str = field(default="", init=False)
 
     def push(self, text: str) -> str:
-        """The text that is now certain."""
+        """Add text; returns the text that is now final."""
         if not self.strings:
             return text
         text, self.held = self.held + text, ""
@@ -143,7 +143,7 @@ class StopStrings:
         return text[: len(text) - n_held]
 
     def flush(self) -> str:
-        """The text held back, at the end."""
+        """The text that is still held back, at the end of the sample."""
         text, self.held = self.held, ""
         return text
 

@@ -1,5 +1,5 @@
-"""Changes with which a run fits. Each change is applied to the recipe, and the result arranged and planned again,
-before it is recommended."""
+"""Recommends changes with which a run fits. Each is first applied to the recipe, and the result is arranged and
+planned again."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from gptworks.planning.layout import Layout
 from gptworks.recipe import apply_overrides, parse_recipe
 
 Apply = Callable[[Sequence[str], int], Recipe]
-"""The recipe with some overrides, on a number of devices."""
+"""A function from overrides and a number of devices to the changed recipe."""
 
 MOST_DEVICES = 4096
 
@@ -26,7 +26,7 @@ class Change:
     """Changed settings and devices, and the run's needs with them."""
 
     overrides: tuple[str, ...]
-    """`key.path=value` each, as a user writes them."""
+    """Overrides `key.path=value`, as a user writes them."""
     n_ranks: int
     n_ranks_before: int
     ranks_per_node: int | None
@@ -37,7 +37,7 @@ class Change:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of each device."""
+        """Peak memory of each device."""
         return self.need.peak.total_bytes
 
     @property
@@ -88,7 +88,7 @@ def changes_that_fit(recipe: Recipe, n_ranks: int, device: Device, apply: Apply 
     for remedies in _on_the_same_devices(recipe, device):
         chosen = frozenset(each for remedy in remedies for each in (remedy, *remedy.beyond))
         if any(given < chosen and _micro(change) == inf for given, change in found):
-            continue  # less is enough already
+            continue  # fewer remedies are enough already
         change = search.tried(remedies, n_ranks)
         if change is None:
             continue
@@ -120,7 +120,7 @@ class _Search:
         overrides = tuple(override for remedy in remedies for override in remedy.overrides)
         costs = [remedy.costs for remedy in remedies]
         found = self._changed(overrides, n_ranks, costs)
-        if found is None or found[0].need.fits_device:  # a host holds no micro-batch
+        if found is None or found[0].need.fits_device:  # a smaller micro-batch saves no host memory
             return None if found is None else found[0]
         last, recipe, layout = found
         group = recipe.objective.micro_batch_multiple
@@ -136,8 +136,8 @@ class _Search:
         return last
 
     def on_fewer_ranks_a_host(self, remedies: Sequence[_Remedy], change: Change) -> list[Change]:
-        """A change whose devices hold the run and whose hosts do not, with as many ranks a host as these hold: fewer
-        ranks, if there is one host, and as many ranks on more hosts. Empty if even one is too many."""
+        """The change with fewer ranks per host, if the devices hold the run but the hosts do not: fewer ranks if there
+        is one host, and the same number on more hosts. Empty if a host cannot hold even one rank."""
         if change.fits or not change.need.fits_device:
             return []
         n_hosts = -(-change.n_ranks // self.device.per_node)
@@ -176,7 +176,7 @@ def _micro(change: Change) -> float:
 
 
 def _on_the_same_devices(recipe: Recipe, device: Device) -> Iterator[tuple[_Remedy, ...]]:
-    """Changes to try on the same devices, the cheapest first. An empty tuple: only a smaller micro-batch.
+    """Changes to try on the same devices, the cheapest first. An empty tuple means only a smaller micro-batch.
 
     Smaller chunks of the loss are not included, because all logits are never in memory at once.
     """

@@ -1,6 +1,6 @@
 """The layout of a run's model and batches on devices, or the rule that forbids one.
 
-`plan`, its advice, the check before training and `launch` all use it, so what one accepts, all accept.
+`plan`, its advice, the check before training and `launch` all use it, so that they accept the same recipes.
 """
 
 from dataclasses import dataclass, replace
@@ -57,10 +57,10 @@ def arrange(recipe: Recipe, n_ranks: int, device: Device) -> Layout | Refusal:
 
 
 def layout_of(recipe: Recipe, n_ranks: int, device: Device) -> Layout:
-    """`arrange`, which raises a refusal.
+    """The layout that `arrange` returns.
 
     Raises:
-        UserError: the refusal.
+        UserError: `arrange` refuses the recipe.
     """
     arranged = arrange(recipe, n_ranks, device)
     if isinstance(arranged, Refusal):
@@ -69,10 +69,10 @@ def layout_of(recipe: Recipe, n_ranks: int, device: Device) -> Layout:
 
 
 def refusal(recipe: Recipe, n_ranks: int, precision: str = "auto") -> Refusal | None:
-    """The first rule that the recipe breaks on `n_ranks` devices of any size; None: it can be arranged.
+    """The first rule that the recipe breaks on `n_ranks` devices of any size; None if it breaks no rule.
 
     Args:
-        precision: fp32, bf16 or fp16; auto: not known yet; rules on precision then do not apply.
+        precision: fp32, bf16 or fp16; auto: not known yet, so that rules on precision do not apply.
     """
     model, train, tensor = recipe.model, recipe.train, recipe.train.parallel.tensor_parallel
     if n_ranks % tensor:
@@ -96,7 +96,7 @@ def refusal(recipe: Recipe, n_ranks: int, precision: str = "auto") -> Refusal | 
 
 
 def _batch_refusal(recipe: Recipe, n_data: int) -> Refusal | None:
-    """Whether each data-parallel rank has the same number of whole micro-batches."""
+    """The reason why data-parallel ranks cannot have equally many whole micro-batches; None if they can."""
     train, objective = recipe.train, recipe.objective
     tensor = train.parallel.tensor_parallel
     micro = train.rank_micro_batch_size(n_data)
@@ -164,7 +164,7 @@ def _tensor_refusal(model: ModelConfig, tensor: int) -> Refusal | None:
 
 
 def _not_in_shares(recipe: Recipe, precision: str, setting: str) -> Refusal | None:
-    """The reason why the recipe's tensors cannot be sharded."""
+    """The reason why the recipe's tensors cannot be sharded; None if they can."""
     if recipe.model.repeats_layers:
         return Refusal(
             f"model.layer_repeats runs blocks several times and train.parallel.{setting} gathers each for one run",
@@ -207,7 +207,7 @@ def _not_in_shares(recipe: Recipe, precision: str, setting: str) -> Refusal | No
 
 
 def planned_precision(name: str, device: Device) -> str:
-    """The precision called `name` on a device, as `gptworks.device.choose_precision` takes it."""
+    """The precision called `name` on a device, by the rules of `gptworks.device.choose_precision`."""
     if name != "auto":
         return name
     return "bf16" if device.has_bf16 else "fp16" if device.kind == "cuda" else "fp32"
@@ -219,8 +219,8 @@ def device_setting(recipe: Recipe, device: Device, layout: Layout) -> Setting:
 
 
 def rank_setting(recipe: Recipe, precision: str, on_cpu: bool, layout: Layout = ONE_DEVICE) -> Setting:
-    """The step of one of the layout's devices, checkpoints included; a lower bound while the vocabulary is not known
-    yet.
+    """The training step of one device of the layout, with checkpoints; while the vocabulary is not known yet, its
+    memory is a lower bound.
 
     Raises:
         UserError: a teacher's recipe cannot be read.

@@ -21,17 +21,17 @@ DEFAULT_BATCH_TOKENS = 2**19
 ASSUMED_STEPS = f"{COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER} tokens a parameter, as no length is given"
 
 _UNSET_STEPS = 10**9
-"""Placeholder for a preset's steps until its batch is known: more than any warmup, and a recipe's most."""
+"""Placeholder for a preset's steps until its batch is known: more than any warmup, and the maximum of a recipe."""
 
 
 def preset_recipe(name: str, overrides: Sequence[str], device: Device, n_ranks: int = 1) -> tuple[Recipe, str | None]:
     """The recipe assumed for training a preset on `n_ranks` devices, for settings not in `overrides`.
 
-    AdamW, compute-optimal tokens, half a million of them a step (or a sequence for each rank, where that is more), in
-    the largest micro-batches that fit.
+    It trains with AdamW on the compute-optimal number of tokens, half a million tokens a step (or one sequence for each
+    rank, if that is more), in the largest micro-batches that fit.
 
     Returns:
-        The recipe, and where its number of steps is from if no override gives its length.
+        The recipe, and the origin of its number of steps if no override gives its length.
     """
     tree: dict[str, Any] = apply_overrides({"model": {"preset": name}}, overrides)
     model, given = parse_model(tree["model"], name), tree.pop("train", {})

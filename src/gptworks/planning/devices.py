@@ -34,7 +34,7 @@ class Device:
     intra_node: float = 32e9
     """Bandwidth within a node, in bytes/s and per direction."""
     inter_node: float = 12.5e9
-    """Bytes/s that a device's network card sends to other nodes: a node's cards over its devices."""
+    """Bytes/s that a device sends to other nodes: the rate of a node's network cards, divided by its devices."""
     per_node: int = 8
     """Devices in a node."""
     host_bytes: int | None = None
@@ -74,7 +74,7 @@ _SERVER = _Node(32, 3.125, 4, 192, "PCIe 4.0 ×16; 4 to a node with 100 Gb/s and
 _OLD_SERVER = _Node(16, 3.125, 4, 192, "PCIe 3.0 ×16; 4 to a node with 100 Gb/s and 192 GB of host memory assumed")
 _DESKTOP = _Node(32, 0.625, 2, 64, "PCIe 4.0 ×16; 2 to a node with 10 Gb/s and 64 GB of host memory assumed")
 _NEW_DESKTOP = _Node(64, 0.625, 2, 64, "PCIe 5.0 ×16; 2 to a node with 10 Gb/s and 64 GB of host memory assumed")
-"""Vendors print NVLink's and PCIe's rates for both directions together; these are for one."""
+"""Rates of NVLink and PCIe here are for one direction; vendors print them for both together."""
 
 
 def _gpu(
@@ -87,7 +87,7 @@ def _gpu(
     node: _Node,
     has_bf16: bool = True,
 ) -> Device:
-    """A row of the table: GB, TFLOP/s, TFLOP/s, GB/s."""
+    """A GPU from its datasheet's figures: memory in GB, both rates in TFLOP/s, bandwidth in GB/s."""
     return Device(
         name, "cuda", gigabytes * 10**9, half * 1e12, single * 1e12, bandwidth * 1e9, source, has_bf16,
         node.intra * 1e9, node.inter * 1e9, node.per_node, node.host * 10**9, node.source,
@@ -168,7 +168,7 @@ def with_node(
         "per_node": gpus_per_node or (n_ranks if device.kind != "cuda" else None),
         "host_bytes": None if host_memory_gib is None else round(host_memory_gib * 2**30),
     }
-    if device.on_cpu:  # as `gptworks.training.rehearsal.preflight` divides it
+    if device.on_cpu:  # `gptworks.training.rehearsal.preflight` divides memory likewise
         given["memory_bytes"] = device.memory_bytes // min(gpus_per_node or n_ranks, n_ranks)
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if intra_node_gb_s or inter_node_gb_s or gpus_per_node or host_memory_gib:
@@ -178,7 +178,7 @@ def with_node(
 
 
 def custom_device(memory_gib: float, flops: float | None, bandwidth: float | None) -> Device:
-    """A device described by its figures: FLOP/s in the precision trained in, bytes/s."""
+    """A device with the given memory in GiB, FLOP/s in the training precision, and bandwidth in bytes/s."""
     return Device("custom", "cuda", round(memory_gib * 2**30), flops, flops, bandwidth, "given")
 
 

@@ -12,10 +12,10 @@ from gptworks.planning.setting import Setting
 from gptworks.units import readable
 
 LARGEST_BATCH = 4096
-"""Sequences beyond which no larger micro-batch is tried."""
+"""Most sequences of a micro-batch that is tried."""
 
 COMPARED_DEVICES = 8
-"""Devices for which sharding is shown where a plan has one."""
+"""Number of devices for which sharding is shown if the plan has only one."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Need:
 
     device: Device
     peak: Peak
-    """Peak of each device."""
+    """Peak memory of each device."""
     host: HostMemory | None
     """Memory of the fullest node's host; None on a CPU, whose memory is the device's."""
 
@@ -48,13 +48,13 @@ class Need:
 
 
 def need(setting: Setting, device: Device) -> Need:
-    """The needs of a run with this step on such devices."""
+    """The memory needs of a run with this step on such devices."""
     return Need(device, training_peak(setting), host_memory(setting, device))
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another way to run the same step, and the peak of each device."""
+    """Another way to run the same step, with the peak memory of each device."""
 
     setting: Setting
     peak_bytes: int
@@ -70,7 +70,7 @@ def largest_micro_batch(setting: Setting, capacity_bytes: int, sequences: int | 
     """The largest micro-batch whose step fits; 0 if even one sequence does not.
 
     Args:
-        sequences: number per step on one device. Smaller micro-batches accumulate gradients, which are then held
+        sequences: their number per step on one device. Smaller micro-batches accumulate gradients, which are then held
             during the forward pass. None: use the setting's own `accumulates` at any size.
     """
 
@@ -90,7 +90,7 @@ def largest_micro_batch(setting: Setting, capacity_bytes: int, sequences: int | 
             low, top = (middle, top) if fits(middle) else (low, middle)
         return low
 
-    if sequences is not None and fits(sequences):  # at once: no gradients are held in the forward pass
+    if sequences is not None and fits(sequences):  # one micro-batch holds no gradients in the forward pass
         return last(sequences, max(LARGEST_BATCH, sequences) + 1)
     return last(0, LARGEST_BATCH + 1 if sequences is None else sequences)
 
@@ -127,7 +127,7 @@ def _layouts(recipe: Recipe, n: int, precision: str, device: Device) -> list[Lay
 
 
 def layout_words(layout: Layout) -> str:
-    """`8 × FSDP`."""
+    """The layout in words, such as `8 × FSDP`."""
     name = {"none": "DDP", "zero2": "FSDP without resharding", "fsdp": "FSDP"}[layout.sharding]
     parts = [f"{layout.data_parallel:,} × {name}"] if layout.data_parallel > 1 else []
     parts += [f"{layout.tensor_parallel} × tensor"] if layout.tensor_parallel > 1 else []

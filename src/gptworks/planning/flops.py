@@ -24,10 +24,10 @@ TRAINING_PER_FORWARD = 1 + BACKWARD_PER_FORWARD
 class ForwardFlops:
     """Operations of one forward pass over one sequence of `length` tokens, all layers together.
 
-    The two attention figures count scores and weighted sum. `attention_dense` takes all pairs that plain products
-    form, as `torch.utils.flop_counter` does: T × T, or in a layer whose window is at most half the text the pairs of
-    blocks of `window` tokens with themselves and the block before. `attention_causal` takes each pair that a token may
-    see once: what a kernel that skips the rest must compute.
+    The two attention figures count scores and weighted sum. `attention_dense` counts all pairs that plain products
+    compute, like `torch.utils.flop_counter`: T × T, or, in a layer whose window is at most half the text, each block
+    of `window` tokens with itself and the block before. `attention_causal` counts only visible pairs: the work of a
+    kernel that skips all others.
     """
 
     length: int
@@ -39,14 +39,14 @@ class ForwardFlops:
     """FLOPs of the MLP. With experts: of a token's experts, the shared expert and the router."""
     head: int
     laboratory: int = 0
-    """Gates, and projections of value embeddings."""
+    """FLOPs of gates and of the projections of value embeddings."""
     future: int = 0
-    """Heads of tokens beyond the next with the unembedding of each: only training computes them, and no total has
-    them."""
+    """FLOPs of the heads of tokens beyond the next, each with its unembedding: only training computes them, and the
+    totals exclude them."""
 
     @property
     def projections(self) -> int:
-        """Query, key, value and output projections."""
+        """FLOPs of the query, key, value and output projections."""
         return self.query_key_value + self.out
 
     @property
@@ -69,12 +69,12 @@ class ForwardFlops:
 
     @property
     def training_per_token_dense(self) -> float:
-        """Forward and backward: three times forward, with the heads of tokens beyond the next."""
+        """FLOPs a token of both passes: three times the forward pass, with the heads of tokens beyond the next."""
         return TRAINING_PER_FORWARD * (self.per_token_dense + self.future / self.length)
 
 
 def visible_pairs(length: int, window: int | None) -> int:
-    """(query, key) pairs under a causal mask: Σ min(i, window) for i from 1 to length."""
+    """Number of (query, key) pairs under a causal mask: Σ min(i, window) for i from 1 to length."""
     band = length if window is None else min(window, length)
     return band * (band + 1) // 2 + (length - band) * band
 
@@ -107,8 +107,8 @@ def forward_flops(config: ModelConfig, length: int | None = None) -> ForwardFlop
 class Products(Outline):
     """FLOPs of one text's forward and backward pass, by part and by module, where parts of the model may be frozen.
 
-    The backward pass of y = x·W has a product of the same size for the gradient of x, where something trained is before
-    it, and one for the gradient of W, where W is trained.
+    The backward pass of y = x·W has a product of the same size for the gradient of x if something before it is trained,
+    and one for the gradient of W if W is trained.
     """
 
     def __init__(
@@ -120,20 +120,20 @@ class Products(Outline):
         freeze: FreezeConfig | None = None,
         by_expert: bool = True,
     ) -> None:
-        """by_expert: whether each expert is a module of its own; otherwise all are counted as a block's first, unless
-        some may be frozen by their names. 1,000 layers of 4,096 experts take minutes one by one."""
+        """by_expert: whether each expert is a separate module; if not, all count as their block's first expert, unless
+        patterns may freeze some by name. One by one, 1,000 layers of 4,096 experts take minutes."""
         super().__init__(config, n_future)
         if config.n_experts and not by_expert and (freeze is None or not freeze.patterns):
             self.experts_a_visit = config.n_experts
         self.length, self.lora, self.freeze = length, adapter, freeze
         self.parts = config.n_experts or 1
-        """Parts of a FLOP that `forward`, `backward` and `modules` count, since an expert has a share of the tokens."""
+        """`forward`, `backward` and `modules` count FLOPs times this, since an expert has a share of the tokens."""
         self.forward: defaultdict[str, int] = defaultdict(int)
         self.backward: defaultdict[str, int] = defaultdict(int)
         self.modules: dict[str, tuple[int, int]] = {}
-        """Forward and backward FLOPs. `blocks.0.attention` has scores and weighted sum only."""
+        """Forward and backward FLOPs by module; `blocks.0.attention` counts scores and weighted sum only."""
         self.causal = 0
-        """FLOPs of attention's forward products of visible pairs."""
+        """Forward FLOPs of attention over visible pairs only."""
         self.walk()
 
     def tensor(self, group: str, name: str, *shape: int) -> bool:

@@ -8,12 +8,12 @@ from gptworks.planning.trained import Trained
 
 
 def as_trained(stage: Stage, trained: Trained, shapes: Shapes, layer: int, no_copies: bool) -> Stage:
-    """A stage of a block as a run trains it. What only the gradients of frozen parameters need is not saved: the input
-    of a matrix is where that matrix, or one that reads the same, is trained or has an adapter, which with dropout saves
-    its own.
+    """The stage of a block as a run trains it: it does not save tensors that only gradients of frozen parameters need.
+    A matrix's input is saved if this matrix, or another that reads the same input, is trained or has an adapter without
+    dropout; an adapter with dropout saves its own input.
 
     Args:
-        no_copies: whether products take the matrices as they are held.
+        no_copies: whether products read the matrices as they are stored, without copies in another dtype.
     """
     saved, module = dict(stage.saved), stage.module or stage.name
     if no_copies:
@@ -29,13 +29,13 @@ def as_trained(stage: Stage, trained: Trained, shapes: Shapes, layer: int, no_co
     if module in trained.targets:
         saved[ADAPTER] = _adapter_bytes(stage, trained, shapes)
     stage = replace(stage, saved=saved, scratch=stage.scratch - stage.own_scratch)
-    return stage if trained.rank else replace(stage, matrices=0, vectors=0)  # an adapter's come with its matrices'
+    return stage if trained.rank else replace(stage, matrices=0, vectors=0)  # the adapter's are counted elsewhere
 
 
 def as_first(stage: Stage, trained: Trained, shapes: Shapes, layer: int) -> Stage:
-    """A stage of the first block with a backward pass, as a run trains it, where nothing before it is trained: its
-    input gets no gradient."""
-    if not stage.reads_entry or trained.moves("norm1", layer):  # torch's own norm saves the normalized input instead
+    """The stage of the first block with a backward pass, if nothing before the block is trained: the block's input gets
+    no gradient."""
+    if not stage.reads_entry or trained.moves("norm1", layer):  # torch's norm saves the normalized input instead
         return stage
     saved = dict(stage.saved)
     if not stage.matrices:

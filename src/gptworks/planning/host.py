@@ -1,8 +1,8 @@
-"""Memory of the host: what training holds there besides its steps.
+"""Memory that training holds on the host, in addition to its steps.
 
-Each rank makes the whole model in float32 on the host before it moves it to its device or keeps its share, and reads
-the weights that it starts from whole. Rank 0 gathers a checkpoint whole and copies it, and writes the copy while
-training continues. On a CPU, devices and host are one memory, and these moments are part of a device's peak.
+Each rank builds the whole model in float32 on the host, then moves it to its device or keeps its share; it also reads
+the starting weights whole. Rank 0 gathers and copies a whole checkpoint, and writes the copy while training continues.
+On a CPU, device and host share one memory, so that these moments are part of a device's peak.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class HostMemory:
     first_rank_bytes: int
     """Additional bytes of rank 0."""
     limit_bytes: int | None
-    """The host's memory; None: unknown and not checked, or the device is a CPU, whose memory is the device's."""
+    """The host's memory; None: unknown, and not checked."""
     one_rank_bytes: int
     """Peak `total_bytes` of a node with rank 0 only: the least memory that a host must have."""
 
@@ -62,7 +62,7 @@ class HostMemory:
 
 
 def host_memory(setting: Setting, device: Device) -> HostMemory | None:
-    """The host's memory of devices that are not CPUs; None on a CPU."""
+    """Memory that training needs on the host; None on a CPU, which is both device and host."""
     if device.on_cpu:
         return None
     n = min(device.per_node, setting.layout.world_size)
@@ -75,13 +75,13 @@ def host_memory(setting: Setting, device: Device) -> HostMemory | None:
 
 
 def whole_model(setting: Setting) -> tuple[ParameterCount, Trained]:
-    """The model of all tensor-parallel ranks together."""
+    """The parameters of the model of all tensor-parallel ranks together, and the trained part."""
     parameters = count_parameters(setting.model)
     return parameters, setting.trained or everything(parameters)
 
 
 def building_bytes(setting: Setting) -> int:
-    """A new model before it is placed: float32, but for the packed base of an adapter."""
+    """Bytes of a new model before it is placed: float32, except for the packed base of an adapter."""
     return held_weights_bytes(*whole_model(setting))
 
 
@@ -94,7 +94,7 @@ def starting_bytes(setting: Setting) -> int:
 
 
 def checkpoint_copy_bytes(setting: Setting) -> int:
-    """Rank 0's copy of a checkpoint, whole however the tensors lie on the ranks: weights, their average, state."""
+    """Bytes of rank 0's copy of a whole checkpoint: all ranks' weights, their average and the optimizer's state."""
     parameters, trained = whole_model(setting)
     average = 4 * trained.parameters if setting.averages else 0
     state = trained_state_bytes(parameters, setting.optimizer, trained, setting.optimizer_state)
@@ -102,7 +102,7 @@ def checkpoint_copy_bytes(setting: Setting) -> int:
 
 
 def placed_bytes(setting: Setting) -> int:
-    """A rank's weights once the model is placed."""
+    """Bytes of a rank's weights after the model is placed."""
     layout = setting.layout
     parameters = count_parameters(rank_config(setting.model, layout.tensor_parallel))
     held = held_weights_bytes(parameters, setting.trained or everything(parameters))
@@ -110,14 +110,14 @@ def placed_bytes(setting: Setting) -> int:
 
 
 ONEDNN_KERNEL_BYTES, ONEDNN_KEEPS = 555_000, 1024
-"""Bytes of a compiled product of bfloat16 matrices, measured on AVX-512; and the kernels that oneDNN keeps."""
+"""Bytes of a compiled bfloat16 product, measured on AVX-512; and the number of kernels that oneDNN keeps."""
 
 
 def expert_kernels_bytes(setting: Setting) -> int:
     """Most bytes of the kernels that oneDNN compiles on a CPU for each number of rows of a bf16 expert: two products
-    forward, and four backward. 0: the model compiles only those that every model does."""
+    forward, and four backward. 0: the model compiles only the kernels of every model."""
     if not (setting.on_cpu and setting.precision == "bf16" and setting.model.n_experts):
         return 0
     n_tokens = setting.micro_batch_size * setting.objective.rows_per_sample * setting.model.context_length
-    n_rows = min(n_tokens, 31 + 16 * max(0, n_tokens.bit_length() - 5))  # five binary digits, see `expert_rows`
+    n_rows = min(n_tokens, 31 + 16 * max(0, n_tokens.bit_length() - 5))  # `expert_rows` rounds to five binary digits
     return ONEDNN_KERNEL_BYTES * min(6 * n_rows, ONEDNN_KEEPS)

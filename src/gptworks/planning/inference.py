@@ -8,7 +8,7 @@ from gptworks.model.outline import stays_whole
 from gptworks.planning.params import ParameterCount, Shape, count_parameters
 
 BATCHES = (1, 8, 32)
-"""Sequences at once for which the cache is shown."""
+"""Numbers of sequences for which the cache is shown."""
 
 PRECISIONS = ("fp32", "bf16", "int8", "int4")
 INT4_GROUP = 32
@@ -22,15 +22,15 @@ class InferenceMemory:
     weights: str
     weights_bytes: int
     cache_bytes: dict[int, int]
-    """Bytes of full contexts, by the number of sequences."""
+    """Bytes of the cache with full contexts, by the number of sequences."""
 
     def total_bytes(self, batch_size: int) -> int:
         return self.weights_bytes + self.cache_bytes[batch_size]
 
 
 def kv_cache_bytes(config: ModelConfig, length: int | None = None, bytes_per_value: int = 2) -> int:
-    """Keys and values of one sequence of `length` tokens (default: the context), as `SlotCache` allocates them: every
-    layer keeps all tokens, banded ones too. With them the ids, where the model reads the previous token."""
+    """Bytes of one sequence of `length` tokens (default: the context), as `SlotCache` allocates them: every layer, also
+    a banded one, keeps all keys and values. The ids are included if the model reads the previous token."""
     length = config.context_length if length is None else length
     of_layers = 2 * len(config.layer_uses) * config.n_kv_heads * config.d_head * length * bytes_per_value
     return of_layers + kept_ids_bytes(config, length)
@@ -55,7 +55,7 @@ def inference_memory(model: ModelConfig) -> list[InferenceMemory]:
 
 
 def weights_bytes(parameters: ParameterCount, precision: str, outside: bool = True) -> int:
-    """All weights as `gptworks quantize` writes them; or, without those outside the blocks, as an adapter's base.
+    """Bytes of all weights as `gptworks quantize` writes them; outside=False: weights outside the blocks stay fp32.
 
     Only matrices have a lower precision; norms, biases, positions, gates and the routers of experts stay fp32.
     With int4, the embedding and the head are in int8, and so is a matrix whose rows cannot be divided into groups.

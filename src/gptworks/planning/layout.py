@@ -14,10 +14,10 @@ BUCKET_BYTES = 32 * 2**20
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model and its batches are laid out on devices."""
+    """The arrangement of a model and its batches on devices."""
 
     sharding: str = "none"
-    """none: all on each device (DDP where there are several); fsdp: weights, gradients and optimizer state in equal
+    """none: all on each device (DDP if there are several); fsdp: weights, gradients and optimizer state in equal
     shares, each block gathered as it is used (Zhao et al., 2023); zero2: the same, but a block that was gathered in the
     forward pass stays so until its backward pass."""
     data_parallel: int = 1
@@ -43,7 +43,7 @@ ONE_DEVICE = Layout()
 
 
 def parallel_overrides(sharding: Sharding | None, tensor_parallel: int | None) -> list[str]:
-    """The overrides of a recipe that `--sharding` and `--tensor-parallel` mean."""
+    """The recipe's overrides for the options `--sharding` and `--tensor-parallel`."""
     strategies = {
         "auto": ["train.parallel.strategy=auto"],
         "none": ["train.parallel.strategy=ddp"],
@@ -56,24 +56,24 @@ def parallel_overrides(sharding: Sharding | None, tensor_parallel: int | None) -
 
 @dataclass(frozen=True)
 class Shards:
-    """Elements of the groups that are gathered and reduced at once, on one tensor-parallel rank."""
+    """Number of elements in each group that is gathered or reduced at once, on one tensor-parallel rank."""
 
     block: int
-    """Matrices of a block, an adapter's among them."""
+    """Elements of the matrices of a block, an adapter's included."""
     outside: int
-    """Everything outside the blocks."""
+    """Elements of all tensors outside the blocks."""
     whole: int
-    """Vectors and routers of all blocks, which are not in shares."""
+    """Elements of the vectors and routers of all blocks, which are not sharded."""
     trained_block: int
     trained_outside: int
     trained_whole: int
-    """The trained part of `block`, `outside` and `whole`; with frozen parameters, in the same share as in the model."""
+    """Trained elements of `block`, `outside` and `whole`; the blocks' trained share is assumed equal in all groups."""
     largest: int
     """Elements of the largest tensor."""
 
 
 def shards_of(parameters: ParameterCount, model: ModelConfig, trained: Trained) -> Shards:
-    """The groups of `gptworks.training.distributed.parallel.ManyDevices.place`."""
+    """Sizes of the groups that `gptworks.training.distributed.parallel.ManyDevices.place` makes."""
     groups = parameters.groups.values()
     in_blocks = sum(group.total for group in groups if group.in_block)
     whole = sum(

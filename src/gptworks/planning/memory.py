@@ -1,12 +1,12 @@
 """Memory of a training step and of inference, by part, from the configuration only.
 
-A step's peak is the largest sum on its timeline: model, optimizer state and tokens are there throughout; what each
-block saves adds up through the forward pass; then come the loss's buffers; in the backward pass, each operation's own
-needs, while saved tensors are freed and gradients are made; the optimizer is last. `gptworks.model.cost` says how the
-modules state what they save.
+A step's peak is the largest sum on its timeline: model, optimizer state and tokens are held throughout; saved tensors
+of the blocks add up in the forward pass; then come the loss's buffers; in the backward pass, each operation has its own
+buffers, while saved tensors are freed and gradients are made; the optimizer is last. The modules state the tensors that
+they save, see `gptworks.model.cost`.
 
-Not in these figures: the process itself (Python and torch: about 400 MB on a CPU, the CUDA context on a GPU), what
-kernels take inside themselves, and what an allocator keeps between blocks of different sizes.
+These figures exclude the process itself (Python and torch: about 400 MB on a CPU, the CUDA context on a GPU), memory
+inside kernels, and the memory that an allocator keeps between blocks of different sizes.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER = "weights", "weights_average", "gradient
 LOSS, TEMPORARY, COMMUNICATION, TOKENS = "logits_and_loss", "temporary", "communication", "tokens"
 CACHE = "keys_and_values_of_answers"
 CHECKPOINT, OTHER_MODELS, STARTING = "checkpoint_being_written", "other_models", "starting_weights"
-"""Parts besides the kinds of saved tensors in `gptworks.model.cost`."""
+"""Parts of the memory in addition to the kinds of saved tensors in `gptworks.model.cost`."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def training_peak(setting: Setting) -> Peak:
 
 
 def _beginning(setting: Setting) -> list[Peak]:
-    """Memory of a CPU before the first step: the model, which each rank builds in full, and the initial weights; see
+    """Memory on a CPU before the first step, while each rank builds the whole model and reads the starting weights; see
     `gptworks.planning.host`."""
     moments = [Peak("building the model", {WEIGHTS: building_bytes(setting)})]
     if setting.starts_from:
@@ -73,7 +73,7 @@ def _beginning(setting: Setting) -> list[Peak]:
 
 
 class _Step:
-    """The timeline of one micro-batch and of the optimizer's step that follows, with what is held and its peak."""
+    """The timeline of one micro-batch and of the optimizer's step that follows, with the held memory and its peak."""
 
     def __init__(self, setting: Setting, length: int) -> None:
         self.setting, self.layout = setting, setting.layout
@@ -93,14 +93,14 @@ class _Step:
         )
         self.uses = self.model.layer_uses  # the block that each step of the forward pass runs
         self.layers = range(self.trained.n_still, len(self.uses))  # steps with a backward pass
-        self.element_bytes = 2 if self.layout.gathers == "bf16" else 4  # of a block's matrices, gathered
+        self.element_bytes = 2 if self.layout.gathers == "bf16" else 4  # size of an element of gathered matrices
         self.gathered_bytes = self.element_bytes * self.shards.block if self.sharded else 0
         self.no_copies = (
             self.sharded and self.element_bytes == self.shapes.product_bytes
-        )  # the gathered weights are in use
-        self.reducing_bytes = 0  # of the input of a reduction that may still be under way
-        self.bucket_bytes = 0  # of gradients that wait to be sent to the other ranks
-        self.block_gradients_bytes = 0  # of a block's matrices, whole, before they are reduced
+        )  # products read the gathered weights
+        self.reducing_bytes = 0  # size of the input of a reduction that may still run
+        self.bucket_bytes = 0  # size of gradients that wait to be sent to other ranks
+        self.block_gradients_bytes = 0  # size of a block's whole gradients, not yet reduced
         self.packed = self.trained.base != "full"
         no_copies = self.no_copies or self.packed
         modules = self.trained.modules or (None,) * self.model.n_layers
@@ -114,7 +114,7 @@ class _Step:
         }
         self.final_norm = Norm.cost(self.shapes, "final norm")
         self.future = future_cost(self.shapes, setting.n_future)
-        self.held: Counter[str] = Counter()  # by part
+        self.held: Counter[str] = Counter()  # bytes by part
         self.total_bytes = 0
         self.peak = Peak("start", {})
         self.peak_bytes = 0
@@ -169,14 +169,14 @@ class _Step:
         self.hold(OPTIMIZER, state)
         self.hold(AVERAGE, average)
         if self.setting.saves and self.setting.on_cpu:
-            self.hold(CHECKPOINT, checkpoint_copy_bytes(self.setting))  # rank 0's, whole
+            self.hold(CHECKPOINT, checkpoint_copy_bytes(self.setting))  # rank 0 holds a whole copy
         self.hold(TOKENS, (3 if self.setting.several_texts else 2) * 8 * self.shapes.n_tokens)
         self.hold(ATTENTION, rotary_tables_bytes(replace(self.shapes, length=self.model.context_length)))
         if self.setting.accumulates:
             self.hold(GRADIENTS, gradients)
 
     def _shared(self, n_bytes: int, whole_bytes: int) -> int:
-        """This rank's share of `n_bytes`, of which `whole_bytes` are on each rank."""
+        """This rank's bytes of `n_bytes`, if `whole_bytes` of them are on each rank and the rest may be sharded."""
         return (n_bytes - whole_bytes) // self.layout.data_parallel + whole_bytes if self.sharded else n_bytes
 
     def _block(self, use: int) -> list[Stage]:
@@ -191,8 +191,8 @@ class _Step:
     def _reads_apart(self, use: int) -> bool:
         """Whether a block saves a tensor computed from its input, but not the input itself.
 
-        The first block with a backward pass may save its normalized input only: where nothing before it is trained, and
-        on a CPU, where torch's RMSNorm needs no more for its own weight.
+        The first block with a backward pass may save only its normalized input: if nothing before it is trained, the
+        RMSNorm of torch on a CPU needs no more for the gradient of its weight.
         """
         layer, first = self.uses[use], use == self.layers[0]
         scaled = self.model.residual_scalars and not self.trained.moves("scalars", layer)
@@ -200,8 +200,8 @@ class _Step:
         return self.model.layer_skips(layer) or scaled or (first and norm and not self.trained.embedding)
 
     def _kept_next_to_stream(self, use: int) -> int:
-        """Bytes kept next to the stream for a block that is computed again: also an earlier block's output, where the
-        block after that one saves none of it."""
+        """Bytes kept in addition to the stream for a block that is computed again: also an earlier block's output, if
+        the block after that one does not save it."""
         after = self.model.n_layers - use
         reads = self.model.layer_skips(use) and after != use
         skipped = reads and self._reads_apart(after) and not self._computes_again(after)
@@ -246,36 +246,36 @@ class _Step:
     def _hold_copies(self, layer: int, sign: int = 1) -> None:
         if self.trained.rank:  # autocast caches no copies of frozen weights
             return
-        if self._first_kept(layer) is not None or self._runs(layer)[0] != layer:  # weights of another run
+        if self._first_kept(layer) is not None or self._runs(layer)[0] != layer:  # another run holds the copies
             return
         copied = (stage.saved.get(COPIES, 0) for stage in self._block(layer) if stage.matrices)
         self.hold(COPIES, sign * sum(copied))
 
     def _loss(self) -> None:
-        """`gptworks.model.loss`: logits of a chunk of tokens at a time; gradients of features and head come with it."""
+        """Follow `gptworks.model.loss`: it computes logits by chunks of tokens, and gradients of features and head."""
         shapes, vocabulary, width = self.shapes, self.model.vocab_size, self.model.d_model
         objective, taught = self.setting.objective, self.setting.objective.teacher_run is not None
         for stage in self.future:
             self.hold_saved(stage)
-        n_tokens = 1 + len(self.future)  # predicted from each position
+        n_tokens = 1 + len(self.future)  # number of tokens predicted from each position
         features = n_tokens * shapes.products(width)
         head = vocabulary * width if self.trained.head else 0  # a frozen matrix gets no gradient
-        self.hold(LOSS, features)  # their gradient; of scored targets, those features first
+        self.hold(LOSS, features)  # the features' gradient; with scored targets, first their features
         copy = shapes.product_bytes * vocabulary * width if shapes.autocast else 0
         several = replace(shapes, batch_size=n_tokens * shapes.batch_size)
-        if objective.scores_targets:  # its gradients come in the backward pass, when autocast has ended
+        if objective.scores_targets:  # gradients are computed in the backward pass, after autocast
             self.mark("loss", scoring_bytes(several, vocabulary) + copy + features, LOSS)
             self._drop_copies()
         chunk = loss_chunk_bytes(several, vocabulary, head, taught)
-        also = features  # the features, or copies of the scored positions'
+        also = features  # the features, or copies of those at scored positions
         if taught:  # the teacher has features and a head too
             theirs = self.setting.teacher_width or width
             also += features + 2 * shapes.products(theirs) + copy * theirs // width
         self.mark("loss", chunk + copy + also, LOSS)
         self.hold(LOSS, 4 * head)
-        if objective.scores_targets:  # the scored positions' gradient is written into one of all positions
+        if objective.scores_targets:  # the gradient of scored positions is copied into one of all
             self.mark("loss, backward", features)
-        else:  # each gradient scaled into a new tensor
+        else:  # each gradient is scaled into a new tensor
             self._drop_copies()
             self.mark("loss, backward", features + 4 * head)
         self.hold(LOSS, -features)
@@ -285,10 +285,10 @@ class _Step:
             self._gain(head)
         for stage in reversed(self.future):
             self._go_back(stage, f"{stage.name}, backward")
-        self.hold(TEMPORARY, -features if self.future else 0)  # the sum of what came back remains
+        self.hold(TEMPORARY, -features if self.future else 0)  # only the sum of the gradients remains
 
     def _drop_copies(self) -> None:
-        """Autocast has ended: the copies of blocks that are computed again are freed."""
+        """Free the copies of blocks that are computed again, since autocast has ended."""
         for layer in filter(self._computes_again, self.layers):
             self._hold_copies(layer, -1)
 
@@ -298,7 +298,7 @@ class _Step:
             self._gather(layer)
             apart, stream = self._reads_apart(layer), self.shapes.floats(self.model.d_model)
             if self._computes_again(layer):
-                self.hold(RESIDUAL, 0 if apart else -stream)  # the stages already save it
+                self.hold(RESIDUAL, 0 if apart else -stream)  # the stages below save it
                 for stage in self._block(layer):
                     self.hold_saved(stage)
                     self.mark(f"{stage.name} of layer {layer + 1}, computed again", stage.unsaved)
@@ -340,21 +340,21 @@ class _Step:
             return
         self.mark("token embedding, backward", 4 * table)
         self.hold(TEMPORARY, -self.held[TEMPORARY])
-        if self.model.tie_embeddings:  # the head's gradient has waited; the sum of the two is a third tensor
+        if self.model.tie_embeddings:  # the sum with the head's gradient is a third tensor
             self.mark("token embedding, backward", 2 * 4 * table)
             self.hold(LOSS, -self.held[LOSS])
         self._gain(table)
 
     def _gather(self, layer: int) -> None:
-        """FSDP2 before a block's backward pass: the block, and the next one, which is prefetched."""
+        """Hold the weights that FSDP2 gathers before a block's backward pass: the block's and the next one's."""
         if self.sharded and self.layout.sharding == "fsdp":
-            if layer == self.model.n_layers - 1:  # others arrived during the block before
+            if layer == self.model.n_layers - 1:  # other blocks were prefetched
                 self.hold(COMMUNICATION, self.gathered_bytes)
             self.mark(f"layer {layer + 1}, gathered", self.gathered_bytes, COMMUNICATION)
             self.hold(COMMUNICATION, self.gathered_bytes if layer > 0 else 0)
 
     def _reduce(self, elements: int, gathered_bytes: int, moment: str) -> None:
-        """FSDP2 after a group's backward pass: its weights are freed, its gradients reduced to float32 shares."""
+        """Free a group's weights after its backward pass and reduce its gradients to float32 shards, as FSDP2 does."""
         self.hold(COMMUNICATION, -gathered_bytes)
         self._end_reduction()
         whole, share = 4 * elements, 4 * elements // self.layout.data_parallel
@@ -381,17 +381,17 @@ class _Step:
             self.mark("gradients added up over ranks", min(there, BUCKET_BYTES + largest), COMMUNICATION)
 
     def _runs(self, use: int) -> list[int]:
-        """All runs, with a backward pass, of a run's block."""
+        """All runs, with a backward pass, of the block of run `use`."""
         return [u for u in self.layers if self.uses[u] == self.uses[use]]
 
     def _go_back(self, stage: Stage, moment: str, use: int | None = None) -> None:
-        """A stage's backward pass; `Stage` says what happens when. Gradients of a block's runs are added up before they
-        are the weights' own."""
+        """Follow a stage's backward pass, as `Stage` describes it. Gradients of a block's runs are added up before they
+        become the gradients of its weights."""
         product = self.shapes.product_bytes
-        gradient = product * stage.matrices if self.packed or not self.trained.rank else 0  # or the matrix unpacked
+        gradient = product * stage.matrices if self.packed or not self.trained.rank else 0  # or the unpacked matrix
         momentary = gradient + max(stage.leaves + stage.scratch, self._unpacking_bytes(stage))
-        if (stage.module or stage.name) in self.trained.targets:  # what arrives is scaled, what leaves adds up
-            dropped = 3 * stage.leaves - stage.arrives if self.trained.dropout else 0  # unmasked, masked, and the other
+        if (stage.module or stage.name) in self.trained.targets:  # the arriving gradient is scaled, leaving ones added
+            dropped = 3 * stage.leaves - stage.arrives if self.trained.dropout else 0  # unmasked, masked, the matrix's
             momentary = max(momentary, stage.arrives, 2 * stage.leaves, dropped)
         self.mark(moment, momentary)
         self.hold_saved(stage, -1)
@@ -410,18 +410,18 @@ class _Step:
         self._gain(stage.matrices, stage.vectors, in_block=use is not None)
 
     def _has_gradients(self, in_block: bool) -> bool:
-        """Whether the matrices and vectors of a stage have gradients; of frozen ones a block's stage counts none."""
+        """Whether a stage's matrices and vectors have gradients; a block's stage does not count frozen ones."""
         return not self.trained.rank if in_block else bool(self.trained.outside)
 
     @property
     def _keeps_bias(self) -> bool:
-        """Whether the backward pass needs the bias of rows of several texts."""
+        """Whether the backward pass needs the attention bias of rows with several texts."""
         return self.setting.checkpointing != "none" or not is_blocked(self.shapes)
 
     def _gain(self, matrices: int, vectors: int = 0, in_block: bool = False) -> None:
-        """Count new gradients: kept, or added to those of earlier micro-batches; sharded matrices whole, until reduced.
+        """Count new gradients, kept or added to those of earlier micro-batches; sharded ones are whole until reduced.
 
-        A block's vectors and router are never sharded. Gradients of a block's adapters come with its matrices'.
+        A block's vectors and router are never sharded. Gradients of its adapters are counted with its matrices.
         """
         added = self.trained.added * matrices // self.parameters.block_matrices if in_block else 0
         if not self._has_gradients(in_block):
@@ -446,6 +446,6 @@ class _Step:
         self.mark(moment, max(product * stage.matrices + self._unpacking_bytes(stage) for stage in self._block(use)))
 
     def _unpacking_bytes(self, stage: Stage) -> int:
-        """Bytes to unpack a stage's matrix, some rows at a time; 0: it is not packed."""
+        """Bytes to unpack a stage's matrix, some rows at a time; 0 if it is not packed."""
         at_once = UNPACKED_ON_CPU if self.shapes.on_cpu else UNPACKED_ELSEWHERE
         return (6 if self.shapes.autocast else 5) * min(stage.matrices, at_once) if self.packed else 0

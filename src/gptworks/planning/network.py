@@ -1,19 +1,19 @@
 """Communication between ranks in a training step: bytes, time, and the part that overlaps with computing.
 
-Collectives are rings, as NCCL's are for large tensors. Of n ranks each sends, and receives, of a tensor of S bytes
+Collectives are rings, as NCCL's are for large tensors. For a tensor of S bytes, each of n ranks sends and receives
 
     all_gather, reduce_scatter, broadcast    (n - 1) / n · S
     all_reduce                               2 (n - 1) / n · S
 
 ("bus bandwidth" in nccl-tests' PERFORMANCE.md; Patarasuk & Yuan, 2009). A ring over several nodes enters and leaves
-each node once, and NCCL lays one ring for each network card, so that the members of a group that share a node share
-that node's cards: with k members in each node a group takes
+each node once, and NCCL makes one ring for each network card, so that the members of a group in one node share its
+cards: with k members in each node, a group takes
 
     max(sent / intra, sent / (k · inter))
 
-where intra is the bytes/s of a device within its node and inter those of its network card,
-and sent / intra where all its members are in one node. Latency is not counted: with many ranks and small tensors a
-step takes longer than this.
+where intra is the bytes/s of a device within its node and inter the bytes/s of its network card. If all
+members are in one node, it takes sent / intra. Latency is not counted: with many ranks and small tensors, a step takes
+longer.
 
     ddp      gradients of the whole model, float32, once a step, while the last backward pass makes them
     fsdp     each block and the root gathered in the forward pass, blocks again in the backward pass, gradients reduced
@@ -51,7 +51,7 @@ class Collective:
     """forward, backward (both hidden by computing where there is enough of it, in each micro-batch), last_backward
     (likewise, in the last micro-batch) or exposed (nothing is computed meanwhile)."""
     exposed_bytes: int = 0
-    """The part of `n_bytes` sent before all computing or after it."""
+    """The part of `n_bytes` that is sent before or after all computing."""
     in_each_micro_batch: bool = True
 
 
@@ -121,7 +121,7 @@ def sent_bytes(collective: Collective, layout: Layout, micro_steps: int, n_bytes
     """Bytes that a rank sends, and receives, in a step.
 
     Args:
-        n_bytes: of the tensors; None: all of them.
+        n_bytes: bytes of the tensors to send; None: all of the collective's.
     """
     n = layout.data_parallel if collective.dimension == "data" else layout.tensor_parallel
     times = micro_steps if collective.in_each_micro_batch else 1
@@ -130,9 +130,9 @@ def sent_bytes(collective: Collective, layout: Layout, micro_steps: int, n_bytes
 
 
 def ring_bandwidth(collective: Collective, layout: Layout, device: Device) -> float:
-    """Bytes/s that a rank sends where no other group of the same mesh dimension is slower.
+    """Bytes/s that a rank sends in the slowest group of the collective's mesh dimension.
 
-    Tensor-parallel ranks are neighbours; the members of a data-parallel group lie as far apart as there are of these.
+    Tensor-parallel ranks are neighbours; the members of a data-parallel group are `tensor_parallel` ranks apart.
     """
     tensor = layout.tensor_parallel
     if collective.dimension == "tensor":
@@ -150,12 +150,12 @@ def step_time(
 ) -> StepTime:
     """The times of a step.
 
-    FSDP gathers a block while the one before is computed: in each pass the larger of the two counts, and what can be
-    gathered before no other (the root and the first block) or is reduced last. DDP adds up gradients while the last
-    micro-batch's backward pass makes the next. Tensor-parallel sums are waited for.
+    FSDP gathers a block while the one before is computed: each pass takes the longer of the two, plus transfers that
+    no computing hides (of the root and the first block, and the last reduction). DDP adds up gradients while the last
+    micro-batch's backward pass makes the next ones. Ranks wait for tensor-parallel sums.
 
     Args:
-        forward_seconds, backward_seconds: of computing all of a step's micro-batches.
+        forward_seconds, backward_seconds: seconds to compute these passes of all micro-batches of a step.
     """
     layout = setting.layout
     spent = dict.fromkeys(("forward", "backward", "last_backward", "exposed"), 0.0)

@@ -11,7 +11,7 @@ from gptworks.recipe import load_recipe
 
 
 def teacher_config(recipe: Recipe) -> ModelConfig | None:
-    """The teacher model of the run; None if it learns from data only.
+    """The teacher model of the run; None if the run learns from data only.
 
     Raises:
         UserError: the teacher's run does not exist.

@@ -20,7 +20,7 @@ class ParameterGroup:
     tensors: dict[str, Shape]
     """Tensors of one layer if the group is in blocks, else of the model."""
     layers: tuple[int, ...] | None = None
-    """The blocks that have them; None: they are outside the blocks."""
+    """The blocks that have the tensors; None: the tensors are outside the blocks."""
 
     @property
     def in_block(self) -> bool:
@@ -38,7 +38,7 @@ class ParameterGroup:
 
     @property
     def total(self) -> int:
-        """Parameters of all copies."""
+        """Parameters of the group in all layers."""
         return self.repeats * self.per_layer
 
 
@@ -53,7 +53,7 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
-        """Number of parameters; a tied head's are not counted again."""
+        """Number of parameters; a tied head is not counted again."""
         return sum(group.total for group in self.groups.values())
 
     @property
@@ -64,7 +64,7 @@ class ParameterCount:
 
     @property
     def embedding(self) -> int:
-        """Tables of tokens, of positions, of token pairs and of values."""
+        """Parameters of the embedding tables: of tokens, positions, token pairs and values."""
         return sum(self.groups[name].total for name in EMBEDDING_TABLES if name in self.groups)
 
     def tensors_of(self, group: str) -> dict[str, Shape]:
@@ -78,7 +78,7 @@ class ParameterCount:
 
     @cached_property
     def block_matrices(self) -> int:
-        """Weights of the blocks' linear layers: what Muon optimizes."""
+        """Number of weights in the blocks' linear layers, which Muon optimizes."""
         return sum(
             group.repeats * prod(shape)
             for group in self.groups.values()
@@ -98,7 +98,7 @@ class ParameterCount:
 
 
 def require_vocab_size(config: ModelConfig) -> int:
-    """The model's vocabulary size; an error if it is not known yet."""
+    """The model's vocabulary size; raises a UserError if it is not known yet."""
     if not config.vocab_size:
         raise UserError(
             "model.vocab_size=0: nothing can be counted before the vocabulary is known. "
@@ -107,7 +107,7 @@ def require_vocab_size(config: ModelConfig) -> int:
     return config.vocab_size
 
 
-@lru_cache(maxsize=16)  # of 4,096 experts, each has 4 MB
+@lru_cache(maxsize=16)  # with 4,096 experts, each result has 4 MB
 def count_parameters(config: ModelConfig) -> ParameterCount:
     """Count the parameters of the model that `config` describes, exactly.
 
@@ -126,7 +126,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
 
 
 class _Tensors(Outline):
-    """The shapes of a model's tensors, by group and by name; for blocks, which are equal, those of the first."""
+    """The shapes of a model's tensors, by group and by name; of equal blocks, only the first is listed."""
 
     def __init__(self, config: ModelConfig, n_future: int) -> None:
         super().__init__(config, n_future)

@@ -15,17 +15,17 @@ from gptworks.planning.work import work_of_modules
 
 @dataclass(frozen=True)
 class Figures:
-    """Parameters, memory and FLOPs of a part of a model. The token embedding's include those of a tied head."""
+    """Parameters, memory and FLOPs of a part of a model. Those of a tied head are in the token embedding's."""
 
     parameters: int = 0
     adapter_parameters: int = 0
-    """Parameters of its adapter."""
+    """Parameters of the part's adapter."""
     forward: float = 0.0
-    """FLOPs a token over the full context, attention dense, in training: heads of tokens beyond the next too."""
+    """FLOPs a token in training, over the full context with dense attention and heads of tokens beyond the next."""
     backward: float = 0.0
     """FLOPs a token of the backward pass: fewer if something is frozen."""
     weights_bytes: int = 0
-    """Bytes of the weights in training, its adapter's included."""
+    """Bytes of the weights in training, including its adapter's."""
     gradients_bytes: int = 0
     optimizer_bytes: int = 0
     kv_cache_bytes_per_token: int = 0

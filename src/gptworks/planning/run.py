@@ -24,13 +24,13 @@ from gptworks.planning.work import Work, training_work
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures of a step that was run."""
+    """Measured figures of a step."""
 
     peak_bytes: int | None
-    """Most memory in use: what tensors held on CUDA; on a CPU the growth of the process's resident memory, freed memory
-    given back at once. None: only the speed was measured."""
+    """Peak memory: of tensors on CUDA; on a CPU, the growth of the process's resident memory if freed memory is
+    returned at once. None: only the speed was measured."""
     kept_bytes: int | None
-    """The same with the memory that the allocator keeps, as in `gptworks train`."""
+    """Peak memory if the allocator keeps freed memory, as in `gptworks train`."""
     tokens_per_second: float
 
 
@@ -53,17 +53,17 @@ class Plan:
     dataset_tokens: dict[str, int]
     """Training tokens of each dataset of a mixture, if known."""
     setting: Setting
-    """The step on each device."""
+    """The properties of the step on each device."""
     device: Device
     utilization: float
     """Assumed share of the device's rate that the step reaches, recomputation included."""
     apply: Apply | None = None
     """Makes a recipe from overrides; None: applies them to this recipe."""
     tokens_per_sample: float | None = None
-    """Tokens read of a pair of answers on average, padding counted, where the rows are known; None: rows of the whole
-    context, or rows whose lengths are not known."""
+    """Average number of tokens read of a pair of answers, with padding, if the rows are known; None: rows of the whole
+    context, or rows of unknown lengths."""
     traced_bytes: int | None = None
-    """Peak of the step run on fake tensors."""
+    """Peak memory of the step, traced on fake tensors."""
     measured: Measured | None = None
 
     # ------------------------------------------------------------------------------------------ work
@@ -142,7 +142,7 @@ class Plan:
         """FLOPs that shorter rows save, compared with the same tokens in rows of the whole context.
 
         Args:
-            again: with what activation checkpointing computes again.
+            again: whether to include the FLOPs that activation checkpointing recomputes.
         """
         assert self.steps is not None
         less, model = 0.0, self.recipe.model
@@ -158,7 +158,7 @@ class Plan:
 
     @property
     def full_steps(self) -> float | None:
-        """The run's samples in steps of `batch_size`; None if its length is unknown."""
+        """Number of steps of `batch_size` that read the run's samples; None if its length is unknown."""
         return None if self.steps is None else self.train.samples_before(self.steps) / self.train.batch_size
 
     @property
@@ -194,7 +194,7 @@ class Plan:
 
     @property
     def one_step(self) -> TrainConfig:
-        """The training section cut down to one micro-batch, or to two where a step has several."""
+        """The training section cut down to one micro-batch, or to two if a step has several."""
         micro = self.setting.micro_batch_size * self.setting.objective.rows_per_sample
         batch = micro * (2 if self.setting.accumulates else 1)
         return self.train.model_copy(update={"batch_size": batch, "micro_batch_size": micro})
@@ -217,7 +217,7 @@ class Plan:
 
     @cached_property
     def changes(self) -> list[Change]:
-        """Changes with which the run would fit, if it does not."""
+        """Changes with which the run would fit; empty if it fits."""
         ranks = self.setting.layout.world_size
         return [] if self.fits else changes_that_fit(self.recipe, ranks, self.device, self.apply)
 
@@ -234,20 +234,20 @@ class Plan:
 
     @property
     def _rate(self) -> float | None:
-        """FLOP/s of all devices together at the utilization. Ranks on the CPU of one machine share it."""
+        """FLOP/s of all devices together at the utilization. Ranks on one machine's CPU share its rate."""
         rate, layout = self.device.flops(self.setting.precision), self.setting.layout
         n = machines(layout, self.device) if self.device.on_cpu else layout.world_size
         return None if rate is None else rate * self.utilization * n
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches of a step on each rank."""
+        """Number of micro-batches of a step on each rank."""
         return max(1, self.train.batch_size // (self.setting.layout.data_parallel * self.setting.micro_batch_size))
 
     @cached_property
     def step_time(self) -> StepTime | None:
-        """Computing and communication of a whole step on each of many ranks; None where the device's rate is unknown.
-        Sampling is not in it."""
+        """Seconds of computing and communication of a step on each rank, without sampling; None if the device's rate is
+        unknown."""
         if self._rate is None:
             return None
         tokens = self.tokens_per_step
@@ -264,7 +264,7 @@ class Plan:
     @property
     def sampling_seconds_per_step(self) -> float | None:
         """Seconds to sample the answers of a step; None if the device's bandwidth is unknown. Each token of each
-        round of answers reads all the weights, in float32, once; the products are counted with the others."""
+        round of answers reads all the weights, in float32, once; its FLOPs are counted with those of the step."""
         rollouts = self.recipe.objective.rollouts
         if rollouts is None:
             return 0.0
@@ -276,7 +276,7 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Measured; or of all devices together at the utilization; None where the device's rate is unknown."""
+        """Tokens/s: measured, or of all devices at the utilization; None if the device's rate is unknown."""
         if self.measured is not None:
             return self.measured.tokens_per_second
         sampling = self.sampling_seconds_per_step
@@ -300,7 +300,7 @@ class Plan:
 
     @property
     def weights_bytes(self) -> int:
-        """Weights as they are trained, a tied head once, with an adapter; the file adds a header of some kB."""
+        """Bytes of the weights in training, with an adapter's; a tied head counts once. Files add a header of some kB."""
         return held_weights_bytes(self.parameters, self.trained)
 
     @property
@@ -347,7 +347,7 @@ class Plan:
 
     @property
     def shards_bytes(self) -> int | None:
-        """Training tokens on disk."""
+        """Bytes of the training tokens on disk; None if their number is unknown."""
         return None if self.n_train_tokens is None else self.n_train_tokens * self.shard_bytes_per_token
 
 
@@ -364,18 +364,18 @@ def plan(
     utilization: float = UTILIZATION,
     apply: Apply | None = None,
 ) -> Plan:
-    """Estimate what training `recipe` takes.
+    """Estimate the FLOPs, memory, time and disk space of training `recipe`.
 
     Args:
-        n_train_tokens: the size of its prepared training split, if known.
-        samples_per_epoch: rows or pairs of it, if known; None: windows of the text.
+        n_train_tokens: number of tokens of the prepared training split, if known.
+        samples_per_epoch: number of its rows or pairs, if known; None: its samples are windows of the text.
         dataset_tokens: the training tokens of each dataset of a mixture, if known.
-        tokens_estimated: whether these are estimates from the size of the files.
+        tokens_estimated: whether these numbers are estimates from the size of the files.
         steps_reason: the origin of the number of steps, if no setting decides it.
         device: the kind of device; None: this machine's CPU.
         n_ranks: number of devices; `train.parallel` decides how model and batches are divided among them.
         utilization: share of the device's rate that the step reaches.
-        apply: makes a recipe from the overrides of an advice; None: applies them to this recipe.
+        apply: makes a recipe from recommended overrides; None: applies them to this recipe.
 
     Raises:
         UserError: the vocabulary is not known yet, the training split is shorter than one window, or the recipe cannot

@@ -8,10 +8,10 @@ from gptworks.planning.layout import ONE_DEVICE, Layout
 from gptworks.planning.trained import Trained
 
 ANSWERS_AT_ONCE = 32
-"""Texts generated at once where no number is given."""
+"""Number of texts generated at once if none is given."""
 
 UNPACKED_ON_CPU, UNPACKED_ELSEWHERE = 2**18, 2**22
-"""Weights that are unpacked at once: on a CPU they are used while they are in its cache."""
+"""Number of weights that are unpacked at once: on a CPU, they are used while they are in its cache."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Setting:
     several_texts: bool = False
     """Whether rows hold texts one after the other, which a bias on the scores keeps apart."""
     other_models_bytes: int = 0
-    """Weights and tables of other models that the objective reads: a teacher, or the start."""
+    """Weights and tables of other models that the objective reads: a teacher, or the starting model."""
     teacher_width: int = 0
     """Width of the teacher's features; 0: the model's width."""
 

@@ -10,14 +10,14 @@ from gptworks.planning.trained import Trained, everything
 
 
 def held_weights_bytes(parameters: ParameterCount, trained: Trained) -> int:
-    """All weights and an adapter's, in fp32 except for an adapter's packed base."""
+    """Bytes of all weights, an adapter's included: fp32, except for an adapter's packed base."""
     base = 4 * parameters.total if trained.base == "full" else weights_bytes(parameters, trained.base, outside=False)
     return base + 4 * trained.added
 
 
 def trained_state_bytes(parameters: ParameterCount, optimizer: str, trained: Trained, moments: str = "fp32") -> int:
-    """The optimizer's state: AdamW's two moments, and what another keeps of the blocks' matrices instead; of an
-    adapter, and of what is not frozen."""
+    """Bytes of the optimizer's state, for the parameters that are trained and an adapter's: AdamW's two moments, or,
+    for the blocks' matrices, the state of another optimizer."""
     n_small, n_scales = trained.in_8_bits if moments == "int8" else (0, 0)
     by_adamw = 8 * trained.added + round(8 * trained.share * parameters.total) - 6 * n_small + 4 * n_scales
     if optimizer == "adamw":
@@ -26,7 +26,7 @@ def trained_state_bytes(parameters: ParameterCount, optimizer: str, trained: Tra
 
 
 def matrix_state_bytes(optimizer: str, shape: Shape) -> int:
-    """The state of one of the blocks' matrices in fp32, without its step count."""
+    """Bytes of the optimizer's state, in fp32, for one matrix of a block, without its step count."""
     kept = OPTIMIZERS[optimizer if len(shape) == 2 else "adamw"].state(shape).values()
     return sum(4 * prod(tensor.shape) for tensor in kept if tensor.shape)
 
@@ -40,13 +40,13 @@ def optimizer_scratch_bytes(
     cautious: bool = False,
     n_shares: int = 1,
 ) -> int:
-    """Peak memory of an update, beyond weights, gradients and state. Fused AdamW needs none; of moments in 8 bits, both
-    are in fp32 for a piece of a matrix, with a third tensor. Cautious decay takes the signs of a piece of a matrix; an
-    optimizer other than AdamW in fp32 has freed what it needed by then.
+    """Peak memory of an update, beyond weights, gradients and state. Fused AdamW needs none; with 8-bit moments
+    it holds both moments and a third tensor in fp32 for a piece of a matrix. Cautious decay holds the signs of a piece
+    of a matrix, after an optimizer other than AdamW in fp32 has freed its buffers.
 
     Args:
-        cautious: whether matrices are decayed so.
-        n_shares: ranks that each have a part of every tensor.
+        cautious: whether the matrices are decayed cautiously.
+        n_shares: number of ranks that each hold a part of every tensor.
     """
     by_adamw = {
         prod(shape)

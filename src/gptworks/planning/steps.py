@@ -11,9 +11,9 @@ def planned_steps(
     windows_per_epoch: int | None = None,
     estimated: bool = False,
 ) -> tuple[int | None, str]:
-    """Optimizer steps and the setting that gives them: the first reached of max_steps and epochs, as far as known.
+    """The number of optimizer steps, and the setting that limits it: max_steps or epochs, the first reached if known.
 
-    `estimated`: whether tokens or windows are an estimate, which the words then say.
+    estimated: whether the tokens or windows are an estimate; the returned words then say so.
 
     An epoch visits each window of `gptworks.data.batches.Batches` once, or `windows_per_epoch` rows that are cut
     otherwise; a run is a whole number of steps.

@@ -19,19 +19,19 @@ class DataSize:
     train_tokens: int | None
     """Number of training tokens; None if a source is missing, or its size is unknown before it is fetched."""
     samples_per_epoch: int | None
-    """Rows of examples or pairs of answers; None: windows of the text, or unknown."""
+    """Number of rows of examples or pairs of answers; None: the samples are windows of the text, or unknown."""
     estimated: bool
     missing: str | None = None
-    """The missing source, and advice."""
+    """The missing source, with advice; None if all are present."""
     datasets: dict[str, int] = field(default_factory=dict)
     """Training tokens of each dataset of a mixture; empty if unknown, or without a mixture."""
     vocab_size: int | None = None
-    """Vocabulary of the tokenizer, if a dataset of the mixture has it."""
+    """Vocabulary size of the tokenizer, if a dataset of the mixture has one."""
 
 
 def data_size(recipe: Recipe) -> DataSize:
-    """Tokens of the training split: bytes of the text as its sources estimate them, less what is held out, over bytes a
-    token: 1 for a tokenizer of characters, else 4."""
+    """The estimated size of the training split: its tokens are the bytes of the sources, without the held-out part,
+    divided by bytes per token (1 for a tokenizer of characters, else 4)."""
     if recipe.data.mixture:
         return _mixture_size(recipe)
     try:
@@ -48,7 +48,7 @@ def data_size(recipe: Recipe) -> DataSize:
 
 
 def _mixture_size(recipe: Recipe) -> DataSize:
-    """The sum over the datasets; the size of built ones is known exactly."""
+    """The sum of the datasets' sizes; the sizes of built ones are exact."""
     data, sizes, vocab_size = recipe.data, {}, None
     for member in data.mixture:
         if member.dataset is None:

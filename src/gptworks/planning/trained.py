@@ -17,7 +17,7 @@ class Trained:
     parameters: int
     """Parameters with a gradient, an adapter's included."""
     added: int
-    """Parameters of an adapter, which the model's do not include."""
+    """Parameters of an adapter, in addition to the model's own."""
     share: float
     """Share of the model's own parameters that are trained."""
     matrices: tuple[Shape, ...]
@@ -29,9 +29,9 @@ class Trained:
     outside: frozenset[str] = frozenset()
     """The trained tensors outside the blocks, by name."""
     modules: tuple[frozenset[str], ...] | None = None
-    """The modules of each block with trained parameters of its own, by the last part of their names; None: all."""
+    """The modules of each block with trained parameters of their own, by the last part of their names; None: all."""
     rank: int = 0
-    """Rank of the adapter; 0: none."""
+    """Rank of the adapter; 0: no adapter."""
     dropout: bool = False
     """Whether each adapter keeps a copy of its input."""
     targets: frozenset[str] = frozenset()
@@ -39,9 +39,9 @@ class Trained:
     base: str = "full"
     """The precision of the blocks' frozen matrices beneath an adapter: full, int8 or int4."""
     in_8_bits: tuple[int, int] = (0, 0)
-    """Elements that AdamW keeps in 8 bits with `optimizer_state: int8`, and the scales of both moments."""
+    """Number of elements whose moments are in 8 bits with `optimizer_state: int8`, and of both moments' scales."""
     n_still: int = 0
-    """Number of the first runs of blocks without anything trained in or before them: they have no backward pass."""
+    """Number of first block runs with nothing trained in or before them: they have no backward pass."""
 
     def moves(self, module: str, layer: int) -> bool:
         """Whether a block's module of this name has trained parameters of its own."""
@@ -77,13 +77,13 @@ def everything(count: ParameterCount) -> Trained:
 
 
 def moments_in_8_bits(sizes: Iterable[int]) -> tuple[int, int]:
-    """Elements of the blocks' matrices, of these sizes, whose moments AdamW keeps in 8 bits; and their scales."""
+    """Number of elements, in matrices of these sizes, whose moments AdamW keeps in 8 bits; and of their scales."""
     large = [size for size in sizes if size >= LEAST_IN_8_BITS]
     return sum(large), 2 * sum(-(-size // SCALED_TOGETHER) for size in large)
 
 
 def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> Trained | None:
-    """The trained part of a model; None: all of it."""
+    """The trained part of a model; None if all of it is trained."""
     if adapter is None and freeze is None:
         return None
     count = count_parameters(model)

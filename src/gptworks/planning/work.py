@@ -11,15 +11,15 @@ from gptworks.planning.trained import trained
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs a token of a training step: rows at the full context, attention dense."""
+    """FLOPs a token of a training step, with rows of the full context and dense attention."""
 
     forward: dict[str, float]
-    """FLOPs a token by part, an identifier."""
+    """FLOPs a token by the part's identifier."""
     backward: dict[str, float]
     again_per_token: float
-    """FLOPs that activation checkpointing recomputes. Not in the totals: see PaLM's MFU."""
+    """FLOPs a token that activation checkpointing recomputes; totals exclude them, as in PaLM's MFU."""
     before_first_step_per_token: float = 0.0
-    """FLOPs of one forward pass over each sample."""
+    """FLOPs a token of one forward pass over each sample, before training."""
 
     @property
     def per_token(self) -> float:
@@ -44,7 +44,7 @@ def training_work(recipe: Recipe) -> Work:
         forward["teacher"] = forward_flops(teacher, length).per_token_dense
     if rollouts := recipe.objective.rollouts:
         answered = min(1.0, rollouts.max_tokens / length)
-        prompts = (1 - answered) / rollouts.group_size  # read once for all the answers of a group
+        prompts = (1 - answered) / rollouts.group_size  # a group's answers share one reading of the prompt
         forward["sampling"] = plain * (answered + prompts) / rollouts.steps
         forward["sampling_policy"] = plain / rollouts.steps
         if recipe.objective.keeps_start:
@@ -59,7 +59,7 @@ def training_work(recipe: Recipe) -> Work:
 
 def _computed_again(recipe: Recipe, products: Products, n_still: int) -> float:
     """FLOPs of a text's forward passes through blocks that are computed again, up to the last tensor that each saves:
-    an MLP's last product is not made where nothing behind it is saved."""
+    an MLP's last product is not computed if no tensor after it is saved."""
     model, train = recipe.model, recipe.train
     saves_behind = model.norm_placement != "before" or model.n_experts or model.dropout_residual or recipe.adapter
     whole = saves_behind or train.parallel.tensor_parallel > 1
@@ -74,9 +74,9 @@ def _computed_again(recipe: Recipe, products: Products, n_still: int) -> float:
 
 
 def work_of_modules(recipe: Recipe) -> dict[str, tuple[float, float]]:
-    """FLOPs a token, forward and backward, of each module that computes products, an adapter's with those of its layer.
+    """FLOPs a token, forward and backward, of each module that computes products; an adapter is counted with its layer.
 
-    The modules' names are the model's; `blocks.0.attention` has scores and weighted sum only.
+    The modules' names are the model's; `blocks.0.attention` counts scores and weighted sum only.
     """
     products = _products(recipe, by_expert=True)
     n = recipe.model.context_length * products.parts

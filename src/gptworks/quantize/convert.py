@@ -1,8 +1,8 @@
 """A model → its quantized form, in memory.
 
 The blocks' matrices get the requested kind. Norms, biases, positions, gates and the routers of experts stay fp32:
-they are a thousandth of the weights. With int4, some are kept in int8: the embedding, matrices whose rows are not a
-multiple of a group, and the head unless int4 is requested for it.
+they are a thousandth of the weights. With int4, some matrices are kept in int8: the embedding, those whose rows are not
+a multiple of a group, and the head unless int4 is requested for it.
 """
 
 import copy
@@ -38,12 +38,12 @@ def quantize_model(
     Args:
         calibration: batches of token ids, int64 [B, T], on which int4's rounding is calibrated (GPTQ). Empty: each
             weight is rounded to the nearest value.
-        step: receives the name of what is quantized next.
+        step: called with the name of the part that is quantized next.
         head: only with int4: the kind of the head, and of a tied embedding.
 
     Raises:
-        UserError: an unknown kind, or one that the head cannot have; the model is quantized already; a weight that the
-            kind cannot hold.
+        UserError: a kind is unknown, or the head cannot have it; the model is quantized already; or a weight is too
+            large for its kind.
     """
     kinds = matrix_kinds(model, weights, head)
     if calibration and weights == "int4" and model.config.repeats_layers:
@@ -76,7 +76,7 @@ def matrix_kinds(model: GPT, weights: Weights, head: HeadWeights = "int8") -> di
     """The kind of each matrix of the model, by its module's name.
 
     Raises:
-        UserError: an unknown kind, or one that the head cannot have; or the model is quantized already.
+        UserError: a kind is unknown, or the head cannot have it; or the model is quantized already.
     """
     check_known(weights, get_args(Weights))
     check_known(head, get_args(HeadWeights), of="head")
@@ -128,10 +128,10 @@ def base_kinds(model: GPT, weights: Weights) -> dict[str, Weights]:
 
 
 def pack_for(model: GPT, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The fp32 weights, with those of the model's packed matrices packed, each to the nearest value.
+    """The fp32 tensors, with the model's packed matrices packed, each weight to the nearest value.
 
     Raises:
-        UserError: a weight that the kind cannot hold.
+        UserError: a weight is too large for its kind.
     """
     held = dict(tensors)
     for name, matrix in packed_matrices(model):
@@ -143,7 +143,7 @@ def packed_parts(name: str, matrix: Tensor, kind: Weights) -> dict[str, Tensor]:
     """A module's matrix, packed to the nearest values: weight and scale by their names in a checkpoint.
 
     Raises:
-        UserError: a weight that the kind cannot hold.
+        UserError: a weight is too large for the kind.
     """
     _check_holds(name, matrix, kind)
     weight, scale = pack(matrix, kind)
@@ -162,7 +162,7 @@ def packed_kinds(model: GPT, dtypes: Mapping[str, object]) -> dict[str, Weights]
     """The kind of each packed matrix in a checkpoint, by its module's name; empty if all are fp32.
 
     Args:
-        model: the unpacked model, on any device. dtypes: of the stored tensors, by name.
+        model: the unpacked model, on any device. dtypes: the dtypes of the stored tensors, by name.
     """
     kinds = {}
     for name, module in _packable(model).items():
@@ -174,13 +174,13 @@ def packed_kinds(model: GPT, dtypes: Mapping[str, object]) -> dict[str, Weights]
 
 
 def _packable(model: GPT) -> dict[str, nn.Linear | nn.Embedding]:
-    """The modules whose matrices may be packed, by name. A rounded router would choose other experts."""
+    """The modules whose matrices may be packed, by name. Routers stay: a rounded one would choose other experts."""
     matrices = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)}
     return {name: m for name, m in matrices.items() if not name.endswith(("position_embedding", "mlp.router"))}
 
 
 def pack(matrix: Tensor, kind: Weights) -> Packed:
-    """A matrix [N, K], each weight rounded to the nearest value; some rows at a time, to take little memory."""
+    """Pack a matrix [N, K], each weight rounded to the nearest value; some rows at a time, to take little memory."""
     if DTYPES[kind].is_floating_point:
         return matrix.to(DTYPES[kind]), None
     with torch.device(matrix.device):
@@ -199,7 +199,7 @@ def _pack_rounded(rounded: Rounded, kind: Weights) -> tuple[Tensor, Tensor]:
 
 
 def _check_holds(name: str, matrix: Tensor, weights: Weights) -> None:
-    largest = max(abs(float(end)) for end in matrix.aminmax())  # both are NaN where an element is
+    largest = max(abs(float(end)) for end in matrix.aminmax())  # both ends are NaN if an element is NaN
     limit = torch.finfo(torch.float16).max if weights in ("fp16", "int4") else torch.finfo(torch.float32).max
     if not largest <= limit:  # also true for NaN
         raise UserError(f"`{name}` holds a weight of magnitude {largest:g}, which {weights} cannot hold.")
@@ -211,10 +211,10 @@ def _check_holds(name: str, matrix: Tensor, weights: Weights) -> None:
 def _calibrated(
     model: GPT, kinds: dict[str, Weights], batches: Sequence[Tensor], step: Callable[[str], None]
 ) -> dict[str, Packed]:
-    """The int4 matrices, each rounded for its inputs from already rounded blocks."""
+    """The packed int4 matrices, each rounded for the inputs that the already rounded blocks give it."""
     packed: dict[str, Packed] = {}
     inputs = _inputs_of_block(model, batches, 0)
-    rounding = copy.deepcopy(model) if model.config.laboratory else None  # blocks may read more than one output
+    rounding = copy.deepcopy(model) if model.config.laboratory else None  # a block may read several blocks' outputs
     for i, block in enumerate(model.blocks):
         step(f"block {i + 1} of {len(model.blocks)}")
         rounded = copy.deepcopy(block).eval()

@@ -33,7 +33,7 @@ def empty(kind: Weights, rows: int, columns: int) -> tuple[Tensor, Tensor | None
     """Uninitialized weight and scale of a matrix [rows, columns] of this kind.
 
     Raises:
-        ValueError: int4, and the columns are not a multiple of a group.
+        ValueError: the kind is int4, and the columns are not a multiple of a group.
     """
     if kind == "int4":
         _check_groups(columns)
@@ -43,7 +43,7 @@ def empty(kind: Weights, rows: int, columns: int) -> tuple[Tensor, Tensor | None
 
 
 def pack_int4(levels: Tensor) -> Tensor:
-    """Integers −8 … 7 [N, K] → uint8 [N, K/2].
+    """Pack integers −8 … 7 [N, K] into uint8 [N, K/2].
 
     Raises:
         ValueError: K is not a multiple of a group.
@@ -54,7 +54,7 @@ def pack_int4(levels: Tensor) -> Tensor:
 
 
 def unpack_int4(packed: Tensor) -> Tensor:
-    """uint8 [..., K/2] → integers −8 … 7, int8 [..., K/32, 32]."""
+    """Unpack uint8 [..., K/2] into integers −8 … 7, int8 [..., K/32, 32]."""
     grouped = packed.reshape(*packed.shape[:-1], -1, GROUP // 2)
     return torch.cat((grouped & 15, grouped >> 4), dim=-1).to(torch.int8).sub_(8)
 
@@ -69,12 +69,12 @@ def dequantize(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tens
 
 
 def rows_at_once(weight: Tensor, columns: int) -> int:
-    """Rows of a packed matrix that are unpacked at once; a CPU then finds them in its cache."""
+    """Number of rows of a packed matrix to unpack at once; on a CPU, they fit in its cache."""
     return max(1, (UNPACKED_ON_CPU if weight.device.type == "cpu" else UNPACKED_ELSEWHERE) // columns)
 
 
 def unpacked(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`dequantize` of a matrix [N, K], some rows at a time, which needs little memory in addition to the result."""
+    """The values [N, K] of a packed matrix, unpacked some rows at a time to need little memory beyond the result."""
     columns = weight.size(1) * (2 if weight.dtype == torch.uint8 else 1)
     n_rows = rows_at_once(weight, columns)
     matrix = torch.empty(weight.size(0), columns, dtype=dtype, device=weight.device)

@@ -1,6 +1,6 @@
 """Modules with packed matrices, and the GPT made of them.
 
-They compute in the dtype of their inputs, so that whatever runs a GPT runs a quantized one. Casting the model
+They compute in the dtype of their inputs, so that code for a GPT also runs a quantized one. Casting the model
 (`.bfloat16()`) changes the dtype of its computations, not its packed matrices.
 """
 
@@ -26,7 +26,7 @@ class PackedMatrix(nn.Module):
     weight: Tensor
     scale: Tensor | None
     panel = 0
-    """Rows of a panel, if the matrix is in panels (panels.py): `weight`, and the scale of int4, are then flat."""
+    """Rows of a panel; 0: row by row. In panels (panels.py), `weight`, and `scale` of int4, are flat tensors."""
 
     def __init__(self, kind: Weights, rows: int, columns: int) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def _(base: QuantizedLinear, config: LoRAConfig) -> LowRank:
 
 
 class _Product(torch.autograd.Function):
-    """x · matrixᵀ. Keeps the packed matrix for the backward pass, and unpacks it again there."""
+    """The product x · matrixᵀ. It saves the packed matrix, which the backward pass unpacks again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
@@ -157,7 +157,7 @@ class QuantizedGPT(GPT):
     """A GPT with packed matrices."""
 
     def __init__(self, config: ModelConfig, kinds: Mapping[str, Weights]) -> None:
-        """Not initialized: load weights. Built on the meta device, it takes no memory until then.
+        """Weights are uninitialized until they are loaded; a model built on the meta device takes no memory until then.
 
         Args:
             kinds: the kind of each packed matrix, by its module's name, such as `blocks.0.mlp.up`.
@@ -171,7 +171,7 @@ class QuantizedGPT(GPT):
         return self._head.dequantized() if isinstance(self._head, PackedMatrix) else self._head.weight
 
     def logits(self, features: Tensor) -> Tensor:
-        """[..., C] → [..., V]."""
+        """The logits [..., V] of features [..., C]."""
         if isinstance(self._head, PackedMatrix):
             return cap(self._head.product(features), self.config.logit_softcap)
         return super().logits(features)
@@ -187,7 +187,7 @@ class QuantizedGPT(GPT):
 
     @property
     def weights(self) -> str:
-        """The kinds of its matrices, the smallest first: `int4` or `int4, int8`."""
+        """The kinds of the packed matrices, the smallest first: `int4` or `int4, int8`."""
         order = ("int4", "int8", "fp16", "bf16")
         return ", ".join(sorted({module.kind for _, module in packed_matrices(self)}, key=order.index))
 

@@ -1,6 +1,6 @@
 """Packs weights while a run is loaded: read, merge with the adapter and round, one matrix at a time.
 
-The result equals a run of `gptworks quantize --rounding nearest`. GPTQ needs a text, and only that command offers it.
+The result equals a run of `gptworks quantize --rounding nearest`. GPTQ needs a text, so only that command offers it.
 """
 
 from collections.abc import Mapping
@@ -21,15 +21,15 @@ from gptworks.tensors import TensorFile
 
 
 def kinds_to_pack(model: GPT, weights: LoadedWeights, stored: Mapping[str, Weights], run: str) -> dict[str, Weights]:
-    """The matrices to pack while they are read, by module's name; empty: they stay as stored.
+    """The kinds of the matrices to pack while they are read, by module's name; empty: all stay as stored.
 
     Args:
         model: the unpacked model, on any device.
         stored: the kinds of the run's packed matrices, by module's name, except those under an adapter.
-        run: its name, for the message.
+        run: the run's name, for the message.
 
     Raises:
-        UserError: unknown weights, or other ones than those of a quantized run.
+        UserError: the weights are unknown, or differ from those of a quantized run.
     """
     check_known(weights, get_args(LoadedWeights))
     if weights == "auto":
@@ -69,7 +69,7 @@ def read_packed(
             continue
         read = partial(
             _read_merged, file, name, module in under_adapter, adapter
-        )  # read on demand, so that no variable keeps the tensor in memory
+        )  # called when the tensor is needed: a variable would keep it in memory
         if part == "weight" and module in kinds:
             tensors |= packed_parts(module, read().to(device), kinds[module])
         else:

@@ -61,12 +61,12 @@ def rows_from_panels(flat: Tensor, which: Tensor, rows: int, panel: int) -> Tens
 
 
 def size_in_panels(rows: int) -> int:
-    """The rows of a matrix in panels, including padding."""
+    """Number of rows of a matrix in panels, including padding."""
     return -(-rows // UNIT) * UNIT
 
 
 def panel_of(rows: int, n_threads: int, widest: int) -> int:
-    """The rows of a matrix's panels: `widest`, or fewer if threads would otherwise wait for the one with most rows."""
+    """Number of rows in a panel: `widest`, or fewer if threads would otherwise wait for the one with most rows."""
 
     def most_rows(panel: int) -> int:
         return -(-rows // (panel * n_threads)) * panel
@@ -79,7 +79,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _panels(words: Tensor, rows: int, panel: int) -> Iterator[tuple[int, Tensor]]:
-    """The full panels among words, and the narrower last one: the first row, and [panels, words, rows]."""
+    """The full panels, then the narrower last one: each yields its first row's index, and [panels, words, rows]."""
     n_words, whole = len(words) // size_in_panels(rows), rows // panel * panel
     if whole:
         yield 0, words[: whole * n_words].view(-1, n_words, panel)

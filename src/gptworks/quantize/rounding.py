@@ -11,7 +11,7 @@ _STEPS = torch.linspace(5.5, 8.5, 13).tolist()
 """The scales tried for a group are its largest magnitude divided by these, with either sign."""
 
 _ROWS_AT_ONCE = 2**18
-"""Weights whose scales are searched at once, so that they stay in cache."""
+"""Number of weights whose scales are searched at once: they stay in the cache."""
 
 _COLUMNS_AT_ONCE = 128
 """Columns after which GPTQ passes the errors to the rest of the matrix."""
@@ -27,7 +27,7 @@ class Rounded:
     levels: Tensor
     """Integers, int8 [N, K]."""
     scale: Tensor
-    """int8: fp32 [N]. int4: fp16 [N, K/32]."""
+    """The scales: fp32 [N] for int8, fp16 [N, K/32] for int4."""
 
 
 def round_int8(matrix: Tensor) -> Rounded:
@@ -37,7 +37,7 @@ def round_int8(matrix: Tensor) -> Rounded:
 
 
 def round_int4(matrix: Tensor) -> Rounded:
-    """Round each weight to the nearest value of its group of 32, whose scale has the least squared error."""
+    """Round each weight to a multiple of the scale of its group of 32, chosen for the least squared error."""
     groups = matrix.float().view(len(matrix), -1, GROUP)  # N K/32 32
     scale = best_scales(groups)
     return Rounded(_levels(groups, scale[..., None], "int4").flatten(1), scale)

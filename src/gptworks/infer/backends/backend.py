@@ -30,9 +30,9 @@ class Chunk:
     """Number of tokens that the slot keeps; later ones are overwritten (a rollback)."""
     tokens: Sequence[int]
     n_logits: int = 1
-    """Logits are wanted for the last n tokens."""
+    """Number of last tokens whose logits are wanted."""
     room: int | None = None
-    """Tokens that the text may reach, which only rotary scaling by length uses. None: the slot's capacity."""
+    """Number of tokens that the text may reach; only rotary scaling by length uses it. None: the slot's capacity."""
 
 
 class Backend(ABC):
@@ -50,8 +50,8 @@ class Backend(ABC):
     computed. If so, any common prefix of two texts can be shared, otherwise only complete prefill chunks."""
 
     features: dict[int, tuple[int, Tensor]] | None = None
-    """If a dictionary, receives by slot the position of the first of the last logits, and the features [n_logits, C] of
-    all of them. See `gptworks.infer.speculate.HeadsDraft`."""
+    """If a dictionary, it receives, by slot, the position of the first of the last computed logits, and the features
+    [n_logits, C] of all of them. See `gptworks.infer.speculate.HeadsDraft`."""
 
     @abstractmethod
     def compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
@@ -119,7 +119,7 @@ class TorchBackend(Backend):
         return [results[chunk.slot] for chunk in chunks]
 
     def _batches(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-        """Chunks that are computed together: short ones, of equal room if rotary tables depend on it."""
+        """Groups of chunks to compute together: long ones singly, short ones by `room` if rotary tables need that."""
         together: dict[int | None, list[Chunk]] = {}
         long = []
         for chunk in chunks:

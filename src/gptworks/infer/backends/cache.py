@@ -22,7 +22,7 @@ class Vectors:
 
     @staticmethod
     def room(n_tokens: int) -> int:
-        """The positions that this many tokens take."""
+        """Number of positions that this many tokens take."""
         return n_tokens
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
@@ -153,11 +153,11 @@ class SlotCache:
         """The places of new tokens of several texts, which the model computes as one flat batch [1, N].
 
         Args:
-            parts: in the batch's order, each text's slot, the number of its tokens, and of its new ones.
-            room: tokens that the texts may reach, on which rotary scaling by length depends; None: the capacity.
+            parts: of each text, in the batch's order, the slot, the number of cached tokens, and of new ones.
+            room: number of tokens that the texts may reach, for rotary scaling by length; None: the capacity.
 
         Raises:
-            ValueError: more tokens than a slot holds.
+            ValueError: a text has more tokens than a slot holds.
         """
         longest = max(start + n_new for _, start, n_new in parts)
         if longest > self.capacity:

@@ -15,23 +15,23 @@ from gptworks.model import GPT
 def choose_backend(
     model: GPT, n_slots: int, capacity: int, *, dtype: torch.dtype | None = None, name: BackendName = "auto"
 ) -> Backend:
-    """The backend for a model where it is: native for one on a CPU that is not in training, otherwise torch.
+    """The backend for a model on its device: native on a CPU if the model is not in training, otherwise torch.
 
-    Warns (UserWarning), once, if torch replaces the native backend. The result's `description` says what computes.
+    Warns (UserWarning), once, if torch replaces the native backend. The result's `description` names the backend.
 
     Args:
-        n_slots, capacity: texts at once, and the tokens of each.
-        dtype: of the caches; None: the backend's default.
+        n_slots, capacity: number of texts at once, and of tokens of each.
+        dtype: the caches' dtype; None: the backend's default.
         name: native: this backend, or an error. torch: the model's own forward pass.
 
     Raises:
-        UserError: name="native", and it is unavailable.
+        UserError: name="native", and the native backend is unavailable.
     """
     if name == "torch" or (name == "auto" and (model.device.type != "cpu" or model.training)):
         return TorchBackend(model, n_slots, capacity, dtype=dtype)
     try:
         if name == "auto" and model.token_embedding.weight.dtype == torch.float16 and not library().has_wide_vectors:
-            # Without F16C each number is converted in software. All other weights are as fast as torch's, or faster.
+            # Without F16C, software converts each fp16 weight. Other weights are at least as fast as in torch.
             raise Unavailable("without AVX2 it is 12 times slower than torch for weights in fp16.")
         return NativeBackend(model, n_slots, capacity, dtype=dtype)
     except Unavailable as error:

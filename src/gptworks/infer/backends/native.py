@@ -29,14 +29,14 @@ from gptworks.quantize.panels import panel_of, size_in_panels, to_panels
 from gptworks.units import counted
 
 STEP_TOKENS, STEP_TOKENS_WITH_AMX = 128, 512
-"""Tokens of a chunk in one step: enough that reading the weights again for the next chunk costs little."""
+"""Most tokens of a chunk in one step: enough that reading the weights again for the chunk's rest costs little."""
 
 _ACTIVATIONS = ("gelu", "gelu_tanh", "relu2", "swiglu", "geglu")
 WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8)
-"""The dtypes of matrices that are multiplied."""
+"""The dtypes of matrices that the kernels multiply."""
 
 _AT_ONCE_BYTES = 64
-"""Bytes of a row that a product reads at once: rows are padded to a multiple."""
+"""Bytes of a row that a product reads at once; rows are padded to a multiple of this."""
 
 
 # ------------------------------------------------------------------------------------------------------ the backend
@@ -83,8 +83,8 @@ class NativeBackend(Backend):
         """Slots for `n_slots` texts of `capacity` tokens.
 
         Args:
-            model: fp32, or with its matrices in bf16, fp16, int8 or int4 (gptworks.quantize).
-            dtype: of the cache, fp32, bf16 or int8; None: fp32 for a model in fp32, else bf16.
+            model: a model in fp32, or with matrices in bf16, fp16, int8 or int4 (gptworks.quantize).
+            dtype: the cache's dtype: fp32, bf16 or int8; None: fp32 for a model in fp32, else bf16.
 
         Raises:
             Unavailable: see `refusal` and `library`.
@@ -139,7 +139,7 @@ class NativeBackend(Backend):
         self._model = self._structure(self.model)
 
     def _compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
-        """One step over all rows of the chunks; each chunk's logits, fp32 [n, V]."""
+        """Compute one step over all rows of the chunks; returns each chunk's logits, fp32 [n, V]."""
         n_wanted = sum(chunk.n_logits for chunk in chunks)
         logits = torch.empty(n_wanted, self.vocab_size)
         features = None if self.features is None else torch.empty(n_wanted, self.model.config.d_model)
@@ -149,7 +149,7 @@ class NativeBackend(Backend):
         return list(torch.split(logits, [chunk.n_logits for chunk in chunks]))
 
     def _run(self, chunks: Sequence[Chunk], logits: Tensor | None, features: Tensor | None) -> None:
-        """One step over all rows of the chunks. Fills `logits` and `features`, if given, with a row for each logit."""
+        """Compute a step over all rows of the chunks. Fills `logits` and `features`, if given, with the wanted rows."""
         tokens, slots, positions, wanted = (array("q") for _ in range(4))
         for chunk in chunks:
             n = len(chunk.tokens)
@@ -230,7 +230,7 @@ class NativeBackend(Backend):
         weight: Tensor = module.weight.detach()
         scale: Any = getattr(module, "scale", None)
         kind, panel = weight.dtype, getattr(module, "panel", 0)
-        each = 2 if kind == torch.uint8 else 1  # columns of an element
+        each = 2 if kind == torch.uint8 else 1  # columns in one element
         in_panels = kind in self._widest
         line = 1 if in_panels and each == 2 else _AT_ONCE_BYTES // kind.itemsize
         n_elements = -(-columns // (each * line)) * line
@@ -245,7 +245,7 @@ class NativeBackend(Backend):
         if n_missing := 0 if panel else n_elements - columns // each:
             weight = F.pad(weight, (0, n_missing), value=0x88 if each == 2 else 0)
             scale = F.pad(scale, (0, n_missing // 16)) if each == 2 else scale
-        if in_panels and not panel:  # not a PackedMatrix
+        if in_panels and not panel:  # the module is not a PackedMatrix, which would be in panels
             panel = panel_of(rows, torch.get_num_threads(), self._widest[kind])
             weight, scale = to_panels(weight, panel), to_panels(scale, panel) if each == 2 else scale
         return Matrix(

@@ -1,4 +1,4 @@
-"""Places a model's matrices in one block of large pages, and in panels if the kernels multiply them so."""
+"""Places a model's matrices in one block of large pages, and in panels if the kernels multiply panels."""
 
 import contextlib
 import mmap
@@ -16,17 +16,17 @@ from gptworks.quantize.linear import PackedMatrix
 from gptworks.quantize.panels import panel_of, size_in_panels, to_panels, whole_lines
 
 _PLACING = threading.Lock()
-"""Held while matrices move, because several threads may make backends of one model."""
+"""A lock held while matrices move, because several threads may make backends of one model."""
 
 
 def widest_panels(kernels: Library) -> dict[torch.dtype, int]:
-    """The dtypes of matrices that are multiplied in panels, with the largest number of rows in a panel."""
+    """The largest number of rows in a panel, for each dtype whose matrices are multiplied in panels."""
     widest = {dtype: kernels.functions.gptworks_widest_panel(kind) for dtype, kind in NUMBERS.items()}
     return {dtype: rows for dtype, rows in widest.items() if rows}
 
 
 def matrices(model: GPT) -> Iterator[Any]:
-    """The modules whose matrices a step reads, in that order."""
+    """The modules whose matrices a step reads, in the order in which it reads them."""
     for module in model.blocks.modules():
         weight = getattr(module, "weight", None)
         if isinstance(module, PackedMatrix) or (weight is not None and weight.dim() == 2):
@@ -39,7 +39,7 @@ def matrices(model: GPT) -> Iterator[Any]:
 def settle(modules: Sequence[Any], widest: Mapping[torch.dtype, int]) -> None:
     """Move the matrices of modules into one block in large pages; packed ones in panels, as `widest_panels` says.
 
-    A step reads every weight once. With pages of 4 KiB the processor looks up 512 times as many addresses.
+    A step reads every weight once. With pages of 4 KiB, not 2 MiB, the processor looks up 512 times as many addresses.
     """
     with _PLACING:
         panels = []
@@ -93,7 +93,7 @@ def rooms_in_large_pages(wanted: Sequence[tuple[torch.dtype, int]]) -> list[Tens
 def large_block(n_bytes: int) -> Tensor:
     """Zeroed memory, uint8 [n_bytes], with pages of 2 MiB if the system supports requests for them.
 
-    It is private: memory shared between processes has another switch (`shmem_enabled`), which is nearly always off.
+    The memory is private: for shared memory, large pages have another switch (`shmem_enabled`), nearly always off.
     Linux gives large pages to complete aligned ranges of 2 MiB, and does not report whether it did.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
