@@ -43,12 +43,12 @@ def train(
 
     Args:
         recipe: a file, a shipped recipe's name or a run folder; or a recipe as nested dictionaries, or a `Recipe`.
-        overrides: settings that win over it, as on the command line: `"train.max_steps=20"`.
+        overrides: settings that replace the recipe's, as on the command line: `"train.max_steps=20"`.
         resume: continue from the newest checkpoint of the run folder.
         change: settings by path that a resumed run may change, though its loss curve depends on them.
         force: start even if the plan says that the run does not fit in memory.
         report: called with the settings of an earlier session that are kept; None: the display shows them.
-        prepare: makes the recipe's tokenizer and shards; None: quietly, or as the notebook shows it.
+        prepare: makes the recipe's tokenizer and shards; None: does so without output, or with the notebook's.
         settings: more settings: of the section `train` by name (`max_steps=20`), others by section
             (`model={"n_layers": 2}`, `run_dir="runs/small"`).
 
@@ -113,23 +113,23 @@ def plan(
 
     Args:
         recipe: a preset's name, or what `gptworks.train` takes.
-        overrides: settings that win over it, as on the command line; as for `gptworks.train`.
-        device: a name such as h100; this: measured; None: this machine's CPU.
-        memory_gib, flops, bandwidth: of a device that has no name here; the last two in FLOP/s and bytes/s.
-        world_size: how many devices.
-        sharding, tensor_parallel: set train.parallel.
+        overrides: settings that replace the recipe's, as for `gptworks.train`.
+        device: a name such as h100; `this`: this machine's device, measured; None: this machine's CPU.
+        memory_gib, flops, bandwidth: figures of a device without a name; the last two in FLOP/s and bytes/s.
+        world_size: number of devices.
+        sharding, tensor_parallel: settings of train.parallel.
         utilization: share of the device's FLOP/s that training reaches while it computes; None: 0.4.
         intra_node_gb_s, inter_node_gb_s: GB/s that a device sends within its node, and its network card to others.
-        gpus_per_node: devices, and so ranks, of a node.
-        host_memory_gib: memory of a node's host. None: those of the device's usual node, as the plan says.
-        trace: count a step's memory on fake tensors too.
-        measure: take two real steps on this machine too.
+        gpus_per_node: number of devices, and so of ranks, in a node.
+        host_memory_gib: memory of a node's host. None for these four: the device's usual node, as the plan shows.
+        trace: also count a step's memory on fake tensors.
+        measure: also take two real steps on this machine.
         details: show every figure.
         working: a context in which a step is traced or measured, such as a progress bar's.
         settings: more settings, as for `gptworks.train`.
 
     Raises:
-        UserError: a wrong setting or device, or the vocabulary is not known yet and the data is missing.
+        UserError: a setting or the device is wrong, or the vocabulary is not known yet and the data is missing.
     """
     from gptworks.describe.plan_sheet import PlanSheet
     from gptworks.planning.assumed import preset_recipe
@@ -246,30 +246,30 @@ def evaluate(
 
     Args:
         run: a run folder, or what `gptworks.train` returned.
-        overrides: settings that win over the run's, such as `"model.context_length=1024"`.
+        overrides: settings that replace the run's, such as `"model.context_length=1024"`.
         checkpoint: best, last, or a step.
-        text: files; measures how well the model predicts them.
+        text: files of text; measure how well the model predicts it.
         task: files of tasks whose items the model answers.
         shots: with a task: solved items shown before each.
         limit: with a task or the harness: ask only this many items.
         chat: with a task: ask by the run's chat template.
         run_generated_code: let tasks run programs that the model wrote; see gptworks/confined/sandbox.py.
         harness: tasks of lm-evaluation-harness.
-        calibration: whether tokens of probability p are right in a share p of cases.
-        memorization: how much of what the model writes is copied from the training text.
-        stride: tokens between windows; None: the context.
-        by_position: also in each eighth of the context.
-        compressors: also gzip and xz on the same text.
-        precision: of matrix products; None: the run's own.
+        calibration: also measure whether tokens of probability p are right in a share p of cases.
+        memorization: also measure the share of the model's text that is copied from the training text.
+        stride: number of tokens between windows; None: the context length.
+        by_position: also measure each eighth of the context.
+        compressors: also measure gzip and xz on the same text.
+        precision: precision of matrix products; None: the run's own.
         weights: the format in which weights are loaded; see `gptworks.load`. Figures of weights that are rounded while
             loading are saved under a name of their own, such as text-book-int8.
         save: write the figures of texts, tasks and the like to the run folder and its card.
-        report: called with each fallback, as text.
-        prepare: builds, or finds, the shards of the run's own text; None: quietly.
+        report: called with a message for each fallback.
+        prepare: builds, or finds, the shards of the run's own text; None: does so without output.
         progress: called with the number of items or tokens done, and their total.
 
     Raises:
-        UserError: no such run, checkpoint, text or task; or an option that would do nothing.
+        UserError: the run, checkpoint, text or task does not exist, or an option would have no effect.
     """
     from gptworks.evaluation.task import load_task
 
@@ -373,7 +373,7 @@ def with_changes(overrides: list[str], change: Collection[str], resume: bool) ->
 
 
 def settings_of(recipe: RecipeLike, overrides: list[str], resume: bool, report: Callable[[str], None]) -> Recipe:
-    """The recipe; of a resumed run, with the settings of its earlier command lines, which are reported."""
+    """The recipe; for a resumed run, with the settings of its earlier command lines, which are reported."""
     from gptworks.recipe import load_recipe
     from gptworks.training.changes import load_to_resume
 

@@ -140,7 +140,7 @@ class ChatTemplate:
         return tuple(dict.fromkeys([*written, *special_tokens(self.tokenizer).ends]))
 
     def written_end(self) -> int | None:
-        """The special token that the template writes after an assistant's answer, or None."""
+        """The special token that the template writes after an assistant's answer; None if it writes none."""
         special = self.special_ids
         try:
             answered = self.render(_PROBE)
@@ -161,7 +161,7 @@ class ChatTemplate:
 
     @cached_property
     def _reader(self) -> Tokenizer:
-        """The tokenizer, reading a special token's name as that token."""
+        """A copy of the tokenizer that reads a special token's name as that token."""
         reader = Tokenizer.from_str(self.tokenizer.to_str())
         reader.encode_special_tokens = False
         return reader
@@ -173,7 +173,7 @@ class ChatTemplate:
         return re.compile(f"({'|'.join(map(re.escape, longest_first))})" if longest_first else "")
 
     def guarded(self, messages: Sequence[Message]) -> tuple[list[Message], str]:
-        """The messages, with a character that none of them holds in each special token's name; and the character."""
+        """The messages, with a guard character put in each special token's name; and the guard, which none holds."""
         guard = _unused_character(messages)
 
         def mark(value: Any) -> Any:
@@ -193,7 +193,7 @@ def _unused_character(messages: Sequence[Message]) -> str:
     """A private-use character that no message contains.
 
     Raises:
-        UserError: they contain all 6,400.
+        UserError: the messages contain all 6,400 of them.
     """
     held = set(json.dumps(list(messages), ensure_ascii=False))
     free = next((chr(code) for code in range(0xE000, 0xF900) if chr(code) not in held), None)
@@ -246,7 +246,7 @@ def _confined(source: str) -> _Render:
 
 
 def load_chat_template(tokenizer_folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template in a run's tokenizer folder, or None.
+    """The template in a run's tokenizer folder; None if it has none.
 
     Raises:
         UserError: the template does not compile.
@@ -268,7 +268,7 @@ class FolderTemplates:
 
     @property
     def default(self) -> str | None:
-        """The template of conversations, or None."""
+        """The template of conversations; None if the folder has none."""
         return self.named.get("default")
 
 
@@ -280,7 +280,7 @@ def read_templates(folder: Path) -> FolderTemplates:
     only.
 
     Raises:
-        UserError: a file is not readable, too large, or has something else instead of templates.
+        UserError: a file is not readable, is too large, or does not hold templates.
     """
     files = {"default": folder / TEMPLATE_FILE}
     files |= {file.stem: file for file in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
@@ -319,7 +319,7 @@ def other_templates(folder: Path) -> dict[str, str]:
     An imported run has them in `original.json`, a run that was tuned from it in `other_templates.json`.
 
     Raises:
-        UserError: a file is not readable, or has something else instead of templates.
+        UserError: a file is not readable, or does not hold templates.
     """
     named = dict(read_templates(folder).named)
     for file in (_ORIGINAL_FILE, _OTHERS_FILE):
@@ -351,11 +351,11 @@ def save_other_templates(named: Mapping[str, str], tokenizer_folder: Path) -> No
 
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-"""A template's name, which exports use as a file name."""
+"""The pattern of a template's name, which exports use as a file name."""
 
 
 def find_chat_template(config: TokenizerConfig) -> str | None:
-    """The source of the template in a recipe's tokenizer section, or None.
+    """The source of the template in a recipe's tokenizer section; None if it has none.
 
     Raises:
         UserError: neither a built-in template nor a file has that name.

@@ -55,7 +55,7 @@ from gptworks.tensors import Expected, Stored, TensorFile, Wanted, read_tensors,
 
 FORMAT = 2
 MAX_JSON_BYTES = 1 << 24
-"""Limit for a manifest or a state, which have a few thousand bytes."""
+"""Size limit of a manifest or state file; they have a few thousand bytes."""
 Report = Callable[[str], None]
 
 
@@ -72,22 +72,22 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """Number of optimizer steps done."""
         return int(self.folder.name.rpartition("-")[2])
 
     @property
     def weights_only(self) -> bool:
-        """Whether it lacks the optimizer's state, so that training cannot resume from it."""
+        """Whether the checkpoint lacks the optimizer's state, so that training cannot resume from it."""
         return self.folder.name.startswith("weights-")
 
     @property
     def is_start(self) -> bool:
-        """Whether it has the run's initial weights: used only as step 0, not as best or last."""
+        """Whether the checkpoint has the run's initial weights: chosen only as step 0, not as best or last."""
         return self.weights_only and self.step == 0
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files that its manifest describes."""
+        """The files that the checkpoint's manifest describes."""
         return ("model.safetensors", *(() if self.weights_only else ("optimizer.safetensors",)), "state.json")
 
     def verify(self, *names: str) -> None:
@@ -105,7 +105,7 @@ class Checkpoint:
                 sha256 = sha256_file(path, inside=self.run_dir) if n_bytes == entry["bytes"] else ""
             except (FileNotFoundError, NotADirectoryError):
                 raise UserError(f"checkpoint {self.folder} is damaged: {path} is missing.") from None
-            except UserError as error:  # a folder, a FIFO, a link that leads outside
+            except UserError as error:  # the path is a folder, a FIFO or a link that leads outside
                 raise UserError(f"checkpoint {self.folder} is damaged: {path} is missing. {error}") from None
             if n_bytes != entry["bytes"]:
                 raise UserError(f"{path} is damaged: {n_bytes:,} bytes, its manifest says {entry['bytes']:,}.")
@@ -198,7 +198,7 @@ class Checkpoint:
         """The counters of the run, a JSON object.
 
         Raises:
-            OSError: it cannot be read. UserError: it is not a JSON object.
+            OSError: the file cannot be read. UserError: it is not a JSON object.
         """
         path = self.folder / "state.json"
         try:
@@ -246,7 +246,7 @@ def save_checkpoint(
             write_whole(
                 aside / "manifest.json", sealed_json({"format": FORMAT, "step": step, "files": files}), new=True
             )
-            if final.exists():  # a damaged one, before which the run was resumed
+            if final.exists():  # a damaged checkpoint, before which the run was resumed
                 remove_checkpoint(Checkpoint(final))
     except (OSError, SafetensorError, RunError) as error:
         needed_bytes = sum(tensor.nbytes for tensors in parts.values() for tensor in tensors.values())
@@ -260,7 +260,7 @@ def save_checkpoint(
 
 
 def remove_checkpoint(checkpoint: Checkpoint) -> None:
-    """Delete a checkpoint. After a crash it is complete, or its remains have another name; it is never damaged."""
+    """Delete a checkpoint. After a crash it is still complete, or its remains have another name."""
     aside = checkpoint.folder.with_name(f".removing-{checkpoint.folder.name}")
     remove_tree(aside)
     checkpoint.folder.rename(aside)
@@ -326,7 +326,7 @@ def choose_checkpoint(run_dir: Path, which: str = "best", report: Report = lambd
         asked.verify()
         return asked
     order = available
-    if which == "best":  # first the best step that the newest checkpoint names, then the one before it names
+    if which == "best":  # the best steps that checkpoints name, from the newest checkpoint to the oldest
         best_steps = dict.fromkeys(checkpoint.best_step for checkpoint in available)
         best = [checkpoint for step in best_steps for checkpoint in available if checkpoint.step == step]
         order = list(dict.fromkeys([*best, *available]))
@@ -407,8 +407,8 @@ def load_model(
     Args:
         adapter: the settings of the checkpoint's adapter, if it has one.
         merge: merge the adapter into the weights; False: keep it separate.
-        weights: how the matrices are kept. auto: as in the checkpoint. Others are merged with an adapter and rounded to
-            the nearest value while they are read, so that only one matrix at a time is in memory in fp32.
+        weights: storage of the matrices. auto: as in the checkpoint. Otherwise matrices are merged with an adapter and
+            rounded to the nearest value while they are read, so that only one at a time is in memory in fp32.
 
     Raises:
         UserError: names, shapes or dtypes of the weights do not fit `config`, one is not finite, or they are packed

@@ -1,4 +1,4 @@
-"""Choices by name, in Python and on the command line. They are here so that `--help` imports little."""
+"""Types of named choices, in Python and on the command line; a separate module, so that `--help` imports little."""
 
 from typing import Literal
 

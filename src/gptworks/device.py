@@ -73,7 +73,7 @@ def choose_precision(name: str, device: torch.device) -> Precision:
     """The precision called `name` on this device; auto takes bf16 if it is native, fp16 on older GPUs, otherwise fp32.
 
     Raises:
-        UserError: fp16 on a device other than CUDA, which has no loss scaling.
+        UserError: the name is fp16 and the device is not CUDA: other devices have no loss scaling.
     """
     if name == "auto":
         slower = "fp16" if device.type == "cuda" else "fp32"
@@ -94,7 +94,7 @@ def multiplies_bf16_natively(device: torch.device) -> bool:
 
 
 def device_name(device: torch.device) -> str:
-    """The device's name for people."""
+    """A readable name of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     model = cpu_name() if device.type == "cpu" else ""
@@ -102,15 +102,15 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Memory that a run on this device may take: all of a GPU's, the available part of the host's."""
+    """Bytes that a run on this device may take: all memory of a GPU, the available memory of the host."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return available_memory_bytes()
 
 
 def host_memory_bytes(device: torch.device, n_processes: int = 1) -> int | None:
-    """Host memory that a run on this device may take, including its `n_processes` processes, which are assumed to be as
-    large as this one; None on a CPU, whose memory is the device's."""
+    """Bytes of host memory that a run on this device may take, including its `n_processes` processes, each assumed as
+    large as this one; None on a CPU, which is both device and host."""
     if device.type == "cpu":
         return None
     return available_memory_bytes() + n_processes * (_resident("VmRSS") or 0)
@@ -127,7 +127,7 @@ def reset_peak(device: torch.device) -> int:
 
 
 def peak_growth_bytes(device: torch.device, before_bytes: int) -> int | None:
-    """The peak of memory since `reset_peak`, less the memory then; None if unknown.
+    """Bytes by which the peak of memory since `reset_peak` exceeds the memory at that time; None if unknown.
 
     On CUDA the memory of tensors, on a CPU the resident memory of the process: 0 if it reused freed memory. Linux
     counts resident pages per thread and adds them up late, so the peak can be slightly too low.
@@ -181,13 +181,13 @@ class BusyCores:
         self._before = self._counts()
 
     def soon_by_others(self) -> float | None:
-        """`by_others` for the second since the last call, for which it waits."""
+        """The result of `by_others`, after waiting until a second has passed since the last call."""
         if self._before is not None:
             time.sleep(max(0.0, 1.01 - (time.monotonic() - self._before[0])))
         return self.by_others()
 
     def by_others(self) -> float | None:
-        """Average number of cores since the last call; None within a second of it, or if the system has no counts."""
+        """Average number of cores since the last call; None if that is less than a second ago, or without counts."""
         before, self._before = self._before, self._counts()
         if before is None or self._before is None:
             return None
@@ -248,7 +248,7 @@ def _busy(by_others: float) -> str:
 
 
 PROBE_SECONDS = 0.4
-"""Time in which each rate is measured."""
+"""Seconds for which each rate is measured."""
 
 
 def measured_device(device: torch.device) -> Device:
@@ -328,4 +328,4 @@ def return_freed_memory() -> None:
         libc.mallopt(_TRIM_THRESHOLD, 2**17)
 
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # constants of malloc.h

@@ -16,7 +16,7 @@ def not_installed(package: str, extra: str, what: str, advice: str = "") -> User
 
     Args:
         extra: gptworks' extra that installs it.
-        what: what needs it, such as "a sweep".
+        what: the feature that needs it, such as "a sweep".
         advice: an alternative, as a sentence.
     """
     command = f"pip install 'gptworks[{extra}]', or in a clone of gptworks pip install '.[{extra}]'"

@@ -9,7 +9,7 @@ from gptworks.files import read_regular
 
 N_RANKS = 50_256
 MAX_FILE_BYTES = 1 << 24
-"""The published file has 836 kB."""
+"""Size limit of the file; the published one has 836 kB."""
 
 
 def read_gpt2_vocabulary(path: Path) -> tuple[dict[str, int], list[tuple[str, str]]]:

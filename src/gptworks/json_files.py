@@ -10,14 +10,14 @@ from gptworks.errors import UserError
 from gptworks.files import read_regular
 
 MAX_JSON_BYTES = 1 << 26
-"""Limit for a file of settings. The largest published ones, with 6,000 added tokens, have 1.2 MB."""
+"""Size limit of a file of settings. The largest published ones, with 6,000 added tokens, have 1.2 MB."""
 
 
 def read_json(path: Path, fix: str = "") -> dict[str, Any]:
     """The mapping in a JSON file. No link may lead out of its folder.
 
     Args:
-        fix: what to do if the file does not exist.
+        fix: advice for the message if the file does not exist.
 
     Raises:
         UserError: the file does not exist, or is not a readable mapping.
@@ -34,7 +34,7 @@ def mapping_of(data: bytes) -> dict[str, Any]:
     """The mapping in a JSON text.
 
     Raises:
-        ValueError: it is not UTF-8, not JSON, nested too deep, has a repeated key, or is not a mapping.
+        ValueError: the text is not UTF-8, not JSON, nested too deep, has a repeated key, or is not a mapping.
     """
     if data.startswith(codecs.BOM_UTF8):
         raise ValueError("it begins with a byte order mark, which JSON does not allow; save it without one")

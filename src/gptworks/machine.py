@@ -44,7 +44,7 @@ def cpu_identity() -> str:
 
 
 def available_memory_bytes() -> int:
-    """Memory that a new run may take: what Linux calls available, or less if a control group limits it.
+    """Bytes that a new run may take: the available memory by Linux's count, or less if a control group limits it.
 
     Unused files in the page cache of a control group count as free, since the system reclaims them. If neither is known
     (not Linux), all memory.
@@ -103,7 +103,7 @@ def _control_groups(controller: str) -> Iterator[tuple[int, str]]:
             continue
         path = own[name]
         root, folder = fields[3].rstrip("/"), fields[4]
-        # Without its own namespace a container sees the host's path, and mounts what is below a part of it.
+        # Without its own namespace, a container sees the host's path, and mounts only the folders below a part of it.
         below = path[len(root) :] if path == root or path.startswith(f"{root}/") else ""
         names = [name for name in below.split("/") if name and name != ".."]
         for n in range(len(names), -1, -1):

@@ -45,7 +45,7 @@ def _sized(vocab_size: int, d_model: int, n_layers: int, n_heads: int, context_l
 
 
 def _gpt2(vocab_size: int, d_model: int, n_layers: int, n_heads: int, context_length: int, **rest: Any) -> Settings:
-    """Learned positions, LayerNorm, biases everywhere (Radford et al., 2019)."""
+    """GPT-2's architecture: learned positions, LayerNorm, biases everywhere (Radford et al., 2019)."""
     return _sized(
         vocab_size, d_model, n_layers, n_heads, context_length, position="learned", norm="layernorm", norm_eps=1e-5,
         mlp="gelu_tanh", attention_bias=True, mlp_bias=True, **rest,
@@ -56,7 +56,7 @@ def _llama(
     vocab_size: int, d_model: int, n_layers: int, n_heads: int, n_kv_heads: int, d_ff: int, context_length: int,
     **rest: Any,
 ) -> Settings:  # fmt: skip
-    """RoPE, RMSNorm, SwiGLU, no biases, grouped queries (Touvron et al., 2023)."""
+    """Llama's architecture: RoPE, RMSNorm, SwiGLU, no biases, grouped queries (Touvron et al., 2023)."""
     more = {"norm_eps": 1e-5, "tie_embeddings": False} | rest
     return _sized(
         vocab_size, d_model, n_layers, n_heads, context_length, n_kv_heads=n_kv_heads, d_ff=d_ff, position="rope",
@@ -65,7 +65,7 @@ def _llama(
 
 
 def _modern(vocab_size: int, d_model: int, n_layers: int, context_length: int) -> Settings:
-    """The default for small models: what speedruns kept, restricted to what other tools can run.
+    """The default for small models: an architecture of choices that speedruns kept and other tools can run.
 
     RoPE, RMSNorm, QK-norm, SwiGLU of 8/3 the width, zero-initialized projections, a tied head; heads of 64. ReLU² is
     as good at this size, but no architecture of Hugging Face or llama.cpp combines it with QK-norm.

@@ -73,7 +73,7 @@ def load_recipe(recipe: RecipeLike, overrides: Sequence[str] = (), unsaid: Unsai
         unsaid: defaults that replace the usual ones.
 
     Raises:
-        UserError: a missing file, broken YAML, an unknown key, a wrong type or contradictory settings.
+        UserError: the file is missing or not YAML, a key is unknown, a type is wrong, or settings are contradictory.
     """
     if isinstance(recipe, Recipe | Mapping):
         return _from_tree(recipe, overrides, unsaid or {})
@@ -106,7 +106,7 @@ def load_dataset_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> An
 def _from_tree(recipe: Recipe | Mapping[str, Any], overrides: Sequence[str], unsaid: Unsaid) -> Recipe:
     if isinstance(recipe, Recipe) and not overrides:
         return recipe
-    # Only settings that were set, so that derived ones follow the overrides.
+    # Keep only settings that were set, so that derived ones follow the overrides.
     tree = recipe.model_dump(mode="json", exclude_unset=True) if isinstance(recipe, Recipe) else dict(recipe)
     return parse_recipe(_with_unsaid(apply_overrides(tree, overrides), unsaid), "recipe", _by_key(overrides))
 
@@ -129,7 +129,7 @@ def _beneath(said: Any, settings: Mapping[str, Any]) -> Any:
     if not isinstance(said, dict):
         return said
     said = expand_preset(said)
-    ends = () if ENDS.isdisjoint(said) else ENDS  # a given length replaces the others
+    ends = () if ENDS.isdisjoint(said) else ENDS  # a length in `said` replaces all defaults for it
     rest = {key: value for key, value in settings.items() if key not in said and key not in ends}
     sections = {key: value for key, value in settings.items() if key in said and isinstance(value, Mapping)}
     return rest | said | {key: _beneath(said[key], value) for key, value in sections.items()}
@@ -159,7 +159,7 @@ def read_recipe(path: str | PathLike[str]) -> tuple[Path, dict[str, Any]]:
     """The path of a recipe (see `recipe_text`) and its parsed YAML.
 
     Raises:
-        UserError: a missing file, broken YAML, or YAML that is not a mapping.
+        UserError: the file is missing, or its YAML is broken or not a mapping.
     """
     path, text = recipe_text(path)
     tree = parse_yaml(text, str(path))
@@ -207,7 +207,7 @@ def parse_recipe(tree: dict[str, Any], origin: str = "recipe", overrides: Mappin
         overrides: applied overrides by key; a message about such a setting names its override, not the file.
 
     Raises:
-        UserError: a wrong setting; or model and run contradict each other.
+        UserError: a setting is wrong, or model and run contradict each other.
     """
     if isinstance(tree.get("model"), dict):
         tree = {**tree, "model": expand_preset(tree["model"])}
@@ -261,7 +261,7 @@ FREE_TO_CHANGE = frozenset({
     "dropout_mlp",
     "init", "init_std", "zero_init_projections", "n_future_tokens",
 })  # fmt: skip
-"""Fields that may differ from the run that the weights are from; vocabularies are compared with the tokenizers."""
+"""Model fields that may differ from those of the weights' run; vocabularies are compared with the tokenizers."""
 
 
 def check_same_model(model: ModelConfig, source: Path) -> None:
@@ -314,7 +314,7 @@ def save_recipe(recipe: Recipe, path: Path, history: Sequence[str] = ()) -> None
 
 
 def run_name(run_dir: Path) -> str:
-    """A recipe's name for a run folder."""
+    """A valid recipe name, made from the name of a run folder."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.absolute().name).strip("-._")
     return name[:MOST_NAME_CHARACTERS] or "run"
 
@@ -339,7 +339,7 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
     """The tree with each `key.path=value` applied; list items are named by index.
 
     Raises:
-        UserError: an override of another form, or a path that leads through a value or past a list's end.
+        UserError: an override has another form, or its path leads through a value or past a list's end.
     """
     tree = copy.deepcopy(tree)
     for override in overrides:

@@ -1,4 +1,4 @@
-"""Special tokens: those that begin, end and pad a text, that replace unknown text, and that end generation.
+"""Special tokens, which begin, end and pad a text, replace unknown text, and end generation.
 
 In a tokenizer trained by gptworks they are found by their well-known names. A folder of transformers states them in
 several files, with the precedence of transformers 5:
@@ -71,15 +71,15 @@ class SpecialTokens:
     """Whether `eos` separates documents, like GPT-2's `<|endoftext|>`: it is also bos, or there is no bos, and nothing
     is put before a text."""
     ends: tuple[int, ...]
-    """Generation ends at any of these."""
+    """Tokens that end generation."""
     before: tuple[int, ...]
-    """Put before the text of a prompt."""
+    """Tokens put before the text of a prompt."""
     after: tuple[int, ...]
-    """Put after the text of a prompt; rarely not empty (`add_eos_token`)."""
+    """Tokens put after the text of a prompt; usually empty (see `add_eos_token`)."""
     start: tuple[int, ...]
     """The tokens of an empty prompt, which begin a document; empty if the tokenizer has none."""
     document: tuple[tuple[int, ...], tuple[int, ...]]
-    """Put before and after each document."""
+    """Tokens put before and after each document."""
     names: Mapping[str, str]
     """Tokens by their names in chat templates and transformers: bos_token, …"""
 
@@ -96,16 +96,16 @@ class Stated:
     names: Mapping[str, str]
     """Tokens by role; missing roles have no token."""
     ends: tuple[int, ...]
-    """Generation ends at any of these."""
+    """Tokens that end generation."""
     bos: int | None = None
-    """Begins generation without a prompt; often the tokenizer's bos."""
+    """The token that begins generation without a prompt; often the tokenizer's bos."""
     pad: int | None = None
     generation: Mapping[str, Any] = field(default_factory=dict)
-    """generation_config.json without those ids: settings of sampling, which an export writes again."""
+    """generation_config.json without these token ids: settings of sampling, which an export writes again."""
     others: tuple[str, ...] = ()
     """More special tokens, which tokenizer.json does not mark as special."""
     notes: tuple[str, ...] = ()
-    """Statements that are ignored, in words."""
+    """Descriptions of statements that are ignored."""
 
     def to_json(self) -> dict[str, Any]:
         return {"names": dict(self.names), "ends": list(self.ends), "bos": self.bos, "pad": self.pad,
@@ -253,7 +253,7 @@ def _optional(path: Path) -> dict[str, Any]:
 
 
 def _is_ours(config: Mapping[str, Any]) -> bool:
-    """Whether this is empty, or a run's own file for special tokens that are found by name."""
+    """Whether a tokenizer_config.json is empty, or a run's own whose special tokens are found by name."""
     if not config:
         return True
     return {key: value for key, value in config.items() if key not in ROLES} == our_config({})
@@ -351,7 +351,7 @@ def attach(tokenizer: Tokenizer, stated: Stated | None) -> Tokenizer:
 
 
 def stated_of(tokenizer: Tokenizer) -> Stated | None:
-    """The statements that were attached."""
+    """The special tokens that `attach` gave the tokenizer; None if it gave none."""
     found = vars(tokenizer).get(_KEY)
     return found and found[0]
 

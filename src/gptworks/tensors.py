@@ -1,7 +1,7 @@
 """Reads tensors from safetensors files, and checks each against its reader's expectation before anything uses it.
 
-A file may come from anyone, and sums only prove that it is unchanged. Code that computes addresses would read a tensor
-of another shape or dtype beyond its end, and one NaN makes every logit NaN.
+A file may come from anyone, and checksums only prove that it is unchanged. Code that computes addresses would read a
+tensor of another shape or dtype beyond its end, and one NaN makes every logit NaN.
 """
 
 import json
@@ -27,7 +27,7 @@ _DTYPES = {
 """The dtypes that gptworks writes or reads, by the names that safetensors gives them."""
 
 _MOST_HEADER_BYTES = 100_000_000
-"""safetensors' own limit."""
+"""Limit of a header, which is also safetensors' own."""
 
 _ELEMENTS_AT_ONCE = 2**20
 """Elements whose finiteness is checked at once: they stay in the processor's cache, and nothing is copied."""
@@ -40,7 +40,7 @@ class Expected:
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     least: float = -math.inf
-    """Minimum of all elements."""
+    """The least value that an element may have."""
 
     @classmethod
     def like(cls, tensor: Tensor) -> "Expected":
@@ -57,7 +57,7 @@ class Stored:
 
     shape: tuple[int, ...]
     dtype: torch.dtype | str
-    """safetensors' name if gptworks does not know the dtype."""
+    """The dtype, or safetensors' name for it if gptworks does not know it."""
 
     def __str__(self) -> str:
         return _describe(self.dtype, self.shape)
@@ -74,7 +74,7 @@ def stored_tensors(path: Path, *, inside: Path | None = None) -> dict[str, Store
         inside: a folder that no link may lead out of; see `gptworks.files.open_regular`.
 
     Raises:
-        UserError: it is missing, not a regular file, outside, or its header is damaged or contradicts the file's size.
+        UserError: the file is missing, not regular or outside, or its header is damaged or contradicts the file's size.
     """
     try:
         with open_regular(path, inside=inside) as held:
@@ -107,13 +107,13 @@ class TensorFile:
     ) -> None:
         """
         Args:
-            wanted: exactly these tensors; None: any that are finite and of a known dtype.
+            wanted: the tensors that the file must hold; None: any that are finite and of a known dtype.
             inside: see `stored_tensors`.
-            owner: what expects them, for the message. fix: what a user can do about an unexpected tensor.
+            owner: the reader that expects them, for the message. fix: advice about an unexpected tensor.
 
         Raises:
             UserError: the file is missing or damaged, or a tensor is missing, unexpected, or of another shape or dtype.
-                Names the tensor and its found and expected form.
+                The message names the tensor and its found and expected form.
         """
         self.path, self.stored, self._fix = path, stored_tensors(path, inside=inside), fix
         self._expected = wanted(self.stored) if callable(wanted) else wanted
@@ -133,7 +133,7 @@ class TensorFile:
         """The tensors of these names, or all; checks that floating-point ones are finite (125 ms per GB on one core of
         an EPYC, Zen 4).
 
-        Nothing is copied: they are the file's pages, whose memory is freed with the last tensor of a call.
+        The tensors are the file's pages, not copies; the memory is freed with the last tensor of a call.
 
         Raises:
             UserError: the file is damaged, or an element is not finite or below its minimum.
@@ -165,7 +165,7 @@ def open_tensors(path: Path) -> Iterator[Callable[[str], Any]]:
     Compare shapes and dtypes with `stored_tensors` first.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the file cannot be read.
     """
     try:
         with safe_open(path, "pt") as file:
@@ -178,12 +178,12 @@ def check_finite(name: str, tensor: Tensor, path: Path, *, least: float = -math.
     """Refuse a floating-point tensor with NaN, an infinity, or an element below `least`.
 
     Raises:
-        UserError: it has one; names the tensor and the element.
+        UserError: the tensor has such an element; the message names both.
     """
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return
     for part in torch.split(tensor.reshape(-1), _ELEMENTS_AT_ONCE):
-        low, high = (float(end) for end in part.aminmax())  # both are NaN where an element is
+        low, high = (float(end) for end in part.aminmax())  # both ends are NaN if an element is NaN
         if not (math.isfinite(low) and math.isfinite(high)):
             worst = low if not math.isfinite(low) else high
             raise UserError(f"{path}: `{name}` holds {worst}, and every element must be a finite number. {fix}")
@@ -192,7 +192,7 @@ def check_finite(name: str, tensor: Tensor, path: Path, *, least: float = -math.
 
 
 def _check_names(file: BinaryIO) -> None:
-    """Refuse a header with a repeated name, of which safetensors would read one tensor."""
+    """Refuse a header with a repeated name: safetensors would read only one of its tensors."""
     n_bytes = int.from_bytes(file.read(8), "little")
     if n_bytes > min(_MOST_HEADER_BYTES, max(0, os.fstat(file.fileno()).st_size - 8)):
         raise ValueError(f"its header is said to be of {n_bytes:,} bytes")

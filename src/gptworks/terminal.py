@@ -1,7 +1,7 @@
 """Protects the terminal: texts of models, files and names cannot control it.
 
 If standard output or standard error is a terminal, `guard` filters all that is written there: by commands, warnings,
-tracebacks, libraries. Only `Console` bypasses it, and filters the text that it renders. Elsewhere texts are unchanged.
+tracebacks, libraries. Only `Console` bypasses it, and filters the text that it renders. Other streams are unchanged.
 """
 
 import io
@@ -20,7 +20,7 @@ UNPRINTABLE = dict.fromkeys(
      *_DIRECTIONS),
     "\ufffd",
 )  # fmt: skip
-"""Control characters and characters that cannot be shown, without tabs and line ends."""
+"""Control characters and characters that cannot be shown, except tabs and line ends, each mapped to U+FFFD."""
 _ON_TERMINALS = UNPRINTABLE | {0x0D: "\ufffd"}
 
 

@@ -32,7 +32,7 @@ from gptworks.special_tokens import (
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 1 << 28
-"""Limit for a tokenizer.json; one with 260,000 tokens and their merges has 35 MB."""
+"""Size limit of a tokenizer.json; one with 260,000 tokens and their merges has 35 MB."""
 
 # The characters that one BPE token may span. `code`: a word with the sign or space before it; up to three digits; a run
 # of signs; a line break with the blank lines before it and the indentation after it; other white space. With 4,096
@@ -61,7 +61,7 @@ def train_tokenizer(
         report: called with a line if BPE cuts words that are too long.
 
     Raises:
-        UserError: too little text for the vocabulary, or a tokenizer file that is missing or broken.
+        UserError: the text is too little for the vocabulary, or a tokenizer file is missing or broken.
     """
     return add_tokens(_plain_text(_make(config, texts, report)), config.added_tokens)
 
@@ -73,7 +73,7 @@ def _make(config: TokenizerConfig, texts: Iterable[str], report: Callable[[str],
         return _train_char(texts)
     if isinstance(config, WordTokenizer):
         return _train_word(config, texts)
-    assert not isinstance(config, DatasetTokenizer)  # that tokenizer is read with the dataset
+    assert not isinstance(config, DatasetTokenizer)  # a dataset's tokenizer is read with the dataset
     return load_tokenizer(config.path) if isinstance(config, FileTokenizer) else _load_gpt2(config.path)
 
 
@@ -89,7 +89,7 @@ DNA, a line of dashes) are cut, but only in training."""
 
 
 def bpe_words(config: BPETokenizer, training: bool = False) -> PreTokenizer:
-    """Divides text into the words within which BPE merges; in training, also words that are too long."""
+    """A divider of text into the words within which BPE merges; in training, it also cuts words that are too long."""
     split = pre_tokenizers.Split(Regex(BPE_PATTERNS[config.pattern]), "isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     cut = [pre_tokenizers.FixedLength(BPE_WORD_CHARACTERS)] if training else []
@@ -118,7 +118,7 @@ def _train_bpe(config: BPETokenizer, texts: Iterable[str], report: Callable[[str
         nonlocal n_long
         for text in texts:
             if max(map(len, text.split()), default=0) > BPE_WORD_CHARACTERS or _LONG_SPACE.search(text):
-                for run in _LONG_RUN.findall(text):  # it may hold several words
+                for run in _LONG_RUN.findall(text):  # a run may hold several words
                     lengths = [end - start for _, (start, end) in split.pre_tokenize_str(run)]
                     n_long += sum(length > BPE_WORD_CHARACTERS for length in lengths)
             yield text
@@ -172,7 +172,7 @@ def _load_gpt2(path: Path | None) -> Tokenizer:
     if path is None:
         try:
             tokenizer = Tokenizer.from_pretrained("openai-community/gpt2")
-        except Exception as error:  # the hub client's own types, whose module may be missing
+        except Exception as error:  # the hub client raises its own types, whose module may be missing
             raise UserError(
                 f"tokenizer.type=gpt2 without a path is fetched from the Hugging Face hub, which failed: "
                 f"{_one_line(error)} Set tokenizer.path to r50k_base.tiktoken, or to a folder with GPT-2's files."
@@ -210,8 +210,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """Read a tokenizer.json, or the one in a folder, with the special tokens from the folder's other files.
 
     Raises:
-        UserError: it is missing or broken, a file states a token wrongly, or a file differs from the sum that a run has
-            kept.
+        UserError: the tokenizer is missing or broken, a file states a token wrongly, or a file differs from the
+            checksum that a run has kept.
     """
     path = Path(path).expanduser()
     file = path / TOKENIZER_FILE if path.is_dir() else path
@@ -231,11 +231,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def tokenizer_from_json(text: str) -> Tokenizer:
-    """The tokenizer written as JSON (`tokenizer.to_str()`), reading text as text.
+    """The tokenizer from its JSON (`tokenizer.to_str()`); it never reads text as special tokens.
 
     Raises:
         UserError: the library panics, or the tokenizer could lengthen a text or work on it without bound.
-        Exception: the text is not such JSON.
+        Exception: the text is not the JSON of a tokenizer.
     """
     with library_panics("this tokenizer is broken"):
         tokenizer = _plain_text(Tokenizer.from_str(text))
@@ -259,7 +259,7 @@ def library_panics(what: str) -> Iterator[None]:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether it is a panic of a library in Rust, which is not an `Exception`."""
+    """Whether an error is a panic of a Rust library, which is not an `Exception`."""
     return type(error).__name__ == "PanicException"
 
 
@@ -314,7 +314,7 @@ def _plain_text(tokenizer: Tokenizer) -> Tokenizer:
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write tokenizer.json, and tokenizer_config.json so that `transformers.AutoTokenizer` reads the folder; if a
-    folder stated the special tokens, also generation_config.json. Old sums are removed."""
+    folder stated the special tokens, also generation_config.json. Old checksums are removed."""
     stated = stated_of(tokenizer)
     files = {TOKENIZER_CONFIG: our_config(special_token_names(tokenizer))} if stated is None else stated.files()
     folder.mkdir(parents=True, exist_ok=True)
@@ -343,7 +343,7 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[int] | None:
-    """Bytes of text for each id, 0 for special ones; None if they depend on the neighbours (word pieces)."""
+    """Number of bytes of text for each id, 0 for special ones; None if they depend on the neighbours (word pieces)."""
     spellings, added = token_spellings(tokenizer), tokenizer.get_added_tokens_decoder()
     if spellings is None:
         return None

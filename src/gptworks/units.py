@@ -1,4 +1,4 @@
-"""Numbers in words for people."""
+"""Formats of numbers for people to read."""
 
 import math
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
 
 
 def readable(value: float, unit: str) -> str:
-    """Four significant digits and a decimal prefix, as in 1.423 GB; parameters and tokens are written out."""
+    """The value with four significant digits and a prefix, as in 1.423 GB; parameters and tokens are written out."""
     if unit in ("parameters", "tokens"):
         return f"{value:,.0f}"
     power = min((len(f"{value:.0f}") - 1) // 3, len(PREFIXES) - 1)
@@ -25,7 +25,7 @@ def significant(value: float, digits: int = 4) -> str:
 
 
 def counted(n: int, noun: str) -> str:
-    """1 thread, 2 threads."""
+    """The number with its noun, in the plural if necessary: 1 thread, 2 threads."""
     return f"{n:,} {noun}{'s' * (n != 1)}"
 
 

@@ -31,11 +31,11 @@ except ImportError:
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 100_000
-"""Limit for values in a file, counting each use of an alias."""
+"""Maximum number of values in a file, counting each use of an alias."""
 MAX_DEPTH = 64
-"""Limit for nested sections and lists, with aliases expanded."""
+"""Maximum depth of nested sections and lists, with aliases expanded."""
 MAX_DIGITS = 400
-"""Limit for a number: Python reads longer ones in quadratic time. No number in a recipe has 20 digits."""
+"""Maximum digits of a number: Python reads longer ones in quadratic time. No number in a recipe has 20 digits."""
 
 _TAG = "tag:yaml.org,2002:"
 _PLAIN = {None, *(_TAG + kind for kind in ("null", "bool", "int", "float", "timestamp", "str", "seq", "map"))}
@@ -55,15 +55,15 @@ class _Loader(Composer, _Parser, SafeConstructor, Resolver):
         SafeConstructor.__init__(self)
         Resolver.__init__(self)
         self.n_nodes = 0
-        """Composed values, with aliases expanded."""
+        """Number of composed values, with aliases expanded."""
         self._depth = self._deepest = 0
-        self._sizes: dict[str, tuple[int, int]] = {}  # of each complete anchored value: its values, its levels
+        self._sizes: dict[str, tuple[int, int]] = {}  # values and levels of each complete anchored value
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """The next node.
 
         Raises:
-            YAMLError: it is too deep, too large, or contains itself.
+            YAMLError: the node is too deep, too large, or contains itself.
         """
         event: Any = self.peek_event()
         n_before, deepest_before = self.n_nodes, self._deepest
@@ -129,8 +129,8 @@ def read_yaml(path: Path, *, inside: Path | None = None) -> Any:
         inside: a folder which no link may lead out of; see `gptworks.files.open_regular`.
 
     Raises:
-        UserError: it is not a regular UTF-8 file, not YAML, or too large or too deep for a recipe.
-        OSError: it cannot be opened; FileNotFoundError if it does not exist.
+        UserError: the file is not a regular UTF-8 file, not YAML, or too large or too deep for a recipe.
+        OSError: the file cannot be opened; FileNotFoundError if it does not exist.
     """
     return parse_yaml(read_text(path, MAX_BYTES, inside=inside), str(path))
 
@@ -141,7 +141,7 @@ def parse_yaml(text: str, origin: str) -> Any:
 
 
 def compose_yaml(text: str, origin: str) -> yaml.Node | None:
-    """The nodes of a YAML text with their positions, of any tag; None: it is empty. See `read_yaml`."""
+    """The nodes of a YAML text with their positions, of any tag; None if the text is empty. See `read_yaml`."""
     node: yaml.Node | None = _load(text, origin, _Loader.get_single_node)
     return node
 

@@ -300,7 +300,7 @@ class Plan:
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of the weights in training, with an adapter's; a tied head counts once. Files add a header of some kB."""
+        """Bytes of the weights in training, with an adapter's; a tied head counts once. A file adds some kB."""
         return held_weights_bytes(self.parameters, self.trained)
 
     @property
