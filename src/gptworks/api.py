@@ -39,7 +39,7 @@ def train(
     prepare: Callable[[Recipe], Prepared] | None = None,
     **settings: Any,
 ) -> TrainedRun:
-    """Train a recipe's model until its end: `gptworks.train("demo", max_steps=20)`.
+    """Train a recipe's model to the end of its run: `gptworks.train("demo", max_steps=20)`.
 
     Args:
         recipe: a file, a shipped recipe's name or a run folder; or a recipe as nested dictionaries, or a `Recipe`.
@@ -48,7 +48,7 @@ def train(
         change: settings by path that a resumed run may change, though its loss curve depends on them.
         force: start even if the plan says that the run does not fit in memory.
         report: called with the settings of an earlier session that are kept; None: the display shows them.
-        prepare: makes the recipe's tokenizer and shards; None: does so without output, or with the notebook's.
+        prepare: makes the recipe's tokenizer and shards; None: makes them quietly, or with a notebook's display.
         settings: more settings: of the section `train` by name (`max_steps=20`), others by section
             (`model={"n_layers": 2}`, `run_dir="runs/small"`).
 
@@ -119,7 +119,7 @@ def plan(
         world_size: number of devices.
         sharding, tensor_parallel: settings of train.parallel.
         utilization: share of the device's FLOP/s that training reaches while it computes; None: 0.4.
-        intra_node_gb_s, inter_node_gb_s: GB/s that a device sends within its node, and its network card to others.
+        intra_node_gb_s, inter_node_gb_s: GB/s that a device sends within its node, and to other nodes.
         gpus_per_node: number of devices, and so of ranks, in a node.
         host_memory_gib: memory of a node's host. None for these four: the device's usual node, as the plan shows.
         trace: also count a step's memory on fake tensors.
@@ -265,7 +265,7 @@ def evaluate(
             loading are saved under a name of their own, such as text-book-int8.
         save: write the figures of texts, tasks and the like to the run folder and its card.
         report: called with a message for each fallback.
-        prepare: builds, or finds, the shards of the run's own text; None: does so without output.
+        prepare: builds, or finds, the shards of the run's own text; None: does so quietly.
         progress: called with the number of items or tokens done, and their total.
 
     Raises:

@@ -139,7 +139,7 @@ class Checkpoint:
 
     @property
     def manifest_sha256(self) -> str | None:
-        """The sha256 of its manifest, which distinguishes checkpoints of one step; None without a manifest."""
+        """The sha256 of the manifest, which distinguishes checkpoints of one step; None without a manifest."""
         path = self.folder / "manifest.json"
         try:
             return sha256_file(path, inside=self.run_dir, max_bytes=MAX_JSON_BYTES)
@@ -148,7 +148,7 @@ class Checkpoint:
 
     @property
     def weights_sha256(self) -> str:
-        """The sha256 of its weights, from its manifest.
+        """The sha256 of the weights, from the manifest.
 
         Raises:
             UserError: the manifest is missing or damaged.
@@ -170,7 +170,7 @@ class Checkpoint:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its matrices are packed by `gptworks quantize`. False for packed matrices under an adapter, which can
+        """Whether the matrices are packed by `gptworks quantize`. False for packed matrices under an adapter, which can
         be merged, and for a damaged file."""
         try:
             stored = stored_tensors(self.folder / "model.safetensors", inside=self.run_dir)

@@ -58,7 +58,7 @@ class Precision:
     dtype: torch.dtype
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The context for the forward pass."""
+        """The autocast context of the forward pass."""
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device_type, dtype=self.dtype)

@@ -65,7 +65,7 @@ def _llama(
 
 
 def _modern(vocab_size: int, d_model: int, n_layers: int, context_length: int) -> Settings:
-    """The default for small models: an architecture of choices that speedruns kept and other tools can run.
+    """The default architecture of small models: choices that speedruns kept and that other tools can run.
 
     RoPE, RMSNorm, QK-norm, SwiGLU of 8/3 the width, zero-initialized projections, a tied head; heads of 64. ReLU² is
     as good at this size, but no architecture of Hugging Face or llama.cpp combines it with QK-norm.

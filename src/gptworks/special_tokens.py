@@ -101,7 +101,7 @@ class Stated:
     """The token that begins generation without a prompt; often the tokenizer's bos."""
     pad: int | None = None
     generation: Mapping[str, Any] = field(default_factory=dict)
-    """generation_config.json without these token ids: settings of sampling, which an export writes again."""
+    """Contents of generation_config.json without token ids: settings of sampling, which an export writes again."""
     others: tuple[str, ...] = ()
     """More special tokens, which tokenizer.json does not mark as special."""
     notes: tuple[str, ...] = ()
@@ -120,7 +120,7 @@ class Stated:
         return {TOKENIZER_CONFIG: our_config(self.names), GENERATION_CONFIG: self.generation_config()}
 
     def generation_config(self) -> dict[str, Any]:
-        """generation_config.json, ids included."""
+        """The contents of generation_config.json, with token ids."""
         ends: Any = list(self.ends) if len(self.ends) > 1 else next(iter(self.ends), None)
         ids = {"bos_token_id": self.bos, "eos_token_id": ends, "pad_token_id": self.pad}
         return {"_from_model_config": False, **self.generation, **{k: v for k, v in ids.items() if v is not None}}
@@ -171,7 +171,7 @@ def post_processed(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ..
 
 
 def _around(step: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """`post_processed` for one step in tokenizer.json."""
+    """The ids that one step of a post-processor in tokenizer.json adds before and after a text."""
     kind = step["type"]
     if kind == "ByteLevel":  # it changes offsets only
         return (), ()
@@ -244,7 +244,7 @@ def stating_files(folder: Path) -> list[Path]:
 
 
 def our_config(names: Mapping[str, str]) -> dict[str, Any]:
-    """tokenizer_config.json of a run: transformers uses tokenizer.json unchanged, with these special tokens."""
+    """Contents of a run's tokenizer_config.json: transformers uses tokenizer.json and these special tokens."""
     return {"tokenizer_class": OUR_CLASS, "clean_up_tokenization_spaces": False, **names}
 
 

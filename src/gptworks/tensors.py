@@ -27,7 +27,7 @@ _DTYPES = {
 """The dtypes that gptworks writes or reads, by the names that safetensors gives them."""
 
 _MOST_HEADER_BYTES = 100_000_000
-"""Limit of a header, which is also safetensors' own."""
+"""Size limit of a header, the same as safetensors'."""
 
 _ELEMENTS_AT_ONCE = 2**20
 """Elements whose finiteness is checked at once: they stay in the processor's cache, and nothing is copied."""

@@ -1,4 +1,4 @@
-"""Formats of numbers for people to read."""
+"""Formats numbers for people to read."""
 
 import math
 from collections.abc import Mapping

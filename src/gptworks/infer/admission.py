@@ -20,7 +20,7 @@ from gptworks.tokenizer import encodings, prompt_ids, vocabulary_size
 
 
 class Admission:
-    """Makes an engine's requests, and refuses those that it cannot serve. From any thread."""
+    """Makes an engine's requests, and refuses those that it cannot serve. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, room: Room) -> None:
         """Raises a UserError if the tokenizer has ids that the model lacks."""

@@ -1,10 +1,10 @@
-"""A file of prompts in, a file of continuations out. Interrupted work continues where it stopped.
+"""Continues the prompts of a file, and writes the texts to another. An interrupted batch continues where it stopped.
 
 Input, one JSON object a line: `prompt`, a text; `id`, a string or whole number (default: the line's number, from 1);
 `settings`, an object that overrides the settings of the call (`{"max_tokens": 20}`). Other keys are ignored.
 
 Output, one line for each prompt as it finishes: `id`; `completions`, each with its text, finish_reason and number of
-tokens; `prompt_tokens`. For a prompt that cannot be continued: `id` and `error`.
+tokens; `prompt_tokens`. A prompt that cannot be continued gets `id` and `error`.
 """
 
 import itertools
@@ -34,12 +34,12 @@ class BatchReport:
     """The outcome of a batch."""
 
     total: int
-    """Prompts in the input."""
+    """Number of prompts in the input."""
     skipped: int = 0
-    """Prompts finished by an earlier call."""
+    """Number of prompts that an earlier call finished."""
     done: int = 0
     failed: int = 0
-    """Prompts that ended in an error."""
+    """Number of prompts that ended in an error."""
     generated_tokens: int = 0
     errors: list[str] = field(default_factory=list)
     """The first few failures, with their ids."""

@@ -31,7 +31,7 @@ class ChatSession:
     system = ""
 
     def __init__(self, engine: Engine, settings: SamplingSettings | None = None, **changes: Any) -> None:
-        """Settings as for `Engine.generate`.
+        """settings, changes: see `Engine.generate`.
 
         Raises:
             UserError: a setting is unknown or impossible.
@@ -58,7 +58,7 @@ class ChatSession:
     def send(self, text: str) -> Iterator[str]:
         """Append text to the transcript and stream the model's continuation, which is appended as it arrives.
 
-        With an empty text, the model continues the transcript. A stream that is not read to its end adds the read text.
+        With an empty text, the model continues the transcript. If the stream is left early, the text so far stays.
 
         Raises:
             UserError: the first text has no tokens, or the tokenizer cannot read the text.
@@ -129,7 +129,7 @@ class ChatSession:
         """Continue the last conversation of a .jsonl file in any known format; returns its number of messages.
 
         Raises:
-            UserError: the file is missing, too large or broken, or its turns do not alternate. The session is kept.
+            UserError: the file is missing, too large or broken, or turns do not alternate; the session is unchanged.
         """
         _check_name(path)
         try:
@@ -211,7 +211,7 @@ class TurnSession(ChatSession):
     def __init__(
         self, engine: Engine, settings: SamplingSettings | None = None, *, system: str = "", **changes: Any
     ) -> None:
-        """Settings as for `Engine.generate`; `system` is the system message, before the first turn.
+        """settings, changes: see `Engine.generate`. system: the system message, before the first turn.
 
         Raises:
             UserError: the run has no chat template, or a setting is unknown or impossible.
@@ -253,7 +253,7 @@ class TurnSession(ChatSession):
         """Do nothing: the next turn encodes this answer."""
 
     def _fitting(self, messages: list[Message]) -> tuple[int, list[int], int]:
-        """The number of oldest messages to hide so that an answer fits, the rest's ids, and the number of lost ids."""
+        """The number of oldest messages to hide so that an answer fits, the ids of the rest, and how many were lost."""
         room = self.engine.context - min(self.settings.max_tokens, self.engine.context // 2)
         ids = self._template.encode(messages, add_generation_prompt=True)
         n_before, n_hidden, first = len(ids), 0, 1 if self.system else 0

@@ -1,4 +1,4 @@
-"""One text at a time: the engine's methods `generate`, `stream`, `complete`, `chat`, `pieces` and `score`.
+"""The engine's methods for one text at a time: `generate`, `stream`, `complete`, `chat`, `pieces` and `score`.
 
 Each enqueues a request and takes steps until it is done. Calls from several threads take turns.
 """
@@ -98,7 +98,7 @@ class Client(ABC):
                 do not depend on n_samples.
             overflow: what happens when the context is full. error: a longer prompt is refused, and a sample ends with
                 the reason "context". slide: the window restarts from the last context_length / 2 tokens, recomputed;
-                of a prompt longer than the context, the last context_length / 2 tokens are read.
+                a prompt longer than the context is cut to its last context_length / 2 tokens.
             changes: settings by name, such as temperature=0.8.
 
         Raises:

@@ -2,7 +2,7 @@
 
 The extra `constrain` installs llguidance, which limits neither time nor memory of a compilation, and cannot stop
 one. Each grammar is therefore compiled first in a process with limits (`gptworks.confined`), which dies if it exceeds
-them. A grammar that is cheap there is compiled again here, at the same cost, once for each tokenizer, and kept.
+them. A grammar within the limits is compiled again here, at the same cost, once for each tokenizer, and kept.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ MAX_LIVE_BYTES = 1 << 29
 """Memory limit of all grammars in use; a new one that would exceed it is refused with QueueFull."""
 _MAX_KEPT_BYTES = 1 << 26
 _MAX_KEPT = 64
-"""Memory and number of grammars that are kept for later requests."""
+"""Limits, in bytes and in number, of unused grammars that are kept for later requests."""
 _MAX_REFUSALS = 256
 """Number of refused grammars that are remembered."""
 _MASK_SECONDS = 1.0
@@ -57,7 +57,7 @@ class Grammar:
 
 
 class Constraint:
-    """The tokens that may continue one text. V: size of the tokenizer's vocabulary."""
+    """Follows one text, and finds the tokens that may continue it. V: size of the tokenizer's vocabulary."""
 
     def __init__(self, matcher: Any, n_tokens: int) -> None:
         self._matcher, self._n_tokens = matcher, n_tokens
@@ -88,13 +88,13 @@ class Constraint:
         return bool(self._matcher.is_stopped())
 
     def accepts(self, tokens: list[int]) -> int:
-        """The number of these tokens that may follow in this order."""
+        """The number of these tokens, from the first on, that may follow."""
         n: int = self._matcher.validate_tokens(tokens)
         return n
 
 
 class Constraints:
-    """Compiles grammars for one tokenizer. From any thread."""
+    """Compiles grammars for one tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Raises a UserError if llguidance is not installed, or the tokens do not spell text by themselves."""

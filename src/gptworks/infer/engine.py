@@ -119,7 +119,7 @@ class Engine(Client):
         """The error that ended the engine; None while it runs. See `fail`."""
 
     def submit(self, prompt: Prompt, settings: SamplingSettings | None = None, **arguments: Any) -> Request:
-        """Queue a request, with the arguments of `Admission.request`; `step` makes its pieces. From any thread.
+        """Queue a request, with the arguments of `Admission.request`; `step` makes its pieces. Thread-safe.
 
         Raises:
             UserError: as `pieces`.
@@ -130,7 +130,7 @@ class Engine(Client):
         return request
 
     def enqueue(self, request: Request) -> None:
-        """Queue a request that `admission` has made. From any thread.
+        """Queue a request that `admission` has made. Thread-safe.
 
         Raises:
             QueueFull: `max_waiting` texts are waiting.
@@ -145,7 +145,7 @@ class Engine(Client):
             self._inbox.append((True, request))
 
     def cancel(self, request: Request) -> None:
-        """End a request without more pieces. From any thread; its slots are free by the next step."""
+        """End a request without more pieces. Its slots are free by the next step. Thread-safe."""
         with self._inbox_lock:
             if self.failure is not None:
                 return
@@ -191,7 +191,7 @@ class Engine(Client):
 
     @contextlib.contextmanager
     def _failing(self, on_failure: Callable[[BaseException], None]) -> Iterator[None]:
-        """End all requests with any error raised inside, so that none is left without an answer.
+        """A context that ends all requests with any error raised inside, so that none is left without an answer.
 
         After an `Exception` the next requests may succeed; computed keys and values are discarded. After a MemoryError,
         or an error that is not an `Exception`, such as a panic of a Rust library, the engine has failed. A
@@ -251,7 +251,7 @@ class Engine(Client):
             self._room.release()
 
     def _n_waiting(self) -> int:
-        """Texts without a slot: in the inbox, waiting for their prompt to be read, or waiting for a slot."""
+        """Number of texts without a slot: in the inbox, waiting for their prompt to be read, or waiting for a slot."""
         submitted = sum(request.n_samples for is_new, request in tuple(self._inbox) if is_new)
         return submitted + self._requests.n_to_come + len(self._room.scheduler.waiting)
 

@@ -30,7 +30,7 @@ _LOG = logging.getLogger("gptworks.engine")
 
 
 class EngineStopped(RunError):
-    """The engine accepts no more requests, or has ended those it had."""
+    """The engine's loop is closed: it accepts no more requests, or has ended its requests."""
 
 
 class SlowReader(RunError):
@@ -49,7 +49,7 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="gptworks engine", daemon=True)
 
     def start(self) -> Self:
-        """Start the thread."""
+        """Start the engine's thread; returns this loop."""
         self._thread.start()
         return self
 
@@ -184,7 +184,7 @@ class Stream:
         loop._streams.add(self)
 
     def submit(self, prompt: Prompt, settings: SamplingSettings | None = None, **arguments: Any) -> Request:
-        """Add a request, with the arguments of `Engine.submit`. From any thread, one at a time.
+        """Add a request, with the arguments of `Engine.submit`. Any thread may call this, one at a time.
 
         Raises:
             UserError, QueueFull: as `Engine.submit`.
@@ -199,7 +199,7 @@ class Stream:
         return request
 
     def hand(self, number: int, piece: Piece | Exception) -> None:
-        """For the engine: pass a piece to the reader, which is woken after the step. From any thread."""
+        """For the engine: pass a piece to the reader, which is woken after the step. Thread-safe."""
         full = self._max_unread is not None and len(self._unread) >= self._max_unread
         if full and isinstance(piece, Piece):
             if self.cancelled:
@@ -218,7 +218,7 @@ class Stream:
         self._max_unread = most if self._max_unread is None else min(most, self._max_unread)
 
     def cancel(self) -> None:
-        """End the requests. From any thread, any number of times."""
+        """End the requests; may be called repeatedly. Thread-safe."""
         self.cancelled = True
         self._loop._streams.discard(self)
         for request in list(self.requests):

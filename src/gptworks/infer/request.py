@@ -57,7 +57,7 @@ class Statistics:
     generated_tokens: int = 0
     steps: int = 0
     prefix_hits: int = 0
-    """Prompts that began with tokens in a slot."""
+    """Number of prompts whose first tokens were found in a slot."""
     reused_tokens: int = 0
     """Prompt tokens that were reused from slots, not computed."""
     draft_tokens: int = 0
@@ -226,7 +226,7 @@ class OpenRequests:
 
     @property
     def n_to_come(self) -> int:
-        """Number of texts without a job, because their prompt has not been read. From any thread."""
+        """Number of texts without a job, because their prompt has not been read. Thread-safe."""
         return sum(request.n_to_come for request in tuple(self._open.values()))
 
     def of(self, job: Job) -> Request:

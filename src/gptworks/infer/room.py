@@ -23,7 +23,7 @@ CPU allocates only pages in use, so that its minimum may be large."""
 
 
 class Room:
-    """A backend and its scheduler, with as many slots as the current texts need, of the length that they need."""
+    """A backend and its scheduler, with slots that are enough, in number and length, for the current texts."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Room:
         self.restart_tokens = max(1, self.context // 2)
         """Tokens that a full sliding window keeps: the last half of the context."""
         self.most_texts = n_slots or ANSWERS_AT_ONCE
-        """Limit of texts generated at once."""
+        """Maximum number of texts generated at once."""
         self._n_slots, self._slot_tokens = n_slots, slot_tokens
         self._backend_name: BackendName = backend
         self._cache_dtype, self._prefill_tokens = cache_dtype, prefill_tokens

@@ -3,7 +3,7 @@
     logits ─► bias, penalties, bans ─► greedy: the likeliest
                                     └► temperature ─► top-k ─► top-p ─► min-p ─► draw
 
-The order is Hugging Face's. Each row is computed by itself, so that a text's tokens do not depend on other texts.
+The order is Hugging Face's. Rows are computed independently, so that a text's tokens do not depend on other texts.
 
 Shapes: B texts, V vocabulary, K candidates.
 """
@@ -25,10 +25,10 @@ from gptworks.errors import RunError, UserError, nearest
 from gptworks.infer.logprobs import TokenLogprob
 
 _GREEDY_BELOW = 1e-5
-"""Lower temperatures would overflow float32; their limit is the greedy choice."""
+"""Temperatures below this one would overflow float32, and mean the greedy choice, which is their limit."""
 
 CANDIDATES = 256
-"""Filters first search this many likeliest tokens. If they keep more, all tokens are sorted."""
+"""Number of likeliest tokens that filters search first. If they keep more, all tokens are sorted."""
 
 _BLOCK = 256
 """Weights in a block: a draw first finds the block by the blocks' sums, then the token within it."""
@@ -375,7 +375,7 @@ def adjust(logits: Tensor, samplers: Sequence[Sampler], allowed: Sequence[Tensor
     device = logits.device
 
     def places(parts: Callable[[Sampler], Any]) -> Iterator[list[Tensor]]:
-        """Rows, token ids and numbers of all texts, concatenated; empty without texts."""
+        """Rows, token ids and amounts, concatenated over all texts; empty without any."""
         found = [(row, *part) for row, sampler in enumerate(samplers) if (part := parts(sampler)) and len(part[0])]
         if found:
             rows = np.repeat([row for row, _, _ in found], [len(ids) for _, ids, _ in found])

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 PREFILL_TOKENS = 512
-"""Prompt tokens computed at once: bounds the memory of a long prompt's activations, and the delay of other texts."""
+"""Number of prompt tokens computed at once. It limits the memory of a long prompt, and the delay of other texts."""
 
 Reuse = Literal["exact", "all", "off"]
 """exact: reuse a prefix only if computing it again would give the same bits. all: reuse every common prefix; if the

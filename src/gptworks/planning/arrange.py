@@ -214,7 +214,7 @@ def planned_precision(name: str, device: Device) -> str:
 
 
 def device_setting(recipe: Recipe, device: Device, layout: Layout) -> Setting:
-    """`rank_setting` in the precision that the recipe has on such a device."""
+    """The result of `rank_setting` in the recipe's precision on such a device."""
     return rank_setting(recipe, planned_precision(recipe.train.precision, device), device.on_cpu, layout)
 
 

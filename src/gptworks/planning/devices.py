@@ -198,7 +198,7 @@ def check_figures(**figures: float | None) -> None:
 LOOPBACK: dict[str, Any] = {
     "intra_node": 1.5e9, "inter_node": 0.125e9, "network_source": "assumed: gloo over loopback, 1 Gb/s Ethernet",
 }  # fmt: skip
-"""Network of ranks on CPUs."""
+"""Network figures of ranks on CPUs."""
 
 
 def this_cpu() -> Device:

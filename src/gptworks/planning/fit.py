@@ -27,7 +27,7 @@ class Need:
     peak: Peak
     """Peak memory of each device."""
     host: HostMemory | None
-    """Memory of the fullest node's host; None on a CPU, whose memory is the device's."""
+    """Memory of the fullest node's host; None on a CPU, which is both device and host."""
 
     @property
     def fits_device(self) -> bool:

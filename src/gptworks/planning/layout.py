@@ -19,7 +19,7 @@ class Layout:
     sharding: str = "none"
     """none: all on each device (DDP if there are several); fsdp: weights, gradients and optimizer state in equal
     shares, each block gathered as it is used (Zhao et al., 2023); zero2: the same, but a block that was gathered in the
-    forward pass stays so until its backward pass."""
+    forward pass stays gathered until its backward pass."""
     data_parallel: int = 1
     """Ranks that see different sequences."""
     tensor_parallel: int = 1

@@ -48,8 +48,8 @@ class Collective:
     n_bytes: int
     """Bytes of the whole tensors, in a micro-batch or, if it happens once a step, in the step."""
     when: str
-    """forward, backward (both hidden by computing where there is enough of it, in each micro-batch), last_backward
-    (likewise, in the last micro-batch) or exposed (nothing is computed meanwhile)."""
+    """forward, backward (both overlap with computing in each micro-batch), last_backward (likewise, in the last
+    micro-batch) or exposed (nothing is computed meanwhile)."""
     exposed_bytes: int = 0
     """The part of `n_bytes` that is sent before or after all computing."""
     in_each_micro_batch: bool = True

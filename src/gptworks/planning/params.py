@@ -58,7 +58,7 @@ class ParameterCount:
 
     @property
     def active(self) -> int:
-        """Parameters used for one token: all except the experts it is not sent to."""
+        """Parameters used for one token: all except those of the experts that it is not sent to."""
         experts = self.groups["mlp_weights"].total + self.groups["mlp_biases"].total
         return self.total - round((1 - self.active_share) * experts)
 

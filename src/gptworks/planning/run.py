@@ -201,7 +201,7 @@ class Plan:
 
     @property
     def host(self) -> HostMemory | None:
-        """The memory of the fullest node's host; None on a CPU, whose memory is the device's."""
+        """The memory of the fullest node's host; None on a CPU, which is both device and host."""
         return self.need.host
 
     @property

@@ -1,4 +1,4 @@
-"""The inputs of a training step's memory."""
+"""The properties of a training step that decide its memory."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ UNPACKED_ON_CPU, UNPACKED_ELSEWHERE = 2**18, 2**22
 
 @dataclass(frozen=True)
 class Setting:
-    """The properties of a training step that its memory depends on."""
+    """The properties of a training step that decide its memory on one device."""
 
     model: ModelConfig
     micro_batch_size: int
@@ -33,7 +33,7 @@ class Setting:
     shorter_lengths: tuple[int, ...] = ()
     """Lengths of rows into which some steps cut the context's windows."""
     n_future: int = 0
-    """Tokens beyond the next that the loss has terms for."""
+    """Number of tokens beyond the next that the loss has terms for."""
     averages: bool = False
     """Whether a moving average of the weights is kept."""
     saves: bool = False

@@ -11,7 +11,7 @@ def planned_steps(
     windows_per_epoch: int | None = None,
     estimated: bool = False,
 ) -> tuple[int | None, str]:
-    """The number of optimizer steps, and the setting that limits it: max_steps or epochs, the first reached if known.
+    """The number of optimizer steps, None if unknown, and the setting that limits it first: max_steps or epochs.
 
     estimated: whether the tokens or windows are an estimate; the returned words then say so.
 

@@ -1,4 +1,4 @@
-"""A model → its quantized form, in memory.
+"""Quantizes a model in memory.
 
 The blocks' matrices get the requested kind. Norms, biases, positions, gates and the routers of experts stay fp32:
 they are a thousandth of the weights. With int4, some matrices are kept in int8: the embedding, those whose rows are not

@@ -1,4 +1,4 @@
-"""Packs weights while a run is loaded: read, merge with the adapter and round, one matrix at a time.
+"""Packs weights while a run is loaded: reads, merges with the adapter and rounds one matrix at a time.
 
 The result equals a run of `gptworks quantize --rounding nearest`. GPTQ needs a text, so only that command offers it.
 """

@@ -14,7 +14,7 @@ _ROWS_AT_ONCE = 2**18
 """Number of weights whose scales are searched at once: they stay in the cache."""
 
 _COLUMNS_AT_ONCE = 128
-"""Columns after which GPTQ passes the errors to the rest of the matrix."""
+"""Number of columns after which GPTQ passes their errors to the rest of the matrix."""
 
 _DAMPING = 0.01
 """Share of a Hessian's mean diagonal that is added to its diagonal."""

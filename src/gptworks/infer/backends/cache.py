@@ -73,7 +73,7 @@ class Blocks(Vectors):
     """Keys or values in the layout of the native kernels (cached_attention.h), which only they read and write.
 
     Positions are in blocks of 16. A word of four bytes has one number in fp32, two in bf16, four in int8. Keys are in
-    panels of 16 (quantize/panels.py). A word of the values holds one element at as many positions as it has numbers.
+    panels of 16 (quantize/panels.py). A word of the values has numbers of one element, at several positions.
     """
 
     @staticmethod
@@ -90,8 +90,8 @@ class Blocks(Vectors):
 class SlotCache:
     """Keys and values of many texts: each has a slot, [G, capacity, D] in each layer, and its own length.
 
-    A block that is run several times has keys and values for each run. Windowed layers keep all tokens and mask, so
-    that a text can be rolled back to any length. If embeddings depend on the previous token, the ids are kept too,
+    A block that is run several times has keys and values for each run. Windowed layers use masks and keep all tokens,
+    so that a text can be rolled back to any length. If embeddings depend on the previous token, the ids are kept too,
     int32.
     """
 

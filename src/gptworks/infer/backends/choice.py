@@ -22,7 +22,7 @@ def choose_backend(
     Args:
         n_slots, capacity: number of texts at once, and of tokens of each.
         dtype: the caches' dtype; None: the backend's default.
-        name: native: this backend, or an error. torch: the model's own forward pass.
+        name: native: the native backend, or an error. torch: the model's own forward pass.
 
     Raises:
         UserError: name="native", and the native backend is unavailable.

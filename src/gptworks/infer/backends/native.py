@@ -223,7 +223,7 @@ class NativeBackend(Backend):
         return Norm(self._vector(norm.weight, width), self._vector(getattr(norm, "bias", None), width), width)
 
     def _matrix(self, module: Any, rows: int, columns: int) -> Matrix:
-        """A matrix [rows, columns]: in panels, or row by row with each row padded to a multiple of _AT_ONCE_BYTES."""
+        """The structure of a matrix [rows, columns]: in panels, or with rows padded to a multiple of _AT_ONCE_BYTES."""
         if module is None:
             return Matrix()
         bias = self._vector(getattr(module, "bias", None), rows)
