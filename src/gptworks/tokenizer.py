@@ -1,7 +1,7 @@
 """Train, load and save tokenizers. Each is a plain `tokenizers.Tokenizer`, kept as a tokenizer.json.
 
-A tokenizer from this module reads text as text: `<|endoftext|>` written in a document is ordinary characters, never the
-special token. Special tokens are placed by their ids (`document_frame`, `prompt_ids`).
+A tokenizer from this module reads no special tokens from text: `<|endoftext|>` written in a document is ordinary
+characters. Special tokens are placed by their ids (`document_frame`, `prompt_ids`).
 """
 
 import hashlib
@@ -306,7 +306,7 @@ _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def _plain_text(tokenizer: Tokenizer) -> Tokenizer:
-    tokenizer.encode_special_tokens = True  # a special token's name in a text is text
+    tokenizer.encode_special_tokens = True  # a special token's name in a text is ordinary text
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -136,8 +136,8 @@ class _Search:
         return last
 
     def on_fewer_ranks_a_host(self, remedies: Sequence[_Remedy], change: Change) -> list[Change]:
-        """The change with fewer ranks per host, if the devices hold the run but the hosts do not: fewer ranks if there
-        is one host, and the same number on more hosts. Empty if a host cannot hold even one rank."""
+        """Variants of a change whose devices hold the run but whose hosts do not: with fewer ranks, if there is one
+        host, and with the same ranks on more hosts. Empty if a host cannot hold even one rank."""
         if change.fits or not change.need.fits_device:
             return []
         n_hosts = -(-change.n_ranks // self.device.per_node)

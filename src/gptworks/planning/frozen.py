@@ -29,7 +29,7 @@ def as_trained(stage: Stage, trained: Trained, shapes: Shapes, layer: int, no_co
     if module in trained.targets:
         saved[ADAPTER] = _adapter_bytes(stage, trained, shapes)
     stage = replace(stage, saved=saved, scratch=stage.scratch - stage.own_scratch)
-    return stage if trained.rank else replace(stage, matrices=0, vectors=0)  # the adapter's are counted elsewhere
+    return stage if trained.rank else replace(stage, matrices=0, vectors=0)  # see `_Step._gain` for the adapter's
 
 
 def as_first(stage: Stage, trained: Trained, shapes: Shapes, layer: int) -> Stage:

@@ -115,7 +115,7 @@ ONEDNN_KERNEL_BYTES, ONEDNN_KEEPS = 555_000, 1024
 
 def expert_kernels_bytes(setting: Setting) -> int:
     """Most bytes of the kernels that oneDNN compiles on a CPU for each number of rows of a bf16 expert: two products
-    forward, and four backward. 0: the model compiles only the kernels of every model."""
+    forward, and four backward. 0: the model needs no such kernels."""
     if not (setting.on_cpu and setting.precision == "bf16" and setting.model.n_experts):
         return 0
     n_tokens = setting.micro_batch_size * setting.objective.rows_per_sample * setting.model.context_length

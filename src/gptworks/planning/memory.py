@@ -252,7 +252,7 @@ class _Step:
         self.hold(COPIES, sign * sum(copied))
 
     def _loss(self) -> None:
-        """Follow `gptworks.model.loss`: it computes logits by chunks of tokens, and gradients of features and head."""
+        """Hold as `gptworks.model.loss` does: logits by chunks of tokens, with the gradients of features and head."""
         shapes, vocabulary, width = self.shapes, self.model.vocab_size, self.model.d_model
         objective, taught = self.setting.objective, self.setting.objective.teacher_run is not None
         for stage in self.future:
@@ -273,7 +273,7 @@ class _Step:
             also += features + 2 * shapes.products(theirs) + copy * theirs // width
         self.mark("loss", chunk + copy + also, LOSS)
         self.hold(LOSS, 4 * head)
-        if objective.scores_targets:  # the gradient of scored positions is copied into one of all
+        if objective.scores_targets:  # the scored positions' gradient is copied into one for all
             self.mark("loss, backward", features)
         else:  # each gradient is scaled into a new tensor
             self._drop_copies()
@@ -385,13 +385,13 @@ class _Step:
         return [u for u in self.layers if self.uses[u] == self.uses[use]]
 
     def _go_back(self, stage: Stage, moment: str, use: int | None = None) -> None:
-        """Follow a stage's backward pass, as `Stage` describes it. Gradients of a block's runs are added up before they
+        """Hold as a stage's backward pass does, see `Stage`. Gradients of a block's runs are added up before they
         become the gradients of its weights."""
         product = self.shapes.product_bytes
         gradient = product * stage.matrices if self.packed or not self.trained.rank else 0  # or the unpacked matrix
         momentary = gradient + max(stage.leaves + stage.scratch, self._unpacking_bytes(stage))
         if (stage.module or stage.name) in self.trained.targets:  # the arriving gradient is scaled, leaving ones added
-            dropped = 3 * stage.leaves - stage.arrives if self.trained.dropout else 0  # unmasked, masked, the matrix's
+            dropped = 3 * stage.leaves - stage.arrives if self.trained.dropout else 0  # three gradients of the input
             momentary = max(momentary, stage.arrives, 2 * stage.leaves, dropped)
         self.mark(moment, momentary)
         self.hold_saved(stage, -1)
