@@ -1,1 +1,1 @@
-"""From text to batches: sources → documents → token shards → batches. Only `batches` knows torch."""
+"""From text to batches: sources → documents → token shards → batches."""

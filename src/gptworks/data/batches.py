@@ -1,6 +1,6 @@
 """Batches as a pure function of (shards, seed, position): resuming restores only integers.
 
-The datasets' weights decide which dataset a sample comes from (`Shares`), and a permutation which of its windows.
+The datasets' weights decide a sample's dataset (`Shares`), and a permutation decides which of its windows is read.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from gptworks.data.shards import Stretch
 from gptworks.errors import UserError
 
 BLOCK = 256
-"""Samples whose datasets are shuffled together."""
+"""Number of samples in a block, in which the order of datasets is shuffled."""
 _BLOCKS = (1 << 48) - 1
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -41,7 +41,7 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True)
 class OneDataset:
-    """The tokens of one dataset of a split."""
+    """Random access to the tokens of one dataset in a split."""
 
     tokens: Tokens
     part: Stretch
@@ -60,20 +60,20 @@ class OneDataset:
 
 
 def windows_per_epoch(n_tokens: int, context_length: int) -> int:
-    """The number of windows that fit after any of T first positions, so that it is the same in every epoch."""
+    """The number of windows in an epoch, whichever of the first T positions the first window begins at."""
     return max(1, (n_tokens - context_length) // context_length)
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The datasets' weights, and the first sample for which they hold."""
+    """The datasets' weights from sample `first` on."""
 
     first: int
     weights: tuple[float, ...]
 
 
 def weights_over_run(recipe: Recipe) -> list[Weights]:
-    """The weights of the recipe's datasets from sample 0 on, and later ones if it has `data.anneal`."""
+    """The datasets' weights from sample 0 on, then the weights of `data.anneal` if the recipe has it."""
     members, anneal, first = recipe.data.mixture, recipe.data.anneal, recipe.anneal_from
     weights = [Weights(0, tuple(member.weight for member in members) or (1.0,))]
     if anneal is not None and first is not None:
@@ -91,11 +91,11 @@ class Batches:
     batches and micro-batches decide only how many samples are taken at once.
 
     Args:
-        stretches: the tokens of each dataset; None: the split is one.
+        stretches: the tokens of each dataset; None: the split is a single dataset.
         phases: the datasets' weights over the run.
 
     Raises:
-        UserError: a dataset is shorter than one window, or their number is not that of the weights.
+        UserError: a dataset is shorter than one window, or the numbers of datasets and of weights differ.
     """
 
     def __init__(
@@ -117,10 +117,10 @@ class Batches:
         self._shards, self._context_length, self._seed = shards, context_length, seed
         self._stretches, self._shares = stretches, Shares(phases, seed)
         self._n_windows = [windows_per_epoch(stretch.n_tokens, context_length) for stretch in stretches]
-        """Windows in an epoch of each dataset."""
+        """Number of windows in an epoch, for each dataset."""
         self._bounds = np.cumsum([0, *self._n_windows])
         self.windows_per_epoch = int(self._bounds[-1])
-        """Windows of all datasets: the samples of an epoch, as `train.epochs` counts."""
+        """Total number of windows of all datasets: the samples in an epoch as `train.epochs` counts them."""
 
     def batch(self, first: int, size: int) -> Pair:
         """Inputs and targets, each int64 [B, T], of `size` samples from position `first` on."""
@@ -135,7 +135,7 @@ class Batches:
         return np.array([self.start(epoch, window) for epoch, window in places], dtype=np.int64)
 
     def items(self, samples: Int64s) -> tuple[Int64s, Int64s]:
-        """The epoch of each sample's dataset [n], and its window's number among the windows of all datasets [n]."""
+        """The epoch [n] of each sample's dataset, and the sample's window [n] among the windows of all datasets."""
         datasets, numbers = self._shares.draw(samples)
         epochs, found = np.empty_like(samples), np.empty_like(samples)
         for dataset in np.unique(datasets).tolist():
@@ -145,7 +145,7 @@ class Batches:
         return epochs, found
 
     def start(self, epoch: int, window: int) -> int:
-        """Position in the split of the first token of a window of an epoch of its dataset, both counted from 0."""
+        """Position in the split of a window's first token, given its dataset's epoch and its number, both from 0."""
         dataset = int(np.searchsorted(self._bounds, window, side="right")) - 1
         stretch, length, window = self._stretches[dataset], self._context_length, window - int(self._bounds[dataset])
         n_firsts = min(length, stretch.n_tokens - self._n_windows[dataset] * length)
@@ -160,12 +160,12 @@ class Batches:
 def evaluation_windows(
     shards: Tokens, context_length: int, n_sequences: int = 0, stride: int | None = None
 ) -> Iterator[Pair]:
-    """Inputs and targets, each int64 [T] with T ≤ context_length, that cover the split in order.
+    """Inputs and targets, each int64 [T] with T ≤ context_length, of windows that cover the split in order.
 
     Each token except the first is a target once. The last window may be shorter.
 
     Args:
-        n_sequences: the number of windows, evenly spaced. 0: all.
+        n_sequences: most windows to return, evenly spaced. 0: all.
         stride: tokens between the starts of windows. If it is below context_length, windows overlap, each token is
             predicted from at least context_length - stride tokens, and only new tokens count: other targets are
             IGNORED. None: context_length.
@@ -202,7 +202,7 @@ def _check_length(split: str, n_tokens: int, context_length: int, dataset: str =
 
 
 class Shares:
-    """The dataset of each sample, and its number among that dataset's samples.
+    """Assigns each sample to a dataset, and numbers it among the samples of that dataset.
 
     Samples come in blocks. By the end of each block, each dataset has its rounded share of all samples so far. Within a
     block, the seed shuffles the order of the datasets.
@@ -211,7 +211,7 @@ class Shares:
     def __init__(self, phases: Sequence[Weights], seed: int) -> None:
         """
         Args:
-            phases: the weights from sample 0 on, then others from later samples on.
+            phases: the weights over the run, in order; the first phase begins at sample 0.
         """
         assert phases[0].first == 0 and all(a.first < b.first for a, b in pairwise(phases))
         self._seed, self._weights = seed, [_integers(phase.weights) for phase in phases]
@@ -221,7 +221,7 @@ class Shares:
             self._before.append(self.before(phase.first))
 
     def draw(self, samples: Int64s) -> tuple[Int64s, Int64s]:
-        """The dataset [n] of each sample [n], and the number of the dataset's samples before it [n]."""
+        """The dataset [n] of each sample [n], and the number [n] of samples of that dataset before it."""
         phases = np.searchsorted(self._firsts, samples, side="right") - 1
         blocks, places = np.divmod(samples - self._firsts[phases], BLOCK)
         keys, which = np.unique(phases << 48 | blocks, return_inverse=True)
@@ -242,11 +242,11 @@ class Shares:
 
 
 def counts(weights: tuple[int, ...], n: int) -> list[int]:
-    """The number of samples of each dataset among n: its rounded share. They add up to n, and none falls as n grows.
+    """Each dataset's rounded share of n samples. The counts add up to n, and none of them falls as n grows.
 
     The datasets are the leaves of a Huffman tree. Each inner node divides its samples between its two children in
     proportion to their weights, rounded to the nearest, so one more sample gives one child one more. Every count is
-    less than 1.68 from its exact share: rounding at an ancestor of weight W adds at most w / 2W for a leaf of weight w,
+    less than 1.68 off its exact share: rounding at an ancestor of weight W adds at most w / 2W for a leaf of weight w,
     and weights from a leaf upwards grow at least as fast as Fibonacci's numbers, because a node's sibling is at least
     as heavy as each of its children. So the sum is below half the reciprocal Fibonacci constant, 3.3599. With two
     datasets the difference is at most 1/2.
@@ -267,13 +267,13 @@ def counts(weights: tuple[int, ...], n: int) -> list[int]:
 class _Node(NamedTuple):
     weight: int
     number: int
-    """The dataset of a leaf. It also orders nodes of equal weight."""
+    """A leaf's dataset, or the next free number for an inner node. It orders nodes of equal weight."""
     children: "tuple[_Node, _Node] | None" = None
 
 
 @lru_cache(maxsize=64)
 def _huffman_tree(weights: tuple[int, ...]) -> _Node:
-    """The root of the tree that joins the two lightest nodes until one is left (Huffman, 1952). Zeros have no leaf."""
+    """The root of a tree that joins the two lightest nodes until one is left (Huffman, 1952). Weight 0 has no leaf."""
     nodes = [_Node(weight, dataset) for dataset, weight in enumerate(weights) if weight]
     heapify(nodes)
     for number in range(len(weights), len(weights) + len(nodes) - 1):
@@ -284,8 +284,7 @@ def _huffman_tree(weights: tuple[int, ...]) -> _Node:
 
 @lru_cache(maxsize=64)
 def _block(weights: tuple[int, ...], seed: int, phase: int, block: int) -> tuple[Int64s, Int64s]:
-    """The dataset [BLOCK] of each sample of a block, and the sample's number [BLOCK] among the dataset's in the
-    phase."""
+    """The dataset [BLOCK] of each sample of a block, and its number [BLOCK] among the dataset's in the phase."""
     first, end = (np.array(counts(weights, n * BLOCK)) for n in (block, block + 1))
     places = permute(np.arange(BLOCK), BLOCK, random_keys(seed, block, phase + 1))
     datasets = np.repeat(np.arange(len(weights)), end - first)[places]

@@ -1,11 +1,11 @@
-"""The cleaned documents of each job. They stay in the folder of the work until the dataset is made.
+"""The cleaned documents of each job. They stay in the work folder until the dataset is made.
 
     cleaned/00000/documents     the documents in UTF-8, one after the other
-    cleaned/00000/sizes         the size of each in bytes, little-endian uint64
-    cleaned/00000/signatures    the signature of each, if documents are compared
-    cleaned/00000/counts.json   what the filters did
-    kept/00000                  a byte for each document of the job, 0: kept; if documents are compared
-    kept/counts.json            what comparing them dropped
+    cleaned/00000/sizes         the size of each document in bytes, little-endian uint64
+    cleaned/00000/signatures    the signature of each document; empty if documents are not compared
+    cleaned/00000/counts.json   the numbers of documents that each filter kept, changed and dropped
+    kept/00000                  a byte for each document of the job, 0 if it is kept; only if documents are compared
+    kept/counts.json            the same numbers for the filters that compare documents
 
 Several processes clean documents. One process compares them by their signatures.
 """
@@ -119,7 +119,7 @@ def read_texts(data: DataConfig) -> Texts:
 
 
 def cleaned_texts(work: Path, data: DataConfig, report: Report) -> Texts:
-    """The text of a dataset, cleaned if it has filters. Jobs that are not yet cleaned in this folder are cleaned now.
+    """The text of a dataset, cleaned if the recipe has filters. Cleans the jobs that are not yet cleaned in `work`.
 
     Raises:
         UserError: a source is broken, or no document is left.
@@ -137,7 +137,7 @@ def cleaned_texts(work: Path, data: DataConfig, report: Report) -> Texts:
 def _clean_jobs(
     work: Path, jobs: list[Job], settings: Filters, processes: int, report: Advance
 ) -> tuple[list[Job], tuple[FilterCounts, ...]]:
-    """The same jobs with cleaned documents, and what each filter did."""
+    """The same jobs over the cleaned documents, and each filter's counts."""
     left = [[job] for job in jobs if not (_folder(work, job.number) / _COUNTS).exists()]
     for _ in encode_in_order(iter(left), _job_cleaner, (work, settings), processes, least=2, report=report):
         pass
@@ -186,7 +186,7 @@ def _clean_job(work: Path, cleaner: Cleaner, duplicates: Duplicates, advance: Ad
 
 
 def _documents(pieces: Iterable[Piece]) -> Iterator[str]:
-    """Documents. A document larger than PART_BYTES becomes several, of about that size."""
+    """The text of each document. A document larger than PART_BYTES becomes several of about that size."""
     parts: list[str] = []
     size = 0
     for piece in pieces:
@@ -201,7 +201,7 @@ def _documents(pieces: Iterable[Piece]) -> Iterator[str]:
 
 
 def _compare(work: Path, jobs: list[Job], duplicates: Duplicates) -> None:
-    """Write which documents are kept, and what comparing them dropped."""
+    """Compare all documents. Write a verdict for each, and the counts of the filters that compare."""
     with new_folder(work / _KEPT) as aside:
         joined = aside / "signatures"
         with open_new(joined) as stream:
@@ -226,7 +226,7 @@ def _compare(work: Path, jobs: list[Job], duplicates: Duplicates) -> None:
 
 
 def _count(counts: dict[int, FilterCounts], source: CleanedDocuments, sizes: np.ndarray, verdicts: Verdicts) -> None:
-    """Count a job's documents. The second filter sees only documents kept by the first."""
+    """Add a job's documents to the filters' counts. The second filter sees only documents kept by the first."""
     seen = np.ones(len(verdicts), dtype=np.bool_)
     for number, one in counts.items():
         kept = seen & (verdicts != number)

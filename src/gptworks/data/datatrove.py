@@ -1,4 +1,4 @@
-"""Build datasets with datatrove, on one machine, Slurm or Ray, with the bytes of `gptworks data build`.
+"""Build datasets with datatrove, on one machine, Slurm or Ray: the same bytes as `gptworks data build`.
 
     steps = pipeline("recipe.yaml")
     built = LocalPipelineExecutor(steps, tasks=8, workers=4)     # or SlurmPipelineExecutor, RayPipelineExecutor
@@ -42,7 +42,7 @@ def pipeline(recipe: RecipeLike) -> list[PipelineStep]:
     """The steps in which each task builds its part in one process.
 
     Raises:
-        UserError: a mistake in the recipe.
+        UserError: the recipe has a mistake.
     """
     loaded = load_dataset_recipe(recipe)
     single = loaded.model_copy(update={"data": loaded.data.model_copy(update={"processes": 1})})
@@ -50,10 +50,10 @@ def pipeline(recipe: RecipeLike) -> list[PipelineStep]:
 
 
 def merge_pipeline(recipe: RecipeLike) -> list[PipelineStep]:
-    """The step of one task that makes the dataset of all finished parts.
+    """The step that makes the dataset from all finished parts, in one task.
 
     Raises:
-        UserError: a mistake in the recipe.
+        UserError: the recipe has a mistake.
     """
     return [_Step("merge the parts", load_dataset_recipe(recipe), _merge)]
 

@@ -32,7 +32,7 @@ _BATCHES_WORTH_A_POOL = 16  # with fewer, the tokenizer's threads finish before 
 
 
 class Encoded(NamedTuple):
-    """The tokens of one piece, and counts."""
+    """The tokens of one piece, with figures about it."""
 
     ids: Ids  # [n] uint32
     text_bytes: int
@@ -42,7 +42,7 @@ class Encoded(NamedTuple):
 
 Part = tuple[Split, Piece]
 Advance = Callable[[int], None]
-"""Called with the bytes of text done since the last call."""
+"""A function called with the bytes of text done since the last call."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -69,7 +69,7 @@ class PartEncoder:
         return encoded
 
     def _round_trips(self, piece: Piece, text: bytes, ids: list[int]) -> bool:
-        """Whether decoding the tokens, also after others, restores the text."""
+        """Whether decoding the tokens, also after preceding ones, restores the text."""
         if self._spellings is not None:
             return b"".join(map(self._spellings.__getitem__, ids)) == text
         if piece.starts_document:
@@ -86,13 +86,13 @@ def encode_in_order(
     least: int = _BATCHES_WORTH_A_POOL,
     report: Advance = lambda n_bytes: None,
 ) -> Iterator[tuple[Item, Result]]:
-    """Each item with its encoding, in order. A few batches are encoded in this process.
+    """Each item with its encoding, in order. Fewer than `least` batches are encoded in this process.
 
     Args:
         make: a module-level function that returns the function to encode a batch; called once in each process with the
             arguments and an `Advance`.
         processes: number of processes; 0: one for each core.
-        least: number of batches from which on processes are started.
+        least: smallest number of batches for which processes are started.
 
     Raises:
         RunError: a process died.
@@ -195,7 +195,7 @@ def _encode_in_worker(batch: list[Any]) -> list[Any]:
 
 
 def _end_with_parent() -> None:
-    """Exit when the parent dies: if it is killed, it cannot end its workers."""
+    """Exit when the parent dies: a killed parent cannot end its workers."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

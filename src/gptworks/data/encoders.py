@@ -51,7 +51,7 @@ def plain_encoder(tokenizer: Tokenizer, reason: str = "") -> Encoder:
 
 
 def choose_encoder(tokenizer: Tokenizer) -> Encoder:
-    """The fastest encoder whose ids, as far as can be known, are always the tokenizer's."""
+    """The fastest encoder that, as far as can be known, always gives the tokenizer's ids."""
     plain = plain_encoder(tokenizer)
     try:
         return Encoder("gigatoken", "its tokens are the same and it is faster", _Gigatoken(tokenizer, plain.encode))
@@ -83,7 +83,7 @@ class _Gigatoken:
         self._json = _tokenizer_json("llama3" if pattern == "code" else pattern, merges, marked=pattern == "code")
         try:
             self._encode, self._encoded = self._make(self._json).encode, 0
-        except Exception as error:  # other versions of it may raise other types
+        except Exception as error:  # other versions of gigatoken may raise other types
             raise _Unsuitable(f"gigatoken does not accept the tokenizer: {error}") from None
 
     def __call__(self, texts: list[str]) -> list[Ids]:
@@ -149,7 +149,7 @@ def _byte_level_bpe(tokenizer: Tokenizer) -> tuple[str, list[tuple[str, str]], l
 
 
 def _pattern(pre_tokenizer: dict[str, Any] | None) -> str | None:
-    """The pattern's name in BPE_PATTERNS; None if it is not in there."""
+    """The pattern's name in BPE_PATTERNS; None if that table lacks the pattern."""
     match pre_tokenizer:
         case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
             return "gpt2"
@@ -180,8 +180,8 @@ def _tokenizer_json(pattern: str, merges: list[tuple[str, str]], *, marked: bool
 # ------------------------------------------------------------------------------------------- classes of characters
 
 _COMPARED, _BLOCK = 0x40000, 0x1000
-"""Classes of code points below _COMPARED are compared, in blocks and on demand. Text with others, which are private or
-unassigned, goes to `tokenizers`."""
+"""Classes of code points below _COMPARED are compared, in blocks and on demand. Higher ones are private or unassigned:
+text with them goes to `tokenizers`."""
 _SAME, _DOUBTFUL, _NOT_COMPARED = 0, 1, 2
 _LONG_S = ord("ſ")
 _LEADS = BYTE_CHARACTERS[0x80:]
@@ -190,7 +190,7 @@ _LEADS = BYTE_CHARACTERS[0x80:]
 def _has_doubtful(text: str) -> bool:
     try:
         points = np.frombuffer(text.encode("utf-32-le"), dtype=np.int32)
-    except UnicodeEncodeError:  # half a surrogate pair
+    except UnicodeEncodeError:  # the text has half a surrogate pair
         return True
     found = (known := _known()).take(points)
     if (most := found.max(initial=_SAME)) != _NOT_COMPARED:

@@ -55,8 +55,7 @@ def _settings(recipe: AnyRecipe) -> dict[str, Any]:
 
 
 def folder_for(recipe: AnyRecipe, made: dict[str, Any]) -> Path:
-    """The folder for the dataset, whatever the recipe's name. A folder with the same digest and another prefix is
-    used."""
+    """The dataset's folder in `data.cache_dir`: an existing one with this digest and any prefix, else shards-DIGEST."""
     placeless = made | {
         "sources": [_without(source, *_PLACES) for source in made["sources"]],
         "tokenizer": _without(made["tokenizer"], "path"),

@@ -20,7 +20,7 @@ from gptworks.data.shards import Manifest, Part, ShardFile, Split, TokenShards, 
 PERCENTILES = (5, 25, 50, 75, 95, 99)
 MOST_COPIED = 5
 SAMPLED_DOCUMENTS, SAMPLED_TOKENS = 1000, 400
-"""Number of documents, and tokens of each, from which languages are guessed."""
+"""Number of documents, and of tokens of each, from which languages are guessed."""
 _READ_TOKENS = 1 << 20
 _DIGEST_BYTES = 16
 
@@ -34,19 +34,19 @@ class Amount:
 
     split: Split
     name: str | None
-    """The dataset of a mixture; None: the folder's only dataset, or all of them."""
+    """The dataset's name in a mixture; None: the whole folder."""
     source: str | None
     """The type and place of the source in the recipe; None: all sources."""
     documents: int
     tokens: int
     text_bytes: int
     tokens_per_byte: float | None
-    """None without text."""
+    """None if there is no text."""
 
 
 @dataclass(frozen=True)
 class Bin:
-    """The number of documents from a length, a power of two, up to the next power."""
+    """The number of documents with `at_least` tokens, a power of two, but fewer than twice as many."""
 
     at_least: int
     documents: int
@@ -54,7 +54,7 @@ class Bin:
 
 @dataclass(frozen=True)
 class Lengths:
-    """The lengths of documents in tokens, including special ones."""
+    """The lengths of documents in tokens, including special tokens."""
 
     mean: float
     shortest: int
@@ -69,10 +69,10 @@ class Copies:
     """A group of equal documents."""
 
     document: int
-    """The number of the first document."""
+    """The number of the group's first document in the split."""
     copies: int
     n_tokens: int
-    """Tokens of each copy."""
+    """Number of tokens in each copy."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Languages:
     sample: int
     """Number of documents examined, evenly spaced."""
     counts: dict[str, int]
-    """Documents in each language, most frequent first."""
+    """Number of documents in each language, most frequent first."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Info:
     lengths: dict[Split, Lengths]
     duplicates: dict[Split, Duplicates]
     held_out_in_training: int
-    """Documents of the validation split whose exact tokens are also a document of the training split."""
+    """Number of documents of the validation split whose exact tokens are also a document of the training split."""
     languages: Languages | None
     """Languages of the text; None if the library for it is not installed."""
     cleaning: tuple[Cleaning, ...]
@@ -126,7 +126,7 @@ def dataset_info(prepared: Prepared, report: Progress = lambda done, total: None
     """Figures about a dataset. Reads every token of it.
 
     Raises:
-        UserError: a file of it was changed.
+        UserError: a file of the dataset was changed.
     """
     manifest = prepared.manifest
     splits = {split: TokenShards(prepared.folder, split) for split in manifest.splits}
@@ -186,7 +186,7 @@ def _source_name(made_from: dict[str, Any], number: int) -> str:
         settings = made_from["sources"][number]
         place = next((settings[key] for key in ("path", "dataset", "url") if settings.get(key)), "")
         return f"{settings['type']} {place if isinstance(place, str) else place[0]}".strip()
-    except (LookupError, TypeError, AttributeError):  # the file may hold anything
+    except (LookupError, TypeError, AttributeError):  # the manifest may hold anything
         return f"source {number + 1}"
 
 

@@ -1,7 +1,7 @@
-"""Make shards of text in jobs: a process does a job from reading to finished files.
+"""Make shards of text in jobs. One process does all of a job, from reading text to finished files.
 
-A job is a few neighbouring units of the sources. Its folder gets its name when it is complete. The jobs and their files
-depend only on the sources, not on the number of processes or on interruptions.
+A job is a few neighbouring units of the sources. A job's folder gets its name when it is complete. The jobs and their
+files depend only on the sources, not on the number of processes or on interruptions.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from gptworks.tokenizer import document_frame, unpack_tokenizer
 _JOB_FILE, _HELD_OUT_FILE = "job.json", "held-out.text"
 _MAX_JOB_BYTES = 1 << 24
 _CHUNK_BYTES = 1 << 20
-_WORTH_A_CHOICE_BYTES = 1 << 24  # below it, comparing two encoders takes longer than encoding
+_WORTH_A_CHOICE_BYTES = 1 << 24  # for less text, comparing two encoders takes longer than encoding
 MOST_JOBS = 4096
 """Most jobs of a source: a job has its own shards, and a dataset of many small files opens slowly."""
 _SAMPLED_PIECES, _SAMPLED_CHARACTERS = 16, 1 << 12
@@ -61,7 +61,7 @@ class Job:
             yield from source.read_unit(unit)
 
     def opening(self) -> Piece | None:
-        """The first piece of the document that the first unit continues; None if it begins a document."""
+        """The first piece of the document that the job's first unit continues; None if the unit begins a document."""
         source, unit = self.units[0]
         return next(source.read(unit.file), None) if source.whole_files and unit.start else None
 
@@ -71,7 +71,7 @@ class JobSettings:
     """The settings that decide a job's shards, in addition to its text."""
 
     tokenizer: str
-    """Written by `pack_tokenizer`."""
+    """The tokenizer as text, from `pack_tokenizer`."""
     validation: ValidationSplit
     shard_tokens: int
     dtype: Dtype
@@ -130,7 +130,7 @@ def run_jobs(
 
 
 class _JobWriter:
-    """Does jobs in a worker process or in this one."""
+    """Writes the shards of jobs, in a worker process or in this one."""
 
     def __init__(self, folder: Path, settings: JobSettings, fast: bool, advance: Advance) -> None:
         self._folder, self._settings, self._advance = folder, settings, advance
@@ -139,15 +139,15 @@ class _JobWriter:
         self._encode = PartEncoder(self._tokenizer)
 
     def __call__(self, jobs: list[Job]) -> list[str]:
-        """The library that encoded each job, and the reason for it; empty if only one could."""
+        """For each job a line with the library that encoded it, and the reason; empty if there was no choice."""
         encoders = map(self._write, jobs)
         return [f"encoding with {one.name}: {one.reason}" if one.reason else "" for one in encoders]
 
     def _write(self, job: Job) -> Encoder:
-        """Write the shards of both splits, the held-out text, and their description."""
+        """Write the shards of both splits, the held-out text, and their description. Returns the encoder."""
         out = _folder(self._folder, job.number)
         if out.exists():
-            remove_tree(out)  # damaged, or the job would be finished
+            remove_tree(out)  # the folder is damaged: else the job would be finished
         with new_folder(out) as aside:
             with (
                 split_writers(aside, self._settings.dtype, self._settings.shard_tokens) as writers,
@@ -192,7 +192,7 @@ def finished(folder: Path) -> dict[int, Done]:
     """The outputs of the finished jobs, by job number."""
     found = {}
     for file in sorted(folder.glob(f"jobs/[!.]*/{_JOB_FILE}")):
-        with contextlib.suppress(UserError, OSError, ValueError):  # broken: the job is repeated
+        with contextlib.suppress(UserError, OSError, ValueError):  # the file is broken: the job is repeated
             found[int(file.parent.name)] = Done.model_validate(unsealed_json(read_regular(file, _MAX_JOB_BYTES)))
     return found
 

@@ -1,4 +1,4 @@
-"""Decisions about a dataset before the long work: how its text is split, and its tokenizer."""
+"""Decide how a dataset's text is split, and make its tokenizer, before the long work."""
 
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,12 +33,12 @@ from gptworks.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer, 
 
 _BPE_TRAINING_BYTES = 200_000_000
 _SAMPLE_BYTES = 100_000_000
-"""Most bytes of text that train BPE, as a sample of a longer text: training is ten times slower than encoding."""
+"""Size of the sample of a text above _BPE_TRAINING_BYTES that trains BPE, ten times slower than encoding it."""
 _DOCUMENTS_WORTH_A_SPLIT = 20
 
 
 def split_by(data: DataConfig, sources: Sequence[SourceConfig | Source]) -> ValidationSplit:
-    """The split of the sources' cleaned text. Resolves `auto`."""
+    """The settings of the validation split; `auto` is resolved by the sources' cleaned text."""
     if data.validation.by != "auto":
         return data.validation
     by_document, by_tail = (data.validation.model_copy(update={"by": by}) for by in ("document", "tail"))
@@ -55,7 +55,7 @@ def iter_records(data: DataConfig) -> Iterator[Conversation | Pair]:
 
 @dataclass(frozen=True)
 class _Text:
-    """The text of a dataset, and its weight in the text from which a tokenizer learns."""
+    """The text of a dataset, and its weight in a tokenizer's training text."""
 
     data: DataConfig
     texts: Texts
@@ -77,7 +77,7 @@ class _Text:
 def keep_tokenizer(
     folder: Path, recipe: AnyRecipe, datasets: Sequence[tuple[DataConfig, float, Texts]], report: Report
 ) -> Tokenizer:
-    """The tokenizer in this folder. If there is none, one is trained or loaded, and saved there.
+    """The tokenizer in this folder. If the folder does not exist, a tokenizer is trained or loaded, and saved there.
 
     Args:
         datasets: the datasets to learn from, each with its weight and text.

@@ -1,6 +1,6 @@
 """A mixture on disk: one folder with the shards of several datasets, one dataset after the other.
 
-The folder is a complete dataset: its files are links to those of the datasets, or copies on another file system. The
+The folder is a complete dataset: its files are links to the datasets' files, or copies on another file system. The
 weights are in the recipe, not in the folder.
 """
 
@@ -63,7 +63,7 @@ class Member:
 
     @classmethod
     def of(cls, name: str, prepared: Prepared) -> "Member":
-        """The dataset of a folder; if that is a mixture, its part of that name.
+        """The dataset in a folder; if the folder is a mixture, the part with this name.
 
         Raises:
             UserError: the mixture has no such part, or the folder holds conversations.
@@ -101,7 +101,7 @@ def members_of(recipe: AnyRecipe, made: Made, trained: Callable[[AnyRecipe], Pat
     """The datasets of a recipe's mixture, in order; None if one of them is not built.
 
     Args:
-        made: returns the dataset of a recipe without a mixture; None: it is not built.
+        made: returns the dataset of a recipe without a mixture; None if it is not built.
         trained: returns the folder of the tokenizer that is trained on the text of all datasets; None if not trained.
 
     Raises:
@@ -135,7 +135,7 @@ def members_of(recipe: AnyRecipe, made: Made, trained: Callable[[AnyRecipe], Pat
 
 
 def find_mixed(members: Sequence[Member], cache_dir: Path) -> Prepared | None:
-    """The folder that holds exactly the members: their own, or one that `mixed` made; None: there is none."""
+    """The folder that holds exactly the members: their own, or one that `mixed` made; None if it was not made."""
     _check_same_tokenizer(members)
     first = members[0].prepared
     whole = [*first.manifest.parts] or [members[0].part]
@@ -150,7 +150,7 @@ def mixed(members: Sequence[Member], cache_dir: Path) -> Prepared:
 
     Raises:
         UserError: the datasets have different tokenizers.
-        RunError: the disk is full, fails or refuses.
+        RunError: the disk is full, fails or refuses to write.
     """
     if (found := find_mixed(members, cache_dir)) is not None:
         return found
@@ -179,7 +179,7 @@ def mix_folders(out: Path, datasets: Sequence[str]) -> list[dict[str, Any]]:
 
     Raises:
         UserError: an argument has another form, a folder is not a dataset, or the tokenizers differ.
-        RunError: the disk is full, fails or refuses.
+        RunError: the disk is full, fails or refuses to write.
     """
     given = [_given(text) for text in datasets]
     try:

@@ -44,7 +44,7 @@ def find_of_run(recipe: Recipe, run_dir: Path, fingerprint: str) -> Prepared | N
     named = [folder / one.dataset.expanduser() for one in recipe.data.mixture if one.dataset for folder in near]
     found = chain.from_iterable(sorted(cache.glob(f"[!.]*/{MANIFEST_FILE}")) for cache in caches)
     for file in chain((folder / MANIFEST_FILE for folder in named), found):
-        with contextlib.suppress(UserError):  # another version, or broken: `prepare` reports that if it is needed
+        with contextlib.suppress(UserError):  # another version or a broken folder: `prepare` reports it
             if read_manifest(file.parent).fingerprint == fingerprint:
                 break
     else:
@@ -56,7 +56,7 @@ def open_prepared(folder: str | Path) -> Prepared:
     """Open a folder that `prepare` made.
 
     Raises:
-        UserError: it is not such a folder, or a file in it is missing or was changed.
+        UserError: the folder is not a dataset, or a file in it is missing or was changed.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)

@@ -9,11 +9,11 @@ Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
 
 ROUNDS = 8
-"""Number of keys of a permutation."""
+"""Number of rounds of a permutation, each with its own key."""
 
 
 def shuffled(samples: Int64s, n: int, seed: int) -> Int64s:
-    """The item [k], of 0 … n-1, of each sample [k]. Every epoch visits each item once, in its own order."""
+    """The item [k], a number from 0 to n-1, of each sample [k]. Every epoch visits each item once, in its own order."""
     epochs, places = np.divmod(samples, n)
     items = np.empty_like(samples)
     for epoch in np.unique(epochs).tolist():
@@ -32,7 +32,7 @@ def evenly_spaced(total: int, n: int = 0) -> list[int]:
 def random_keys(*seeds: int) -> Uint64s:
     """Random numbers [ROUNDS + 1] from a seed and further numbers: the keys of a permutation, and one more.
 
-    A trailing 0 changes nothing.
+    A trailing seed of 0 changes nothing.
     """
     return np.random.SeedSequence(seeds).generate_state(ROUNDS + 1, np.uint64).astype(np.uint64)
 

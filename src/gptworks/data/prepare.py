@@ -41,7 +41,7 @@ def prepare(recipe: AnyRecipe, *, report: Report = lambda stage, done_bytes, tot
     the sources are gone, the dataset built earlier with the same settings is used, with a warning.
 
     Raises:
-        UserError: a mistake in the sources or the tokenizer, or a split without text.
+        UserError: the sources or the tokenizer have a mistake, or a split has no text.
         RunError: the disk is full or fails, or a worker process died. The next call continues from the finished jobs.
     """
     data = recipe.data
@@ -77,10 +77,10 @@ def build_part(
     """Do the Kth of N parts of the work on a dataset of text. Each part may be done on another machine.
 
     Returns the folder with the finished jobs. `merge_parts` makes the dataset if all machines share that folder, or
-    after the contents of its folder `jobs` were copied from the others.
+    after the contents of `jobs` in it were copied from the other machines.
 
     Raises:
-        UserError, RunError: as `prepare`; UserError also if K is not from 1 to N.
+        UserError, RunError: see `prepare`; UserError also if K is not from 1 to N.
     """
     if not 1 <= k <= n:
         raise UserError(f"part {k}/{n}: K goes from 1 to N, such as 1/{max(n, 1)}.")
@@ -100,7 +100,7 @@ def build_part(
 
 
 def merge_parts(recipe: AnyRecipe, *, report: Report = lambda stage, done_bytes, total_bytes: None) -> Prepared:
-    """The dataset, made of its finished parts.
+    """The dataset, made from its finished parts.
 
     Raises:
         UserError: some parts are not finished.
@@ -124,7 +124,7 @@ def merge_parts(recipe: AnyRecipe, *, report: Report = lambda stage, done_bytes,
 
 
 def find_prepared(recipe: AnyRecipe) -> Prepared | None:
-    """The dataset of an earlier `prepare` of this recipe, even if its sources are gone; None if there is none.
+    """The dataset of an earlier `prepare` of this recipe, even if its sources are gone; None if it was not built.
 
     Raises:
         UserError: a file of its folder is missing or was changed.
@@ -218,7 +218,7 @@ def _working(folder: Path) -> Iterator[Path]:
     try:
         _work(folder).mkdir(exist_ok=True)
         yield _work(folder)
-    except UserError:  # about this text or tokenizer: no later call can continue
+    except UserError:  # a mistake in the text or tokenizer: no later call can continue
         shutil.rmtree(_work(folder), ignore_errors=True)
         raise
     finally:
@@ -243,7 +243,7 @@ def _locked(folder: Path, report: Report) -> Iterator[None]:
 
 
 def _remove_stale(cache_dir: Path) -> None:
-    """Remove useless work of killed processes, whose locks no process holds."""
+    """Remove useless work of killed processes: work whose lock no process holds."""
     for partial in cache_dir.glob(".partial-*-????????"):
         folder = cache_dir / partial.name.removeprefix(".partial-")
         with contextlib.suppress(Timeout), _lock(folder).acquire(timeout=0):

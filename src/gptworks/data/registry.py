@@ -1,4 +1,4 @@
-"""Tables of classes by the settings that they take, so that a new kind of source or filter is one file and its
+"""Tables of classes by the settings that they take: a new kind of source or filter needs only one file and its
 settings."""
 
 from importlib import import_module

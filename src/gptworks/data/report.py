@@ -1,4 +1,4 @@
-"""How a build reports its stages."""
+"""The callbacks that report the progress of a build."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ and their total if known. Any other text is a line to print once: which library 
 learned from pieces of long words."""
 
 Progress = Callable[[int, int], None]
-"""Called with the number of tokens done, and of all tokens."""
+"""Called with the number of tokens done, and the number of all tokens."""
 
 
 def adding_up(report: Report, stage: str, total_bytes: int | None) -> Advance:

@@ -1,4 +1,4 @@
-"""Rows of a batch as people see them: the tokens of each text, which of them are learned, and their documents."""
+"""Rows of a batch for display: the tokens of each text, which of them are learned, and their documents."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Row:
     """A row of a batch. Its tokens are the inputs of each text, and the last target if it is learned."""
 
     inputs: Tensor
-    """int64 [T], like the targets and the positions."""
+    """The input tokens, int64 [T], like the targets and the positions."""
     targets: Tensor
     positions: Tensor | None
     ids: Int64s
@@ -41,13 +41,13 @@ class Row:
     """The place of each token among the targets, [n]; −1: it is not predicted."""
     pieces: tuple[Piece, ...]
     padding: int
-    """Number of inputs without text."""
+    """Number of padding inputs, at the end of the row."""
     answer: Literal["chosen", "rejected"] | None = None
-    """The answer at the end of a row of a pair."""
+    """The kind of answer at the end of the row; None: the row is not of a pair."""
 
     @property
     def learned(self) -> npt.NDArray[np.bool_]:
-        """Whether each token is a target that counts, [n]."""
+        """Whether each token is a target that counts in the loss, [n]."""
         counts: npt.NDArray[np.bool_] = self.targets.numpy()[self.target_of] != IGNORED
         return counts & (self.target_of >= 0)
 
@@ -60,8 +60,8 @@ class Row:
         texts: Sequence[tuple[int, Sequence[Piece]]],
         answer: Literal["chosen", "rejected"] | None = None,
     ) -> Self:
-        """The row with these texts, one after the other: the number of inputs of each, and its pieces with places in
-        it."""
+        """The row with these texts, one after the other. A text is its number of inputs, and its pieces with places
+        in the text."""
         ids, places = [inputs[:0]], [np.empty(0, dtype=np.int64)]
         pieces: list[Piece] = []
         at = shown = 0
@@ -78,7 +78,7 @@ class Row:
         )  # fmt: skip
 
     def part(self, first: int, n: int) -> Self:
-        """A row of the n inputs from `first` on. Only for rows of neighbouring tokens."""
+        """The row of the n inputs from `first` on. This row must hold only one text."""
         ends = [*(one.at for one in self.pieces[1:]), len(self.ids)]
         pieces = [
             Piece(one.document, one.first + max(first - one.at, 0), max(one.at - first, 0))
@@ -90,7 +90,7 @@ class Row:
 
 
 def pieces_of(starts: Int64s, first: int, n: int) -> list[Piece]:
-    """The pieces of documents among the n tokens of a split from `first` on, given where documents start."""
+    """The pieces of documents among the n tokens of a split from `first` on, given the documents' first positions."""
     begin, end = np.searchsorted(starts, [first, first + n - 1], side="right").tolist()
     return [
         Piece(number, max(first - int(starts[number]), 0), max(int(starts[number]) - first, 0))

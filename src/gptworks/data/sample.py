@@ -19,7 +19,7 @@ from gptworks.files import make_folder, open_regular, replacing
 
 _ALL = 1 << 64
 _LEAST_KEPT_BYTES = 1 << 23
-"""A job may keep at least this much."""
+"""Each job may keep at least this many bytes of text."""
 
 
 def sample_texts(
@@ -46,7 +46,7 @@ def sample_texts(
 
 
 def _lines(file: Path) -> Iterator[tuple[int, int, str]]:
-    """The key, the size and the text of each piece. A piece of size 0 marks the key from which pieces were left out."""
+    """The key, the size and the text of each piece. Size 0: pieces with this key or a larger one were left out."""
     with open_regular(file) as lines:
         for line in lines:
             key, size, text = json.loads(line)
@@ -64,7 +64,7 @@ def _sampler(validation: ValidationSplit, below: int, advance: Advance) -> Calla
 def _sample_job(
     validation: ValidationSplit, below: int, advance: Advance, job: Job, file: Path, limit_bytes: int
 ) -> None:
-    """Write the training pieces with keys below a limit; if they are too large, those with the smallest keys."""
+    """Write the training pieces with keys below `below`; if these exceed `limit_bytes`, only the smallest keys."""
     kept: list[tuple[int, int, str]] = []  # a heap, the largest key first
     kept_bytes, most = 0, below
     for number, (split, piece) in enumerate(split_documents(job.pieces(), validation, job.opening())):

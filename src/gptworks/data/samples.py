@@ -1,7 +1,7 @@
 """The samples that a run reads: windows of text, rows of conversations, pairs of answers, or prompts.
 
 Batches are a function of only (shards, seed, position): exact resume relies on it. A position counts samples from the
-start of the run, including those that rollbacks have passed.
+start of the run, including those that rollbacks have skipped.
 
 Shapes: B samples, T tokens.
 """
@@ -26,24 +26,24 @@ from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 
 Batch = tuple[Tensor, ...]
-"""Inputs and targets, int64 [B, T] each, and further tensors of a kind of samples."""
+"""Inputs and targets, int64 [B, T] each, then further tensors that some kinds of samples have."""
 
 
 class Samples(ABC):
     """The samples of a recipe's run, as `train.batch_size` counts them, and the sequences that evaluations read."""
 
     per_epoch: int
-    """Samples in the training split."""
+    """Number of samples in the training split, the length of an epoch."""
     n_validation: int
-    """Sequences in the validation split."""
+    """Number of sequences in the validation split."""
     held_out_bytes: int | None = None
     """Bytes of the text in all sequences of the validation split; None: unknown."""
 
     def __init__(self, recipe: Recipe, folder: Path, verify: bool = False) -> None:
         """
         Args:
-            folder: what `prepare` made.
-            verify: compare every byte of it with its sha256.
+            folder: the dataset's folder, made by `prepare`.
+            verify: compare every file in it with its sha256.
 
         Raises:
             UserError: files are missing or changed, or there is too little text.
@@ -59,22 +59,22 @@ class Samples(ABC):
 
     @property
     def n_items(self) -> int:
-        """Windows, rows, pairs or prompts of the training split, as `rows` counts them."""
+        """Number of windows, rows, pairs or prompts in the training split. `rows` takes one of these by number."""
         return self.per_epoch
 
     @abstractmethod
     def batch(self, position: int, micro_step: int, size: int) -> Batch:
-        """Micro-batch number `micro_step`, of `size` samples, of the step that begins at a position, on the CPU."""
+        """Micro-batch `micro_step`, with `size` samples, of the step that begins at `position`. On the CPU."""
 
     @abstractmethod
     def rows(self, number: int, epoch: int = 0) -> list[Row]:
-        """An item of the training split as a batch has it; windows begin elsewhere in each epoch."""
+        """An item of the training split as rows of a batch. Windows begin at other positions in each epoch."""
 
     def item(self, position: int) -> tuple[int, int]:
         """The epoch of the sample at a position, and its number among the items.
 
         Raises:
-            UserError: the run folder does not keep it.
+            UserError: the run folder does not keep the sample.
         """
         return position // self.per_epoch, int(self._shuffled(position, 1)[0])
 
@@ -162,17 +162,17 @@ class AnswerPairs(Samples):
         return self.of("train", self.chosen(position, micro_step, size))
 
     def chosen(self, position: int, micro_step: int, size: int) -> list[int]:
-        """The pairs of a micro-batch."""
+        """The numbers of the pairs in a micro-batch."""
         numbers: list[int] = self._shuffled(position + micro_step * size, size).tolist()
         return numbers
 
     def of(self, split: str, pairs: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Both answers of some pairs, in the order of `batch`."""
+        """Inputs and targets of both answers of some pairs, in the order of `batch`."""
         answers = [self.pairs[split].answer(pair, side) for side in (0, 1) for pair in pairs]
         return padded(answers, self.context_length)
 
     def tokens_read(self, n_samples: int, micro_batch_size: int) -> int:
-        """Tokens of the first samples of a run, including padding, in micro-batches of this size."""
+        """Number of tokens in a run's first `n_samples` samples, with padding, in micro-batches of this size."""
         lengths, order, tokens = self.pairs["train"].lengths, self._shuffled(0, n_samples), 0
         for first in range(0, n_samples, micro_batch_size):
             chosen = lengths[order[first : first + micro_batch_size]]
@@ -217,7 +217,7 @@ class Prompts(Samples):
         )
 
     def rows(self, number: int, epoch: int = 0) -> list[Row]:
-        """The conversation that a prompt is from, with its own answer."""
+        """The conversation that a prompt is from, with the answer in the data."""
         return [self.examples["train"].shown(number)]
 
 
@@ -238,7 +238,7 @@ _ROUND_TOKENS = 32
 
 
 def padded_width(longest: int, context_length: int) -> int:
-    """Tokens of each row of a batch whose longest row has `longest` inputs."""
+    """Width [tokens] of a batch whose longest row has `longest` inputs."""
     return min(context_length, -(-longest // _ROUND_TOKENS) * _ROUND_TOKENS)
 
 

@@ -3,8 +3,8 @@
 The index is next to the shards, in files of up to 2**24 tokens. Each is written completely or not at all:
 
     a header        JSON, padded to 1,024 bytes: identifies the tokens
-    the suffixes    where each suffix of the text begins, in the order of the suffixes, little-endian uint32
-    the places      where every 256th token begins in the text, little-endian uint32
+    the suffixes    the start of each suffix in the text, in the order of the suffixes, little-endian uint32
+    the places      the start of every 256th token in the text, little-endian uint32
     the text        the bytes that the tokens spell
 
 A phrase may begin and end within a token and may be tokenized in any way: the bytes are searched, not the tokens.
@@ -73,12 +73,12 @@ class Hit:
 
 @dataclass(frozen=True)
 class Found:
-    """The places of a phrase."""
+    """The result of a search for a phrase."""
 
     n: int
     """The number of places; they may overlap."""
     hits: tuple[Hit, ...]
-    """Some of them, in the order of the text."""
+    """Some of the places, in the order of the text."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class _Opened:
         return self.memory[self.begin + start : self.begin + end]
 
     def range(self, pattern: bytes) -> tuple[int, int]:
-        """The range of suffixes that begin with these bytes."""
+        """The first suffix in order that begins with these bytes, and the one after the last."""
         n, begin, memory = len(pattern), self.begin, self.memory
 
         def key(place: Any) -> bytes:
@@ -164,7 +164,7 @@ class SearchIndex:
         return sum(block.n_tokens for block in self._blocks if _opened(block) is None)
 
     def build(self, threads: int | None = None, report: Progress = lambda done, total: None) -> None:
-        """Write the missing blocks of the index. Finished blocks stay if this is interrupted.
+        """Write the missing blocks of the index. If it is interrupted, finished blocks stay.
 
         Args:
             threads: number of blocks sorted at once, each with about 7 bytes of memory for a byte of text; None: one
@@ -259,7 +259,7 @@ class SearchIndex:
         """The number of places of a phrase, and some of them.
 
         Args:
-            most: number of places to return: the first ones, unless a file of the index has more than 65,536.
+            most: most places to return: the first in the text, unless a file of the index has more than 65,536 places.
 
         Raises:
             UserError: the phrase cannot be searched, or the index does not fit the tokens.
@@ -319,7 +319,7 @@ class SearchIndex:
         """The token that spells the byte at a place of the text, and the byte's place in it.
 
         Raises:
-            UserError: the place has no token.
+            UserError: no token spells this byte.
         """
         number = min(bisect_right(self._bounds, place), len(self._open)) - 1
         one, local = self._open[number], place - self._bounds[number]
@@ -340,7 +340,7 @@ class SearchIndex:
         """The hit at a place of the text, verified in the tokens.
 
         Raises:
-            UserError: the phrase is not there.
+            UserError: the tokens do not spell the phrase there.
         """
         token, within = self._token_at(place)
         spelled = self._spelled(token, min(len(pattern), self._shards.n_tokens - token))
@@ -386,7 +386,7 @@ def _name(shard: ShardFile, number: int) -> str:
 
 
 def _opened(block: _Block) -> _Opened | None:
-    """The file of a block, if it is complete and of these tokens. Its contents are not verified."""
+    """The opened file of a block; None if it is incomplete or of other tokens. Its contents are not verified."""
     try:
         with open_regular(block.file) as file:
             header = unsealed_json(file.read(_HEADER_BYTES).rstrip(b" "))

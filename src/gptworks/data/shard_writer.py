@@ -25,7 +25,7 @@ from gptworks.files import open_new, sealed_json, sync, write_whole
 
 
 class ShardWriter:
-    """Writes the shards of one split as tokens come. Memory holds no more than one shard's document starts."""
+    """Writes the shards of one split as tokens arrive. Memory holds no more than one shard's document starts."""
 
     def __init__(self, folder: Path, split: Split, dtype: Dtype, shard_tokens: int) -> None:
         self._folder, self._split, self._shard_tokens = folder, split, shard_tokens

@@ -3,7 +3,7 @@
     manifest.json                  everything below, checked when a folder is opened
     tokenizer/                     the tokenizer that made the tokens
     train-00000.tokens             token ids, flat, little-endian uint16 or uint32
-    train-00000.offsets            where documents start in that file, in tokens, little-endian uint64
+    train-00000.offsets            the start of each document in that file, in tokens, little-endian uint64
     train-00000.learned            conversations only: for each token a byte, 1 if it is learned
     train-00000.examples           conversations only: for each document the columns of `EXAMPLE`, little-endian uint64
     validation-00000.tokens ...
@@ -38,7 +38,7 @@ EXAMPLE = ("record", "text", "question", "answer", "flags")
 answer, and of that answer, ignoring case and white space; the sum of the flags below."""
 
 NO_END, ALTERED, EMPTY, UNANSWERED, SWAPPED = 1, 2, 4, 8, 16
-"""Flags: an answer has no end token; the template changes an answer; an answer is empty; there is no answer; the
+"""Flags: an answer has no end token; the template changes an answer; an answer is empty; no answer is learned; the
 assistant begins and the user ends."""
 
 Split = Literal["train", "validation"]
@@ -69,7 +69,7 @@ class ShardFile(Section):
         return self
 
     def numbered(self, split: Split, number: int) -> Self:
-        """The same under the name of this shard of a split."""
+        """The same shard with the file names of shard `number` of a split."""
         name = f"{split}-{number:05d}"
         return self.model_copy(update={"file": f"{name}.tokens", "offsets_file": f"{name}.offsets"})
 
@@ -86,7 +86,7 @@ class Origin(Section):
     records: int
     unread: dict[str, tuple[int, int]] = Field(default_factory=dict)
     """Keys of records (`tools`) and turns (`turn.name`) that have a meaning but were not read, each with the number of
-    records that have it, and the first of them."""
+    records that have it, and the number of the first such record."""
 
 
 class SplitFiles(Section):
@@ -162,14 +162,14 @@ class Manifest(Section):
     splits: dict[Split, SplitFiles]
     origins: tuple[Origin, ...] = ()
     validation_text_sha256: str | None = None
-    """sha256 of the held-out text before it is encoded, whatever the tokenizer. null: conversations."""
+    """sha256 of the held-out text before encoding, so the same for every tokenizer. null: conversations."""
     parts: tuple[Part, ...] = ()
     """The datasets of a mixture, in order; empty: the folder is one dataset."""
     cleaning: dict[str, Any] | None = None
     """Documents that the recipe's filters dropped and changed; null: no filters."""
     sources: tuple[ShardCounts, ...] = ()
-    """The number of shards of each split that each source of text in `made_from` owns, the next ones. Empty in folders
-    of format 3, of conversations and of mixtures, whose parts have their own."""
+    """For each source of text in `made_from`, in order, the number of shards that it owns in each split. Empty in
+    folders of format 3, of conversations and of mixtures, whose parts have their own counts."""
 
     @model_validator(mode="after")
     def _check_shares(self) -> Self:
@@ -182,11 +182,11 @@ class Manifest(Section):
 
     @property
     def holds_examples(self) -> bool:
-        """Whether it was made of conversations."""
+        """Whether the folder was made of conversations or pairs of answers."""
         return bool(self.origins)
 
     def where(self, record: int) -> str:
-        """The file or dataset of a record, given its number among all records, and its number there."""
+        """The file or dataset of a record, and its number there from 1, given its number among all records from 0."""
         for origin in self.origins:
             if record < origin.records:
                 return f"{origin.name}, record {record + 1}"
@@ -195,7 +195,7 @@ class Manifest(Section):
 
     @property
     def fingerprint(self) -> str:
-        """One sha256 over the sums of all token files: equal for equal tokens."""
+        """One sha256 over the sha256 of all token files: equal for equal tokens."""
         shards = [shard for split in sorted(self.splits) for shard in self.splits[split].shards]
         sums = [sha256 for shard in shards for sha256 in (shard.sha256, *shard.more_sha256.values())]
         return hashlib.sha256(" ".join(sums).encode("ascii")).hexdigest()
@@ -216,7 +216,7 @@ def dtype_for(vocab_size: int) -> Dtype:
 
 
 def little_endian(dtype: Dtype) -> np.dtype[Any]:
-    """The type of the numbers in a token file."""
+    """The numpy type of the ids in a token file."""
     return np.dtype({"uint16": "<u2", "uint32": "<u4"}[dtype])
 
 
@@ -227,7 +227,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a folder of shards.
 
     Raises:
-        UserError: it is missing or broken, or has a format that this version does not read.
+        UserError: the manifest is missing or broken, or has a format that this version does not read.
     """
     file = folder / MANIFEST_FILE
     try:
@@ -248,8 +248,8 @@ class TokenShards:
     """The tokens of one split: its shards, memory-mapped as one sequence.
 
     Args:
-        verify: compare every byte with its sha256 and every id with the vocabulary, once for a file in a process until
-            its size or time changes. False: the caller reads no tokens, or another process has verified them.
+        verify: compare every byte with its sha256 and every id with the vocabulary, once for each file in a process,
+            until its size or time changes. False: the caller reads no tokens, or another process has verified them.
 
     Raises:
         UserError: a file is missing or its size is not the manifest's; with `verify`, also if its bytes changed.
@@ -285,7 +285,7 @@ class TokenShards:
 
     @property
     def stretches(self) -> list[Stretch]:
-        """The tokens of each dataset; one without a name if the folder is one dataset."""
+        """The tokens of each dataset; a single stretch without a name if the folder is one dataset."""
         parts = self.manifest.parts
         names = [(part.name, part.shards.get(self.split, 0)) for part in parts] or [("", len(self._files.shards))]
         found, done = [], 0
@@ -314,7 +314,7 @@ class TokenShards:
         return self._read(self._maps, start, length)
 
     def read_learned(self, start: int, length: int) -> npt.NDArray[np.bool_]:
-        """Whether each of these tokens [length] is learned.
+        """Whether each of the tokens [length] from position `start` is learned.
 
         Raises:
             IndexError: the range is not within the split.
@@ -344,7 +344,7 @@ class TokenShards:
         """Positions [n_documents] of the first token of each document, ascending.
 
         Raises:
-            UserError: they are not ascending positions in the split.
+            UserError: the stored starts are not ascending positions in the split.
         """
         parts = [
             read_array(self.folder / shard.offsets_file, "<u8", inside=self.folder).astype(np.int64)
@@ -381,7 +381,7 @@ class TokenShards:
                 _verified.add(known)
 
     def _check_ids(self, shard: ShardFile) -> None:
-        """Refuse ids outside the vocabulary: the sums prove only that the file is as its author wrote it."""
+        """Refuse ids outside the vocabulary: the sha256 proves only that the file is as its author wrote it."""
         ids = map_array(self.folder / shard.file, little_endian(self.manifest.dtype), inside=self.folder)
         highest = max(int(ids[at : at + _CHECKED_IDS].max()) for at in range(0, len(ids), _CHECKED_IDS))
         if highest >= self.manifest.vocab_size:

@@ -24,14 +24,14 @@ class Spelling:
     is found only as its tokens.
 
     Raises:
-        UserError: a token is longer than in any real tokenizer.
+        UserError: a token has more than 65,536 bytes.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         spellings = token_spellings(tokenizer)
         self.by_text = spellings is not None
-        """Whether phrases are found in the text; False: as tokens."""
+        """Whether phrases are searched as text; False: as tokens."""
         if spellings is None:
             names = {index: name for name, index in tokenizer.get_vocab(with_added_tokens=True).items()}
             framed = (_FRAME + names.get(index, "").encode() + _FRAME for index in range(vocabulary_size(tokenizer)))
@@ -82,7 +82,7 @@ class Spelling:
 
 
 class Speller:
-    """Shows single tokens."""
+    """Spells single tokens for display."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._spellings = tokenizer, token_spellings(tokenizer)
@@ -95,5 +95,5 @@ class Speller:
         spelled = self._spellings[token]
         try:
             return spelled.decode(), list(spelled)
-        except UnicodeDecodeError:  # part of a character
+        except UnicodeDecodeError:  # the token is part of a character
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled), list(spelled)

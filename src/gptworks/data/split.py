@@ -12,10 +12,10 @@ from gptworks.data.sources.base import Piece
 def split_documents(
     pieces: Iterable[Piece], validation: ValidationSplit, opening: Piece | None = None
 ) -> Iterator[tuple[Split, Piece]]:
-    """Assign text to training or validation: a function of only the text, not of its order or neighbours.
+    """Each piece, assigned to training or validation. This depends only on the text, not on its order or neighbours.
 
     `validation.by` is "document" or "tail". The tail of a document becomes a document, and the training part before it
-    has no end.
+    is not marked as ended.
 
     Args:
         opening: the first piece of the document that these pieces continue; None: they begin one.

@@ -22,7 +22,7 @@ def work_on(work: Path, recipe: AnyRecipe, report: Report, part: tuple[int, int]
     """Do the unfinished work on a dataset in a folder: the tokenizer, and the shards of text.
 
     Args:
-        part: (K, N): every Nth job from the Kth on; other machines do the others.
+        part: (K, N): do every Nth job from the Kth on; other machines do the others.
     """
     data, (k, n) = recipe.data, part
     texts = cleaned_texts(work, data, report)

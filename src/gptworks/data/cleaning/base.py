@@ -1,7 +1,7 @@
 """The interface of filters.
 
-To add one, write its settings in `gptworks.config.cleaning` and a subclass of `Filter` in a file here. Every filter
-takes time linear in the text, whatever the text is.
+To add a filter, write its settings in `gptworks.config.cleaning` and a subclass of `Filter` in a file here. Every
+filter must take linear time for any text.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A document that a filter drops, and why: one of a small number of reasons."""
+    """The result of a filter that drops a document: one of a small number of reasons."""
 
     reason: str
 
@@ -26,10 +26,10 @@ class Filter:
         self.settings = settings
 
     def apply(self, text: str) -> str | Dropped:
-        """The document, which may be changed, or why it is dropped: a function of the text and the settings only."""
+        """The document, perhaps changed, or why it is dropped. The result depends only on the text and the settings."""
         raise NotImplementedError
 
 
 def ratio(part: float, whole: float) -> float:
-    """part / whole, or 0 if both are 0."""
+    """part / whole; 0 if whole is 0."""
     return part / whole if whole else 0.0

@@ -1,4 +1,4 @@
-"""Text that was decoded wrongly, and one spelling of the same text."""
+"""Filters that repair wrongly decoded text and that normalize Unicode."""
 
 import re
 import sys
@@ -69,13 +69,13 @@ _LINE_ENDS = ("\r\n", "\r", "\x85", "\u2028", "\u2029")
 _ASCII_CONTROL = bytes(code for code in range(128) if (code < 32 and chr(code) not in "\t\n") or code == 127)
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ufdd0-\ufdef\ufeff\ufffe\uffff]+")
 _MOST_MARKS = 30
-"""Combining marks on one character, as in Unicode's Stream-Safe Text Format: sorting a longer run takes quadratic
+"""Most combining marks on one character, as in Unicode's Stream-Safe Text Format: normalizing sorts them, in quadratic
 time."""
 
 
 class UnicodeFilter(Filter):
-    """NFC or NFKC (Unicode Standard Annex 15). Removes byte order marks, control characters except tabs and line
-    breaks, and the combining marks in a row after the thirtieth."""
+    """Normalizes text to NFC or NFKC (Unicode Standard Annex 15). Removes byte order marks, control characters except
+    tabs and line breaks, and combining marks after the thirtieth in a row."""
 
     settings: NormalizeUnicode
 

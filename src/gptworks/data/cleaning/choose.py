@@ -1,4 +1,4 @@
-"""The filter for each kind of settings, and a recipe's filters one after the other."""
+"""Choose the filter for given settings, and apply a recipe's filters in order."""
 
 from gptworks.config.cleaning import Decontaminate, FilterConfig, GlobalFilter
 from gptworks.data.cleaning.base import Dropped, Filter
@@ -7,16 +7,16 @@ from gptworks.data.cleaning.decontamination import DecontaminationFilter
 from gptworks.data.registry import by_settings
 
 FILTERS = by_settings("gptworks.data.cleaning", Filter)
-"""The class for each class of settings. Filters that compare documents are in `duplicates`."""
+"""Each filter's class, by the class of its settings. Filters that compare documents are in `duplicates`."""
 PART_BYTES = 1 << 24
-"""Larger documents are cleaned in parts, each as a document."""
+"""A larger document is cleaned in parts of this size, each like a document of its own."""
 
 
 def files_signature(settings: tuple[FilterConfig, ...]) -> list[str]:
-    """The sha256 of the files that the filters' settings name.
+    """For each filter `decontaminate`, the sha256 of all that it looks for, which it reads from its files.
 
     Raises:
-        UserError: such a file is missing or broken.
+        UserError: one of these files is missing or broken.
     """
     return [DecontaminationFilter(one).signature() for one in settings if isinstance(one, Decontaminate)]
 
@@ -25,7 +25,7 @@ def choose_filters(settings: tuple[FilterConfig, ...]) -> list[Filter]:
     """The filters that look at single documents, in order, without those that compare documents.
 
     Raises:
-        UserError: a library or a file that one needs is missing or broken.
+        UserError: a library or a file that a filter needs is missing or broken.
     """
     return [FILTERS[type(one)](one) for one in settings if not isinstance(one, GlobalFilter)]
 
@@ -39,13 +39,13 @@ class Cleaner:
             settings: a recipe's filters; those that compare documents are left out, see `duplicates`.
 
         Raises:
-            UserError: as `choose_filters`.
+            UserError: see `choose_filters`.
         """
         self._filters = choose_filters(settings)
         self.take_counts()
 
     def take_counts(self) -> tuple[FilterCounts, ...]:
-        """The counts of each filter since the last call; counting restarts."""
+        """Each filter's counts since the last call. Resets the counts."""
         taken = getattr(self, "counts", ())
         self.counts = tuple(FilterCounts(type=one.settings.type) for one in self._filters)
         return taken

@@ -1,4 +1,4 @@
-"""Files of code that teach a model little, and licences at their beginning."""
+"""Filters that drop code files that teach a model little, and that remove licences from their beginning."""
 
 import re
 
@@ -14,8 +14,8 @@ _GENERATED = re.compile(
 
 
 class GeneratedFilter(Filter):
-    """Drops files whose first lines say that they were generated, as Codex's and StarCoder's data do (Chen et al. 2021;
-    Li et al. 2023)."""
+    """Drops files whose first lines say that they were generated, as for the data of Codex and StarCoder (Chen et al.
+    2021; Li et al. 2023)."""
 
     settings: GeneratedCode
 
@@ -24,7 +24,7 @@ class GeneratedFilter(Filter):
         return Dropped("generated") if _GENERATED.search("\n".join(lines)) else text
 
 
-# Linear: each branch begins with other characters, and none backtracks.
+# Matching takes linear time: the branches begin with different characters, and none backtracks.
 _DATA_LINE = re.compile(
     r"""
     [ \t]*+ (?![rRbBuU]?(?:\"\"\"|'''))
@@ -43,9 +43,9 @@ _LITERAL = re.compile(r"[\"'0-9]")
 
 
 class TableFilter(Filter):
-    """Drops files in which most characters are in lines of nothing but literals: numbers, strings, and their
-    separators; a comment may follow. White space at the ends of lines and lines of nothing but brackets do not
-    count."""
+    """Drops files with most of their characters in lines that hold only literals: numbers, strings and their
+    separators. A comment may follow. White space at the ends of lines does not count; lines of only brackets are not
+    literals."""
 
     settings: CodeTables
 
@@ -63,7 +63,7 @@ class TableFilter(Filter):
 
 class MinifiedFilter(Filter):
     """Drops files with a line of more than 1,000 characters, lines of more than 100 on average, or less than a quarter
-    letters and digits (Chen et al. 2021; Kocetkov et al. 2022). Every byte of a character outside ASCII is a letter.
+    letters and digits (Chen et al. 2021; Kocetkov et al. 2022). Bytes outside ASCII count as letters.
     """
 
     settings: MinifiedCode

@@ -26,7 +26,7 @@ class Tally(BaseModel):
 
 
 class DroppedCounts(Tally):
-    """Documents dropped for one reason."""
+    """The number of documents dropped for one reason, with examples."""
 
     examples: list[Example] = Field(default_factory=list, max_length=_EXAMPLES)
     """The documents with the smallest hashes, so that the order of merging counts does not matter."""
@@ -43,7 +43,7 @@ class FilterCounts(BaseModel):
     type: str = Field(max_length=100)
     seen: Tally = Field(default_factory=Tally)
     kept: Tally = Field(default_factory=Tally)
-    """Bytes are counted after the change."""
+    """Kept documents; their bytes are counted after the change."""
     changed: Tally = Field(default_factory=Tally)
     """Kept documents that the filter changed; their bytes are counted before the change."""
     dropped: dict[str, DroppedCounts] = Field(default_factory=dict)

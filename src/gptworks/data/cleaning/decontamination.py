@@ -1,4 +1,4 @@
-"""Documents that hold parts of evaluation tasks."""
+"""The filter that drops documents with parts of evaluation tasks."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -18,11 +18,11 @@ _BITS = 20
 
 
 class DecontaminationFilter(Filter):
-    """Drops documents that share a sequence of words with a text of a task's items, by default 13 as for GPT-3 (Brown
-    et al. 2020, appendix C). Case and punctuation do not matter.
+    """Drops documents that share a sequence of `ngram` words with a text of a task's items. The default, 13, is that of
+    GPT-3 (Brown et al. 2020, appendix C). Case and punctuation do not matter.
 
-    GPT-3's data lost 200 characters around each match; here the document is dropped. A task's text that is shorter than
-    the sequence, but has at least `min_words` words, must match completely; shorter texts are too common to be a sign.
+    GPT-3's data lost 200 characters around each match; here the document is dropped. A task's text that has fewer
+    words, but at least `min_words`, must match completely; shorter texts are ignored because they are too common.
     """
 
     settings: Decontaminate
@@ -56,7 +56,7 @@ class DecontaminationFilter(Filter):
         return text
 
     def signature(self) -> str:
-        """sha256 of everything that it looks for."""
+        """sha256 of all sequences of words that the filter looks for."""
         joined = b"".join(n.to_bytes(8, "little") + hashes.tobytes() for n, hashes in self._wanted.items())
         return hashlib.sha256(joined).hexdigest()
 
@@ -65,7 +65,7 @@ def task_texts(file: Path) -> Iterator[str]:
     """The texts of the items of a task file, or of a JSONL file of items.
 
     Raises:
-        UserError: the file is of neither kind, or broken.
+        UserError: the file is broken, or neither a task file nor JSONL.
     """
     path = file.expanduser()
     try:

@@ -1,4 +1,4 @@
-"""Documents that are equal or nearly equal to others."""
+"""Find documents that are equal or nearly equal to others."""
 
 import hashlib
 import itertools
@@ -15,15 +15,15 @@ from gptworks.errors import not_installed
 _SEED = 1
 Verdicts = npt.NDArray[np.uint8]
 REASONS = {1: "exact-duplicates", 2: "near-duplicates"}
-"""The filter that drops a document, by the verdict."""
+"""The name of the filter that drops a document, by the document's verdict."""
 
 
 class Duplicates:
     """Finds duplicates by fixed-size signatures of all documents. The first of each group of duplicates is kept.
 
-    Exact: 16 bytes of the text's hash. Near: MinHash (Broder 1997) over sequences of words; each band of rows is hashed
-    to 8 bytes, and documents that share a band count as duplicates, as for FineWeb (Penedo et al. 2024). Two documents
-    with the Jaccard similarity s share one with probability 1 − (1 − s^rows)^bands.
+    Exact duplicates share 16 bytes of the text's hash. Near duplicates share a band of MinHash (Broder 1997) over
+    sequences of words; each band of rows is hashed to 8 bytes, as for FineWeb (Penedo et al. 2024). Two documents with
+    the Jaccard similarity s share a band with probability 1 − (1 − s^rows)^bands.
     """
 
     def __init__(self, settings: tuple[FilterConfig, ...]) -> None:
@@ -54,11 +54,11 @@ class Duplicates:
 
     @property
     def columns(self) -> int:
-        """Numbers in a signature, little-endian uint64: signatures are stored as an array [documents, columns]."""
+        """Count of little-endian uint64 numbers in a signature. All signatures are an array [documents, columns]."""
         return 2 * self.exact + (self.near.bands if self.near else 0)
 
     def signature(self, text: str) -> bytes:
-        """The part of a document that is compared with others, 8 × `columns` bytes."""
+        """The signature by which a document is compared with others, 8 × `columns` bytes."""
         found = b""
         if self.exact:
             found = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
@@ -76,12 +76,11 @@ class Duplicates:
         return combine(list(rows.T))
 
     def verdicts(self, signatures: Hashes) -> Verdicts:
-        """0 for each document that is kept, else a key of REASONS. A document is dropped if an earlier document that is
-        kept has its text or shares a band.
+        """0 for each document that is kept, else a key of REASONS. A document is dropped if it has the text of
+        an earlier kept document or shares a band with one.
 
         Args:
-            signatures: [documents, columns], which may be a memory map. Takes the memory of three columns and of the
-                shared hashes.
+            signatures: [documents, columns], may be a memory map: memory holds three columns and the shared hashes.
         """
         verdicts = np.zeros(len(signatures), dtype=np.uint8)
         rows, groups, near_from = self._shared(signatures)
@@ -98,8 +97,8 @@ class Duplicates:
         return verdicts
 
     def _shared(self, signatures: Hashes) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
-        """Documents, ascending, with each group of equal hashes that they share with others; and the number of the
-        first group of equal bands (smaller numbers are groups of equal text)."""
+        """Numbers of documents [n], ascending, and a group [n] of equal hashes that each shares with others; then the
+        number of the first group of equal bands (smaller numbers are groups of equal text)."""
         rows, groups, number, near_from = [], [], 0, 0
         for columns in self._keys():
             order = np.lexsort([signatures[:, column] for column in columns])
@@ -121,7 +120,7 @@ class Duplicates:
         return all_rows[by_row], np.concatenate(groups)[by_row], near_from
 
     def _keys(self) -> Iterator[tuple[int, ...]]:
-        """Columns that duplicates have in common: those of the text's hash, or of a band."""
+        """The columns to compare: both columns of the text's hash, then the column of each band."""
         if self.exact:
             yield 0, 1
         for column in range(2 * self.exact, self.columns):

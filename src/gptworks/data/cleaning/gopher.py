@@ -1,4 +1,4 @@
-"""Gopher's rules, which drop documents that do not look like prose or repeat themselves."""
+"""Gopher's rules, which drop documents that repeat themselves or do not look like prose."""
 
 import re
 import string
@@ -64,7 +64,7 @@ class GopherQualityFilter(Filter):
 
 @lru_cache
 def punctuation() -> str:
-    """Unicode's punctuation, and the symbols of ASCII."""
+    """All characters of Unicode's punctuation, and the symbols of ASCII."""
     found = (chr(code) for code in range(128, sys.maxunicode + 1) if unicodedata.category(chr(code))[0] == "P")
     return string.punctuation + "".join(found)
 
@@ -113,7 +113,7 @@ class GopherRepetitionFilter(Filter):
 
 
 def repeated(parts: Sequence[str]) -> tuple[int, int]:
-    """The number of parts that equal an earlier one, and their characters."""
+    """The number of parts that equal an earlier one, and the sum of their characters."""
     seen: set[str] = set()
     number = characters = 0
     for part in parts:
@@ -128,8 +128,8 @@ def repeated(parts: Sequence[str]) -> tuple[int, int]:
 class _Words:
     """The sequences of n words that occur more than once, for n from 1 on.
 
-    A longer sequence that occurs twice contains none that occurs once. In most texts few sequences are left after some
-    words, so the first steps take most of the time.
+    A sequence that occurs twice contains only sequences that occur twice, so each step extends the ones that are left.
+    In most texts these are soon few, so the first steps take most of the time.
     """
 
     def __init__(self, words: list[str]) -> None:
@@ -139,18 +139,18 @@ class _Words:
         self._ends = np.concatenate(([0], np.cumsum(lengths)))  # characters before each word
         self._n = 0
         self.starts = np.arange(len(words))  # first words of the sequences that occur more than once, ascending
-        self._groups: Numbers = np.zeros(len(words), dtype=np.int64)  # which of them are equal
-        self._top = (0, 1)  # where the most frequent sequence begins first, and how often it occurs
+        self._groups: Numbers = np.zeros(len(words), dtype=np.int64)  # the same number for equal sequences
+        self._top = (0, 1)  # first start and number of occurrences of the most frequent sequence
 
     def extend(self) -> bool:
-        """Look at sequences that are one word longer; False if the text is shorter."""
+        """Make the sequences one word longer. False if the text has fewer words than that."""
         self._n += 1
         if len(self._ids) < self._n:
             return False
         inside = int(np.searchsorted(self.starts, len(self._ids) - self._n, side="right"))
         starts = self.starts[:inside]
         last_words = self._ids[starts + self._n - 1]
-        keys = self._groups[:inside] * len(self._ids) + last_words  # exact: below the square of the number of words
+        keys = self._groups[:inside] * len(self._ids) + last_words  # no overflow: below the number of words squared
         order = np.argsort(keys, kind="stable")
         in_order = keys[order]
         first = np.concatenate(([0], np.flatnonzero(in_order[1:] != in_order[:-1]) + 1))
@@ -166,17 +166,17 @@ class _Words:
         return True
 
     def top_characters(self) -> int:
-        """Characters of the most frequent sequence, including its spaces, times its number of occurrences; the first of
-        equally frequent ones."""
+        """Length of the most frequent sequence in characters, with its spaces, times its number of occurrences. Of
+        equally frequent sequences, the first counts."""
         start, number = self._top
         return (self._characters(start) + self._n - 1) * number
 
     def repeated_characters(self) -> int:
-        """Characters of the words in sequences that occurred before."""
+        """Number of characters of the words in sequences that occurred before."""
         seen: set[int] = set()
         total = free = 0
         for start, group in zip(self.starts.tolist(), self._groups.tolist(), strict=True):
-            if start < free:  # within a sequence that was counted
+            if start < free:  # this one overlaps a sequence that was counted
                 continue
             if group in seen:
                 total += self._characters(start)

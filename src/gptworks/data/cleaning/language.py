@@ -1,4 +1,4 @@
-"""The language of a document."""
+"""The filter on the language of documents."""
 
 import os
 from functools import lru_cache

@@ -5,7 +5,7 @@ from gptworks.data.cleaning.base import Dropped, Filter
 
 
 class LengthFilter(Filter):
-    """Counts characters without the white space at the ends, and words between white space."""
+    """Drops short or long documents, by characters without white space at the ends, and by words."""
 
     settings: LengthRules
 

@@ -19,7 +19,7 @@ _MIX = np.uint64(0xBF58476D1CE4E5B9)
 
 
 def words_of(text: str) -> list[str]:
-    """The words in lower case, without punctuation. Each character of scripts without spaces is a word."""
+    """The words in lower case, without punctuation. Each Chinese character or Japanese kana is a word."""
     return text.lower().translate(_ASCII).split() if text.isascii() else _WORD.findall(text.lower())
 
 
@@ -35,7 +35,7 @@ def hash_ngrams(words: Hashes, n: int) -> Hashes:
 
 
 def combine(columns: Sequence[Hashes]) -> Hashes:
-    """A hash of each row of columns [n], [n]."""
+    """A hash [n] of each row of some columns, each of shape [n]."""
     mixed = columns[0].copy()
     for column in columns[1:]:
         mixed *= _FACTOR
@@ -47,7 +47,7 @@ def combine(columns: Sequence[Hashes]) -> Hashes:
 
 
 class _WordHashes(dict[str, int]):
-    """Hashes of words, of which the first million are cached."""
+    """Hashes of words. The first million words of fewer than 32 characters are cached."""
 
     def __missing__(self, word: str) -> int:
         number = crc32(word.encode("utf-8", "surrogatepass"))

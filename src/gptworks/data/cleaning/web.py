@@ -1,4 +1,4 @@
-"""The rules of C4 and FineWeb for web pages."""
+"""Filters with the rules of C4 and FineWeb for web pages."""
 
 import re
 
@@ -16,9 +16,9 @@ class C4Filter(Filter):
     """The rules of C4 (Raffel et al. 2020, section 2.2, and the released code for what the paper leaves out).
 
     Removes lines that do not end with the end of a sentence, have fewer than three words or a word of more than 1,000
-    characters, or name JavaScript, cookies or terms of use; and marks of citations. Drops a page with "lorem ipsum", a
-    curly bracket or fewer than five sentences. Has no list of bad words. A sentence ends at `.`, `!` or `?` before
-    white space; the released code asks a trained model.
+    characters, or name JavaScript, cookies or terms of use. Removes citation marks. Drops pages with "lorem ipsum", a
+    curly bracket or fewer than five sentences. It has no list of bad words. A sentence ends at `.`, `!` or `?` before
+    white space; the released code uses a trained model.
     """
 
     settings: C4Rules
@@ -57,12 +57,12 @@ def count_sentences(line: str) -> int:
 
 
 _SENTENCE_ENDS = tuple(".!?‼‽⁇⁈⁉。！？．｡։؟۔।॥።፧။។៕")
-"""Characters that end a sentence, in all scripts in use that have one."""
+"""Characters that end a sentence, for all scripts in use that have such a character."""
 
 
 class FineWebFilter(Filter):
-    """The rules that FineWeb adds (Penedo et al. 2024, section 3.6): few lines that end a sentence, many short lines,
-    characters in repeated lines. And line breaks per word, from the released code."""
+    """The rules that FineWeb adds (Penedo et al. 2024, section 3.6). Drops pages with few lines that end a sentence, or
+    with many short lines, characters in repeated lines, or (a rule of the released code) line breaks per word."""
 
     settings: FineWebRules
 

@@ -1,1 +1,1 @@
-"""Conversations and pairs of answers: read, masked, packed and inspected."""
+"""Read, mask, pack and inspect conversations and pairs of answers."""

@@ -1,4 +1,4 @@
-"""Write conversations and pairs as examples in shards: tokens, which of them are learned, and hashes of their text."""
+"""Write conversations and pairs as examples in shards: tokens, flags of the learned ones, hashes of the text."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +23,7 @@ def write_examples(
     processes: int,
     report: Callable[[str, int, int | None], None],
 ) -> tuple[Origin, ...]:
-    """Encode the conversations of each record into its split. Returns their files.
+    """Encode each record's conversations and write them to its split. Returns the records' files or datasets.
 
     Raises:
         UserError: the template refuses a conversation; the message names the record.
@@ -59,7 +59,7 @@ def write_examples(
 
 
 def _last_run(learned: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Flags of the last unbroken run of trues only, because earlier answers of a pair are part of the prompt."""
+    """`learned` with only its last unbroken run of trues: earlier answers of a pair are part of the prompt."""
     places = np.flatnonzero(learned)
     last = learned.copy()
     if len(gaps := np.flatnonzero(np.diff(places) > 1)):

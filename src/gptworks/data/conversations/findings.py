@@ -21,7 +21,7 @@ _N_PLACES = 3
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault, described with advice."""
+    """A fault, and a text that describes it and gives advice."""
 
     name: DataFault
     text: str
@@ -30,14 +30,14 @@ class Finding:
 _CONSEQUENCES: dict[DataFault, frozenset[DataFault]] = {
     "tokens-not-special": frozenset({"no-end-token", "answers-altered"}),
 }
-"""The faults that each fault causes. They are reported only when it is fixed."""
+"""The faults that each fault causes. They are explained only after it is fixed."""
 
 
 def refuse_faults(findings: Sequence[Finding], allowed: Sequence[str]) -> None:
     """Refuse faults that the recipe does not allow.
 
     Raises:
-        UserError: the name of each fault, and advice. Faults that follow from another one are not explained.
+        UserError: there are such faults. The message names each, with advice unless another fault causes it.
     """
     stops = [finding for finding in findings if finding.name not in allowed]
     if stops:
@@ -52,7 +52,7 @@ def refuse_faults(findings: Sequence[Finding], allowed: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Look:
-    """The places of examples, to report faults."""
+    """Makes findings that name the places of examples."""
 
     manifest: Manifest
     records: Int64s
@@ -62,7 +62,7 @@ class Look:
         return self.manifest.where(int(self.records[example]))
 
     def fault(self, name: DataFault, found: npt.NDArray[np.bool_], above: float, what: str, fix: str) -> list[Finding]:
-        """A finding if more than the share `above` of the examples has the fault."""
+        """One finding if more than the fraction `above` of the examples has the fault, else none."""
         count, total = int(found.sum()), len(found)
         if count <= above * total:
             return []
@@ -73,7 +73,7 @@ class Look:
 
 
 def about_tokens(recipe: Recipe, prepared: Prepared) -> list[Finding]:
-    """Faults of records, template, tokenizer and base."""
+    """Faults of the records' keys, the chat template, the tokenizer and the run to start from."""
     manifest, template = prepared.manifest, prepared.chat_template
     assert template is not None
     findings = about_keys(manifest)
@@ -111,7 +111,7 @@ def about_tokens(recipe: Recipe, prepared: Prepared) -> list[Finding]:
 
 
 def about_keys(manifest: Manifest) -> list[Finding]:
-    """A finding about keys of records that have a meaning and are not read."""
+    """One finding if records have keys with a known meaning that are not read, else none."""
     places: dict[str, list[tuple[int, str]]] = {}
     for origin in manifest.origins:
         for name, (n_records, first) in origin.unread.items():

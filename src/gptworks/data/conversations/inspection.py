@@ -38,14 +38,14 @@ class Inspection:
     n_examples: int
     n_validation: int
     n_tokens: int
-    """Tokens of the training examples within the context."""
+    """Number of tokens of the training examples within the context."""
     n_learned: int
-    """Learned tokens among them."""
+    """Number of learned tokens of the training examples within the context."""
     n_cut: int
-    """Training examples longer than the context."""
+    """Number of training examples longer than the context."""
     n_rows: int
     fill: float
-    """Share of the rows that is not padding, 0 to 1."""
+    """Fraction of the rows' tokens that are not padding, 0 to 1."""
     median_tokens: int
     longest: list[tuple[int, str]]
     """The numbers of tokens and the places of the longest examples."""
@@ -71,7 +71,7 @@ class Inspection:
 
 
 def inspect_conversations(recipe: Recipe, prepared: Prepared) -> Inspection:
-    """Count, and look for faults without refusing them."""
+    """The figures and the faults of a recipe's conversations. Only `check_records` refuses faults."""
     context = recipe.model.context_length
     shards, held_out = TokenShards(prepared.folder, "train"), TokenShards(prepared.folder, "validation")
     columns, validation = example_columns(shards), example_columns(held_out)
@@ -120,13 +120,13 @@ class PairInspection:
     n_pairs: int
     n_validation: int
     median_prompt: int
-    """Tokens of the training pairs within the context, like the two below."""
+    """Median number of prompt tokens in the training pairs, within the context; the next two are for the answers."""
     median_chosen: int
     median_rejected: int
     n_chosen_longer: int
-    """Pairs whose chosen answer is longer: a model may learn length instead of quality."""
+    """Number of pairs whose chosen answer is the longer one: a model may learn length instead of quality."""
     n_cut: int
-    """Pairs with an answer that loses its end beyond the context."""
+    """Number of pairs with an answer that loses its end beyond the context."""
     n_alike: int
     """Number of pairs whose two sides do not differ within the context."""
     end_tokens: list[str]
@@ -146,18 +146,18 @@ class PairInspection:
 
 
 def inspect_pairs(recipe: Recipe, prepared: Prepared) -> PairInspection:
-    """Count, and look for faults without refusing them."""
+    """The figures and the faults of a recipe's pairs. Only `check_records` refuses faults."""
     context = recipe.model.context_length
     shards, held_out = TokenShards(prepared.folder, "train"), TokenShards(prepared.folder, "validation")
     pairs = Pairs(shards, context)
     columns = example_columns(shards)
-    learned, kept = (counts.reshape(-1, 2) for counts in learned_counts(shards, context))  # P 2, chosen first
+    learned, kept = (counts.reshape(-1, 2) for counts in learned_counts(shards, context))  # [P, 2], chosen first
     n_tokens = np.diff(np.append(shards.document_starts(), shards.n_tokens)).reshape(-1, 2)
     lengths = np.minimum(n_tokens, context + 1)
     maybe = np.flatnonzero((lengths[:, 0] == lengths[:, 1]) | (kept <= 1).any(axis=1))  # only these can be alike
     alike = np.zeros(len(pairs), dtype=np.bool_)
     alike[maybe] = [pairs.says_nothing(i) for i in maybe.tolist()]
-    no_end = (columns["flags"] & NO_END) > 0  # of each answer
+    no_end = (columns["flags"] & NO_END) > 0  # for each answer of each pair
     look = Look(prepared.manifest, columns["record"].astype(np.int64)[::2], "pairs")
     longer = "Raise model.context_length, or leave these pairs out."
     findings = [

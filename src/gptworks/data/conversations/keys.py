@@ -1,4 +1,4 @@
-"""The keys with a meaning for training programs in records and turns: which are read here, and what the others mean.
+"""The keys of records and turns that training programs know: their meaning, and which of them are read here.
 
 Sources: OpenAI's fine-tuning format, mistral-finetune and axolotl (per-turn training), LLaMA-Factory's Alpaca and
 ShareGPT formats, ms-swift, TRL's dataset formats. A key in these tables that is not read becomes the finding
@@ -31,7 +31,7 @@ class Key:
     asks_nothing: tuple[object, ...] = ()
     """Values that ask for the default behaviour."""
     matters: tuple[object, ...] = ()
-    """The only values with a meaning; empty: all except `asks_nothing`."""
+    """The only values that change the behaviour; empty: all except `asks_nothing`."""
 
 
 LEARNING_SWITCHES = ("weight", "train", "training", "loss")
@@ -96,7 +96,7 @@ _ALWAYS_READ: Mapping[Shape, tuple[str, ...]] = {
     "messages": ("messages",), "sharegpt": ("conversations",), "preferences": ("chosen", "rejected"),
 }  # fmt: skip
 _DEEPEST = 5
-"""Levels of lists and objects in a value, such as a list of turns whose content is a list of parts."""
+"""Most levels of lists and objects read in a value, such as a list of turns whose content is a list of parts."""
 _SIDES = re.compile(r"(chosen|rejected)[_-]|[_-](chosen|rejected)$")
 _ABOUT_SIDES = re.compile(r"[_-](model|source|id|name|rank|length|len|tokens)$|^(model|source|id)[_-]")
 
@@ -112,7 +112,7 @@ def unread_in_record(record: Fields, shape: Shape, messages: Sequence[Message]) 
     """Stated keys of a record that have a meaning and are not read in this shape.
 
     Args:
-        messages: the messages read from it; a key that only repeats text of theirs is not lost.
+        messages: the messages read from the record; a key that only repeats their text is left out.
     """
     read = {_plain(message["content"]) for message in messages}
     for name in record:
@@ -134,7 +134,7 @@ def unread_in_turn(turn: Fields, shape: Shape, answers: bool) -> Iterator[str]:
     """Stated keys of a turn that have a meaning and are not read.
 
     Args:
-        answers: whether it is the assistant's turn, whose learning can be switched off.
+        answers: whether the turn is the assistant's: only there do learning switches have an effect.
     """
     for name in turn:
         if not is_stated(turn, name) or not isinstance(name, str):
@@ -160,7 +160,7 @@ def meaning(name: str, of_turn: bool) -> str:
 
 
 def learns(turn: Fields, number: int) -> bool:
-    """Whether the switches of an answer let it be learned.
+    """Whether an answer is learned, according to its switches.
 
     Raises:
         ValueError: a switch is not 0, 1, false or true, or two contradict each other.

@@ -1,9 +1,9 @@
 """Tokens of a conversation, with flags for the learned ones: the assistant's answers, each with its end token.
 
-Rendering finds the place of an answer, whatever the template. The template's text for the turns before it, with the
-generation prompt, is exactly what a model reads when it answers. The answer follows it in the rendered conversation, up
-to and including the end token. If a token would span the border of an answer, each side is encoded by itself, because
-the model reads and writes them separately.
+Rendering finds the place of an answer with any template. The template's text for the turns before it, with the
+generation prompt, is exactly what a model reads when it answers. The answer follows that text in the whole conversation
+and includes the end token. If a token would span the border of an answer, each side is encoded by itself, because the
+model reads one side and writes the other.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -25,12 +25,12 @@ _BATCH_CHARACTERS = 1 << 17  # rendering takes ten times as long as encoding
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Tokens of a conversation."""
+    """An encoded conversation."""
 
     ids: npt.NDArray[np.uint32]
-    """Shape [n]."""
+    """The token ids, [n]."""
     learned: npt.NDArray[np.bool_]
-    """Shape [n]: whether each token is learned."""
+    """Whether each token is learned, [n]."""
     text_bytes: int
     all_end: bool
     """Whether every learned answer is followed by an end token."""
@@ -47,7 +47,7 @@ def encode_records(
     """Each record with an example for each of its conversations, in order.
 
     Args:
-        processes: number of processes if there is enough to encode; 0: one for each core.
+        processes: number of worker processes, used if there is enough to encode; 0: one for each core.
 
     Raises:
         UserError: the template refuses a conversation; the message names the record.
@@ -75,10 +75,10 @@ def _encode_record(template: ChatTemplate, record: AnyRecord) -> list[Example]:
 def encode_conversation(
     template: ChatTemplate, messages: Sequence[Message], unlearned: Collection[int] = ()
 ) -> Example:
-    """Tokens, and which are learned.
+    """The tokens of a conversation, and which of them are learned.
 
     Args:
-        unlearned: indices of answers that are only read.
+        unlearned: indices of the messages whose answers are read but not learned.
 
     Raises:
         UserError: the template refuses these turns, or writes a turn differently if others follow, so that the text
@@ -107,7 +107,7 @@ def encode_conversation(
 
 
 def _place(template: ChatTemplate, messages: Sequence[Message], i: int, whole: str) -> tuple[int, int]:
-    """The first character of answer i in the rendered conversation, and the one after its last."""
+    """The start and the end of answer i in the rendered conversation, in characters."""
     before = template.render(messages[:i], add_generation_prompt=True)
     until = template.render(messages[: i + 1])
     for text, what in ((before, "before it, with the generation prompt,"), (until, "up to it")):
@@ -136,7 +136,7 @@ def _encode_parts(template: ChatTemplate, whole: str, cuts: Sequence[int], guard
 
 
 def _answer_length(ids: Sequence[int], template: ChatTemplate) -> tuple[int, bool]:
-    """The number of tokens of an answer including its end token, and whether it has one."""
+    """The number of tokens of an answer with its end token, and whether it has an end token."""
     ends = template.end_token_ids
     first = next((i for i, token_id in enumerate(ids) if token_id in ends), None)
     return (len(ids), False) if first is None else (first + 1, True)

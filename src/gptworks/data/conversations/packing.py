@@ -33,10 +33,10 @@ class Examples:
         self._shards, self._context_length = shards, context_length
         bounds = np.append(shards.document_starts(), shards.n_tokens)
         self._starts, self.n_tokens = bounds[:-1], np.diff(bounds)
-        """Tokens of each example, [n]."""
+        """Number of tokens of each example, [n]."""
         n_inputs = np.minimum(self.n_tokens - 1, context_length)
         self.rows = pack(n_inputs, context_length) if packing else [[i] for i in range(len(n_inputs))]
-        """Examples of each row."""
+        """Numbers of the examples in each row."""
 
     def tokens(self, example: int) -> tuple[Int64s, npt.NDArray[np.bool_]]:
         """All tokens of an example [n], and which are learned [n]."""
@@ -59,7 +59,7 @@ class Examples:
         return torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(positions)
 
     def shown(self, row: int) -> Row:
-        """The row as people see it."""
+        """The row for display: its texts and their documents."""
         texts = [(min(int(self.n_tokens[i]) - 1, self._context_length), [Piece(i, 0, 0)]) for i in self.rows[row]]
         return Row.of(*self.row(row), texts)
 
@@ -84,9 +84,9 @@ def evaluation_rows(examples: Examples, n_rows: int = 0) -> Iterator[Rows]:
 
 
 def held_out_rows(shards: TokenShards, recipe: Recipe) -> Iterator[Rows]:
-    """The rows on which a run that learns answers is evaluated; of pairs, the preferred answers."""
+    """The validation rows for a run that learns answers; if the data are pairs, only the preferred answers."""
     examples = Examples(shards, recipe.model.context_length, recipe.objective.packs)
-    if recipe.data.preferences:  # each is two documents, the chosen answer first
+    if recipe.data.preferences:  # a pair is two documents, the chosen answer first
         examples.rows = examples.rows[::2]
     return evaluation_rows(examples)
 
@@ -98,7 +98,7 @@ def stack(rows: list[Rows]) -> Rows:
 
 
 def pack(lengths: Int64s, capacity: int) -> list[list[int]]:
-    """Items of these lengths, each at most `capacity`, in few rows of that capacity: best fit, the longest first.
+    """The numbers of the items in each row: few rows by best fit, the longest first. No length exceeds `capacity`.
 
     A bit set of the free space in rows makes the search fast: a million items take seconds.
     """
@@ -109,7 +109,7 @@ def pack(lengths: Int64s, capacity: int) -> list[list[int]]:
         length = int(lengths[item])
         fitting = rooms >> length
         if fitting:
-            room = length + (fitting & -fitting).bit_length() - 1  # the smallest that suffices
+            room = length + (fitting & -fitting).bit_length() - 1  # the smallest free space that suffices
             row = with_room[room].pop()
             if not with_room[room]:
                 rooms ^= 1 << room

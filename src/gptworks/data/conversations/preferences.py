@@ -29,7 +29,7 @@ from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 
 SHAPE: Literal["preferences"] = "preferences"
-"""The shape of such files in the manifest."""
+"""The shape of files of pairs in the manifest."""
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -60,7 +60,7 @@ def iter_pairs(sources: Iterable[PreferencesSource]) -> Iterator[Pair]:
     """All pairs of the sources, in order, files sorted by path.
 
     Raises:
-        UserError: a missing or broken file, or a record of another shape; the message names the file and the record.
+        UserError: a file is missing or broken, or a record has another shape; the message names file and record.
     """
     for source in sources:
         for origin, records in origins(source):
@@ -97,10 +97,10 @@ def _read(origin: str, number: int, record: Fields) -> Pair:
 
 
 def _shared_prompt(stated: list[Message], sides: Mapping[str, list[Message]]) -> list[Message]:
-    """The prompt of a record, which may state it several times: by itself, and before each of its answers.
+    """The prompt of a record, which may state it up to three times: by itself, and before each of its answers.
 
-    The places may differ in white space, only one may have the system message, and the question of one may be one of
-    several turns in another. Turns that begin with the assistant continue the prompt.
+    The places may differ in white space, the system message may be in only one of them, and one may hold only some of
+    another's turns. If the turns before the answers begin with the assistant, they continue the prompt.
 
     Raises:
         ValueError: two places contradict each other.
@@ -192,18 +192,18 @@ class Pairs:
         return lengths
 
     def answer(self, pair: int, side: int) -> tuple[Int64s, Bools]:
-        """Tokens [n] with the chosen (0) or the rejected (1) answer, and which are learned [n]: at most context_length
-        inputs and one more target."""
+        """Tokens [n] of a pair's prompt with the chosen (0) or the rejected (1) answer, and which are learned [n]: n is
+        at most context_length + 1."""
         start, end = self._bounds[2 * pair + side : 2 * pair + side + 2].tolist()
         length = min(end - start, self._context_length + 1)
         return self._shards.read(start, length), self._shards.read_learned(start, length)
 
     def place(self, pair: int) -> str:
-        """The record of a pair."""
+        """The file and number of the record that a pair is from, for messages."""
         return self._shards.manifest.where(int(self._shards.examples()[2 * pair, 0]))
 
     def says_nothing(self, pair: int) -> bool:
-        """Whether a pair has no learning signal: both sides are equal within the context, or one lacks an answer."""
+        """Whether a pair has no learning signal within the context: equal sides, or a side without a learned token."""
         (chosen, learned), (rejected, other) = self.answer(pair, 0), self.answer(pair, 1)
         same = len(chosen) == len(rejected) and bool((chosen == rejected).all())
         return same or not learned[1:].any() or not other[1:].any()

@@ -30,11 +30,11 @@ class Record:
     """The place and shape of a conversation or a pair of answers."""
 
     origin: str
-    """The file or dataset."""
+    """The name of the file or dataset."""
     record: int
     """The record's number in its origin, from 1."""
     shape: str
-    """alpaca, sharegpt, messages or preferences."""
+    """The shape: alpaca, sharegpt, messages or preferences."""
     unread: tuple[str, ...]
     """Keys that have a meaning and are not read: `tools`, or `turn.tool_calls` for a key of a turn."""
 
@@ -63,8 +63,8 @@ class Conversation(Record):
 
 
 def is_held_out(prompt: list[Message], fraction: float) -> bool:
-    """Whether examples of this prompt are for validation. It depends only on the prompt: the split is the same in
-    instruction tuning and in preference tuning, whatever the answers."""
+    """Whether examples of this prompt are for validation. This depends only on the prompt, so a prompt is in
+    the same split in instruction tuning and in preference tuning."""
     digest = hashlib.blake2b(json.dumps(prompt).encode("utf-8"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
@@ -73,7 +73,7 @@ def iter_conversations(sources: Iterable[ConversationsSource]) -> Iterator[Conve
     """All conversations of the sources, in order, files sorted by path.
 
     Raises:
-        UserError: a missing or broken file, or a record of another shape; the message names the file and the record.
+        UserError: a file is missing or broken, or a record has another shape; the message names file and record.
     """
     for source in sources:
         for origin, records in origins(source):
@@ -109,7 +109,7 @@ def recognized(record: Fields) -> Shape:
     for shape, field in shapes:
         if is_stated(record, field):
             return shape
-    for shape, field in shapes:  # present but empty: its reader raises the error
+    for shape, field in shapes:  # the field is empty: its reader raises the error
         if field in record:
             return shape
     if "prompt" in record and any(field in record for field in _ANSWERS):
@@ -190,7 +190,7 @@ def with_system(record: Fields, turns: Turns) -> Turns:
 
 
 def read_question(record: Fields, field: str) -> Message:
-    """The user's message: a field's text, followed by that of `input` if there is one."""
+    """The user's message: a field's text, followed by the text of `input` if the record has one."""
     asked = read_text(record, field)
     given = read_text(record, "input") if record.get("input") else ""
     return {"role": "user", "content": f"{asked}\n\n{given}" if given else asked}

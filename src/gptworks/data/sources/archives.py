@@ -39,9 +39,9 @@ class _Member(NamedTuple):
     name: str
     size_bytes: int
     wrong: str
-    """The reason why the member cannot be read; empty if it can."""
+    """The reason why the member cannot be read; empty if it can be read."""
     stream: Callable[[], Any]
-    """Opens the member."""
+    """Returns the opened member."""
 
 
 class Archive(Source):
@@ -51,7 +51,7 @@ class Archive(Source):
     endings = (".zip", ".tar")
 
     def units(self) -> list[Unit]:
-        """Neighbouring members of a ZIP archive. A tar archive is one unit: it is read from its beginning."""
+        """Units of neighbouring members of a ZIP archive. A tar archive is one unit: it is read from the start."""
         return [unit for file in self.files() for unit in self._units(file)]
 
     def _units(self, file: Path) -> list[Unit]:
@@ -109,7 +109,7 @@ class Archive(Source):
     def _read_member(self, name: Path, stream: BinaryIO, size_bytes: int) -> Iterator[Piece]:
         opened = unpacked(stream, name)
         if self.settings.format == "text":
-            if compression(name.name):  # its size is known at its end
+            if compression(name.name):  # the unpacked size is known only at the end
                 opened = io.BytesIO(opened.read(MOST_LINE_BYTES + 1))
                 size_bytes = len(opened.getbuffer())
                 if size_bytes > MOST_LINE_BYTES:
@@ -195,7 +195,7 @@ class _Header(tarfile.TarInfo):
         try:
             header = super().frombuf(buf, encoding, errors)
         except tarfile.HeaderError as error:
-            if len(buf) == tarfile.BLOCKSIZE and not any(buf):  # the end of the archive
+            if len(buf) == tarfile.BLOCKSIZE and not any(buf):  # zeros: the end of the archive
                 raise
             raise _BrokenHeader(str(error) if buf else "it is cut off") from None
         if header.size < 0:

@@ -19,9 +19,9 @@ from gptworks.files import sha256_file
 
 PIECE_BYTES = 1 << 20
 UNIT_BYTES = 1 << 24
-"""About the size of the parts in which a large file is read; a multiple of PIECE_BYTES."""
+"""Approximate size of the parts in which a large file is read; a multiple of PIECE_BYTES."""
 PIECES_CHECKED = 20
-"""Pieces of each file that are read before long work."""
+"""Number of pieces of each file that `check` reads."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -46,13 +46,13 @@ class Unit:
     size_bytes: int = 0
     """Approximate size of the unit's text."""
     start: int = 0
-    """The start in the file, in units of the source: bytes, row groups or members."""
+    """The unit's start in the file: a number of bytes, row groups or members, as the source counts."""
     end: int | None = None
-    """The end in the file, in the same units; None: the end of the file."""
+    """The unit's end in the file, counted like the start; None: the end of the file."""
 
 
 class Source:
-    """Local files, or a download with a stated sha256.
+    """A source of text: local files, or a download with a stated sha256.
 
     A subclass annotates `settings` with the class of its settings, and overrides `read`, or `read_unit` if it reads
     files in parts.
@@ -64,7 +64,7 @@ class Source:
     whole_files: ClassVar[bool] = False
     """Whether each file is one document."""
     size_known: ClassVar[bool] = True
-    """Whether the amount of text follows from the files' sizes."""
+    """Whether the files' sizes determine the amount of text."""
     files_checked: ClassVar[int | None] = None
     """Number of files that `check` reads; None: all."""
 
@@ -89,7 +89,7 @@ class Source:
         return self.read_unit(Unit(file))
 
     def units(self) -> list[Unit]:
-        """The parts that several processes may read at once, in order: a function of the files only."""
+        """The parts that several processes may read at once, in order. They depend only on the files."""
         return [Unit(file, about_unpacked_size(file)) for file in self.files()]
 
     def read_unit(self, unit: Unit) -> Iterator[Piece]:
@@ -118,11 +118,11 @@ class Source:
                 pass
 
     def signature(self) -> list[list[Any]]:
-        """A JSON text of everything that decides the source's text: the contents of the files, not their paths."""
+        """Everything that decides the source's text, as lists for JSON: the contents of the files, not their paths."""
         return [["sha256", one] for one in self.settings.sums] or contents(self.files())
 
     def size_bytes(self) -> int | None:
-        """About the size of the text; None if it is unknown before files are fetched or read."""
+        """Approximate size of the text; None if it is unknown before files are fetched or read."""
         is_local = self.size_known and getattr(self.settings, "path", None)
         return sum(map(about_unpacked_size, self.files())) if is_local else None
 
@@ -134,7 +134,7 @@ def document(
 
     Args:
         file: the file to name in errors; None: the bytes are known to be text.
-        start, end: read only the pieces between these two of `borders`.
+        start, end: read only the pieces between these two places from `borders`.
         n_bytes: the number of bytes, if the stream cannot seek.
 
     Raises:
@@ -178,7 +178,7 @@ def text_document(text: str) -> Iterator[Piece]:
 
 
 def borders(stream: BinaryIO) -> Iterator[int]:
-    """Places about every UNIT_BYTES where pieces of `document` begin. The pieces after such a place do not depend on
+    """Places, about UNIT_BYTES apart, where pieces of `document` begin. The pieces after such a place do not depend on
     those before it, because a piece ends with the last line break in PIECE_BYTES bytes."""
     first = len(_BOM) if stream.read(len(_BOM)) == _BOM else 0
     for at in range(first + UNIT_BYTES, stream.seek(0, os.SEEK_END), UNIT_BYTES):

@@ -1,4 +1,4 @@
-"""The text of a recipe's sources, in the order given."""
+"""Read the text of a recipe's sources, in the order given."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -14,12 +14,12 @@ from gptworks.data.sources.opening import compression
 from gptworks.data.sources.text import Text
 
 SOURCES = by_settings("gptworks.data.sources", Source)
-"""The class for each class of settings."""
+"""Each source's class, by the class of its settings."""
 AnySource = SourceConfig | Source
 
 
 def choose_source(settings: AnySource) -> Source:
-    """The source that the settings describe; a source itself."""
+    """The source that the settings describe. A `Source` is returned as it is."""
     return settings if isinstance(settings, Source) else SOURCES[type(settings)](settings)
 
 
@@ -27,7 +27,7 @@ def iter_documents(sources: Iterable[AnySource]) -> Iterator[Piece]:
     """All text of the sources, in the order given and files sorted by path. Empty documents are left out.
 
     Raises:
-        UserError: a missing or binary file, or a broken record; the message names the file and the place.
+        UserError: a file is missing or binary, or a record is broken; the message names the file and the place.
         RunError: a download failed.
     """
     for source in sources:
@@ -68,7 +68,7 @@ def source_signature(sources: Iterable[AnySource]) -> list[list[Any]]:
 
 
 def unread_files(sources: Iterable[AnySource]) -> Counter[str]:
-    """The number of files of each ending that are in the folders of texts and that no source reads."""
+    """The number of files in the folders of text sources that no source reads, by the ending of their names."""
     chosen = [choose_source(source) for source in sources]
     unread = {file for source in chosen if isinstance(source, Text) for file in source.unread()}
     if unread:
@@ -77,7 +77,7 @@ def unread_files(sources: Iterable[AnySource]) -> Counter[str]:
 
 
 def unread_links(sources: Iterable[AnySource]) -> list[Path]:
-    """The links to folders elsewhere in the folders of texts, which no source reads."""
+    """The links in the folders of text sources that lead to folders elsewhere: no source reads those."""
     paths = [source.settings.path for source in map(choose_source, sources) if isinstance(source, Text)]
     folders = [Path(path).expanduser() for path in paths if path is not None]
     return [link for folder in folders if folder.is_dir() for link in linked_folders(folder)]

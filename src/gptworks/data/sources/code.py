@@ -1,4 +1,4 @@
-"""Source code: a folder of it, and the standard library of Python."""
+"""Sources of code: the files in a folder, or Python's standard library."""
 
 import os
 import sysconfig
@@ -25,7 +25,7 @@ _MOST_IGNORE_BYTES = 1 << 20
 
 
 class _SourceFiles(Source):
-    """Each file is one document. Files that are not UTF-8 text are left out."""
+    """Files of code, each one document. Files that are not UTF-8 text are left out."""
 
     whole_files = True
 
@@ -38,7 +38,7 @@ class _SourceFiles(Source):
             yield from text_document(text)
 
     def check(self) -> None:
-        self.files()  # files that are not text are left out
+        self.files()  # no file is read: those that are not text are left out
 
     def signature(self) -> list[list[Any]]:
         return contents(self.files())
@@ -48,7 +48,7 @@ class _SourceFiles(Source):
 
 
 class PythonStdlib(_SourceFiles):
-    """The standard library's own sources, which every machine has."""
+    """The source code of Python's standard library, which every machine has."""
 
     settings: PythonStdlibSource
 
@@ -57,10 +57,10 @@ class PythonStdlib(_SourceFiles):
 
 
 def stdlib_files() -> list[Path]:
-    """The standard library's own sources without tests, sorted.
+    """The source files of Python's standard library without tests, sorted.
 
     Raises:
-        UserError: there are none.
+        UserError: the library's folder has no .py files.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [file for file in walk(root, _NOT_LIBRARY) if file.suffix == ".py"]

@@ -59,16 +59,16 @@ def read_table(
 
 
 def listed_names(columns: list[str]) -> str:
-    """Names from a file, as a message shows them."""
+    """The first ten column names, shortened and escaped for a message."""
     few = [f"`{name[:40]}`" if name[:40].isprintable() else ascii(name[:40]) for name in columns[:10]]
     return ", ".join(few) + (f" and {len(columns) - 10:,} more" if len(columns) > 10 else "")
 
 
 def _rows(file: Path, delimiter: str, quotes: bool, opened: BinaryIO | None) -> Iterator[tuple[str, list[str]]]:
-    """The offset and the fields of each row; empty lines are skipped."""
+    """The place of each row as FILE:LINE, and its fields; empty lines are skipped."""
     csv.field_size_limit(
         max(csv.field_size_limit(), MOST_ROW_BYTES)
-    )  # a limit of the process; `lines` has a stricter one
+    )  # this limits the whole process; `lines` has a stricter limit
     first_line, row_bytes = 1, 0
 
     def lines() -> Iterator[str]:

@@ -15,8 +15,8 @@ from gptworks.files.fetch import fetched
 
 
 def local_files(source: FileSource, endings: tuple[str, ...]) -> list[Path]:
-    """The files at a source's path, at least one, sorted; of a folder those with these endings, also compressed. Or the
-    files of its download, which is fetched first.
+    """The files at a source's path, at least one, sorted; in a folder, those with these endings, also compressed.
+    Without a path, the files of the source's download, which is fetched first.
 
     Raises:
         UserError: no file matches.
@@ -57,7 +57,7 @@ def check_links_of(folder: Path, files: Iterable[Path]) -> None:
     """Refuse links out of a folder.
 
     Raises:
-        UserError: a file is a link; the message says that a pattern follows links.
+        UserError: a file is a link out of the folder; the message says that a pattern follows links.
     """
     for file in files:
         if file.is_symlink():

@@ -1,4 +1,4 @@
-"""JSON files that hold one list of objects, one field of which is the text. They are streamed: memory holds one
+"""JSON files with one list of objects. One field of each object is the text. Files are streamed: memory holds one
 object."""
 
 import codecs
@@ -16,11 +16,11 @@ from gptworks.errors import UserError
 _CHUNK_BYTES = 1 << 16
 _SPACE = " \t\r\n"
 _LONGEST_WORD = 16
-"""Longer than any token of JSON except a string: an error nearer to the end may be due to a cut."""
+"""More characters than a JSON token has, except a string: an error nearer to the end may be due to a cut."""
 
 
 class JSON(Fields):
-    """A list of objects, or an object that has the list under a key."""
+    """Files that are a list of objects, or an object that has the list under a key."""
 
     settings: JSONSource
     endings = (".json",)

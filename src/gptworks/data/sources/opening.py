@@ -26,11 +26,11 @@ MOST_RATIO = 1000
 _USUAL_RATIO = 3
 _CHUNK_BYTES = 1 << 16
 _XZ_MEMORY_BYTES = 1 << 28
-"""Four times what `xz -9` takes."""
+"""Most memory for unpacking xz: four times what files of `xz -9` need."""
 
 
 def compression(name: str) -> str | None:
-    """The kind of compression of a file of this name, if any."""
+    """The kind of compression that a file's name states; None if it states none."""
     return COMPRESSIONS.get(Path(_full(name).lower()).suffix)
 
 
@@ -49,7 +49,7 @@ def open_file(file: Path) -> BinaryIO:
     """The bytes of a file, unpacked.
 
     Raises:
-        UserError: during reading, if its compressed data is broken or a bomb.
+        UserError: while bytes are read, the compressed data proves broken or a bomb.
     """
     return unpacked(open_regular(file), file)
 
@@ -128,7 +128,7 @@ class _Blocks(io.RawIOBase):
         while True:
             if self._one.eof:
                 data = self._one.unused_data or self._packed.read(_CHUNK_BYTES)
-                data = data.lstrip(b"\0")  # padding
+                data = data.lstrip(b"\0")  # zeros may pad the streams
                 self._one = self._new()
                 self._begun = False
             else:

@@ -17,17 +17,17 @@ MOST_PAGE_BYTES = 1 << 24
 """Largest size of an HTML page, or of a text in a WET file."""
 MOST_PDF_BYTES = 1 << 30
 MOST_TEXT_CHARACTERS = 1 << 26
-"""Most text in a PDF file."""
+"""Most characters of text in a PDF file."""
 _HTML = ("text/html", "application/xhtml+xml")
 
 
 class HTML(Source):
-    """Each file is one page."""
+    """HTML files, each one document."""
 
     settings: HTMLSource
     endings = (".html", ".htm", ".xhtml")
     size_known = False
-    files_checked = PIECES_CHECKED  # extraction is slow
+    files_checked = PIECES_CHECKED  # not all, because extraction is slow
 
     def read(self, file: Path) -> Iterator[Piece]:
         with open_file(file) as stream:
@@ -54,7 +54,7 @@ def _bounded(stream: Any, where: str) -> bytes:
 
 
 class WARC(Source):
-    """Each response that is a page, and each text, is one document. Pages without text are left out."""
+    """Crawls. Each response with an HTML page, and each text of a WET file, is a document. Empty ones are left out."""
 
     settings: WARCSource
     endings = (".warc", ".wet")
@@ -91,7 +91,7 @@ def _warc_records(file: Path, stream: BinaryIO) -> Iterator[Any]:
         for record in ArchiveIterator(stream):
             yield record
             number += 1
-        if number and getattr(record.raw_stream, "limit", 1):  # bytes left; missing after truncated headers
+        if number and getattr(record.raw_stream, "limit", 1):  # bytes left; no attribute after cut headers
             raise EOFError("it is cut off")
     except (ArchiveLoadFailed, EOFError) as error:
         reason = " ".join(str(error).split())[:200]
@@ -104,12 +104,12 @@ def _warc_records(file: Path, stream: BinaryIO) -> Iterator[Any]:
 
 
 class PDF(Source):
-    """Each file is one document."""
+    """PDF files, each one document."""
 
     settings: PDFSource
     endings = (".pdf",)
     size_known = False
-    files_checked = PIECES_CHECKED  # extraction is slow
+    files_checked = PIECES_CHECKED  # not all, because extraction is slow
 
     def read(self, file: Path) -> Iterator[Piece]:
         try:

@@ -29,7 +29,7 @@ class Fields(Source):
     """Files of records. The field that the settings name is the text."""
 
     def records(self, unit: Unit) -> Iterator[tuple[object, Mapping[str, Any]]]:
-        """The place of each record, and its fields or the one that is needed."""
+        """The place of each record, and all its fields or only the needed one."""
         raise NotImplementedError
 
     def read_unit(self, unit: Unit) -> Iterator[Piece]:
@@ -38,7 +38,7 @@ class Fields(Source):
 
 
 class JSONL(Fields):
-    """One JSON object a line."""
+    """Files with one JSON object a line."""
 
     settings: JSONLSource
     endings = (".jsonl",)
@@ -100,7 +100,7 @@ class HuggingFace(Source):
 
 
 def _dataset_signature(settings: AnyDataset) -> list[list[Any]]:
-    """The signature of a dataset: the name of one on the hub; for a local folder, also its files."""
+    """The signature of a dataset: its name on the hub; for a local folder, also its files."""
     folder = Path(settings.dataset or "")
     check_tree(folder)
     name = ["huggingface", settings.dataset, settings.name, settings.split, *filter(None, [settings.revision])]
@@ -111,7 +111,7 @@ def _check_data_files(builder: Any, dataset: str) -> None:
     """Refuse a dataset whose README.md names files outside it: on this machine, or at any address.
 
     Raises:
-        UserError: it names one.
+        UserError: the README.md names such a file.
     """
     folder, own = Path(dataset), f"hf://datasets/{dataset}@".lower()
     for files in (builder.config.data_files or {}).values():
@@ -125,7 +125,7 @@ def _check_data_files(builder: Any, dataset: str) -> None:
 
 
 def record_document(where: object, record: Mapping[str, Any], field: str) -> Iterator[Piece]:
-    """A record's text."""
+    """The text in a record's field, as the pieces of a document."""
     if field not in record:
         raise UserError(f"{where}: no field `{field}`; its fields are {', '.join(record)}. Set the source's `field`.")
     text = record[field]
@@ -142,7 +142,7 @@ def whole_text(text: str) -> str:
 MOST_LINE_BYTES = 1 << 26
 _CHUNK_BYTES = 1 << 16
 _COUNTED_LINES = 16
-"""Times the largest size of a line that are read to count the bytes of a larger line."""
+"""The size of a longer line is counted up to this multiple of the largest allowed size."""
 
 
 class Line:
@@ -188,7 +188,7 @@ def read_lines(
 
 
 def _line_size(stream: BinaryIO, line: bytes, most_bytes: int) -> str:
-    """The size of a line in words, given its beginning."""
+    """The size of a line for a message, given the line's beginning."""
     n_bytes, end = len(line), 0
     while line and not line.endswith(b"\n") and not end:
         if n_bytes > _COUNTED_LINES * most_bytes:
@@ -200,7 +200,7 @@ def _line_size(stream: BinaryIO, line: bytes, most_bytes: int) -> str:
 
 
 def _line_borders(file: Path) -> Iterator[int]:
-    """Starts of lines, about UNIT_BYTES apart; empty for a compressed file, and none after a line that is too large."""
+    """Starts of lines, about UNIT_BYTES apart; none in a compressed file or after a line that is too large."""
     if compression(file.name):
         return
     with open_regular(file) as stream:
@@ -257,7 +257,7 @@ def read_parquet(
     """The place of each row, and its fields or one of them.
 
     Args:
-        start, end: only the row groups between these two.
+        start, end: read only row groups `start` to `end` - 1.
     """
     with _parquet_file(file) as table:
         groups = range(table.metadata.num_row_groups)
@@ -310,7 +310,7 @@ def _parquet_file(file: Path) -> Any:
 
 
 def open_dataset(source: AnyDataset) -> tuple[str, Any]:
-    """The name for messages of a dataset of the Hugging Face hub or a local folder, and its rows.
+    """A dataset of the Hugging Face hub or a local folder: its name for messages, and its rows.
 
     Raises:
         UserError: the library `datasets` is not installed or cannot open the dataset, or a link leads out of the
@@ -332,7 +332,7 @@ def open_dataset(source: AnyDataset) -> tuple[str, Any]:
         return where, builder.as_streaming_dataset(split=source.split)
     except UserError:
         raise
-    except Exception as error:  # the library raises many types
+    except Exception as error:  # `datasets` raises many types of errors
         reason = " ".join(str(error).split())
         raise UserError(
             f"{where} could not be opened: {reason}. Check its name, split and revision, and the network."

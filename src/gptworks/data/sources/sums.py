@@ -13,9 +13,9 @@ from gptworks.errors import RunError
 from gptworks.files import make_folder, read_regular, sha256_file, write_whole
 
 REMEMBERED_BYTES = 1 << 20
-"""Sums of smaller files are not cached: reading them is as fast."""
+"""The sha256 of a smaller file is not cached: reading the file is as fast."""
 _SETTLED_NS = 2 * 10**9
-"""A file that changed less than this ago may change again within one tick of the clock of its file system."""
+"""Nanoseconds. A file that changed more recently may change again within one tick of its file system's clock."""
 _MOST_KNOWN, _MAX_BYTES = 100_000, 1 << 26
 _THREADS = 8
 

@@ -11,7 +11,7 @@ from gptworks.files import open_regular
 
 
 class Text(Source):
-    """UTF-8 text."""
+    """Files of UTF-8 text, each one document."""
 
     settings: TextSource
     whole_files = True
@@ -36,5 +36,5 @@ class Text(Source):
         if self.settings.path is None:
             return []
         endings = self.settings.extensions
-        files = walk(Path(self.settings.path).expanduser())  # none if the path is a file
+        files = walk(Path(self.settings.path).expanduser())  # no files if the path is a file
         return [file for file in files if not file.name.startswith(".") and not plain_name(file.name).endswith(endings)]
