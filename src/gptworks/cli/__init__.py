@@ -1,4 +1,4 @@
-"""The command line: one function a command, each importing what it needs when it runs."""
+"""The command line: one function per command, which imports what it needs when it runs."""
 
 import logging
 import os
@@ -50,7 +50,7 @@ class _Notices(logging.Handler):
 
 
 def main() -> None:
-    """Run a command; a mistake of the user or a failure of the work is one clear message and an exit code."""
+    """Run a command; report a user's mistake or a failure in one clear message and an exit code."""
     _open_standard_streams()
     if sys.stderr.isatty():
         log = logging.getLogger("gptworks.kernels")
@@ -62,7 +62,7 @@ def main() -> None:
         app()
     except (UserError, RunError) as error:
         _fail(str(error), error.exit_code)
-    except BrokenPipeError:  # the reader of our output has gone
+    except BrokenPipeError:  # the reader of the output closed the pipe
         sys.stderr.close()
         sys.exit(1)
     except OSError as error:

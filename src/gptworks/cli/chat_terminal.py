@@ -1,4 +1,4 @@
-"""`gptworks chat` at a terminal: reads lines and commands, and prints answers."""
+"""`gptworks chat` at a terminal: read lines and commands, and print answers."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ MOST_HISTORY_LINES, MOST_HISTORY_BYTES = 1000, 1 << 20
 
 
 class Terminal:
-    """Reads lines, with arrow keys and a history where a person types them; prints answers and remarks."""
+    """Input and output of a chat: lines, with arrow keys and a history at a terminal; answers and remarks."""
 
     def __init__(self) -> None:
         self._readline: Any = None
@@ -53,7 +53,7 @@ class Terminal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Keep the newest lines, in a file that only its owner reads."""
+        """Save the newest lines in a file that only its owner can read."""
         if self._readline is not None and (file := history_file()) is not None:
             self._readline.set_history_length(MOST_HISTORY_LINES)
             with contextlib.suppress(OSError, RunError, UserError), replacing_by_name(file, private=True) as aside:
@@ -80,7 +80,7 @@ class Terminal:
         sys.stdout.flush()
 
     def remark(self, text: str) -> None:
-        """Print something that the model did not write."""
+        """Print a message of the program on stderr."""
         sys.stderr.write(f"{clean(text)}\n")
         sys.stderr.flush()
 
@@ -97,7 +97,7 @@ def history_file() -> Path | None:
 
 
 class Talk:
-    """A conversation at a terminal, until the person ends it."""
+    """A conversation at a terminal, which runs until the user ends it."""
 
     def __init__(self, session: ChatSession, terminal: Terminal) -> None:
         self.session, self.terminal = session, terminal
@@ -116,11 +116,11 @@ class Talk:
             except EOFError:
                 self.terminal.write("\n")
                 return
-            except KeyboardInterrupt:  # at the prompt: the line is dropped
+            except KeyboardInterrupt:  # pressed at the prompt: the line is dropped
                 self.terminal.write("\n")
 
     def take(self, typed: str) -> bool:
-        """Obey a command, or send a text; returns whether the conversation continues."""
+        """Execute a command, or send a text; return whether the conversation continues."""
         command = re.fullmatch(r"/(\w+)(?:\s+(.*))?\s*", typed)
         try:
             if command is None:
@@ -138,7 +138,7 @@ class Talk:
         return True
 
     def _read(self) -> str:
-        """A line, or the lines between three double quotes and three more."""
+        """A line that the user typed, or the lines between two marks of three double quotes."""
         line = self.terminal.read("> ")
         if not line.startswith(BLOCK):
             return line
@@ -149,7 +149,7 @@ class Talk:
         return f" {text}" if text.startswith("/") else text
 
     def _answer(self, parts: Iterator[str]) -> None:
-        """Print an answer as it comes, up to Ctrl-C, and how fast it came."""
+        """Print an answer as it is generated, until it ends or Ctrl-C is pressed; then its length and speed."""
         session = self.session
         with interrupts() as interrupted:
             for part in parts:
@@ -210,7 +210,7 @@ def _file(command: str, name: str) -> Path:
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[Callable[[], bool]]:
-    """A context in which the first Ctrl-C only sets a flag, so that the engine's step ends; the second interrupts."""
+    """A context in which the first Ctrl-C only sets a flag, so the engine finishes its step; a second interrupts."""
     seen: list[int] = []
     before = signal.getsignal(signal.SIGINT)
 

@@ -138,7 +138,7 @@ def search(
     opened = data_of(data, overrides or [])
     with opened.checked():
         index = opened.index("validation" if validation else "train")
-        index.spelling.of_phrase(phrase)  # a phrase that cannot be searched is refused before the index is built
+        index.spelling.of_phrase(phrase)  # refuses a phrase that cannot be searched before the index is built
         if index.missing:
             with working("indexing tokens") as show:
                 index.build(threads, show)

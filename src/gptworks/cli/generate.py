@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 _SETTING = re.compile(r"(model|tokenizer|data|train)\.[a-z0-9_.]+=\S*")
-"""Matches an argument that is a setting, not a prompt. Such a prompt can still be read from standard input."""
+"""Matches an argument that is a setting, not a prompt. A prompt of this form can be read from standard input."""
 
 
 def generate(
@@ -140,7 +140,7 @@ def generate(
 
 
 def _asked(engine: "Engine", settings: "SamplingSettings") -> "tuple[SamplingSettings, Callable[[str], Prompt]]":
-    """The settings with the tokens that end an answer, and the function that makes a prompt of a question."""
+    """The settings extended by the tokens that end an answer, and a function that turns a question into a prompt."""
     from gptworks.infer.client import answer_settings
 
     template = engine.chat_template
@@ -165,9 +165,9 @@ def drafter_of(
     weights: LoadedWeights = "auto",
 ) -> "Drafter | None":
     """A drafter of `n_tokens` tokens at a time: a smaller model, the run's own multi-token heads, or prompt lookup.
-    None for 0.
+    Returns None if `n_tokens` is 0.
 
-    A quantized draft model ignores `weights`: drafts do not change the text.
+    A quantized draft model ignores `weights`, because drafts do not change the text.
     """
     from gptworks.checkpoint import choose_checkpoint
     from gptworks.infer.engine import load
@@ -244,7 +244,7 @@ def load_engine(
     run: Path, checkpoint: str, device: DeviceName, overrides: list[str] | None = None, *,
     backend: BackendName = "auto", cache: CacheName = "auto", **options: Any,
 ) -> "Engine":  # fmt: skip
-    """The engine of a run; options as for `load`."""
+    """Load the engine of a run; `options` are those of `gptworks.infer.engine.load`."""
     with working(f"loading {run}"):
         import torch
 

@@ -67,7 +67,7 @@ def inspect(
 
 
 def parts_of(examples: "Examples", example: int, prepared: "Prepared", context: int) -> list[Part]:
-    """An example's text in parts: whether they are learned, and whether they lie beyond the context."""
+    """An example's text in parts, each with flags: whether it is learned, and whether it lies beyond the context."""
     ids, learned = examples.tokens(example)
     kinds = [(bool(learned[i]), i > context) for i in range(len(ids))]
     return [

@@ -10,7 +10,7 @@ from gptworks.choices import BackendName, CacheName, DeviceName, LoadedWeights
 
 
 def recipe_names(incomplete: str) -> list[str]:
-    """Completions of a shipped recipe's name."""
+    """The names of shipped recipes that begin with `incomplete`."""
     from gptworks.recipes import shipped_paths
 
     return [name for name in shipped_paths() if name.startswith(incomplete)]
@@ -41,7 +41,7 @@ Resume = Annotated[bool, Option("--resume", help="Continue what the folder holds
 Force = Annotated[bool, Option("--force", help="Start even if it should not fit in memory.")]
 Slide = Annotated[bool, Option("--slide", help="When the context is full, continue from its last half.")]
 
-# How to sample; shared by `generate` and `chat`.
+# Sampling options, shared by `generate` and `chat`.
 MaxTokens = Annotated[int, Option(help="Most tokens to generate.")]
 Temperature = Annotated[float, Option(help="0 takes the likeliest token (greedy).")]
 TopK = Annotated[int, Option(help="Keep the k likeliest tokens. 0: all.")]

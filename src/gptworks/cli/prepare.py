@@ -1,4 +1,4 @@
-"""Building a recipe's dataset with progress bars, for the commands that need one."""
+"""Build a recipe's dataset with progress bars, for the commands that need one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def preparing() -> "Iterator[Report]":
-    """Progress bars that show MB/s and the remaining time."""
+    """Show progress bars with MB/s and the remaining time; yields the function that updates them."""
     from rich.progress import BarColumn, TimeElapsedColumn, TimeRemainingColumn, TransferSpeedColumn
 
     names = {
@@ -46,7 +46,7 @@ def prepare_with_progress(recipe: "AnyRecipe", merge: bool = False) -> "Prepared
     """Build the recipe's dataset with progress bars.
 
     Args:
-        merge: join what was built in parts.
+        merge: join the parts that were built separately.
     """
     from gptworks.data.prepare import merge_parts
     from gptworks.data.prepare import prepare as prepare_data

@@ -22,7 +22,7 @@ def print_json(value: Any) -> None:
 
 
 def show(value: Any, as_json: bool) -> None:
-    """Print a result that has `to_json`: as JSON, or as rich renders it."""
+    """Print a result that has `to_json`, as JSON or as rich renders it."""
     print_json(value.to_json()) if as_json else console_of().print(value)
 
 
@@ -43,7 +43,7 @@ def console_of(stderr: bool = False) -> "Console":
 
 @contextmanager
 def progress_bars(*columns: "ProgressColumn | str") -> "Iterator[Progress]":
-    """Progress bars on stderr, if it is a terminal and this is the first rank. They hide outer bars until they end."""
+    """Progress bars on stderr, if it is a terminal and this is the first rank. Outer bars are hidden meanwhile."""
     from rich.progress import Progress
 
     console = console_of(stderr=True)

@@ -1,4 +1,4 @@
-"""gptworks serve."""
+"""The command that serves models: serve."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -92,7 +92,7 @@ def serve(
 
 
 def _runs(run: Path | None, named: list[str]) -> dict[str, Path]:
-    """The run folders by their models' names."""
+    """The run folders by the names of their models."""
     runs: dict[str, Path] = {}
     pairs = [] if run is None else [(run.resolve().name, run)]
     for pair in named:
@@ -115,7 +115,7 @@ def shown_host(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it."""
+    """Whether only this machine can reach a server at the host."""
     import ipaddress
 
     try:

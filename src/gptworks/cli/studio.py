@@ -1,4 +1,4 @@
-"""gptworks studio."""
+"""The command that serves the studio: studio."""
 
 import os
 import sys
@@ -69,10 +69,10 @@ def studio(
 
 @contextmanager
 def _invitations(sign_in: "SignIn", address: str, opens: bool) -> "Iterator[None]":
-    """Give the owner links that sign one browser in: on the terminal, or in a file that only the owner can read. A
-    browser is opened with that file's name, because every user can read the arguments of a process."""
+    """Give the owner links that each sign one browser in: on the terminal, or in a file that only the owner can read.
+    A browser is opened with the file's name, not the link, because every user can read a process's arguments."""
     is_terminal = sys.stderr.isatty()
-    with TemporaryDirectory(prefix="gptworks-studio-") as folder:  # of mode 0700
+    with TemporaryDirectory(prefix="gptworks-studio-") as folder:  # has mode 0700
         page = Path(folder) / "open.html"
 
         def invite(again: bool) -> None:
@@ -103,7 +103,7 @@ def _invitations(sign_in: "SignIn", address: str, opens: bool) -> "Iterator[None
 
 
 def _page_of(link: str) -> str:
-    """A page that leads to a link of ours, without naming itself there."""
+    """An HTML page that redirects to a link of the studio without sending a referrer."""
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="referrer" content="no-referrer">'
         f'<meta http-equiv="refresh" content="0; url={link}"><title>gptworks studio</title>'
@@ -112,5 +112,5 @@ def _page_of(link: str) -> str:
 
 
 def has_display() -> bool:
-    """Whether a browser would have a window; one of text would take the terminal."""
+    """Whether a browser can open a window; a text browser would take over the terminal."""
     return sys.platform in ("darwin", "win32") or bool({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())

@@ -1,4 +1,4 @@
-"""Text of datasets on a terminal: harmless whatever it holds, with the borders of its tokens."""
+"""Show text of datasets on a terminal, with token borders and without control characters."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ def harmless(text: str, one_line: bool = False) -> str:
 
 
 def quoted(hit: "Hit") -> "Text":
-    """A place of a phrase with the text around it, on one line."""
+    """A found phrase with the text around it, on one line."""
     from rich.text import Text
 
     before, text, after = (harmless(part, one_line=True) for part in (hit.before, hit.text, hit.after))
@@ -29,10 +29,10 @@ def quoted(hit: "Hit") -> "Text":
 
 
 def bordered(tokens: Sequence[dict[str, Any]], coloured: bool) -> "Text":
-    """Tokens with a border after each, as `RunData` gives them.
+    """The text of tokens from `RunData`, with a border after each.
 
-    If some are not learned, the learned ones are green, or in brackets without colours. Tokens without text of their
-    own are shown by their spelling.
+    If some tokens are not learned, the learned ones are green, or in brackets without colours. Tokens without text
+    are shown by their spelling.
     """
     from rich.text import Text
 

@@ -1,1 +1,1 @@
-"""An architecture and a plan for people to read: sheets, tables, figures and pages."""
+"""Show architectures and plans: sheets, tables, figures and pages."""

@@ -16,7 +16,7 @@ from gptworks.planning.params import count_parameters, require_vocab_size
 from gptworks.units import counted, readable
 
 DEFAULT_LENGTH = 16
-"""The number of tokens in reference document 002."""
+"""Default number of tokens, as in reference document 002."""
 REPEATS = 5
 
 
@@ -25,14 +25,14 @@ class Demonstration:
     """The shapes, the loss and the time of a forward pass."""
 
     input_shape: tuple[int, int]
-    """B, T: token ids."""
+    """(B, T) of the token ids."""
     output_shape: tuple[int, ...]
-    """B, T, V: logits."""
+    """(B, T, V) of the logits."""
     parameters: int
     loss: float
-    """Mean cross-entropy of random tokens, in nats: about log(V), since the model has learned nothing."""
+    """Mean cross-entropy of random tokens in nats; about log(V) for an untrained model."""
     seconds: float
-    """Median of the timed passes."""
+    """Median seconds of the timed passes."""
     threads: int
 
     def lines(self) -> list[str]:
@@ -55,10 +55,10 @@ def demonstrate(config: ModelConfig, length: int = DEFAULT_LENGTH) -> Demonstrat
     """Run a model with random weights on a text of random tokens, on the CPU in fp32.
 
     Args:
-        length: tokens of the text.
+        length: number of tokens of the text.
 
     Raises:
-        UserError: a text beyond the context, or a model for which this machine has too little memory.
+        UserError: the text is longer than the context, or this machine has too little memory for the model.
     """
     if not 1 <= length <= config.context_length:
         raise UserError(f"--length {length}: the model reads 1 to {config.context_length:,} tokens.")

@@ -1,6 +1,6 @@
-"""A model's data flow: each operation, the shape of its weights, and the shape of its output; and its drawing in text.
+"""A model's data flow, which is each operation with the shapes of its weights and its output, and a drawing in text.
 
-Pages draw the same flow (page.py), and parts.py takes its words from here. Shapes: B sequences of T tokens; weights are
+Pages draw the same flow (page.py), and parts.py uses the same names. Shapes: B sequences of T tokens; weights are
 [out × in].
 """
 
@@ -16,7 +16,7 @@ Line = tuple[str, str]
 """A line of the drawing and the shape to its right."""
 
 MIN_WIDTH = 80
-"""Columns for the longest rows."""
+"""Width in columns that the longest rows need."""
 
 POSITIONS = {
     "learned": ("learned positions", "+ position embedding"),
@@ -32,12 +32,12 @@ _ACTIVATIONS = {"gelu": "GELU", "gelu_tanh": "GELU (tanh)", "relu2": "ReLU²", "
 
 
 def dims(shape: Iterable[int]) -> str:
-    """`50,257 × 768`."""
+    """A shape as text, such as `50,257 × 768`."""
     return " × ".join(f"{size:,}" for size in shape)
 
 
 def matrix(out: int, into: int, bias: bool = False) -> str:
-    """A linear layer's weights; its bias has `out` elements."""
+    """The shape of a linear layer's weights as text; its bias, if any, has `out` elements."""
     return dims((out, into)) + (" + bias" if bias else "")
 
 
@@ -50,7 +50,7 @@ def norm_weights(c: ModelConfig) -> str:
 
 
 def head_norms(c: ModelConfig) -> str:
-    """The weights of the norms of queries and keys."""
+    """The numbers of weights of the norms of queries and keys, as text."""
     if c.qk_norm == "whole":
         return f"{c.n_heads * c.d_head:,} + {c.n_kv_heads * c.d_head:,}"
     return f"2 of {c.d_head:,}"
@@ -61,20 +61,20 @@ def activation(c: ModelConfig) -> str:
 
 
 def turned(c: ModelConfig) -> str:
-    """The layers and the part of each head that the rotary embedding rotates; empty if it rotates all."""
+    """The layers and the part of each head that are rotated by position, as text; empty if all are."""
     layers = sum(map(c.layer_rotates, range(c.n_layers)))
     part = "" if c.d_rotary == c.d_head else f"first {c.d_rotary:,} of {c.d_head:,}"
     return ", ".join(filter(None, (f"{layers} of {c.n_layers} layers" if layers < c.n_layers else "", part)))
 
 
 def base(c: ModelConfig) -> str:
-    """The base of the rotary frequencies, and the base of windowed layers if it differs."""
+    """The base of the rotary frequencies as text, and the base of windowed layers if it differs."""
     own = c.window_rope_theta
     return f"θ = {c.rope_theta:,.10g}" + ("" if own is None else f", {own:,.10g} in windows")
 
 
 def scaled(c: ModelConfig) -> str:
-    """How the rotary frequencies were scaled; empty if they were not."""
+    """The scaling of the rotary frequencies as text; empty if they are not scaled."""
     if c.rope_scaling is None:
         return ""
     factor, where = c.rope_scaling.factor, "" if c.window_rope_theta is None else ", not in windows"
@@ -87,18 +87,18 @@ def scores(c: ModelConfig) -> str:
 
 
 def capped(words: str, softcap: float | None) -> str:
-    """A formula with a soft cap applied, if there is one."""
+    """The formula `words` with the soft cap applied, if there is one."""
     return words if softcap is None else f"{softcap:g} tanh({words} / {softcap:g})"
 
 
 def logits(c: ModelConfig) -> str:
-    """How the logits follow from the head's product; empty if they are equal."""
+    """The formula of the logits from the head's product; empty if they are equal."""
     divided = f"/ {c.logit_divisor:g}" if c.logit_divisor != 1 else ""
     return divided if c.logit_softcap is None else capped(f"logits {divided}".strip(), c.logit_softcap)
 
 
 def on_the_way(factor: float, dropout: float) -> list[str]:
-    """Operations on a tensor before it joins or begins the residual stream."""
+    """Names of the operations on a tensor before it begins or is added to the residual stream."""
     return [f"× {factor:g}"] * (factor != 1) + [f"dropout {dropout:g}"] * (dropout > 0)
 
 
@@ -129,9 +129,9 @@ class Flow:
 
     embedding: list[Row]
     entry: list[Row]
-    """Applied to the residual stream as it enters a block."""
+    """Operations on the residual stream as it enters a block."""
     attention: list[Row]
-    """A branch of a block, whose output is added to the stream."""
+    """Operations of a block's attention, whose output is added to the residual stream."""
     mlp: list[Row]
     output: list[Row]
 
@@ -202,7 +202,7 @@ def _attention(c: ModelConfig) -> Iterator[Row]:
 
 
 def _values(c: ModelConfig) -> Iterator[tuple[str, str]]:
-    """The embedding added to values, and the shapes of its weights."""
+    """The operations on values, and the shapes of their weights."""
     if c.value_residual:
         yield "a · values + b · the first layer's", "2"
     width, gate = c.n_kv_heads * c.d_head, dims((c.n_kv_heads, c.d_gate))
@@ -217,7 +217,7 @@ def _values(c: ModelConfig) -> Iterator[tuple[str, str]]:
 
 
 def _matrices(c: ModelConfig, d_ff: int, tokens: str, indent: str = "") -> Iterator[Row]:
-    """An MLP of inner width `d_ff`; `tokens`: the leading dimensions of its input's shape."""
+    """The operations of an MLP of inner width `d_ff`; `tokens` has the leading dimensions of its input's shape."""
     inner = f"{tokens} × {d_ff:,}"
     up = matrix(d_ff, c.d_model, c.mlp_bias)
     yield (f"{indent}gate, up", f"2 of {up}", inner) if c.gated else (f"{indent}up", up, inner)
@@ -261,7 +261,7 @@ def _lines(c: ModelConfig, width: int) -> Iterator[Line]:
 
 
 def _box(rows: list[Row], width: int) -> Iterator[Line]:
-    """A box around the residual stream."""
+    """The lines of a box around the residual stream."""
     yield f"╭─────▼{'─' * (width - 8)}╮", ""
     for text, shape in _fitted(rows, width - 6):
         yield f"│  {text}  │", shape
@@ -276,7 +276,7 @@ def _serial(attention: list[Row], mlp: list[Row], width: int) -> Iterator[Line]:
 
 
 def _parallel(attention: list[Row], mlp: list[Row], width: int) -> Iterator[Line]:
-    """The same where both read the block's input: the second box's line passes to the right of the first box."""
+    """Two boxes that both read the block's input: the second box's line passes to the right of the first box."""
     yield f"║     ├────┬{'─' * (width - 15)}╮ ║", ""
     yield from _branch(attention, width - 16, "│ ║")
     yield f"║     │    ╭{'─' * (width - 15)}╯ ║", ""
@@ -284,7 +284,7 @@ def _parallel(attention: list[Row], mlp: list[Row], width: int) -> Iterator[Line
 
 
 def _branch(rows: list[Row], width: int, beside: str) -> Iterator[Line]:
-    """A box of `width` columns inside the block, with `beside` on its right."""
+    """The lines of a box of `width` columns inside the block, with `beside` on its right."""
     yield f"║     │ ╭──▼{'─' * (width - 1)}╮ {beside}", ""
     for text, shape in _fitted(rows, width):
         yield f"║     │ │ {text} │ {beside}", shape
@@ -293,7 +293,7 @@ def _branch(rows: list[Row], width: int, beside: str) -> Iterator[Line]:
 
 
 def _fitted(rows: list[Row], width: int) -> Iterator[Line]:
-    """Each row on one line; its weights on a second line if one is too short."""
+    """Each row on one line, or with its weights on a second line if one line is too short."""
     for operation, weights, shape in rows:
         if len(operation) + 1 + len(weights) <= width:
             yield f"{operation}{weights:>{width - len(operation)}}", shape

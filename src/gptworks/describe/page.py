@@ -1,4 +1,4 @@
-"""A model's data sheet as a page: one file without network or script, for light and dark screens and for A4."""
+"""A model's data sheet as a page: one file that needs no network or script, for light and dark screens and for A4."""
 
 from markupsafe import Markup
 
@@ -12,13 +12,13 @@ from gptworks.pages.page import page
 from gptworks.units import readable
 
 SHORT = {"query_key_value": "q, k, v", "attention_scores": "scores", "output_projection": "output"}
-"""Short names, for bars."""
+"""Short names of parts, for bars."""
 
 NAMES = {"embedding": "embedding", "attention": "attention", "mlp": "MLP", "norm": "norms", "head": "head"}
 
 
 def to_html(sheet: Sheet) -> str:
-    """The page. Numbers are in <data> elements with their exact values."""
+    """A data sheet as an HTML page. Numbers are in <data> elements with their exact values."""
     parts = (
         _key_figures(sheet),
         html.section("Architecture", architecture(sheet.config)),
@@ -70,7 +70,7 @@ Share = tuple[str, str, float]
 
 
 def _shares(sheet: Sheet) -> Markup:
-    """A bar of the parameters, one of those that take part for one token, and one of the operations."""
+    """Bars with the shares of parts in the parameters, in those active for one token, and in the operations."""
     count, flops = sheet.parameters, sheet.flops
     stored = dict.fromkeys(NAMES, 0)
     for group in count.groups.values():

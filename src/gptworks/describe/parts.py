@@ -1,4 +1,4 @@
-"""An architecture's parts in the order of its data flow: name, weights, function, and the paper that introduced it.
+"""An architecture's parts in the order of its data flow: name, weights, function, and source.
 
 Shapes and words are those of the drawing (diagram.py).
 """
@@ -32,23 +32,23 @@ class Part:
     kind: str
     """The kind, which decides the colour on pages: embedding, attention, mlp, norm or head."""
     place: str
-    """input and output of the model; attention and mlp of a block."""
+    """`input` or `output` of the model, or `attention` or `mlp` of a block."""
     weights: str
     """The shapes of the part's weights; empty without weights."""
     shape: str
-    """The shape of its output."""
+    """The shape of the part's output."""
     words: str
     """The part's function, in a sentence or two."""
     source: str
-    """The paper that introduced it."""
+    """The paper that introduced the part."""
     modules: tuple[str, ...] = ()
     """Module names, without the block's prefix for parts of a block."""
     tensors_of: tuple[str, ...] = ()
-    """Modules whose tensors it uses, if these are not its own."""
+    """Other modules whose tensors the part uses, such as the embedding of a tied head."""
 
     @property
     def in_block(self) -> bool:
-        """Whether each block has one."""
+        """Whether each block has such a part."""
         return self.place in ("attention", "mlp")
 
     def in_layer(self, modules: Iterable[str], layer: int) -> list[str]:

@@ -14,9 +14,9 @@ class PlanSheet(Plan):
     """A plan that prints as text, and as tables in a notebook."""
 
     details: bool = False
-    """Whether it shows FLOPs by part, other precisions and layouts, and inference too."""
+    """Whether to show also FLOPs by part, other precisions and layouts, and inference."""
     missing: str | None = None
-    """The missing source of the data, and advice; figures that depend on its tokens are then unknown."""
+    """Which source of the data is missing, and advice; figures that depend on its tokens are then unknown."""
 
     def __repr__(self) -> str:
         lines = lines_of(printed(self, self.details))

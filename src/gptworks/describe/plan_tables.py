@@ -33,20 +33,20 @@ _UNMEASURED = "--device this measures this machine's speed"
 
 
 def words(part: str) -> str:
-    """The name of a part for people."""
+    """The name of a part in words."""
     return _WORDS.get(part, part.replace("_", " "))
 
 
 def printed(plan: Plan, details: bool = False) -> Group:
-    """The tables for a terminal; `details`: all of them."""
+    """The tables of a plan for a terminal; with `details`, all of them."""
     return Group(*(table.rich() for table in tables(plan, details)))
 
 
 def tables(plan: Plan, details: bool = False, unmeasured: str = _UNMEASURED) -> Iterator[Table]:
-    """Whether the run fits, what to change, and its costs; with details, every figure.
+    """Tables on whether the run fits, what to change, and what it costs; with `details`, every figure.
 
     Args:
-        unmeasured: what to do if the machine's speed is unknown.
+        unmeasured: advice to print if the machine's speed is unknown.
     """
     yield Table((plan.recipe.name, "plan"), "ll", _facts(plan, details, unmeasured))
     yield _memory(plan)
@@ -143,7 +143,7 @@ def _checkpoints(plan: Plan) -> str:
 
 
 def _objective(plan: Plan) -> str:
-    """The objective, and the additional computation and memory that the figures count."""
+    """The objective, and the extra computation and memory that the figures count; empty without any extra."""
     objective = plan.recipe.objective
     paired, answers = objective.rows_per_sample == 2, "text" not in objective.sources
     counted = {
@@ -181,7 +181,7 @@ def _device(plan: Plan) -> str:
 
 
 def _many_ranks(plan: Plan) -> Iterator[tuple[str, str]]:
-    """The network of several devices, and the parts of a step's time."""
+    """Facts on the network of several devices and on the parts of a step's time; none for one device."""
     device, layout = plan.device, plan.setting.layout
     if layout.world_size == 1:
         return
@@ -240,7 +240,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _checks(plan: Plan) -> Table:
-    """The predicted, the traced and the measured peak of a step."""
+    """A table of the predicted, the traced and the measured peak of a step."""
     rows = [("predicted", plan.step_bytes)]
     rows += [] if plan.traced_bytes is None else [("traced", plan.traced_bytes)]
     if plan.measured is not None:
@@ -251,7 +251,7 @@ def _checks(plan: Plan) -> Table:
 
 
 def _alternatives(plan: Plan) -> Table:
-    """Peaks of the same micro-batch: precision and checkpointing down, layouts across."""
+    """A table of peaks with the same micro-batch: rows are precision and checkpointing, columns are layouts."""
     layouts = list(dict.fromkeys(layout_words(each.setting.layout) for each in plan.alternatives))
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for each in plan.alternatives:
@@ -278,7 +278,7 @@ def _inference(plan: Plan) -> Table:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """Stable keys; null for figures that are unknown before the run."""
+    """The plan as JSON with stable keys; figures that are unknown before the run are null."""
     setting, device, layout = plan.setting, plan.device, plan.setting.layout
     return {
         "name": plan.recipe.name,
@@ -358,5 +358,5 @@ def _step_json(setting: Setting) -> dict[str, Any]:
 
 
 def _named(thing: object, *names: str) -> dict[str, Any]:
-    """Attributes by their names."""
+    """The named attributes of an object, by name."""
     return {name: getattr(thing, name) for name in names}

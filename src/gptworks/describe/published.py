@@ -1,4 +1,4 @@
-"""Figures that documents print about their models, with the exact ones. `published.json` holds the printed ones."""
+"""Compare figures that documents print about their models (`published.json`) with the exact ones."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from gptworks.units import readable
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure that a document prints, and the exact one."""
+    """A figure that a document prints, and its exact value."""
 
     document: str
     """The number of one of the five reference documents, or a publication."""
@@ -26,7 +26,7 @@ class Figure:
     published: float | str
     """Number of units, not of thousands or millions; text if the document prints a range."""
     exact: float | None
-    """The exact value; None if only a measurement can provide it: the note names the command."""
+    """The exact value; None if it must be measured, by the command that the note names."""
     note: str = ""
 
     @property
@@ -61,7 +61,7 @@ def _text(value: float, unit: str) -> str:
 
 
 def published_figures(config: ModelConfig) -> tuple[Figure, ...]:
-    """The figures printed about the preset whose settings these are; empty for any other model."""
+    """The figures printed about the preset that has these settings; empty for other models."""
     for name, found in _published().items():
         if preset(name) == config:
             exact = _exact(config)
@@ -109,7 +109,7 @@ def _exact(config: ModelConfig) -> Mapping[str, Mapping[str, float]]:
         "%": {
             **{name: 100 * n / count.total for name, n in groups.items()},
             "head": 100 * groups["head"] / count.total, "tie": 100 * (untied - count.total) / untied,
-            "loss": 100 * (1 - 0.3113 / 0.9742),  # of the first and the third epoch, in document 003
+            "loss": 100 * (1 - 0.3113 / 0.9742),  # losses of epochs 3 and 1 in document 003
         },
         "×": {"fp16": 4 / 2, "int8": 4 * count.total / weights_bytes(count, "int8")},
         "steps": {"600 examples": -(-600 * 3 // 4)},
@@ -118,14 +118,14 @@ def _exact(config: ModelConfig) -> Mapping[str, Mapping[str, float]]:
 
 @cache
 def _sizes() -> dict[str, int]:
-    """Parameters of the models with which documents compare theirs."""
+    """Numbers of parameters of the models with which documents compare theirs."""
     return {name: count_parameters(preset(name)).total
             for name in ("gpt2", "gpt2-medium", "gpt2-large", "llama-2-7b")}  # fmt: skip
 
 
 @cache
 def _published() -> dict[str, Any]:
-    """By preset, the `source` and its `figures`: the unit and key of the exact figure, the source's name of it, the
-    printed value, and a note. Without a key, only a measurement can give the exact figure."""
+    """By preset, the `source` and its `figures`: each has the unit and key of the exact figure, its name in the source,
+    the printed value, and a note. Without a key, the exact figure must be measured."""
     tree: dict[str, Any] = json.loads((files("gptworks.describe") / "published.json").read_text(encoding="utf-8"))
     return tree

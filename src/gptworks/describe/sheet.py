@@ -42,12 +42,12 @@ KINDS = {
 """Colour of each group of parameters and of each part of the operations; by default the MLP's."""
 
 WORDS = {"query_key_value": "query, key, value", "attention_scores": "scores and weighted sum", "mlp": "MLP"}
-"""Names of parts of the work, if they differ from the key."""
+"""Names of parts of the computation that differ from their keys."""
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """A model's data sheet. Print it with rich, or take it as Markdown or JSON."""
+    """A model's data sheet, which can be printed with rich and converted to Markdown and JSON."""
 
     name: str
     config: ModelConfig
@@ -58,17 +58,17 @@ class Sheet:
 
     @property
     def kv_cache_bytes_per_token(self) -> int:
-        """fp16 bytes that each token of a sequence takes."""
+        """Bytes of the fp16 KV cache for each token of a sequence."""
         return kv_cache_bytes(self.config, length=1)
 
     @property
     def kv_cache_bytes(self) -> int:
-        """fp16 bytes of one sequence at full context."""
+        """Bytes of the fp16 KV cache for one sequence at full context."""
         return kv_cache_bytes(self.config)
 
     @property
     def groups(self) -> list[ParameterGroup]:
-        """The groups that the model has, and its head, tied or not."""
+        """The groups of parameters that the model has, and its head even if it is tied."""
         return [group for group in self.parameters.groups.values() if group.total or group.name == "head"]
 
     @property
@@ -81,7 +81,7 @@ class Sheet:
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        """Labelled figures for people."""
+        """The main figures, each with its label."""
         total, active, length = self.parameters.total, self.parameters.active, self.config.context_length
         return [
             ("parameters", f"{total:,}"),
@@ -99,7 +99,7 @@ class Sheet:
 
     @property
     def flops_by_part(self) -> dict[str, float]:
-        """Forward FLOPs per token of each kind of product, attention dense."""
+        """Forward FLOPs per token of each kind of product, with attention counted over all pairs."""
         flops, length = self.flops, self.flops.length
         return {
             "query_key_value": flops.query_key_value / length,
@@ -111,7 +111,7 @@ class Sheet:
         }
 
     def words_of(self, part: str) -> str:
-        """The name of a part of the work for people."""
+        """The name of a part of the computation in words."""
         if part == "experts":
             return f"{self.config.n_experts_per_token:,} of {self.config.n_experts:,} experts"
         return WORDS.get(part, part.replace("_", " "))
@@ -129,7 +129,7 @@ class Sheet:
             yield "shared_expert", shared
 
     def to_json(self) -> dict[str, Any]:
-        """Stable keys. Counts are exact integers, bytes bytes, FLOPs per token floats at full context."""
+        """The sheet as JSON with stable keys. Counts are exact integers; FLOPs are floats per token at full context."""
         sheet = {
             "name": self.name,
             "model": self.config.model_dump(mode="json"),
@@ -153,7 +153,7 @@ class Sheet:
 
     @property
     def parameters_table(self) -> Table:
-        """Each group of parameters, and its share of all."""
+        """A table of the groups of parameters and their shares of all."""
         total, largest = self.parameters.total, max(group.total for group in self.groups)
         rows: list[tuple[html.Cell, ...]] = [
             (
@@ -171,7 +171,7 @@ class Sheet:
 
     @property
     def flops_table(self) -> Table:
-        """The FLOPs of each part, and their share of all."""
+        """A table of the FLOPs of each part and their share of all."""
         total, parts = self.flops.per_token_dense, self.flops_by_part
         rows: list[tuple[html.Cell, ...]] = [
             (
@@ -189,7 +189,7 @@ class Sheet:
 
     @property
     def published_table(self) -> Table:
-        """Published figures, the exact ones, and remarks; without rows if nothing was published."""
+        """A table of published and exact figures and remarks; it has no rows if nothing was published."""
         rows: list[tuple[html.Cell, ...]] = []
         for each in self.published:
             quantity, published, exact, error, note = each.cells
@@ -230,7 +230,7 @@ class Sheet:
 
 
 def describe(config: ModelConfig, name: str | None = None) -> Sheet:
-    """The data sheet of a model. It has published figures if the settings are exactly a preset's.
+    """The data sheet of a model, with published figures if the settings are exactly a preset's.
 
     Raises:
         UserError: the vocabulary is not known yet.
@@ -239,7 +239,7 @@ def describe(config: ModelConfig, name: str | None = None) -> Sheet:
 
 
 def parameters_json(parameters: ParameterCount) -> dict[str, Any]:
-    """Counts in all and by group, with the shape of each tensor."""
+    """Parameter counts as JSON, in total and by group, with the shape of each tensor."""
     groups = {
         group.name: {
             "per_layer": group.per_layer if group.in_block else None,
@@ -254,7 +254,7 @@ def parameters_json(parameters: ParameterCount) -> dict[str, Any]:
 
 
 def summary(sheet: Sheet) -> str:
-    """The model's size and dimensions in a line."""
+    """The model's size and dimensions in one line."""
     c, count = sheet.config, sheet.parameters
     parts = [
         f"{count.total:,} parameters" + (f", {count.active:,} for a token" if c.n_experts else ""),
@@ -269,7 +269,7 @@ def summary(sheet: Sheet) -> str:
 
 
 def traits(c: ModelConfig) -> str:
-    """The model's design in a line."""
+    """The model's design in one line."""
     biased = [name for name, there in (("qkv", c.qkv_bias), ("output", c.out_bias), ("MLP", c.mlp_bias)) if there]
     parts = [
         POSITIONS[c.position][0]
@@ -295,12 +295,12 @@ def traits(c: ModelConfig) -> str:
 
 
 def label(group: ParameterGroup) -> str:
-    """A group's name for people."""
+    """A group's name in words."""
     return group.name.replace("_", " ").replace("qk", "query/key").replace("mlp", "MLP")
 
 
 def tensors_text(group: ParameterGroup) -> str:
-    """Tensors grouped by shape: `query out [768 × 768] · key value [256 × 768]`; experts once."""
+    """A group's tensors by shape, such as `query out [768 × 768] · key value [256 × 768]`; equal experts once."""
     if not group.tensors:
         return "tied to the token embedding"
     tensors = {name: shape for name, shape in group.tensors.items() if not re.search(r"experts\.[1-9]", name)}
@@ -317,7 +317,7 @@ def tensors_text(group: ParameterGroup) -> str:
 
 
 def _wrapped(text: str, width: int) -> str:
-    """The text with line breaks between its parts only."""
+    """The text with line breaks only between its parts."""
     first, *rest = text.split(" · ")
     lines = [first]
     for part in rest:

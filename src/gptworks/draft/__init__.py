@@ -1,1 +1,1 @@
-"""Drafts of recipes: sized for a folder of texts and this machine, written as ordinary files with the reasons."""
+"""Draft recipes sized for a folder of texts and this machine, written as ordinary files with the reasons."""

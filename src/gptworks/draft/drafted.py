@@ -20,7 +20,7 @@ TRAINING_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Drafted:
-    """A recipe, and what to expect of it."""
+    """A recipe with the plan of its run."""
 
     sections: Sections
     plan: Plan
@@ -28,7 +28,7 @@ class Drafted:
 
     @property
     def minutes(self) -> float:
-        """Duration of the run, evaluations and samples included."""
+        """Minutes that the run takes, including evaluations and samples."""
         assert self.plan.seconds is not None
         return self.plan.seconds / TRAINING_SHARE / 60
 
@@ -46,6 +46,6 @@ class Drafted:
 
 
 def parsed(sections: Sections, out: Path) -> Recipe:
-    """The recipe of these sections, named like the file that it is for."""
+    """The recipe with these sections, named after its file `out`."""
     tree: dict[str, Any] = {name: {key: value for key, value, _ in rows} for name, rows in sections.items()}
     return parse_recipe({"name": out.stem, **tree.pop("", {}), **tree}, str(out))

@@ -1,4 +1,4 @@
-"""A recipe that tunes a run on conversations or on pairs of answers, sized by them and by a measured step."""
+"""Draft a recipe that tunes a run on conversations or pairs of answers, sized by the data and a measured step."""
 
 import shlex
 from collections.abc import Callable
@@ -47,19 +47,19 @@ ADAPTED: tuple[Literal["full", "int8", "int4"], ...] = ("full", "int8", "int4")
 STEPS_AN_EPOCH, LARGEST_BATCH = 30, 32
 LEAST_CONTEXT = 64
 EPOCHS = ((10_000, 1), (1_000, 2), (0, 3))
-"""Least number of examples, and epochs for as many."""
+"""Pairs of the least number of examples and the number of epochs for them."""
 
 
 @dataclass(frozen=True)
 class Tuning(Drafted):
-    """A recipe that tunes a run, figures of its data, and what to expect of it."""
+    """A recipe that tunes a run, with its plan and figures of its data."""
 
     data_lines: list[str]
     findings: list[Finding]
-    """Faults of the data, at which training stops."""
+    """Faults of the data that stop training."""
 
     def lines(self) -> list[str]:
-        """The lines that say what to expect from the run."""
+        """Lines on the run's parameters, steps, time and memory."""
         plan = self.plan
         what = "all" if plan.setting.trained is None else "added to those"
         return [
@@ -70,7 +70,7 @@ class Tuning(Drafted):
         ]
 
     def text(self) -> str:
-        """The recipe's file."""
+        """The text of the recipe's file."""
         return self.file([f"Drafted by `gptworks tune` on {self.plan.device.name}.", "", *self.lines()])
 
 
@@ -120,11 +120,11 @@ def draft_tuning(
 
     Args:
         out: the recipe's file, after which the recipe is named.
-        prepare: turns the data into tokens, as `gptworks.data.prepare.prepare`.
-        measure: takes training steps. None: `measure_speed`.
+        prepare: function that turns the data into tokens, as `gptworks.data.prepare.prepare` does.
+        measure: function that measures training steps. None: `measure_speed`.
 
     Raises:
-        UserError: the data cannot be read, or nothing that trains the model fits in memory.
+        UserError: the data cannot be read, or no way of training the model fits in memory.
     """
     draft = _Draft(run, data, out, preference)
     check_start(draft.recipe())
@@ -146,7 +146,7 @@ def draft_tuning(
 
 
 class _Draft:
-    """The settings, chosen one after the other."""
+    """The settings of a recipe, chosen one after the other."""
 
     def __init__(self, run: Path, data: Path, out: Path, preference: bool) -> None:
         self.run, self.data, self.out, self.preference = run, data, out, preference
@@ -155,10 +155,10 @@ class _Draft:
         self.context, self.vocab_size = self.base.context_length, 0
         self.batch, self.micro, self.epochs, self.steps = 1, 1, 1, 1
         self.adapted: Literal["full", "int8", "int4"] | None = None
-        """Format of the base under an adapter; None: all weights are trained."""
+        """Format of the base under an adapter; None if all weights are trained."""
 
     def fit_to(self, prepared: Prepared) -> None:
-        """Choose the context, the batch and the epochs by the examples."""
+        """Choose the context, the batch and the epochs to suit the examples."""
         shards = TokenShards(prepared.folder, "train")
         lengths = Examples(shards, self.context, packing=False).n_tokens
         wanted = int(np.quantile(lengths, 0.99)) - 1
@@ -185,12 +185,12 @@ class _Draft:
         return plan
 
     def recipe(self, prepared: Prepared | None = None) -> Recipe:
-        """The recipe of the settings chosen so far; with the size of the vocabulary once the data is prepared."""
+        """The recipe with the settings chosen so far, and with the vocabulary's size if the data is prepared."""
         recipe = parsed(self.sections(), self.out)
         return recipe if prepared is None else with_vocab_size(recipe, prepared.manifest.vocab_size)
 
     def sections(self) -> Sections:
-        """The settings with their reasons."""
+        """The settings chosen so far, with their reasons."""
         model: list[Row] = []
         if self.context != self.base.context_length:
             model.append(("context_length", self.context, "99 of 100 examples are no longer"))
@@ -250,7 +250,7 @@ _TEMPLATE_REASONS = {
 
 
 def _template(run: Path) -> dict[str, Any]:
-    """Settings of the section `tokenizer` that choose a chat template; empty if the base has one."""
+    """The settings of the section `tokenizer` that choose a chat template; empty if the base has one."""
     if (run / "tokenizer" / TEMPLATE_FILE).exists():
         return {}
     tokenizer = load_tokenizer(run / "tokenizer")

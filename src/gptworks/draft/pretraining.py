@@ -1,4 +1,4 @@
-"""A recipe for a folder of texts, sized by a measured step for this machine and the time available."""
+"""Draft a recipe for a folder of texts, sized by a measured step for this machine and the time available."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,33 +27,33 @@ SHAPES = (
     (64, 2), (128, 2), (192, 3), (256, 4), (320, 5), (384, 6), (512, 8), (640, 10), (768, 12), (1024, 16), (1280, 20),
     (1536, 24), (2048, 24),
 )  # fmt: skip
-"""Width and depth, each with up to three times the parameters of the one before."""
+"""Pairs of width and depth, each with up to three times the parameters of the pair before."""
 
 FIRST_SHAPE = (256, 4)
-"""The first shape to measure; a smaller one if the text does not suffice for it."""
+"""The first shape to measure, unless the text suffices only for a smaller one."""
 
 TOKENS_PER_PARAMETER = 1.5
-"""Least number of training tokens. Runs of minutes do best with fewer than the 20 of Hoffmann et al. (2022); the
+"""Least training tokens per parameter. Runs of minutes do best with fewer than the 20 of Hoffmann et al. (2022); the
 figures are in docs/decisions.md."""
 
 TEXT_TOKENS_PER_PARAMETER = 0.7
-"""Least number of tokens in all epochs of the text."""
+"""Least tokens per parameter in all epochs of the text."""
 
 MANY_DOCUMENTS = 200
-"""Number of documents from which the held-out share certainly contains some."""
+"""From this number of documents on, the held-out share certainly contains some."""
 
 BYTES_PER_VOCABULARY_TOKEN = 1024
-"""Least bytes of text, so that training sees each token of the vocabulary often."""
+"""Least bytes of text per token of the vocabulary, so that training sees each token often."""
 
 VOCABULARIES = ((1280, 32_768), (768, 16_384), (384, 8192), (0, 4096))
-"""The largest vocabulary from each width on: the cost of the head grows with both."""
+"""Pairs of a width and the largest vocabulary from that width up. The head's cost grows with both."""
 
 LEAST_VOCABULARY = 512
 STEP_TOKENS, LEAST_STEP_TOKENS, MANY_TOKENS = 4096, 1024, 2**23
 """Usual and fewest tokens of a step; runs of more than MANY_TOKENS tokens have larger steps."""
 
 LEAST_STEPS = 200
-"""A shorter run has smaller steps rather than fewer."""
+"""A run that would have fewer steps than this gets smaller steps instead."""
 
 MOST_MEASURED = 4
 """Most shapes to measure."""
@@ -66,18 +66,18 @@ Measure = Callable[[Rehearsal], Measured]
 
 @dataclass(frozen=True)
 class Draft(Drafted):
-    """A recipe that trains on texts, and what to expect of it."""
+    """A recipe that trains on texts, with its plan."""
 
     texts: Texts
 
     @property
     def epochs(self) -> float:
-        """How often the text is read."""
+        """Number of times that training reads the text."""
         assert self.plan.tokens is not None and self.plan.n_train_tokens is not None
         return self.plan.tokens / self.plan.n_train_tokens
 
     def text(self) -> str:
-        """The recipe's file."""
+        """The text of the recipe's file."""
         size = readable(self.texts.n_bytes, "B")
         about = (
             f"{size} of text in {listed(self.texts.endings)}; drafted by `gptworks init` on {self.plan.device.name}."
@@ -86,7 +86,7 @@ class Draft(Drafted):
         return self.file([about, "", *self.lines(), "", rest])
 
     def lines(self) -> list[str]:
-        """The lines that say what to expect from the run."""
+        """Lines on the run's parameters, tokens, time and memory."""
         plan = self.plan
         return [
             f"parameters  {plan.parameters.total:,}",
@@ -98,7 +98,7 @@ class Draft(Drafted):
 
 @dataclass(frozen=True)
 class Candidate:
-    """The recipe of a shape."""
+    """The recipe of one shape, and its plan."""
 
     sections: Sections
     plan: Plan
@@ -111,12 +111,12 @@ class Candidate:
 
     @property
     def rate(self) -> float | None:
-        """Tokens a second, if measured."""
+        """Measured tokens per second; None if no step was measured."""
         return None if self.plan.measured is None else self.plan.measured.tokens_per_second
 
 
 class Search:
-    """Measures shapes until it finds the largest for which time and text suffice."""
+    """A search for the largest shape for which time and text suffice, by measuring steps."""
 
     def __init__(
         self,
@@ -128,9 +128,9 @@ class Search:
     ) -> None:
         """
         Args:
-            minutes: how long training may take.
+            minutes: time that the run may take.
             out: the recipe's file, after which the recipe is named.
-            measure: takes training steps. None: `measure_speed`.
+            measure: function that measures training steps. None: `measure_speed`.
         """
         self.texts, self.minutes, self.out, self.report = texts, minutes, out, report
         self.measure = measure or measure_speed
@@ -142,10 +142,10 @@ class Search:
         self.measured: dict[Shape, Candidate] = {}
 
     def run(self) -> Draft:
-        """The recipe.
+        """Search, and return the recipe of the best shape.
 
         Raises:
-            UserError: too little text for the smallest vocabulary, or too little memory for the smallest model.
+            UserError: the text is too short for the smallest vocabulary, or memory too small for the smallest model.
             RunError: a measured step failed.
         """
         shape = self._best(FIRST_SHAPE)
@@ -154,7 +154,7 @@ class Search:
             self.measured[shape] = self._measured(self._candidate(shape, step_tokens))
             shape = self._best()
             step_tokens = self._step_tokens(self._candidate(shape))
-        if shape not in self.measured:  # not settled: the largest that was measured, up to this one
+        if shape not in self.measured:  # the search did not settle: take the largest measured shape up to this one
             shape = max((one for one in self.measured if one <= shape), default=min(self.measured))
         settled = self.measured[shape]
         step_tokens = self._step_tokens(settled)
@@ -251,7 +251,7 @@ class Search:
         """The recipe of these sections, planned with micro-batches that fit.
 
         Args:
-            vocab_size: used where the tokenizer's settings leave it open.
+            vocab_size: the size of the vocabulary, if the tokenizer's settings leave it open.
         """
         plan = self._plan(sections, n_train_tokens, vocab_size)
         if not plan.fits and (most := plan.largest_micro_batch_size):

@@ -38,13 +38,13 @@ OTHERS: dict[str, type[Source]] = {"archive": Archive, "html": HTML, "warc": WAR
 """Kinds of sources whose text is extracted from their files."""
 
 FIELDS = ("text", "content", "body", "document", "article", "story")
-"""Names under which records have their text, the commonest first."""
+"""Usual names of the field that holds a record's text, the most common first."""
 
 LEAST_BYTES = 1 << 15
-"""Least bytes of text: less cannot train a language model."""
+"""Least bytes of text; less cannot train a language model."""
 
 SAMPLE_BYTES, SAMPLE_PARTS = 1 << 21, 64
-"""Bytes of text that are read for the sample, in parts from all over it."""
+"""Bytes of text to read for the sample, and the number of evenly spaced parts to read them in."""
 
 _LOOKED_AT_RECORDS, _LISTED = 20, 5
 _RECORD_ENDINGS = tuple(ending for endings in RECORDS.values() for ending in endings)
@@ -56,19 +56,19 @@ class Texts:
     """The text that a recipe can train on."""
 
     path: Path
-    """A folder, or one file."""
+    """The given folder or file."""
     sources: list[dict[str, Any]] = field(default_factory=list)
     """Sources as in a recipe's `data.sources`."""
     endings: Counter[str] = field(default_factory=Counter)
-    """Files that are read, by ending."""
+    """Number of files that are read, by ending."""
     skipped: Counter[str] = field(default_factory=Counter)
-    """Files that are not read, by ending."""
+    """Number of files that are not read, by ending."""
     fields: dict[str, str] = field(default_factory=dict)
     """The field that holds the text, for each file of records."""
     reasons: dict[str, str] = field(default_factory=dict)
     """Reasons why files of a readable kind are left out, by name or ending."""
     n_bytes: int = 0
-    """Bytes of text; an estimate if much of it is in records."""
+    """Bytes of text, estimated if much of it is in records."""
     sample: list[str] = field(default_factory=list)
 
     @property
@@ -82,7 +82,7 @@ class Texts:
         return None if any(source["type"] not in one for source in self.sources) else self.n_files
 
     def lines(self) -> list[str]:
-        """The files that are read, and those that are not."""
+        """Lines on the files that are read and on those that are not."""
         fields = Counter((listed_names([name]), _ending(Path(file))) for file, name in self.fields.items())
         taken = ", ".join(f"{name} of {n:,} {ending}" for (name, ending), n in fields.most_common(_LISTED))
         return [
@@ -100,7 +100,7 @@ class Texts:
         self.sample += sample
 
     def _add_plain(self, by_ending: dict[str, list[Path]]) -> None:
-        """Add files that are text."""
+        """Add plain-text files, leaving out endings whose files are not UTF-8."""
         by_ending, binary = _readable(by_ending)
         self.reasons |= dict.fromkeys(binary, "not UTF-8 text")
         if not by_ending:
@@ -135,7 +135,7 @@ class Texts:
         self._add({"type": "code", "path": str(self.path)}, files, n_bytes, _sample(files))
 
     def _add_other(self, kind: str, files: list[Path]) -> None:
-        """Add files from which text is extracted: from archives `text`, or `jsonl` if they hold no texts."""
+        """Add files from which text is extracted. Archives are read as `text`, or as `jsonl` if they hold no texts."""
         errors = []
         for form in ({}, {"format": "jsonl"})[: 2 if kind == "archive" else 1]:
             source = {"type": kind, "path": str(self.path), **form}
@@ -167,7 +167,7 @@ def look_at(path: Path) -> Texts:
     check_links_of(path, (file for file in files if plain_name(file.name).lower().endswith(read) and file != path))
     plain = {ending: those for ending, those in by_ending.items() if plain_name(ending).lower() in kinds}
     if path.is_file() and not plain and plain_name(_ending(path)) not in (*_RECORD_ENDINGS, *_OTHER_ENDINGS):
-        plain = {_ending(path): [path]}  # the user says that it is text
+        plain = {_ending(path): [path]}  # a file that the user names is read as text
     found._add_plain(plain)
     if code:
         found._add_code(code)
@@ -201,20 +201,20 @@ _KINDS = (
 
 
 def listed(endings: Counter[str]) -> str:
-    """`214 .txt, 3 .md`."""
+    """Numbers of files by ending as text, such as `214 .txt, 3 .md`."""
     words = [f"{n:,} {ending or 'without an ending'}" for ending, n in endings.most_common(_LISTED)]
     more = len(endings) - _LISTED
     return ", ".join(words) + (f" and {more} kinds more" if more > 0 else "") or "no files"
 
 
 def _ending(file: Path) -> str:
-    """A file's ending, with that of its compression: `.jsonl.gz`."""
+    """A file's ending with the ending of its compression, such as `.jsonl.gz`."""
     plain = plain_name(file.name)
     return Path(plain).suffix + file.name[len(plain) :]
 
 
 def _readable(by_ending: dict[str, list[Path]]) -> tuple[dict[str, list[Path]], list[str]]:
-    """The kinds of files that are UTF-8 text, and the endings of kinds without any text file.
+    """The files by ending if they are UTF-8 text, and the endings without any text file.
 
     Raises:
         UserError: some files of a kind are text and others are not: training would stop at those.
@@ -236,7 +236,7 @@ def _readable(by_ending: dict[str, list[Path]]) -> tuple[dict[str, list[Path]], 
 
 
 def _repository(path: Path) -> list[Path]:
-    """The code in a git repository; nothing for other folders, or if the library that reads `.gitignore` is missing."""
+    """The code files of a git repository; empty for other folders, or without the library that reads `.gitignore`."""
     if not any((path / name).exists() for name in (".git", ".gitignore")):
         return []
     try:
@@ -262,7 +262,7 @@ def _sample_of(given: dict[str, Any], files: list[Path]) -> tuple[int, list[str]
 
 
 def _is_text(file: Path) -> bool:
-    """Whether the check before training would accept it as text."""
+    """Whether the check before training would accept a file as text."""
     try:
         with open_file(file) as stream:
             for _ in islice(document(stream, file, n_bytes=unpacked_size(file)), PIECES_CHECKED):
@@ -283,7 +283,7 @@ def _sample(files: list[Path]) -> list[str]:
     for file, size in zip(files, sizes, strict=True):
         with open_file(file) as stream:
             while position < before + size:
-                if not compression(file.name):  # of a compressed one, the beginning
+                if not compression(file.name):  # a compressed file is read from its beginning
                     stream.seek(position - before)
                 text = stream.read(part).decode("utf-8", errors="ignore")
                 parts.append(text if position == before else text.partition("\n")[2] or text)
@@ -326,7 +326,7 @@ _READ: dict[str, Callable[[Path], Iterator[tuple[object, Mapping[str, Any]]]]] =
 
 
 def _text_field(rows: list[Mapping[str, Any]]) -> str:
-    """The field that holds the text: one of a usual name, or the only one that holds words.
+    """The field that holds the text: one with a usual name, or the only one that contains words.
 
     Raises:
         UserError: no field fits, or several do.

@@ -1,4 +1,4 @@
-"""A recipe as a commented YAML file."""
+"""Write a recipe as a commented YAML file."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
@@ -16,8 +16,8 @@ _COMMENT_COLUMN, _WIDTH = 36, 120
 
 
 def written(about: Iterable[str], sections: Mapping[str, Sequence[Row]]) -> str:
-    """The recipe's file: comments, then each section's settings with their reasons as comments. A section without a
-    name holds settings outside the others."""
+    """The text of a recipe's file: comments, then each section's settings with their reasons as comments. A section
+    without a name holds settings outside the others."""
     lines = [f"# {line}".rstrip() for line in about]
     for name, rows in sections.items():
         indent = "  " if name else ""
@@ -41,10 +41,10 @@ def _flow(value: Any) -> str:
 
 
 def check_new(path: Path) -> None:
-    """Refuse, before long work, a path at which no new file can be written.
+    """Check, before long work, that a new file can be written at a path.
 
     Raises:
-        UserError: a file is there, or the folder is missing.
+        UserError: the file exists, or its folder is missing.
     """
     if path.exists() or path.is_symlink():
         raise UserError(f"{path} exists, and it is not overwritten: give another file with -o.")

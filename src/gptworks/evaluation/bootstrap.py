@@ -1,4 +1,4 @@
-"""95% bootstrap intervals (Efron, 1979) of any figure that is computed from sums over items."""
+"""95% bootstrap intervals (Efron, 1979) of figures that are computed from sums over items."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Figure = Callable[[Floats], Floats]
-"""Maps sums of items' statistics, float64 [R, S], to the figure of each row, float64 [R]."""
+"""A function that maps sums of items' statistics, float64 [R, S], to the figure of each row, float64 [R]."""
 
 RESAMPLES = 2000
 _COUNTS_AT_ONCE = 1 << 22
@@ -31,7 +31,7 @@ def interval(statistics: Floats, figure: Figure) -> Interval:
 
 
 def paired_difference(first: Floats, second: Floats, figure: Figure) -> Interval:
-    """The figure of `second` less that of `first`, for the same items [N, S] each: both use the same resamples."""
+    """The figure of `second` minus the figure of `first`, both [N, S] over the same items, with the same resamples."""
     assert first.shape == second.shape
     width = first.shape[1]
 
@@ -42,7 +42,7 @@ def paired_difference(first: Floats, second: Floats, figure: Figure) -> Interval
 
 
 def _sums(statistics: Floats) -> Iterator[Floats]:
-    """Sums over items drawn with replacement, [rows, S] at a time. The draws depend on N only."""
+    """Sums over items drawn with replacement, in chunks [rows, S]. The draws depend only on N."""
     n = len(statistics)
     random = np.random.default_rng(0)
     at_once = max(1, _COUNTS_AT_ONCE // n)

@@ -1,4 +1,4 @@
-"""Calibration: of the tokens that a model predicts with 70%, about 70% should be right."""
+"""Calibration: about 70% of the tokens that a model predicts with 70% probability should be right."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from gptworks.model.gpt import eval_mode
 
 @dataclass(frozen=True)
 class Bin:
-    """The tokens whose likeliest guess had a probability within (low, high]."""
+    """The tokens for which the model's guess, the likeliest token, had a probability within (low, high]."""
 
     low: float
     high: float
@@ -26,15 +26,15 @@ class Bin:
     confidence: float | None
     """Mean probability of the guess; None for a bin without tokens."""
     accuracy: float | None
-    """Share of the guesses that were right."""
+    """Share of guesses that were right; None for a bin without tokens."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A reliability table: its bins, and the calibration error that they add up to."""
+    """A reliability table: the statistics of its bins, from which the calibration error follows."""
 
     statistics: Floats
-    """[N, 3·B], of each window: tokens, confidences and hits in each bin."""
+    """float64 [N, 3·B]: for each window, the tokens, confidences and hits in each bin."""
 
     @property
     def bins(self) -> list[Bin]:
@@ -84,7 +84,7 @@ def _likeliest(model: GPT, features: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _binned(confidence: Floats, hit: np.ndarray, n_bins: int) -> Floats:
-    """Tokens, confidences and hits in each bin (low, high], [3·B]."""
+    """Numbers of tokens, sums of confidences and numbers of hits in each bin (low, high], [3·B]."""
     place = np.clip(np.ceil(confidence * n_bins).astype(np.int64) - 1, 0, n_bins - 1)
     weights = (np.ones_like(confidence), confidence, hit.astype(np.float64))
     return np.concatenate([np.bincount(place, weight, n_bins) for weight in weights])

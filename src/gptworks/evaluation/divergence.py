@@ -16,14 +16,14 @@ from gptworks.model.gpt import eval_mode
 
 @dataclass(frozen=True)
 class Divergence:
-    """The losses of a model and of its reference on the same targets, and how far apart they are."""
+    """The losses of a model and of its reference on the same targets, and the divergence of their predictions."""
 
     model: LossReport
     reference: LossReport
     kl_nats: float
-    """Mean over the tokens of KL(reference ‖ model) = Σ p·ln(p/q), in nats: 0 where the predictions are equal."""
+    """Mean over the tokens of KL(reference ‖ model) = Σ p·ln(p/q), in nats; 0 if the predictions are equal."""
     agreement: float
-    """Share of the tokens for which both find the same token likeliest."""
+    """Share of targets for which both models predict the same likeliest token."""
 
 
 def measure_divergence(
@@ -36,7 +36,7 @@ def measure_divergence(
 
     Args:
         windows: pairs (inputs, targets), as for `evaluate_loss`; targets of −100 are not counted.
-        progress: called after each batch with the tokens compared so far.
+        progress: called after each batch with the number of tokens compared so far.
 
     Raises:
         UserError: the text has no target to count.
@@ -57,7 +57,7 @@ def measure_divergence(
 
 
 def _compare(model: GPT, reference: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
-    """The four sums over a batch, float64 [4]."""
+    """Sums over a batch, float64 [4]: nats of the model, nats of the reference, divergence, agreements."""
     n_rows = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
     rows = zip(
         torch.split(model.features(inputs).flatten(0, 1), n_rows),

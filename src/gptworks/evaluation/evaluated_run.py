@@ -36,7 +36,7 @@ PLACEHOLDER_SOURCES = (PythonStdlibSource(type="python-stdlib"),)
 
 
 class EvaluatedRun:
-    """A loaded checkpoint. Each method measures one thing."""
+    """A loaded checkpoint, with a method for each measurement."""
 
     def __init__(
         self,
@@ -52,10 +52,10 @@ class EvaluatedRun:
         progress: Progress = lambda done, total: None,
     ) -> None:
         """
-        Args: as for `gptworks.evaluate`; `precision` is that of losses, as the engine chooses its own for tasks.
+        Args: as for `gptworks.evaluate`; `precision` applies to losses, since the engine chooses its own for tasks.
 
         Raises:
-            UserError: no such run, checkpoint or device, damaged files, or a run that is quantized to other weights.
+            UserError: the run, checkpoint or device is missing, files are damaged, or the run is quantized otherwise.
         """
         self.folder = Path(run_dir)
         chosen = choose_checkpoint(self.folder, checkpoint, report)
@@ -65,7 +65,7 @@ class EvaluatedRun:
         self.precision = choose_precision(precision or self.recipe.train.precision, choose_device(device))
         self.engine = load(self.folder, self.step, overrides=overrides, device=device, weights=weights, n_slots=SLOTS)
         self.rounded_to = None if weights in ("auto", "fp32") or chosen.is_quantized else weights
-        """The format to which weights were rounded while loading; None: they are the run's own."""
+        """The format to which weights were rounded while loading; None if they were not rounded."""
         self.model, self.tokenizer = self.engine.model, self.engine.tokenizer
         self._prepare, self._progress = prepare, progress
         others = (key for key in overrides if not key.startswith("data.cache_dir="))
@@ -109,7 +109,7 @@ class EvaluatedRun:
         `gptworks.evaluate`.
 
         Raises:
-            UserError: a stride that is not within 1 and the context.
+            UserError: the stride is not between 1 and the context length.
         """
         context, round_trips = self.model.config.context_length, self.prepared.manifest.round_trips
         shards = TokenShards(self.prepared.folder, "validation")
@@ -143,7 +143,7 @@ class EvaluatedRun:
         return result
 
     def _of_dataset(self, shards: TokenShards, part: Stretch, round_trips: bool) -> dict[str, Any]:
-        """The loss over the held-out text of one dataset of a mixture, as JSON."""
+        """The loss on the held-out text of one dataset of a mixture, as JSON."""
         if part.n_tokens < 2:
             return {"name": part.name, "loss": None, "bits_per_byte": None, "tokens": 0}
         windows = evaluation_windows(OneDataset(shards, part), self.model.config.context_length)
@@ -159,14 +159,14 @@ class EvaluatedRun:
             found = evaluate_text(self.model, self.tokenizer, text, stride=stride, progress=self._progress)
         notes = () if found.report.text_bytes else ("the tokenizer does not keep the whole text: no bits per byte",)
         details = {"tokens": found.report.n_tokens, "positions": positions_table(found.positions)}
-        questions = sha256(text.encode("utf-8")).hexdigest()  # whatever the tokenizer, a text has the same passages
+        questions = sha256(text.encode("utf-8")).hexdigest()  # a text has the same passages with every tokenizer
         return self._evaluation(
             "text", found.measured(), len(found.passages), questions, name=f"text-{path.stem}", notes=notes,
             details=details, stride=stride,
         )  # fmt: skip
 
     def calibration(self) -> Evaluation:
-        """Probabilities against frequencies, over the entire validation split; see `measure_calibration`."""
+        """Compare probabilities with frequencies over the entire validation split; see `measure_calibration`."""
         shards = TokenShards(self.prepared.folder, "validation")
         windows = evaluation_windows(shards, self.model.config.context_length)
         windows = watched(windows, shards.n_tokens, None, self._progress)
@@ -177,7 +177,7 @@ class EvaluatedRun:
         return self._evaluation("calibration", found.measured(), len(found.statistics), text, details=details)
 
     def memorization(self) -> Evaluation:
-        """Generated n-grams in the training text; see `measure_memorization`."""
+        """Measure how many generated n-grams occur in the training text; see `measure_memorization`."""
         folder = self.prepared.folder
         index = SearchIndex(self.prepared)
         found = measure_memorization(
@@ -187,7 +187,7 @@ class EvaluatedRun:
         return self._evaluation("memorization", found.measured(), found.n_texts, self.prepared.manifest.fingerprint)
 
     def of_these_weights(self, found: Evaluation) -> Evaluation:
-        """The result; its name, settings and a note state if the weights were rounded while loading."""
+        """The result; if the weights were rounded while loading, its name, settings and a note say so."""
         if self.rounded_to is None:
             return found
         note = f"weights rounded to {self.rounded_to} as they were loaded; the run's own are in fp32"

@@ -18,55 +18,55 @@ from gptworks.model.gpt import eval_mode
 from gptworks.model.loss import linear_cross_entropy, token_nats
 
 BATCH_TOKENS = 4096
-"""Windows of equal shape are evaluated together, up to about this many tokens."""
+"""Windows of equal shape are evaluated together, in batches of up to about this many tokens."""
 
 LOGITS_AT_ONCE = 2**22
-"""Elements of a matrix of logits held in memory at once, where all logits are needed; a few such matrices exist."""
+"""Most elements of a logits matrix in memory, where all logits are needed. A few such matrices exist at a time."""
 
 NO_TOKEN = "there is no token to evaluate: the split is empty or shorter than two tokens."
 
 
 @dataclass(frozen=True)
 class LossReport:
-    """The loss over some targets."""
+    """The loss over a set of targets, and the figures that follow from it."""
 
     total_nats: float
     """Sum of −ln p(target)."""
     n_tokens: int
-    """Targets counted."""
+    """Number of targets counted."""
     text_bytes: int | None = None
-    """UTF-8 bytes of the text, if the targets cover all of it."""
+    """UTF-8 bytes of the text; None if the targets do not cover all of it."""
     unit: str = "nats per token"
     """The unit of `loss`; other units have no perplexity."""
 
     @property
     def loss(self) -> float:
-        """Nats per token."""
+        """Mean loss per target, in `unit`."""
         return self.total_nats / self.n_tokens
 
     @property
     def perplexity(self) -> float:
-        """exp(loss): comparable only between models of one tokenizer. Infinite if it overflows a float."""
+        """exp(loss), comparable only between models with the same tokenizer; infinite if it overflows a float."""
         return math.exp(self.loss) if not self.loss > 709 else math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits per byte of original text: comparable between tokenizers, and with compressors."""
+        """Bits per byte of text, comparable between tokenizers and with compressors; None without `text_bytes`."""
         return None if self.text_bytes is None else self.total_nats / math.log(2) / self.text_bytes
 
 
 class Workers(Protocol):
-    """Several processes that divide an evaluation; each gets the sums over all of them."""
+    """Several processes that divide an evaluation, each of which gets the sums over all."""
 
     def split_batches(self, batches: Iterator[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
         """This process's part of all batches. A process without a batch of its own gets one with only IGNORED targets,
         so that it runs as many forward passes as the others."""
 
     def all_reduce_numbers(self, numbers: list[float]) -> list[float]:
-        """Sums over the processes."""
+        """The sum of each number over the processes."""
 
     def all_reduce(self, value: Tensor) -> Tensor:
-        """The sum over the processes, in place, of a tensor on the model's device."""
+        """Sum a tensor on the model's device over the processes, in place."""
 
 
 def evaluate_loss(
@@ -76,15 +76,15 @@ def evaluate_loss(
     text_bytes: int | None = None,
     workers: Workers | None = None,
 ) -> LossReport:
-    """Cross-entropy of the targets of all windows, without dropout; the model's mode is restored.
+    """The cross-entropy of the targets of all windows, without dropout; the model's mode is restored.
 
     Args:
         windows: pairs (inputs, targets), each int64 [T] or [B, T] with T ≤ context_length, as `evaluation_windows`
             makes them; targets of −100 are not counted. Rows of several texts have a third tensor, positions, as
             `examples_of_rows` makes it.
-        text_bytes: bytes of the original text. Give it only where the windows count each token of it once: of a
-            sample of the windows, bits per byte would come out too low.
-        workers: the processes that divide the work; None: this one does it all.
+        text_bytes: bytes of the original text. Give it only if the windows count each of its tokens once: with a
+            sample of the windows, bits per byte would be too low.
+        workers: the processes that divide the work; None: this process does all of it.
 
     Raises:
         UserError: the text has no target to count.
@@ -108,17 +108,17 @@ def evaluate_loss(
 
 
 def each_nats(model: GPT, windows: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The loss of each target: for each batch of windows its nats, float64 [B, T], and its targets, int64 [B, T]."""
+    """For each batch of windows, the loss of each target in nats, float64 [B, T], and the targets, int64 [B, T]."""
     for inputs, targets in batches_of(windows):
         with eval_mode(model), torch.inference_mode():
             features = model.features(inputs.to(model.device))
             nats = token_nats(features, model.head_weight, targets.to(model.device), model.config.logit_softcap)
-        yield nats.cpu().double(), targets  # float64 is not on every device
+        yield nats.cpu().double(), targets  # not every device has float64
 
 
 @dataclass(frozen=True)
 class PositionLoss:
-    """The loss of targets that were predicted from `first` to `last` earlier tokens."""
+    """The loss of targets that have `first` to `last` earlier tokens in their window."""
 
     first: int
     last: int
@@ -132,15 +132,15 @@ def evaluate_by_position(
     *,
     token_bytes: Sequence[int] | None = None,
 ) -> list[PositionLoss]:
-    """The loss in each of `n_parts` equal parts of the context: whether a model uses a longer context.
+    """The loss in each of `n_parts` equal parts of the context, which shows whether a model uses a longer context.
 
     Args:
         windows: as for `evaluate_loss`; those shorter than the context are left out, so that each part covers the same
             windows.
-        token_bytes: bytes of text of each token id, [V]; None: no bits per byte.
+        token_bytes: bytes of text of each token id, [V]; None leaves out bits per byte.
 
     Raises:
-        UserError: the split holds no window of the context's length.
+        UserError: no window is as long as the context.
     """
     context = model.config.context_length
     whole = (window for window in windows if window[0].size(-1) == context)
@@ -165,7 +165,7 @@ def evaluate_by_position(
 def watched(
     windows: Iterable[tuple[Tensor, ...]], n_tokens: int, stride: int | None, progress: Callable[[int, int], None]
 ) -> Iterator[Any]:
-    """The windows of `n_tokens` tokens; after each, `progress` is called with the targets done and their total."""
+    """The windows of `n_tokens` tokens; after each, `progress` is called with the number of targets done and of all."""
     done, n_targets = 0, n_tokens - 1
     for window in windows:
         yield window
@@ -174,7 +174,7 @@ def watched(
 
 
 def batches_of(windows: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
-    """Neighbouring windows of equal length, stacked up to BATCH_TOKENS."""
+    """Batches of consecutive windows of equal length, of up to BATCH_TOKENS tokens."""
     held: list[tuple[Tensor, ...]] = []
     for window in windows:
         inputs = window[0]
@@ -193,7 +193,7 @@ def _stack(windows: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 
 
 def compressor_bits_per_byte(text: bytes) -> dict[str, float]:
-    """Bits per byte of `gzip -9` and `xz -9e`, containers included: a baseline.
+    """Bits per byte of `gzip -9` and `xz -9e`, including their containers, as a baseline.
 
     Raises:
         UserError: the text is empty.

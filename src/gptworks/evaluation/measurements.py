@@ -1,4 +1,4 @@
-"""The figures that an evaluation found, as text, as JSON and as tables in a notebook."""
+"""The figures of an evaluation, as text, as JSON and as tables in a notebook."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Row = tuple[str, str]
 
 @dataclass(frozen=True, repr=False)
 class Measurements:
-    """The figures of the validation split, or of texts, tasks and the like."""
+    """Figures of the validation split, or of other evaluations such as texts and tasks."""
 
     validation: dict[str, Any] | None
     """Loss, perplexity and bits per byte of the validation split; None if something else was measured."""
@@ -25,25 +25,25 @@ class Measurements:
     without_bits: str = ""
     """The reason why the validation split has no bits per byte."""
     rounded_to: str | None = None
-    """The format to which weights were rounded while loading; None: they are the run's own."""
+    """The format to which weights were rounded while loading; None if they were not rounded."""
 
     def to_json(self) -> Any:
-        """Stable keys; of several evaluations a list."""
+        """The figures as JSON with stable keys: a dict for the validation split, else a list of evaluations."""
         return self.validation if self.validation is not None else [one.summary() for one in self.evaluations]
 
     @property
     def table(self) -> Table | None:
-        """A row for each figure of the evaluations."""
+        """A table with a row for each figure; None without evaluations."""
         return table(self.evaluations) if self.evaluations else None
 
     @cached_property
     def lines(self) -> list[str]:
-        """The figures of the validation split, and the parts of others, as lines of text."""
+        """Lines of text: the figures of the validation split; positions and bins of other evaluations."""
         return [f"{name:<15}  {value}" for name, value in self._rows()]
 
     @property
     def notes(self) -> list[str]:
-        """Remarks on the evaluations, a line each."""
+        """Remarks on the evaluations, one per line."""
         return [f"{one.name}: {note}." for one in self.evaluations for note in one.notes]
 
     def __repr__(self) -> str:

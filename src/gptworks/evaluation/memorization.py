@@ -1,4 +1,4 @@
-"""How much of a model's output occurs verbatim in its training text, compared with held-out text."""
+"""Measure how much of a model's output occurs verbatim in its training text, compared with held-out text."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,13 +24,13 @@ SIZES = (8, 16, 32, 64)
 """Lengths of the n-grams, in tokens: powers of two."""
 
 _WINDOWS = 64
-"""Windows of each split, for the losses."""
+"""Most windows of each split on which losses are measured."""
 _PIECE_TOKENS = 1 << 22
 _FILTER_BITS = 22
 _MULTIPLIERS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
 Hashes = npt.NDArray[np.uint64]
 Copied = dict[int, list[npt.NDArray[np.bool_]]]
-"""Flags by n, one array per text: whether each of the text's n-grams was found."""
+"""By n, an array of flags per text: whether each of the text's n-grams was found."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Memorization:
     """The n-grams that generated and held-out texts share with the training text, and the losses of both splits."""
 
     copied: dict[int, tuple[Floats, Floats]]
-    """Counts by n: [copied n-grams, n-grams] of each text, [N, 2], for the generated and the real continuation."""
+    """By n, the counts [copied n-grams, n-grams] of each generated and each real continuation, two arrays [N, 2]."""
     training: Floats
-    """[nats, tokens] of windows of the training text, [W, 2]."""
+    """[nats, tokens] of each window of the training text, [W, 2]."""
     held_out: Floats
 
     @property
@@ -48,7 +48,7 @@ class Memorization:
         return len(next(iter(self.copied.values()))[0])
 
     def measured(self) -> dict[str, Measured]:
-        """The shares and the losses, with intervals over texts and windows."""
+        """The shares of copied n-grams and the losses, with intervals over texts and windows."""
         found = {}
         for n, (written, real) in self.copied.items():
             found[f"generated {n}-grams copied"] = Measured.of("mean", written)
@@ -72,12 +72,12 @@ def measure_memorization(
 ) -> Memorization:
     """Continue held-out text at temperature 1, and look up the n-grams of the continuations in the training text.
 
-    The real continuations are looked up as well: texts of one kind share n-grams without any copying.
+    The real continuations are looked up as well, because similar texts share n-grams without copying.
 
     Args:
         n_texts: texts to generate. prompt_tokens: prompt length. text_tokens: length of a continuation.
         index: the training text's search index, if it has one.
-        autocast: makes the context in which the losses are computed.
+        autocast: function that makes the context in which the losses are computed.
 
     Raises:
         UserError: the held-out text is shorter than one prompt and its continuation.
@@ -110,7 +110,7 @@ def measure_memorization(
 
 
 def _window_losses(model: GPT, tokens: Tokens) -> Floats:
-    """[nats, tokens] of evenly spaced windows, [W, 2]."""
+    """The [nats, tokens] of each of some evenly spaced windows, [W, 2]."""
     windows = evaluation_windows(tokens, model.config.context_length, _WINDOWS)
     parts = [np.stack([c.sum(1), (t != IGNORED).sum(1)], axis=1) for c, t in each_nats(model, windows)]
     return np.concatenate(parts).astype(np.float64)
@@ -121,12 +121,12 @@ def find_copied(
 ) -> Copied:
     """Flags by n for each text [T]: whether each of its n-grams [T − n + 1] occurs in the training tokens.
 
-    One pass over the training text: the hash of an n-gram is made of those of its halves, and n-grams of equal hash are
-    compared token by token, so the answer is exact.
+    It reads the training text once. An n-gram's hash combines the hashes of its halves, and n-grams with equal hashes
+    are compared token by token, so the answer is exact.
 
     Args:
         sizes: powers of two, ascending.
-        index: the search index of these tokens, which makes that pass unnecessary.
+        index: the search index of the training tokens, which replaces reading them.
     """
     if index is not None and index.follows_tokens and (looked_up := _look_up(index, texts, sizes)) is not None:
         return looked_up
@@ -150,7 +150,7 @@ def _look_up(index: SearchIndex, texts: Sequence[Int64s], sizes: Sequence[int]) 
         for number, (text, copied) in enumerate(zip(texts, found[n], strict=True)):
             for i in range(len(copied)):
                 if halves is not None and not (halves[number][i] and halves[number][i + n // 2]):
-                    continue  # a part of it does not occur
+                    continue  # one of its halves does not occur
                 gram = text[i : i + n]
                 if (key := gram.tobytes()) not in known:
                     held = index.holds(gram)
@@ -174,7 +174,7 @@ def _hashes(tokens: Int64s, longest: int) -> Iterator[tuple[int, Hashes]]:
 
 
 class _Wanted:
-    """The n-grams of the texts, and which of them were found."""
+    """The n-grams of some texts, and which of them were found in the tokens searched so far."""
 
     def __init__(self, texts: Sequence[Int64s], n: int) -> None:
         self.n = n
@@ -188,13 +188,13 @@ class _Wanted:
         self._set_filter()
 
     def _set_filter(self) -> None:
-        """A table of the wanted hashes' highest bits, which excludes most n-grams."""
+        """Set up a table of the wanted hashes' highest bits, which excludes most n-grams."""
         self._sorted: Hashes = np.array(sorted(self._missing), dtype=np.uint64)
         self._filter = np.zeros(1 << _FILTER_BITS, dtype=bool)
         self._filter[self._sorted >> np.uint64(64 - _FILTER_BITS)] = True
 
     def look(self, tokens: Int64s, hashes: Hashes) -> None:
-        """Find the wanted n-grams in these tokens, whose n-grams have these hashes."""
+        """Find the wanted n-grams in `tokens`, whose n-grams have the hashes `hashes`."""
         places = np.flatnonzero(self._filter[hashes >> np.uint64(64 - _FILTER_BITS)])
         places = places[np.isin(hashes[places], self._sorted)]
         for place in places.tolist():

@@ -1,6 +1,6 @@
-"""Figures of texts against references. Each is kept as statistics of the items, whose sums give the figure.
+"""Metrics of texts against references. Each is stored as statistics of the items, whose sums give the figure.
 
-That is what intervals, and comparisons of runs item by item, need. BLEU and chrF are sacrebleu's, ROUGE rouge-score's.
+Intervals and item-by-item comparisons of runs need these. sacrebleu computes BLEU and chrF, rouge-score ROUGE.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from gptworks.evaluation.bootstrap import Figure, Floats
 
 
 def means(values: Sequence[float]) -> Floats:
-    """Statistics [N, 2] of a figure that is the mean of its items'."""
+    """Statistics [N, 2] of a figure that is the mean of the items' values."""
     return np.stack([np.asarray(values, dtype=np.float64), np.ones(len(values))], axis=1)
 
 
@@ -23,11 +23,11 @@ def figure_of(kind: str) -> Figure:
     """The function that computes a figure from sums of statistics.
 
     Args:
-        kind: mean of [total, items]; perplexity of [nats, tokens]; bits, per byte, of [nats, bytes]; calibration of
-            [tokens, confidences, hits] in bins (calibration.py); bleu and chrf, of sacrebleu's statistics.
+        kind: `mean` from [total, items]; `perplexity` from [nats, tokens]; `bits` per byte from [nats, bytes];
+            `calibration` from [tokens, confidences, hits] in bins; `bleu` and `chrf` from sacrebleu's statistics.
 
     Raises:
-        UserError: bleu or chrf without sacrebleu.
+        UserError: `bleu` or `chrf` is wanted and sacrebleu is not installed.
     """
     if kind == "mean":
         return _ratio
@@ -44,7 +44,7 @@ def figure_of(kind: str) -> Figure:
 
 
 def calibration_error(sums: Floats) -> Floats:
-    """Σ over bins of |hits − confidences|, over the tokens: sums [R, 3·B] → [R] (Guo et al., 2017, eq. 3)."""
+    """Calibration error [R] of sums [R, 3·B]: Σ over bins |hits − confidences| / tokens (Guo et al., 2017, eq. 3)."""
     tokens, confidences, hits = np.split(sums, 3, axis=1)
     error: Floats = np.abs(hits - confidences).sum(1) / tokens.sum(1)
     return error
@@ -56,7 +56,7 @@ def _ratio(sums: Floats) -> Floats:
 
 
 def text_statistics(metric: str, hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> tuple[str, Floats]:
-    """The kind of a metric's figure, and the statistics [N, S] of each text with its references, one or more.
+    """The `figure_of` kind of a metric, and the statistics [N, S] of texts, each with one or more references.
 
     Raises:
         UserError: the library is not installed.
@@ -75,7 +75,7 @@ def text_statistics(metric: str, hypotheses: Sequence[str], references: Sequence
 
 
 def check_libraries(metrics: Sequence[str]) -> None:
-    """Raises a UserError if a library that one of them needs is not installed."""
+    """Raise a UserError if a library that one of the metrics needs is not installed."""
     for metric in metrics:
         _sacrebleu(metric) if metric in ("bleu", "chrf") else _rouge()
 
@@ -97,5 +97,5 @@ def _library(module: str, package: str) -> Any:
 
 
 def pass_at_k(n_samples: int, n_right: int, k: int) -> float:
-    """How likely one of k samples is right, without bias: 1 − C(n − c, k) / C(n, k) (Chen et al., 2021, eq. 1)."""
+    """Unbiased estimate of P(one of k samples is right): 1 − C(n − c, k) / C(n, k) (Chen et al., 2021, eq. 1)."""
     return 1 - math.comb(n_samples - n_right, k) / math.comb(n_samples, k)

@@ -1,4 +1,4 @@
-"""The results of an evaluation: kept in the run folder as JSON, shown as a table and in the model card.
+"""The results of evaluations, kept in the run folder as JSON, and shown as a table and in the model card.
 
 RUN/evaluations/capitals-3-shot.json      figures with intervals, and each item's statistics
 RUN/model-card.md                         its section "Evaluations" is rewritten from all of them
@@ -24,14 +24,14 @@ from gptworks.units import significant
 FOLDER = "evaluations"
 HEADING = "## Evaluations"
 MAX_BYTES = 1 << 28
-"""Most bytes of an evaluation; an item takes some hundred."""
+"""Most bytes of an evaluation's file; an item takes a few hundred."""
 MAX_CARD_BYTES = 1 << 22
 
 _WIDTHS = {
     "mean": (range(2, 3), 1), "perplexity": (range(2, 3), 1), "bits": (range(2, 3), 1),
     "calibration": (range(3, 3_000), 3), "bleu": (range(10, 11), 1), "chrf": (range(1, 1_000), 1),
 }  # fmt: skip
-"""The numbers of columns that statistics of each kind may have, and a divisor of that number."""
+"""By kind, the numbers of columns that its statistics may have, and the step between them."""
 
 _Number = Annotated[float, Strict()]
 _Count = Annotated[int, Strict(), Field(ge=0, lt=2**63)]
@@ -86,34 +86,34 @@ def _with_positions(details: Any) -> Any:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The figures of a run on one task or one text. Its types also validate a file, which anyone may have written."""
+    """The figures of a run on one task or one text. The types also validate files, which may be from anyone."""
 
     __pydantic_config__ = _FORBID_EXTRA
 
     name: str
     kind: str
-    """The task's type; text; harness."""
+    """The task's type, or `text`, `calibration`, `memorization` or `harness`."""
     run: str
     step: _Count
     n_items: _Count
     metrics: dict[str, Measured]
     shots: _Count | None = None
     fingerprint: str = ""
-    """Equal for equal questions."""
+    """A hash or key that is equal for evaluations with the same questions."""
     settings: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     details: Annotated[dict[str, Any], BeforeValidator(_with_positions)] = field(default_factory=dict)
-    """Further results: the loss by position, the bins of a reliability table."""
+    """Further results, such as the loss by position or the bins of a reliability table."""
     items: tuple[dict[str, Any], ...] = ()
     """The model's answer to each item."""
 
     def to_json(self) -> dict[str, Any]:
-        """Everything; `read_evaluations` reads it back."""
+        """The entire evaluation as JSON, which `read_evaluations` reads."""
         metrics = {name: {**vars(one), "statistics": one.statistics.tolist()} for name, one in self.metrics.items()}
         return {**vars(self), "metrics": metrics, "notes": list(self.notes), "items": list(self.items)}
 
     def summary(self) -> dict[str, Any]:
-        """The same without items and their statistics, each figure by an identifier made of its name."""
+        """The evaluation as JSON without items and statistics; a figure's key is an identifier made from its name."""
         tree = self.to_json()
         del tree["items"]
         tree["metrics"] = {
@@ -129,7 +129,7 @@ _STORED = TypeAdapter(Evaluation)
 
 
 def table(evaluations: Iterable[Evaluation]) -> Table:
-    """A row for each figure."""
+    """A table with a row for each figure of the evaluations."""
     rows = []
     for one in evaluations:
         shots = "" if one.shots is None else str(one.shots)
@@ -141,12 +141,12 @@ def table(evaluations: Iterable[Evaluation]) -> Table:
 
 
 def number(value: float) -> str:
-    """The value with four decimals, from 10 on with two, from 1,000 on with five significant digits."""
+    """The value with four decimals; from 10 up with two, from 1,000 up with five significant digits."""
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}" if abs(value) < 1000 else significant(value, 5)
 
 
 def save_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
-    """Write each into the run folder, replacing one of its name, and rewrite the card's section."""
+    """Write evaluations into the run folder, over older ones of the same names, and rewrite the card's section."""
     folder = run_dir / FOLDER
     make_folder(folder)
     for one in evaluations:
@@ -177,7 +177,7 @@ def read_evaluations(run_dir: Path) -> dict[str, Evaluation]:
 
 
 def write_card_section(run_dir: Path) -> None:
-    """List the evaluations in a section at the end of the model card; without a card, make one."""
+    """List the evaluations in a section at the end of the model card, which is created if it does not exist."""
     evaluations = read_evaluations(run_dir)
     if not evaluations:
         return

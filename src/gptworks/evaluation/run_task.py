@@ -30,16 +30,16 @@ def run_task(
 ) -> Evaluation:
     """Ask a model the items of a task.
 
-    Where an item with its shots is longer than the context allows, it has as many shots as fit; notes say how often.
+    An item whose shots exceed the context gets as many as fit; a note of the result counts such items.
 
     Args:
         run, step: the run's name and the checkpoint's step, for the result.
-        sandbox: where the programs of a code task run; None: they are not run.
-        chat: hand items over as conversations, by the run's chat template.
+        sandbox: runs the programs of a code task; None forbids such tasks.
+        chat: ask items as conversations in the run's chat template.
 
     Raises:
-        UserError: an item that is too long without shots, a library that is missing, a code task without a sandbox,
-            `chat` without a template.
+        UserError: an item is too long even without shots, a library is missing, a code task has no sandbox, or the
+            run has no template for `chat`.
         RunError: the model's scores are not numbers.
     """
     settings = task.settings
@@ -77,7 +77,7 @@ class Asked:
         self._n_short = 0
 
     def context(self, item: Item, room: int) -> tuple[str, list[int]]:
-        """The text and the tokens before an answer, with as many shots as leave `room` tokens.
+        """The text and the tokens before an answer, with as many shots as leave room for `room` tokens.
 
         Raises:
             UserError: the item does not fit even without shots.
@@ -104,16 +104,16 @@ class Asked:
         return "", self.template.encode(messages, add_generation_prompt=True)
 
     def pairs(self, item: Item, choices: Sequence[str]) -> list[tuple[list[int], list[int]]]:
-        """Context and continuation of each choice; all have the same shots."""
+        """The token ids of context and continuation for each choice; all choices have the same shots."""
         longest = max(len(encode_text(self.engine.tokenizer, choice)) for choice in choices)
-        text, ids = self.context(item, longest + 1)  # a token more, should the border be encoded otherwise
+        text, ids = self.context(item, longest + 1)  # one more token in case the border is encoded differently
         if self.template is not None:
             return [(ids, encode_text(self.engine.tokenizer, choice)) for choice in choices]
         delimiter = self.task.settings.delimiter
         return [encode_pair(self.engine.encode_prompt, text, delimiter + choice) for choice in choices]
 
     def write(self, settings: Sampled, n_samples: int, progress: Progress) -> list[list[str]]:
-        """The model's continuations of each item, n texts each."""
+        """The model's continuations of each item, `n_samples` texts each."""
         prompts = [self.context(item, settings.max_tokens)[1] for item in self.items]
         ends = () if self.template is None else self.template.end_token_ids
         sampling = [
@@ -171,10 +171,10 @@ def _exact_match(asked: Asked, settings: ExactMatch, progress: Progress) -> Foun
 
 
 def _extracted(texts: list[str], settings: ExactMatch, task: Task) -> list[str]:
-    """The first group of `extract` in each text, or "" without a match.
+    """The first group of `extract` in each text, "" without a match; the texts themselves without `extract`.
 
     Raises:
-        UserError: the expression takes too long on a text.
+        UserError: the regular expression takes too long on a text.
     """
     if settings.extract is None:
         return texts

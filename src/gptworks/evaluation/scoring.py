@@ -1,4 +1,4 @@
-"""Scores and continuations of many texts, batched by the engine; a common beginning is computed once."""
+"""Scores and continuations of many texts, batched by the engine, which computes common beginnings once."""
 
 import itertools
 from collections import deque
@@ -13,13 +13,13 @@ from gptworks.infer.request import Completion, Request
 from gptworks.infer.sampling import SamplingSettings
 
 SLOTS = 16
-"""Slots of the engine, and the most requests submitted at a time."""
+"""Number of slots of the engine, and most requests submitted at a time."""
 
 _CONTEXTS = SLOTS // 2
-"""Contexts scored at a time. The spare slots let a context stay cached until all its continuations are scored."""
+"""Number of contexts scored at a time. Spare slots let a context stay cached until all its continuations are scored."""
 
 Progress = Callable[[int, int], None]
-"""Called with the number done, and the total."""
+"""A function called with the number of items done and the total."""
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,17 @@ class Scored:
     """The score of a continuation."""
 
     logprob: float
-    """Sum over its tokens, in nats."""
+    """Sum of the log-probabilities of its tokens, in nats."""
     n_tokens: int
     greedy: bool
     """Whether each token was the likeliest one."""
 
 
 def encode_pair(encode: Callable[[str], list[int]], context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """The token ids of a context and of what follows it, cut as lm-evaluation-harness cuts them.
+    """The token ids of a context and of its continuation, split as lm-evaluation-harness splits them.
 
-    Spaces at the end of the context belong to the continuation. Both are encoded together, and cut after the number of
-    tokens that the context has by itself: if a token crosses the border, the cut is not exactly there.
+    Spaces at the end of the context belong to the continuation. Both are encoded together, and split after as many
+    tokens as the context has by itself. If a token crosses the border, the split is not exactly at the border.
 
     Raises:
         UserError: the continuation has no tokens of its own.
@@ -60,13 +60,13 @@ def score_pairs(
 ) -> list[Scored]:
     """The log-probability of each continuation after its context.
 
-    The first tokens of a pair longer than the context plus one token are dropped.
+    If a pair is longer than the model's context plus one token, its first tokens are dropped.
 
     Args:
-        pairs: token ids of context and continuation, each at least one.
+        pairs: token ids of context and continuation, at least one each.
 
     Raises:
-        UserError: a continuation longer than the model's context, or ids outside the vocabulary.
+        UserError: a continuation is longer than the model's context, or ids are outside the vocabulary.
         RunError: the model's scores are not numbers.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -95,7 +95,7 @@ def score_pairs(
         group = groups[context]
         if not unfinished[context]:
             waiting.extendleft(next_group[0] for next_group in itertools.islice(others, 1))
-        elif i == group[0]:  # the others waited for it to compute their common context
+        elif i == group[0]:  # the rest of the group waited for this pair to compute the common context
             waiting.extendleft(group[1:])
     return [found[i] for i in range(len(pairs))]
 
@@ -117,7 +117,7 @@ def complete_all(
     """`n_samples` continuations of each prompt, given as token ids, with its own settings.
 
     Raises:
-        UserError: a prompt longer than the context.
+        UserError: a prompt is longer than the context.
         RunError: the model's scores are not numbers.
     """
     made: dict[int, list[Completion]] = {}
@@ -135,7 +135,7 @@ def complete_all(
 def finished(
     engine: Engine, next_jobs: Callable[[int], Iterable[int]], submit: Callable[[int], Request]
 ) -> Iterator[tuple[int, Request]]:
-    """Like `run_many`, but the first error is raised."""
+    """Finished requests with their job numbers, as from `run_many`; the first error is raised."""
     with closing(run_many(engine, next_jobs, submit, SLOTS)) as ended:
         for i, request in ended:
             if isinstance(request, Exception):

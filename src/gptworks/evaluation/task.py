@@ -7,7 +7,7 @@
     answer: answer
     shots: 3
 
-A setting that takes a value of an item is the name of a field, or a Jinja template over the item's fields.
+A setting that is computed from an item is the name of a field, or a Jinja template over the item's fields.
 """
 
 import hashlib
@@ -135,10 +135,10 @@ class Task:
     ) -> None:
         """
         Args:
-            shot_items: the pool for shots; None: the other items.
+            shot_items: items to take shots from; None: the task's other items.
 
         Raises:
-            UserError: the pool has fewer items than `shots`.
+            UserError: there are fewer items to take shots from than `shots`.
         """
         self.settings, self.items, self.origin = settings, list(items), origin
         self._own_shots = shot_items is None
@@ -154,9 +154,9 @@ class Task:
         self._rendered: dict[tuple[int, str], tuple[Item, str | expressions.Fault]] = {}
 
     def shots_for(self, item: Item) -> list[Item]:
-        """The shots before an item: the first of the shuffled pool that are not the item itself.
+        """The shots before an item: the first items of the shuffled pool, except the item itself.
 
-        They are nearly the same for all items, so that the engine computes them once.
+        They are nearly the same for all items, so the engine computes them only once.
         """
         return list(islice((one for one in self._pool if one != item), self.settings.shots))
 
@@ -166,7 +166,7 @@ class Task:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of everything that decides the questions: results of one fingerprint can be compared item by item."""
+        """A sha256 of all that decides the questions. Results with equal fingerprints are comparable item by item."""
         settings = self.settings.model_dump(mode="json", exclude={"name", "data", "shots_data"})
         tree = [settings, self.items_asked, self._pool[: self.settings.shots + 1] if self.settings.shots else []]
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode("utf-8")).hexdigest()
@@ -180,10 +180,10 @@ class Task:
         return str(self.value(item, key))
 
     def value(self, item: Item, key: str, wanted: str | None = None) -> Any:
-        """The value of a setting for an item: the field of that name, or the template filled in.
+        """The value of a setting for an item: the field that the setting names, or its template filled in.
 
         Args:
-            wanted: the setting's value; None: that of `key`.
+            wanted: the field name or template; None: the value of the setting `key`.
         """
         wanted = getattr(self.settings, key) if wanted is None else wanted
         assert isinstance(wanted, str)
@@ -201,7 +201,7 @@ class Task:
         return item[wanted]
 
     def _render(self, template: str, item: Item) -> str | expressions.Fault:
-        """A template's text for an item; those of the next items are rendered with it, and kept."""
+        """A template's text for an item. The next items are rendered in the same call, and their texts are cached."""
         if (id(item), template) not in self._rendered:
             place = self._places.get(id(item))
             near = [item] if place is None else self.items_asked[place : place + expressions.PER_QUESTION] or [item]
@@ -213,7 +213,7 @@ class Task:
         """The value of the setting `key` for an item, as a list of at least one text.
 
         Raises:
-            UserError: an empty list.
+            UserError: the list is empty.
         """
         value = self.value(item, key)
         found = [str(one) for one in value] if isinstance(value, list) else [str(value)]
@@ -242,7 +242,7 @@ class Task:
         return texts
 
     def right_choice(self, item: Item) -> int:
-        """The index of the right one."""
+        """The index of an item's right choice."""
         assert isinstance(self.settings, MultipleChoice)
         choices, answer = self.choices(item), self.value(item, "answer")
         if isinstance(answer, str) and answer in choices:
@@ -263,22 +263,22 @@ class Task:
         return self.texts(item, "answer" if isinstance(self.settings, ExactMatch) else "references")[0]
 
     def turns(self, item: Item, n_shots: int) -> list[tuple[str, str]]:
-        """Prompts and answers: of the shots, and of the item, whose answer is empty."""
+        """Pairs of prompt and answer: `n_shots` shots, then the item with an empty answer."""
         solved = [(self.text(one, "prompt"), self.answer(one)) for one in self.shots_for(item)]
         return [*solved[len(solved) - n_shots :], (self.text(item, "prompt"), "")]
 
     def prompt(self, item: Item, n_shots: int) -> str:
-        """The text that the model continues: description, shots, the item's own prompt."""
+        """The text that the model continues: description, shots, and the item's own prompt."""
         delimiter, separator = self.settings.delimiter, self.settings.shots_separator
         *solved, (question, _) = self.turns(item, n_shots)
         shown = "".join(prompt + delimiter + answer + separator for prompt, answer in solved)
         return self.settings.description + shown + question
 
     def check(self) -> None:
-        """Read everything that will be asked, so that a mistake is found before any work.
+        """Render all items to be asked, so that mistakes are found before any work.
 
         Raises:
-            UserError: a template or an item that is not as the settings say.
+            UserError: a template or an item does not fit the settings.
         """
         for item in self.items_asked:
             if isinstance(self.settings, Code):
@@ -292,13 +292,13 @@ class Task:
 
 
 def load_task(path: Path, *, shots: int | None = None, limit: int | None = None) -> Task:
-    """The task of a file, checked.
+    """Load and check the task of a file.
 
     Args:
-        shots, limit: win over the file's.
+        shots, limit: override those of the file.
 
     Raises:
-        UserError: a missing or unreadable file, an unknown key, a wrong type, an item that lacks a field.
+        UserError: a file is missing or unreadable, a key is unknown, a type is wrong, or an item lacks a field.
     """
     try:
         tree = parse_yaml(read_given(path, MAX_BYTES), str(path))
@@ -324,7 +324,7 @@ def read_items(path: Path) -> list[Item]:
     """The objects of a JSONL file.
 
     Raises:
-        UserError: no such file, a line that is not a JSON object, or an empty file.
+        UserError: the file does not exist or is empty, or a line is not a JSON object.
     """
     try:
         items = [dict(item) for _, item in read_jsonl(path)]

@@ -1,4 +1,4 @@
-"""How well a model predicts any given text, in figures that do not depend on the tokenizer."""
+"""Measure how well a model predicts a given text, in figures that do not depend on the tokenizer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ from gptworks.model import GPT
 from gptworks.tokenizer import document_frame, encodings, token_bytes
 
 PASSAGE_CHARACTERS = 1000
-"""Length of the passages into which a text is cut: the items that the intervals resample."""
+"""Length of the passages into which a text is cut; the intervals resample these."""
 
 
 class TextTokens:
-    """A text as one document of tokens: after what begins a document, where the tokenizer has a token for that."""
+    """A text as one document of tokens, after the token that begins a document if the tokenizer has one."""
 
     split = "given"
 
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
-        """Raises a UserError if the text is empty, or the tokenizer cannot read it."""
+        """Raises a UserError if the text is empty or the tokenizer cannot read it."""
         encoding = encodings(tokenizer, [text], offsets=True)[0]
         if not encoding.ids:
             raise UserError("the text is empty: give one with words in it.")
@@ -40,7 +40,7 @@ class TextTokens:
         self.n_tokens = len(self.tokens)
         self.round_trips = tokenizer.decode(encoding.ids, skip_special_tokens=False) == text
         sizes = token_bytes(tokenizer)
-        unseen = 0 if begin or sizes is None else sizes[encoding.ids[0]]  # of the first token, which is not predicted
+        unseen = 0 if begin or sizes is None else sizes[encoding.ids[0]]  # the first token is not predicted
         self.unseen_bytes = unseen
 
     def read(self, start: int, length: int) -> Int64s:
@@ -52,7 +52,7 @@ class TextEvaluation:
     """The loss of a text and of its parts."""
 
     report: LossReport
-    """All predicted tokens. `text_bytes` is None if decoding does not restore the text."""
+    """The loss over all predicted tokens. `text_bytes` is None if decoding does not restore the text."""
     passages: Floats
     """[P, 3]: nats, tokens and UTF-8 bytes of each passage."""
     positions: list[PositionLoss]
@@ -79,16 +79,16 @@ def evaluate_text(
 ) -> TextEvaluation:
     """Loss, perplexity and bits per byte of a text; each of its tokens is predicted once.
 
-    The first token is predicted from the token that begins a document; of a tokenizer without one it is not predicted,
-    and its bytes are not counted.
+    The first token is predicted from the token that begins a document. If the tokenizer has none, the first token is
+    not predicted, and its bytes are not counted.
 
     Args:
-        stride: tokens from a window to the next; below the context, each token sees at least context − stride others.
+        stride: tokens from one window to the next; each token sees at least context − stride earlier ones, if any.
             None: half the context.
-        progress: called with the tokens done, and all.
+        progress: called with the number of tokens done and of all.
 
     Raises:
-        UserError: an empty text, or a stride that is not within 1 and the context.
+        UserError: the text is empty, or the stride is not between 1 and the context length.
     """
     tokens, context = TextTokens(tokenizer, text), model.config.context_length
     nats = text_nats(model, tokens, stride=stride, progress=progress)
@@ -109,7 +109,7 @@ def text_nats(
     stride: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> npt.NDArray[np.float64]:
-    """The loss of tokens 1, 2, …, [T − 1], in nats. Arguments and errors: as `evaluate_text`."""
+    """The loss of each token but the first, in nats, [T − 1]. Arguments and errors are those of `evaluate_text`."""
     context = model.config.context_length
     stride = default_stride(context) if stride is None else stride
     windows = watched(evaluation_windows(tokens, context, stride=stride), tokens.n_tokens, stride, progress)
@@ -118,12 +118,12 @@ def text_nats(
 
 
 def default_stride(context: int) -> int:
-    """Default number of tokens from a window to the next: half the context."""
+    """Default number of tokens from one window to the next: half the context."""
     return max(1, context // 2)
 
 
 def _passages(text: str, tokens: TextTokens, nats: npt.NDArray[np.float64]) -> Floats:
-    """Nats, tokens and bytes of each passage; a token belongs to the one in which it begins."""
+    """Nats, tokens and bytes of each passage, [P, 3]; a token belongs to the passage in which it begins."""
     cuts = range(0, len(text), PASSAGE_CHARACTERS)
     of_token = tokens.starts[1:] // PASSAGE_CHARACTERS
     n_bytes = np.array([len(text[cut : cut + PASSAGE_CHARACTERS].encode("utf-8")) for cut in cuts], dtype=np.float64)

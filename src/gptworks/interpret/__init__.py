@@ -1,2 +1,2 @@
-"""How a model reads a text: the loss of each token, attention maps, what each layer predicts and adds, n-grams of the
-training data, and the loss at each checkpoint."""
+"""Show how a model reads a text: the loss of each token, attention maps, what each layer predicts and adds, n-grams of
+the training data, and the loss at each checkpoint."""

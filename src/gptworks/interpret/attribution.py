@@ -2,7 +2,7 @@
 
 The residual stream is a sum: the embedding, and what each head and each MLP adds. The head reads it through the final
 norm, which is linear once its divisor is known. With the divisors of this position, the logit is the sum of what the
-parts add to it. Norms behind attention and the MLP are taken in the same way, and learned scalars of the stream scale
+parts add to it. Norms after attention and the MLP are treated the same way, and learned scalars of the stream scale
 what was added before them. Computed in float64.
 """
 
@@ -39,7 +39,7 @@ class Attribution:
     """A token's logit, or the difference of two tokens' logits, as a sum over the model's parts."""
 
     parts: tuple[Part, ...]
-    """The parts, whose values add up to `logit`."""
+    """All parts; their values add up to `logit`."""
     logit: float
     """The logit before any cap."""
     capped_logit: float
@@ -51,11 +51,11 @@ def attribute(model: GPT, recording: Recording, row: int, token: int, against: i
 
     Args:
         row: index of the position in `recording.rows`.
-        token: the token whose logit it is.
+        token: the token whose logit is attributed.
         against: another token, whose logit is subtracted; the parts then explain the difference.
 
     Raises:
-        UserError: a token that the model does not have.
+        UserError: a token is not in the vocabulary.
     """
     config, chosen = model.config, [token] if against is None else [token, against]
     for one in chosen:
@@ -133,7 +133,7 @@ def _heads(out: nn.Module, mixed: Tensor, n_heads: int) -> tuple[Tensor, Tensor]
 
 
 def _linear(norm: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
-    """The norm, without its shift, as a linear map: with the divisor that it computes for x [C]."""
+    """The norm without its shift as a linear map, which uses the divisor that the norm computes for x [C]."""
     assert isinstance(norm, LayerNorm | RMSNorm)
     weight, eps, centred = _wide(norm.weight), norm.eps, isinstance(norm, LayerNorm)
     wide = _wide(x)
@@ -151,5 +151,5 @@ def _plus(x: Tensor, shift: Tensor | None) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """The tensor in float64 on the CPU: not every accelerator has float64."""
+    """The tensor in float64 on the CPU, because not every accelerator has float64."""
     return x.cpu().double()

@@ -23,7 +23,7 @@ class AtStep:
 
 
 def chosen_steps(run_dir: Path, most: int = MOST_CHECKPOINTS) -> list[int]:
-    """The steps of a run's checkpoints, ascending; of more than `most`, evenly chosen ones with the first and last."""
+    """The steps of a run's checkpoints, ascending; at most `most`, evenly chosen and with the first and the last."""
     steps = sorted({checkpoint.step for checkpoint in all_checkpoints(run_dir)})
     if len(steps) <= most:
         return steps
@@ -38,7 +38,7 @@ def through_checkpoints(
     device: torch.device | str = "cpu",
     check: Check = never,
 ) -> Iterator[AtStep]:
-    """The text's cost at each step, one model in memory at a time.
+    """The loss of a text's tokens at each step, with one model in memory at a time.
 
     Raises:
         UserError: a checkpoint is gone or damaged, or the text's ids are not the model's.
@@ -53,7 +53,7 @@ def learned_at(steps: Sequence[int], probabilities: Sequence[float], threshold: 
     """The first step from which the probability stays at the threshold or above; None if the last is lower or NaN."""
     learned = None
     for step, probability in sorted(zip(steps, probabilities, strict=True), reverse=True):
-        if not probability >= threshold:  # also NaN, of a token that is not predicted
+        if not probability >= threshold:  # also true of NaN, for a token that is not predicted
             break
         learned = step
     return learned

@@ -10,7 +10,7 @@ from torch import nn
 from gptworks.model import GPT
 
 Check = Callable[[], None]
-"""Called before each block and each part of long work; raises to end the work."""
+"""A function called before each block and each part of long work; it raises an exception to end the work."""
 
 
 def never() -> None:
@@ -27,12 +27,12 @@ def stoppable(model: GPT, check: Check) -> Iterator[None]:
 
 
 def before(module: nn.Module, call: Callable[[Any, tuple[Any, ...]], None]) -> AbstractContextManager[None]:
-    """Call with the module and its inputs, before it is computed."""
+    """A context in which `call` gets the module and its inputs each time before it is computed."""
     return _hooked(module.register_forward_pre_hook, call)
 
 
 def after(module: nn.Module, call: Callable[[Any], None]) -> AbstractContextManager[None]:
-    """Call with the module's output."""
+    """A context in which `call` gets the module's output each time it is computed."""
     return _hooked(module.register_forward_hook, lambda of, inputs, output: call(output))
 
 

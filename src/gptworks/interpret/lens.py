@@ -30,7 +30,7 @@ def logit_lens(model: GPT, recording: Recording, tokens: Sequence[int], n_top: i
     """Guesses after the embedding and after each block, at each recorded position: [L + 1][R].
 
     Args:
-        tokens: for each recorded position, the token whose probability is asked for, such as the one that follows.
+        tokens: for each recorded position, the token whose probability and rank are wanted, such as the next one.
     """
     n_layers, n_rows, width = recording.residual.shape
     stream = recording.residual.reshape(-1, width)

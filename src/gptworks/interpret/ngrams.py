@@ -10,22 +10,22 @@ from gptworks.data.batches import Tokens
 from gptworks.interpret.hooks import Check, never
 
 LONGEST = 16
-"""Tokens of the longest n-gram."""
+"""Number of tokens of the longest n-gram counted."""
 
 _PIECE_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True)
 class NGram:
-    """The n − 1 tokens before a token, and what follows them in the training data."""
+    """Counts of an n-gram and of its context, which is its first n − 1 tokens, in the training data."""
 
     n: int
     n_contexts: int
-    """Number of times that they occur."""
+    """Number of times that the context occurs."""
     n_followed: int
-    """Number of times that the token follows them: the n-gram's count."""
+    """Number of times that the last token follows the context: the n-gram's count."""
     next_tokens: tuple[tuple[int, int], ...]
-    """The most frequent next tokens, each with its number of occurrences."""
+    """The most frequent tokens after the context, each with its number of occurrences."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class NGrams:
     """The n-grams that end in one token of a text."""
 
     by_length: tuple[NGram, ...]
-    """n = 1, 2, … up to the first n-gram that does not occur."""
+    """One n-gram for each n = 1, 2, … as long as its context occurs."""
     places: tuple[int, ...]
     """Positions in the split at which the first occurrences of the longest n-gram begin."""
     searched_tokens: int
@@ -41,7 +41,7 @@ class NGrams:
 
     @property
     def longest(self) -> int:
-        """The n of the longest n-gram that occurs; 0: the token is not in the data."""
+        """The n of the longest n-gram that occurs; 0 if the token is not in the data."""
         return max((one.n for one in self.by_length if one.n_followed), default=0)
 
 
@@ -56,7 +56,7 @@ def find_ngrams(
 ) -> NGrams:
     """Count the n-grams that end in the last of `ids` in the first `most_tokens` tokens of the training data.
 
-    One pass: the places after the last token before it are those at which the one before that is compared, and so on.
+    The data is read once: for each longer n-gram, only those places stay at which one more preceding token matches.
     """
     *before, token = ids[-LONGEST:]
     before.reverse()
@@ -68,7 +68,7 @@ def find_ngrams(
         check()
         first = max(0, start - len(before))
         tokens = training.read(first, min(start + _PIECE_TOKENS, searched) - first)
-        ends = np.arange(start - first, len(tokens))  # of n-grams, in the piece
+        ends = np.arange(start - first, len(tokens))  # places in the piece at which n-grams end
         for i in range(len(before) + 1):
             if i:
                 ends = ends[ends >= i]

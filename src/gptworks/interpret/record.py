@@ -1,6 +1,6 @@
 """Record a model's intermediate results on a text, at chosen positions.
 
-Hooks on its modules record their inputs and outputs and change nothing. Attention's weights are computed from the
+Hooks on the model's modules record inputs and outputs and change nothing. Attention's weights are computed from the
 model's own queries and keys.
 
 Shapes: L layers, R recorded positions, S positions read, H heads, D head width, C width.
@@ -26,7 +26,7 @@ from gptworks.model.gpt import eval_mode
 from gptworks.model.scores import attention_weights, causal_mask
 
 MOST_NUMBERS = 2**25
-"""Numbers that one recording may hold."""
+"""Most numbers that one recording may hold."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,15 @@ class Recording:
 
 
 def blocks_of(model: GPT) -> list[Block]:
-    """The model's blocks, by their type."""
+    """The model's blocks, typed as `Block`."""
     return [block for block in model.blocks if isinstance(block, Block)]
 
 
 def record(model: GPT, ids: Int64s, rows: Sequence[int], check: Check = never) -> Recording:
-    """Compute a text [S], without dropout, and keep what happens at some of its positions.
+    """Run a model on a text [S] without dropout, and record the activations at the positions `rows`.
 
     Raises:
-        UserError: the text is longer than the context, or more would be kept than MOST_NUMBERS.
+        UserError: the text is longer than the context, blocks are repeated, or the recording would exceed MOST_NUMBERS.
     """
     config, length = model.config, len(ids)
     check_ids(model, ids)

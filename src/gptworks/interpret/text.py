@@ -33,7 +33,7 @@ class TokenizedText:
     framed: bool
     """Whether the first token begins a document and has no text."""
     predicted_bytes: int | None
-    """UTF-8 bytes of the text of all tokens but the first; None: decoding does not restore the text."""
+    """UTF-8 bytes of the text of all tokens but the first; None if decoding does not restore the text."""
     split: str = "given"
 
     @property
@@ -60,7 +60,7 @@ class TokenizedText:
 
     @classmethod
     def of_document(cls, tokenizer: Tokenizer, shards: TokenShards, number: int) -> Self:
-        """A document of a split, by its number from 0; of a longer one, the first MOST_TOKENS tokens.
+        """A document of a split, by its number from 0, cut to its first MOST_TOKENS tokens.
 
         Raises:
             UserError: the document does not exist, or has one token.
@@ -94,7 +94,7 @@ class TokenizedText:
         return cls(given, pieces, framed, None)
 
     def token_nats(self, model: GPT, check: Check = never) -> Costs:
-        """The loss of each token [T], in nats, as `evaluate --text` counts it. The first is not predicted: NaN.
+        """The loss of each token in nats, [T], as `evaluate --text` counts it; NaN for the first token.
 
         Raises:
             UserError: the text has fewer than two tokens, or ids that the model lacks.
@@ -104,7 +104,7 @@ class TokenizedText:
             return np.concatenate([[math.nan], text_nats(model, self)])
 
     def window(self, context: int, index: int) -> tuple[int, int]:
-        """The tokens, from the first to before the last, that the model read when it predicted token `index` for
+        """The range of tokens, as first and end, of the window in which the model predicted token `index` for
         `token_nats`."""
         if not 1 <= index < self.n_tokens:
             raise UserError(f"token {index} is not predicted: choose one from 1 to {self.n_tokens - 1}.")
@@ -143,14 +143,14 @@ class Segment:
     """Range of tokens in the first reading: first token, and the one after the last."""
     other_tokens: tuple[int, int]
     nats: float | None
-    """The first model's loss; None if a part of it is not predicted."""
+    """The first model's loss on the segment; None if a part of it is not predicted."""
     other_nats: float | None
 
 
 def segments(text: TokenizedText, nats: Costs, other: TokenizedText, other_nats: Costs) -> list[Segment]:
-    """One text as two models read it, in the smallest parts of which both costs are known.
+    """Divide a text that two models read into the smallest parts whose loss is known for both.
 
-    With one tokenizer, these are the tokens. With two, a part ends where a token of each ends: no cost is divided.
+    If both have the same tokens, these are the parts. Else a part ends where a token of each model ends.
 
     Raises:
         UserError: the texts differ.
@@ -170,7 +170,7 @@ def segments(text: TokenizedText, nats: Costs, other: TokenizedText, other_nats:
 
 
 def _last_at(text: TokenizedText) -> dict[int, int]:
-    """The token that ends after each number of characters; tokens after the text's end belong to its last token."""
+    """By number of characters, the token that ends there; tokens after the text's end belong to its last token."""
     ends = itertools.accumulate(map(len, text.pieces))
     found = {end: i for i, (end, piece) in enumerate(zip(ends, text.pieces, strict=True)) if piece}
     return found | {max(found, default=0): text.n_tokens - 1}
@@ -183,7 +183,7 @@ def _total(text: TokenizedText, nats: Costs, first: int, end: int) -> float | No
 
 @dataclass(frozen=True)
 class Stretch:
-    """The cost of a part of a text."""
+    """The loss on a part of a text."""
 
     first_token: int
     end_token: int
@@ -196,7 +196,7 @@ class Stretch:
 
 
 def along(text: TokenizedText, nats: Costs, n_parts: int = 32) -> list[Stretch]:
-    """The cost of about equal parts of a text, one after the other; a token belongs to the part in which it begins."""
+    """The loss on consecutive parts of a text of about equal size; a token belongs to the part in which it begins."""
     sizes = [len(piece.encode("utf-8")) for piece in text.pieces]
     begins = [0, *itertools.accumulate(sizes)]
     found = []

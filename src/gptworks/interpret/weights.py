@@ -1,4 +1,4 @@
-"""Statistics of a checkpoint's weights, read one tensor and a part of it at a time.
+"""Statistics of a checkpoint's weights, which are read in parts of one tensor at a time.
 
 The weights are those that the model computes with: packed tensors are unpacked, and adapters merged.
 """
@@ -32,10 +32,10 @@ MOST_TENSORS = 200_000
 """Most tensors of a model whose weights are shown."""
 
 MOST_SIDE = 4096
-"""Rows or columns, whichever are fewer, of a matrix whose singular values are computed: 20 s on one core."""
+"""Most rows or columns, whichever are fewer, of a matrix for singular values, which then take 20 s on one core."""
 
 MOST_PRODUCTS = 2**38
-"""Multiplications of a matrix with its transpose, for the singular values: a minute on one core."""
+"""Most multiplications for a matrix times its transpose, for the singular values: a minute on one core."""
 
 Floats = NDArray[np.float64]
 
@@ -50,7 +50,7 @@ class StoredWeights:
     kind: str
     """The storage format: fp32, or packed as bf16, fp16, int8 or int4."""
     stored_bytes: int
-    """Bytes with scales, without the adapter."""
+    """Stored bytes, including scales but not the adapter."""
     adapter: LoRAConfig | None
     """Settings of the LoRA matrices that are added to the tensor; None without an adapter."""
 
@@ -168,20 +168,20 @@ def _adapter_names(name: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Moments:
-    """Counts and moments of weights; None where none of them is finite."""
+    """Counts of weights, and moments of the finite ones; moments are None if no weight is finite."""
 
     size: int
     n_zero: int
     n_not_finite: int
     mean: float | None
     std: float | None
-    """Divided by n, not by n − 1."""
+    """Standard deviation, divided by n, not by n − 1."""
     least: float | None
     most: float | None
 
 
 def moments(weights: StoredWeights, check: Check = never) -> Moments:
-    """Moments in one pass, in float64; sums of squares are merged as by Chan et al. (1983)."""
+    """The moments of a tensor, from one pass in float64; sums of squares are merged as by Chan et al. (1983)."""
     n, n_zero, n_finite, mean, squares = 0, 0, 0, 0.0, 0.0
     least, most = math.inf, -math.inf
     for part in weights.parts(check):
@@ -235,20 +235,20 @@ def relative_change(before: StoredWeights, after: StoredWeights, check: Check = 
 class Spectrum:
     """A matrix's singular values, the largest first.
 
-    They are the roots of the eigenvalues of the matrix times its transpose, in float64. What is below rounding, a
-    millionth of the largest or less, counts as zero.
+    They are the square roots of the eigenvalues of the matrix times its transpose, in float64. Values below rounding
+    error, a millionth of the largest or less, count as zero.
     """
 
     values: Floats
 
     @property
     def stable_rank(self) -> float:
-        """The sum of the squares over the largest square (Rudelson & Vershynin, 2007); 0 of a zero matrix."""
+        """The sum of the squares over the largest square (Rudelson & Vershynin, 2007); 0 for a zero matrix."""
         return float(np.square(self.values / self.values[0]).sum()) if self.values[0] else 0.0
 
     @property
     def effective_rank(self) -> float:
-        """e to the entropy of the values over their sum (Roy & Vetterli, 2007); 0 of a zero matrix."""
+        """e to the entropy of the values over their sum (Roy & Vetterli, 2007); 0 for a zero matrix."""
         if not self.values[0]:
             return 0.0
         shares = self.values[self.values > 0] / self.values.sum()

@@ -10,7 +10,7 @@ from gptworks.pages.parts import environment, image, paragraph, printable
 
 
 def cell(*parts: Markup) -> str:
-    """The non-empty parts of a page, as `_repr_html_` returns them. Text is escaped as on a page."""
+    """The HTML of the non-empty parts, for a `_repr_html_` to return. Text is escaped as on a page."""
     return printable(environment().get_template("cell.html").render(parts=parts))
 
 

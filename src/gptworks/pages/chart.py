@@ -15,7 +15,7 @@ WIDE, NARROW = 960.0, 456.0
 """Widths of a chart: as wide as the page, or one of two side by side."""
 
 N_COLOURS = 8
-"""series-0 to series-7 in style.css; further ones are dashed."""
+"""Number of colours, series-0 to series-7 in style.css; further series are dashed."""
 
 TOP, BOTTOM, GAP, LINE = 30.0, 40.0, 8.0, 16.0
 """Space above and below the plot, between text and plot, and from one line of text to the next."""
@@ -38,13 +38,13 @@ class Series:
 
     points: Sequence[Point]
     name: str = ""
-    """Written at the curve's end."""
+    """The text at the curve's end."""
     kind: str = "series-0"
     """The series' class in style.css."""
     style: str = "line"
-    """line; dots; both; or area, whose points are its outline."""
+    """`line`, `dots`, `both`, or `area`, whose points are its outline."""
     titles: Sequence[str] = ()
-    """Shown for the dot under the pointer: a text for each point."""
+    """A text for each point, shown when the pointer is on its dot."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Chart:
     """
 
     name: str
-    """Distinguishes the drawing's ids from those of others on the page."""
+    """A name that distinguishes the drawing's ids from those of other drawings on the page."""
     title: str
     """The chart's title, for screen readers."""
     series: Sequence[Series]
@@ -69,7 +69,7 @@ class Chart:
     x_range: tuple[float, float] | None = None
     """The ends of the x axis; None: the points' range. Two integers give integer ticks."""
     x_names: Sequence[str] | None = None
-    """Labels of x = 0, 1, 2 …; None: x is a number."""
+    """Labels of x = 0, 1, 2 …; None if x is a number."""
     from_zero: bool = False
     """Whether the y axis begins at 0."""
 
@@ -81,7 +81,7 @@ class Chart:
         return drawing.svg(self.width, self.height, self.title, self.words(), self.name)
 
     def words(self) -> str:
-        """The curves in words."""
+        """A description of the curves in words."""
         placed = (_drawable(s, self.log_x) for s in self.series if s.style != "area")
         return "; ".join(f"{s.name or self.y_label}: {_words(s)}" for s in placed)
 
@@ -263,7 +263,7 @@ def _thinned(points: list[Point], columns: int) -> list[Point]:
 def _names(
     d: Drawing, named: Sequence[Series], place: Callable[[float, float], Point], x: float, room: tuple[float, float]
 ) -> None:
-    """Each name next to the end of its curve, moved apart where names would overlap."""
+    """Draw each name next to the end of its curve, moved apart if names would overlap."""
     ends = []
     for s in named:
         finite = [point for point in s.points if math.isfinite(point[1])]

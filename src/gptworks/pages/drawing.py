@@ -12,7 +12,7 @@ from markupsafe import Markup
 Point = tuple[float, float]
 
 LABEL, SMALL = 14.0, 12.0
-"""Sizes of type: bold, and regular."""
+"""Font sizes of bold and of regular text."""
 
 _MOST_CHARACTERS = 2_000
 """Longest text in a drawing; longer ones are cut."""
@@ -35,7 +35,7 @@ def text_width(text: str, size: float, bold: bool = False) -> float:
 
 
 class Drawing:
-    """Elements in the order in which they are painted."""
+    """A drawing: SVG elements in the order in which they are painted."""
 
     def __init__(self) -> None:
         self.elements: list[ElementTree.Element] = []

@@ -1,4 +1,4 @@
-"""The layout of every page: one file without network or script, for light and dark screens and for A4."""
+"""The layout of every page: one file that needs no network or script, for light and dark screens and for A4."""
 
 import base64
 import hashlib
@@ -16,7 +16,7 @@ from gptworks.pages.parts import environment, printable, stylesheet
 def page(
     title: str, lines: Sequence[str], parts: Sequence[Markup], footer: str, refresh_seconds: int | None = None
 ) -> str:
-    """A complete page, without its empty parts. `lines` follow the title.
+    """A complete HTML page of the parts that are not empty; `lines` follow the title.
 
     Text is escaped, markup comes only from templates and drawings, and the page's policy forbids a browser to load or
     run anything. Characters that cannot be shown are replaced by U+FFFD.
@@ -36,10 +36,10 @@ def content_security_policy() -> str:
 
 
 def write_page(text: str, path: Path, option: str) -> None:
-    """Write a page atomically, replacing an older one. `option`: the command's name for the path.
+    """Write a page atomically, replacing an older one. Errors name the path by `option`, the command's option for it.
 
     Raises:
-        UserError: the path is a folder, or its folder does not exist.
+        UserError: `path` is a folder, or lies in one that does not exist.
     """
     if path.is_dir():
         raise UserError(f"{option} {path} is a folder: name a file, such as {path / 'page.html'}")

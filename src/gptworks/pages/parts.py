@@ -22,7 +22,7 @@ _COUNTS = {"k": "thousand", "M": "million", "G": "billion", "T": "trillion"}
 
 @cache
 def environment() -> jinja2.Environment:
-    """The templates, which escape everything that is not markup already."""
+    """The environment of the templates, which escape everything that is not `Markup`."""
     return jinja2.Environment(
         loader=jinja2.PackageLoader("gptworks.pages"),
         autoescape=True,
@@ -85,23 +85,23 @@ def unbroken(text: str) -> str:
 
 
 def paragraph(text: str, kind: str = "") -> Markup:
-    """A paragraph; kind: a class of the stylesheet, such as note or verdict."""
+    """A paragraph; `kind` is a class of the stylesheet, such as note or verdict."""
     return _made("paragraph", text, kind)
 
 
 def section(title: str, *parts: str | Markup) -> Markup:
-    """Parts of a page under a heading, which may be empty; empty if all parts are."""
+    """Parts of a page under a heading, which may be empty; empty if all parts are empty."""
     return _made("section", title, parts) if any(parts) else Markup("")
 
 
 def image(svg: str, words: str) -> Markup:
-    """An SVG file as an image, which the surrounding style does not affect; `words`: its alternative text."""
+    """An SVG file as an image with the alternative text `words`; the surrounding style does not affect it."""
     data = Markup(base64.b64encode(svg.encode("utf-8")).decode("ascii"))  # noqa: S704  letters, which are not cut short
     return _made("image", data, words)
 
 
 def large(value: float, unit: str = "") -> Markup:
-    """`265.2 million` for a count, `530.3 MB` for the rest."""
+    """A number in short form: `265.2 million` without a unit, `530.3 MB` with one."""
     text, _, prefixed = readable(value, unit).partition(" ")
     return number(value, text, prefixed if unit else _COUNTS.get(prefixed, prefixed))
 
@@ -180,7 +180,7 @@ def flow_boxes(boxes: Any, stack: str, logits: str, parallel: bool) -> Markup:
 
 
 def settings(tree: dict[str, Any]) -> Markup:
-    """Each setting by its path, with its value as in a recipe."""
+    """A list of all settings by their paths, each with its value as in a recipe."""
     return _made("settings", list(_flat(tree)))
 
 

@@ -28,7 +28,7 @@ class Table:
         return Table(self.header[:n], self.align[:n], rows, foot)
 
     def html(self) -> Markup:
-        """The table on a page; nothing if it has no rows."""
+        """The table as HTML for a page; empty if it has no rows."""
         return html.table(self.header, self.align, self.rows, self.foot)
 
     def markdown(self) -> str:

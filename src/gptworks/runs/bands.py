@@ -26,7 +26,7 @@ SHARE = 0.95
 
 
 class BandPoint(Section):
-    """The validation losses of all seeds after one step, in nats per token."""
+    """Statistics of all seeds' validation losses at one step, in nats per token."""
 
     step: int
     tokens: int
@@ -46,12 +46,12 @@ class Band(Section):
     settings: dict[str, Any]
     """The settings that decide the curve, without those at their defaults."""
     data_fingerprint: str | None
-    """A sha256 of the token files, because a curve depends on its text."""
+    """A sha256 of the token files, on which a curve depends; None if the runs read different ones."""
     seeds: tuple[int, ...]
     points: tuple[BandPoint, ...] = Field(min_length=1)
 
     def margin(self, point: BandPoint) -> float:
-        """Half the interval that contains the loss of one more run with probability 95%, if losses are normal."""
+        """Half-width of the interval that contains another run's loss with 95% probability, if losses are normal."""
         factor = t_quantile((1 + SHARE) / 2, point.n - 1) * math.sqrt(1 + 1 / point.n)
         return factor * point.standard_deviation
 
@@ -60,7 +60,7 @@ class Band(Section):
 class Verdict:
     """Whether a run stays inside a band.
 
-    It does if the number of points outside their interval is at most what independent points would have in 95% of runs.
+    It does if the number of points outside their intervals is at most the 95% quantile for independent points.
     The points of a curve are not independent, so the 95% are nominal.
     """
 
@@ -72,7 +72,7 @@ class Verdict:
     loss: float
     """The run's loss at the last point that it shares with the band."""
     other_data: bool
-    """The text is not the band's, so the curve may differ."""
+    """Whether the run's text differs from the band's, which may change the curve."""
 
     @property
     def inside(self) -> bool:
@@ -107,8 +107,8 @@ def make_band(runs: Sequence[History]) -> Band:
     """The band of several runs of one recipe.
 
     Raises:
-        UserError: fewer than three runs, other settings, a seed twice, evaluations that are missing or not finite, or
-            a length in minutes.
+        UserError: there are fewer than three runs, their settings differ, a seed occurs twice, evaluations are
+            missing or not finite, or a run's length is set in minutes.
     """
     first = runs[0]
     settings = decisive(first.recipe)
@@ -168,7 +168,7 @@ _MOST_BYTES = 1 << 26
 
 
 def read_band(path: Path) -> Band:
-    """A band from its file.
+    """Read a band from its file.
 
     Raises:
         UserError: the file does not exist, or is not a band.
@@ -194,7 +194,7 @@ def find_band(recipe: Recipe) -> Band | None:
 
 
 def judge(run: History, band: Band) -> Verdict | None:
-    """The run compared with the band at the steps they share; None if they share none."""
+    """Compare a run with a band at the steps that both have; None if they have none in common."""
     losses = {record["step"]: float(record["loss"]) for record in run.validation}
     common = [point for point in band.points if point.step in losses]
     if not common:

@@ -12,7 +12,7 @@ from gptworks.runs.settings import text_of
 from gptworks.training.record.metrics import Record
 
 FINISHED = 0.98
-"""A run that ends by the clock counts as finished after this share of its minutes."""
+"""A run with a time limit counts as finished after this share of it."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Comparability:
     """The measure in which two runs can be compared, or why they cannot."""
 
     measure: str | None
-    """loss, bits_per_byte, or None."""
+    """`loss` or `bits_per_byte`; None if the runs are not comparable."""
     reasons: tuple[str, ...] = ()
     """Reasons why the losses are not comparable."""
     caveat: str = ""
@@ -28,7 +28,7 @@ class Comparability:
 
 
 def comparability(first: History, second: History) -> Comparability:
-    """Whether two runs measure the same thing on the same text.
+    """The measure in which two runs can be compared, if any.
 
     Losses are comparable if every setting that decides the measure is equal and the held-out tokens are the same. Bits
     per byte are comparable if the tokens differ but the held-out text is the same.
@@ -61,7 +61,7 @@ def comparability(first: History, second: History) -> Comparability:
 def _in_bits(
     first: History, second: History, differing: Sequence[str], texts: tuple[str | None, str | None]
 ) -> Comparability:
-    """Runs whose tokens differ are comparable in bits per byte if their text is known to be the same."""
+    """Compare, in bits per byte, runs whose tokens differ but whose text is known to be the same."""
     why = f"{differing[0]} differs" if differing else "their token files differ"
     if None in texts:
         name = (first if texts[0] is None else second).name
@@ -82,33 +82,33 @@ def _measured(recipe: Recipe) -> dict[str, Any]:
 
 
 def shared_steps(first: History, second: History) -> int:
-    """The step up to which two runs are one, because one was forked from the other or both from a third; else 0."""
+    """The last step that two runs share because one is a fork of the other or both of a third run; else 0."""
     lines = [
         {run.name: math.inf} | {origin.run: origin.step for origin in reversed(run.origins)} for run in (first, second)
     ]
     shared = max((min(line[name] for line in lines) for name in lines[0].keys() & lines[1].keys()), default=0)
     before = [[r["loss"] for r in run.validation if r["step"] <= shared][-1:] for run in (first, second)]
-    return int(shared) if before[0] == before[1] else 0  # if the losses differ, the name belongs to a different run
+    return int(shared) if before[0] == before[1] else 0  # if the losses differ, another run reused the name
 
 
 @dataclass(frozen=True)
 class Place:
-    """A point of training that runs have in common."""
+    """A point of training at which two groups of runs are compared."""
 
     words: str
     """The point in words, such as `after 500 steps`."""
     step: int | None
-    """None if runs are compared at equal tokens or time."""
+    """The step of the point; None if runs are compared at equal tokens or time."""
     values: tuple[tuple[float, ...], tuple[float, ...]]
-    """The measure of each run, for the two groups."""
+    """The measure's value in each run of the first and of the second group."""
     caveat: str = ""
 
 
 def common_place(first: Sequence[History], second: Sequence[History], measure: str) -> Place | str:
-    """The last point at which all runs of two groups were evaluated, for a comparison; or the reason why none exists.
+    """The last point at which all runs of two groups can be compared, or the reason why none exists.
 
-    Runs that all end after the same minutes are compared at their ends. Others are compared at equal steps if a step is
-    the same work for both, else at equal tokens.
+    Runs with the same time limit are compared at their ends, others at equal steps if a step is the same work in all
+    of them, else at equal tokens.
     """
     runs = [*first, *second]
     if by_clock(runs):
@@ -153,13 +153,13 @@ def _place(
 
 
 def by_clock(runs: Sequence[History]) -> bool:
-    """Whether all runs end after the same minutes."""
+    """Whether all runs have the same time limit."""
     minutes = {run.recipe.train.max_minutes for run in runs}
     return len(minutes) == 1 and None not in minutes
 
 
 def finished_by_clock(run: History) -> bool:
-    """Whether a run that ends by the clock has reached its end."""
+    """Whether a run with a time limit has reached it or its last step."""
     train = run.recipe.train
     if train.max_steps is not None and run.step >= train.max_steps:
         return True

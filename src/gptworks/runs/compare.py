@@ -35,17 +35,17 @@ class Group:
 
 @dataclass(frozen=True)
 class Finding:
-    """The difference of two groups of runs at a point of training that they have in common."""
+    """The difference between two groups of runs at one point of training."""
 
     first: str
     second: str
     n_runs: tuple[int, int]
     measure: str
-    """loss or bits_per_byte."""
+    """`loss` or `bits_per_byte`."""
     unit: str
     after: str
     how: str
-    """The estimate of the spread; without an interval, the reason and advice."""
+    """How the spread was estimated; if there is no interval, the reason and advice."""
     difference: Difference | None
     value: float
     caveats: tuple[str, ...] = ()
@@ -78,16 +78,16 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several runs, or one and its band. Print it with rich, or take it as JSON or as a page."""
+    """Several runs, or one run and its band, compared; rich can print the comparison."""
 
     runs: tuple[History, ...]
     bands: tuple[Band | None, ...]
-    """The band that each run is compared with."""
+    """The band of each run; None for a run without one."""
 
     @cached_property
     def groups(self) -> list[Group]:
-        """Runs grouped by their text and the settings that decide a curve: one run of each seed, and only the longest
-        ones; of runs with a time limit, all that reached it."""
+        """Runs grouped by their text and the settings that decide a curve. Each group has one run per seed, and only
+        its longest runs; or, if runs with a time limit have reached it, all of those."""
         found: dict[tuple[str, str | None], list[History]] = {}
         for run in self.runs:
             if run.last is not None:
@@ -115,13 +115,13 @@ class Comparison:
 
     @cached_property
     def verdicts(self) -> list[Verdict | None]:
-        """Each run compared with its band."""
+        """Each run's verdict; None without a band or without a step in common with it."""
         pairs = zip(self.runs, self.bands, strict=True)
         return [None if band is None else judge(run, band) for run, band in pairs]
 
     @cached_property
     def results(self) -> list[Finding | Refusal]:
-        """Every further group compared with the first, or why it cannot be compared."""
+        """Comparisons of every further group with the first, or the reasons why it cannot be compared."""
         return [self._result(self.groups[0], other) for other in self.groups[1:]]
 
     @property
@@ -151,7 +151,7 @@ class Comparison:
         )  # fmt: skip
 
     def _test(self, first: Group, second: Group, place: Place, measure: str) -> tuple[Difference | None, str]:
-        """The difference with its interval, and in words how the spread was estimated."""
+        """The difference with its interval, or None; and a text on how the spread was estimated."""
         a, b = place.values
         counts = f"{counted(len(a), 'run')} and {counted(len(b), 'run')}"
         if len(a) > 1 and len(b) > 1:
@@ -174,7 +174,7 @@ class Comparison:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences below the tables."""
+        """Sentences to print below the tables."""
         lines = [f"{run.name}: {verdict}" for run, verdict in zip(self.runs, self.verdicts, strict=True) if verdict]
         lines += [str(result) for result in self.results]
         lines += [f"{run.name}: {run.skipped}." for run in self.runs if run.skipped]
@@ -190,7 +190,7 @@ class Comparison:
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        """The comparison with stable keys; null for figures that a run does not have yet."""
+        """The comparison as JSON with stable keys; figures that a run does not have yet are null."""
         return {
             "runs": [
                 {
@@ -246,10 +246,10 @@ class Comparison:
 
 
 def compare(runs: Sequence[History], bands: Sequence[Band | None]) -> Comparison:
-    """The runs side by side, each held against its band.
+    """Compare runs with one another, and each with its band.
 
     Raises:
-        UserError: a folder twice, or two folders of one name.
+        UserError: a folder is given twice, or two folders have the same name.
     """
     names = [run.name for run in runs]
     for run in runs:
@@ -266,13 +266,13 @@ _LOSSES = ("best_validation_loss", "last_validation_loss", "best_bits_per_byte")
 
 
 def _losses(run: History) -> list[float | None]:
-    """The figures named in _LOSSES."""
+    """The figures that `_LOSSES` names; None for those that the run lacks."""
     chosen = ((run.best, "loss"), (run.last, "loss"), (run.best, "bits_per_byte"))
     return [None if record is None else record.get(key) for record, key in chosen]
 
 
 def _why_no_band(run: History) -> str:
-    """The shipped band with the recipe's name, and the settings in which it differs."""
+    """A note on why no shipped band fits the run, with the settings that differ from the band of its name."""
     for band in shipped_bands():
         if band.name == run.recipe.name:
             ours = decisive(run.recipe)

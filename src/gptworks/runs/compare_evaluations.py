@@ -1,4 +1,4 @@
-"""Evaluations of runs on the same tasks and texts, compared item by item; and the section of a run's page."""
+"""Compare runs' evaluations on the same tasks and texts item by item; and show them on a run's page."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -42,11 +42,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class EvaluationComparison:
-    """Each further run compared with the first, for a terminal (rich) or as JSON."""
+    """Comparisons of each further run with the first, for a terminal (rich) or as JSON."""
 
     findings: tuple[Finding, ...]
     skipped: tuple[str, ...]
-    """The names of what was not compared, each with the reason."""
+    """Evaluations that were not compared, each with the reason."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         rows = [
@@ -70,10 +70,10 @@ class EvaluationComparison:
 
 
 def compare_evaluations(runs: Sequence[Path]) -> EvaluationComparison:
-    """Compare the stored `evaluations/` of each run with the first run's, for equal questions.
+    """Compare the stored `evaluations/` of each run with the first run's, where the questions are equal.
 
     Raises:
-        UserError: only one run, or no evaluation in common.
+        UserError: only one run is given, or the runs have no evaluation in common.
     """
     if len(runs) < 2:
         raise UserError("--evaluations compares runs with the first: give two or more.")
@@ -110,7 +110,7 @@ def _findings(one: Evaluation, other: Evaluation, first: str, second: str) -> li
 
 
 def evaluations_section(run_dir: Path) -> Markup:
-    """A run's tasks and texts as a section of its page, with the loss by position; empty if it has none."""
+    """The section of a run's page on its stored evaluations, with the loss by position; empty without evaluations."""
     evaluations = list(read_evaluations(run_dir).values())
     if not evaluations:
         return Markup("")

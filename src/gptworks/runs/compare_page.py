@@ -1,4 +1,4 @@
-"""Runs side by side as a page: figures, what can be concluded, curves."""
+"""A page that compares runs: figures, conclusions, curves."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,7 +14,7 @@ from gptworks.training.record.curves import dot_titles, points, smoothed
 
 
 def to_html(comparison: Comparison) -> str:
-    """The page. Numbers are in <data> elements with their exact values."""
+    """The comparison as an HTML page. Numbers are in <data> elements with their exact values."""
     runs = comparison.runs
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     names = " · ".join(run.name for run in runs) if len(runs) > 1 else f"the recipe {runs[0].recipe.name}"

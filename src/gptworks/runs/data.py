@@ -33,12 +33,12 @@ from gptworks.training.samples import StepSamples, samples_of_step, steps_done
 
 MOST_CONTEXT = 1 << 20
 BEFORE = 16
-"""Tokens before a part that are decoded with it, for a character that they begin."""
+"""Number of tokens before a part that are decoded with it, because they may begin its first character."""
 _COUNTED_TOKENS = 1 << 20
 
 Tree = dict[str, Any]
 Check = Callable[[], None]
-"""Called regularly; it raises to stop long work."""
+"""A function called regularly during long work; it raises an exception to stop the work."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,17 @@ class Document:
     n_tokens: int
     """Tokens of the entire document."""
     n_bytes: int | None
-    """Bytes of the document's text, without special tokens. None: they depend on neighbouring tokens."""
+    """Bytes of the document's text, without special tokens; None if the token ids do not determine them."""
     before: Int64s
-    """A few tokens before the part, to decode a character that they begin."""
+    """The last few tokens before the part, which may begin its first character."""
     ids: Int64s
     learned: npt.NDArray[np.bool_] | None
-    """Flags of the part's tokens that are learned, in conversations."""
+    """Whether each token of the part counts in the loss; None if the data is plain text."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample of a step: the number of a window, row, pair or prompt in an epoch."""
+    """A sample of a step: window, row, pair or prompt `number` of an epoch."""
 
     sample: int
     epoch: int
@@ -156,7 +156,7 @@ class RunData:
         return total
 
     def rows(self, number: int, epoch: int) -> list[Row]:
-        """A window, row, pair or prompt of the training split.
+        """The rows of a window, row, pair or prompt of the training split.
 
         Raises:
             UserError: the number is too large.
@@ -176,7 +176,7 @@ class RunData:
             UserError: the run has not reached the step, or the step has no such sample.
         """
         samples, whole = self.step(step), self.samples.context_length
-        assert self.recipe is not None  # or there would be no step
+        assert self.recipe is not None  # `step` has checked it
         length = self.recipe.train.length_at(step - 1, whole)
         runs = cut_windows(samples.position, samples.n_samples, whole // length)
         places = [(position + i, part) for position, part, n_samples in runs for i in range(n_samples)]
@@ -242,7 +242,7 @@ class RunData:
 
 
 def pieces(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> list[str]:
-    """The text that each token adds after those in `before`; empty within a character."""
+    """The text that each token of `ids` adds after those in `before`; empty if the token ends within a character."""
     stream = StreamDecoder(tokenizer)
     for token in before:
         stream.push(token)
@@ -250,7 +250,7 @@ def pieces(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> l
 
 
 def data_of(place: str | Path, overrides: Sequence[str] = ()) -> RunData:
-    """The data of a dataset's folder, a run's folder, or a recipe; nothing is built.
+    """The data of a dataset's folder, a run's folder, or a recipe, which must be built already.
 
     Raises:
         UserError: the data is missing or was changed.

@@ -1,4 +1,4 @@
-"""A run as its folder describes it, at any point of its training."""
+"""Read a run from its folder, at any point of its training."""
 
 import math
 from collections import Counter, defaultdict
@@ -20,7 +20,7 @@ from gptworks.training.changes import read_history as read_changes
 from gptworks.training.record.metrics import Record, Skipped, read_metrics
 
 MOST_RECORDS = 20_000
-"""Most records kept of each kind. Of longer logs: evenly spaced ones, the first, the last and the best."""
+"""Most records kept of each kind. A longer log keeps the first, the last, the best, and evenly spaced ones."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class History:
 
     @property
     def name(self) -> str:
-        """The folder's name: several runs may share a recipe."""
+        """The name of the folder, not of the recipe, which several runs may share."""
         return self.folder.resolve().name
 
     def kind(self, kind: str) -> list[Record]:
-        """The records of a kind: train, validation, sample, skipped."""
+        """The records of a kind, such as train, validation, sample or skipped."""
         return [record for record in self.records if record.get("kind") == kind]
 
     @cached_property
@@ -58,17 +58,15 @@ class History:
 
     @property
     def loss_unit(self) -> str:
-        """The unit of the validation loss."""
         return self.recipe.objective.loss_unit
 
     @property
     def rewarded(self) -> bool:
-        """Whether it maximizes a reward, so that its loss is not a likelihood."""
+        """Whether the run maximizes a reward, so that its loss is not a likelihood."""
         return self.recipe.objective.rollouts is not None
 
     @property
     def train_unit(self) -> str:
-        """The unit of the training loss."""
         return "policy loss" if self.rewarded else self.loss_unit
 
     @property
@@ -122,7 +120,7 @@ class History:
 
     @property
     def data_fingerprint(self) -> str | None:
-        """The sha256 of its token files from the newest checkpoint; None if no checkpoint has it."""
+        """The sha256 of the run's token files; None if no checkpoint has it."""
         return self._recorded("data_fingerprint")
 
     @property
@@ -142,13 +140,13 @@ class History:
         for checkpoint in all_checkpoints(self.folder):
             try:
                 return dict(checkpoint.state())
-            except (UserError, OSError, ValueError, KeyError, TypeError):  # being deleted, or damaged
+            except (UserError, OSError, ValueError, KeyError, TypeError):  # it is being deleted, or damaged
                 continue
         return {}
 
 
 def origins_of(folder: Path) -> tuple[Origin, ...]:
-    """The checkpoint at which a fork began, then its source's if that is a fork too. Empty if the record is damaged."""
+    """The checkpoints that a fork came from, the nearest first; empty if it is not a fork or the record is damaged."""
     try:
         return tuple(read_changes(folder).origins)
     except (UserError, OSError):
@@ -182,7 +180,7 @@ def read_history(folder: Path) -> History:
 
 
 class _Thinned:
-    """Keeps all records while they are few, then evenly spaced ones; always the last and the best."""
+    """Records of one kind: all while they are few, then evenly spaced ones, and always the last and the best."""
 
     def __init__(self) -> None:
         self._kept: list[Record] = []

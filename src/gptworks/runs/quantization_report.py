@@ -1,4 +1,4 @@
-"""The effects of quantizing on size, perplexity, divergence and speed: for a terminal, as JSON, for the model card."""
+"""Report how quantizing changes size, perplexity, divergence and speed, as a table, JSON and Markdown."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -29,11 +29,11 @@ class QuantizationReport:
     """The requested format."""
     rounding: str
     calibration_tokens: int
-    """Tokens of training text that calibrated the rounding; 0: none."""
+    """Number of training tokens that calibrated the rounding; 0 without calibration."""
     matrices: dict[str, int]
     """Number of parameters by format."""
     n_bytes: tuple[int, int]
-    """Bytes of all tensors."""
+    """Total bytes of each model's tensors."""
     divergence: Divergence
     tokens_per_second: tuple[float | None, float | None]
     """Speed of greedy decoding; None if the text ended at once."""
@@ -50,7 +50,7 @@ class QuantizationReport:
 
     @property
     def table(self) -> Table:
-        """A row for each figure: of the model in fp32, and of the quantized one."""
+        """A table with a row per figure, for the fp32 model and the quantized one."""
         kept = ", ".join(f"{count:,} in {kind}" for kind, count in self.matrices.items())
         calibrated = f", on {self.calibration_tokens:,} tokens" if self.calibration_tokens else ""
         before, after = self.perplexities
@@ -109,7 +109,7 @@ def make_report(
     prompt = windows[0][0][:_PROMPT_TOKENS].tolist()
     n_bytes = (_bytes(model), _bytes(quantized))
     divergence = measure_divergence(quantized, model, windows, lambda done: progress(done, n_tokens))
-    # Last: an engine lays matrices out for itself, and torch reads them more slowly then.
+    # Measure speed last: an engine changes the layout of matrices, and torch reads the new one more slowly.
     speed, speed_after = (_decode_speed(Engine(one, tokenizer), prompt) for one in (model, quantized))
     return QuantizationReport(
         weights=weights,
@@ -134,7 +134,7 @@ def _bytes(model: GPT) -> int:
 
 
 def _decode_speed(engine: Engine, prompt: list[int]) -> float | None:
-    """Tokens a second of one greedy continuation, after its first token."""
+    """Tokens per second of one greedy continuation after its first token; None if it ended at once."""
     room = engine.model.config.context_length - len(prompt)
     pace = Pace()
     for piece in engine.pieces(prompt, temperature=0.0, max_tokens=max(1, min(_DECODED_TOKENS, room))):

@@ -52,17 +52,17 @@ def quantize_run(
 
     Args:
         rounding: nearest, or gptq (int4 only, calibrated on training text). Default: gptq for int4.
-        head: of int4: int8, or int4, which is smaller and decodes faster, and is further from the run.
-        calibration_tokens: of training text; rounded up to whole windows. Default: CALIBRATION_TOKENS.
+        head: format of the output head with int4 weights: int8; or int4, which is smaller and faster but less accurate.
+        calibration_tokens: number of training tokens, rounded up to whole windows. Default: CALIBRATION_TOKENS.
         texts: files, or folders of .txt and .md; the last tenth of each is held out. Default: the run's own text.
-        prepare: gives the run's text as token shards.
+        prepare: function that returns the run's text as token shards.
         report: called with each step of the work, as text.
-        progress: called with the held-out tokens compared so far, and all.
+        progress: called with the number of held-out tokens compared so far, and the total.
 
     Raises:
-        UserError: no such run, or a quantized one; `out` holds something; settings that contradict one another; text
-            that is not there, or is not given for an imported run; or a weight that the kind cannot hold.
-        RunError: the disk is full, fails or refuses. Nothing half-written is kept.
+        UserError: the run does not exist or is quantized; `out` is not empty; settings contradict one another; the
+            text is missing, or an imported run is given none; or the format cannot hold a weight.
+        RunError: the disk is full, fails or denies access. No partial copy remains.
     """
     run, out = Path(run), Path(out)
     check_free(out)

@@ -32,26 +32,26 @@ MOST_LAYERS = 5
 """Most layers in a chart of figures by layer."""
 
 MOST_PROMPTS, MOST_SAMPLES = 20, 6
-"""Most prompts, and most samples of each."""
+"""Most prompts on the page, and most samples of each prompt."""
 
 REFRESH_SECONDS = 5
 """Seconds between two updates of a watched page."""
 
 
 def write_report(run: History, path: Path, refresh_seconds: int | None = None) -> None:
-    """Write the page at once, over an older one; see `to_html`.
+    """Write the page of a run, over an older one; see `to_html`.
 
     Raises:
-        UserError: the path is a folder, or its folder does not exist.
+        UserError: `path` is a folder, or lies in one that does not exist.
     """
     write_page(to_html(run, refresh_seconds), path, "--html")
 
 
 def watch_report(folder: Path, path: Path, wait: Callable[[float], object] = time.sleep) -> None:
-    """Write the page of a run whenever the run has written something, until it ends or Ctrl-C is pressed.
+    """Write the page of a run whenever its log has changed, until the run ends or Ctrl-C is pressed.
 
     Raises:
-        UserError: it is not a run folder; or the path is a folder, or its folder does not exist.
+        UserError: `folder` is not a run folder; or `path` is a folder, or lies in one that does not exist.
     """
     seen = None
     with contextlib.suppress(KeyboardInterrupt):
@@ -64,7 +64,7 @@ def watch_report(folder: Path, path: Path, wait: Callable[[float], object] = tim
 
 
 def has_ended(folder: Path) -> bool:
-    """Whether its outcome describes its last step. A run that crashed has none, or one from before it was resumed."""
+    """Whether a run's outcome describes its last step. After a crash, the outcome is missing or older."""
     log, outcome = folder / "metrics.jsonl", read_outcome(folder)
     if isinstance(outcome, str):  # the outcome is missing or damaged
         return _written(folder / OUTCOME) >= max(1, _written(log))
@@ -80,7 +80,7 @@ def _written(path: Path) -> int:
 
 
 def to_html(run: History, refresh_seconds: int | None = None) -> str:
-    """The page. Numbers are in <data> elements with their exact values. A browser loads it again every
+    """The run as an HTML page. Numbers are in <data> elements with their exact values. A browser reloads the page every
     `refresh_seconds`."""
     sheet, outcome, planned = describe(run.recipe.model, run.recipe.name), read_outcome(run.folder), run.planned_steps
     loss = training_chart(run.train, run.validation, run.name, run.loss_unit, rewarded=run.rewarded)
@@ -196,7 +196,7 @@ def _by_layer(run: History) -> Iterator[Markup]:
 
 
 def _where_time_went(run: History) -> Markup:
-    """Seconds of each part of a step, over the whole run."""
+    """A table of the seconds that each part of a step took over the whole run."""
     parts = sorted(run.seconds_by_part.items(), key=lambda part: -part[1])
     total = sum(run.seconds_by_part.values())
     if not parts or not 0 < total < math.inf:
@@ -239,7 +239,7 @@ def _evaluations(run: History) -> list[Markup]:
 
 
 def _bad_steps(run: History) -> list[Markup]:
-    """Skipped steps, and returns to a checkpoint."""
+    """A table of skipped steps and of returns to a checkpoint."""
     bad = [record for record in run.records if record["kind"] in ("skipped", "rollback")]
     if not bad:
         return []
@@ -278,7 +278,7 @@ def _left_out_lines(run: History) -> list[Markup]:
 
 
 def _samples(run: History) -> list[Markup]:
-    """Continuations of each prompt over time."""
+    """Texts sampled from each prompt in the course of training."""
     prompts: dict[str, list[Record]] = {}
     for record in run.kind("sample"):
         prompts.setdefault(record["prompt"], []).append(record)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from gptworks.runs.statistics import t_quantile
 
 FEWEST_PAIRS = 3
-"""Pairs before the first look: two differences hardly determine their spread."""
+"""Pairs before the first look, because two differences hardly determine a spread."""
 
 MOST_PAIRS = 20
 _SIMULATIONS = 200_000
@@ -37,7 +37,7 @@ class Verdict:
     """The mean difference."""
     low: float
     high: float
-    """An interval that contains the true difference at all looks with probability 1 − error."""
+    """`low` and `high` bound an interval that contains the true difference at all looks with probability 1 − error."""
 
 
 def verdict(differences: Sequence[float], most_pairs: int, worth: float, error: float = 0.05) -> Verdict:

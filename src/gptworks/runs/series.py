@@ -25,13 +25,13 @@ AXES = ("step", "tokens", "seconds")
 KINDS = ("train", "validation", "sample", "skipped", "rollback")
 
 MOST_BYTES = 64 << 20
-"""Most memory for one run. Beyond it, every second record is dropped, but never the best and the last."""
+"""Most bytes in memory for one run. Beyond it, every second record is dropped, but never the best and the last."""
 
 MOST_COLUMNS = 1024
 """Most figures in the records of a kind; further ones are ignored."""
 
 MOST_DETAILS, MOST_PARTS = 32, 256
-"""Most figures by layer or by part, and most layers or parts of one."""
+"""Most figures by layer or by part, and most layers or parts of each."""
 
 _MOST_NAME = 64
 _FIRST = ("step", "offset", "tokens", "seconds", "loss")
@@ -39,19 +39,19 @@ _FIRST = ("step", "offset", "tokens", "seconds", "loss")
 _NO_FIGURES = ("step", "offset", *AXES, "sequences", "sequences_held_out")
 
 SKIMMED_BYTES = 1 << 22
-"""A longer log is sampled before it is read."""
+"""A log longer than this is sampled before it is read."""
 
 N_SKIMMED = 200
-"""Number of records in that sample."""
+"""Number of records sampled from a long log."""
 
 FEWEST_POINTS, MOST_POINTS = 8, 10_000
 """Bounds on the points of a decimated curve."""
 
 
 class Columns:
-    """The figures of a kind of record: an array for each, in the order of steps.
+    """The figures of all records of one kind: an array for each figure, in the order of steps.
 
-    A missing value is NaN. A column has 32 bits per value while that is exact for all of its values.
+    A missing value is NaN. A column is float32 while that is exact for all its values, else float64.
     """
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class Columns:
 class Series:
     """The figures of a run, as far as its log has been read.
 
-    Figures of layers and of parts of a step are kept only after one was requested: they are most of a log.
+    Figures of layers and of parts of a step are kept only after one was requested, because they make up most of a log.
     """
 
     def __init__(self, folder: Path, recipe_of: Callable[[Path], Recipe] = load_recipe) -> None:
@@ -166,7 +166,6 @@ class Series:
 
     @property
     def at_end(self) -> bool:
-        """Whether the log has been read to its end."""
         return self._reader.at_end
 
     @property
@@ -174,7 +173,7 @@ class Series:
         return sum(columns.n_bytes for columns in self.columns.values())
 
     def read(self) -> bool:
-        """Read up to 256 KiB more; from the start if the log was replaced.
+        """Read up to 256 KiB more of the log, from its start if it was replaced.
 
         Returns:
             Whether anything changed.
@@ -183,7 +182,7 @@ class Series:
         if self.at_end and stat == self._stat:
             return False
         restarted = not self._reader.continues()
-        if restarted:  # it may have been resumed with other settings
+        if restarted:  # the run may have been resumed with other settings
             self.begin()
             vars(self).pop("recipe", None)
         if self._stat is None and stat is not None and stat[1] > SKIMMED_BYTES:
@@ -224,7 +223,7 @@ class Series:
         ]
 
     def summary(self) -> dict[str, Any]:
-        """The progress of the run, and its last and best figures; None for what does not exist yet."""
+        """The progress of the run, and its last and best figures; None for figures that do not exist yet."""
         train, validation = self.columns["train"], self.columns["validation"]
         now = train.row(train.n - 1) if train.n else {}
         places = {"last": validation.n - 1 if validation.n else None, "best": validation.best()}
@@ -263,7 +262,7 @@ class Series:
         return x, y
 
     def place_of(self, step: int, axis: str) -> float | None:
-        """The position of a step on an axis; None until a record has it."""
+        """The position of a step on an axis; None if no training record has the axis yet."""
         place = float(step) if axis == "step" else float(self._places(np.array([float(step)]), axis)[0])
         return place if math.isfinite(place) else None
 
@@ -280,7 +279,7 @@ class Series:
         return found
 
     def history(self) -> History:
-        """The run for `compare`: every evaluation, and the training records with its totals."""
+        """The run as `compare` needs it: all evaluations, the last training record and the one with the most tokens."""
         empty = {"train": {}, "validation": {"perplexity": None, "bits_per_byte": None}}
         records: list[Record] = []
         for kind, columns in self.columns.items():
@@ -295,7 +294,7 @@ class Series:
         return History(self.folder, self.recipe, tuple(records), self.skipped, self.n_records)
 
     def _figures(self, record: Record, offset: int) -> dict[str, float]:
-        """The numbers of a record and its offset in the log; those of a layer or a part as `key.name`."""
+        """The numbers of a record and its offset in the log; a number of a layer or a part is named `key.name`."""
         found: dict[str, float] = {}
         for key, value in record.items():
             if type(value) is float or type(value) is int:
@@ -374,8 +373,8 @@ def drawn(series: Series, key: str, view: View) -> tuple[Floats, Floats]:
 
 
 def decimate(x: Floats, y: Floats, view: View) -> Places:
-    """The indices of the lowest and the highest point in each of equal parts of the window, of its first and last
-    point, and of the neighbours on both sides, to which the lines continue. x is sorted."""
+    """Indices of the points to draw: the lowest and the highest in each of the window's equal parts, its first and
+    last, and a neighbour on each side, to which the lines continue. x is sorted."""
     start = max(0, int(np.searchsorted(x, view.low)) - 1)
     stop = min(len(x), int(np.searchsorted(x, view.high, "right")) + 1)
     if stop - start <= view.points:

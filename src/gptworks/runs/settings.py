@@ -9,9 +9,9 @@ from gptworks.config import Recipe, role_of
 
 
 def decisive(recipe: Recipe) -> dict[str, Any]:
-    """The settings that decide a loss curve, by path, without those at their defaults: a new setting changes nothing.
+    """The settings that decide a loss curve, by path. Defaults are left out, so a new setting changes no fingerprint.
 
-    Each setting declares its `gptworks.config.Role` with its type. The seed and the paths of texts are not among them.
+    The `gptworks.config.Role` declared with a setting's type says whether it decides. The seed and paths do not.
     """
     tree = recipe.model_dump(mode="json", exclude={"sweep"}, exclude_defaults=True)
     return {key: value for key, value in flat(tree) if role_of(recipe, key).decides_curve}

@@ -28,7 +28,7 @@ def welch(first: Sequence[float], second: Sequence[float]) -> Difference:
 
 
 def known_spread(first: Sequence[float], second: Sequence[float], deviation: float, freedom: int) -> Difference:
-    """Mean of `second` minus mean of `first`, both with a deviation estimated elsewhere with `freedom` degrees."""
+    """Mean of `second` minus mean of `first`, if both have a standard deviation with `freedom` degrees of freedom."""
     value = fmean(second) - fmean(first)
     if deviation == 0:
         return _certain(value)
@@ -75,7 +75,7 @@ def _incomplete_beta(x: float, a: float, b: float) -> float:
     """The regularized incomplete beta function by its continued fraction (DLMF 8.17.22), last term first."""
     if x <= 0 or x >= 1:
         return min(max(x, 0.0), 1.0)
-    if x > (a + 1) / (a + b + 2):  # where the fraction is slow, the other tail's is fast
+    if x > (a + 1) / (a + b + 2):  # the fraction converges slowly here, the other tail's quickly
         return 1 - _incomplete_beta(1 - x, b, a)
     fraction = 1.0
     for n in range(200, 0, -1):

@@ -14,13 +14,13 @@ from gptworks.runs.history import History
 from gptworks.runs.sequential import verdict
 
 SAME_SPEED = 0.05
-"""Step times that differ by less count as equal: the verdict at equal tokens is also the one in equal time."""
+"""Step times closer than this count as equal, and the verdict at equal tokens then also holds in equal time."""
 
 CHUNKS = 50
-"""Most parts of a run; its step time is their median."""
+"""Most parts that a run is divided into; its step time is their median."""
 
 LEAST_SECONDS = 0.1
-"""Shortest part: times in logs are rounded to milliseconds."""
+"""Shortest part of a run, because logs round times to milliseconds."""
 
 
 def step_seconds(run: History) -> float:
@@ -41,7 +41,7 @@ class StepTime:
     ratio: float
     low: float
     high: float
-    """An interval that contains the true ratio at all looks with probability 1 − error."""
+    """`low` and `high` bound an interval that contains the true ratio at all looks with probability 1 − error."""
 
     def __str__(self) -> str:
         interval = f" ({self.interval})" if self.interval else ""
@@ -49,7 +49,7 @@ class StepTime:
 
     @property
     def interval(self) -> str:
-        """Such as `0.97 to 1.04`; empty if it is unbounded."""
+        """The interval as text, such as `0.97 to 1.04`; empty if it is unbounded."""
         return f"{self.low:.2f} to {self.high:.2f}" if math.isfinite(self.high) else ""
 
     @property
@@ -69,6 +69,6 @@ class StepTime:
 
 
 def step_time(ratios: Sequence[float], most_pairs: int, error: float) -> StepTime:
-    """The ratio after one or more pairs, as `verdict` judges; its interval is unbounded before the first look."""
+    """The ratio after one or more pairs, with the interval from `verdict`, which is unbounded before the first look."""
     found = verdict([math.log(ratio) for ratio in ratios], most_pairs, 0, error)
     return StepTime(*(math.exp(value) for value in (found.value, found.low, found.high)))

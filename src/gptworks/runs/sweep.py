@@ -34,11 +34,11 @@ class TrialResult:
 
     number: int
     state: str
-    """complete, pruned, failed or running."""
+    """`complete`, `pruned`, `failed` or `running`."""
     values: dict[str, Any]
     """The settings tried, by their path."""
     loss: float | None
-    """The lowest validation loss; of a pruned trial, until it was found to be above the median."""
+    """The lowest validation loss; for a pruned trial, the lowest before it was pruned."""
     folder: Path
     reason: str = ""
     """The reason why the trial was pruned or failed."""
@@ -46,7 +46,7 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep's folder and the results of its trials, in their order."""
+    """A sweep's recipe and the results of its trials, in the order of their numbers."""
 
     recipe: Recipe
     trials: tuple[TrialResult, ...]
@@ -78,11 +78,11 @@ class Sweep:
 
 
 def load_sweep(path: str | Path, overrides: Sequence[str] = (), resume: bool = False) -> Recipe:
-    """The recipe of a sweep, its ranges and its folder checked.
+    """Load the recipe of a sweep, and check its ranges and its folder.
 
     Raises:
-        UserError: no `sweep` section, a range that leaves the recipe's rules, Optuna is missing, or a folder that must
-            not be written to.
+        UserError: the recipe has no `sweep` section or refuses a value of a range, Optuna is missing, or the folder
+            must not be written to.
     """
     recipe = load_recipe(path, overrides)
     if recipe.sweep is None:
@@ -101,7 +101,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), resume: bool = F
 
 
 def _probes(values: SweepRange) -> Sequence[Any]:
-    """Values that represent a range: both ends, and a fraction between."""
+    """Values to check of a range: all choices, or both ends and, unless only whole numbers are tried, one between."""
     if values.choices is not None:
         return values.choices
     assert values.low is not None and values.high is not None
@@ -148,7 +148,7 @@ def run_sweep(
 ) -> Sweep:
     """Run trials until there are `n_trials` or a signal asks to stop, and report each in a line.
 
-    after_trial: called with the sweep after each trial, for example to write its page.
+    `after_trial` is called with the sweep after each trial, for example to write its page.
 
     Raises:
         UserError: see `load_sweep`; or another process uses the folder.
@@ -211,7 +211,7 @@ class _Sweeper:
     report: Report
     after_trial: Callable[[Sweep], None]
     failures: int = 0
-    """Trials in a row whose process failed."""
+    """Number of consecutive trials whose process failed."""
 
     def __post_init__(self) -> None:
         assert self.recipe.sweep is not None
@@ -273,7 +273,7 @@ class _Sweeper:
             self.study.tell(trial, min(losses))
 
     def _train(self, trial: "optuna.Trial", place: Path) -> str | None:
-        """`done`, `pruned` or `failed`; None if the sweep was asked to stop."""
+        """Train a trial and return `done`, `pruned` or `failed`; None if a stop was requested."""
         reported = set(trial.storage.get_trial(trial._trial_id).intermediate_values)
 
         def report_evaluations() -> str | None:
@@ -281,7 +281,7 @@ class _Sweeper:
                 if record["step"] not in reported:
                     reported.add(record["step"])
                     trial.report(record["loss"], record["step"])
-                    if trial.should_prune():  # decided here, even if the trial has trained further since
+                    if trial.should_prune():  # this evaluation decides, even if the trial has trained further since
                         return "pruned"
             return None
 

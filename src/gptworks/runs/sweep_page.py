@@ -1,4 +1,4 @@
-"""A sweep as a table and as a page."""
+"""Show a sweep as a table and as a page."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ from gptworks.training.record.display import clock
 
 
 def trials_table(sweep: Sweep) -> Table:
-    """The trials, the best first."""
+    """The trials as a table, the best first."""
     keys, rows = list(sweep.settings.ranges), list[list[html.Cell]]()
     short = [key.rpartition(".")[2] for key in keys]
     names = short if len(set(short)) == len(short) else keys
@@ -41,7 +41,7 @@ def write_sweep_page(sweep: Sweep) -> None:
 
 
 def to_html(sweep: Sweep) -> str:
-    """The page. Numbers are in <data> elements with their exact values."""
+    """The sweep as an HTML page. Numbers are in <data> elements with their exact values."""
     best, recipe, unit = sweep.best, sweep.recipe, sweep.loss_unit
     tiles: list[tuple[str, str | Markup, str]] = [
         ("trials", html.number(len(sweep.trials)), f"of {sweep.settings.n_trials:,}"),
@@ -67,7 +67,7 @@ def _ranked(sweep: Sweep) -> list[TrialResult]:
 
 
 def _history(trial: TrialResult) -> History | None:
-    """The trial's run; None before it began."""
+    """The trial's run; None if the run has not begun."""
     return read_history(trial.folder) if (trial.folder / "recipe.yaml").exists() else None
 
 
@@ -76,7 +76,7 @@ def _text(value: Any) -> str:
 
 
 def _scatter(sweep: Sweep, i: int, key: str) -> Markup:
-    """The loss of each trial over a setting."""
+    """A chart of the loss of each trial over a setting."""
     values = sweep.settings.ranges[key]
     names = None if values.choices is None else [str(choice) for choice in values.choices]
     x_range = None if values.low is None or values.high is None else (values.low, values.high)

@@ -11,7 +11,7 @@ from gptworks.training.record.outcome import read_outcome
 
 
 class TrainedRun(History):
-    """A run as its folder shows it: figures, curves and samples, which a notebook shows.
+    """A run read from its folder: figures, curves and samples, which a notebook displays.
 
     It replaces its folder in `gptworks.load(run)`, `gptworks.evaluate(run)`, `gptworks.train(run, resume=True)`.
     """
@@ -26,14 +26,14 @@ class TrainedRun(History):
 
     @property
     def ended(self) -> str:
-        """The last end of training and its step, or the reason why they are unknown."""
+        """A sentence on how and at which step training last ended, or the reason why that is unknown."""
         outcome = read_outcome(self.folder)
         if isinstance(outcome, str):
             return outcome
         return f"{outcome.reason} at step {outcome.step:,} after {clock(outcome.seconds)}, {outcome.tokens:,} tokens"
 
     def curves(self) -> Figure:
-        """Loss and learning rate over the tokens."""
+        """A figure of loss and learning rate by tokens."""
         return Figure(curves_picture(self.train, self.validation, self.name), f"Curves of {self.name}")
 
     def __repr__(self) -> str:

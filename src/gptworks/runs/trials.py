@@ -94,7 +94,7 @@ _TAIL_BYTES = 1 << 16
 
 
 def last_line(place: Path) -> str:
-    """The last line that a trial printed: why it failed."""
+    """The last line that a trial printed, which says why it failed."""
     with open_regular(place.with_suffix(".log"), inside=place.parent) as log:
         log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
         lines = log.read(_TAIL_BYTES).decode("utf-8", "replace").strip().splitlines()
@@ -102,11 +102,11 @@ def last_line(place: Path) -> str:
 
 
 def check_comparable(recipe: Recipe, key: str, named: str) -> None:
-    """Refuse, calling it `named`, a setting that changes what the loss measures, or the seed: the trials' losses would
-    not show which value is better."""
+    """Raise a UserError that begins with `named` if the setting `key` decides what the loss measures, or is the seed:
+    the trials' losses would not show which value is better."""
     if key.partition(".")[0] in ("name", "run_dir", "sweep", "data", "tokenizer"):
         raise UserError(f"{named}: `{key}` is the same in all trials, so that their losses compare.")
-    # a key that the recipe does not have is refused by name where its values are tried
+    # a key that the recipe lacks is refused later, when a recipe with its values is loaded
     roles = [
         one.role
         for one in settings(recipe)
@@ -142,10 +142,10 @@ def _alone(place: Path, stop_asked: Callable[[], Any], report: Report) -> bool:
 
 @contextlib.contextmanager
 def open_folder(folder: Path, named: str, setting: str) -> Iterator[Callable[[], Any]]:
-    """Create a folder of trials, lock it for this process, and yield a function that says whether to stop.
+    """Create a folder of trials, lock it for this process, and yield a function that returns whether to stop.
 
     Raises:
-        UserError: another process uses it, or a link in it leads elsewhere. The message has `named` and `setting`.
+        UserError: another process uses the folder (the message has `named` and `setting`), or a link leads elsewhere.
     """
     check_links(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -160,7 +160,7 @@ def open_folder(folder: Path, named: str, setting: str) -> Iterator[Callable[[],
 
 @contextlib.contextmanager
 def _process(process: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
-    """A context that, at its end, asks the process to stop if it still runs, and kills it if it does not."""
+    """A context that stops the process at its end: with SIGTERM, and after STOP_SECONDS by killing it."""
     try:
         yield process
     finally:

@@ -1,4 +1,4 @@
-"""The results of a try, as text and as a page."""
+"""Show the results of a try as text and as a page."""
 
 import math
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def try_lines(found: Try) -> Iterator[str]:
 
 
 def _third_runs(found: Try) -> str:
-    """An explanation of what the step times mean for the verdict at equal time."""
+    """A text on what the step times mean for the verdict in equal time."""
     step = found.step_time
     if found.steps_in_time is not None:
         return f"; in equal time: runs of {found.steps_in_time:,} steps"
@@ -56,7 +56,7 @@ def _third_runs(found: Try) -> str:
 
 
 def words(found: Try, arm: str) -> str:
-    """A verdict in a sentence's words: helps: the loss is 0.0310 lower (0.0240 to 0.0380), 4 pairs."""
+    """A verdict as text, such as `helps: the loss is 0.0310 lower (0.0240 to 0.0380), 4 pairs`."""
     verdict, n = found.verdict(arm), len(found.differences(arm))
     pairs = f"{n} pair{'s' * (n != 1)}"
     if not math.isfinite(verdict.low):
@@ -73,7 +73,7 @@ def words(found: Try, arm: str) -> str:
 
 
 def _of_worth(low: float, high: float, worth: float) -> str:
-    """Whether a difference with a clear direction is at least as large as what matters."""
+    """A text on whether a difference with a clear direction is as large as `worth`; empty if it is."""
     if low >= worth:
         return ""
     if high < worth:
@@ -87,7 +87,7 @@ def write_try_page(found: Try) -> None:
 
 
 def to_html(found: Try) -> str:
-    """The page. Numbers are in <data> elements with their exact values."""
+    """The try as an HTML page. Numbers are in <data> elements with their exact values."""
     design, unit = found.design, found.loss_unit
     differing = differences([found.recipe, found.changed])  # also the settings that follow from the change
     changes = {key: f"{text_of(before)} → {text_of(after)}" for key, (before, after) in differing.items()}
@@ -114,7 +114,7 @@ def to_html(found: Try) -> str:
 
 
 def _dots(found: Try, arm: str) -> Markup:
-    """The difference of each pair, and the interval of their mean."""
+    """A chart of the difference of each pair and of the interval of their mean."""
     values, verdict = found.differences(arm), found.verdict(arm)
     drawn = []
     if values and math.isfinite(verdict.low):

@@ -25,13 +25,13 @@ PLACES = {"after": "at equal tokens", "in-time": "in equal time"}
 """The point at which each arm is compared, in words."""
 
 LOSS_ERROR, SPEED_ERROR = 0.04, 0.01
-"""False-positive rates for a change without effect: of an effect on the loss, and on step times from third runs.
-Together 5% of tries."""
+"""False-positive rates, for a change without effect, of the test of losses and of the test of step times, which adds
+third runs; together 5% of tries."""
 
 
 @dataclass(frozen=True)
 class Design:
-    """The change and the design of the try, fixed before the first pair."""
+    """The design of a try, fixed before its first pair."""
 
     changes: tuple[str, ...]
     minutes: float
@@ -39,26 +39,26 @@ class Design:
     """The smallest difference in loss that matters."""
     most_pairs: Annotated[int, Field(ge=FEWEST_PAIRS, le=MOST_PAIRS)]
     steps: PositiveInt
-    """Length of each run."""
+    """Number of steps of each run."""
     estimated_step_time: float
-    """Step time with the change as a multiple of the time without: a short measurement that only decides the length."""
+    """Step time with the change over the time without, by a short measurement that only decides the length of runs."""
     format_version: int = _FORMAT
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The runs of one seed: their losses after their last step, and figures of the machine."""
+    """The runs of one seed: their losses after their last step, and their times."""
 
     number: int
     seed: int
     loss: dict[str, FiniteFloat]
     """Last validation loss, by arm."""
     seconds: dict[str, float]
-    """Time of training, by arm."""
+    """Seconds of training, by arm."""
     step_seconds: dict[str, Annotated[float, Field(gt=0, lt=1e9)]]
-    """Time of a step, by arm; robust against other work on the machine."""
+    """Median seconds per step, by arm, which other work on the machine hardly changes."""
     share_to_same_loss: float | None
-    """Share of the changed run's steps after which it reached the other's final loss; None: never."""
+    """Share of its steps after which the changed run reached the other run's final loss; None if it did not."""
 
     @property
     def step_time(self) -> float:
@@ -110,7 +110,7 @@ class Try:
 
     @property
     def arms(self) -> tuple[str, ...]:
-        """The runs of a pair."""
+        """The names of the runs of a pair."""
         return ("before", "after") if self.steps_in_time is None else ("before", "after", "in-time")
 
     @property
@@ -132,7 +132,7 @@ class Try:
     @property
     def due(self) -> tuple[int, tuple[str, ...]] | None:
         """The number of the next pair and its remaining runs, in this order; None if no run remains."""
-        for pair in self.pairs:  # pairs from before a difference of the step times was found
+        for pair in self.pairs:  # pairs that began before a third run was added may lack it
             if missing := tuple(arm for arm in self.arms if arm not in pair.loss):
                 return pair.number, missing
         n = len(self.pairs)
@@ -142,7 +142,7 @@ class Try:
 
     @property
     def to_same_loss(self) -> float | None:
-        """Fraction of the time in which the changed model reached the other's final loss; None if one did not."""
+        """Time of the changed model to the other's final loss, over the other's time; None if a run did not."""
         shares = [pair.share_to_same_loss for pair in self.pairs]
         reached = [share for share in shares if share is not None]
         if self.step_time is None or len(reached) < len(shares):
@@ -150,7 +150,7 @@ class Try:
         return fmean(reached) * self.step_time.ratio
 
     def to_json(self) -> dict[str, Any]:
-        """Stable keys; None for a bound that is still infinite."""
+        """The try as JSON with stable keys; a bound that is still infinite is None."""
         return {
             "folder": str(self.folder),
             "design": asdict(self.design),

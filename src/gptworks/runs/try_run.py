@@ -28,14 +28,14 @@ from gptworks.training.rehearsal.measure import measure_speed
 from gptworks.training.rehearsal.trace import Rehearsal
 
 EVALUATIONS = 5
-"""Evaluations of each run, for its curve."""
+"""Number of evaluations of each run, which give its curve."""
 
 USUAL_PAIRS = 5
 """Runs are shortened until this many pairs fit in the time."""
 
 LEAST_STEPS = 20
 RUN_SECONDS = 10.0
-"""Estimated time of a run outside its steps: start, evaluations and files."""
+"""Estimated seconds of a run outside its steps: start, evaluations and files."""
 
 MEASUREMENTS = 2
 """Measurements of each model's step, alternating; the shortest counts."""
@@ -55,7 +55,7 @@ def plan_try(
         prepare_text: called with the recipe after all checks that do not need its text.
 
     Raises:
-        UserError: a change that the recipe refuses or that makes losses incomparable, too little time, or a folder that
+        UserError: the recipe refuses a change, a change makes losses incomparable, the time is too short, or the folder
             must not be written to.
     """
     if not changes:
@@ -80,9 +80,9 @@ def plan_try(
     prepare_text(recipe)
     report("measuring a step without and with the change")
     times = [[measured_step_seconds(one) for one in (recipe, changed)] for _ in range(MEASUREMENTS)]
-    seconds, seconds_changed = map(min, zip(*times, strict=True))  # what else the machine does only adds to a time
+    seconds, seconds_changed = map(min, zip(*times, strict=True))  # other work on the machine only adds to a time
     ratio = seconds_changed / seconds
-    third = StepTime(ratio, ratio, ratio).is_distinct  # an expectation; the pairs decide
+    third = StepTime(ratio, ratio, ratio).is_distinct  # an estimate; the pairs decide
     n_arms, per_step = (3, 2 * seconds + seconds_changed) if third else (2, seconds + seconds_changed)
     budget = 60 * minutes
     if steps is None:
@@ -192,8 +192,7 @@ def run_try(
 def _train(
     found: Try, path: str | Path, number: int, arms: Sequence[str], stop_asked: Callable[[], Any], report: Report
 ) -> Pair | None:
-    """Train these runs of a pair, one after the other, and return the pair with all its runs. None if a stop was
-    requested."""
+    """Train the runs `arms` of a pair in turn, and return the pair with all its runs; None if a stop was requested."""
     had = tuple(found.pairs[number].loss) if number < len(found.pairs) else ()
     (found.folder / "pairs").mkdir(exist_ok=True)
     runs: dict[str, History] = {}

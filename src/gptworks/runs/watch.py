@@ -1,4 +1,4 @@
-"""Many runs, whose logs are read in turn while they train, with bounded memory."""
+"""Read the logs of many runs in turn while they train, with bounded memory."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ MOST_BYTES = 1 << 30
 """Most memory for all runs together. Beyond it, the runs that were requested least recently are thinned."""
 
 IN_USE_SECONDS = 60.0
-"""A run that was requested within this time is read first and is not thinned."""
+"""A run that was requested within this time is read first and thinned last."""
 
 MOMENT_SECONDS = 0.25
 _FEW_BYTES = 1 << 16
@@ -40,7 +40,7 @@ class Watched:
         self._is_whole = False
 
     def read(self) -> bool:
-        """Read a little more; whether anything changed."""
+        """Read a little more of the log; return whether anything changed."""
         try:
             changed = self.series.read()
             if changed or self.problem is not None or self._recipe is None:
@@ -56,7 +56,7 @@ class Watched:
         return changed
 
     def row(self) -> dict[str, Any]:
-        """The run's row in a list of runs; while a log is read again, the previous figures."""
+        """The run's row in a list of runs, with the previous figures while a log is read again."""
         series, recipe = self.series, self._recipe
         if self._summary is None or (not self._is_whole and (series.at_end or not self._summary["whole"])):
             self._summary = {
@@ -77,7 +77,7 @@ class Watched:
 
 
 class Watch:
-    """Runs by name. It belongs to one thread."""
+    """Watched runs by name, for use in one thread."""
 
     def __init__(self, most_bytes: int = MOST_BYTES, recipe_of: Callable[[Path], Recipe] = load_recipe) -> None:
         self.runs: dict[str, Watched] = {}
@@ -91,7 +91,7 @@ class Watch:
         self.runs = {name: same.get(name) or Watched(folder, self._recipe_of) for name, folder in folders.items()}
 
     def use(self, names: Sequence[str], asked_at: float | None = None, *, begins: bool = True) -> list[Watched]:
-        """The requested runs, after reading for a moment; from the start if records were dropped.
+        """The requested runs, after reading their logs for a moment, from the start if records were dropped.
 
         Args:
             asked_at: when the moment began, on the monotonic clock; None: now. All runs of a request share it, so that
@@ -112,7 +112,7 @@ class Watch:
         return found
 
     def advance(self, seconds: float) -> tuple[set[str], bool]:
-        """Read for at most some seconds, the beginning of each run first. Returns the runs that changed since the last
+        """Read for about `seconds`, the beginning of each run first. Returns the runs that changed since the last
         call, and whether there is more to read."""
         deadline, changed = time.monotonic() + seconds, self._changed
         self._changed = set()
