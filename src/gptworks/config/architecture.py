@@ -163,7 +163,7 @@ class Architecture(Section):
 
     @property
     def d_rotary(self) -> int:
-        """Elements of each head that are rotated."""
+        """Number of rotated elements in each head."""
         return int(self.d_head * self.rope_fraction)
 
     def layer_rotates(self, layer: int) -> bool:
@@ -172,7 +172,7 @@ class Architecture(Section):
 
     @property
     def rotating_windows(self) -> Self | None:
-        """The model with the rotation of its windowed layers; None if all layers rotate alike."""
+        """These settings with the windowed layers' rotation in all layers; None if all layers rotate alike."""
         if self.window_rope_theta is None:
             return None
         return self.model_copy(
@@ -193,7 +193,7 @@ class Architecture(Section):
         return tuple(map(self.layer_window, range(self.n_layers)))
 
     def layer_window(self, layer: int) -> int | None:
-        """The tokens that a layer attends to; None: all."""
+        """Number of tokens that a layer attends to; None: all."""
         return self.window if self.window_pattern[layer % len(self.window_pattern)] == "window" else None
 
     @model_validator(mode="after")

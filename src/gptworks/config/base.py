@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchem
 from pydantic_core import CoreSchema
 
 MOST_NAME_CHARACTERS = 200
-"""Longest name of a folder; file systems allow 255 bytes."""
+"""Most characters of a folder's name; file systems allow 255 bytes."""
 MOST_PATH_CHARACTERS = 4096
 
 
@@ -20,7 +20,7 @@ def _short(path: Any) -> Any:
     return path
 
 
-# Bounds beyond every real run, so that a typing error does not cost hours or all memory.
+# These bounds exceed every real run; they catch typing errors that would cost hours or all memory.
 PositiveInt = Annotated[int, Field(gt=0, le=10**9)]
 ShortPath = Annotated[
     Path,
@@ -55,16 +55,16 @@ def _tightest(metadata: list[Any]) -> list[Any]:
 class Bounded(BaseModel):
     """A model in which every number, text and list is bounded at any depth, also in its JSON schema.
 
-    A type without a bound gets the class's. If a type and its `Field` both declare a bound, the tighter one counts;
-    pydantic would take the last.
+    A type without a bound gets the bound of this class. If a type and its `Field` both declare a bound, the tighter
+    one counts; pydantic would take the last.
     """
 
     most_number: ClassVar[int] = 10**15
     """Largest absolute value of a number, so that results computed from it stay finite."""
     most_characters: ClassVar[int] = 100_000
-    """Longest text."""
+    """Most characters of a text."""
     most_items: ClassVar[int] = 10_000
-    """Longest list or mapping."""
+    """Most items of a list or mapping."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -104,7 +104,7 @@ class Section(Bounded):
 
 
 def derived(name: str, function: Callable[[Any], Any] = lambda value: value) -> Any:
-    """A default computed from a field declared earlier."""
+    """A default factory that applies `function` to a field declared earlier."""
     return lambda data: function(data[name])
 
 
@@ -118,15 +118,15 @@ class Role(Enum):
     """
 
     MEASURED = "measured"
-    """The data or unit of the validation loss: losses of runs that differ here are not comparable."""
+    """Decides the data or unit of the validation loss: losses of runs that differ in it are not comparable."""
     FIXED = "fixed"
-    """The weights, the optimizer's state or the order of samples, from the first step on."""
+    """Decides the weights, the optimizer's state or the order of samples, from the first step on."""
     STEERING = "steering"
-    """The loss curve from here on. A resumed run may change it, and the run folder records the change."""
+    """Decides the loss curve from now on. A resumed run may change it, and the run folder records the change."""
     START = "start"
-    """The starting point. Changing it after the first step has no effect."""
+    """Decides the starting point. Changing it after the first step has no effect."""
     REPEAT = "repeat"
-    """The identity of a repeat of an experiment, or a consequence of other settings."""
+    """Distinguishes repeats of an experiment, or follows from other settings."""
     FREE = "free"
     """Affects only rounding, place, time and records."""
 
@@ -139,7 +139,7 @@ class Role(Enum):
 
     @property
     def words(self) -> str:
-        """The setting's role, in words."""
+        """The role as a clause for messages, such as "the loss curve depends on it"."""
         return {
             Role.MEASURED: "it decides what the validation loss measures",
             Role.FIXED: "the weights, the optimizer's state or the order of the samples depend on it",
@@ -215,10 +215,10 @@ def settings(section: Section, path: str = "") -> Iterator[Setting]:
 
 
 def role_of(section: Section, path: str) -> Role:
-    """The role of the setting at a path; for a path into a value, such as `train.betas.0`, that of the value.
+    """The role of the setting at a path; for a path into a value, such as `train.betas.0`, the whole value's.
 
     Raises:
-        KeyError: no such setting.
+        KeyError: no setting has this path.
     """
     roles = {setting.path: setting.role for setting in settings(section)}
     place = path

@@ -1,4 +1,4 @@
-"""The length of a run, and the batches of its steps."""
+"""Settings of a run's length and of the batches of its steps."""
 
 import math
 from typing import Annotated, Any, Literal, Self
@@ -12,13 +12,13 @@ IGNORED = -100
 
 
 FUTURE_WEIGHT = 0.3
-"""Default weight of the loss of each token beyond the next: DeepSeek-V3's at the beginning."""
+"""Default weight of the loss of each token beyond the next; DeepSeek-V3's training began with it."""
 
 Weight = Annotated[float, Field(ge=0, le=1000)]
 
 
 def computes_again(activation_checkpointing: str, layer: int) -> bool:
-    """Whether training keeps only a block's input: for each block, or with `selective` for every second one."""
+    """Whether the backward pass recomputes a block from its input: with `block` each, with `selective` every second."""
     return activation_checkpointing == "block" or (activation_checkpointing == "selective" and layer % 2 == 0)
 
 
@@ -49,7 +49,7 @@ def _least_batch(given: dict[str, Any]) -> Any:
 
 
 class BatchSettings(Section):
-    """Length and batches. The run ends at the first reached of max_steps, epochs and max_minutes."""
+    """Length and batches of a run. The run ends at the first reached of max_steps, epochs and max_minutes."""
 
     max_steps: Steering[PositiveInt | None] = Field(None, description="Optimizer steps.")
     epochs: Steering[float | None] = Field(
@@ -145,16 +145,16 @@ class BatchSettings(Section):
             until, size = step, smaller
 
     def future_weights_at(self, share_done: float) -> tuple[float, ...]:
-        """The weights of tokens beyond the next when this share of the run is done, from 0 to 1."""
+        """Loss weights of the tokens beyond the next when `share_done` of the run, from 0 to 1, is done."""
         factor = 1 - share_done if self.future_weights_fall else 1.0
         return tuple(factor * weight for weight in self.future_weights)
 
     def length_at(self, step: int, context_length: int) -> int:
-        """Tokens of a row in optimizer step number `step`, from 0."""
+        """Length of a row in tokens in optimizer step `step`, counted from 0."""
         return next((length for until, length in self.shorter_contexts if step < until), context_length)
 
     def samples_by_length(self, steps: int, context_length: int) -> dict[int, int]:
-        """Sequences of `context_length` tokens in the first `steps` optimizer steps, by the length of their rows."""
+        """Number of sequences of `context_length` tokens in the first `steps` optimizer steps, by length of a row."""
         found, before = dict[int, int](), 0
         for until, length in (*self.shorter_contexts, (steps, context_length)):
             samples = self.samples_before(min(until, steps))
@@ -162,11 +162,11 @@ class BatchSettings(Section):
         return found
 
     def batch_size_at(self, step: int) -> int:
-        """Sequences in optimizer step number `step`, from 0."""
+        """Number of sequences in optimizer step `step`, counted from 0."""
         return next((size for until, size in self.smaller_batches if step < until), self.batch_size)
 
     def samples_before(self, step: int) -> int:
-        """Sequences in the first `step` optimizer steps."""
+        """Number of sequences in the first `step` optimizer steps."""
         samples = first = 0
         for until, size in self.smaller_batches:
             samples += size * (min(until, step) - min(first, step))
@@ -174,7 +174,7 @@ class BatchSettings(Section):
         return samples + self.batch_size * max(0, step - first)
 
     def steps_with(self, samples: int) -> int:
-        """The fewest optimizer steps with this many sequences."""
+        """The fewest optimizer steps that read this many sequences."""
         steps = 0
         for until, size in self.smaller_batches:
             needed = steps + max(0, math.ceil((samples - self.samples_before(steps)) / size))
@@ -190,9 +190,9 @@ class BatchSettings(Section):
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-batches in one optimizer step."""
+        """Number of micro-batches in one optimizer step."""
         return self.batch_size // self.micro_batch_size
 
     def rank_micro_batch_size(self, n_ranks: int) -> int:
-        """Sequences in one pass of one of `n_ranks` devices that divide the batch."""
+        """Number of sequences in one pass on one device, if `n_ranks` devices divide the batch."""
         return max(1, min(self.micro_batch_size, self.common_batch_size // n_ranks))

@@ -1,4 +1,4 @@
-"""The filters that clean text before it is tokenized; docs/topics/data.md describes them."""
+"""Settings of the filters that clean text before it is tokenized; docs/topics/data.md describes them."""
 
 import itertools
 from typing import Annotated, Literal, Self
@@ -223,7 +223,7 @@ FilterConfig = Annotated[
 
 
 def check_order(filters: tuple[FilterConfig, ...]) -> tuple[FilterConfig, ...]:
-    """Return the filters unchanged.
+    """Check the order of the filters and return them unchanged.
 
     Raises:
         ValueError: a filter that compares documents occurs twice, or comes before one that does not.

@@ -60,7 +60,7 @@ class DataConfig(Section):
 
     @property
     def records(self) -> tuple[ConversationsSource | PreferencesSource, ...]:
-        """The sources of turns, which a chat template renders."""
+        """The sources of conversations and pairs of answers, whose turns a chat template renders."""
         return (*self.conversations, *self.preferences)
 
     @model_validator(mode="after")

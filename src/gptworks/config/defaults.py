@@ -13,24 +13,24 @@ from gptworks.config.objective import ObjectiveConfig
 from gptworks.config.optimizers import OPTIMIZERS
 
 RATE, RATE_WIDTH = 0.02, 512
-"""AdamW's rate with Muon, for embeddings, head and vectors, up to the widest model that was tried. For wider models it
-is divided by the root of the width, as a precaution. Muon's rate is the same at every width."""
+"""AdamW's rate for embeddings, head and vectors if Muon trains the matrices, and the width of the widest model tried.
+In wider models the rate falls with the root of the width, as a precaution. Muon's rate is the same at every width."""
 
 ADAMW_RATE_TIMES_WIDTH, HIGHEST_ADAMW_RATE = 0.5, 0.003
-"""AdamW's rate for all weights is inversely proportional to the width (Yang et al., 2022): 0.7 to 1.6 times the rates
-in table 2.1 of Brown et al. (2020)."""
+"""AdamW's rate for all weights, times the width, and the highest rate. Inverse to the width (Yang et al., 2022), rates
+are 0.7 to 1.6 times those in table 2.1 of Brown et al. (2020)."""
 
 TUNING_RATE_TIMES_WIDTH, HIGHEST_TUNING_RATE = 0.0768, 1e-3
-"""The same from trained weights: 1e-4 at a width of 768."""
+"""The same two values for training from trained weights: the rate is 1e-4 at a width of 768."""
 
 ADAPTER_TIMES = 10
-"""An adapter's rate over the rate for all weights (Schulman et al., 2025)."""
+"""Ratio of an adapter's rate to the rate for all weights (Schulman et al., 2025)."""
 
 JUDGED_SHARE = 0.2
 """Factor of the rate for preferences and rewards: a policy that moves fast forgets its language."""
 
 EPOCHS = 4
-"""Most epochs by default: up to 4, repeated text is almost as useful as new text (Muennighoff et al., 2023)."""
+"""Default epochs: up to 4, repeated text is almost as useful as new text (Muennighoff et al., 2023)."""
 
 TUNING_EPOCHS = 2
 
@@ -88,7 +88,7 @@ def _divides_matrices(given: Mapping[str, Any]) -> bool:
 
 
 def _by_length(steps: Any, samples: bool) -> dict[str, int]:
-    """Warmup over a fiftieth of the run; at least 5 evaluations, 4 checkpoints and, with text, 4 samples."""
+    """Defaults by the run's steps: warmup of a fiftieth; at least 5 evaluations, 4 checkpoints, 4 samples of text."""
     if not isinstance(steps, int) or steps < 1:
         steps = 500  # the length is not known yet
     return {

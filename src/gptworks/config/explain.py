@@ -1,4 +1,4 @@
-"""pydantic's errors as messages that name each setting as the user wrote it."""
+"""Convert pydantic's errors to messages that name each setting as the user wrote it."""
 
 import json
 import types
@@ -16,10 +16,10 @@ MOST_FAULTS = 50
 
 
 def explain(error: ValidationError, root: type[Section], origin: str, overrides: Mapping[str, str]) -> str:
-    """The errors of a section, one per line.
+    """The errors of a section as text, one per line.
 
     Args:
-        origin: the file.
+        origin: the name of the file.
         overrides: applied overrides by key; a message about such a setting names its override, not the file.
     """
     lines = []
@@ -31,7 +31,7 @@ def explain(error: ValidationError, root: type[Section], origin: str, overrides:
 
 
 def faults(error: ValidationError, root: type[Section]) -> list[tuple[str, str]]:
-    """Key (empty for the section itself) and message of the first `MOST_FAULTS` errors."""
+    """The first `MOST_FAULTS` errors, each as the setting's key (empty for the section itself) and a message."""
     items: list[dict[str, Any]] = [
         dict(item) for item in error.errors(include_url=False) if item["type"] != "default_factory_not_called"
     ]
@@ -89,7 +89,7 @@ def _elsewhere(name: str, root: type[Section], path: str = "") -> str | None:
 
 
 def _visible(location: tuple[Any, ...], root: type[Section]) -> Iterator[Any]:
-    """The location without the `type` of a union, which pydantic adds and which is not a key."""
+    """The parts of a location that are keys, without the `type` that pydantic adds for a union."""
     for depth, part in enumerate(location):
         before = sections_at(location[:depth], root)
         if not (isinstance(part, str) and len(before) > 1 and part != "type"):

@@ -1,4 +1,4 @@
-"""Several weighted datasets in one run."""
+"""Settings of a mixture: several weighted datasets in one run."""
 
 from collections import Counter
 from typing import Annotated, Self
@@ -65,7 +65,7 @@ def check_mixture(members: tuple[MixtureMember, ...], anneal: Anneal | None) -> 
     """Refuse contradictory names or weights.
 
     Raises:
-        ValueError: a name occurs twice or is unknown, or a dataset, or all, would get no samples.
+        ValueError: a name occurs twice or is unknown, or one or all datasets would get no samples.
     """
     names = [member.name for member in members]
     if twice := [name for name, n in Counter(names).items() if n > 1]:

@@ -18,8 +18,8 @@ LABORATORY = (
     "residual_scalars", "unet_skips", "value_residual", "value_embeddings", "attention_gate", "smear",
     "bigram_vocab_size", "layer_repeats",
 )  # fmt: skip
-"""Settings from speedruns and recent papers that no architecture of transformers or llama.cpp has. The C++ engine does
-not support them, and neither does tensor parallelism."""
+"""Settings from speedruns and recent papers that no architecture of transformers or llama.cpp has. Neither the C++
+engine nor tensor parallelism supports them."""
 
 
 class ModelConfig(Architecture):
@@ -83,7 +83,7 @@ class ModelConfig(Architecture):
 
     @property
     def laboratory(self) -> tuple[str, ...]:
-        """The settings of LABORATORY that are on."""
+        """Names of the settings in LABORATORY that are on."""
         return tuple(name for name in LABORATORY if getattr(self, name) != type(self).model_fields[name].default)
 
     @property
@@ -100,11 +100,11 @@ class ModelConfig(Architecture):
         return self.unet_skips and layer >= self.n_layers - self.n_layers // 2
 
     def layer_is_skipped_to(self, layer: int) -> bool:
-        """Whether a later layer adds the output of a layer."""
+        """Whether a later layer adds this layer's output."""
         return self.unet_skips and layer < self.n_layers // 2
 
     def layer_kind(self, layer: int) -> tuple[int | None, str, bool, bool, bool]:
-        """A key that is equal for layers of equal memory and compute."""
+        """A key that is equal for layers with equal memory and compute."""
         skips, is_skipped_to = self.layer_skips(layer), self.layer_is_skipped_to(layer)
         first_values = self.value_residual and layer > 0
         return self.layer_window(layer), self.layer_value_embedding(layer), first_values, skips, is_skipped_to
@@ -128,8 +128,8 @@ class ModelConfig(Architecture):
         return self.smear or self.bigram_vocab_size > 0
 
     def laboratory_tensors(self) -> Iterator[tuple[str, dict[str, Shape], tuple[int, ...] | None]]:
-        """The tensors that the laboratory adds: a group's name, the tensors' shapes by name, and the layers that have
-        them; None: they are outside the blocks."""
+        """Groups of tensors that the laboratory adds: the group's name, the shapes by tensor name, and the layers with
+        these tensors; None: the tensors are outside the blocks."""
         layers, key_width = tuple(range(self.n_layers)), self.n_kv_heads * self.d_head
         tables, projected = (
             tuple(i for i in layers if self.layer_value_embedding(i) == kind) for kind in ("table", "projected")

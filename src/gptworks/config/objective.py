@@ -17,25 +17,25 @@ DataFault = Literal[
 
 
 class Rollouts(NamedTuple):
-    """How an objective generates the answers that it learns from."""
+    """Settings for generating the answers that an objective learns from."""
 
     max_tokens: int
     """Most tokens of an answer."""
     group_size: int
-    """Answers to each prompt."""
+    """Number of answers to each prompt."""
     steps: int
-    """Optimizer steps that use the same answers."""
+    """Number of optimizer steps that use the same answers."""
 
 
 class ObjectiveSettings(Section):
-    """Settings of an objective, and its properties: other rooms read these, never the type."""
+    """Settings of an objective, and properties that other packages read instead of its type."""
 
     code: ClassVar[str] = "gptworks.training.objectives.base:Objective"
-    """The class that computes it."""
+    """Module and name of the class that computes the objective."""
     sources: ClassVar[tuple[str, ...]] = ("text", "conversations")
-    """Kinds of sources that it can learn from."""
+    """Kinds of sources that the objective can learn from."""
     rows_per_sample: ClassVar[int] = 1
-    """Rows of a batch per sample of `train.batch_size`."""
+    """Number of rows in a batch for each sample of `train.batch_size`."""
     varying_widths: ClassVar[bool] = False
     """Whether a batch is as long as its longest row, not as the context."""
     several_texts: ClassVar[bool] = False
@@ -60,7 +60,7 @@ class ObjectiveSettings(Section):
 
     @property
     def packs(self) -> bool:
-        """Whether conversations are packed, several a row."""
+        """Whether several conversations are packed into a row."""
         return self.several_texts
 
     @property
@@ -80,7 +80,7 @@ class ObjectiveSettings(Section):
 
     @property
     def micro_batch_multiple(self) -> int:
-        """The number of samples in a micro-batch must be a multiple of this."""
+        """The number that must divide the samples of a micro-batch."""
         return self.rollouts.group_size if self.rollouts else 1
 
 
@@ -240,4 +240,4 @@ ObjectiveConfig = Annotated[
 OBJECTIVE_SETTINGS: dict[str, type[ObjectiveSettings]] = {
     get_args(kind.model_fields["type"].annotation)[0]: kind for kind in get_args(get_args(ObjectiveConfig)[0])
 }
-"""Objectives by `objective.type`."""
+"""Settings class of each objective by `objective.type`."""

@@ -1,4 +1,4 @@
-"""Every optimizer: its settings, its state of a parameter, and its scratch memory.
+"""Every optimizer: its settings, its state for a parameter, and its scratch memory.
 
 Training, checkpoints and the plan read this one table. To add an optimizer, write its name, settings and entry of
 `OPTIMIZERS` here, and what it computes in a file of its name in `gptworks.training.optim`.
@@ -19,13 +19,13 @@ MUON_TOGETHER = 2**22
 """Most elements that Muon orthogonalizes at once: batching larger matrices is no faster and needs scratch memory."""
 
 CPU_AT_ONCE, AT_ONCE = 2**18, 2**22
-"""Elements that 8-bit AdamW and cautious decay process at once: on a CPU, and elsewhere."""
+"""Number of elements that 8-bit AdamW and cautious decay process at once: on a CPU, and on other devices."""
 
 LEAST_IN_8_BITS = 4096
-"""Elements of the smallest matrix with 8-bit moments."""
+"""Fewest elements of a matrix that gets 8-bit moments."""
 
 SCALED_TOGETHER = 256
-"""Consecutive elements of an 8-bit tensor that share a scale."""
+"""Number of consecutive elements of an 8-bit tensor that share a scale."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,16 @@ class StateTensor:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Properties of an optimizer that other rooms use."""
+    """Properties of an optimizer that other packages use."""
 
     name: str
-    """Name to show, including the optimizer of the other parameters."""
+    """Name to show, which includes the optimizer of the parameters that this one does not train."""
     state: Callable[[Shape], dict[str, StateTensor]]
-    """The state of a parameter of a shape, by key."""
+    """Returns the state of a parameter with this shape, by key."""
     scratch_bytes: Callable[[dict[Shape, int]], int] = lambda _: 0
-    """Peak scratch memory of an update, from the number of matrices of each shape."""
+    """Returns the peak scratch memory of an update in bytes, from the number of matrices of each shape."""
     orthogonalizes: bool = False
-    """Whether updates are orthogonal matrices, at `muon_learning_rate`; ranks share the work of such updates."""
+    """Whether updates are orthogonal matrices times `muon_learning_rate`; ranks divide the work of such updates."""
 
 
 def _adamw(shape: Shape) -> dict[str, StateTensor]:
@@ -73,7 +73,7 @@ def _muon(shape: Shape) -> dict[str, StateTensor]:
 
 
 def _muon_scratch(matrices: dict[Shape, int]) -> int:
-    """Muon updates several matrices of one shape at a time, in bf16."""
+    """Peak scratch bytes of Muon, which updates several matrices of one shape at a time, in bf16."""
     most = 0
     for (a, b), n in matrices.items():
         together = min(n, max(1, MUON_TOGETHER // (a * b)))
@@ -93,7 +93,7 @@ def _soap(shape: Shape) -> dict[str, StateTensor]:
 
 
 def _soap_scratch(matrices: dict[Shape, int]) -> int:
-    """A preconditioner is multiplied by its basis, sorted and factored."""
+    """Peak scratch bytes of SOAP, which multiplies a preconditioner by its basis, sorts and factors it."""
     widest = max(map(max, matrices), default=0)
     return 4 * 4 * widest**2 + 8 * widest
 
@@ -179,5 +179,5 @@ class OptimizerSettings(BatchSettings):
 
     @property
     def orthogonalizes(self) -> bool:
-        """Whether updates of the blocks' matrices are orthogonal, at `muon_learning_rate`."""
+        """Whether updates of the blocks' matrices are orthogonal matrices times `muon_learning_rate`."""
         return OPTIMIZERS[self.optimizer].orthogonalizes

@@ -142,7 +142,7 @@ class Recipe(Section):
 
     @property
     def anneal_from(self) -> int | None:
-        """The first sample with the weights of `data.anneal`; None: it is not set."""
+        """The index of the first sample with the weights of `data.anneal`; None: `data.anneal` is not set."""
         anneal, train = self.data.anneal, self.train
         if anneal is None or anneal.share is None:
             return None if anneal is None else anneal.from_sample
@@ -224,7 +224,7 @@ def check_tokenizer(tokenizer: TokenizerConfig, data: DataConfig) -> None:
     """Refuse a tokenizer that does not fit the data.
 
     Raises:
-        ValueError: no built dataset has the tokenizer, or the recipe combines built datasets with a tokenizer to train.
+        ValueError: type=dataset is set without a built dataset, or a tokenizer would be trained despite built ones.
     """
     built = [member.name for member in data.mixture if member.dataset is not None]
     if isinstance(tokenizer, DatasetTokenizer) and not built:
@@ -241,7 +241,7 @@ AnyRecipe = Recipe | DatasetRecipe
 
 def known_vocab_size(tokenizer: TokenizerConfig) -> int | None:
     """The vocabulary size if the settings of a tokenizer determine it; None if it depends on the text."""
-    n_added = len(set(tokenizer.added_tokens) - {"<|endoftext|>"})  # both kinds below have this setting
+    n_added = len(set(tokenizer.added_tokens) - {"<|endoftext|>"})  # both kinds below have this token already
     if isinstance(tokenizer, GPT2Tokenizer):
         return 50_257 + n_added
     return tokenizer.vocab_size + n_added if isinstance(tokenizer, BPETokenizer) else None

@@ -1,4 +1,4 @@
-"""The kinds of tokenizer."""
+"""Settings of each kind of tokenizer."""
 
 from typing import Annotated, Literal, Self
 

@@ -1,4 +1,4 @@
-"""How a model is trained."""
+"""Settings of training."""
 
 from typing import Literal, Self
 
@@ -9,7 +9,7 @@ from gptworks.config.base import Fixed, Fraction, Free, Measured, PositiveInt, S
 from gptworks.config.optimizers import OptimizerSettings
 
 EVALUATED_TOKENS = 2**17
-"""Default of the tokens that an evaluation reads, at most."""
+"""Most tokens that an evaluation reads by default."""
 
 
 class TrainConfig(OptimizerSettings):
@@ -121,12 +121,12 @@ class TrainConfig(OptimizerSettings):
         return self
 
     def is_whole_step(self, step: int) -> bool:
-        """Whether optimizer step number `step`, from 0, has the shape and cost of the run's last steps."""
+        """Whether optimizer step `step`, counted from 0, has the batch shape and cost of the run's last steps."""
         last_change = max((until for until, _ in (*self.smaller_batches, *self.shorter_contexts)), default=0)
         return step >= max(last_change, self.untie_after_steps)
 
     def n_evaluated(self, n_there: int, context_length: int) -> int:
-        """Validation sequences that an evaluation reads, of `n_there`. 0: all."""
+        """Number of validation sequences, out of `n_there`, that an evaluation reads; 0: all."""
         wanted = self.evaluate_sequences
         if wanted is None:
             wanted = max(1, EVALUATED_TOKENS // context_length)

@@ -40,7 +40,7 @@ class LoRAConfig(Section):
         return self.alpha / self.rank
 
     def trains(self, parameter: str) -> bool:
-        """Whether the model's own parameter of this name is trained."""
+        """Whether the base model's parameter of this name is trained too."""
         return self.embeddings and parameter in ("token_embedding.weight", "untied_head.weight")
 
     def adapts(self, module: str) -> bool:

@@ -1,1 +1,1 @@
-"""Other programs' formats: Hugging Face folders, PEFT adapters, GGUF files and lm-evaluation-harness."""
+"""Exchange with other programs: Hugging Face folders, PEFT adapters, GGUF files and lm-evaluation-harness."""

@@ -44,14 +44,14 @@ class Fetched:
 
 
 def find_model(place: str, report: Report = lambda _: None) -> Fetched:
-    """The folder `place`, or, if no such folder exists, the model `ORG/NAME[@revision]` from the hub.
+    """Return the folder `place`, or, if it does not exist, fetch the model `ORG/NAME[@revision]` from the hub.
 
     Only settings, tokenizer, chat template and safetensors are fetched, weights last, so that an unsupported model is
     refused before its weights are fetched.
 
     Raises:
-        UserError: no such folder or model, or a gated or unsupported one; the message says what helps.
-        RunError: no network, or a full disk.
+        UserError: the folder or model does not exist, or is gated or unsupported; the message suggests a fix.
+        RunError: the network fails, or the disk is full.
     """
     if Path(place).is_dir():
         return Fetched(Path(place), "")
@@ -84,13 +84,13 @@ def _fetch(name: str, revision: str | None, report: Report) -> Fetched:
             _check_room(n_bytes, cache, where)
             report(f"fetching {n_bytes:,} bytes of {where}, commit {commit[:12]}")
             bars = None if sys.stderr.isatty() else _quiet()
-            with unguarded():  # its bars move the cursor
+            with unguarded():  # progress bars move the cursor
                 snapshot_download(name, revision=commit, allow_patterns=missing, tqdm_class=bars, **_USER)
     return Fetched(folder, f"{name} at commit {commit}")
 
 
 def _needed(name: str, folder: Path) -> list[str]:
-    """The weight files of a model whose settings were fetched.
+    """Names of a model's weight files, by the settings that were fetched to `folder`.
 
     Raises:
         UserError: gptworks does not support the model.
@@ -115,7 +115,7 @@ def _needed(name: str, folder: Path) -> list[str]:
 
 
 def _check_files(name: str, needed: list[str], there: dict[str, int]) -> None:
-    """Refuse a model without these files; if it has pickled ones, explain how to convert them."""
+    """Refuse a model without the `needed` files; if its weights are pickled, explain how to convert them."""
     absent = [file for file in needed if file not in there or not file.endswith(".safetensors")]
     if not absent:
         return
@@ -144,7 +144,7 @@ def check_push(name: str) -> None:
     """Refuse a push that cannot succeed, before any work.
 
     Raises:
-        UserError: not a valid name for the hub, or no token.
+        UserError: `name` is not valid on the hub, or no token is set.
     """
     from huggingface_hub import get_token
 
@@ -165,8 +165,8 @@ def push_folder(folder: Path, name: str, report: Report = lambda _: None) -> str
         The commit's URL.
 
     Raises:
-        UserError: no write access.
-        RunError: no network, or the hub fails.
+        UserError: the token is missing or has no write access, or `name` is not valid.
+        RunError: the network or the hub fails.
     """
     from huggingface_hub import HfApi
 
@@ -191,7 +191,7 @@ def _endpoint() -> str:
 
 
 def _quiet() -> Any:
-    """A progress bar that shows nothing."""
+    """A class of progress bars that show nothing."""
     bar: Any = importlib.import_module("huggingface_hub.utils").tqdm
 
     def disabled(self: Any, *args: Any, **options: Any) -> None:
@@ -202,12 +202,12 @@ def _quiet() -> Any:
 
 @contextlib.contextmanager
 def _explaining(name: str, where: str, place: Path, done: str = "fetched") -> Iterator[None]:
-    """Convert errors of huggingface_hub to ours, each with advice.
+    """Convert errors of huggingface_hub to UserError or RunError, each with advice.
 
     Args:
-        where: the name with the requested revision.
-        place: the local folder.
-        done: fetched or uploaded.
+        where: the model's name with the requested revision.
+        place: the local folder that is read or written.
+        done: the word for the transfer in messages: fetched or uploaded.
     """
     from huggingface_hub import errors, get_token
 

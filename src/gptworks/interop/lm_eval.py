@@ -1,9 +1,9 @@
 """Runs of gptworks as models of lm-evaluation-harness (EleutherAI), computed by our engine.
 
     gptworks evaluate runs/mine --harness lambada_openai                                       # or a task's YAML file
-    python -m gptworks.interop.lm_eval --model gptworks --model_args run=runs/mine --tasks …   # its command line
+    python -m gptworks.interop.lm_eval --model gptworks --model_args run=runs/mine --tasks …   # the harness's command
 
-Texts are encoded and truncated like in the harness's `hf` model, so scores equal those of the exported folder, except
+Texts are encoded and truncated as in the harness's `hf` model, so scores equal those of the exported folder, except
 that `hf` gives probability to rows of the embedding without a token, and the engine does not.
 """
 
@@ -66,7 +66,7 @@ class GptworksLM(TemplateLM):  # type: ignore[misc]
         self.engine = run if isinstance(run, Engine) else load(run, checkpoint, device=device, **options)
         self.max_gen_toks = int(max_gen_toks)
         self._tokenizer = unpack_tokenizer(pack_tokenizer(self.engine.tokenizer))
-        self._tokenizer.encode_special_tokens = False  # as in transformers, a special token's name is that token
+        self._tokenizer.encode_special_tokens = False  # a token's name in text is that token, as in transformers
         self._special = special_tokens(self._tokenizer)
         self._begin = [] if self._special.separator else document_frame(self._tokenizer)[0]
 
@@ -76,7 +76,7 @@ class GptworksLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without a context."""
+        """The token that is put before a text without a context."""
         found = self._special.eos if self._special.bos is None else self._special.bos
         if found is None:
             raise UserError("this tokenizer has no token that begins a text: choose tasks without empty contexts.")
@@ -177,14 +177,14 @@ def _sampling(options: dict[str, Any], max_tokens: int, until: list[str], seed: 
 def run_harness(
     engine: Engine, tasks: Sequence[str], *, run: str, step: int, limit: int | None = None, chat: bool = False
 ) -> list[Evaluation]:
-    """Evaluate a run on the harness's tasks, one evaluation each.
+    """Evaluate a run on tasks of the harness; return one evaluation per task.
 
     Args:
         tasks: names of the harness's tasks, or YAML files of tasks.
-        limit: number of first items; None: all.
+        limit: number of items to evaluate, from the first; None: all.
 
     Raises:
-        UserError: an unknown task.
+        UserError: the harness does not have one of the tasks, or its file is missing.
     """
     names, folders = [], []
     for task in tasks:
@@ -209,7 +209,7 @@ def run_harness(
 
 def _name_in(path: Path) -> str:
     try:
-        node = compose_yaml(read_text(path, MAX_BYTES), str(path))  # its tags may name functions
+        node = compose_yaml(read_text(path, MAX_BYTES), str(path))  # only parsed: YAML tags could run functions
     except FileNotFoundError:
         raise UserError(f"--harness {path}: no such file.") from None
     named = [value for key, value in (node.value if isinstance(node, yaml.MappingNode) else []) if key.value == "task"]
@@ -217,7 +217,7 @@ def _name_in(path: Path) -> str:
 
 
 def _evaluation(name: str, found: dict[str, Any], run: str, step: int) -> Evaluation:
-    """A task's result; metrics that are means over items get an interval."""
+    """The result of one task; each metric that is a mean over items gets a confidence interval."""
     samples, metrics = found["samples"][name], {}
     for key, value in found["results"][name].items():
         metric, _, filtered = key.partition(",")

@@ -3,8 +3,8 @@
     adapter_config.json           rank, alpha and the adapted modules of transformers
     adapter_model.safetensors     base_model.model.<module>.lora_A.weight [r, I], lora_B.weight [O, r]
 
-If transformers joins several of our matrices (query, key and value of a GPT-2), their adapters become one with the sum
-of their ranks: A is stacked, B is block-diagonal. That is exact.
+If transformers joins several of our matrices (query, key and value of a GPT-2), their adapters become one adapter. Its
+rank is the sum of theirs, its A is stacked and its B block-diagonal, so the result is exact. I: inputs; O: outputs.
 """
 
 import json
@@ -57,34 +57,34 @@ TENSORS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
 UPRIGHT = (TRANSPOSED, TRANSPOSED_THIRDS)
-"""Layouts of matrices that transformers stores as [I, O]; PEFT's A and B have the same shapes as for others."""
+"""Layouts of matrices that transformers stores as [I, O]; PEFT stores their A as [r, I] and B as [O, r] even so."""
 
 Pair = tuple[Tensor, Tensor]
-"""A [r, I] and B [O, r], to be multiplied by the adapter's scale only."""
+"""A [r, I] and B [O, r] of a matrix, which changes by the adapter's scale · B·A."""
 
 
 @dataclass(frozen=True)
 class AdapterExport:
-    """The result of an export."""
+    """The result of exporting an adapter."""
 
     folder: Path
     base: str
-    """The Hugging Face folder of the adapter's base."""
+    """The Hugging Face folder of the adapter's base model, or its name on the hub."""
     modules: int
     parameters: int
     logit_difference: float | None
-    """The largest difference of a logit from base and adapter in PEFT; None: not compared."""
+    """The largest difference between the logits of the run and of PEFT; None: they were not compared."""
 
 
 @dataclass(frozen=True)
 class AdapterImport:
-    """The result of an import."""
+    """The result of importing an adapter."""
 
     run_dir: Path
     adapter: LoRAConfig
     parameters: int
     logit_difference: float | None
-    """The largest difference of a logit from base and adapter in PEFT; None: not compared."""
+    """The largest difference between the logits of the run and of PEFT; None: they were not compared."""
 
 
 def export_adapter(
@@ -103,8 +103,8 @@ def export_adapter(
         verify: compare base and adapter in PEFT with our model; not possible with a name on the hub.
 
     Raises:
-        UserError: the run has no adapter, or one that PEFT's format cannot represent; `out` is not empty.
-        RunError: they differ, or the disk is full or fails. Nothing is kept.
+        UserError: the run has no adapter, or one that PEFT's format cannot represent; or `out` is not empty.
+        RunError: PEFT's logits differ from the run's, or the disk is full or fails. Nothing is kept.
     """
     out = Path(out).absolute()
     check_free(out)
@@ -145,10 +145,10 @@ def export_adapter(
 
 
 def to_peft(family: Family, config: ModelConfig, adapter: LoRAConfig, tensors: Mapping[str, Tensor]) -> dict[str, Pair]:
-    """A model's adapters by the module of transformers.
+    """A and B of each adapted module, by the module's name in transformers.
 
     Raises:
-        UserError: PEFT cannot represent one of them.
+        UserError: PEFT's format cannot represent an adapter.
     """
     adapters = [name.removesuffix(".lora_a") for name in tensors if name.endswith(".lora_a")]
     ours = {module: (tensors[f"{module}.lora_a"], tensors[f"{module}.lora_b"]) for module in adapters}
@@ -168,7 +168,7 @@ def to_peft(family: Family, config: ModelConfig, adapter: LoRAConfig, tensors: M
 
 
 def _places(family: Family, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Place, list[str]]]:
-    """The place in transformers of each weight that may have an adapter, and our modules there.
+    """Yield the place in transformers of each weight that may have an adapter, with our modules in it.
 
     Raises:
         UserError: an adapter belongs to experts that transformers stores as one tensor, not as modules.
@@ -185,7 +185,7 @@ def _places(family: Family, config: ModelConfig, tensors: Mapping[str, Tensor]) 
 
 
 def _joined(parts: list[Pair | None], place: Place, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Pair:
-    """The adapter of one of their matrices, from the adapters of our matrices in it."""
+    """A and B of a matrix in transformers, from those of our matrices in it; None in `parts`: no adapter."""
     there = [pair for pair in parts if pair is not None]
     rank, at = sum(len(a) for a, _ in there), 0
     columns = []
@@ -200,7 +200,7 @@ def _joined(parts: list[Pair | None], place: Place, config: ModelConfig, tensors
 
 
 def _upright(x: Tensor, place: Place) -> Tensor:
-    """B as [O, r], which PEFT uses even if the model stores its matrix as [I, O]."""
+    """Transpose `x` if transformers stores the matrix of this place as [I, O]: PEFT's B is always [O, r]."""
     return x.T if place.layout in UPRIGHT else x
 
 
@@ -229,7 +229,7 @@ def _write(folder: Path, pairs: dict[str, Pair], adapter: LoRAConfig, base: str,
 
 
 def _verify(folder: Path, base: Path, loaded: LoadedRun, tokenizer: Tokenizer) -> float:
-    """The largest difference of a logit between our model and base with adapter in PEFT."""
+    """The largest difference between the logits of our model and of base and adapter in PEFT."""
     with quiet():
         theirs = require("peft").PeftModel.from_pretrained(load_theirs(base), folder, local_files_only=True).eval()
         sequences = sequences_for(loaded.model, tokenizer, loaded.recipe.train.sample_prompts)
@@ -250,7 +250,7 @@ def import_adapter(
     """Make a run from a PEFT adapter and its base.
 
     Args:
-        base: a run folder or a Hugging Face folder.
+        base: the run folder or Hugging Face folder of the base model.
         verify: compare the run with base and adapter in PEFT, if PEFT is installed.
 
     Raises:
@@ -281,7 +281,7 @@ def import_adapter(
 
 
 def _load_base(base: Path, aside: Path, report: Report) -> tuple[LoadedRun, Family]:
-    """The base, and the architecture of transformers that names the adapter's modules."""
+    """Load the base, imported to `aside` if it is not a run; also return its architecture in transformers."""
     if (base / "recipe.yaml").exists():
         loaded = load_run(base, full=True, report=report)
         return loaded, choose_family(loaded.model.config, load_tokenizer(loaded.tokenizer_folder))[0]
@@ -290,7 +290,7 @@ def _load_base(base: Path, aside: Path, report: Report) -> tuple[LoadedRun, Fami
 
 
 def _in_peft(base: Path, adapter: Path, aside: Path) -> Any:
-    """Base and adapter in PEFT. A base that is a run is first exported to `aside`."""
+    """Load base and adapter in PEFT. A base that is a run is first exported to `aside`."""
     if (base / "recipe.yaml").exists():
         export_huggingface(base, aside, verify=False)
         base = aside
@@ -304,19 +304,19 @@ def from_peft(
     tensors: Mapping[str, Tensor],
     weights: Mapping[str, Tensor],
 ) -> tuple[LoRAConfig, dict[str, Tensor]]:
-    """Our adapter from PEFT's settings and tensors (names without their prefix).
+    """Convert PEFT's settings and tensors (by name, without PEFT's prefix) to our adapter.
 
-    All modules get the largest rank, padded with zeros, and one scale; B absorbs the ratio to the module's own scale.
+    All modules get the largest rank, padded with zeros, and the first module's scale; B absorbs the ratio of scales.
 
     Args:
-        weights: the base's weights.
+        weights: our weights of the base, by name.
 
     Returns:
-        The adapter, and the weights that it changes: A and B of each module, and matrices of the base that its
+        The adapter's settings, and tensors by name: A and B of each module, and the base's matrices that PEFT's
         initialization changed.
 
     Raises:
-        UserError: a tensor does not belong to the model, has a wrong shape or rank, or lacks its other half.
+        UserError: a tensor does not belong to the model, has a wrong shape or rank, or A or B is missing.
     """
     left = dict(tensors)
     found: dict[str, tuple[Tensor, Tensor, float]] = {}

@@ -1,7 +1,7 @@
-"""`adapter_config.json`: the meaning of each setting of PEFT's LoRA for the weights, and the settings that are refused.
+"""Read `adapter_config.json`, PEFT's settings of an adapter, and refuse settings that gptworks does not support.
 
-A key is a field of `LoraSettings`, has no effect on a finished adapter, or is refused with a reason. Any other key is
-refused unless it is empty.
+Each key is a field of `LoraSettings`, has no effect on a finished adapter, or is refused with a reason. Unknown keys
+are refused too. Refused keys are accepted if their values are empty.
 """
 
 import math
@@ -48,11 +48,11 @@ REFUSED: Mapping[str, str] = {
     "corda_config": "CorDA changes the base by activations that the adapter's folder does not hold",
     "lora_ga_config": "LoRA-GA changes the base by gradients that the adapter's folder does not hold",
 }
-"""Features other than LoRA, and why they cannot be read. Empty values are accepted."""
+"""Settings of features beyond plain LoRA → the reason why gptworks refuses them. Empty values are accepted."""
 
 INITS = frozenset({"gaussian", "orthogonal", "eva", "pissa", "olora"})
-"""Accepted values of `init_lora_weights` besides true and false: the base is unchanged, or loses a part that can be
-computed from it (`part_of_base`).
+"""Accepted values of `init_lora_weights` besides true and false. They leave the base unchanged, or move a part of it
+into the adapter; `part_of_base` computes that part.
 """
 
 _CONVERT = (
@@ -61,7 +61,7 @@ _CONVERT = (
 )
 _QUANTIFIERS = 8
 _SECONDS = 0.1
-"""Limit of processor time for matching a pattern with a module's name."""
+"""Most seconds of processor time for matching a pattern with a module's name."""
 _PATTERN_CHARACTERS = 2000
 
 
@@ -105,11 +105,11 @@ class LoraSettings(BaseModel):
     layers_pattern: _Names = None
 
     def targets(self, module: str) -> bool:
-        """Whether PEFT adapts a module, given that it can."""
+        """Whether the settings select a module, which must be of a kind that PEFT can adapt."""
         if self.exclude_modules and _named(self.exclude_modules, module):
             return False
         names = self.target_modules
-        if names is None or names == "all-linear":  # PEFT saves the names that it found; without any, all are allowed
+        if names is None or names == "all-linear":  # all modules are allowed: the saved tensors decide
             return True
         if isinstance(names, str) or module in names:
             return _named(names, module)
@@ -133,12 +133,12 @@ class LoraSettings(BaseModel):
         return _of_pattern(self.rank_pattern, module, self.r)
 
     def scale_of(self, module: str) -> float:
-        """The factor of B·A."""
+        """The factor of B·A in a module's adapter."""
         alpha, rank = _of_pattern(self.alpha_pattern, module, self.lora_alpha), self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def part_of_base(self, module: str, weight: Tensor, transposed: bool) -> Tensor | None:
-        """The part of the base that the initialization moved into the adapter, to be subtracted; None: nothing.
+        """The part of a base matrix that the initialization moved into the adapter; None: it moved nothing.
 
         PiSSA (Meng et al., 2024) initializes with the largest singular components of W, OLoRA (Büyükakyüz, 2024) with
         the first columns of its QR decomposition.
@@ -149,7 +149,7 @@ class LoraSettings(BaseModel):
                 OLoRA of a square GPT-2 matrix changes the model in PEFT.
 
         Returns:
-            fp32, of the same shape.
+            The part to subtract from the base, in fp32 and in the shape of `weight`.
         """
         kind, rank = _start(self.init_lora_weights), self.rank_of(module)
         if kind == "pissa":
@@ -170,7 +170,7 @@ def _named(names: str | list[str], module: str) -> bool:
 
 
 def _of_pattern(patterns: Mapping[str, Number], module: str, otherwise: Number) -> Number:
-    """The value of the first pattern that matches the module."""
+    """The value of the first pattern that matches the module; `otherwise` if none matches."""
     return next((value for key, value in patterns.items() if _is_named(key, module)), otherwise)
 
 
@@ -219,7 +219,7 @@ def _check_init(init: Any, path: Path) -> None:
 
 
 def _start(init: Any) -> Any:
-    """The value, in lower case if PEFT ignores its case."""
+    """A value of `init_lora_weights`, in lower case if PEFT ignores its case."""
     return init.lower() if isinstance(init, str) and init.lower() in ("olora", "gaussian") else init
 
 

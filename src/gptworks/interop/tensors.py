@@ -1,4 +1,4 @@
-"""Names and layouts of tensors, in both directions: one of their tensors may hold several of ours.
+"""Convert tensors between gptworks (ours) and other programs' files (theirs): one of theirs may hold several of ours.
 
 Shapes: C width, D head width, H heads, G key/value heads, E experts, F inner width of an expert.
 """
@@ -16,24 +16,24 @@ from gptworks.model import GPT
 
 @dataclass(frozen=True)
 class Layout:
-    """How our tensors form one of theirs. `split` is the exact inverse of `join`."""
+    """A rule that joins our tensors into one of theirs; `split` is the exact inverse of `join`."""
 
     join: Callable[[Sequence[Tensor], ModelConfig], Tensor]
     split: Callable[[Tensor, ModelConfig], Sequence[Tensor]]
 
 
 def _swapped(x: Tensor) -> Tensor:
-    """[out, in] ↔ [in, out]; a bias is unchanged."""
+    """Transpose a matrix between [out, in] and [in, out]; leave a bias unchanged."""
     return x.T if x.dim() == 2 else x
 
 
 def _rows(x: Tensor, n: int) -> Tensor:
-    """[n·m, ...] → [n, m, ...]."""
+    """Reshape [n·m, ...] to [n, m, ...]."""
     return x.reshape(n, -1, *x.shape[1:])
 
 
 def _join_heads(parts: Sequence[Tensor], config: ModelConfig) -> Tensor:
-    """Three of [H·D, ...] → [H·3·D, ...]: query, key and value of each head in turn."""
+    """Join query, key and value, each [H·D, ...], to [H·3·D, ...]: all three of the first head come first."""
     return torch.stack([_rows(part, config.n_heads) for part in parts], dim=1).flatten(0, 2)
 
 
@@ -43,31 +43,31 @@ def _split_heads(whole: Tensor, config: ModelConfig) -> Sequence[Tensor]:
 
 PLAIN = Layout(lambda parts, _: parts[0], lambda whole, _: [whole])
 LESS_ONE = Layout(lambda parts, _: parts[0] - 1, lambda whole, _: [whole + 1])
-"""Gemma's norms multiply by 1 + w. In fp32 the sum equals transformers' bit for bit."""
+"""Gemma's norms multiply by 1 + w, ours by w. In fp32, 1 + w equals transformers' sum bit for bit."""
 TRANSPOSED = Layout(lambda parts, _: _swapped(parts[0]), lambda whole, _: [_swapped(whole)])
-"""GPT-2 keeps its matrices as [in, out]."""
+"""GPT-2 stores its matrices as [in, out], gptworks as [out, in]."""
 TRANSPOSED_THIRDS = Layout(lambda parts, _: _swapped(torch.cat(list(parts))), lambda whole, _: _swapped(whole).chunk(3))
-"""Query, key and value side by side, [C, 3·C]."""
+"""One matrix with query, key and value side by side, [C, 3·C]."""
 QUERY_KEY_VALUE = Layout(
     lambda parts, _: torch.cat(list(parts)),
     lambda whole, config: torch.split(whole, [n * config.d_head for n in (config.n_heads, *[config.n_kv_heads] * 2)]),
 )
-"""All queries, then all keys, then all values, [(H + 2·G)·D, C]."""
+"""One matrix with all queries, then all keys, then all values, [(H + 2·G)·D, C]."""
 HEAD_BY_HEAD = Layout(_join_heads, _split_heads)
-"""Query, key and value of each head in turn, [H·3·D, C]."""
+"""One matrix with query, key and value of each head in turn, [H·3·D, C]."""
 HALVES = Layout(lambda parts, _: torch.cat(list(parts)), lambda whole, _: whole.chunk(2))
-"""Gate, then up, [2·F, C]."""
+"""One matrix with the MLP's gate, then its up projection, [2·F, C]."""
 STACKED = Layout(lambda parts, _: torch.stack(list(parts)), lambda whole, _: whole.unbind())
-"""One matrix for each expert, [E, C, F]."""
+"""One tensor that stacks a matrix of all experts, [E, out, in]."""
 STACKED_HALVES = Layout(
     lambda parts, config: _rows(torch.cat(list(parts)), config.n_experts),
     lambda whole, config: whole.flatten(0, 1).chunk(2 * config.n_experts),
 )
-"""Gate and up of each expert, [E, 2·F, C]."""
+"""One tensor that stacks gate and up of all experts, [E, 2·F, C]."""
 
 
 def interleaved(x: Tensor, n_heads: int) -> Tensor:
-    """Rows of each head, [n·D, ...], reordered so that elements i and i + D/2 become neighbours."""
+    """Reorder the rows of each head, [n·D, ...], so that rows i and i + D/2 become neighbours."""
     return x.reshape(n_heads, 2, -1, *x.shape[1:]).transpose(1, 2).flatten(0, 2)
 
 
@@ -80,7 +80,7 @@ QUERY_IN_PAIRS = Layout(
     lambda parts, config: interleaved(parts[0], config.n_heads),
     lambda whole, config: [_halved(whole, config.n_heads)],
 )
-"""For files whose rotary pairs are elements 2i and 2i + 1 of a head; in gptworks they are i and i + D/2."""
+"""Layout for files whose rotary pairs are elements 2i and 2i + 1 of a head; in gptworks they are i and i + D/2."""
 KEY_IN_PAIRS = Layout(
     lambda parts, config: interleaved(parts[0], config.n_kv_heads),
     lambda whole, config: [_halved(whole, config.n_kv_heads)],
@@ -89,7 +89,7 @@ KEY_IN_PAIRS = Layout(
 
 @dataclass(frozen=True)
 class Place:
-    """The name of our modules in their files. `{layer}` and `{expert}` stand for every layer and every expert."""
+    """A module of their file and our modules in it. `{layer}` and `{expert}` stand for every layer and every expert."""
 
     theirs: str
     ours: tuple[str, ...]
@@ -97,15 +97,15 @@ class Place:
 
 
 def places(names: Mapping[str, str], norms: Layout = PLAIN) -> tuple[Place, ...]:
-    """Places of single modules, unchanged except for the norms: their name → ours."""
+    """Places from `names` (their module → ours). Norms get the layout `norms`; other modules are unchanged."""
     return tuple(Place(theirs, (ours,), norms if "norm" in ours else PLAIN) for theirs, ours in names.items())
 
 
 def tensor_places(rules: Collection[Place], config: ModelConfig, names: Collection[str]) -> Iterator[Place]:
-    """The place of every tensor of a model, block by block: the rules for each layer, expert, weight and bias.
+    """Apply the rules to each layer, expert, weight and bias: yields the place of every tensor, block by block.
 
     Args:
-        names: the tensors of the model (`expected_tensors`).
+        names: names of the model's tensors, as in `expected_tensors`.
     """
     for in_blocks, group in itertools.groupby(rules, lambda rule: "{layer}" in rule.theirs):
         for layer, rule in itertools.product(range(config.n_layers if in_blocks else 1), [*group]):
@@ -128,7 +128,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, Tensor]:
 def each_tensor(
     rules: Collection[Place], config: ModelConfig, ours: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of their file with its name there, from ours."""
+    """Convert our tensors to theirs, one at a time: yields the name in their file and the tensor."""
     there = list(tensor_places(rules, config, ours))
     assert {name for place in there for name in place.ours} == set(ours), "every tensor has a place"
     for place in there:
@@ -136,12 +136,12 @@ def each_tensor(
 
 
 def their_tensors(rules: Collection[Place], config: ModelConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors of their file, from ours."""
+    """All tensors of their file by name, converted from ours."""
     return dict(each_tensor(rules, config, ours))
 
 
 def our_tensors(rules: Collection[Place], config: ModelConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our tensors in fp32, from those of their file: the inverse of `their_tensors`."""
+    """Our tensors by name, in fp32, converted from those of their file: the inverse of `their_tensors`."""
     ours: dict[str, Tensor] = {}
     for place in tensor_places(rules, config, expected_tensors(config)):
         parts = place.layout.split(theirs[place.theirs].float(), config)
@@ -150,5 +150,5 @@ def our_tensors(rules: Collection[Place], config: ModelConfig, theirs: Mapping[s
 
 
 def their_shape(place: Place, config: ModelConfig, expected: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """The shape of a tensor in their file."""
+    """The shape of a place's tensor in their file."""
     return tuple(place.layout.join([expected[name] for name in place.ours], config).shape)

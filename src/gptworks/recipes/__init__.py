@@ -14,7 +14,7 @@ class ShippedRecipe:
     path: Path
     summary: str
     time: str | None
-    """Training time, and where it was measured; None: unknown."""
+    """Training time and the processor that it was measured on; None: unknown."""
 
 
 def shipped_paths() -> dict[str, Path]:

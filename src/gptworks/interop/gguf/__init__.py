@@ -1,7 +1,7 @@
 """GGUF files: `export_gguf` writes one that llama.cpp loads, including the tokenizer.
 
-architectures   the architectures of llama.cpp: which models each computes, settings and tensors
-vocabulary      the tokenizer in llama.cpp's form, if it gives the same ids there
+architectures   llama.cpp's architectures: the models that each computes, their settings and tensors
+vocabulary      the tokenizer in llama.cpp's form, refused if its ids would differ
 exporting       run folder → GGUF file with rounded or quantized tensors
 """
 

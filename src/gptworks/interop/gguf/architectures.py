@@ -1,4 +1,4 @@
-"""The architectures of llama.cpp that a `GPT` can compute, with a model's settings and tensors there.
+"""The architectures of llama.cpp that gptworks exports to: the models that each computes, their settings and tensors.
 
 The table follows llama.cpp's sources; test_gguf.py compares each entry with llama.cpp itself.
 """
@@ -28,7 +28,7 @@ from gptworks.interop.tensors import (
 Bias = Literal["qkv", "out", "mlp"]
 ALL_BIASES: tuple[Bias, ...] = ("qkv", "out", "mlp")
 GELU = ("gelu_tanh", "gelu")
-"""llama.cpp has only the tanh form."""
+"""Both forms of GELU; llama.cpp computes only the tanh form."""
 
 APPROXIMATE_GELU = (
     "llama.cpp computes model.mlp=gelu in its tanh form, which differs by at most 0.0005; on a CPU it also rounds GELU "
@@ -38,7 +38,7 @@ APPROXIMATE_GELU = (
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture of llama.cpp: which models it computes, and the layout of their tensors."""
+    """An architecture of llama.cpp: the settings of models that it computes, and the layout of their tensors."""
 
     name: str
     norm: Literal["layernorm", "rmsnorm"]
@@ -46,25 +46,25 @@ class Architecture:
     position: tuple[str, ...] = ("rope",)
     qk_norm: bool = False
     biases: tuple[Bias, ...] = ()
-    """The biases of linear layers that it can have."""
+    """Linear layers that may have biases."""
     always_biased: bool = False
-    """Whether every file has all biases, as zeros if the model has none."""
+    """Whether a file must have all biases; those that the model lacks are written as zeros."""
     joined: bool = False
-    """Query, key and value are one tensor."""
+    """Whether query, key and value are one tensor."""
     interleaved: bool = False
     """Whether rotary pairs are elements 2i and 2i + 1 of a head; in gptworks they are i and i + D/2."""
     free_head_width: bool = False
     """Whether the width of a head may differ from d_model / n_heads."""
     partial_rotation: bool = False
     parallel: bool = False
-    """Attention and MLP may be parallel, each with its norm."""
+    """Whether attention and MLP may be parallel, each with its norm."""
     tied: bool = True
-    """The file may leave out a tied head; if False, it stores the embedding twice."""
+    """Whether a file may leave out a tied head; if False, the head is stored as a copy of the embedding."""
     experts: Literal["none", "routed", "shared"] = "none"
     attention_scale: bool = False
 
     def obstacles(self, config: ModelConfig) -> list[str]:
-        """The settings of a model that it cannot compute, as `name=value`."""
+        """The settings of a model that this architecture cannot compute, as `name=value`."""
         used = {"qkv": config.qkv_bias, "out": config.out_bias, "mlp": config.mlp_bias}
         held = {bias: bias in self.biases and not (bias == "mlp" and config.n_experts) for bias in ALL_BIASES}
         wide = config.n_heads * config.d_head != config.d_model
@@ -121,14 +121,14 @@ ARCHITECTURES = (
         "qwen3moe", "rmsnorm", ("swiglu",), qk_norm=True, biases=("qkv",), free_head_width=True, experts="routed"
     ),
 )  # fmt: skip
-"""The first that fits a model is used. Qwen2 and Mixtral are `llama` here, with biases and with experts."""
+"""The first architecture that fits is used. `llama` covers Qwen2 (with biases) and Mixtral (with experts)."""
 
 
 def choose_architecture(config: ModelConfig) -> Architecture:
     """The architecture of llama.cpp for a model.
 
     Raises:
-        UserError: none fits; the message names the nearest ones and what they lack.
+        UserError: no architecture fits; the message names the nearest ones and what they lack.
     """
     lacking = [(architecture, architecture.obstacles(config)) for architecture in ARCHITECTURES]
     fewest = min(len(obstacles) for _, obstacles in lacking)
@@ -193,7 +193,7 @@ def _add_rotation(writer: GGUFWriter, config: ModelConfig) -> None:
     writer.add_rope_scaling_type(RopeScalingType(scaling.type))
     writer.add_rope_scaling_factor(scaling.factor)
     writer.add_rope_scaling_orig_ctx_len(config.original_context_length)
-    if scaling.attention_factor is not None:  # a factor of llama.cpp's own
+    if scaling.attention_factor is not None:  # llama.cpp multiplies it by 0.1 ln(factor) + 1
         writer.add_rope_scaling_attn_factors(scaling.attention_factor / (0.1 * math.log(scaling.factor) + 1))
 
 
@@ -241,13 +241,13 @@ def _places(architecture: Architecture, config: ModelConfig) -> tuple[Place, ...
 def file_tensors(
     architecture: Architecture, config: ModelConfig, weights: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the file with its name there, block by block. Given meta tensors, gives meta tensors."""
+    """Yield the name and data of every tensor of the file, block by block; meta weights give meta tensors."""
     always = {"attention_bias": True, "mlp_bias": True} if architecture.always_biased else {}
     tied = config.tie_embeddings and architecture.tied
     held = config.model_copy(update=always | {"norm_bias": config.norm == "layernorm", "tie_embeddings": tied})
     embedding = weights["token_embedding.weight"]
     absent = {name: x for name, x in expected_tensors(held).items() if name not in weights}
-    filled = {name: embedding.new_zeros(x.shape) for name, x in absent.items()}  # biases
+    filled = {name: embedding.new_zeros(x.shape) for name, x in absent.items()}  # biases, as zeros
     if "untied_head.weight" in absent:
         filled["untied_head.weight"] = embedding
     return each_tensor(_places(architecture, held), held, {**filled, **weights})

@@ -1,4 +1,4 @@
-"""Export a run as a GGUF file: write it aside, tensor by tensor, then rename it."""
+"""Export a run as a GGUF file: write a temporary file, tensor by tensor, then rename it."""
 
 from contextlib import closing
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from gptworks.tokenizer import load_tokenizer
 
 @dataclass(frozen=True)
 class Export:
-    """The result of an export."""
+    """The result of exporting a run to a GGUF file."""
 
     file: Path
     architecture: str
@@ -29,7 +29,7 @@ class Export:
     bytes: int
     step: int
     tokenizer: str | None
-    """llama.cpp's name of the tokenizer; None if the file has no tokenizer."""
+    """llama.cpp's name for the tokenizer; None if the file has no tokenizer."""
     notes: tuple[str, ...]
     """Differences between llama.cpp and the run."""
 
@@ -50,10 +50,10 @@ def export_gguf(
             A matrix whose row length is not a multiple of 32 is stored in f16; norms, biases, positions and routers in
             f32.
         tokenizer: also write the tokenizer. Without it, the file works only with token ids.
-        report: receives damage that was skipped.
+        report: called with a message about each damaged checkpoint that is skipped.
 
     Raises:
-        UserError: no such run; `out` exists; llama.cpp lacks the run's architecture or tokenizer.
+        UserError: the run does not exist; `out` exists; llama.cpp lacks the run's architecture or tokenizer.
         RunError: the disk is full or fails. Nothing is kept.
     """
     out = Path(out)
@@ -100,7 +100,7 @@ def export_gguf(
 
 
 def stored_as(name: str, shape: tuple[int, ...], quantization: GGUFType) -> gguf.GGMLQuantizationType:
-    """The format of a tensor, as in llama.cpp's converter, but with embedding and head never in 4 bits."""
+    """The format to store a tensor in: as llama.cpp's converter chooses, but never 4 bits for embedding and head."""
     if len(shape) == 1 or name == "position_embd.weight" or name.endswith("ffn_gate_inp.weight"):
         return gguf.GGMLQuantizationType.F32
     if quantization == "q4_0" and name in ("token_embd.weight", "output.weight"):

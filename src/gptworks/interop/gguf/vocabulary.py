@@ -1,4 +1,4 @@
-"""A tokenizer in llama.cpp's form: tokens, merges and a pattern's name. Refused if llama.cpp's ids would differ."""
+"""Convert a tokenizer to llama.cpp's form: tokens, merges, pattern's name. Refuse it if the ids would differ there."""
 
 import json
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from gptworks.errors import UserError
 from gptworks.special_tokens import special_tokens
 
-# Sequences of patterns in `tokenizer.json` for byte-level BPE, and llama.cpp's names for them without and with
-# `ignore_merges` (a word that is a token is not split).
+# Patterns of byte-level BPE in `tokenizer.json` → llama.cpp's two names for them: without and with `ignore_merges`,
+# which keeps a word that is a token from being split.
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -28,7 +28,7 @@ _BPE_WITHOUT = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_wor
 
 _CHARACTERS = r"[\s\S]"
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""llama.cpp's space in the tokens of `t5`."""
+"""The character for a space in tokens of llama.cpp's `t5`."""
 
 _RUNS_OF_UNKNOWN = "llama.cpp reads consecutive unknown characters as one <unk>, the run as one each"
 _UNNORMALIZED = "llama.cpp does not normalize text to Unicode's NFC form, and the run does"
@@ -44,7 +44,7 @@ _FURTHER_ENDS = frozenset(
      "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>",
      "<reponame>", "<|file_sep|>"}
 )  # fmt: skip
-"""Further names in newer versions, including separators of files (llama.cpp, src/llama-vocab.cpp)."""
+"""Names that newer versions add to `_KNOWN_ENDS`, including separators of files (llama.cpp, src/llama-vocab.cpp)."""
 
 _END_IS_NONE = ({"<|return|>", "<|call|>"}, {"<|call|>", "<|flush|>"}, {"<|calls|>", "<|flush|>"},
                 {"<|return|>", "<|calls|>"})  # fmt: skip
@@ -56,7 +56,7 @@ class Vocabulary:
     """The tokenizer of a GGUF file."""
 
     model: str
-    """gpt2: byte-level BPE. t5: the best sequence of known tokens; for single characters there is only one."""
+    """gpt2: byte-level BPE. t5: unigrams, used for single-character tokens, where a text has only one segmentation."""
     pattern: str | None
     tokens: tuple[str, ...]
     types: tuple[TokenType, ...]
@@ -66,14 +66,14 @@ class Vocabulary:
     begins_with_bos: bool
     ends_with_eos: bool
     notes: tuple[str, ...]
-    """Remaining differences: texts with other ids, and tokens that end a text on one side only."""
+    """Remaining differences from the run: texts with other ids, and tokens that end a text in only one program."""
 
 
 def read_vocabulary(tokenizer: Tokenizer, n_rows: int, turn_end: int | None = None) -> Vocabulary:
-    """The tokenizer for a model with `n_rows` token ids, the last of which may be unused.
+    """A run's tokenizer in llama.cpp's form, for a model with `n_rows` token ids; the last ids may be unused.
 
     Args:
-        turn_end: the chat template's token after an answer.
+        turn_end: the id of the token that the chat template puts after an answer.
 
     Raises:
         UserError: no tokenizer of llama.cpp produces the same ids.
@@ -145,7 +145,7 @@ def _bpe_pattern(tree: Mapping[str, Any]) -> str:
     """llama.cpp's name for the pattern of a byte-level BPE.
 
     Raises:
-        UserError: the tokenizer is of another kind.
+        UserError: llama.cpp has no pattern, or no byte-level BPE, like this tokenizer's.
     """
     model = tree["model"]
     if model["type"] != "BPE":
@@ -170,7 +170,7 @@ def _bpe_pattern(tree: Mapping[str, Any]) -> str:
 
 
 def _pattern(step: Mapping[str, Any]) -> str | None:
-    """The pattern of a step of the pre-tokenizer; None: it does not split; "": unknown."""
+    """The pattern by which a pre-tokenizer's step splits; None: it does not split; "": it is unknown."""
     if step["type"] == "ByteLevel":
         return _GPT2 if step["use_regex"] else None
     if step["type"] == "Digits" and step["individual_digits"]:
@@ -188,7 +188,7 @@ def _refusal(reason: str) -> UserError:
 
 
 def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary | None) -> None:
-    """Write the tokenizer, so that prompts begin as in gptworks; None: write that the model has no tokenizer."""
+    """Write the tokenizer, so that prompts begin as in gptworks; None: write that the file has no tokenizer."""
     if vocabulary is None:
         writer.add_tokenizer_model("no_vocab")
         return

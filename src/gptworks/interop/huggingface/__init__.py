@@ -6,15 +6,15 @@ rotary         the clause of rotary positions
 tensors        names and layouts of tensors, in both directions
 family         an architecture of transformers: its clauses and the places of its tensors
 architectures  all architectures: a new one is one entry here
-keys           the keys of the other JSON files, and what each means here
-choice         which architecture a model is exported as, or why none fits
-adapt          weights in another form for an architecture: biases, the scale of attention
+keys           the keys of the other JSON files, and their effects in gptworks
+choice         chooses the architecture that a model is exported as
+adapt          rewrites weights for an architecture: biases, the scale of attention
 exporting      run folder → Hugging Face folder, kept only if `verify` finds it equal
 verify         compares a folder with our model: logits, greedy tokens, token ids
 card           the folder's README.md
 importing      Hugging Face folder → run folder, without transformers
 original       facts of an imported folder that its exports are compared with
-kinds          why a model type cannot be read
+kinds          reasons why model types cannot be read
 """
 
 from gptworks.interop.huggingface.exporting import export_huggingface

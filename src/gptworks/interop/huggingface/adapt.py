@@ -15,7 +15,7 @@ from gptworks.interop.tensors import expected_tensors
 def adapt_weights(
     family: Family, config: ModelConfig, adapted: ModelConfig, tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors of `adapted`, equivalent to those of `config`, and notes about the changes.
+    """Weights for the model `adapted` that compute what `tensors` compute in `config`, and notes about changes.
 
     Raises:
         UserError: a query has nonzero biases, which the architecture lacks.
@@ -37,7 +37,7 @@ def adapt_weights(
 
 
 def _move_value_biases(family: Family, config: ModelConfig, weights: dict[str, Tensor]) -> None:
-    """Remove the biases of query, key and value.
+    """Remove the biases of query, key and value from `weights`, without changing what the model computes.
 
     Attention weights sum to 1, so a value's bias passes through unchanged and can move to the output projection. A
     key's bias adds the same number to all scores of a query, which softmax cancels. A query's bias must be zero.
@@ -61,7 +61,7 @@ def _move_value_biases(family: Family, config: ModelConfig, weights: dict[str, T
 
 
 def _scale_queries(adapted: ModelConfig, weights: dict[str, Tensor], factor: float) -> None:
-    """Multiply q·k by scaling the query weights, which commutes with rotation, or the weight of the query norm."""
+    """Multiply q·k by `factor`: scale the query norm's weight, or the query weights, which commutes with rotation."""
     for layer in range(adapted.n_layers):
         attention = f"blocks.{layer}.attention"
         scaled = ("query_norm.weight",) if adapted.qk_norm else ("query.weight", "query.bias")

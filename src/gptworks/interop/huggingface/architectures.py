@@ -1,4 +1,4 @@
-"""The architectures of transformers that a `GPT` can compute.
+"""The architectures of transformers that gptworks reads and writes.
 
 To add one, add an entry to `_ALL`; export and import then use it. The tables follow the classes of transformers 5, and
 test_huggingface.py compares each entry with its class.
@@ -56,7 +56,7 @@ _PHI3_ALONE = (
 )  # fmt: skip
 _UNGATED = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
 _UNGATED_NEW = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu2": "relu2"}
-"""`_UNGATED` with the name of the tanh form in GPT-2's files."""
+"""`_UNGATED` with `gelu_new`, the name of the tanh form in GPT-2's files."""
 _GATES = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh"}
 _SILU = activation("hidden_act", _GATES, "silu")
 _LAYER_NORM = fixed(norm="layernorm", norm_bias=True)
@@ -81,7 +81,7 @@ _MULTIPLIERS = optional({
     "logits_scaling": ("logit_divisor", 1.0),
 })  # fmt: skip
 _FIXED_LENGTH = ("default", "linear", "yarn", "llama3")
-"""Scalings that do not depend on the length of a text."""
+"""Kinds of rotary scaling that do not depend on the length of a text."""
 _SIZES = needed(vocab_size="vocab_size", hidden_size="d_model", num_hidden_layers="n_layers")
 _FOUR_TIMES = ("d_ff", lambda ours: 4 * ours["d_model"])
 
@@ -155,10 +155,10 @@ def like_llama(
     """An architecture like Llama: rotary positions, RMSNorm, and Llama's names of settings and tensors.
 
     Args:
-        clauses: its own clauses.
-        width: their name of the MLP's inner width.
-        modules: further modules in addition to `block`: their name → ours.
-        joined: their tensors that hold several of ours.
+        clauses: clauses in addition to Llama's.
+        width: the name of the setting for the MLP's inner width.
+        modules: modules in addition to those of `block`: their name → ours.
+        joined: places of their tensors that hold several of ours.
     """
     return Family(
         model_type, architecture, "model.",
@@ -173,7 +173,7 @@ def like_llama(
 
 
 def _gemma(model_type: str, architecture: str, *clauses: Clause, rope: Clause, **more: Any) -> Family:
-    """Gemma 2 or 3: norms of 1 + w on both sides, a scaled embedding, GEGLU, windows in most layers."""
+    """An architecture like Gemma 2: norms (of 1 + w) before and after each sublayer, a scaled embedding, GEGLU."""
     return like_llama(
         model_type, architecture, fixed(norm_placement="both"), _ATTENTION_FLAG, QUERY_SCALAR, EMBEDDING_ROOT,
         *clauses, only("use_bidirectional_attention", False, absent=False),
@@ -254,7 +254,7 @@ _ALL = (
             "model.layers.{layer}.mlp.c_proj": "blocks.{layer}.mlp.down",
         }),
         harmless=frozenset({"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "scale_attn_weights",
-                            "mlp_type", "norm_type", "activation_function", "layer_norm_epsilon"}),  # of related models
+                            "mlp_type", "norm_type", "activation_function", "layer_norm_epsilon"}),  # for other models
     ),
     Family(
         "stablelm", "StableLmForCausalLM", "model.",
@@ -266,7 +266,7 @@ _ALL = (
             _more("layer_norm_eps", 1e-5, tied=False), _dropouts(attention_dropout="attention"),
         ),
         places(_LLAMA_BLOCK | _GATED_MLP),
-        harmless=frozenset({"hidden_dropout"}),  # in training only, after the MLP only
+        harmless=frozenset({"hidden_dropout"}),  # used in training only, after the MLP
     ),
     Family(
         "gpt_neox", "GPTNeoXForCausalLM", "gpt_neox.",
@@ -293,7 +293,7 @@ _ALL = (
             Place("gpt_neox.layers.{layer}.attention.query_key_value", _QUERY_KEY_VALUE, HEAD_BY_HEAD),
         ),
         other_names={"lm_head": "embed_out"},
-        harmless=frozenset({"attention_probs_dropout_prob", "hidden_dropout_prob"}),  # of training, in older files
+        harmless=frozenset({"attention_probs_dropout_prob", "hidden_dropout_prob"}),  # training settings in older files
     ),
     like_llama("llama", "LlamaForCausalLM", _BOTH_FLAGS, heads=heads(whole=True)),
     like_llama(
@@ -332,14 +332,14 @@ _ALL = (
         only("use_bidirectional_attention", False, absent=False),
         heads=heads(kv_absent=16, width_absent=256), norms=LESS_ONE, tied=True,
         mlp=activation("hidden_act", {"geglu_tanh": "gelu_pytorch_tanh"}, "gelu_pytorch_tanh",
-                       other_names={"gelu": "gelu_pytorch_tanh"}),  # in its first releases
+                       other_names={"gelu": "gelu_pytorch_tanh"}),  # in Gemma's first releases
     ),
     _gemma(
         "gemma2", "Gemma2ForCausalLM",
         optional({"final_logit_softcapping": ("logit_softcap", 30.0),
                   "attn_logit_softcapping": ("attention_softcap", 50.0)}, nullable=True),
         window_by_layer(switched=False, full_every=2), rope=rope(), modules=_GATED_MLP,
-        harmless=frozenset({"hidden_act", "cache_implementation", "sliding_window_size"}),  # older names; of generation
+        harmless=frozenset({"hidden_act", "cache_implementation", "sliding_window_size"}),  # old names; for generation
     ),
     _gemma(
         "gemma3_text", "Gemma3ForCausalLM", _QK_NORM,
@@ -349,7 +349,7 @@ _ALL = (
         rope=rope(theta_absent=1_000_000.0, window_theta="rope_local_base_freq", window_theta_absent=10_000.0,
                   kinds=_FIXED_LENGTH),
         modules=_QK_NORMS | _GATED_MLP,
-        harmless=frozenset({"cache_implementation", "_sliding_window_pattern"}),  # of generation; in `layer_types`
+        harmless=frozenset({"cache_implementation", "_sliding_window_pattern"}),  # for generation; as `layer_types`
     ),
     like_llama("granite", "GraniteForCausalLM", _BOTH_FLAGS, SCALE_FACTOR, _MULTIPLIERS, heads=heads()),
     like_llama(
@@ -368,7 +368,7 @@ _ALL = (
             Place("model.layers.{layer}.mlp.gate_up_proj",
                   ("blocks.{layer}.mlp.gate", "blocks.{layer}.mlp.up"), HALVES),
         ),
-        harmless=frozenset({"embd_pdrop"}),  # unused
+        harmless=frozenset({"embd_pdrop"}),  # the model does not use it
     ),
     like_llama(
         "mixtral", "MixtralForCausalLM", _NO_BIASES, window_everywhere(),
@@ -394,7 +394,7 @@ _ALL = (
             "model.layers.{layer}.mlp.experts.{expert}.up_proj": "blocks.{layer}.mlp.experts.{expert}.up",
             "model.layers.{layer}.mlp.experts.{expert}.down_proj": "blocks.{layer}.mlp.experts.{expert}.down",
         },
-        harmless=frozenset({"intermediate_size", "max_window_layers"}),  # of dense layers; unused
+        harmless=frozenset({"intermediate_size", "max_window_layers"}),  # settings of dense layers, and an unused one
     ),
     like_llama(
         "granitemoeshared", "GraniteMoeSharedForCausalLM", _ATTENTION_FLAG, SCALE_FACTOR,
@@ -434,7 +434,7 @@ _ALL = (
         only("compression_ratio", 1.0, absent=1.0), own_code("modeling_ernie4_5.Ernie4_5_ForCausalLM"),
         heads=heads(kv_absent=2, width_absent=128), eps=1e-5, tied=True, rope=rope(theta_absent=500_000.0),
         block=_NOT_ROTATED, joined=_ROTATED_IN_PAIRS, exported=False,
-        harmless=frozenset({"use_flash_attention", "fuse_rms_norm", "max_sequence_length"}),  # how it is computed
+        harmless=frozenset({"use_flash_attention", "fuse_rms_norm", "max_sequence_length"}),  # no effect on logits
     ),
     like_llama(
         "helium", "HeliumForCausalLM",
@@ -446,4 +446,4 @@ _ALL = (
     ),
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
-"""Every architecture by its `model_type`, in the order in which a model is matched with them."""
+"""Every architecture by its `model_type`, in the order in which an export tries them."""

@@ -36,7 +36,7 @@ print(tokenizer.decode(model.generate(ids, max_new_tokens=50)[0]))
 
 
 def write_card(folder: Path, export: "Export", recipe: Recipe, family: Family) -> None:
-    """Write README.md, followed by the tables of the run's card, if any."""
+    """Write README.md, with the tables of the run's own card at its end if the run has one."""
     text = _HEAD.format(
         model_type=family.model_type, name=recipe.name, parameters=export.parameters, version=__version__,
         step=export.step, precision=export.precision, architecture=export.architecture,

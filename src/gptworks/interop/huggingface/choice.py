@@ -1,4 +1,4 @@
-"""Choose the architecture of transformers for a model, or say why none fits."""
+"""Choose the architecture of transformers that a model is exported as, or explain why none fits."""
 
 import json
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ from gptworks.interop.huggingface.settings import biases
 
 
 def choose_family(config: ModelConfig, tokenizer: Tokenizer) -> tuple[Family, ModelConfig]:
-    """The architecture that needs the fewest zero biases added, and the model in its form.
+    """The fitting architecture that adds the fewest zero biases, and the model's configuration in it.
 
     Raises:
-        UserError: none fits; the message names the settings that the nearest ones lack.
+        UserError: no architecture fits; the message names the settings that the nearest ones lack.
     """
     split = _split_pattern(tokenizer)
     exported = [family for family in FAMILIES.values() if family.exported]
@@ -41,7 +41,7 @@ def choose_family(config: ModelConfig, tokenizer: Tokenizer) -> tuple[Family, Mo
 
 
 def _nearest(config: ModelConfig, obstacles: Mapping[str, list[str]]) -> str:
-    """The architectures that lack the fewest settings, one for each set of settings."""
+    """A text that names the architectures that lack the fewest settings, one for each set of settings."""
     fewest = min(map(len, obstacles.values()))
     lacking: dict[str, str] = {}
     for family, names in obstacles.items():
@@ -52,7 +52,7 @@ def _nearest(config: ModelConfig, obstacles: Mapping[str, list[str]]) -> str:
 
 
 def _split_pattern(tokenizer: Tokenizer) -> str | None:
-    """The pattern of a tokenizer with Qwen's NFC normalizer; None for others."""
+    """The splitting pattern of a tokenizer that normalizes text to NFC, as Qwen's does; None for others."""
     kind = json.loads(tokenizer.to_str())
     steps = (kind["pre_tokenizer"] or {}).get("pretokenizers", [{}])
     normalized = (kind["normalizer"] or {}).get("type")

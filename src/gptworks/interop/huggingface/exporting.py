@@ -1,4 +1,4 @@
-"""Export a run as a Hugging Face folder: write it aside, compare it in stock transformers, then rename it."""
+"""Export a run as a Hugging Face folder: write a temporary folder, compare it in stock transformers, then rename it."""
 
 import json
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ _TRAINING_FIELDS = ("dropout_embedding", "dropout_attention", "dropout_residual"
 
 @dataclass(frozen=True)
 class Export:
-    """The result of an export."""
+    """The result of exporting a run to a Hugging Face folder."""
 
     folder: Path
     architecture: str
@@ -51,7 +51,7 @@ class Export:
     parameters: int
     step: int
     verification: Verification | None
-    """The comparison of outputs; None with `--no-verify`."""
+    """The comparison with the run; None: it was skipped (`--no-verify`)."""
     notes: tuple[str, ...]
     """Differences between the folder and the run."""
 
@@ -71,12 +71,12 @@ def export_huggingface(
     Args:
         precision: dtype of the stored weights. The comparison uses our model with the same rounded weights.
         verify: compare the folder with the model before renaming it to `out`.
-        merge: merge a run's adapter into its weights; False: leave it out.
-        report: receives progress, and damage that was skipped.
+        merge: merge a run's adapter into its weights; False: export the base without it.
+        report: called with messages about progress and about damaged checkpoints that are skipped.
 
     Raises:
-        UserError: no such run; `out` is not empty; no architecture of transformers fits the model; transformers is not
-            installed and `verify` is true.
+        UserError: the run does not exist; `out` is not empty; no architecture of transformers fits the model;
+            transformers is not installed and `verify` is true.
         RunError: the folder differs from the model, or the disk is full or fails. Nothing is kept.
     """
     out = Path(out)
@@ -129,10 +129,10 @@ def model_of(config: ModelConfig, tensors: Mapping[str, Tensor]) -> GPT:
 
 @torch.no_grad()
 def _check_adapted(ours: GPT, adapted: GPT) -> None:
-    """Compare our model before and after `adapt_weights`, both in fp32: the folder is compared only with the latter.
+    """Compare our model before and after `adapt_weights`, in fp32: the folder is compared only with the one after.
 
     Raises:
-        RunError: they differ.
+        RunError: their logits differ.
     """
     tokens = torch.randint(
         ours.config.vocab_size, (1, min(64, adapted.config.context_length)), generator=torch.Generator().manual_seed(0)
@@ -146,7 +146,7 @@ def _rounded(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Ten
     """The weights in another dtype.
 
     Raises:
-        UserError: a value overflows.
+        UserError: a value is too large for the dtype.
     """
     rounded = {name: weight.to(dtype) for name, weight in weights.items()}
     for name, weight in rounded.items():
@@ -173,8 +173,8 @@ def _write_settings(
 ) -> None:
     """Write config.json and generation_config.json.
 
-    Generation ends at the tokens of the imported folder; for a model that was not imported, also at those that end a
-    turn in its chat template.
+    Generation ends at the tokenizer's end tokens; for a model that was not imported, also at those that end a turn in
+    its chat template.
     """
     stated, special = stated_of(tokenizer), special_tokens(tokenizer)
     ends = special.ends if template is None or original is not None else template.end_token_ids
@@ -191,7 +191,7 @@ def _write_settings(
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig) -> None:
-    """Write the run's tokenizer with the special tokens that gptworks puts before a text."""
+    """Write the run's tokenizer, which also adds the special tokens that gptworks puts before a text."""
     exported = tokenizer_from_json(tokenizer.to_str())
     prefix, sample = prompt_ids(tokenizer, ""), "a"
     if encodings(exported, [sample], add_special_tokens=True)[0].ids != prompt_ids(tokenizer, sample):
@@ -216,7 +216,7 @@ def _write_templates(folder: Path, template: ChatTemplate | None, others: Mappin
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int = 5_000_000_000) -> None:
-    """Write tensors to one file, or to several with an index: each of at most `shard_bytes`, or one larger tensor."""
+    """Write tensors to one file, or several with an index. A file has at most `shard_bytes`, or one larger tensor."""
     from huggingface_hub import split_torch_state_dict_into_shards  # reads HF_HOME and HF_ENDPOINT when it is imported
 
     split = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=shard_bytes)

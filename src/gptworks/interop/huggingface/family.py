@@ -16,7 +16,7 @@ PLAIN_FIELDS: Values = EARLIER_DEFAULTS | {
     "init": "normal", "dropout_embedding": 0.0, "dropout_attention": 0.0, "dropout_residual": 0.0,
     "dropout_mlp": 0.0,
 } | {name: ModelConfig.model_fields[name].default for name in LABORATORY}  # fmt: skip
-"""Values of the fields that an architecture does not mention."""
+"""Values of ModelConfig's fields that an architecture's clauses do not set."""
 
 
 @dataclass(frozen=True)
@@ -26,21 +26,21 @@ class Family:
     model_type: str
     architecture: str
     prefix: str
-    """Prefix of all tensor names but the head's; files of the bare model leave it out."""
+    """Prefix of all tensor names but the head's; files of a model without a head leave it out."""
     clauses: tuple[Clause, ...]
     places: tuple[Place, ...]
     other_names: Mapping[str, str] = field(default_factory=dict)
-    """Module names in other versions → the name here."""
+    """Module names in other versions of transformers → names in `places`."""
     harmless: frozenset[str] = frozenset()
     """Settings of `config.json` that do not change logits."""
     moves_value_bias: bool = False
-    """Whether only the output projection has a bias, which can absorb the value's."""
+    """Whether attention has a bias only in its output projection, which then absorbs the value's bias."""
     written: Values = field(default_factory=dict)
-    """Settings to write that do not describe the model."""
+    """Settings that exports add to `config.json` and that do not describe the model."""
     own_split: str | None = None
     """AutoTokenizer's own pattern for this architecture, which replaces the pattern of the folder's tokenizer."""
     exported: bool = True
-    """False: an earlier architecture holds the same models, and more programs read it."""
+    """False: exports use an earlier architecture, which holds the same models and which more programs read."""
     advice: str = ""
     """Advice for the users of an exported folder."""
 
@@ -63,7 +63,7 @@ class Family:
         return ours
 
     def adapted(self, config: ModelConfig) -> ModelConfig:
-        """The nearest model that this architecture can hold, unvalidated."""
+        """The configuration of the nearest model that this architecture can hold; it is not validated."""
         return config.model_copy(update=self.read(Settings(self.write(config))))
 
     def obstacles(self, config: ModelConfig) -> list[str]:
@@ -78,8 +78,8 @@ class Family:
 
 
 def what_decides(config: ModelConfig) -> Values:
-    """The settings that decide what a model computes, in a unique form; without biases and the scale of attention, for
-    which adapt.py can change the weights."""
+    """The settings that decide what a model computes, equal for models that compute the same. Biases and the scale of
+    attention are left out, since adapt.py can change the weights to fit them."""
     always = ("vocab_size", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_head", "d_ff", "position", "norm",
               "norm_eps", "norm_placement", "mlp", "qk_norm", "tie_embeddings", "parallel_residual", "n_experts",
               "embedding_scale", "residual_scale", "logit_divisor", "attention_softcap", "logit_softcap",

@@ -40,14 +40,14 @@ from gptworks.tensors import stored_tensors
 from gptworks.tokenizer import library_panics, load_tokenizer, save_tokenizer, vocabulary_size
 
 _BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$")
-"""Masks and frequencies that older versions saved with the weights; they follow from the settings."""
+"""Names of masks and frequencies that older versions saved with the weights; the settings determine both."""
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Import:
-    """The result of an import."""
+    """The result of importing a Hugging Face folder."""
 
     run_dir: Path
     architecture: str
@@ -58,7 +58,7 @@ class Import:
     notes: tuple[str, ...]
     """Differences from the original that users should know."""
     logit_difference: float | None
-    """The largest difference of a logit from transformers; None: not compared."""
+    """The largest difference between the logits of the run and of transformers; None: they were not compared."""
 
 
 def import_huggingface(
@@ -72,7 +72,7 @@ def import_huggingface(
 
     Raises:
         UserError: the folder is missing, has no safetensors, or contains an unknown setting or tensor; or `run_dir` is
-            not empty. The value is named.
+            not empty. The message names it.
         RunError: the logits differ from transformers', or the disk is full or fails. Nothing is kept.
     """
     folder, run_dir = Path(folder), Path(run_dir)
@@ -113,7 +113,7 @@ def read_config(values: Values) -> tuple[Family, ModelConfig]:
     """The architecture that a `config.json` names, and the model that it describes.
 
     Raises:
-        UserError: an unknown architecture or setting, or an unsupported value.
+        UserError: the architecture or a setting is unknown, or a value is unsupported.
     """
     kind = str(values.get("model_type"))
     if kind not in FAMILIES:
@@ -141,7 +141,7 @@ def read_config(values: Values) -> tuple[Family, ModelConfig]:
 
 
 def read_tensors(files: Mapping[str, Path], family: Family, config: ModelConfig) -> dict[str, Tensor]:
-    """Every tensor of the model in fp32. `files` maps each of their names to its file.
+    """Every tensor of the model by our name, in fp32. `files` maps each tensor's name in the folder to its file.
 
     Raises:
         UserError: a tensor is missing or unused, or has a wrong shape or a dtype that fp32 cannot represent.
@@ -178,7 +178,7 @@ def read_tensors(files: Mapping[str, Path], family: Family, config: ModelConfig)
 
 
 def _by_known_name(files: Mapping[str, Path], family: Family) -> dict[str, str]:
-    """The weights: the name in this version of transformers → the name in the files.
+    """Names of the weights in this version of transformers → their names in the files.
 
     Raises:
         UserError: two names mean the same weight.
@@ -270,7 +270,7 @@ def _compiled(
 
 
 def _notes(folder: Path, tokenizer: Tokenizer, templates: FolderTemplates) -> Iterator[str]:
-    """Statements of the folder that gptworks does not follow, and other notes for its users."""
+    """Notes for the run's users: settings of the folder that gptworks ignores, missing end tokens, chat templates."""
     stated = stated_of(tokenizer)
     yield from stated.notes if stated is not None else ()
     for keys in (TOKENIZER_CONFIG_KEYS, TOKENS_MAP_KEYS, GENERATION_KEYS):
@@ -294,7 +294,7 @@ def _notes(folder: Path, tokenizer: Tokenizer, templates: FolderTemplates) -> It
 
 
 def _differences(folder: Path, original: Original) -> list[str]:
-    """A note if transformers is installed and reads a text differently from tokenizer.json."""
+    """A note if transformers is installed and its AutoTokenizer fails or reads a text differently; else empty."""
     try:
         require("transformers")
     except UserError:
@@ -304,7 +304,7 @@ def _differences(folder: Path, original: Original) -> list[str]:
             with library_panics("this tokenizer is broken"):
                 theirs = load_their_tokenizer(folder)
                 read = {text: theirs(text)["input_ids"] for text in original.texts}
-        except Exception as error:  # a folder can provoke any kind
+        except Exception as error:  # a folder can cause any exception
             why = f"{type(error).__name__}: {str(error)[:200]}"
             return [f"AutoTokenizer of transformers does not load the folder: {why}"]
     for text, ids in original.texts.items():

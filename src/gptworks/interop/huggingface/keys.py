@@ -12,17 +12,17 @@ from gptworks.special_tokens import GENERATION_CONFIG, ROLES, TOKENIZER_CONFIG, 
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of one file. A key that is in no list is also named in a note."""
+    """The known keys of one file. A note also names each key that is in none of these lists."""
 
     file: str
     honoured: frozenset[str]
     harmless: Mapping[str, frozenset[str]]
-    """Reason why keys have no effect here → those keys."""
+    """Keys without effect in gptworks: the reason → the keys."""
     noted: Mapping[str, frozenset[str]]
-    """Unsupported feature → its keys. Null, false and empty values are ignored."""
+    """Keys that a note names: the reason → the keys. Null, false and empty values are ignored."""
 
     def notes(self, values: Mapping[str, Any]) -> Iterator[str]:
-        """A note for each key that is set and not honoured."""
+        """A note for each key that is set and neither honoured nor harmless."""
         known = self.honoured.union(*self.harmless.values())
         for key in sorted(values.keys() - known):
             if values[key] in (None, False, [], {}):
@@ -60,10 +60,10 @@ _CONFIG_HARMLESS: Mapping[str, frozenset[str]] = {
         "encoder_no_repeat_ngram_size output_scores return_dict_in_generate remove_invalid_values"
     ),
 }  # fmt: skip
-"""Reason why settings of any `config.json` do not change logits → their names."""
+"""Settings of any `config.json` that do not change logits: the reason → their names."""
 CONFIG_HARMLESS = frozenset().union(*_CONFIG_HARMLESS.values())
-"""Settings that do not change logits. A setting that is not among them and that no clause takes is refused by name: it
-may belong to a newer class that computes something else."""
+"""Settings that do not change logits. An import refuses any other setting that no clause reads: it may belong to a
+newer class that computes something else."""
 
 TOKENIZER_CONFIG_KEYS = Keys(
     TOKENIZER_CONFIG,

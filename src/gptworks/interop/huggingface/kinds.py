@@ -1,4 +1,4 @@
-"""Reasons why model types cannot be read, from a list of kinds, never from the spelling of a name."""
+"""Reasons why model types cannot be read. They come from a list of types, never from the spelling of a name."""
 
 import difflib
 import re
@@ -23,11 +23,11 @@ _KINDS = {
 }
 REASONS = {kind: reason for reason, names in _KINDS.items() for kind in names.split()}
 _ONE_LETTER = 0.85
-"""Similarity of two words that differ by one missing letter."""
+"""Least similarity, by difflib, of two names that differ by one missing letter."""
 
 
 def about(kind: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown model type: the reason, or the known type that it probably means; or "".
+    """The end of an error about an unknown model type: the reason, the known type that was probably meant, or "".
 
     Only a missing letter counts as a typing error: another number or an additional letter is another model.
     """

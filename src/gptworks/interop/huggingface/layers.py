@@ -25,8 +25,8 @@ def _n_layers(ours: Values) -> int:
 
 
 def _windowed(window: int | None, layers: list[bool], ours: Values) -> Values:
-    """Fields for the windowed layers. A window as long as the context has no effect, unless windowed layers rotate by
-    another base."""
+    """Fields of ModelConfig for `layers`, each windowed or not. A window as long as the context is dropped, unless
+    windowed layers rotate with another base."""
     context = ours["context_length"]
     if ours["window_rope_theta"] is not None and any(layers):
         window = context if window is None else min(window, context)
@@ -37,10 +37,10 @@ def _windowed(window: int | None, layers: list[bool], ours: Values) -> Values:
 
 
 def window_everywhere(absent: int | None = None, switch: str | None = None) -> Clause:
-    """A window in every layer, or in none.
+    """A clause for a window in every layer, or in none.
 
     Args:
-        switch: the flag that turns the window on; false if missing.
+        switch: name of the flag that turns the window on; a missing flag means false.
     """
 
     def write(config: ModelConfig) -> Values:
@@ -75,14 +75,14 @@ def window_by_layer(
     pattern: str | None = None,
     window_absent: int | None = 4096,
 ) -> Clause:
-    """A window in some layers, by a type for each.
+    """A clause for a window in some layers, by a list with a type for each layer (`layer_types`).
 
     Args:
-        switched: there are also a switch and, unless `by_rotation`, the first windowed layer if there are no types.
-        by_rotation: without types, layers that are not rotated are windowed.
+        switched: `use_sliding_window` turns windows on; without types, they begin at layer `max_window_layers`.
+        by_rotation: without types, the windowed layers are those that are not rotated.
         full_every: without types, one of this many layers is not windowed.
-        full_is: which one of them: 0 the first, -1 the last.
-        pattern: their name of `full_every`.
+        full_is: the position of that layer among them: 0 first, -1 last.
+        pattern: name of the setting for `full_every`, if there is one.
     """
     known = _LAYER_TYPES
 
@@ -126,7 +126,7 @@ def _read_rotated(theirs: Settings, ours: Values) -> Values:
 
 
 ROTATED_LAYERS = Clause(_write_rotated, _read_rotated)
-"""SmolLM3's layers without rotation."""
+"""The clause for SmolLM3's layers without rotation."""
 
 
 def _write_pattern(config: ModelConfig) -> Values:
@@ -153,4 +153,4 @@ def _read_pattern(theirs: Settings, ours: Values) -> Values:
 
 
 WINDOW_BY_PATTERN = Clause(_write_pattern, _read_pattern)
-"""GPT-Neo's global and local layers: [[pattern, repeats], ...]. Its window includes the current token, like ours."""
+"""The clause for GPT-Neo's layers, [[pattern, repeats], ...]. Its window includes the current token, like ours."""

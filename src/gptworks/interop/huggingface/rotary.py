@@ -23,20 +23,20 @@ def rope(
     original_absent: int | None = None,
     absent: Mapping[str, Any] | None = None,
 ) -> Clause:
-    """Rotary positions, their scaling and the context.
+    """A clause for rotary positions, their scaling and the context length.
 
     transformers 5 reads `rope_parameters`; earlier versions and other tools read `rope_theta` and `rope_scaling`. With
     dynamic scaling, `max_position_embeddings` is the original context.
 
     Args:
-        theta: their name of the base, with the default `theta_absent`.
-        fraction: their name of the rotated share of a head, with the default `fraction_absent`; None: all of it.
-        kinds: their kinds of scaling that gptworks supports.
-        window_theta: the name of the windowed layers' base in earlier versions.
-        window_theta_absent: default base of windowed layers; None: they rotate like the others.
-        absent: default parameters.
-        original_absent: default of a separate `original_max_position_embeddings`, which has precedence; None: there is
-            no such setting.
+        theta: name of the setting for the base, whose default is `theta_absent`.
+        fraction: name of the setting for the rotated share of a head, by default `fraction_absent`; None: all of it.
+        kinds: kinds of scaling that gptworks supports in this architecture.
+        window_theta: name of the setting for the windowed layers' base in earlier versions.
+        window_theta_absent: default base of windowed layers; None: they rotate like other layers.
+        absent: default of `rope_parameters`.
+        original_absent: default of a separate `original_max_position_embeddings`, which has precedence; None: the
+            architecture has no such setting.
     """
 
     def write(config: ModelConfig) -> Values:
@@ -98,7 +98,7 @@ def rope(
 
 
 def _written(scaling: RopeScaling, original: int) -> Values:
-    """A scaling in `rope_parameters`. original: the context that the frequencies were made for."""
+    """The entries of `rope_parameters` for a scaling. `original`: the context that the frequencies were made for."""
     values: Values = {"rope_type": scaling.type, "factor": scaling.factor}
     if scaling.short_factors and scaling.long_factors:
         values |= {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
@@ -113,7 +113,7 @@ def _written(scaling: RopeScaling, original: int) -> Values:
 
 
 def _older(parameters: Values, context: int) -> Values:
-    """`rope_scaling` for earlier versions, which accept only three values for LongRoPE; these must say everything."""
+    """`rope_scaling` for earlier versions; for LongRoPE only the three values that they accept, if these suffice."""
     factors = {name: parameters[name] for name in ("short_factor", "long_factor") if name in parameters}
     if not factors or "attention_factor" in parameters:
         return dict(parameters)
@@ -123,15 +123,15 @@ def _older(parameters: Values, context: int) -> Values:
 
 
 def _read(given: Any, plain: Values, context: int, kinds: tuple[str, ...]) -> Values:
-    """Fields from one set of `rope_parameters`. plain: defaults of base and share, and an original context that has
-    precedence."""
+    """Fields of ModelConfig from one set of `rope_parameters`. `plain` has defaults of base and rotated share, and
+    maybe an original context, which has precedence."""
     parameters = Settings(given)
     fields: Values = {
         "rope_theta": parameters.take("rope_theta", plain["rope_theta"]),
         "rope_fraction": parameters.take("partial_rotary_factor", plain["rope_fraction"]),
     }
     kind = parameters.take("rope_type", parameters.take("type", "default"))
-    kind = "longrope" if kind == "su" else kind  # its former name
+    kind = "longrope" if kind == "su" else kind  # LongRoPE's former name
     if kind not in kinds:
         raise refusal("rope_type", kind, f"gptworks supports {', '.join(kinds)} for this model type")
     for name, neutral in _NEUTRAL.items():

@@ -1,4 +1,4 @@
-"""Settings in both directions: each clause writes a part of a model's settings to `config.json`, and reads it.
+"""Clauses, each of which writes a part of a model's settings to `config.json` and reads it back.
 
 A clause replaces a value that its architecture cannot hold by the nearest one that it can. Reading it back then gives
 another model, and the differences are the obstacles to an export (family.py).
@@ -45,12 +45,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Clause:
-    """A part of the settings."""
+    """A rule that writes and reads a part of a model's settings."""
 
     write: Callable[[ModelConfig], Values]
-    """The part of `config.json` for a model."""
+    """Returns the part of `config.json` for a model."""
     read: Callable[[Settings, Values], Values]
-    """The part as fields of ModelConfig; the second argument holds the fields that earlier clauses read."""
+    """Returns the part as fields of ModelConfig; the second argument holds the fields that earlier clauses read."""
 
 
 def refusal(name: str, value: Any, rule: str) -> UserError:
@@ -62,12 +62,12 @@ def refusal(name: str, value: Any, rule: str) -> UserError:
 
 
 def fixed(**fields: Any) -> Clause:
-    """Fields with one value in this architecture, which `config.json` does not mention."""
+    """A clause for fields with one value in this architecture, which `config.json` does not mention."""
     return Clause(lambda config: {}, lambda theirs, ours: dict(fields))
 
 
 def only(name: str, value: Any, absent: Any) -> Clause:
-    """A setting of theirs of which gptworks supports one value. `absent`: the value if it is missing."""
+    """A clause for a setting with only one supported value. `absent`: the meaning of a missing setting."""
 
     def read(theirs: Settings, ours: Values) -> Values:
         given = theirs.take(name, absent)
@@ -79,7 +79,7 @@ def only(name: str, value: Any, absent: Any) -> Clause:
 
 
 def own_code(name: str) -> Clause:
-    """Remote code of a folder, which is never run: accepted only if transformers contains it by now."""
+    """A clause for a folder's remote code, which is never run: only `name` is accepted, since transformers has it."""
 
     def read(theirs: Settings, ours: Values) -> Values:
         code = (theirs.take("auto_map") or {}).get("AutoModelForCausalLM", name)
@@ -91,7 +91,7 @@ def own_code(name: str) -> Clause:
 
 
 def needed(**names: str) -> Clause:
-    """Required settings that both sides have: their name → ours."""
+    """A clause for required settings: name in `config.json` → our field."""
     return Clause(
         lambda config: {theirs: getattr(config, ours) for theirs, ours in names.items()},
         lambda theirs, ours: {our_name: theirs.need(name) for name, our_name in names.items()},
@@ -99,7 +99,7 @@ def needed(**names: str) -> Clause:
 
 
 def optional(names: Mapping[str, tuple[str, Any]], *, nullable: bool = False) -> Clause:
-    """Settings that both sides have: their name → ours and the default, or a function of the fields read before.
+    """A clause for optional settings: name in `config.json` → our field and default, or a function of earlier fields.
 
     Args:
         nullable: null switches a setting off; otherwise null means the default.
@@ -128,7 +128,7 @@ def heads(
     width_absent: int | None = None,
     whole: bool = False,
 ) -> Clause:
-    """Query heads, key/value heads and head width. A name of None: the architecture has no such setting.
+    """A clause for query heads, key/value heads and head width; None as a name: the setting does not exist.
 
     Args:
         whole: the number of heads must divide the model's width even if `width` is given.
@@ -156,7 +156,7 @@ SCALE_SWITCH = Clause(
     lambda config: {"scale_attn_weights": config.attention_scale != 1.0},
     lambda theirs, ours: {"attention_scale": None if theirs.take("scale_attn_weights", True) else 1.0},
 )
-"""GPT-2's flag: whether q·k is divided by √D."""
+"""The clause for GPT-2's flag that divides q·k by √D."""
 
 
 def _read_scale_factor(theirs: Settings, ours: Values) -> Values:
@@ -165,7 +165,7 @@ def _read_scale_factor(theirs: Settings, ours: Values) -> Values:
 
 
 SCALE_FACTOR = Clause(lambda config: {"attention_multiplier": config.score_scale}, _read_scale_factor)
-"""Granite's factor of q·k."""
+"""The clause for Granite's factor of q·k."""
 
 
 def _read_query_scalar(theirs: Settings, ours: Values) -> Values:
@@ -176,7 +176,7 @@ def _read_query_scalar(theirs: Settings, ours: Values) -> Values:
 QUERY_SCALAR = Clause(
     lambda config: {"query_pre_attn_scalar": max(1, round(config.score_scale**-2))}, _read_query_scalar
 )
-"""Gemma's setting: q·k is divided by the root of an integer."""
+"""The clause for Gemma's setting, an integer: q·k is divided by its root."""
 
 EMBEDDING_ROOT = Clause(lambda config: {}, lambda theirs, ours: {"embedding_scale": ours["d_model"] ** 0.5})
 """Gemma multiplies the embedding by √C, which transformers rounds to the weights' dtype; in fp32 it equals ours."""
@@ -185,16 +185,16 @@ _ACTIVATION_ALIASES = {
     "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh", "gelu_accurate": "gelu_pytorch_tanh",
     "gelu_python_tanh": "gelu_pytorch_tanh", "gelu_python": "gelu", "swish": "silu",
 }  # fmt: skip
-"""Different names of transformers for the same function."""
+"""Names of activations in transformers → another name of the same function, for comparisons."""
 
 
 def activation(
     name: str, choices: Mapping[str, str], absent: str, other_names: Mapping[str, str] = MappingProxyType({})
 ) -> Clause:
-    """The MLP's activation: our name → theirs. An activation that the architecture lacks is written as the first.
+    """A clause for the MLP's activation. `choices`: our name → theirs; one that is missing is written as the first.
 
     Args:
-        other_names: names that this architecture replaces by another one → that one.
+        other_names: names that this architecture reads as another name → that name.
     """
 
     def read(theirs: Settings, ours: Values) -> Values:
@@ -213,7 +213,7 @@ AttentionBias = bool | Literal["qkv", "out"]
 
 
 def bias_flags(absent: Mapping[str, bool], choices: Mapping[Flags, tuple[AttentionBias, bool]]) -> Clause:
-    """The linear layers with biases.
+    """A clause for the flags that give linear layers biases.
 
     Args:
         absent: the flags with their defaults.
@@ -242,17 +242,17 @@ def bias_flags(absent: Mapping[str, bool], choices: Mapping[Flags, tuple[Attenti
 
 
 def biases(config: ModelConfig) -> set[str]:
-    """The kinds of bias in a model."""
+    """The kinds of bias that a model has, of qkv, out, mlp and norm."""
     kinds = {"qkv": config.qkv_bias, "out": config.out_bias, "mlp": config.mlp_bias, "norm": config.norm_bias}
     return {kind for kind, there in kinds.items() if there}
 
 
 def experts(*count: str, count_absent: int, per_token_absent: int, shared: str | None = None) -> Clause:
-    """Number of experts, experts per token and the shared expert's width. A dense model is written with one expert, so
-    that it does not fit.
+    """A clause for the number of experts, experts per token and the shared expert's width. A dense model is written
+    with one expert, so that it is read as another model and does not fit.
 
     Args:
-        count: their names of the number of experts; the first is written.
+        count: names of the setting for the number of experts; the first is written.
     """
 
     def write(config: ModelConfig) -> Values:

@@ -26,7 +26,7 @@ from gptworks.model import GPT
 from gptworks.tokenizer import load_tokenizer, prompt_ids
 
 TOLERANCE = 1e-4
-"""Largest difference of two logits, relative to the largest logit or to 1."""
+"""Largest accepted difference of two logits, relative to the largest logit or to 1, whichever is larger."""
 
 GREEDY_TOKENS = 64
 
@@ -50,11 +50,11 @@ CHATS = (
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of a comparison."""
+    """The result of comparing a Hugging Face folder with our model."""
 
     transformers_version: str
     logit_difference: float
-    """The largest difference of a logit, over all positions of all sequences."""
+    """The largest difference between two logits, over all positions of all sequences."""
     largest_logit: float
     tokens: int
     """Number of positions compared."""
@@ -115,7 +115,7 @@ def verify_folder(
         original: facts of the folder that the run was imported from.
 
     Raises:
-        RunError: something differs; it is named.
+        RunError: a result differs; the message names it.
         UserError: transformers is not installed.
     """
     transformers = require("transformers")
@@ -147,7 +147,7 @@ def load_theirs(folder: Path) -> Any:
     """The model of a Hugging Face folder in transformers, in fp32, from safetensors and without remote code.
 
     Raises:
-        UserError: a link leads out of the folder, or it contains something other than regular files.
+        UserError: a link leads out of the folder, or the folder contains anything but regular files.
     """
     check_tree(folder)
     return require("transformers").AutoModelForCausalLM.from_pretrained(
@@ -258,7 +258,7 @@ def sequences_for(model: GPT, tokenizer: Tokenizer, texts: Sequence[str] = ()) -
 
 
 def _prompt(sequence: list[int], config: ModelConfig) -> list[int]:
-    """A prompt for greedy decoding: short, or long enough that the new tokens pass the window."""
+    """The start of a sequence, as a prompt for greedy decoding: so long that the new tokens pass the window."""
     length = max(8, (config.window or 0) - GREEDY_TOKENS // 2)
     return sequence[: max(1, min(length, config.context_length - GREEDY_TOKENS))]
 
@@ -287,12 +287,12 @@ def compare_logits(
 
 
 def _compare_greedy(model: GPT, theirs: Any, prompt: list[int]) -> tuple[int, int]:
-    """Decode greedily from a prompt with both caches.
+    """Compare greedy decoding from a prompt in both models, each with its cache.
 
     If two tokens are equally likely up to rounding, both sides continue with ours.
 
     Returns:
-        The number of tokens, and of such ties.
+        The number of new tokens, and the number of such ties.
     """
     config = model.config
     by_length = config.rope_scaling is not None and config.rope_scaling.by_length
