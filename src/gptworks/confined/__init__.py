@@ -34,10 +34,10 @@ _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} impor
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of one answer."""
+    """Limits for answering one question."""
 
     seconds: float
-    """CPU time."""
+    """Seconds of CPU time."""
     n_bytes: int
     """Bytes by which the address space may grow after the question has arrived."""
 
@@ -47,7 +47,7 @@ class Exceeded(Exception):
 
 
 class Abandoned(Exception):
-    """The task was abandoned: its process was killed."""
+    """`Task.abandon` was called, which kills the process."""
 
 
 class Refused(Exception):

@@ -15,7 +15,7 @@ Answer = Callable[[Any], Any]
 def serve(prepare: Callable[[Any], Answer]) -> None:
     """Answer the parent's questions until it closes the pipe. `prepare` gets the first question, the setup."""
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints must not look like a reply
+    os.dup2(2, 1)  # a library's prints must not look like replies
     answer: Answer | None = None
     before = 0
     for line in sys.stdin.buffer:

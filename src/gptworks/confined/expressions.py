@@ -44,7 +44,7 @@ def render(source: str, items: Sequence[dict[str, Any]]) -> "list[str | Fault]":
 def find(
     pattern: str, texts: Sequence[str], how: How = "search", seconds: float | None = None
 ) -> list[tuple[str, str] | None]:
-    """For each text, what `re.search` (or match, fullmatch) matches and the first group or ""; None: no match.
+    """For each text, the match of `re.search` (or match, fullmatch) and its first group or ""; None: no match.
 
     Raises:
         Refused: the pattern does not compile. UserError: the pattern takes too long on a text.
@@ -68,7 +68,7 @@ def _ask_all(kind: str, source: str, items: Sequence[Any], seconds: float | None
             for i, item in enumerate(part):
                 try:
                     replies += children.ask([kind, source, [item]])
-                except Exceeded as error:  # callers stop at the first fault
+                except Exceeded as error:  # callers stop at the first fault, so skip the rest
                     return [*replies, *[{"fault": str(error)}] * (len(items) - at - i)]
         except RecursionError:
             return [*replies, *[{"fault": "an item is nested too deeply."}] * (len(items) - at)]

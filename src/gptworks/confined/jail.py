@@ -244,7 +244,7 @@ def _install_filter() -> None:
 
 
 def _guarded(seconds: int, memory_bytes: int) -> None:
-    """Run the program as a child of the new pid namespace's first process, whose end kills all others there."""
+    """Run the program as a child of this process. When this process ends, the kernel kills its whole pid namespace."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
     _leave_session_keyring()
     _install_filter()

@@ -145,7 +145,7 @@ _QUANTIFIER = re.compile(r"(?:[*+?]|\{(\d*)(,?)(\d*)\})([+?]?)")
 
 
 def slow_pattern(pattern: str) -> str | None:
-    """The reason why a pattern's time can grow exponentially, or as a high power of the text's length; None: it cannot.
+    """The reason why a pattern's time can be exponential, or a high power of the text's length; None: it is safe.
 
     It can be exponential only if a repeated group matches a text in several ways: by a quantifier inside, or by
     alternatives. The power is at most the number of consecutive long repetitions; released patterns have two.

@@ -21,7 +21,7 @@ _SHORT_WRITE = re.compile(r"^\d+ requested and \d+ written$")
 def naming_disk_errors(what: str, place: Path, advice: str, needed_bytes: int | None = None) -> Iterator[None]:
     """A context that turns disk errors into a RunError with the reason and `advice`. Other errors pass.
 
-    Disk errors are those of a full, failing or read-only disk, and system errors about `place`, a path above or below.
+    Disk errors are those of a full, failing or read-only disk, and OSErrors about `place` or a path above or below it.
 
     Args:
         place: the file or folder that is written; it need not exist.

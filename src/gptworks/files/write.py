@@ -71,7 +71,7 @@ def link_or_copy(file: Path, to: Path) -> None:
 @contextlib.contextmanager
 def replacing(path: Path, *, inside: Path | None = None, private: bool = False) -> Iterator[BinaryIO]:
     """A file to write to, which replaces `path` at the end: readers see the old file or the new one, never a part. If
-    writing fails, the old file stays. The mode is the old file's, or the umask's.
+    writing fails, the old file stays. The new file has the old file's mode or, without an old file, the umask's.
 
     Args:
         inside: a folder above `path` that no link may lead out of; None: the user named the path.

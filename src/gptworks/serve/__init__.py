@@ -5,7 +5,7 @@ connection ─► protocol ─► guard ─► app ─► generate ─► engine
                slow       bodies,            choices)    per model)
                peers)     deadlines)
 
-settings    every limit                      errors      errors in OpenAI's format
+settings    access and limits                errors      errors in OpenAI's format
 openai      requests and responses           tokens      text to ids and back
 models      the served models                embeddings  /v1/embeddings
 metrics     /metrics                         server      start, signals, drain

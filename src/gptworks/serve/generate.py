@@ -69,7 +69,7 @@ class Entry(NamedTuple):
     logprob: float | None
     top: list[tuple[str, list[int] | None, float]] | None
     offset: int
-    """Start of the token's text in the choice's text."""
+    """Index in the choice's text of the first character of the token's text."""
 
 
 class Delta(NamedTuple):

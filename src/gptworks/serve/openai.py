@@ -101,7 +101,7 @@ def _as_prompts(value: Any) -> Any:
 
 
 def _kind(value: Any) -> str | None:
-    """The type of a list of prompts, by its first element; None: it is not such a list."""
+    """The type of a list of prompts, by its first element; None: not a list of texts or of lists."""
     first = value[0] if isinstance(value, list) and value else None
     return "list[str]" if isinstance(first, str) else "list[list[int]]" if isinstance(first, list) else None
 

@@ -102,7 +102,7 @@ class Service:
         return model
 
     def remove(self, name: str) -> None:
-        """Stop serving a model, after its unfinished texts; slow."""
+        """Stop serving a model once its unfinished texts have ended; slow."""
         model = self.models.remove(name)
         model.loop.close()
         self.metrics.remove(name)
@@ -202,7 +202,7 @@ class Service:
 
     @property
     def failure(self) -> str | None:
-        """The name and error of an engine that has failed, after which no new request is accepted; None: all work."""
+        """The name and error of a failed engine, after which no new request is accepted; None: no engine has failed."""
         for model in self.models:
             if (failure := model.loop.check()) is not None:
                 return f"the engine of {model.name} has failed ({failure.kind})"

@@ -35,8 +35,8 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()
     """Origins whose web pages may call the server."""
     local_names_only: bool = True
-    """Answer only requests whose Host is a name of this machine. A page whose name was pointed here after it was loaded
-    (DNS rebinding) sends another Host. For a loopback address without API keys."""
+    """Answer only requests whose Host is a name of this machine. A web page whose domain name was redirected to this
+    machine after loading (DNS rebinding) sends another Host. For a loopback address without API keys."""
     max_waiting: int = 128
     """Texts that may wait for a slot of a model; the next is answered with 429."""
     max_logprob_numbers: int = 1 << 21
@@ -50,11 +50,11 @@ class ServerSettings:
     """Schemas of one client that may wait or be compiled."""
     max_body_bytes: int = 1 << 20
     max_prompt_bytes: int = 1 << 18
-    """Bytes of a prompt's text, checked before it is tokenized."""
+    """Most bytes of a prompt's text, checked before the text is tokenized."""
     max_bodies_bytes: int = 1 << 26
     """Most bytes of all bodies that are being read."""
     max_header_bytes: int = 1 << 15
-    """Bytes of a request's first line and headers."""
+    """Most bytes of a request's first line and headers."""
     max_discarded_bytes: int = 1 << 24
     """Most bytes of a refused body that are read and dropped, so that the client reads the answer."""
     max_connections: int = 1024

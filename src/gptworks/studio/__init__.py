@@ -8,8 +8,8 @@ runs        the curves of many runs                     feed        one thread r
 app         the server's app with the studio's routes   state       objects that the routes share
 start       recipes: a form, plan, starting runs        checking    a recipe's text, in a process with limits
 processes   runs that train, as processes               form        the form, from the recipe's schema
-read        why a token, and since which checkpoint     reading     a text under one checkpoint; the runs' data
-data        documents, windows, what a step took        answers     JSON and events
+read        causes of one token; when it was learned    reading     a text under one checkpoint; the runs' data
+data        documents, windows, the batch of a step     answers     JSON and events
 model       a model's parts, costs and weights          tries       results of `gptworks try`
 static/     the page itself: no build step
 """

@@ -56,7 +56,7 @@ class Checks:
         """The answer of `check` or `plan` to a question.
 
         Raises:
-            UserError: the child refuses, or a limit is reached.
+            UserError: the child refuses the question, or answering exceeds a limit.
         """
         task, loop = Task(), asyncio.get_running_loop()
         work = loop.run_in_executor(self._threads, lambda: self.children.ask(question, task))
@@ -128,7 +128,7 @@ def plan(question: Tree) -> Tree:
     as tables.
 
     Raises:
-        UserError: as the command does.
+        UserError: the same as from the command.
     """
     tree = read_text(question["text"]) | {"name": question["name"]}
     recipe = read_within(tree, question)
@@ -308,7 +308,7 @@ def read_within(tree: Tree, question: Tree) -> Recipe:
     question's `allowed` folders or be the `origin`'s, must not be Python files, and addresses must be public https.
 
     Raises:
-        UserError: one of them is not allowed, or the recipe is invalid.
+        UserError: a path or address is not allowed, or the recipe is invalid.
     """
     origin = question["origin"]
     known = set() if origin is None else {value for _, _, value in places(load_recipe(origin))}

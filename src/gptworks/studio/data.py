@@ -198,7 +198,7 @@ async def info(request: Request) -> Response:
 
 @router.post("/tokenize")
 async def tokenize(request: Request) -> Response:
-    """The tokens of a text by the tokenizers of runs."""
+    """The tokens that the tokenizers of runs make of a text."""
     studio, body = studio_of(request), await body_of(request, TokenizeRequest)
 
     def read(_: Check) -> Tree:

@@ -107,7 +107,7 @@ class Library:
         self._settings_of: dict[Path, tuple[Recipe, dict[str, Any]]] = {}
 
     def runs(self) -> dict[str, RunFolder]:
-        """The runs by id, in the order of the folders and of the names."""
+        """The runs by id, ordered by the given folders, then by name."""
         with self._lock:
             if time.monotonic() - self._looked_at > _FRESH_SECONDS:
                 self._found, self._looked_at = self._look(), time.monotonic()

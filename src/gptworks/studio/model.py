@@ -87,7 +87,7 @@ class Shown:
 
 @lru_cache(maxsize=256)
 def _verify(wanted: Wanted) -> None:
-    """Verify each checkpoint once: the checksum of a large file takes seconds."""
+    """Verify a checkpoint's weights, once: the checksum of a large file takes seconds."""
     wanted.checkpoint.verify("model.safetensors")
 
 

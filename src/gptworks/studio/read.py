@@ -43,7 +43,7 @@ class ReadRequest(Chosen):
     tokens: (
         Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=2, max_length=MOST_TOKENS)] | None
     ) = None
-    """The ids that a model wrote, in place of a text: other tokens of the same text have other probabilities."""
+    """Token ids that a model wrote, in place of a text: another tokenization would have other probabilities."""
 
     @model_validator(mode="after")
     def _one_text(self) -> Self:

@@ -114,7 +114,7 @@ class Reading:
     data: OpenData
 
     def text(self, text: str | None, document: int | None, tokens: list[int] | None) -> TokenizedText:
-        """A text, a document of the run's validation split, or a text given as tokens.
+        """A text to read: the given text, a document of the run's validation split, or the given token ids.
 
         Raises:
             UserError: the text has too many tokens or one that the model lacks, or the document does not exist.

@@ -23,7 +23,7 @@ MOST_TRIES = 100
 MOST_BYTES = 1 << 20
 """Largest file of a try, in bytes."""
 MOST_RUNS = 256
-"""Most runs of a try to draw."""
+"""Most runs of a try that the page draws."""
 
 
 @router.get("/studio/tries")
