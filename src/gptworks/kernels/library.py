@@ -85,7 +85,7 @@ class Library:
     sha256: str
     """The sha256 of the library's file."""
     origin: str
-    """`compiled here` or `from the package`."""
+    """The library's source: `compiled here` or `from the package`."""
     folder: Path
     """The folder that holds the library; it belongs to this user."""
     has_amx: bool

@@ -68,7 +68,7 @@ class Shapes:
 
     config: ModelConfig
     batch_size: int
-    """Sequences of a micro-batch."""
+    """Number of sequences in a micro-batch."""
     length: int
     product_bytes: int
     """Bytes of an element in matrix products: 4, or 2 under autocast."""

@@ -65,7 +65,7 @@ def linear_cross_entropy(features: Tensor, weight: Tensor, targets: Tensor, soft
 
     Args:
         features: [..., C]. weight: [V, C]. targets: [...], int64.
-        softcap: if set, logits are replaced by softcap · tanh(logit / softcap) first; so in the functions below.
+        softcap: if set, logits are replaced by softcap · tanh(logit / softcap) first, also in the functions below.
 
     Returns:
         A float32 scalar, differentiable in features and weight.
@@ -214,7 +214,8 @@ class _LinearLoss(torch.autograd.Function):
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """Log-probabilities of targets. The backward pass, which first knows their factors, computes the logits again."""
+    """Log-probabilities of targets. Only the backward pass knows the gradient's factors, so it computes logits
+    again."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> Tensor:

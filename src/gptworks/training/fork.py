@@ -138,7 +138,7 @@ def _progress_of(checkpoint: Checkpoint, before: Recipe, now: Recipe, changes: C
 
 
 def _take_files(source: Path, checkpoint: Checkpoint, progress: Progress, recipe: Recipe, aside: Path) -> None:
-    """Copy or link the source's files up to the checkpoint."""
+    """Copy or link the source's files, as of the checkpoint, into the new folder."""
     best = checkpoint_of_step(source, progress.best_step)
     start = Checkpoint(source / "checkpoints" / "weights-000000")
     for taken in [checkpoint, *(one for one in dict.fromkeys([best, start]) if one != checkpoint and one.is_whole)]:
@@ -162,7 +162,7 @@ def _copy(source: Path, name: str, aside: Path) -> None:
 
 
 def _write_history(source: Path, aside: Path, checkpoint: Checkpoint, overrides: Sequence[str]) -> None:
-    """Write the source's record up to the checkpoint, with the checkpoint as the origin."""
+    """Write the new folder's record: the source's up to the checkpoint, which becomes the origin."""
     history, step = read_history(source), checkpoint.step
     origin = Origin(source.resolve().name, step, checkpoint.weights_sha256)
     given = {each.partition("=")[0].strip(): each for each in (*history.overrides, *overrides)}

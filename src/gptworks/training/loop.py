@@ -56,9 +56,9 @@ def train(
 
     Args:
         recipe: the settings of the model, the data and the training.
-        resume: continue from the newest undamaged checkpoint of `recipe.run_dir`, bit for bit as without the stop; a
-            folder without one starts at step 0.
-        change: settings by path that a resumed run may change, though its loss curve depends on them.
+        resume: continue from the newest undamaged checkpoint of `recipe.run_dir`, bit for bit as if it had not stopped;
+            a folder without a checkpoint starts at step 0.
+        change: paths of settings that a resumed run may change, though its loss curve depends on them.
         force: start even if the plan says that the run does not fit in memory.
         objective: a loss function to use instead of the recipe's.
         ranks: the processes that train together, from `gptworks.training.distributed.ranks.join`; each calls this.

@@ -47,7 +47,7 @@ class TrainingState(Listener):
         )
 
     def start_from(self, weights: dict[str, Tensor]) -> None:
-        """Load the weights of another run; for an adapter, they are the base model's."""
+        """Load the weights of another run; if an adapter is trained, they are the base model's."""
         model = self._step.model
         weights = pack_for(model, weights)
         model.load_state_dict(self._step.parallel.shard_tensors(weights), strict=self._recipe.adapter is None)

@@ -79,7 +79,7 @@ def refuse_blind(ranks: Ranks, sees: bool, what: str, rule: str) -> None:
 
     Args:
         what: the file or folder that a rank may not see.
-        rule: what must hold in addition to a shared disk.
+        rule: the condition that must hold in addition to a shared disk.
 
     Raises:
         UserError: `sees` is false on a rank.

@@ -153,7 +153,7 @@ class _Joined(Ranks):
             store=PrefixStore("collectives", self._store),
             rank=self.rank,
             world_size=self.size,
-            timeout=timedelta(seconds=2 * timeout_seconds + 60),  # later than the watch's report
+            timeout=timedelta(seconds=2 * timeout_seconds + 60),  # the watch reports a hang first
         )
         self.watch.start()
 
@@ -244,7 +244,7 @@ def _collectives_issued() -> int:
     if distributed.is_initialized():
         for group in list(distributed.distributed_c10d._world.pg_map):
             for device in group._device_types:
-                with contextlib.suppress(RuntimeError):  # a backend that does not count
+                with contextlib.suppress(RuntimeError):  # this backend does not count collectives
                     backend: Any = group._get_backend(device)
                     total += backend._get_sequence_number_for_group()
     return total

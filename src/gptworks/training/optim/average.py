@@ -28,7 +28,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, step: int, total_steps: int | None = None) -> None:
-        """Add the weights after optimizer step number `step`, from 0.
+        """Add the weights after optimizer step number `step`, from 0, to the average.
 
         Args:
             total_steps: steps of the run; None: unknown.

@@ -1,4 +1,4 @@
-"""The polynomials with which Muon orthogonalizes: each iteration takes every singular value x to a x + b x³ + c x⁵."""
+"""The polynomials with which Muon orthogonalizes: each iteration maps every singular value x to a x + b x³ + c x⁵."""
 
 from typing import Literal
 

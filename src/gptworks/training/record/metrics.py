@@ -280,7 +280,7 @@ def _parsed(line: bytes) -> Record | str:
     except ValueError:
         try:
             record = json.loads(line)  # six times slower; accepts other encodings, and halves of surrogate pairs
-        except (ValueError, RecursionError):  # also a number of more than 4,300 digits
+        except (ValueError, RecursionError):  # ValueError: also a number of more than 4,300 digits
             return "not whole JSON"
     return _fault(record) or _checked(record)
 

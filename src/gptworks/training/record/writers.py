@@ -118,7 +118,7 @@ class WeightsAndBiases:
 def _clear_errors() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # wandb raises many kinds, most about an account
+    except Exception as error:  # wandb raises many types of errors, most about the account
         raise UserError(
             f"Weights & Biases cannot be used: {' '.join(str(error).split())}. Run `wandb login`, set "
             f"WANDB_MODE=offline, or leave wandb out of train.loggers."
