@@ -159,7 +159,7 @@ def _linear_taken(x: Tensor, weight: Tensor) -> bool:
 
 
 def _product_taken(a: Tensor, b: Tensor) -> bool:
-    differentiated = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)  # see `linear`
+    differentiated = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)  # only `linear` has a gradient
     return not differentiated and gemm.serves(a, b)
 
 

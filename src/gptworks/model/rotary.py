@@ -89,7 +89,7 @@ def frequencies(config: ModelConfig, length: int, device: torch.device | None = 
         )
         return plain / factors, scaling.attention_factor or math.sqrt(1 + math.log(scaling.factor) / math.log(original))
     if scaling.type == "llama3":
-        turns = plain * original / (2 * math.pi)  # per original context
+        turns = plain * original / (2 * math.pi)  # turns within the original context
         kept = ((turns - scaling.beta_slow) / (scaling.beta_fast - scaling.beta_slow)).clamp(0, 1)
         return plain * kept + plain / scaling.factor * (1 - kept), 1.0
 
@@ -114,7 +114,7 @@ def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
 
 def rotary_tables_bytes(s: Shapes) -> int:
     """Bytes of all positions' cosines and sines, and of the copies that autocast or rows of several texts need."""
-    elements = s.config.d_rotary if s.config.position == "rope" else 0  # half for each of the two
+    elements = s.config.d_rotary if s.config.position == "rope" else 0  # half in each of cosines and sines
     elements *= 1 if s.config.window_rope_theta is None else 2
     looked_up = s.n_tokens if s.several_texts else s.length if s.autocast else 0
     return elements * (4 * s.config.context_length + s.product_bytes * looked_up)

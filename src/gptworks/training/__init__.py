@@ -1,1 +1,1 @@
-"""Training: the loop, the step, and what is recorded."""
+"""Training: the loop, the step, and the records of a run."""

@@ -84,7 +84,7 @@ class History:
         return rows
 
     def lines(self) -> list[str]:
-        """The origins and the changes in words, a line each."""
+        """The origins and the changes in words, one line each."""
         forked = [f"forked from {origin}" for origin in self.origins]
         return forked + [f"from step {change.step:,}: {change_words(change.settings)}" for change in self.changes]
 
@@ -245,7 +245,7 @@ def inexact(before: Recipe, now: Recipe, changes: Iterable[str], done: int) -> l
         if done
         and _role(now, path) == "recorded"
         and not (path in _LENGTH and _same_rates(before, now, done))
-        and not path.startswith("data.anneal")  # refused if it changes samples that were already read
+        and not path.startswith("data.anneal")  # `_check_anneal` refuses changes to samples already read
     ]
 
 
@@ -253,7 +253,7 @@ _LENGTH = {f"train.{name}" for name in ENDS}
 
 
 def _same_rates(before: Recipe, now: Recipe, done: int) -> bool:
-    """Whether a run of the other length would have had the same learning rates in the steps done so far."""
+    """Whether the new length gives the same learning rates as the old one in the steps done so far."""
     trains, step = (before.train, now.train), done - 1
     if any(train.future_weights_fall for train in trains):
         return False

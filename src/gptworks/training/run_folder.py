@@ -31,7 +31,7 @@ def open_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ()) 
     check_run_folder(recipe, resume, change)
     try:
         make_folder(folder)
-        lock = file_lock(folder / ".lock", timeout=0.3)  # `is_in_use` holds it for an instant
+        lock = file_lock(folder / ".lock", timeout=0.3)  # `is_in_use` locks it for a moment
         lock.acquire()
     except filelock.Timeout:
         raise UserError(

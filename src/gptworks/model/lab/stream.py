@@ -1,7 +1,7 @@
 """Experimental additions to a block: changes of its input and of attention's values.
 
 `LabParts`, the base class of `gptworks.model.block.Block`, is their only hook. A part is a small module, or None if its
-setting is off. Scalars are vectors, so that AdamW trains them without decay; gates start at zero.
+setting is off. Scalars are stored as vectors, so that AdamW trains them without decay; gates start at zero.
 
 Shapes: B batch, T time, C width, H query heads, G key/value heads, D head width, V vocabulary.
 """
@@ -75,7 +75,7 @@ class Carried:
 
     @staticmethod
     def kept_streams(c: ModelConfig) -> int:
-        """Tensors of the stream's size that a forward pass keeps for later blocks, at most."""
+        """Largest number of stream-sized tensors that a forward pass keeps for later blocks."""
         return c.unet_skips * (c.n_layers // 2) + 2 * c.residual_scalars + ("projected" in c.value_embeddings)
 
 

@@ -23,7 +23,7 @@ class GradientSums:
     def __init__(self, parameters: Iterable[nn.Parameter], group: distributed.ProcessGroup) -> None:
         """
         Args:
-            parameters: parameters, roughly in the order in which a backward pass computes their gradients.
+            parameters: the parameters, roughly in the order in which a backward pass computes their gradients.
         """
         self._buckets: list[list[nn.Parameter]] = []  # each of about BUCKET_BYTES
         self._awaited: list[int] = []  # per bucket: gradients not computed yet

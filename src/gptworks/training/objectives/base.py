@@ -93,7 +93,7 @@ class Objective:
 
     @property
     def n_validation(self) -> int:
-        """Sequences in the validation split."""
+        """Number of sequences in the validation split."""
         return self.samples.n_validation
 
     @property

@@ -46,7 +46,7 @@ class Losses:
 
 @dataclass(frozen=True)
 class Routing:
-    """The weights of the losses of experts' routers."""
+    """The weights of the two losses of experts' routers."""
 
     balance_weight: float = 0.0
     z_weight: float = 0.0

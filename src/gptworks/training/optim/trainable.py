@@ -1,4 +1,4 @@
-"""The part of a model that is trained: an adapter, all that is not frozen, or everything."""
+"""The part of a model that is trained: an adapter, all parameters that are not frozen, or all."""
 
 import fnmatch
 

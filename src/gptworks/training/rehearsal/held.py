@@ -67,7 +67,7 @@ class StepMemory:
         """
         setup, step_bytes = self._setup, self.peak_bytes
         grown_bytes = peak_growth_bytes(setup.device, self._before_bytes) or None
-        if setup.device.type == "cuda":  # its growth is of tensors only
+        if setup.device.type == "cuda":  # GPU memory grows by tensors only
             step_bytes, grown_bytes = grown_bytes, None
         elif step_bytes is not None:
             step_bytes += copied_bytes

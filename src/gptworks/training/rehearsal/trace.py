@@ -65,7 +65,7 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Trace:
-    """Peak bytes in each part of a training step, model and optimizer included."""
+    """Peak bytes of a training step in each of its two parts, model and optimizer included."""
 
     forward_backward_bytes: int
     optimizer_bytes: int
