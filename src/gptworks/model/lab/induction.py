@@ -72,7 +72,7 @@ def begin_with_induction(
     copied = torch.arange(1, 1 + min(config.d_head, width - 1 - m))
     rows = torch.arange(len(copied))
     tied = head is embedding
-    written = copied if tied else copied.flip(0)  # in the present token's channels, its own logit would rise
+    written = copied if tied else copied.flip(0)  # the present token's channels would raise its own logit
     _move(second.value.weight, rows, copied, 1.0)
     _move(second.out.weight, written, rows, (TIED_FACTOR if tied else 1.0) * STD / config.residual_scale)
     if not tied:

@@ -64,7 +64,7 @@ class Display:
             self._progress = None
 
     def message(self, text: str) -> None:
-        """Print a message above the progress line."""
+        """Print a message; on a terminal, above the progress line."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def line(self, text: str) -> None:
