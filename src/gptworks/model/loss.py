@@ -214,8 +214,7 @@ class _LinearLoss(torch.autograd.Function):
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """Log-probabilities of targets. Only the backward pass knows the gradient's factors, so it computes logits
-    again."""
+    """Log-probabilities of targets. Only the backward pass knows the gradients' factors; it makes logits again."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
