@@ -253,7 +253,7 @@ class TurnSession(ChatSession):
         """Do nothing: the next turn encodes this answer."""
 
     def _fitting(self, messages: list[Message]) -> tuple[int, list[int], int]:
-        """The number of oldest messages to hide so that an answer fits, the ids of the rest, and how many were lost."""
+        """The number of oldest messages to hide so that an answer fits, the ids of the rest, and the number dropped."""
         room = self.engine.context - min(self.settings.max_tokens, self.engine.context // 2)
         ids = self._template.encode(messages, add_generation_prompt=True)
         n_before, n_hidden, first = len(ids), 0, 1 if self.system else 0

@@ -170,7 +170,7 @@ def _wake_all(streams: list["Stream"]) -> None:
 
 
 class Stream:
-    """The pieces of some requests, for one reader. Leaving the iteration cancels them; without one, call `cancel`."""
+    """The pieces of some requests, for one reader. Leaving the iteration cancels them; `cancel` does so at any time."""
 
     def __init__(self, loop: EngineLoop, max_unread: int | None = None, patience: int = 1) -> None:
         self._loop, self._max_unread, self._patience = loop, max_unread, patience

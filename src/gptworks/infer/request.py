@@ -61,7 +61,7 @@ class Statistics:
     reused_tokens: int = 0
     """Prompt tokens that were reused from slots, not computed."""
     draft_tokens: int = 0
-    """Draft tokens of speculative decoding."""
+    """Number of draft tokens that the model has checked."""
     accepted_tokens: int = 0
     """Draft tokens that the model also drew."""
 

@@ -20,7 +20,7 @@ COMPARED_DEVICES = 8
 
 @dataclass(frozen=True)
 class Need:
-    """Memory that a run needs on each device and on a node's host, and the memory of these. The plan, its advice
+    """Memory that a run needs on each device and on a node's host, compared with their memory. The plan, its advice
     and the check before training all use it."""
 
     device: Device

@@ -69,7 +69,7 @@ class ForwardFlops:
 
     @property
     def training_per_token_dense(self) -> float:
-        """FLOPs a token of both passes: three times the forward pass, with the heads of tokens beyond the next."""
+        """FLOPs a token, forward and backward: three times the forward pass, with heads of tokens beyond the next."""
         return TRAINING_PER_FORWARD * (self.per_token_dense + self.future / self.length)
 
 

@@ -176,7 +176,7 @@ class _Step:
             self.hold(GRADIENTS, gradients)
 
     def _shared(self, n_bytes: int, whole_bytes: int) -> int:
-        """This rank's bytes of `n_bytes`, if `whole_bytes` of them are on each rank and the rest may be sharded."""
+        """The part of `n_bytes` on this rank: `whole_bytes` of them are on each rank, and the rest may be sharded."""
         return (n_bytes - whole_bytes) // self.layout.data_parallel + whole_bytes if self.sharded else n_bytes
 
     def _block(self, use: int) -> list[Stage]:
@@ -252,7 +252,7 @@ class _Step:
         self.hold(COPIES, sign * sum(copied))
 
     def _loss(self) -> None:
-        """Hold as `gptworks.model.loss` does: logits by chunks of tokens, with the gradients of features and head."""
+        """Account for `gptworks.model.loss`: logits by chunks of tokens, with the gradients of features and head."""
         shapes, vocabulary, width = self.shapes, self.model.vocab_size, self.model.d_model
         objective, taught = self.setting.objective, self.setting.objective.teacher_run is not None
         for stage in self.future:
@@ -385,7 +385,7 @@ class _Step:
         return [u for u in self.layers if self.uses[u] == self.uses[use]]
 
     def _go_back(self, stage: Stage, moment: str, use: int | None = None) -> None:
-        """Hold as a stage's backward pass does, see `Stage`. Gradients of a block's runs are added up before they
+        """Account for a stage's backward pass, see `Stage`. Gradients of a block's runs are added up before they
         become the gradients of its weights."""
         product = self.shapes.product_bytes
         gradient = product * stage.matrices if self.packed or not self.trained.rank else 0  # or the unpacked matrix

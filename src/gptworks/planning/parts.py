@@ -15,7 +15,7 @@ from gptworks.planning.work import work_of_modules
 
 @dataclass(frozen=True)
 class Figures:
-    """Parameters, memory and FLOPs of a part of a model. The token embedding's include a tied head's."""
+    """Parameters, memory and FLOPs of a part of a model. The token embedding's figures include a tied head's."""
 
     parameters: int = 0
     adapter_parameters: int = 0

@@ -58,7 +58,7 @@ class Plan:
     utilization: float
     """Assumed share of the device's rate that the step reaches, recomputation included."""
     apply: Apply | None = None
-    """Makes a recipe from overrides; None: applies them to this recipe."""
+    """A function that makes a recipe from overrides; None: they are applied to this recipe."""
     tokens_per_sample: float | None = None
     """Average number of tokens read of a pair of answers, with padding, if the rows are known; None: rows of the whole
     context, or rows of unknown lengths."""
@@ -315,7 +315,7 @@ class Plan:
 
     @property
     def most_checkpoints(self) -> int | None:
-        """Most checkpoints with optimizer state on disk at once: the newest, the best, one being written, and with
+        """Maximum number of checkpoints with optimizer state on disk: the newest, the best, one being written, and with
         `keep_every` the permanent ones at its multiples; None if this depends on an unknown length."""
         train = self.train
         moving = train.keep_checkpoints + 2
@@ -329,9 +329,9 @@ class Plan:
 
     @property
     def most_weights_only(self) -> int:
-        """Most additional checkpoints on disk with weights only. If evaluations fall between saves: the best so far,
-        and the best recorded by each of the newest checkpoints except the oldest, whose best `most_checkpoints`
-        counts. With `keep_every`, also those of step 0."""
+        """Maximum number of checkpoints on disk with weights only. If evaluations fall between saves: the best so far,
+        and the best recorded by each of the newest checkpoints, except by the oldest one, whose best is among
+        `most_checkpoints`. With `keep_every`, also the weights of step 0."""
         train = self.train
         return bool(train.keep_every) + (train.keep_checkpoints if train.evaluate_every % train.checkpoint_every else 0)
 

@@ -79,7 +79,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _panels(words: Tensor, rows: int, panel: int) -> Iterator[tuple[int, Tensor]]:
-    """The full panels, then the narrower last one: each yields its first row's index, and [panels, words, rows]."""
+    """Yields the full panels, then the narrower last one: the index of its first row, and [panels, words, rows]."""
     n_words, whole = len(words) // size_in_panels(rows), rows // panel * panel
     if whole:
         yield 0, words[: whole * n_words].view(-1, n_words, panel)

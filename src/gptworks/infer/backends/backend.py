@@ -50,8 +50,8 @@ class Backend(ABC):
     computed. If so, any common prefix of two texts can be shared, otherwise only complete prefill chunks."""
 
     features: dict[int, tuple[int, Tensor]] | None = None
-    """If a dictionary, it receives, by slot, the position of the first of the last computed logits, and the features
-    [n_logits, C] of all of them. See `gptworks.infer.speculate.HeadsDraft`."""
+    """If a dictionary, `compute` stores in it, for each slot, the position of the first of its latest logits, and the
+    features [n_logits, C] of all of them. See `gptworks.infer.speculate.HeadsDraft`."""
 
     @abstractmethod
     def compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
