@@ -34,7 +34,7 @@ class Encoder(NamedTuple):
     reason: str
     """The reason for choosing this encoder."""
     encode: Callable[[list[str]], list[Ids]]
-    """Raises UserError as `gptworks.tokenizer.encodings`."""
+    """Encodes each text to ids, [n] uint32. Raises UserError: see `gptworks.tokenizer.encodings`."""
 
 
 class _Unsuitable(Exception):
@@ -252,7 +252,7 @@ def _probe() -> Any:
 # start of a token, and looks one character beyond white space, so a cut between two tokens without white space on its
 # left does not change them. If it is uncertain that tokens end at a cut, `tokenizers` reads the text.
 _SPACES = "\t\n\v\f\r \x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
-_SIGNS = "\xa1-\xa9\xab-\xb1\xb4\xb6-\xb8\xbb\xbf\u2010-\u2027\u2030-\u205e"  # in any version of Unicode
+_SIGNS = "\xa1-\xa9\xab-\xb1\xb4\xb6-\xb8\xbb\xbf\u2010-\u2027\u2030-\u205e"  # signs in any version of Unicode
 _OTHER = rf"[^\0-\x7f{_SIGNS}]"
 _SHORT = "(?:[sdmtSDMT]|[rR][eE]|[vV][eE]|[lL][lL])"
 _BREAK = re.compile(rf"(\n(?:[{_SPACES}]*\n)?[ \t]*)")

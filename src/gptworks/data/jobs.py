@@ -198,7 +198,7 @@ def finished(folder: Path) -> dict[int, Done]:
 
 
 def join_jobs(folder: Path, whole: Path) -> dict[str, Any]:
-    """Give the shards of all jobs their names in the dataset. Returns the manifest's fields about them."""
+    """Link or copy the shards of all jobs into the dataset's folder. Returns the manifest's fields about them."""
     done = [found for _, found in sorted(finished(folder).items())]
     splits: dict[Split, SplitFiles] = {}
     for split in SPLITS:

@@ -33,7 +33,7 @@ from gptworks.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer, 
 
 _BPE_TRAINING_BYTES = 200_000_000
 _SAMPLE_BYTES = 100_000_000
-"""Size of the sample of a text above _BPE_TRAINING_BYTES that trains BPE, ten times slower than encoding it."""
+"""Size of the sample that trains BPE if the text exceeds _BPE_TRAINING_BYTES: training is 10 × slower than encoding."""
 _DOCUMENTS_WORTH_A_SPLIT = 20
 
 

@@ -55,7 +55,7 @@ Made = Callable[[AnyRecipe], Prepared | None]
 
 @dataclass(frozen=True)
 class Member:
-    """A dataset of a mixture: a folder, or a part of one that is a mixture itself."""
+    """A dataset of a mixture: a whole folder, or a part of a folder that is a mixture itself."""
 
     prepared: Prepared
     part: Part

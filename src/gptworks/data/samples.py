@@ -71,7 +71,7 @@ class Samples(ABC):
         """An item of the training split as rows of a batch. Windows begin at other positions in each epoch."""
 
     def item(self, position: int) -> tuple[int, int]:
-        """The epoch of the sample at a position, and its number among the items.
+        """The epoch of the sample at `position`, and the number of its item.
 
         Raises:
             UserError: the run folder does not keep the sample.
@@ -79,7 +79,7 @@ class Samples(ABC):
         return position // self.per_epoch, int(self._shuffled(position, 1)[0])
 
     def _shuffled(self, first: int, size: int) -> Int64s:
-        """The items of `size` samples from a position on, each once an epoch."""
+        """The numbers of the items of `size` samples from position `first` on; each item comes once an epoch."""
         return shuffled(np.arange(first, first + size), self.per_epoch, self.recipe.seed)
 
     def epochs(self, position: int) -> dict[str, float]:
@@ -87,7 +87,7 @@ class Samples(ABC):
         return {}
 
     def held_out(self, n_sequences: int) -> Iterator[Batch]:
-        """Sequences [T] of the validation split for its loss, evenly spaced. 0: all."""
+        """At most `n_sequences` sequences [T] of the validation split, evenly spaced, for its loss. 0: all."""
         raise NotImplementedError
 
 

@@ -105,7 +105,7 @@ class LicenceFilter(Filter):
 
     def apply(self, text: str) -> str:
         first = _FIRST_LINE.match(text)
-        assert first is not None  # the match may be empty
+        assert first is not None  # the pattern also matches an empty text
         kept, at, removed = [text[: first.end()]], first.end(), False
         while comment := _COMMENT.match(text, at):
             if _LICENCE.search(comment[0]):

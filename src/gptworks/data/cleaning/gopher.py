@@ -136,7 +136,7 @@ class _Words:
         known: dict[str, int] = {}
         self._ids = np.array([known.setdefault(word, len(known)) for word in words], dtype=np.int64)
         lengths = np.fromiter(map(len, words), dtype=np.int64, count=len(words))
-        self._ends = np.concatenate(([0], np.cumsum(lengths)))  # characters before each word
+        self._ends = np.concatenate(([0], np.cumsum(lengths)))  # number of characters before each word
         self._n = 0
         self.starts = np.arange(len(words))  # first words of the sequences that occur more than once, ascending
         self._groups: Numbers = np.zeros(len(words), dtype=np.int64)  # the same number for equal sequences

@@ -154,7 +154,7 @@ def inspect_pairs(recipe: Recipe, prepared: Prepared) -> PairInspection:
     learned, kept = (counts.reshape(-1, 2) for counts in learned_counts(shards, context))  # [P, 2], chosen first
     n_tokens = np.diff(np.append(shards.document_starts(), shards.n_tokens)).reshape(-1, 2)
     lengths = np.minimum(n_tokens, context + 1)
-    maybe = np.flatnonzero((lengths[:, 0] == lengths[:, 1]) | (kept <= 1).any(axis=1))  # only these can be alike
+    maybe = np.flatnonzero((lengths[:, 0] == lengths[:, 1]) | (kept <= 1).any(axis=1))  # only such pairs can be alike
     alike = np.zeros(len(pairs), dtype=np.bool_)
     alike[maybe] = [pairs.says_nothing(i) for i in maybe.tolist()]
     no_end = (columns["flags"] & NO_END) > 0  # for each answer of each pair

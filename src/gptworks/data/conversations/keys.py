@@ -27,7 +27,7 @@ class Key:
     meaning: str
     """The key's meaning in the programs that write it."""
     read_in: tuple[Shape, ...] = ()
-    """Shapes of records in which the key is read; in others it becomes a finding."""
+    """The shapes of records in which the key is read. In other shapes, the key becomes a finding."""
     asks_nothing: tuple[object, ...] = ()
     """Values that ask for the default behaviour."""
     matters: tuple[object, ...] = ()
@@ -199,7 +199,7 @@ def _asks_nothing(key: Key, value: Any) -> bool:
 
 
 def _repeats(value: Any, read: set[str], within: bool, depth: int = 0) -> bool:
-    """Whether all text of a value was read: as complete messages, or if `within` as parts of them."""
+    """Whether all text of a value is in `read`, as whole messages or, if `within`, as parts of messages."""
     if isinstance(value, str):
         text = _plain(value)
         return text in read or (within and any(text in one for one in read))

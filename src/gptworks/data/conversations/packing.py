@@ -78,7 +78,7 @@ class ExampleBatches:
 
 
 def evaluation_rows(examples: Examples, n_rows: int = 0) -> Iterator[Rows]:
-    """The rows in order, [T] each; or `n_rows` of them, evenly spaced."""
+    """The rows in order, [T] each: all, or `n_rows` of them, evenly spaced."""
     for row in evenly_spaced(len(examples.rows), n_rows):
         yield examples.row(row)
 
@@ -103,7 +103,7 @@ def pack(lengths: Int64s, capacity: int) -> list[list[int]]:
     A bit set of the free space in rows makes the search fast: a million items take seconds.
     """
     rows: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}  # rows by their free space
+    with_room: dict[int, list[int]] = {}  # numbers of rows, by their free space
     rooms = 0  # bit r is set if a row has the free space r
     for item in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[item])

@@ -148,7 +148,7 @@ def _same(a: Message, b: Message) -> bool:
 def _side(record: Fields, name: str) -> Turns:
     if isinstance(record.get(name), str):
         return Turns([{"role": "assistant", "content": read_text(record, name)}])
-    if isinstance(record.get(name), Mapping):  # ShareGPT's ranking: one turn
+    if isinstance(record.get(name), Mapping):  # in ShareGPT's ranking, an answer is one turn
         return read_turns({name: [record[name]]}, name, _turn_shape([record[name]]))
     return read_turns(record, name, _turn_shape(record.get(name)))
 
@@ -187,7 +187,7 @@ class Pairs:
 
     @property
     def lengths(self) -> Int64s:
-        """The number of inputs of both answers of each pair within the context, [n, 2]."""
+        """The number of inputs of each pair's two conversations within the context, [n, 2], chosen first."""
         lengths: Int64s = np.minimum(np.diff(self._bounds) - 1, self._context_length).reshape(-1, 2)
         return lengths
 

@@ -87,7 +87,7 @@ class Archive(Source):
                 with member.stream() as opened:
                     yield from self._read_member(name, opened, member.size_bytes)
             except _BROKEN as error:
-                if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # an error of the disk
+                if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # the disk failed
                     raise
                 reason = " ".join(str(error).split())
                 raise UserError(f"{name}: broken data ({reason}). Get the archive again.") from None

@@ -93,7 +93,7 @@ class Source:
         return [Unit(file, about_unpacked_size(file)) for file in self.files()]
 
     def read_unit(self, unit: Unit) -> Iterator[Piece]:
-        """The documents of one of the units. Raises UserError as `read`."""
+        """The documents of one of the units. Raises UserError: see `read`."""
         return self.read(unit.file)
 
     def documents(self) -> Iterator[Piece]:
@@ -199,7 +199,7 @@ def _cut(data: bytes) -> int:
     if newline := data.rfind(b"\n") + 1:
         return newline
     last = len(data) - 1
-    while last > len(data) - 4 and data[last] & 0xC0 == 0x80:  # a continuation byte
+    while last > len(data) - 4 and data[last] & 0xC0 == 0x80:  # this byte continues a character
         last -= 1
     return last
 

@@ -115,7 +115,7 @@ class _Text:
                 tried = len(self._held)
                 try:
                     value, end = self._json.raw_decode(self._held)
-                    if end < len(self._held) or self._ended:  # else a number may continue
+                    if end < len(self._held) or self._ended:  # otherwise a number may continue
                         self._at = end
                         return value
                 except RecursionError:

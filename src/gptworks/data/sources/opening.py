@@ -99,7 +99,7 @@ class _Unpacked(io.RawIOBase):
         try:
             n_bytes: int = self._stream.readinto(buffer) or 0
         except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-            if isinstance(error, OSError) and error.errno:  # an error of the disk
+            if isinstance(error, OSError) and error.errno:  # the disk failed, not the data
                 raise
             raise UserError(
                 f"{self._name}: broken {self._what} data after {self._unpacked_bytes:,} bytes unpacked "

@@ -301,7 +301,7 @@ def _parquet_file(file: Path) -> Any:
     try:
         return pq.ParquetFile(file)
     except (pa.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno:  # an error of the disk
+        if isinstance(error, OSError) and error.errno:  # the disk failed, not the data
             raise
         reason = " ".join(str(error).split())
         raise UserError(
