@@ -28,7 +28,7 @@ ShortPath = Annotated[
     WithJsonSchema({"type": "string", "format": "path", "maxLength": MOST_PATH_CHARACTERS}),
 ]
 PositiveTime = Annotated[float, Field(gt=0, le=10**9)]
-"""Seconds or minutes; 10^9 seconds are 30 years, and systems accept no longer timeouts."""
+"""Seconds or minutes; 10^9 seconds are 30 years, and systems refuse longer timeouts."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 

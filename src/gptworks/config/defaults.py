@@ -30,7 +30,7 @@ JUDGED_SHARE = 0.2
 """Factor of the rate for preferences and rewards: a policy that moves fast forgets its language."""
 
 EPOCHS = 4
-"""Default epochs: up to 4, repeated text is almost as useful as new text (Muennighoff et al., 2023)."""
+"""Default number of epochs: up to 4, repeated text is almost as useful as new text (Muennighoff et al., 2023)."""
 
 TUNING_EPOCHS = 2
 

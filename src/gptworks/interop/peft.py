@@ -60,7 +60,7 @@ UPRIGHT = (TRANSPOSED, TRANSPOSED_THIRDS)
 """Layouts of matrices that transformers stores as [I, O]; PEFT stores their A as [r, I] and B as [O, r] even so."""
 
 Pair = tuple[Tensor, Tensor]
-"""A [r, I] and B [O, r] of a matrix, which changes by the adapter's scale · B·A."""
+"""A [r, I] and B [O, r] of one matrix; the adapter adds its scale · B·A to the matrix."""
 
 
 @dataclass(frozen=True)

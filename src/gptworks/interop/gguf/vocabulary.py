@@ -36,7 +36,7 @@ _UNNORMALIZED = "llama.cpp does not normalize text to Unicode's NFC form, and th
 _KNOWN_ENDS = frozenset(
     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>"}
 )
-"""Names of tokens at which every llama.cpp since 2024 ends a text."""
+"""Names of tokens at which every version of llama.cpp since 2024 ends a text."""
 
 _FURTHER_ENDS = frozenset(
     {"</s>", "<eos>", "<|end_of_text|>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>", "<turn|>",
@@ -145,7 +145,7 @@ def _bpe_pattern(tree: Mapping[str, Any]) -> str:
     """llama.cpp's name for the pattern of a byte-level BPE.
 
     Raises:
-        UserError: llama.cpp has no pattern, or no byte-level BPE, like this tokenizer's.
+        UserError: the tokenizer is not a byte-level BPE, or llama.cpp lacks its pattern or one of its settings.
     """
     model = tree["model"]
     if model["type"] != "BPE":
@@ -170,7 +170,7 @@ def _bpe_pattern(tree: Mapping[str, Any]) -> str:
 
 
 def _pattern(step: Mapping[str, Any]) -> str | None:
-    """The pattern by which a pre-tokenizer's step splits; None: it does not split; "": it is unknown."""
+    """The splitting pattern of a pre-tokenizer's step; None: the step does not split; "": the step is unknown."""
     if step["type"] == "ByteLevel":
         return _GPT2 if step["use_regex"] else None
     if step["type"] == "Digits" and step["individual_digits"]:

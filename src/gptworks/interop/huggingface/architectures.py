@@ -349,7 +349,7 @@ _ALL = (
         rope=rope(theta_absent=1_000_000.0, window_theta="rope_local_base_freq", window_theta_absent=10_000.0,
                   kinds=_FIXED_LENGTH),
         modules=_QK_NORMS | _GATED_MLP,
-        harmless=frozenset({"cache_implementation", "_sliding_window_pattern"}),  # for generation; as `layer_types`
+        harmless=frozenset({"cache_implementation", "_sliding_window_pattern"}),  # for generation; in `layer_types`
     ),
     like_llama("granite", "GraniteForCausalLM", _BOTH_FLAGS, SCALE_FACTOR, _MULTIPLIERS, heads=heads()),
     like_llama(

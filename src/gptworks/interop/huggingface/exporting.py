@@ -129,7 +129,7 @@ def model_of(config: ModelConfig, tensors: Mapping[str, Tensor]) -> GPT:
 
 @torch.no_grad()
 def _check_adapted(ours: GPT, adapted: GPT) -> None:
-    """Compare our model before and after `adapt_weights`, in fp32: the folder is compared only with the one after.
+    """Compare our model before and after `adapt_weights`, in fp32: the folder is compared only with `adapted`.
 
     Raises:
         RunError: their logits differ.

@@ -215,7 +215,7 @@ def _head(family: Family) -> str:
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor, from the single file or from the index of several."""
+    """The file of each tensor by name, read from the only safetensors file or from the index of several."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if not single.exists() and not index.exists():
         others = sorted(path.name for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(kind))

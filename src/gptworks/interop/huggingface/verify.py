@@ -169,7 +169,7 @@ def verify_import(run_dir: Path, library: str, load: Callable[[], Any], report: 
 
     Raises:
         RunError: the difference is above the bound.
-        UserError: the library does not load the files.
+        UserError: the library cannot load the original.
     """
     try:
         require(library)
@@ -191,7 +191,7 @@ def verify_import(run_dir: Path, library: str, load: Callable[[], Any], report: 
 
 
 def logit_bound(largest_logit: float) -> float:
-    """The largest accepted difference of two logits."""
+    """The largest accepted difference of two logits, from the largest logit of the sequence."""
     return TOLERANCE * max(1.0, largest_logit)
 
 
