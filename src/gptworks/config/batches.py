@@ -23,7 +23,7 @@ def computes_again(activation_checkpointing: str, layer: int) -> bool:
 
 
 class ParallelConfig(Section):
-    """How processes share a run; the launcher sets their number."""
+    """Strategy by which processes share a run; the launcher sets their number."""
 
     strategy: Free[Literal["auto", "ddp", "fsdp"]] = Field(
         "auto",

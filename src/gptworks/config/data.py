@@ -12,7 +12,7 @@ from gptworks.config.sources import ConversationsSource, PreferencesSource, Reco
 
 
 class ValidationSplit(Section):
-    """The held-out text. The choice is deterministic: it depends only on the text."""
+    """Text held out for validation. The choice is deterministic: it depends only on the text."""
 
     fraction: Measured[float] = Field(0.05, gt=0, lt=1, description="Share of the text to hold out.")
     by: Measured[Literal["auto", "document", "tail"]] = Field(

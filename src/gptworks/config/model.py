@@ -23,7 +23,7 @@ engine nor tensor parallelism supports them."""
 
 
 class ModelConfig(Architecture):
-    """A decoder-only transformer, its laboratory's settings included."""
+    """A decoder-only transformer, including the laboratory's settings."""
 
     bigram_vocab_size: Fixed[int] = Field(
         0,

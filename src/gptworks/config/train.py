@@ -15,8 +15,8 @@ EVALUATED_TOKENS = 2**17
 class TrainConfig(OptimizerSettings):
     """One training run.
 
-    Defaults of optimizer, rates, weight decay, length, warmup, and of how often to evaluate, sample and save follow
-    from the rest of the recipe (`gptworks.config.defaults`); all others are these.
+    The defaults of optimizer, rates, weight decay, length, warmup and of the intervals to evaluate, sample and save
+    depend on the rest of the recipe (`gptworks.config.defaults`); the other defaults are fixed.
     """
 
     schedule: Steering[Literal["cosine", "wsd", "constant"]] = Field(

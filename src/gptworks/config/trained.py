@@ -12,7 +12,7 @@ ADAPTED_MODULES = {"attention": ("query", "key", "value", "out"), "mlp": ("gate"
 
 
 class LoRAConfig(Section):
-    """Low-rank adaptation (Hu et al., 2021): W + alpha/rank · B·A, of which only A and B are trained."""
+    """Low-rank adaptation (Hu et al., 2021): W + alpha/rank · B·A. Only A and B are trained."""
 
     type: Fixed[Literal["lora"]] = "lora"
     base: Fixed[Literal["full", "int8", "int4"]] = Field(
