@@ -125,7 +125,7 @@ def _sizes() -> dict[str, int]:
 
 @cache
 def _published() -> dict[str, Any]:
-    """By preset, the `source` and its `figures`: each has the unit and key of the exact figure, its name in the source,
-    the printed value, and a note. Without a key, the exact figure must be measured."""
+    """The `source` and its `figures` for each preset: the unit and key of the exact figure, its name in the source, the
+    printed value, and a note. Without a key, the exact figure must be measured."""
     tree: dict[str, Any] = json.loads((files("gptworks.describe") / "published.json").read_text(encoding="utf-8"))
     return tree

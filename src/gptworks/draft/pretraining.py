@@ -40,7 +40,7 @@ TEXT_TOKENS_PER_PARAMETER = 0.7
 """Least tokens per parameter in all epochs of the text."""
 
 MANY_DOCUMENTS = 200
-"""From this number of documents on, the held-out share certainly contains some."""
+"""With this many documents or more, the held-out share certainly contains some."""
 
 BYTES_PER_VOCABULARY_TOKEN = 1024
 """Least bytes of text per token of the vocabulary, so that training sees each token often."""

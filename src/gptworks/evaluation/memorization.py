@@ -30,7 +30,7 @@ _FILTER_BITS = 22
 _MULTIPLIERS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
 Hashes = npt.NDArray[np.uint64]
 Copied = dict[int, list[npt.NDArray[np.bool_]]]
-"""By n, an array of flags per text: whether each of the text's n-grams was found."""
+"""Flags by n, one array per text, that say whether each of the text's n-grams was found."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Memorization:
     """The n-grams that generated and held-out texts share with the training text, and the losses of both splits."""
 
     copied: dict[int, tuple[Floats, Floats]]
-    """By n, the counts [copied n-grams, n-grams] of each generated and each real continuation, two arrays [N, 2]."""
+    """Counts by n, [copied n-grams, n-grams] of each text, [N, 2], for the generated and for the real continuations."""
     training: Floats
     """[nats, tokens] of each window of the training text, [W, 2]."""
     held_out: Floats

@@ -31,7 +31,7 @@ _WIDTHS = {
     "mean": (range(2, 3), 1), "perplexity": (range(2, 3), 1), "bits": (range(2, 3), 1),
     "calibration": (range(3, 3_000), 3), "bleu": (range(10, 11), 1), "chrf": (range(1, 1_000), 1),
 }  # fmt: skip
-"""By kind, the numbers of columns that its statistics may have, and the step between them."""
+"""The numbers of columns that statistics of each kind may have, and the step between these numbers."""
 
 _Number = Annotated[float, Strict()]
 _Count = Annotated[int, Strict(), Field(ge=0, lt=2**63)]

@@ -45,7 +45,7 @@ class TokenizedText:
 
     @classmethod
     def of_text(cls, tokenizer: Tokenizer, text: str) -> Self:
-        """A text as `evaluate_text` reads it: after the token that begins a document, where there is one.
+        """A text as `evaluate_text` reads it: after the token that begins a document, if there is one.
 
         Raises:
             UserError: the text is empty or has too many tokens, or the tokenizer cannot read it.
@@ -170,7 +170,7 @@ def segments(text: TokenizedText, nats: Costs, other: TokenizedText, other_nats:
 
 
 def _last_at(text: TokenizedText) -> dict[int, int]:
-    """By number of characters, the token that ends there; tokens after the text's end belong to its last token."""
+    """A map from the end of each token, in characters, to the token. The text's end maps to the last token of all."""
     ends = itertools.accumulate(map(len, text.pieces))
     found = {end: i for i, (end, piece) in enumerate(zip(ends, text.pieces, strict=True)) if piece}
     return found | {max(found, default=0): text.n_tokens - 1}

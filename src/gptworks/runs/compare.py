@@ -45,7 +45,7 @@ class Finding:
     unit: str
     after: str
     how: str
-    """How the spread was estimated; if there is no interval, the reason and advice."""
+    """The method that estimated the spread; if there is no interval, the reason and advice."""
     difference: Difference | None
     value: float
     caveats: tuple[str, ...] = ()

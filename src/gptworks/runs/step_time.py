@@ -1,6 +1,6 @@
 """The time of a step with a change, as a multiple of the time without it, from the logs of pairs of runs.
 
-Other work on the machine slows some steps, a run, or an hour. So a run's step time is a median over parts of the run,
+Other work on the machine slows single steps, runs or hours. So a run's step time is a median over parts of the run,
 and the spread between pairs, whose runs follow one another, measures the noise of the ratio. The test is the one for
 losses, applied to the logarithms of the ratios.
 """

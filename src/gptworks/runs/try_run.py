@@ -1,7 +1,7 @@
 """`gptworks try`: does a change help this model? Pairs of runs, with and without it, from the same seed and on the same
 samples, until the answer is clear or the time is over.
 
-The folder holds `try.json` (what is tried and how), `before.yaml` and `after.yaml` (the recipe without and with the
+The folder holds `try.json` (the design and results), `before.yaml` and `after.yaml` (the recipe without and with the
 change), `pairs/00-before` and `pairs/00-after` (run folders, each next to its recipe and its log), and `try.html`. If
 the pairs show that the change makes a step slower or faster, each pair gets a third run, `00-in-time`: the changed
 model trained for as long as the first run took. A try that was killed continues from these files.
