@@ -67,7 +67,7 @@ def mix(
 ) -> None:
     """Make one folder of several datasets, and print a recipe's lines.
 
-    Their files are linked, or copied to another disk, so that OUT needs none of them any more.
+    Files are hard-linked, or copied if OUT is on another disk, so OUT does not need the originals.
     """
     from gptworks.data.mixture import mix_folders
 
@@ -180,8 +180,8 @@ def show(
 ) -> None:
     """Show documents, windows, or what a step trained on.
 
-    With the borders of tokens, as the model sees them; numbers count from 0, steps from 1. Where only some tokens are
-    learned, as in conversations, they are green, or without colours in ⟦brackets⟧.
+    Marks where each token ends. Documents and windows count from 0, steps from 1. In conversations, where only some
+    tokens are learned, those are green, or in ⟦brackets⟧ on a terminal without colours.
     """
     from gptworks.cli.tokens import bordered
     from gptworks.runs.data import data_of

@@ -47,9 +47,9 @@ def evaluate(
 
     By default on the whole validation split.
 
-    What --text, --task, --harness, --calibration and --memorization find is kept in RUN/evaluations and in the
-    model card, with --weights int8 under a name of its own: text-book-int8. KEY=VALUE settings win over the
-    run's: model.context_length=1024 model.rope_scaling.type=yarn.
+    Results of --text, --task, --harness, --calibration and --memorization are saved in RUN/evaluations and in the
+    model card; with --weights int8 their names end in -int8. KEY=VALUE overrides a setting of the run:
+    model.context_length=1024 model.rope_scaling.type=yarn.
     """
     from gptworks.api import evaluate as measure
 

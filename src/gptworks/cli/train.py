@@ -48,7 +48,7 @@ def fork(
 ) -> None:
     """Continue a run's checkpoint in a new folder.
 
-    The new run begins where the other was at that step. What is changed is recorded.
+    The new run begins with the other's state at that step and records the changed settings.
     """
     with working("linking the checkpoint"):
         from gptworks.recipe import load_recipe
@@ -70,9 +70,9 @@ def launch(
     change: Change = None,
     force: options.Force = False,
 ) -> None:
-    """Train in several processes of this machine.
+    """Train in several processes on this machine.
 
-    How they share the work is set by train.parallel.
+    train.parallel sets how they share the work.
     """
     from gptworks.api import settings_of, with_changes
     from gptworks.training.distributed.launch import launch as start

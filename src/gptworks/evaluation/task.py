@@ -50,7 +50,7 @@ class TaskFile(Section):
 
 
 class Sampled(Section):
-    """How a task's answers are generated."""
+    """Settings by which a task's answers are generated."""
 
     max_tokens: PositiveInt = 64
     stop: tuple[str, ...] = Field(("\n",), description="An answer ends before the first of these.")
