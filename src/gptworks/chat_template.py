@@ -336,7 +336,7 @@ def find_other_templates(config: TokenizerConfig) -> dict[str, str]:
     """The other templates of the folder that provides the template of a recipe's tokenizer section.
 
     Raises:
-        UserError: as `other_templates`.
+        UserError: for the reasons of `other_templates`.
     """
     path = config.path if isinstance(config, FileTokenizer | GPT2Tokenizer) else None
     if config.chat_template is not None or path is None or not path.expanduser().is_dir():

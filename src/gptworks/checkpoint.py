@@ -366,7 +366,8 @@ def load_run(
         merge, weights: see `load_model`.
 
     Raises:
-        UserError: as `choose_checkpoint`; or the weights do not belong to the recipe's model, or are quantized.
+        UserError: for the reasons of `choose_checkpoint`; or the weights do not belong to the recipe's
+            model, or are quantized.
     """
     run_dir = Path(run_dir)
     if run_dir.is_file() and run_dir.suffix in (".yaml", ".yml"):

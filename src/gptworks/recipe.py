@@ -93,7 +93,7 @@ def load_dataset_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> An
     """Read the recipe of a dataset: any recipe, or a file with only `tokenizer` and `data`.
 
     Raises:
-        UserError: as `load_recipe`.
+        UserError: for the reasons of `load_recipe`.
     """
     if isinstance(recipe, Recipe):
         return load_recipe(recipe, overrides)

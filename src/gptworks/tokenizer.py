@@ -267,7 +267,7 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids of a text, without special tokens.
 
     Raises:
-        UserError: as `encodings`.
+        UserError: for the reasons of `encodings`.
     """
     ids: list[int] = encodings(tokenizer, [text])[0].ids
     return ids

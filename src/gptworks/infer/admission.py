@@ -61,7 +61,7 @@ class Admission:
             listener: called with each piece in the thread that steps, or with an error that ends the request.
 
         Raises:
-            UserError: as `Engine.pieces`.
+            UserError: for the reasons of `Engine.pieces`.
         """
         settings = SamplingSettings.of(settings, **changes)
         ids, context = self.encode_prompt(prompt), self._room.context

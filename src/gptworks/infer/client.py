@@ -111,7 +111,7 @@ class Client(ABC):
         """Log-probabilities, in nats, of each token of a text and of the `top` likeliest; None for the first token.
 
         Raises:
-            UserError: as `pieces`.
+            UserError: for the reasons of `pieces`.
         """
         request = self.admission.request(prompt, prompt_logprobs=top, generates=False)
         for _ in self._run(request):

@@ -122,7 +122,7 @@ class Engine(Client):
         """Queue a request, with the arguments of `Admission.request`; `step` makes its pieces. Thread-safe.
 
         Raises:
-            UserError: as `pieces`.
+            UserError: for the reasons of `pieces`.
             QueueFull: `max_waiting` texts are waiting.
         """
         request = self.admission.request(prompt, settings, **arguments)

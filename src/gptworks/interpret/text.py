@@ -104,8 +104,8 @@ class TokenizedText:
             return np.concatenate([[math.nan], text_nats(model, self)])
 
     def window(self, context: int, index: int) -> tuple[int, int]:
-        """The range of tokens, as first and end, of the window in which the model predicted token `index` for
-        `token_nats`."""
+        """The window in which `token_nats` predicted token `index`, as the range of the tokens that the model read:
+        the first, and the one after the last."""
         if not 1 <= index < self.n_tokens:
             raise UserError(f"token {index} is not predicted: choose one from 1 to {self.n_tokens - 1}.")
         stride = default_stride(context)

@@ -113,7 +113,8 @@ class Block(LabParts):
 
 
 def normalized(norm: Norm | None, x: Tensor, branch: Tensor | None = None, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """x + scale · branch, or x without a branch; and the input of attention or MLP: its norm, or the sum itself."""
+    """The stream, x + scale · branch (x without a branch), and the input of attention or MLP: the norm of the stream,
+    or the stream itself if `norm` is None."""
     if norm is not None:
         return norm.of_sum(x, branch, scale)
     x = x if branch is None else add(x, branch, scale)

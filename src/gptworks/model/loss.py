@@ -315,7 +315,8 @@ def _rows_to_gradient(logits: Tensor, targets: Tensor, factors: Tensor | None = 
     """Overwrite some rows' logits with (softmax − one-hot) times each row's factor [n]; returns the rows' sum of −log
     softmax(logits)[target].
 
-    A target's probability may underflow: its logarithm is computed from the largest probability, which is at least 1/V.
+    A target's probability may underflow to 0, so its logarithm is not taken: it is the logarithm of the row's largest
+    probability, at least 1/V, less the gap between the largest logit and the target's.
     """
     counted = (targets != IGNORED)[:, None]
     index = targets[:, None].where(counted, 0)

@@ -247,10 +247,10 @@ def saves_output(s: Shapes, window: int | None) -> bool:
 
 
 def output_is_shared(s: Shapes, window: int | None) -> bool:
-    """Whether attention's result, which it saves, has the layout that the output projection needs.
+    """Whether the result that attention saves has the layout that the output projection needs.
 
-    The C++ kernel always uses that layout. A fused kernel uses the queries' layout, which rotation changes, and QK-norm
-    on an accelerator. torch's float32 kernel for GPUs always uses the right layout.
+    The C++ kernel always gives it that layout. torch's fused kernels give it the layout of the queries, which rotation
+    changes; on an accelerator, QK-norm changes it too. torch's float32 kernel for GPUs always gives the needed layout.
     """
     if s.native:
         return True

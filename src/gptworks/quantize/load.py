@@ -60,7 +60,7 @@ def read_packed(
         adapter: the settings of the file's adapter, which is merged into the weights.
 
     Raises:
-        UserError: as `TensorFile.read`; or a weight exceeds its kind's range.
+        UserError: for the reasons of `TensorFile.read`; or a weight exceeds its kind's range.
     """
     tensors: dict[str, Tensor] = {}
     for name in file.stored:

@@ -75,7 +75,7 @@ async def begin_chat(service: Service, body: openai.ChatRequest, caller: Caller)
 def conversation_ids(
     model: ServedModel, messages: list[openai.ChatMessage], task: Task, *, add_generation_prompt: bool = True
 ) -> list[int]:
-    """The token ids of a conversation; slow.
+    """The token ids of a conversation. Slow: call it in a thread.
 
     Raises:
         APIError: the conversation is too long or empty, or the template refuses it.

@@ -172,7 +172,7 @@ class Generation:
     began: float = field(default_factory=time.monotonic)
 
     def submit(self, prompts: Sequence[Any], read: Callable[[Any], Prompt]) -> None:
-        """Tokenize each prompt with `read` and submit it to the engine; slow."""
+        """Tokenize each prompt with `read` and submit it to the engine. Slow: call it in a thread."""
         order = self.order
         for given in prompts:
             if self.stream.cancelled:  # the client left

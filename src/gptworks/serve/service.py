@@ -102,7 +102,7 @@ class Service:
         return model
 
     def remove(self, name: str) -> None:
-        """Stop serving a model once its unfinished texts have ended; slow."""
+        """Stop serving a model once its unfinished texts have ended. Slow: call it in a thread."""
         model = self.models.remove(name)
         model.loop.close()
         self.metrics.remove(name)

@@ -32,7 +32,7 @@ class Tokens:
         return self.encode(prompt, param) if isinstance(prompt, str) else self.check(prompt, param)
 
     def encode(self, text: str, param: str) -> list[int]:
-        """The token ids of a prompt, as from `Engine.encode_prompt`, but without its warnings; slow.
+        """The token ids of a prompt, as from `Engine.encode_prompt` without its warnings. Slow: call it in a thread.
 
         Raises:
             APIError: the text is too long or has no tokens.

@@ -116,7 +116,7 @@ class Engines:
             Whether the engine is loaded.
 
         Raises:
-            UserError: as `take`.
+            UserError: for the reasons of `take`.
         """
         while wanted not in self._loaded:
             others = [one.model for one in self._loaded.values() if not one.model.done()]
@@ -172,7 +172,7 @@ class Engines:
         return service.add(self._loaded[wanted].name, engine)
 
     def _engine_of(self, wanted: Wanted, n_bytes: int) -> Engine:
-        """Load and start the engine of a checkpoint; slow."""
+        """Load and start the engine of a checkpoint. Slow: call it in a thread."""
         there_bytes = memory_bytes(choose_device(self._device))
         if n_bytes > there_bytes:
             raise UserError(

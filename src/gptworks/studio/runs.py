@@ -33,7 +33,7 @@ MOST_DRAWN = 600_000
 """Most points in an answer."""
 MOST_SAMPLES = 100
 MOST_CHARACTERS = 20_000
-"""Longest prompt or text of a sample that is sent."""
+"""Most characters of a sample's prompt, and of its text, in an answer; the rest is cut off."""
 MOST_BEGUN = 32
 """Most curves of an answer that wait for the first records of a log; other unread logs come with a later answer."""
 _AT_ONCE = 8

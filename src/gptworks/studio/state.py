@@ -59,7 +59,7 @@ class Studio:
     data: OpenData = field(default_factory=OpenData)
 
     def describe(self) -> dict[str, Any]:
-        """The answer of /studio/state; slow."""
+        """The answer of /studio/state. Slow: call it in a thread."""
         models = self.library.describe_all()
         return {"version": __version__, "parts": self.parts, "read_only": self.read_only, "models": models,
                 "notice": self.library.notice}  # fmt: skip

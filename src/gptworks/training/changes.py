@@ -131,7 +131,7 @@ def load_to_resume(source: RecipeLike, overrides: Sequence[str] = ()) -> tuple[R
     Returns the recipe, and the earlier settings that are used again.
 
     Raises:
-        UserError: as `gptworks.recipe.load_recipe`; or the run folder's record is damaged.
+        UserError: for the reasons of `gptworks.recipe.load_recipe`; or the run folder's record is damaged.
     """
     recipe = load_recipe(source, overrides)
     if is_folder(source) or not (recipe.run_dir / "recipe.yaml").exists():

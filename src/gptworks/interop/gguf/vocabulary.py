@@ -13,7 +13,7 @@ from gptworks.errors import UserError
 from gptworks.special_tokens import special_tokens
 
 # Patterns of byte-level BPE in `tokenizer.json` → llama.cpp's two names for them: without and with `ignore_merges`,
-# which keeps a word that is a token from being split.
+# by which a word that is itself a token is not split.
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

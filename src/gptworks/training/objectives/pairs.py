@@ -35,7 +35,7 @@ class PairsObjective(Objective):
     """Base of objectives on pairs of answers; a step's batch_size counts pairs."""
 
     figures: tuple[str, ...]
-    """Names of the loss's additional figures, means over pairs."""
+    """Names of the figures reported in addition to the loss; each is a mean over pairs."""
 
     @property
     def pairs(self) -> AnswerPairs:

@@ -29,7 +29,8 @@ def estimate(
         read: reads the recipe again with overrides, to try advice.
 
     Raises:
-        UserError: as `gptworks.planning.run.plan`; or the vocabulary is not known yet and the data is missing.
+        UserError: for the reasons of `gptworks.planning.run.plan`; or the vocabulary is not known yet and the
+            data is missing.
     """
     planned, data, pairs = _with_data(recipe)
 
