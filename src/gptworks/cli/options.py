@@ -56,7 +56,9 @@ Cache = Annotated[CacheName, Option("--cache", help="How keys and values are kep
 Speculative = Annotated[
     int, Option("--speculative", min=0, help="Speculative decoding: tokens drafted at a time. The text is the same.")
 ]
-Backend = Annotated[BackendName, Option(help="The backend. native: C++, on a CPU. auto: the faster one.")]
+Backend = Annotated[
+    BackendName, Option(help="The backend. native: C++, on a CPU. auto: native if it supports the model.")
+]
 KeptWeights = Annotated[
     LoadedWeights,
     Option(

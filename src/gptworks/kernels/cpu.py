@@ -2,7 +2,7 @@
 
 On a CPU, a model of a few million parameters spends more time on the operations between its matrix products than on the
 products. Each function computes what its plain twin does, and tests compare the two: `Attention` and
-`gptworks.model.scores.attend`, `norm` and torch's LayerNorm and RMSNorm, `activate` and an activation, `dropout` and
+`gptworks.model.scores.attend`, `rms_norm` and torch's RMSNorm, `activate` and an activation, `dropout` and
 `F.dropout`. `gptworks.kernels.dispatch` chooses among these, the C++ and torch.
 """
 
@@ -103,10 +103,8 @@ def _drop(weights: Tensor, kept: Tensor | None, dropout: float) -> Tensor:
     return weights if kept is None else weights * kept / (1 - dropout)
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype, layer: bool, *_: Any) -> Any:
-    """x, and its LayerNorm or RMSNorm over the last dimension, computed in float32 and returned in `dtype`."""
-    if layer:
-        return x, F.layer_norm(x, weight.shape, weight, bias, eps).to(dtype)
+def rms_norm(x: Tensor, weight: Tensor, bias: None, eps: float, dtype: torch.dtype, *_: Any) -> Any:
+    """x, and its RMSNorm over the last dimension, computed in float32 and returned in `dtype`."""
     out: Tensor = _RMSNorm.apply(x, weight, eps, dtype)  # type: ignore[no-untyped-call]
     return x, out
 

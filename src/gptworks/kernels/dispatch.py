@@ -95,7 +95,7 @@ def norm(
     Args:
         layer: LayerNorm if true, else RMSNorm.
     """
-    kernel = chosen("norm", x, weight, dtype, branch, training=trains(x, branch))
+    kernel = chosen("norm", x, weight, dtype, branch, layer, training=trains(x, branch))
     if kernel.by != CPP and branch is not None:
         return norm(add(x, branch, alpha), weight, bias, eps, dtype, layer)
     stream, normed = kernel.compute(x, weight, bias, eps, dtype, layer, branch, alpha)
@@ -163,7 +163,7 @@ def _product_taken(a: Tensor, b: Tensor) -> bool:
     return not differentiated and gemm.serves(a, b)
 
 
-def _norm_taken(x: Tensor, weight: Tensor, dtype: torch.dtype, branch: Tensor | None) -> bool:
+def _norm_taken(x: Tensor, weight: Tensor, dtype: torch.dtype, branch: Tensor | None, _: bool) -> bool:
     return (
         weight.dtype == torch.float32 and dtype in (torch.float32, torch.bfloat16) and passes.serve(x, weight, branch)
     )
@@ -198,7 +198,7 @@ TABLE: dict[str, tuple[Kernel, ...]] = {
     "product": (_cpp(gemm.product, _product_taken, _F32, training=False), Kernel(TORCH, torch.mm)),
     "norm": (
         _cpp(passes.Norm.apply, _norm_taken),
-        Kernel(TORCH, cpu.norm, "cpu", training=True),
+        Kernel(TORCH, cpu.rms_norm, "cpu", training=True, takes=lambda *operands: not operands[-1]),
         Kernel(TORCH, _torch_norm),
     ),
     "add": (

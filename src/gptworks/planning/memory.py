@@ -2,8 +2,7 @@
 
 A step's peak is the largest sum on its timeline: model, optimizer state and tokens are held throughout; saved tensors
 of the blocks add up in the forward pass; then come the loss's buffers; in the backward pass, each operation has its own
-buffers, while saved tensors are freed and gradients are made; the optimizer is last. The modules state the tensors that
-they save, see `gptworks.model.cost`.
+buffers, while saved tensors are freed and gradients are made; the optimizer is last. See `gptworks.model.cost`.
 
 These figures exclude the process itself (Python and torch: about 400 MB on a CPU, the CUDA context on a GPU), memory
 inside kernels, and the memory that an allocator keeps between blocks of different sizes.
