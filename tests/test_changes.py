@@ -136,7 +136,7 @@ def test_all_that_must_be_asked_for_is_in_one_message_and_asking_for_a_part_is_n
         check_changes(before, now)
     with pytest.raises(UserError, match=r"add --change train\.eps;"):
         check_changes(before, now, ["train.learning_rate"])
-    with pytest.raises(UserError, match=r"--change train.lerning_rate: .*did you mean train.learning_rate\?"):
+    with pytest.raises(UserError, match=r"--change train.lerning_rate: .*did you mean `train.learning_rate`\?"):
         check_changes(before, now, ["train.lerning_rate"])
 
 

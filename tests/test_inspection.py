@@ -326,7 +326,7 @@ def test_conversations_need_a_template(tree: Tree) -> None:
     with pytest.raises(UserError, match=r"no chat template .* tokenizer\.chat_template"):
         prepare(parse_recipe(tree))
     tree["tokenizer"]["chat_template"] = "chatlm"
-    with pytest.raises(UserError, match="Did you mean chatml"):
+    with pytest.raises(UserError, match="did you mean `chatml`"):
         prepare(parse_recipe(tree))
 
 

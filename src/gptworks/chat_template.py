@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from gptworks.config import FileTokenizer, GPT2Tokenizer, TokenizerConfig
 from gptworks.confined import Confined, Exceeded, Limits, Refused, Task
 from gptworks.confined.template import environment
-from gptworks.errors import UserError, nearest
+from gptworks.errors import UserError, did_you_mean
 from gptworks.files import read_text, write_whole
 from gptworks.json_files import read_json
 from gptworks.special_tokens import TOKENIZER_CONFIG, special_tokens
@@ -367,10 +367,9 @@ def find_chat_template(config: TokenizerConfig) -> str | None:
         return BUILT_IN[config.chat_template]
     file = Path(config.chat_template).expanduser()
     if not file.exists():
-        near = nearest(config.chat_template, list(BUILT_IN))
-        hint = f" Did you mean {near}?" if near else ""
+        hint = did_you_mean(config.chat_template, BUILT_IN)
         raise UserError(
-            f"tokenizer.chat_template={config.chat_template}: neither a file nor one of {', '.join(BUILT_IN)}.{hint}"
+            f"tokenizer.chat_template={config.chat_template}: neither a file nor one of {', '.join(BUILT_IN)}{hint}"
         )
     return read_text(file, MAX_TEMPLATE_BYTES)
 

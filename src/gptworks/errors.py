@@ -37,6 +37,12 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return matches[0] if matches else None
 
 
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = ".") -> str:
+    """The end of a message on an unknown name: the nearest known name, or `otherwise` if none is close."""
+    near = nearest(name, known)
+    return f"; did you mean `{near}`?" if near else otherwise
+
+
 def refuse_unused(because: str, **options: Any) -> None:
     """Refuse given options that would have no effect.
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from gptworks.config import EARLIER_DEFAULTS, ModelConfig
-from gptworks.errors import UserError, nearest
+from gptworks.errors import UserError, did_you_mean
 
 Settings = dict[str, Any]
 
@@ -30,12 +30,8 @@ def expand_preset(settings: Settings) -> Settings:
 
 def _settings(name: str) -> Settings:
     if name not in PRESETS:
-        near = nearest(name, PRESETS)
-        raise UserError(
-            f"no preset is called `{name}`"
-            + (f"; did you mean `{near}`?" if near else ".")
-            + " `gptworks presets` lists them all."
-        )
+        hint = did_you_mean(name, PRESETS)
+        raise UserError(f"no preset is called `{name}`{hint} `gptworks presets` lists them all.")
     return PRESETS[name]
 
 

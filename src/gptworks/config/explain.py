@@ -8,7 +8,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import ValidationError
 
 from gptworks.config.base import Section
-from gptworks.errors import nearest
+from gptworks.errors import did_you_mean
 
 _SHOWN_CHARACTERS = 200
 MOST_FAULTS = 50
@@ -56,17 +56,18 @@ def _explain_one(item: dict[str, Any], root: type[Section]) -> str:
     key = _key(item, root)
     if item["type"] == "extra_forbidden":
         known = sorted({name for section in sections_at(location[:-1], root) for name in section.model_fields})
-        near = _elsewhere(str(location[-1]), root) or nearest(str(location[-1]), known)
-        return f"unknown key `{key}`" + (f"; did you mean `{near}`?" if near else f"; known here: {', '.join(known)}.")
+        hint = did_you_mean(str(location[-1]), known, f"; known here: {', '.join(known)}.")
+        elsewhere = _elsewhere(str(location[-1]), root)
+        return f"unknown key `{key}`" + (f"; did you mean `{elsewhere}`?" if elsewhere else hint)
     if item["type"] == "missing":
         return f"`{key}` is missing."
     if item["type"] == "union_tag_not_found":
         tags = [get_args(section.model_fields["type"].annotation)[0] for section in sections_at(location, root)]
         return f"`{key}` needs a `type`: one of {', '.join(tags)}."
     if item["type"] == "union_tag_invalid":
-        near = nearest(str(item["ctx"]["tag"]), item["ctx"]["expected_tags"].replace("'", "").split(", "))
-        hint = f"; did you mean `{near}`?" if near else "."
-        return f"`{key}.type` is `{item['ctx']['tag']}`: one of {item['ctx']['expected_tags']}{hint}"
+        tag, tags = item["ctx"]["tag"], item["ctx"]["expected_tags"]
+        hint = did_you_mean(str(tag), tags.replace("'", "").split(", "))
+        return f"`{key}.type` is `{tag}`: one of {tags}{hint}"
     message: str = item["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:] if message.startswith(("Input", "Field")) else message
     if not key:

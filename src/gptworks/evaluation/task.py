@@ -24,7 +24,7 @@ from pydantic import Field, model_validator
 from gptworks.config import PositiveInt, PositiveTime, Section, ShortPath
 from gptworks.confined import expressions
 from gptworks.data.sources.records import read_jsonl
-from gptworks.errors import UserError, nearest
+from gptworks.errors import UserError, did_you_mean
 from gptworks.files import read_given
 from gptworks.recipe import parse_section
 from gptworks.yaml_files import MAX_BYTES, parse_yaml
@@ -195,9 +195,8 @@ class Task:
                 raise UserError(f"{self.origin}: `{key}` is not a template: {text}.")
             raise UserError(f"{self._where(item, key, wanted)}: {text}; its fields are {', '.join(item)}.")
         if wanted not in item:
-            near = nearest(wanted, item)
-            hint = f"did you mean `{near}`?" if near else f"its fields are {', '.join(item)}."
-            raise UserError(f"{self._where(item, key, wanted)}: there is no such field; {hint}")
+            hint = did_you_mean(wanted, item, f"; its fields are {', '.join(item)}.")
+            raise UserError(f"{self._where(item, key, wanted)}: there is no such field{hint}")
         return item[wanted]
 
     def _render(self, template: str, item: Item) -> str | expressions.Fault:
@@ -308,8 +307,7 @@ def load_task(path: Path, *, shots: int | None = None, limit: int | None = None)
         raise UserError(f"{path} holds {type(tree).__name__}, not a mapping with `type`, `data` and `prompt`.")
     kind = str(tree.get("type"))
     if kind not in _TYPES:
-        near = nearest(kind, _TYPES)
-        hint = f"; did you mean `{near}`?" if near else "."
+        hint = did_you_mean(kind, _TYPES)
         raise UserError(f"{path}: `type` is {tree.get('type')!r}: one of {', '.join(_TYPES)}{hint}")
     changes = {key: value for key, value in (("shots", shots), ("limit", limit)) if value is not None}
     settings = parse_section({"name": path.stem, **tree, **changes}, _TYPES[kind], str(path))

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptworks.errors import RunError, UserError, nearest
+from gptworks.errors import RunError, UserError, did_you_mean
 from gptworks.infer.logprobs import TokenLogprob
 
 _GREEDY_BELOW = 1e-5
@@ -127,9 +127,8 @@ class SamplingSettings:
         known = [field.name for field in dataclasses.fields(cls)]
         for name in changes:
             if name not in known:
-                near = nearest(name, known)
-                hint = f"did you mean `{near}`?" if near else f"known: {', '.join(known)}."
-                raise UserError(f"unknown sampling setting `{name}`; {hint}")
+                hint = did_you_mean(name, known, f"; known: {', '.join(known)}.")
+                raise UserError(f"unknown sampling setting `{name}`{hint}")
         return dataclasses.replace(settings or cls(), **changes)
 
 

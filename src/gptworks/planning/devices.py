@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gptworks.errors import UserError, nearest
+from gptworks.errors import UserError, did_you_mean
 from gptworks.machine import NATIVE_BF16, available_memory_bytes, cpu_flags, cpu_name
 
 UTILIZATION = 0.4
@@ -145,11 +145,10 @@ def find_device(name: str) -> Device:
     squeezed = {known.replace("-", ""): known for known in (*DEVICES, *ALIASES)}
     if key.replace("-", "") in squeezed:
         return find_device(squeezed[key.replace("-", "")])
-    near = nearest(key, (*DEVICES, *ALIASES, "this"))
+    hint = did_you_mean(key, (*DEVICES, *ALIASES, "this"))
     raise UserError(
-        f"no device is called `{name}`"
-        + (f"; did you mean `{near}`?" if near else ".")
-        + f" Known: this, {', '.join(DEVICES)}; or give --memory-gib, --flops and --bandwidth."
+        f"no device is called `{name}`{hint} Known: this, {', '.join(DEVICES)}; or give --memory-gib, --flops and "
+        f"--bandwidth."
     )
 
 

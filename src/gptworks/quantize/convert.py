@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gptworks.choices import HeadWeights, Weights
-from gptworks.errors import UserError, nearest
+from gptworks.errors import UserError, did_you_mean
 from gptworks.kernels.dispatch import product
 from gptworks.model import GPT
 from gptworks.quantize.formats import DTYPES, GROUP, KINDS, dequantize, empty, pack_int4, rows_at_once, unpacked
@@ -116,10 +116,7 @@ def check_known(weights: str, known: Sequence[str], of: str = "weights") -> None
         UserError: the format is unknown; the message names the nearest one.
     """
     if weights not in known:
-        near = nearest(weights, known)
-        raise UserError(
-            f"{of}={weights}: " + (f"did you mean {near}?" if near else f"it must be one of {', '.join(known)}.")
-        )
+        raise UserError(f"{of}={weights}: it must be one of {', '.join(known)}{did_you_mean(weights, known)}")
 
 
 def base_kinds(model: GPT, weights: Weights) -> dict[str, Weights]:

@@ -20,7 +20,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from gptworks.config import Bounded
-from gptworks.errors import nearest
+from gptworks.errors import did_you_mean
 from gptworks.serve.settings import (
     MAX_BIASES,
     MAX_LOGPROBS,
@@ -73,8 +73,8 @@ class Wire(Bounded):
             tree = {name: value for name, value in tree.items() if name not in empty}
             for name in tree:
                 if name not in known:
-                    near, short = nearest(name[:64], known), name[:64]
-                    hint = f": {REFUSED[name]}." if name in REFUSED else f"; did you mean `{near}`?" if near else "."
+                    short = name[:64]
+                    hint = f": {REFUSED[name]}." if name in REFUSED else did_you_mean(short, known)
                     reason = f"`{short}` is not supported{hint}"
                     raise PydanticCustomError("unknown_field", "{reason}", {"name": short, "reason": reason})
         return tree

@@ -16,7 +16,7 @@ from pydantic_core import to_jsonable_python
 
 from gptworks.checkpoint import checkpoints
 from gptworks.config import ENDS, Recipe, Role, role_of, settings
-from gptworks.errors import UserError, nearest
+from gptworks.errors import UserError, did_you_mean
 from gptworks.files import read_regular, sealed_json, unsealed_json, write_whole
 from gptworks.recipe import RecipeLike, is_folder, load_recipe
 from gptworks.training.optim.schedule import rate_factor
@@ -177,8 +177,8 @@ def check_changes(before: Recipe, now: Recipe, asked: Collection[str] = (), fork
     known = {setting.path for recipe in (before, now) for setting in settings(recipe)}
     for name in asked:
         if not _covers([name], known):
-            near = nearest(name, known) or nearest(name.rpartition(".")[2], {path.rpartition(".")[2] for path in known})
-            raise UserError(f"--change {name}: there is no such setting" + (f"; did you mean {near}?" if near else "."))
+            last = did_you_mean(name.rpartition(".")[2], {path.rpartition(".")[2] for path in known})
+            raise UserError(f"--change {name}: there is no such setting{did_you_mean(name, known, last)}")
     for path, (old, new) in changes.items():
         recipe = now if path in {setting.path for setting in settings(now)} else before
         why = now.objective.fixed_settings.get(path)

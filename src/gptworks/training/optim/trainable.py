@@ -5,7 +5,7 @@ import fnmatch
 import torch
 
 from gptworks.config import FreezeConfig, LoRAConfig, ModelConfig, Recipe
-from gptworks.errors import UserError, nearest
+from gptworks.errors import UserError, did_you_mean
 from gptworks.model import GPT
 from gptworks.model.lora import add_lora
 from gptworks.planning.params import count_parameters
@@ -49,11 +49,8 @@ def check_trained(recipe: Recipe) -> None:
     if recipe.freeze is not None:
         for pattern in recipe.freeze.patterns:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-                near = nearest(pattern, names)
-                raise UserError(
-                    f"freeze.patterns has `{pattern}`, which names no parameter of this model"
-                    + (f"; did you mean `{near}`?" if near else f": they are called like `{names[-1]}`.")
-                )
+                hint = did_you_mean(pattern, names, f": they are called like `{names[-1]}`.")
+                raise UserError(f"freeze.patterns has `{pattern}`, which names no parameter of this model{hint}")
         if all(map(recipe.freeze.freezes, names)):
             raise UserError("freeze leaves nothing to train: freeze less.")
     if recipe.adapter is not None and not any(recipe.adapter.adapts(name.removesuffix(".weight")) for name in names):
