@@ -17,9 +17,6 @@ from gptworks.infer.sampling import (
     SamplingSettings,
     adjust,
     filter_whole,
-    keep_min_p,
-    keep_top_k,
-    keep_top_p,
     pick,
     sample,
     weigh,
@@ -59,31 +56,31 @@ def survivors(scores: Tensor) -> Tensor:
 @pytest.mark.parametrize("k", [1, 2, 40, 299, 300, 10_000])
 def test_top_k_keeps_what_hugging_face_keeps(k: int) -> None:
     logits = random_logits(k)
-    assert torch.equal(keep_top_k(logits, k), hf.TopKLogitsWarper(k)(NO_HISTORY, logits))
+    assert torch.equal(filter_whole(logits, SamplingSettings(top_k=k)), hf.TopKLogitsWarper(k)(NO_HISTORY, logits))
 
 
 def test_top_k_keeps_ties_with_the_last() -> None:
     logits = torch.tensor([[3.0, 1.0, 1.0, 0.0]])
-    assert survivors(keep_top_k(logits, 2)).tolist() == [[True, True, True, False]]
+    assert survivors(filter_whole(logits, SamplingSettings(top_k=2))).tolist() == [[True, True, True, False]]
 
 
 @pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9, 0.99])
 @pytest.mark.parametrize("scale", [0.3, 4.0])
 def test_top_p_keeps_what_hugging_face_keeps(p: float, scale: float) -> None:
     logits = random_logits(1, rows=20, scale=scale)
-    assert torch.equal(keep_top_p(logits, p), hf.TopPLogitsWarper(p)(NO_HISTORY, logits))
+    assert torch.equal(filter_whole(logits, SamplingSettings(top_p=p)), hf.TopPLogitsWarper(p)(NO_HISTORY, logits))
 
 
 def test_top_p_keeps_the_fewest_that_reach_p() -> None:
     logits = torch.tensor([[0.1, 0.5, 0.4]]).log()
     for p, kept in ((0.45, [1]), (0.55, [1, 2]), (0.85, [1, 2]), (0.95, [0, 1, 2])):
-        assert survivors(keep_top_p(logits, p))[0].nonzero()[:, 0].tolist() == kept
+        assert survivors(filter_whole(logits, SamplingSettings(top_p=p)))[0].nonzero()[:, 0].tolist() == kept
 
 
 @pytest.mark.parametrize("p", [1e-6, 0.01, 0.1, 0.5, 0.99])
 def test_min_p_keeps_what_hugging_face_keeps(p: float) -> None:
     logits = random_logits(2, rows=20)
-    assert torch.equal(keep_min_p(logits, p), hf.MinPLogitsWarper(p)(NO_HISTORY, logits))
+    assert torch.equal(filter_whole(logits, SamplingSettings(min_p=p)), hf.MinPLogitsWarper(p)(NO_HISTORY, logits))
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 10.0])

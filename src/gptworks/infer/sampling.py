@@ -280,7 +280,7 @@ def _pick_of_candidates(logits: Tensor, settings: Sequence[SamplingSettings], sh
     size = scores.size(-1)
     n = min(CANDIDATES, size)
     values, ids = scores.topk(n)  # B K
-    kept, certain = _filter_candidates(scores, values, settings)
+    kept, certain = _filter(scores, values, settings)
     ids, order = ids.sort(-1)
     weights = (values - values[:, :1]).exp().masked_fill(~kept, 0.0).gather(1, order).cpu().double()
     cumulative = weights.cumsum(-1)
@@ -313,7 +313,7 @@ def _report(
             processed[row] = TokenLogprob(int(tokens[row]), float(logprobs[ids == tokens[row]]), top)
 
 
-def _filter_candidates(scores: Tensor, values: Tensor, settings: Sequence[SamplingSettings]) -> tuple[Tensor, Tensor]:
+def _filter(scores: Tensor, values: Tensor, settings: Sequence[SamplingSettings]) -> tuple[Tensor, Tensor]:
     """Masks of the K best `values` in each row that filters keep, [B, K], and of the rows where no other is kept, [B].
 
     A row of the scores [B, V] is not in the second mask if a filter ends beyond its K best, or at tied values.
@@ -344,8 +344,10 @@ def _filter_candidates(scores: Tensor, values: Tensor, settings: Sequence[Sampli
 
 
 def filter_whole(scores: Tensor, settings: SamplingSettings) -> Tensor:
-    """Apply the three filters, by their definitions, to all tokens; [B, V] → [B, V], −inf for dropped tokens."""
-    return keep_min_p(keep_top_p(keep_top_k(scores, settings.top_k), settings.top_p), settings.min_p)
+    """Apply the filters to all tokens; [B, V] → [B, V], −inf for dropped tokens."""
+    values, order = scores.sort(descending=True, stable=True)
+    kept, _ = _filter(scores, values, [settings] * len(scores))
+    return scores.masked_fill(torch.zeros_like(kept).scatter(1, order, ~kept), -math.inf)
 
 
 def weigh(scores: Tensor) -> Tensor:
@@ -407,33 +409,6 @@ def _frequency_and_presence(sampler: Sampler) -> tuple[np.ndarray, np.ndarray]:
     generated: Mapping[int, int] = sampler.generated or {}
     ids, counts = (np.fromiter(part, np.int64, len(generated)) for part in (generated, generated.values()))
     return ids, counts * sampler.settings.frequency_penalty + sampler.settings.presence_penalty
-
-
-def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """Set logits below the k-th best to −inf; [B, V] → [B, V]. k = 0, or k ≥ V, keeps all."""
-    if not 0 < k < logits.size(-1):
-        return logits
-    kth_best = logits.topk(k).values[:, -1:]
-    return logits.masked_fill(logits < kth_best, -math.inf)
-
-
-def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """Set all but the fewest likeliest tokens whose probabilities reach p to −inf; logits [B, V] → [B, V]."""
-    if p == 1:
-        return logits
-    ordered, order = logits.sort(descending=True, stable=True)
-    probabilities = ordered.softmax(-1)
-    mass_before = probabilities.cumsum(-1) - probabilities
-    dropped = mass_before >= p
-    dropped[:, 0] = False
-    return logits.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), -math.inf)
-
-
-def keep_min_p(logits: Tensor, p: float) -> Tensor:
-    """Set tokens less than p times as likely as the likeliest to −inf; logits [B, V] → [B, V]."""
-    if p == 0:
-        return logits
-    return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), -math.inf)
 
 
 def _column(numbers: Sequence[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
