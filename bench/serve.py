@@ -42,7 +42,7 @@ import torch
 from gptworks.checkpoint import save_checkpoint
 from gptworks.data.sources.choose import iter_documents
 from gptworks.device import device_name
-from gptworks.infer.client import run_many
+from gptworks.infer.batch import run_many
 from gptworks.infer.engine import load
 from gptworks.infer.request import Request
 from gptworks.infer.sampling import SamplingSettings

@@ -13,7 +13,6 @@ import torch
 from gptworks.errors import RunError, UserError
 from gptworks.infer import Completion, Engine, SamplingSettings
 from gptworks.infer.backends import native
-from gptworks.infer.client import completions
 from gptworks.infer.loop import EngineLoop, Stream
 from gptworks.infer.request import Request
 from gptworks.infer.scheduler import QueueFull
@@ -81,7 +80,7 @@ def ended(request: Request) -> bool:
 
 
 def made(request: Request, asked: tuple[list[int], dict[str, Any]]) -> list[Completion] | None:
-    return completions(request.take(), request.n_samples, len(asked[0])) if ended(request) else None
+    return request.completions() if ended(request) else None
 
 
 def texts(made: list[Completion]) -> list[Any]:
@@ -241,7 +240,7 @@ def test_nan_logits_end_only_their_request(model: Any, monkeypatch: pytest.Monke
     while one.step():
         pass
     assert isinstance(bad.error, RunError) and bad.done and len(bad.take()) == 1
-    assert completions(good.take(), 1, 3) == engine(model).complete([1, 2, 3], temperature=0, max_tokens=5)
+    assert good.completions() == engine(model).complete([1, 2, 3], temperature=0, max_tokens=5)
     assert one.statistics().failed == 1
 
 
@@ -310,7 +309,7 @@ def test_a_prompt_can_be_scored_and_continued(model: Any) -> None:
     request = one.submit(ids, temperature=0, max_tokens=5, prompt_logprobs=0, n_samples=2, logprobs=0)
     while one.step():
         pass
-    both = completions(request.take(), 2, 20)
+    both = request.completions()
     assert request.prompt_logprobs is not None and [p and p.token_id for p in request.prompt_logprobs][1:] == ids[1:]
     assert texts(both)[0] == texts(engine(model).complete(ids, temperature=0, max_tokens=5, logprobs=0))[0]
     whole = engine(model).score(ids + both[0].token_ids)
@@ -350,7 +349,7 @@ async def pieces(stream: Stream) -> AsyncIterator[Piece]:
 
 async def complete(loop: EngineLoop, prompt: list[int], **arguments: Any) -> list[Completion]:
     reading = stream(loop, prompt, **arguments)
-    return completions([piece async for piece in pieces(reading)], reading.requests[0].n_samples, len(prompt))
+    return reading.requests[0].completions([piece async for piece in pieces(reading)])
 
 
 def test_a_loop_streams_to_many_readers_and_forgets_those_who_leave(model: Any) -> None:

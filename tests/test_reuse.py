@@ -8,7 +8,6 @@ import torch
 from gptworks.errors import UserError
 from gptworks.infer import Engine
 from gptworks.infer.backends.cache import SlotCache
-from gptworks.infer.client import completions
 from gptworks.infer.request import Request
 from gptworks.infer.speculate import DraftModel
 from gptworks.planning.inference import inference_memory, kv_cache_bytes
@@ -19,7 +18,7 @@ TOKENIZER = byte_tokenizer()
 
 
 def token_ids(request: Request) -> list[list[int]]:
-    made = completions(request.take(), request.n_samples, len(request.prompt_ids))
+    made = request.completions()
     return [one.token_ids for one in made]
 
 

@@ -141,12 +141,10 @@ def generate(
 
 def _asked(engine: "Engine", settings: "SamplingSettings") -> "tuple[SamplingSettings, Callable[[str], Prompt]]":
     """The settings extended by the tokens that end an answer, and a function that turns a question into a prompt."""
-    from gptworks.infer.client import answer_settings
-
     template = engine.chat_template
     if template is None:
         raise UserError("--chat: this run has no chat template; a base model is asked without.")
-    return answer_settings(settings, template), lambda text: template.encode(
+    return settings.ending_at(template.end_token_ids), lambda text: template.encode(
         [{"role": "user", "content": text}], add_generation_prompt=True
     )
 

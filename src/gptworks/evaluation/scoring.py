@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from gptworks.errors import UserError
-from gptworks.infer.client import completions, run_many
+from gptworks.infer.batch import run_many
 from gptworks.infer.engine import Engine
 from gptworks.infer.request import Completion, Request
 from gptworks.infer.sampling import SamplingSettings
@@ -127,7 +127,7 @@ def complete_all(
         return engine.submit(prompts[i], settings[i], n_samples=n_samples)
 
     for i, request in finished(engine, lambda n: itertools.islice(numbers, n), submit):
-        made[i] = completions(request.take(), n_samples, len(prompts[i]))
+        made[i] = request.completions()
         progress(len(made), len(prompts))
     return [made[i] for i in range(len(prompts))]
 

@@ -9,17 +9,18 @@ tokens; `prompt_tokens`. A prompt that cannot be continued gets `id` and `error`
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from gptworks.errors import UserError
 from gptworks.files import open_given, open_regular, open_to_append
-from gptworks.infer.client import completions, run_many
 from gptworks.infer.engine import Engine
 from gptworks.infer.request import Overflow, Prompt, Request
 from gptworks.infer.sampling import SamplingSettings
+
+J = TypeVar("J", bound=Hashable)
 
 _IN_FLIGHT = 64
 """Number of requests in the engine at once: enough that no slot is ever idle."""
@@ -50,6 +51,33 @@ class _Task:
     id: str | int
     prompt: str
     settings: SamplingSettings
+
+
+def run_many(
+    engine: Engine, next_jobs: Callable[[int], Iterable[J]], submit: Callable[[J], Request], most: int
+) -> Generator[tuple[J, Request | Exception]]:
+    """Each job with its finished request, or with its error, as they end.
+
+    Args:
+        next_jobs: called with a number before each step; returns at most this many jobs to submit.
+        submit: makes a job's request; it may raise a UserError, which ends only this job.
+        most: maximum number of requests in the engine at a time; enough that it is never idle.
+    """
+    running: dict[J, Request] = {}
+    try:
+        while (new := list(next_jobs(most - len(running)))) or running:
+            for job in new:
+                try:
+                    running[job] = submit(job)
+                except UserError as error:
+                    yield job, error
+            engine.step()
+            for job, request in [(job, request) for job, request in running.items() if request.done]:
+                del running[job]
+                yield job, request.error or request
+    finally:
+        for request in running.values():
+            engine.cancel(request)
 
 
 def generate_file(
@@ -108,10 +136,10 @@ def _outcome(request: Request | Exception) -> dict[str, Any]:
     """The content of an output line."""
     if isinstance(request, Exception):
         return {"error": str(request)}
-    made = completions(request.take(), request.n_samples, len(request.prompt_ids))
     return {
         "completions": [
-            {"text": one.text, "finish_reason": one.finish_reason, "tokens": len(one.token_ids)} for one in made
+            {"text": one.text, "finish_reason": one.finish_reason, "tokens": len(one.token_ids)}
+            for one in request.completions()
         ],
         "prompt_tokens": len(request.prompt_ids),
     }

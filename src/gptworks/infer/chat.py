@@ -11,7 +11,6 @@ from gptworks.config import ConversationsSource
 from gptworks.data.conversations.reading import iter_conversations
 from gptworks.errors import UserError
 from gptworks.files import check_regular, open_to_append
-from gptworks.infer.client import answer_settings
 from gptworks.infer.engine import Engine
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.text import FinishReason, Pace, Piece
@@ -220,7 +219,7 @@ class TurnSession(ChatSession):
             raise UserError("this run has no chat template: it is a base model, which has no turns.")
         self._template, self.system = engine.chat_template, system
         super().__init__(engine, settings, **changes)
-        self.settings = answer_settings(self.settings, self._template)
+        self.settings = self.settings.ending_at(self._template.end_token_ids)
 
     @property
     def messages(self) -> list[Message]:

@@ -4,7 +4,7 @@
               (scheduler)             ▲                   │
                                       └── compute it ◄────┘  (backend; all running texts together)
 
-For one text at a time: `generate`, `stream`, `complete`, `chat`, `pieces` and `score` (client.py). For many:
+For one text at a time: `generate`, `stream`, `complete`, `chat`, `pieces` and `score`. For many:
 
     request = engine.submit(prompt, settings, n_samples=1)    # from any thread; checked at once (admission.py)
     while engine.step():                                      # one step of all requests; False: all have ended
@@ -26,25 +26,24 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
-from typing import Any, Self
+from typing import Any
 
-import torch
 from tokenizers import Tokenizer
 
-from gptworks.chat_template import ChatTemplate, load_chat_template
+from gptworks.chat_template import ChatTemplate, Message, load_chat_template
 from gptworks.checkpoint import Report, load_run
-from gptworks.choices import BackendName, LoadedWeights
+from gptworks.choices import LoadedWeights
 from gptworks.device import choose_device
-from gptworks.errors import RunError
+from gptworks.errors import RunError, UserError
 from gptworks.infer.admission import Admission
 from gptworks.infer.backends.backend import Backend, Chunk
-from gptworks.infer.client import Client
 from gptworks.infer.drawing import draft_tokens, draw_tokens, use_logits
-from gptworks.infer.request import OpenRequests, Prompt, Request, Statistics
+from gptworks.infer.logprobs import TokenLogprob
+from gptworks.infer.request import Completion, OpenRequests, Overflow, Prompt, Request, Statistics
 from gptworks.infer.room import Room
 from gptworks.infer.sampling import SamplingSettings
-from gptworks.infer.scheduler import PREFILL_TOKENS, QueueFull, Reuse
-from gptworks.infer.speculate import Drafter
+from gptworks.infer.scheduler import QueueFull
+from gptworks.infer.text import Piece
 from gptworks.model import GPT
 from gptworks.quantize.linear import weights_of
 from gptworks.tokenizer import load_tokenizer
@@ -53,25 +52,14 @@ from gptworks.tokenizer import load_tokenizer
 class EngineFailed(RunError):
     """The engine has failed: all its requests have ended with this error, and it accepts no more."""
 
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
-        """The type name of the error that ended the engine."""
-
-    @classmethod
-    def of(cls, error: BaseException) -> Self:
-        kind = type(error).__name__
-        what = kind + (f": {error}" if str(error) else "")
-        made = cls(kind, f"the engine failed and takes no more requests ({what}). Start the program again.")
-        made.__cause__ = error
-        return made
-
-    def again(self) -> "EngineFailed":
-        """A copy to raise: one object raised by several threads would mix their tracebacks."""
-        return EngineFailed(self.kind, str(self))
+    def __init__(self, error: BaseException) -> None:
+        """error: the error that ended the engine."""
+        what = type(error).__name__ + (f": {error}" if str(error) else "")
+        super().__init__(f"the engine failed and takes no more requests ({what}). Start the program again.")
+        self.error = self.__cause__ = error
 
 
-class Engine(Client):
+class Engine:
     """Generates text with one model and its tokenizer. Computes on the model's device, in the model's dtype."""
 
     def __init__(
@@ -79,36 +67,21 @@ class Engine(Client):
         model: GPT,
         tokenizer: Tokenizer,
         *,
-        n_slots: int | None = None,
-        slot_tokens: int | None = None,
         max_waiting: int | None = None,
-        reuse: Reuse = "exact",
-        prefill_tokens: int = PREFILL_TOKENS,
-        drafter: Drafter | None = None,
-        backend: BackendName = "auto",
-        cache_dtype: torch.dtype | None = None,
         chat_template: ChatTemplate | None = None,
+        **slots: Any,
     ) -> None:
         """
         Args:
-            n_slots: texts generated at once. None: as many as requested, up to 32; slots are allocated when needed.
-            slot_tokens: most tokens of a text with its prompt; None: as needed, up to the model's context.
             max_waiting: texts that may wait for a slot; with more, requests are refused. None: any number.
-            reuse: whether a prompt that begins like an earlier text reuses its keys and values; see `scheduler.Reuse`.
-                Off for a model in training.
-            prefill_tokens: prompt tokens computed at once; exact reuse shares complete parts of this length.
-            drafter: proposes draft tokens (speculate.py); it does not change the texts.
-            backend, cache_dtype: see `choose_backend`.
             chat_template: turns conversations into text; None: the model is a base model.
+            slots: arguments of `Room`, such as n_slots=8.
 
         Raises:
             UserError: the tokenizer has ids that the model lacks, or a number is below 1.
         """
         self.model, self.tokenizer, self.chat_template, self.max_waiting = model, tokenizer, chat_template, max_waiting
-        self._room = Room(
-            model, n_slots=n_slots, slot_tokens=slot_tokens, reuse=reuse, prefill_tokens=prefill_tokens,
-            drafter=drafter, backend=backend, cache_dtype=cache_dtype,
-        )  # fmt: skip
+        self._room = Room(model, **slots)
         self.admission = Admission(tokenizer, self._room)
         self.context, self.restart_tokens = self._room.context, self._room.restart_tokens
         self.most_texts = self._room.most_texts
@@ -117,6 +90,113 @@ class Engine(Client):
         self._inbox_lock, self._stepping = threading.Lock(), threading.Lock()
         self.failure: EngineFailed | None = None
         """The error that ended the engine; None while it runs. See `fail`."""
+
+    # --------------------------------------------------------------------------------------------- one text at a time
+
+    def generate(self, prompt: Prompt, settings: SamplingSettings | None = None, **arguments: Any) -> str:
+        """The text that follows the prompt: `engine.generate("def ", max_tokens=50, temperature=0.8, seed=1)`.
+
+        Arguments and errors are those of `pieces`.
+        """
+        return "".join(self.stream(prompt, settings, **arguments))
+
+    def stream(self, prompt: Prompt, settings: SamplingSettings | None = None, **arguments: Any) -> Iterator[str]:
+        """The text that follows the prompt, in parts, as they arrive. Arguments and errors are those of `pieces`."""
+        return (piece.text for piece in self.pieces(prompt, settings, **arguments) if piece.text)
+
+    def complete(
+        self, prompt: Prompt, settings: SamplingSettings | None = None, *, n_samples: int = 1, **arguments: Any
+    ) -> list[Completion]:
+        """`n_samples` finished continuations, with their tokens and finish reasons. See `pieces`."""
+        request = self.admission.request(prompt, settings, n_samples=n_samples, **arguments)
+        return request.completions(self._run(request))
+
+    def chat(
+        self, messages: str | Sequence[Message], settings: SamplingSettings | None = None, **arguments: Any
+    ) -> str:
+        """The assistant's answer to a conversation: `engine.chat([{"role": "user", "content": "Hello"}])`.
+
+        A plain text is one user message. Arguments and errors are those of `pieces`.
+
+        Raises:
+            UserError: the run has no chat template, or the template refuses the messages.
+        """
+        return "".join(self.stream_chat(messages, settings, **arguments))
+
+    def stream_chat(
+        self, messages: str | Sequence[Message], settings: SamplingSettings | None = None, **arguments: Any
+    ) -> Iterator[str]:
+        """The answer of `chat` in parts, as they arrive."""
+        if self.chat_template is None:
+            raise UserError(
+                "this run has no chat template: it is a base model, which has no turns. Let it continue a text, with "
+                "generate, stream or complete."
+            )
+        said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        prompt = self.chat_template.encode(said, add_generation_prompt=True)
+        settings = SamplingSettings.of(settings).ending_at(self.chat_template.end_token_ids)
+        return self.stream(prompt, settings, **arguments)
+
+    def pieces(
+        self,
+        prompt: Prompt,
+        settings: SamplingSettings | None = None,
+        *,
+        n_samples: int = 1,
+        overflow: Overflow = "error",
+        **changes: Any,
+    ) -> Iterator[Piece]:
+        """The pieces of the generated texts, step by step; `generate`, `stream` and `complete` use it.
+
+        The request is checked at once, before the first piece is read.
+
+        Args:
+            prompt: text, or token ids. Empty text starts a new document, if the tokenizer has a token for that.
+            settings: settings of sampling; default: SamplingSettings().
+            n_samples: continuations of the prompt, which is computed once. With a seed, the random numbers of sample i
+                do not depend on n_samples.
+            overflow: what happens when the context is full. error: a longer prompt is refused, and a sample ends with
+                the reason "context". slide: the window restarts from the last context_length / 2 tokens, recomputed;
+                a prompt longer than the context is cut to its last context_length / 2 tokens.
+            changes: settings by name, such as temperature=0.8.
+
+        Raises:
+            UserError: a setting is unknown or impossible, or the prompt has no tokens or exceeds the context.
+            RunError: a logit of the model is NaN.
+        """
+        return self._run(self.admission.request(prompt, settings, n_samples=n_samples, overflow=overflow, **changes))
+
+    def score(self, prompt: Prompt, *, top: int = 0) -> list[TokenLogprob | None]:
+        """Log-probabilities, in nats, of each token of a text and of the `top` likeliest; None for the first token.
+
+        Raises:
+            UserError: for the reasons of `pieces`.
+        """
+        request = self.admission.request(prompt, prompt_logprobs=top, generates=False)
+        for _ in self._run(request):
+            pass
+        assert request.prompt_logprobs is not None
+        return request.prompt_logprobs
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt; see `Admission.encode_prompt`."""
+        return self.admission.encode_prompt(prompt)
+
+    def _run(self, request: Request) -> Iterator[Piece]:
+        """Enqueue a request and take steps until it is done; cancel it if the reader stops early."""
+        self.enqueue(request)
+        try:
+            while not request.done:
+                self.step()
+                yield from request.take()
+            yield from request.take()
+        finally:
+            if not request.done:
+                self.cancel(request)
+        if request.error is not None:
+            raise request.error
+
+    # ------------------------------------------------------------------------------------------------- many requests
 
     def submit(self, prompt: Prompt, settings: SamplingSettings | None = None, **arguments: Any) -> Request:
         """Queue a request, with the arguments of `Admission.request`; `step` makes its pieces. Thread-safe.
@@ -138,7 +218,7 @@ class Engine(Client):
         """
         with self._inbox_lock:
             if self.failure is not None:
-                raise self.failure.again()
+                raise EngineFailed(self.failure.error)
             n_waiting = self._n_waiting()
             if self.max_waiting is not None and n_waiting >= self.max_waiting:
                 raise QueueFull(f"{n_waiting} texts are waiting already: try again later.")
@@ -169,7 +249,7 @@ class Engine(Client):
         """
         with self._stepping:
             if self.failure is not None:
-                raise self.failure.again()
+                raise EngineFailed(self.failure.error)
             with self._failing(on_failure):
                 self._receive()
                 if self._requests:
@@ -181,7 +261,7 @@ class Engine(Client):
     def fail(self, error: BaseException) -> None:
         """End the engine: every request, running or waiting, ends with an EngineFailed, and no more are accepted."""
         with self._inbox_lock:
-            self.failure = self.failure or EngineFailed.of(error)
+            self.failure = self.failure or EngineFailed(error)
             waiting = [request for submitted, request in self._inbox if submitted]
             self._inbox.clear()
         self._requests.abandon_all(self.failure)
@@ -212,7 +292,7 @@ class Engine(Client):
                 else:
                     self.fail(error)
             if self.failure is not None and not isinstance(error, SystemExit | GeneratorExit):
-                raise self.failure.again() from error
+                raise EngineFailed(self.failure.error) from error
             raise
 
     def _step(self) -> None:

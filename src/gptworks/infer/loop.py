@@ -107,7 +107,7 @@ class EngineLoop:
             EngineFailed: the engine has failed.
         """
         if (failure := self.check()) is not None:
-            raise failure.again()
+            raise EngineFailed(failure.error)
         if self._ending:
             raise EngineStopped("the engine is stopping: no more requests are accepted.")
         return Stream(self, max_unread, patience)

@@ -4,9 +4,9 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 from torch import Tensor
 
@@ -38,6 +38,20 @@ class Completion:
     """Log-probabilities of each token, if the setting `logprobs` is given."""
     processed_logprobs: list[TokenLogprob] | None = None
     """Log-probabilities of each token in the distribution it was drawn from, if `processed_logprobs` is given."""
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece], n_prompt_tokens: int) -> Self:
+        """The sample that these pieces make."""
+        reason = pieces[-1].finish_reason
+        assert reason is not None, "a sample's last piece says why it ended"
+        return cls(
+            text="".join(piece.text for piece in pieces),
+            token_ids=[piece.token_id for piece in pieces if piece.token_id is not None],
+            finish_reason=reason,
+            prompt_tokens=n_prompt_tokens,
+            logprobs=[piece.logprob for piece in pieces if piece.logprob is not None] or None,
+            processed_logprobs=[piece.processed for piece in pieces if piece.processed is not None] or None,
+        )
 
 
 @dataclass
@@ -125,6 +139,13 @@ class Request:
         while self._pieces:
             pieces.append(self._pieces.popleft())
         return pieces
+
+    def completions(self, pieces: Iterable[Piece] | None = None) -> list[Completion]:
+        """The finished samples. pieces: all pieces of the request; None: `take` has not been called yet."""
+        made: list[list[Piece]] = [[] for _ in self.samples]
+        for piece in self.take() if pieces is None else pieces:
+            made[piece.sample].append(piece)
+        return [Completion.of(of_one, len(self.prompt_ids)) for of_one in made]
 
     def deliver(self, piece: Piece) -> None:
         """For the engine: hand a piece to the listener, or keep it for `take`.

@@ -37,7 +37,20 @@ class Room:
         backend: BackendName = "auto",
         cache_dtype: torch.dtype | None = None,
     ) -> None:
-        """Allocates nothing before the first text. Arguments and errors: see `Engine`."""
+        """Allocates nothing before the first text.
+
+        Args:
+            n_slots: texts generated at once. None: as many as requested, up to 32; slots are allocated when needed.
+            slot_tokens: most tokens of a text with its prompt; None: as needed, up to the model's context.
+            reuse: whether a prompt that begins like an earlier text reuses its keys and values; see `scheduler.Reuse`.
+                Off for a model in training.
+            prefill_tokens: prompt tokens computed at once; exact reuse shares complete parts of this length.
+            drafter: proposes draft tokens (speculate.py); it does not change the texts.
+            backend, cache_dtype: see `choose_backend`.
+
+        Raises:
+            UserError: a number is below 1.
+        """
         for name, number in (("n_slots", n_slots), ("slot_tokens", slot_tokens), ("prefill_tokens", prefill_tokens)):
             if number is not None and number < 1:
                 raise UserError(f"{name}={number}: it must be 1 or more.")

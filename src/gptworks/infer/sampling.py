@@ -131,6 +131,11 @@ class SamplingSettings:
                 raise UserError(f"unknown sampling setting `{name}`{hint}")
         return dataclasses.replace(settings or cls(), **changes)
 
+    def ending_at(self, tokens: Sequence[int]) -> Self:
+        """The settings with further tokens that end the text, unless `ignore_eos` is set."""
+        ends = () if self.ignore_eos else tokens
+        return dataclasses.replace(self, stop_token_ids=tuple(dict.fromkeys((*self.stop_token_ids, *ends))))
+
 
 class Sampler:
     """One text's settings, its random numbers, and the counts of tokens that its settings need."""

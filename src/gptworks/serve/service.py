@@ -205,7 +205,7 @@ class Service:
         """The name and error of a failed engine, after which no new request is accepted; None: no engine has failed."""
         for model in self.models:
             if (failure := model.loop.check()) is not None:
-                return f"the engine of {model.name} has failed ({failure.kind})"
+                return f"the engine of {model.name} has failed ({type(failure.error).__name__})"
         return None
 
     @property

@@ -183,7 +183,7 @@ class Engines:
         try:
             engine.begin()
         except EngineFailed as error:  # it never served, so the other engines are unaffected
-            raise RunError(f"{wanted.name} could not be loaded: {error.kind}.") from error
+            raise RunError(f"{wanted.name} could not be loaded: {type(error.error).__name__}.") from error
         return engine
 
     def _to_free(self, wanted: Wanted, n_bytes: int) -> list[str]:

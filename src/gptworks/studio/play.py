@@ -9,7 +9,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field, model_validator
 
-from gptworks.infer.client import answer_settings
 from gptworks.infer.logprobs import TokenLogprob
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.text import Pace
@@ -153,7 +152,7 @@ async def _begin(
     """
     task = caller.task()
     if body.messages is not None or body.answers:
-        settings = answer_settings(settings, model.chat_template)
+        settings = settings.ending_at(model.chat_template.end_token_ids)
 
     def read(_: None) -> Prompt:
         if body.messages is not None:

@@ -7,7 +7,7 @@ import torch
 from gptworks.choices import BackendName
 from gptworks.errors import UserError
 from gptworks.infer.backends.backend import Backend, TorchBackend
-from gptworks.infer.backends.native import NativeBackend
+from gptworks.infer.backends.native import NativeBackend, refusal
 from gptworks.kernels.library import Unavailable, library
 from gptworks.model import GPT
 
@@ -30,7 +30,8 @@ def choose_backend(
     if name == "torch" or (name == "auto" and (model.device.type != "cpu" or model.training)):
         return TorchBackend(model, n_slots, capacity, dtype=dtype)
     try:
-        if name == "auto" and model.token_embedding.weight.dtype == torch.float16 and not library().has_wide_vectors:
+        is_fp16 = model.token_embedding.weight.dtype == torch.float16
+        if name == "auto" and is_fp16 and refusal(model) is None and not library().has_wide_vectors:
             # Without F16C, software converts each fp16 weight. Other weights are at least as fast as in torch.
             raise Unavailable("without AVX2 it is 12 times slower than torch for weights in fp16.")
         return NativeBackend(model, n_slots, capacity, dtype=dtype)

@@ -26,7 +26,6 @@ from gptworks.device import Precision
 from gptworks.errors import RunError, UserError
 from gptworks.evaluation.loss import LossReport, Workers
 from gptworks.files import replacing_by_name
-from gptworks.infer.client import completions
 from gptworks.infer.engine import Engine
 from gptworks.infer.request import Completion
 from gptworks.infer.sampling import SamplingSettings
@@ -312,7 +311,7 @@ class Reward(Objective):
         for request in requests:
             if request.error is not None:
                 raise request.error
-        return [completions(request.take(), n_samples, len(request.prompt_ids)) for request in requests]
+        return [request.completions() for request in requests]
 
     def _row(self, prompt: Prompt, answer: Completion) -> tuple[Int64s, npt.NDArray[np.bool_]]:
         """The tokens of a prompt with its answer, and a mask of the answer's tokens."""
