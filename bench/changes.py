@@ -49,7 +49,6 @@ CHANGES = (
     _change("norms-before-and-after", "model.norm_placement=both", "Gemma 2, 2024"),
     _change("parallel-blocks", "model.parallel_residual=true", "GPT-J, 2021"),
     _change("embedding-times-root-of-width", "model.embedding_scale=11.3", "Vaswani et al., 2017"),
-    _change("residual-scalars", "model.residual_scalars=true", "nanochat, 2025"),
     _change("unet-skips", "model.unet_skips=true", "modded-nanogpt, 2024"),
     _change("residual-scale-half", "model.residual_scale=0.5", "Granite 3, 2024"),
     # the MLP

@@ -76,7 +76,7 @@ def _tree(
     if draw.random() < 0.2:
         model |= {"window": 32, "window_pattern": ["window", "full"]}
     if draw.random() < 0.2 and part == "whole":
-        model |= {"residual_scalars": True, "value_residual": True, "attention_gate": True}
+        model |= {"value_residual": True, "attention_gate": True}
     tree: dict[str, Any] = {
         "name": "drawn",
         "model": model,

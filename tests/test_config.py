@@ -96,6 +96,14 @@ def test_an_unknown_key_names_the_nearest(key: str, near: str) -> None:
     assert f"unknown key `{key}`; did you mean `{near}`?" in refused(changed(key, 1))
 
 
+def test_a_removed_setting_is_accepted_at_its_neutral_value_and_refused_by_name(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, changed("model.residual_scalars", False)))
+    assert recipe.model == parse_recipe(SAMPLE).model
+    save_recipe(recipe, tmp_path / "recipe.yaml")
+    assert "residual_scalars" not in (tmp_path / "recipe.yaml").read_text(encoding="utf-8")
+    assert "`model`: residual_scalars was removed" in refused(changed("model.residual_scalars", True))
+
+
 def test_an_unknown_key_deep_inside_and_at_the_top() -> None:
     source = {"type": "jsonl", "path": "x", "feild": "text"}
     assert "unknown key `data.sources.0.feild`; did you mean `field`?" in refused(changed("data.sources", [source]))

@@ -77,7 +77,7 @@ def test_frozen_parts_and_adapters_cost_what_torch_counts(name: str, kind: str) 
         "grouped": {"n_kv_heads": 2, "mlp": "swiglu", "qk_norm": True, "norm_placement": "both",
                     "attention_softcap": 9.0},
         "untied": {"tie_embeddings": False, "norm_placement": "after"},
-        "parallel": {"parallel_residual": True, "residual_scalars": True},
+        "parallel": {"parallel_residual": True, "attention_gate": True},
         "windowed": {"window": 8, "window_pattern": ("full", "window")},
         "stream": WHOLE | {"value_embeddings": ("projected", "table"), "norm_placement": "both",
                            "n_experts": 4, "bigram_vocab_size": 9, "tie_embeddings": False},

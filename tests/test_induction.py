@@ -30,7 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "scales": {"embedding_scale": 11.3, "residual_scale": 0.5},
     "windows": {"window": 128, "window_pattern": ["window", "full"]},
     "experts": {"n_experts": 4},
-    "the laboratory": {"value_residual": True, "smear": True, "residual_scalars": True, "bigram_vocab_size": 64},
+    "the laboratory": {"value_residual": True, "smear": True, "bigram_vocab_size": 64},
 }
 
 

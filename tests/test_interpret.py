@@ -47,8 +47,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "parallel, scaled": {"parallel_residual": True, "residual_scale": 0.4, "logit_divisor": 3.0, "norm": "layernorm",
                          "attention_scale": 0.3, "tie_embeddings": False},
     "experts": {"n_experts": 4, "n_experts_per_token": 2, "d_ff": 24, "d_ff_shared": 16, "position": "none"},
-    "skips, scalars, gates": {"residual_scalars": True, "unet_skips": True, "attention_gate": True, "smear": True,
-                              "position": "learned"},
+    "skips, gates": {"unet_skips": True, "attention_gate": True, "smear": True, "position": "learned"},
     "token pairs": {"bigram_vocab_size": 30, "position": "learned"},
     "long": {"rope_scaling": {"type": "dynamic", "factor": 4.0}, "d_head": 12},
 }  # fmt: skip
@@ -104,9 +103,6 @@ def check_attention(model: GPT, found: Recording) -> None:
         stream = everything.residual[i][None]
         if block.skip is not None:
             stream = stream + block.skip.weight * everything.residual[config.n_layers - i]
-        if block.scalars is not None:
-            of_stream, of_embedding = block.scalars.weight
-            stream = of_stream * stream + of_embedding * everything.residual[0]
         read = stream if config.norm_placement == "after" else block.norm1(stream)
         v = block.attention.value(read).unflatten(-1, (-1, config.d_head)).transpose(1, 2)
         v = v.repeat_interleave(config.n_heads // config.n_kv_heads, dim=1)[0]  # H S D

@@ -136,10 +136,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "token pairs": {"bigram_vocab_size": 3000, "zero_init_projections": True},
     "experts": {"n_experts": 4, "d_ff": 256},
     "experts, one shared": {"n_experts": 4, "d_ff": 256, "d_ff_shared": 128},
-    "scalars of the stream": {"residual_scalars": True},
     "skips": {"unet_skips": True, "n_layers": 4},
     "skips, norms behind, values of the first layer": {
-        "unet_skips": True, "n_layers": 5, "norm_placement": "after", "value_residual": True, "residual_scalars": True,
+        "unet_skips": True, "n_layers": 5, "norm_placement": "after", "value_residual": True,
     },
     "values of the first layer": {"value_residual": True, "n_kv_heads": 2},
     "value embeddings": {"value_embeddings": ("none", "table"), "gate_channels": 32, "n_kv_heads": 2},

@@ -14,7 +14,7 @@ from test_memory import SMALL, combinations
 from tiny import plain_model, plain_training
 
 STREAM: dict[str, Any] = {
-    "residual_scalars": True, "unet_skips": True, "value_residual": True, "attention_gate": True, "smear": True,
+    "unet_skips": True, "value_residual": True, "attention_gate": True, "smear": True,
     "value_embeddings": ("table", "projected", "none"), "gate_channels": 32, "bigram_vocab_size": 3000,
 }  # fmt: skip
 

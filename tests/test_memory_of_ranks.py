@@ -20,7 +20,7 @@ MODEL = {
 NARROW = {"vocab_size": 300, "context_length": 32, "d_model": 512, "n_heads": 8, "d_ff": 2048}
 """So few tokens that weights and what gathers and reduces them are nearly all."""
 LABORATORY = {
-    "residual_scalars": True, "unet_skips": True, "value_residual": True, "value_embeddings": ("table", "projected"),
+    "unet_skips": True, "value_residual": True, "value_embeddings": ("table", "projected"),
     "attention_gate": True, "smear": True, "gate_channels": 32, "bigram_vocab_size": 3000,
     "n_future_tokens": 3,
 }  # fmt: skip

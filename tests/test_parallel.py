@@ -102,7 +102,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "biased": {"norm": "layernorm", "mlp": "gelu", "attention_bias": True, "mlp_bias": True, "tie_embeddings": False},
     "experts": {"mlp": "swiglu", "n_experts": 3, "n_experts_per_token": 2},
     "laboratory": {
-        "n_kv_heads": 2, "residual_scalars": True, "unet_skips": True, "value_residual": True, "smear": True,
+        "n_kv_heads": 2, "unet_skips": True, "value_residual": True, "smear": True,
         "value_embeddings": ("table", "projected"), "attention_gate": True, "gate_channels": 7, "bigram_vocab_size": 61,
         "n_future_tokens": 3,
     },

@@ -45,7 +45,7 @@ def random_config(seed: int) -> ModelConfig:
 def random_laboratory(choose: random.Random, n_layers: int, d_model: int) -> dict[str, Any]:
     """None of the laboratory's settings, some or all."""
     share, deep = choose.choice([0.0, 0.3, 1.0]), n_layers > 1
-    names = ("residual_scalars", "attention_gate", "smear", *(("unet_skips", "value_residual") if deep else ()))
+    names = ("attention_gate", "smear", *(("unet_skips", "value_residual") if deep else ()))
     settings: dict[str, Any] = {name: choose.random() < share for name in names}
     kinds = [("table",), ("projected", "table"), ("none", "table"), ("projected",)]
     if deep and choose.random() < share:

@@ -112,7 +112,7 @@ def variant(name: str, **changes: Any) -> ModelConfig:
 
 
 LABORATORY_ON: dict[str, Any] = {
-    "residual_scalars": True, "unet_skips": True, "value_residual": True, "attention_gate": True, "smear": True,
+    "unet_skips": True, "value_residual": True, "attention_gate": True, "smear": True,
     "n_future_tokens": 3,
     "value_embeddings": ("none", "projected", "table"),
 }  # fmt: skip

@@ -29,7 +29,6 @@ SHAPE: dict[str, Any] = {
     "norm": "rmsnorm", "mlp": "swiglu", "d_ff": 24, "qk_norm": True,
 }  # fmt: skip
 ON: dict[str, dict[str, Any]] = {
-    "residual_scalars": {"residual_scalars": True},
     "unet_skips": {"unet_skips": True},
     "value_residual": {"value_residual": True},
     "value_embeddings": {"value_embeddings": ("none", "table"), "gate_channels": 6},
@@ -77,9 +76,6 @@ def by_definition(model: GPT, tokens: Tensor) -> Tensor:
         here = {name.removeprefix(f"blocks.{layer}."): tensor for name, tensor in w.items()}
         if c.unet_skips and layer >= (c.n_layers + 1) // 2:
             x = x + here["skip.weight"].item() * outputs[c.n_layers - 1 - layer]
-        if c.residual_scalars:
-            of_stream, of_embedding = here["scalars.weight"].tolist()
-            x = of_stream * x + of_embedding * embedding
         inner = rms(x, here["norm1.weight"])
         q, k, v = (inner @ here[f"attention.{name}.weight"].T for name in ("query", "key", "value"))
         if c.value_residual:
@@ -126,7 +122,7 @@ def test_what_they_start_from() -> None:
     """Scalars from which a block reads what it would without them, values that are means, gates half open, or open."""
     torch.manual_seed(0)
     start = {name: tensor.tolist() for name, tensor in GPT(plain_model(**SHAPE | WHOLE)).named_parameters()}
-    assert start["blocks.3.scalars.weight"] == [1, 0] and start["blocks.3.skip.weight"] == [1]
+    assert start["blocks.3.skip.weight"] == [1]
     assert set(start["smear.weight"]) == {0} and start["smear.scale"] == [0]
     assert start["blocks.1.values.scalars.weight"] == [0.5, 0.5] and "blocks.0.values.scalars.weight" not in start
     assert {x for row in start["blocks.0.attention.gating.weight"] for x in row} == {0}
@@ -181,7 +177,7 @@ def test_vectors_have_no_decay_and_muon_has_the_blocks_matrices_alone() -> None:
     kind_of = {
         name: (kind, group["weight_decay"] > 0) for kind in groups for group in groups[kind] for name in group["names"]
     }
-    assert kind_of["blocks.1.scalars.weight"] == ("adamw", False)
+    assert kind_of["blocks.1.values.scalars.weight"] == ("adamw", False)
 
 
 # ------------------------------------------------------------------------------------------- where it cannot be had
@@ -204,7 +200,7 @@ def test_the_sheet_and_its_page_show_all_of_it() -> None:
     sheet = describe(plain_model(**SHAPE | WHOLE))
     assert sum(group.total for group in sheet.groups) == sheet.parameters.total
     page, drawing = to_html(sheet), "\n".join(diagram(sheet.config))
-    words = ("its mirror", "μ · embedding", "first layer", "gate · token", "gate · projection", "gate of each head",
+    words = ("its mirror", "first layer", "gate · token", "gate · projection", "gate of each head",
              "the token before")  # fmt: skip
     for one in words:
         assert one in drawing and one in page

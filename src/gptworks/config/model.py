@@ -3,8 +3,8 @@
 To add a setting of the laboratory, add the setting and its tensors here, and its computation in `gptworks.model.lab`.
 """
 
-from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -15,8 +15,8 @@ Shape = tuple[int, ...]
 Times = Annotated[int, Field(ge=1, le=MOST_LAYERS)]
 
 LABORATORY = (
-    "residual_scalars", "unet_skips", "value_residual", "value_embeddings", "attention_gate", "smear",
-    "bigram_vocab_size", "layer_repeats",
+    "unet_skips", "value_residual", "value_embeddings", "attention_gate", "smear", "bigram_vocab_size",
+    "layer_repeats",
 )  # fmt: skip
 """Settings from speedruns and recent papers that no architecture of transformers or llama.cpp has. Neither the C++
 engine nor tensor parallelism supports them."""
@@ -31,11 +31,6 @@ class ModelConfig(Architecture):
         le=100_000_000,
         description="Rows of an embedding of token pairs, indexed by a hash, which is added to the token embedding "
         "times a learned scale (Huang et al., 2025; modded-nanogpt). 0: none.",
-    )
-    residual_scalars: Fixed[bool] = Field(
-        False,
-        description="Block l reads λ_l · stream + μ_l · embedding, both learned, initially 1 and 0 (nanochat, after "
-        "modded-nanogpt).",
     )
     unet_skips: Fixed[bool] = Field(
         False,
@@ -134,8 +129,6 @@ class ModelConfig(Architecture):
         tables, projected = (
             tuple(i for i in layers if self.layer_value_embedding(i) == kind) for kind in ("table", "projected")
         )
-        if self.residual_scalars:
-            yield "residual_scalars", {"scalars.weight": (2,)}, layers
         if self.smear:
             yield "smear", {"smear.weight": (self.d_gate,), "smear.scale": (1,)}, None
         if rows := self.bigram_vocab_size:
@@ -157,6 +150,16 @@ class ModelConfig(Architecture):
             yield "future_heads", {f"future_heads.{i}.weight": square for i in heads}, None
         if self.attention_gate:
             yield "attention_gates", {"attention.gating.weight": (self.n_heads, self.d_gate)}, layers
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_removed(cls, settings: Any) -> Any:
+        """Accept `residual_scalars: false`, which run folders of earlier versions record."""
+        if not isinstance(settings, Mapping) or "residual_scalars" not in settings:
+            return settings
+        if settings["residual_scalars"]:
+            raise ValueError("residual_scalars was removed, because experiments showed no gain from it: delete the key")
+        return {name: value for name, value in settings.items() if name != "residual_scalars"}
 
     @model_validator(mode="after")
     def _check_laboratory(self) -> Self:

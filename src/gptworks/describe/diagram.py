@@ -174,8 +174,6 @@ def _embedding(c: ModelConfig) -> Iterator[tuple[str, str]]:
 def _entry(c: ModelConfig) -> Iterator[tuple[str, str]]:
     if c.unet_skips:
         yield f"stream + w · its mirror, in {c.n_layers // 2:,} of {c.n_layers:,}", "1"
-    if c.residual_scalars:
-        yield "λ · stream + μ · embedding", "2"
 
 
 def _attention(c: ModelConfig) -> Iterator[Row]:

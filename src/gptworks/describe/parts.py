@@ -145,12 +145,6 @@ def _attention(c: ModelConfig, layer: int) -> Iterator[Part]:
             f"Adds what layer {c.n_layers - 1 - layer:,} gave, times a learned scalar.",
             "Jordan et al., 2024 (modded-nanogpt)", ("skip",),
         )  # fmt: skip
-    if c.residual_scalars:
-        yield Part(
-            "scalars", "Scalars of stream and embedding", "norm", place, "2", _stream(c),
-            "What enters the block is the residual stream times λ, and what entered the first block times μ.",
-            "Karpathy, 2025 (nanochat)", ("scalars",),
-        )  # fmt: skip
     if c.norm_placement != "after":
         yield _norm(c, "norm1", place, "norm1")
     per_group = c.n_heads // c.n_kv_heads

@@ -34,7 +34,7 @@ KINDS = {
     "bigram_embedding": "embedding", "attention_weights": "attention",
     "attention_biases": "attention", "qk_norms": "attention", "router": "mlp", "mlp_weights": "mlp",
     "mlp_biases": "mlp", "shared_expert": "mlp", "norms": "norm", "final_norm": "norm", "head": "head",
-    "residual_scalars": "norm", "unet_skips": "norm", "value_residual": "attention", "value_embeddings": "embedding",
+    "unet_skips": "norm", "value_residual": "attention", "value_embeddings": "embedding",
     "smear": "embedding", "value_projections": "attention", "value_gates": "attention", "attention_gates": "attention",
     "query_key_value": "attention", "attention_scores": "scores", "output_projection": "attention",
     "laboratory": "attention", "future_heads": "head",

@@ -2,8 +2,8 @@
 
 The residual stream is a sum: the embedding, and what each head and each MLP adds. The head reads it through the final
 norm, which is linear once its divisor is known. With the divisors of this position, the logit is the sum of what the
-parts add to it. Norms after attention and the MLP are treated the same way, and learned scalars of the stream scale
-what was added before them. Computed in float64.
+parts add to it. Norms after attention and the MLP are treated the same way, and a skip connection counts
+what was added before it again, times its scalar. Computed in float64.
 """
 
 from collections.abc import Callable, Iterator
@@ -111,17 +111,13 @@ def _parts(model: GPT, recording: Recording, row: int) -> Iterator[tuple[Kind, P
 def _shares(model: GPT) -> tuple[float, list[float]]:
     """Factors of the embedding and of each block's update in the last block's output."""
     blocks = blocks_of(model)
-    embedding, share, shares, skipped = 0.0, 1.0, [0.0] * len(blocks), [0.0] * len(blocks)
+    share, shares, skipped = 1.0, [0.0] * len(blocks), [0.0] * len(blocks)
     for i in reversed(range(len(blocks))):
         shares[i] = share = share + skipped[i]
-        scalars, skip = blocks[i].scalars, blocks[i].skip
-        if scalars is not None:
-            stream, again = scalars.weight.tolist()
-            embedding += share * again
-            share *= stream
+        skip = blocks[i].skip
         if skip is not None:
             skipped[len(blocks) - 1 - i] = share * skip.weight.item()
-    return embedding + share, shares
+    return share, shares
 
 
 def _heads(out: nn.Module, mixed: Tensor, n_heads: int) -> tuple[Tensor, Tensor]:

@@ -194,9 +194,8 @@ class _Step:
         RMSNorm of torch on a CPU needs no more for the gradient of its weight.
         """
         layer, first = self.uses[use], use == self.layers[0]
-        scaled = self.model.residual_scalars and not self.trained.moves("scalars", layer)
         norm = self.shapes.on_cpu and self.model.norm == "rmsnorm" and self.trained.moves("norm1", layer)
-        return self.model.layer_skips(layer) or scaled or (first and norm and not self.trained.embedding)
+        return self.model.layer_skips(layer) or (first and norm and not self.trained.embedding)
 
     def _kept_next_to_stream(self, use: int) -> int:
         """Bytes kept in addition to the stream for a block that is computed again: also an earlier block's output, if

@@ -45,7 +45,7 @@ class Carried:
         config = self.config
         projects, table = (config.layer_value_embedding(layer) == kind for kind in ("projected", "table"))
         return LabInputs(
-            self.embedding if config.residual_scalars or projects else None,
+            self.embedding if projects else None,
             self.skipped.pop() if config.layer_skips(layer) else None,
             self.first_values,
             self.tables[str(layer)](self.tokens) if table and self.tables is not None else None,
@@ -76,44 +76,38 @@ class Carried:
     @staticmethod
     def kept_streams(c: ModelConfig) -> int:
         """Largest number of stream-sized tensors that a forward pass keeps for later blocks."""
-        return c.unet_skips * (c.n_layers // 2) + 2 * c.residual_scalars + ("projected" in c.value_embeddings)
+        return c.unet_skips * (c.n_layers // 2) + _reads_embedding(c)
 
 
 def _reads_embedding(config: ModelConfig) -> bool:
-    return config.residual_scalars or "projected" in config.value_embeddings
+    return "projected" in config.value_embeddings
 
 
 class LabParts(nn.Module):
     """Base class of a block: the parts that laboratory settings add."""
 
     def add_parts(self, config: ModelConfig, layer: int) -> None:
-        self.scalars = ResidualScalars() if config.residual_scalars else None
         self.skip = Skip() if config.layer_skips(layer) else None
         changed = config.value_residual or config.layer_value_embedding(layer) != "none"
         self.values = Values(config, layer) if changed else None
 
     def enter(self, x: Tensor, lab: LabInputs) -> Tensor:
-        """The stream [B, T, C] with skip connection and scalars applied, as the block reads it."""
-        if self.skip is not None:
-            x = self.skip(x, lab.skipped)
-        return x if self.scalars is None else self.scalars(x, lab.embedding)
+        """The stream [B, T, C] with the skip connection added, as the block reads it."""
+        return x if self.skip is None else self.skip(x, lab.skipped)
 
     @staticmethod
     def entry_cost(s: Shapes, layer: int) -> Iterator[Stage]:
-        """Costs of `enter`. A scalar's gradient sums a product of the stream's size."""
+        """Cost of `enter`. The scalar's gradient sums a product of the stream's size."""
         stream = s.floats(s.config.d_model)
         if s.config.layer_skips(layer):  # the added tensor's gradient waits for the layer that produced it
             yield Stage("skip", arrives=stream, leaves=2 * stream, scratch=stream, vectors=1, own_scratch=stream)
-        if s.config.residual_scalars:
-            kept = {RESIDUAL: stream}
-            yield Stage("scalars", kept, stream, stream, scratch=stream, vectors=2, for_own=kept, own_scratch=stream)
 
     @staticmethod
     def exit_cost(s: Shapes, layer: int) -> list[Stage]:
         """Cost of adding a later layer's waiting gradient. The output is saved as the next block's input, unless
         attention reads it rounded."""
         stream = s.floats(s.config.d_model)
-        only_here = s.autocast and s.config.norm_placement == "after" and not s.config.residual_scalars
+        only_here = s.autocast and s.config.norm_placement == "after"
         there = s.config.layer_is_skipped_to(layer)
         return [Stage("handed on", {RESIDUAL: stream if only_here else 0}, arrives=stream)] if there else []
 
@@ -124,18 +118,6 @@ class Scalars(nn.Module):
     def __init__(self, *initial: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.cat([torch.full((1,), value) for value in initial]))  # works on fake tensors
-
-
-class ResidualScalars(Scalars):
-    """λ · stream + μ · embedding (nanochat's `resid_lambdas` and `x0_lambdas`, after modded-nanogpt)."""
-
-    def __init__(self) -> None:
-        super().__init__(1.0, 0.0)
-
-    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
-        """x, embedding [B, T, C] → [B, T, C]."""
-        stream: Tensor = self.weight[0] * x
-        return stream + self.weight[1] * embedding
 
 
 class Skip(Scalars):
