@@ -46,6 +46,8 @@ class Stage:
     tensors saved so far, if the block is recomputed: the peak may be there."""
     matrices: int = 0
     vectors: int = 0
+    table: int = 0
+    """Elements of an embedding's table. Its gradient is as large, in float32, and exists before the stage ends."""
     for_own: Mapping[str, int] = field(default_factory=dict)
     """The part of `saved` that only the gradients of the operation's own parameters need."""
     own_scratch: int = 0
@@ -60,6 +62,20 @@ class Stage:
     """Input width of the operation's matrices; 0: the model's width."""
     share: float = 1.0
     """Share of the tokens that the operation multiplies."""
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Memory of one layer."""
+
+    stages: list[Stage]
+    """The block's operations, in order."""
+    lookups: list[Stage]
+    """Lookups in tables of this layer only, before the block."""
+    passing_bytes: int
+    """Peak memory of the block if it is frozen and keeps no activations."""
+    kept_bytes: int
+    """Bytes kept next to the stream if the block is recomputed."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ Shapes: B batch, T time, C width, V vocabulary.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -21,15 +22,16 @@ from gptworks.kernels import dispatch
 from gptworks.model.attention import Attention, AttentionInputs
 from gptworks.model.block import Block
 from gptworks.model.cache import SlotRows
-from gptworks.model.cost import DROPOUT, Shapes, Stage
-from gptworks.model.lab.embeddings import build_bigrams, build_smear, previous_tokens
-from gptworks.model.lab.future import build_future_heads
+from gptworks.model.cost import DROPOUT, LayerCost, Shapes, Stage
+from gptworks.model.lab.embeddings import BigramEmbedding, Smear, build_bigrams, build_smear, previous_tokens
+from gptworks.model.lab.future import build_future_heads, future_cost
 from gptworks.model.lab.induction import begin_with_induction
 from gptworks.model.lab.stream import Carried, build_tables
 from gptworks.model.layers import (
     MLP,
     Dropout,
     Linear,
+    Norm,
     Tables,
     build_norm,
     build_positions,
@@ -168,13 +170,40 @@ class GPT(nn.Module):
         return x
 
     @staticmethod
-    def embedding_cost(s: Shapes) -> Stage:
-        """Cost of `embed` with its dropout: the lookup saves only tokens; the timeline counts the table's gradient."""
-        width = s.config.d_model
-        kept = (s.floats(width) if s.on_cpu else s.n_tokens * width) if s.config.dropout_embedding else 0
-        return Stage(
-            "embedding dropout", {DROPOUT: kept}, arrives=s.floats(width), leaves=s.floats(width) if kept else 0
+    def entry_cost(s: Shapes) -> list[Stage]:
+        """Costs of the operations before the first block, in order. A lookup saves only tokens. The head's gradient
+        arrives at a tied table, where the sum of both is a third tensor."""
+        c, stream, table = s.config, s.floats(s.config.d_model), s.config.vocab_size * s.config.d_model
+        kept = (stream if s.on_cpu else s.n_tokens * c.d_model) if c.dropout_embedding else 0
+        tied = 4 * table * c.tie_embeddings
+        gradient = stream if kept else 0
+        positions = c.context_length * c.d_model if c.position == "learned" else 0
+        shared = GPT.shared_gradients_bytes(s, trains_embedding=True)
+        return [
+            Stage("token embedding", arrives=tied, scratch=tied, table=table, module="token_embedding"),
+            Stage("token lookup", arrives=gradient + shared, scratch=4 * table, module="token_embedding"),
+            *Smear.cost(s),
+            *BigramEmbedding.cost(s),
+            *([Stage("position embedding", table=positions, module="position_embedding")] if positions else []),
+            Stage("embedding dropout", {DROPOUT: kept}, arrives=stream, leaves=gradient),
+        ]
+
+    @staticmethod
+    def layer_cost(s: Shapes, layer: int) -> LayerCost:
+        """Cost of a layer: its block, and the tensors that `Carried` keeps for it."""
+        return LayerCost(
+            Block.cost(s, layer),
+            Carried.lookup_cost(s, layer),
+            Block.passing_bytes(s, layer),
+            Carried.kept_bytes(s, layer),
         )
+
+    @staticmethod
+    def exit_cost(s: Shapes, n_future: int) -> list[Stage]:
+        """Costs of the last norm, and of the heads of `n_future` tokens beyond the next."""
+        return [replace(Norm.cost(s, "final norm"), merges=False), *future_cost(s, n_future)]
+
+    shared_gradients_bytes = staticmethod(Carried.gradients_bytes)  # of tensors that all blocks read
 
     def logits(self, features: Tensor) -> Tensor:
         """Features [..., C] → logits [..., V]."""

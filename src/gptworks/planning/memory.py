@@ -12,13 +12,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from gptworks.config import computes_again
-from gptworks.model.block import Block
-from gptworks.model.cost import ATTENTION, COPIES, RESIDUAL, Shapes, Stage
+from gptworks.model.cost import ATTENTION, COPIES, RESIDUAL, LayerCost, Shapes, Stage
 from gptworks.model.gpt import GPT
-from gptworks.model.lab.embeddings import BigramEmbedding, Smear
-from gptworks.model.lab.future import future_cost
-from gptworks.model.lab.stream import Carried, value_table
-from gptworks.model.layers import Norm
 from gptworks.model.loss import loss_chunk_bytes, scoring_bytes
 from gptworks.model.rotary import rotary_tables_bytes
 from gptworks.model.scores import bias_bytes, is_blocked
@@ -101,22 +96,27 @@ class _Step:
         self.bucket_bytes = 0  # size of gradients that wait to be sent to other ranks
         self.block_gradients_bytes = 0  # size of a block's whole gradients, not yet reduced
         self.packed = self.trained.base != "full"
-        no_copies = self.no_copies or self.packed
         modules = self.trained.modules or (None,) * self.model.n_layers
         self.kinds = [(self.model.layer_kind(layer), modules[layer]) for layer in range(self.model.n_layers)]
-        self.blocks = {
-            kind: [
-                as_trained(stage, self.trained, self.shapes, layer, no_copies)
-                for stage in Block.cost(self.shapes, layer)
-            ]
-            for kind, layer in {kind: layer for layer, kind in enumerate(self.kinds)}.items()
+        self.costs = {
+            kind: self._layer_cost(layer) for kind, layer in {kind: i for i, kind in enumerate(self.kinds)}.items()
         }
-        self.final_norm = Norm.cost(self.shapes, "final norm")
-        self.future = future_cost(self.shapes, setting.n_future)
+        entry = GPT.entry_cost(self.shapes) if self.trained.embedding else []
+        self.entry = [stage for stage in entry if not stage.module or f"{stage.module}.weight" in self.trained.outside]
+        self.final_norm, *self.future = GPT.exit_cost(self.shapes, setting.n_future)
         self.held: Counter[str] = Counter()  # bytes by part
         self.total_bytes = 0
         self.peak = Peak("start", {})
         self.peak_bytes = 0
+
+    def _layer_cost(self, layer: int) -> LayerCost:
+        cost, no_copies = GPT.layer_cost(self.shapes, layer), self.no_copies or self.packed
+        stages = [as_trained(stage, self.trained, self.shapes, layer, no_copies) for stage in cost.stages]
+        lookups = [stage for stage in cost.lookups if self.trained.moves(stage.module, layer)]
+        return replace(cost, stages=stages, lookups=lookups)
+
+    def _cost(self, use: int) -> LayerCost:
+        return self.costs[self.kinds[self.uses[use]]]
 
     def hold(self, part: str, n_bytes: int) -> None:
         """Add held bytes; a negative number frees them."""
@@ -179,7 +179,7 @@ class _Step:
         return (n_bytes - whole_bytes) // self.layout.data_parallel + whole_bytes if self.sharded else n_bytes
 
     def _block(self, use: int) -> list[Stage]:
-        stages = self.blocks[self.kinds[self.uses[use]]]
+        stages = self._cost(use).stages
         if use == self.layers[0] and not self.trained.embedding:
             stages = [as_first(stage, self.trained, self.shapes, self.uses[use]) for stage in stages]
         makes = self.trained.rank or self._computes_again(use)  # autocast caches no copies of frozen weights
@@ -203,7 +203,7 @@ class _Step:
         after = self.model.n_layers - use
         reads = self.model.layer_skips(use) and after != use
         skipped = reads and self._reads_apart(after) and not self._computes_again(after)
-        return Carried.kept_bytes(self.shapes, self.uses[use]) + skipped * self.shapes.floats(self.model.d_model)
+        return self._cost(use).kept_bytes + skipped * self.shapes.floats(self.model.d_model)
 
     def _first_kept(self, use: int) -> int | None:
         """The first run of a block that is not computed again: autocast keeps its copies of the matrices."""
@@ -218,13 +218,12 @@ class _Step:
         if self.sharded:  # embedding, head and last norm: gathered until the end of the backward pass
             self.mark("embedding, gathered", 2 * 4 * self.shards.outside, COMMUNICATION)
             self.hold(COMMUNICATION, 4 * self.shards.outside)
-        self.hold_saved(GPT.embedding_cost(self.shapes))
-        self.hold_saved(BigramEmbedding.cost(self.shapes), int("bigram_embedding.table.weight" in self.trained.outside))
-        self.hold_saved(Smear.cost(self.shapes), int(self.trained.embedding))
+        for stage in self.entry:
+            self.hold_saved(stage)
         kept = self.gathered_bytes if self.layout.sharding == "zero2" else 0
         self.hold(COMMUNICATION, kept * self.trained.n_still)
         for use in range(self.trained.n_still):
-            self.mark(f"layer {use + 1}, forward", Block.passing_bytes(self.shapes, self.uses[use]))
+            self.mark(f"layer {use + 1}, forward", self._cost(use).passing_bytes)
         for layer in self.layers:
             self.hold(COMMUNICATION, kept)
             if self._computes_again(layer):
@@ -291,7 +290,7 @@ class _Step:
             self._hold_copies(layer, -1)
 
     def _backward(self) -> None:
-        self._go_back(replace(self.final_norm, merges=False), "final norm, backward")
+        self._go_back(self.final_norm, "final norm, backward")
         for layer in reversed(self.layers):
             self._gather(layer)
             apart, stream = self._reads_apart(layer), self.shapes.floats(self.model.d_model)
@@ -305,43 +304,24 @@ class _Step:
             if self._computes_again(layer):
                 self.hold(RESIDUAL, -stream if apart else 0)
                 self.hold(ATTENTION, -self._kept_next_to_stream(layer))
-            if f"value_embeddings.{layer}.weight" in self.trained.outside:
-                table = value_table(self.model, layer)
-                self.mark("value embedding, backward", 4 * table)
-                self._gain(table)
+            for stage in self._cost(layer).lookups:
+                self._go_back(stage, f"{stage.name}, backward")
             if layer == self.layers[-1]:
-                self.hold(TEMPORARY, Carried.gradients_bytes(self.shapes, self.trained.embedding))
+                self.hold(TEMPORARY, GPT.shared_gradients_bytes(self.shapes, self.trained.embedding))
             if self.sharded:
                 self._reduce(self.shards.trained_block, self.gathered_bytes, f"layer {layer + 1}, gradients reduced")
         if self._keeps_bias:
             self.hold(ATTENTION, -bias_bytes(self.shapes))
-        if self.trained.embedding:
-            self._embedding_backward()
+        tied = self.held[LOSS] if self.entry else 0  # the gradient of a tied head
+        self.hold(LOSS, -tied)
+        self.hold(TEMPORARY, tied)
+        for stage in reversed(self.entry):
+            self._go_back(stage, f"{stage.name}, backward")
+        self.hold(TEMPORARY, -self.held[TEMPORARY] if self.entry else 0)
         if self.sharded:
             self._reduce(self.shards.trained_outside, 4 * self.shards.outside, "embedding, reduced")
             self._end_reduction()
         self._add_up_over_ranks()
-
-    def _embedding_backward(self) -> None:
-        self._go_back(GPT.embedding_cost(self.shapes), "embedding, backward")
-        table = self.model.vocab_size * self.model.d_model
-        if "position_embedding.weight" in self.trained.outside:
-            self._gain(self.model.context_length * self.model.d_model)
-        if "bigram_embedding.table.weight" in self.trained.outside:
-            self._go_back(BigramEmbedding.cost(self.shapes), "bigram embedding, backward")
-            pairs = self.model.bigram_vocab_size * self.model.d_model
-            self.mark("bigram embedding, backward", 4 * pairs + self.shapes.floats(self.model.d_model))
-            self._gain(pairs, 1)
-        self._go_back(Smear.cost(self.shapes), "smear, backward")
-        if "token_embedding.weight" not in self.trained.outside:
-            self.hold(TEMPORARY, -self.held[TEMPORARY])
-            return
-        self.mark("token embedding, backward", 4 * table)
-        self.hold(TEMPORARY, -self.held[TEMPORARY])
-        if self.model.tie_embeddings:  # the sum with the head's gradient is a third tensor
-            self.mark("token embedding, backward", 2 * 4 * table)
-            self.hold(LOSS, -self.held[LOSS])
-        self._gain(table)
 
     def _gather(self, layer: int) -> None:
         """Hold the weights that FSDP2 gathers before a block's backward pass: the block's and the next one's."""
@@ -387,7 +367,7 @@ class _Step:
         become the gradients of its weights."""
         product = self.shapes.product_bytes
         gradient = product * stage.matrices if self.packed or not self.trained.rank else 0  # or the unpacked matrix
-        momentary = gradient + max(stage.leaves + stage.scratch, self._unpacking_bytes(stage))
+        momentary = gradient + max(stage.leaves + stage.scratch + 4 * stage.table, self._unpacking_bytes(stage))
         if (stage.module or stage.name) in self.trained.targets:  # the arriving gradient is scaled, leaving ones added
             dropped = 3 * stage.leaves - stage.arrives if self.trained.dropout else 0  # three gradients of the input
             momentary = max(momentary, stage.arrives, 2 * stage.leaves, dropped)
@@ -405,7 +385,7 @@ class _Step:
         if self.shapes.autocast and not self.no_copies and not self.trained.rank:
             self.mark(moment, (product + 4) * stage.matrices)
         self.hold(TEMPORARY, 0 if use == runs[-1] else -waiting)
-        self._gain(stage.matrices, stage.vectors, in_block=use is not None)
+        self._gain(stage.matrices + stage.table, stage.vectors, in_block=use is not None)
 
     def _has_gradients(self, in_block: bool) -> bool:
         """Whether a stage's matrices and vectors have gradients; a block's stage does not count frozen ones."""

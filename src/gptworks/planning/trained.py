@@ -29,7 +29,7 @@ class Trained:
     outside: frozenset[str] = frozenset()
     """The trained tensors outside the blocks, by name."""
     modules: tuple[frozenset[str], ...] | None = None
-    """The modules of each block with trained parameters of their own, by the last part of their names; None: all."""
+    """The modules of each layer with trained parameters of their own, by the last part of their names; None: all."""
     rank: int = 0
     """Rank of the adapter; 0: no adapter."""
     dropout: bool = False
@@ -92,9 +92,9 @@ def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig
     matrices = tuple(shapes[name] for name in own if name.startswith("blocks.") and len(shapes[name]) == 2)
     modules: list[set[str]] = [set() for _ in range(model.n_layers)]
     for name in own:
-        if name.startswith("blocks."):
-            _, layer, *path = name.split(".")
-            modules[int(layer)].add(path[-2])
+        if name.startswith(("blocks.", "value_embeddings.")):
+            group, layer, *path = name.split(".")
+            modules[int(layer)].add(path[-2] if group == "blocks" else group)
     part = Trained(
         parameters=sum(own.values()),
         added=0,
@@ -107,9 +107,7 @@ def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig
         in_8_bits=moments_in_8_bits(map(prod, matrices)),
     )
     if adapter is None:
-        of_layers = [name for name in own if name.startswith("blocks.") or name in count.tensors_of("value_embeddings")]
-        trained_in = {int(name.split(".")[1]) for name in of_layers}
-        moving = [use for use, layer in enumerate(model.layer_uses) if layer in trained_in]
+        moving = [use for use, layer in enumerate(model.layer_uses) if modules[layer]]
         return replace(part, n_still=0 if part.embedding else min(moving, default=len(model.layer_uses)))
     adapted = [
         shape for name, shape in shapes.items() if len(shape) == 2 and adapter.adapts(name.removesuffix(".weight"))

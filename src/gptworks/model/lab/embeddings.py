@@ -1,5 +1,7 @@
 """Additions to a token's embedding: an embedding of the token pair, and the previous token's embedding."""
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -33,11 +35,13 @@ class BigramEmbedding(nn.Module):
         return vectors * self.scale
 
     @staticmethod
-    def cost(s: Shapes) -> Stage:
-        """Cost of the lookup: saves the row numbers, and the result for the scale's gradient."""
-        width = s.config.d_model
-        saved = s.floats(width) + 8 * s.n_tokens if s.config.bigram_vocab_size else 0
-        return Stage("bigram embedding", {RESIDUAL: saved}, scratch=2 * s.floats(width) if saved else 0)
+    def cost(s: Shapes) -> Iterator[Stage]:
+        """Costs of the lookup and of the scale: they save the row numbers, and the vectors for the scale's gradient."""
+        rows, stream, module = s.config.bigram_vocab_size, s.floats(s.config.d_model), "bigram_embedding.table"
+        if rows:
+            saved = {RESIDUAL: stream + 8 * s.n_tokens}
+            yield Stage("bigram embedding", arrives=stream, table=rows * s.config.d_model, vectors=1, module=module)
+            yield Stage("bigram scale", saved, leaves=stream, scratch=stream, module=module)
 
 
 class Smear(nn.Module):
@@ -53,13 +57,12 @@ class Smear(nn.Module):
         return x + gate.masked_fill(previous == NO_TOKEN, 0).unsqueeze(-1) * before
 
     @staticmethod
-    def cost(s: Shapes) -> Stage:
+    def cost(s: Shapes) -> Iterator[Stage]:
         """Cost: saves the embeddings of the preceding tokens, and the channels that the gate reads."""
         c = s.config
-        if not c.smear:
-            return Stage("smear")
         stream, read = s.floats(c.d_model), s.products(c.d_gate) if s.autocast else s.floats(c.d_model)
-        return Stage("smear", {RESIDUAL: stream + read}, stream, stream, scratch=2 * stream, vectors=c.d_gate + 1)
+        if c.smear:
+            yield Stage("smear", {RESIDUAL: stream + read}, stream, stream, scratch=2 * stream, vectors=c.d_gate + 1)
 
 
 def build_smear(config: ModelConfig) -> Smear | None:

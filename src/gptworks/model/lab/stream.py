@@ -59,6 +59,12 @@ class Carried:
             self.skipped.append(x)
 
     @staticmethod
+    def lookup_cost(s: Shapes, layer: int) -> list[Stage]:
+        """Cost of the lookup in the layer's table of value embeddings; empty without a table."""
+        table = value_table(s.config, layer)
+        return [Stage("value embedding", table=table, module="value_embeddings")] if table else []
+
+    @staticmethod
     def kept_bytes(s: Shapes, layer: int) -> int:
         """Bytes kept next to the stream for a recomputed block: its tokens' value vectors from a table, and the first
         block's values."""
