@@ -3,8 +3,9 @@
 from markupsafe import Markup
 
 from gptworks.config import ModelConfig
-from gptworks.describe.diagram import flow, stack
+from gptworks.describe.diagram import flow
 from gptworks.describe.sheet import KINDS, Sheet, summary, traits
+from gptworks.describe.words import stack
 from gptworks.pages import parts as html
 from gptworks.pages.chart import WIDE
 from gptworks.pages.drawing import SMALL, Drawing, text_width

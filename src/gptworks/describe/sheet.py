@@ -16,8 +16,9 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from gptworks.config import ModelConfig
-from gptworks.describe.diagram import POSITIONS, diagram, dims, n_banded, norm_name
+from gptworks.describe.diagram import diagram
 from gptworks.describe.published import Figure, published_figures
+from gptworks.describe.words import POSITIONS, dims, n_banded, norm_name
 from gptworks.pages import parts as html
 from gptworks.pages.tables import Table
 from gptworks.planning.flops import ForwardFlops, forward_flops
