@@ -18,7 +18,7 @@ from gptworks.device import choose_precision
 from gptworks.errors import UserError
 from gptworks.planning.arrange import layout_of, rank_setting
 from gptworks.planning.assumed import preset_recipe
-from gptworks.planning.devices import find_device, with_node
+from gptworks.planning.devices import DeviceOptions, find_device
 from gptworks.planning.host import HostMemory, checkpoint_copy_bytes, host_memory
 from gptworks.planning.layout import Layout
 from gptworks.planning.memory import training_peak
@@ -33,7 +33,7 @@ H100 = find_device("h100")
 
 
 def host_of(name: str, ranks: int, *overrides: str, **node: Any) -> HostMemory:
-    device = with_node(H100, ranks, **node)
+    device = DeviceOptions(**node).in_node(H100, ranks)
     found = host_memory(
         plan(preset_recipe(name, overrides, device, ranks)[0], device=device, n_ranks=ranks).setting, device
     )

@@ -11,7 +11,7 @@ import pytest
 import tiny
 from gptworks.planning.arrange import rank_setting
 from gptworks.planning.assumed import preset_recipe
-from gptworks.planning.devices import find_device, with_node
+from gptworks.planning.devices import DeviceOptions, find_device
 from gptworks.planning.layout import Layout
 from gptworks.planning.network import Collective, collectives, ring_bandwidth, sent_bytes
 from gptworks.planning.run import Plan, plan
@@ -23,7 +23,7 @@ H100 = find_device("h100")
 
 
 def planned(name: str, ranks: int, *overrides: str, **node: Any) -> Plan:
-    device = with_node(H100, ranks, **node)
+    device = DeviceOptions(**node).in_node(H100, ranks)
     recipe, reason = preset_recipe(name, overrides, device, ranks)
     return plan(recipe, device=device, n_ranks=ranks, steps_reason=reason)
 
@@ -82,7 +82,7 @@ def test_planned_bytes_are_those_of_real_collectives(n_ranks: int, tmp_path: Pat
 def test_a_ring_is_as_fast_as_its_slowest_link() -> None:
     def rate(n: int, tensor: int, dimension: str = "data", **node: Any) -> float:
         one = Collective("x", "all_gather", dimension, 1, "forward")
-        return ring_bandwidth(one, Layout("fsdp", n, tensor), with_node(H100, n * tensor, **node)) / 1e9
+        return ring_bandwidth(one, Layout("fsdp", n, tensor), DeviceOptions(**node).in_node(H100, n * tensor)) / 1e9
 
     assert rate(8, 1) == 450  # in one node
     assert rate(16, 1) == 8 * 50  # eight cards, each for a ring of its own
@@ -156,7 +156,8 @@ def test_ranks_of_one_processor_compute_no_faster_than_one() -> None:
     cpu = replace(H100, kind="cpu")
     recipe, _ = preset_recipe("gpt2", ["train.batch_size=8", "train.micro_batch_size=1", "train.max_steps=5"], cpu, 4)
     one, four, apart = (
-        plan(recipe, device=with_node(cpu, n, gpus_per_node=nodes), n_ranks=n) for n, nodes in ((1, 1), (4, 4), (4, 1))
+        plan(recipe, device=DeviceOptions(gpus_per_node=nodes).in_node(cpu, n), n_ranks=n)
+        for n, nodes in ((1, 1), (4, 4), (4, 1))
     )
     assert one.step_time and four.step_time and apart.step_time
     assert four.step_time.compute == pytest.approx(one.step_time.compute)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gptworks.data.opened import Prepared
     from gptworks.describe.plan_sheet import PlanSheet
     from gptworks.evaluation.measurements import Measurements
-    from gptworks.planning.devices import Device
+    from gptworks.planning.devices import Device, DeviceOptions
     from gptworks.recipe import RecipeLike
     from gptworks.runs.trained_run import TrainedRun
 
@@ -91,18 +91,10 @@ def read_run(folder: str | PathLike[str]) -> TrainedRun:
 def plan(
     recipe: RecipeLike,
     *overrides: str,
-    device: str | None = None,
-    memory_gib: float | None = None,
-    flops: float | None = None,
-    bandwidth: float | None = None,
+    device: str | DeviceOptions | None = None,
     world_size: int = 1,
     sharding: Sharding | None = None,
     tensor_parallel: int | None = None,
-    utilization: float | None = None,
-    intra_node_gb_s: float | None = None,
-    inter_node_gb_s: float | None = None,
-    gpus_per_node: int | None = None,
-    host_memory_gib: float | None = None,
     trace: bool = False,
     measure: bool = False,
     details: bool = False,
@@ -114,14 +106,9 @@ def plan(
     Args:
         recipe: a preset's name, or what `gptworks.train` takes.
         overrides: settings that replace the recipe's, as for `gptworks.train`.
-        device: a name such as h100; `this`: this machine's device, measured; None: this machine's CPU.
-        memory_gib, flops, bandwidth: figures of a device without a name; the last two in FLOP/s and bytes/s.
+        device: a name such as h100; `this`: this machine's device, measured; None: this machine's CPU; or its figures.
         world_size: number of devices.
         sharding, tensor_parallel: settings of train.parallel.
-        utilization: share of the device's FLOP/s that training reaches while it computes; None: 0.4.
-        intra_node_gb_s, inter_node_gb_s: GB/s that a device sends within its node, and to other nodes.
-        gpus_per_node: number of devices, and so of ranks, in a node.
-        host_memory_gib: memory of a node's host. None for these four: the device's usual node, as the plan shows.
         trace: also count a step's memory on fake tensors.
         measure: also take two real steps on this machine.
         details: show every figure.
@@ -133,28 +120,27 @@ def plan(
     """
     from gptworks.describe.plan_sheet import PlanSheet
     from gptworks.planning.assumed import preset_recipe
-    from gptworks.planning.devices import UTILIZATION, check_figures, with_node
+    from gptworks.planning.devices import UTILIZATION, DeviceOptions
     from gptworks.planning.layout import parallel_overrides
     from gptworks.planning.run import plan as plan_recipe
     from gptworks.recipe import load_recipe
 
+    options = device if isinstance(device, DeviceOptions) else DeviceOptions(device)
     if measure:
-        refuse_unused("does nothing with --measure, which times a step", utilization=utilization)
+        refuse_unused("does nothing with --measure, which times a step", utilization=options.utilization)
     if (trace or measure) and world_size > 1:
         raise UserError("--trace and --measure follow one device's step: leave --world-size out.")
-    check_figures(
-        memory_gib=memory_gib, flops=flops, bandwidth=bandwidth, utilization=utilization,
-        intra_node_gb_s=intra_node_gb_s, inter_node_gb_s=inter_node_gb_s, gpus_per_node=gpus_per_node,
-        host_memory_gib=host_memory_gib,
-    )  # fmt: skip
     given = [*parallel_overrides(sharding, tensor_parallel), *overrides, *overrides_of(settings)]
     preset = recipe if is_preset(recipe) else None
     loaded = None if preset else load_recipe(recipe, given)
-    place = with_node(
-        _device(device, memory_gib, flops, bandwidth, loaded), world_size, intra_node_gb_s, inter_node_gb_s,
-        gpus_per_node, host_memory_gib,
-    )  # fmt: skip
-    share, missing = utilization or UTILIZATION, None
+
+    def measured() -> Device:
+        from gptworks.device import choose_device, measured_device
+
+        return measured_device(choose_device(loaded.train.device if loaded is not None else "auto"))
+
+    place = options.in_node(options.device(measured), world_size)
+    share, missing = options.utilization or UTILIZATION, None
     if loaded is None:
         planned, reason = preset_recipe(str(preset), given, place, world_size)
 
@@ -195,27 +181,6 @@ def is_preset(target: RecipeLike) -> bool:
     if target in PRESETS or Path(target).exists() or target.endswith((".yaml", ".yml")):
         return target in PRESETS
     return nearest(target, [*PRESETS, *shipped_paths()]) not in shipped_paths()
-
-
-def _device(
-    name: str | None, memory_gib: float | None, flops: float | None, bandwidth: float | None, recipe: Recipe | None
-) -> Device:
-    """The device that the options describe; by default this machine's CPU, unmeasured."""
-    from gptworks.planning.devices import custom_device, find_device, this_cpu
-
-    if memory_gib is not None:
-        if name is not None:
-            raise UserError(f"--device {name} and --memory-gib {memory_gib:g} both describe the device: give one.")
-        return custom_device(memory_gib, flops, bandwidth)
-    if flops is not None or bandwidth is not None:
-        raise UserError("--flops or --bandwidth without --memory-gib: give the device's memory too, or its name.")
-    if name is None:
-        return this_cpu()
-    if name != "this":
-        return find_device(name)
-    from gptworks.device import choose_device, measured_device
-
-    return measured_device(choose_device(recipe.train.device if recipe is not None else "auto"))
 
 
 def evaluate(

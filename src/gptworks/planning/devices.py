@@ -5,7 +5,8 @@ printed number of gigabytes, 10⁹ bytes each; a GPU has up to 7% more, which it
 """
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gptworks.errors import UserError, did_you_mean
@@ -152,43 +153,79 @@ def find_device(name: str) -> Device:
     )
 
 
-def with_node(
-    device: Device,
-    n_ranks: int,
-    intra_node_gb_s: float | None = None,
-    inter_node_gb_s: float | None = None,
-    gpus_per_node: int | None = None,
-    host_memory_gib: float | None = None,
-) -> Device:
-    """The device in a node with the given figures. By default, ranks on a CPU share one machine and its memory."""
-    given = {
-        "intra_node": None if intra_node_gb_s is None else intra_node_gb_s * 1e9,
-        "inter_node": None if inter_node_gb_s is None else inter_node_gb_s * 1e9,
-        "per_node": gpus_per_node or (n_ranks if device.kind != "cuda" else None),
-        "host_bytes": None if host_memory_gib is None else round(host_memory_gib * 2**30),
-    }
-    if device.on_cpu:  # `gptworks.training.rehearsal.preflight` divides memory likewise
-        given["memory_bytes"] = device.memory_bytes // min(gpus_per_node or n_ranks, n_ranks)
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if intra_node_gb_s or inter_node_gb_s or gpus_per_node or host_memory_gib:
-        every = None not in (intra_node_gb_s, inter_node_gb_s, gpus_per_node, host_memory_gib)
-        changes["network_source"] = "given" if every else f"some given; {device.network_source}"
-    return replace(device, **changes)
-
-
 def custom_device(memory_gib: float, flops: float | None, bandwidth: float | None) -> Device:
     """A device with the given memory in GiB, FLOP/s in the training precision, and bandwidth in bytes/s."""
     return Device("custom", "cuda", round(memory_gib * 2**30), flops, flops, bandwidth, "given")
 
 
-def check_figures(**figures: float | None) -> None:
-    """Refuse figures of a device that are not above 0, and a utilization above 1."""
-    for name, figure in figures.items():
-        option = f"--{name.replace('_', '-')}"
-        if figure is not None and not figure > 0:
-            raise UserError(f"{option} {figure:g} is not above 0.")
-        if name == "utilization" and figure is not None and figure > 1:
-            raise UserError(f"{option} {figure:g} is above 1: it is a share of the device's rate, such as 0.4.")
+@dataclass(frozen=True)
+class DeviceOptions:
+    """A device as a user describes it: its name, or its figures, and figures of its node; None: not given."""
+
+    name: str | None = None
+    """Such as h100; `this`: this machine's device, measured. Without a name and a memory: this machine's CPU."""
+    memory_gib: float | None = None
+    """Memory of a device without a name."""
+    flops: float | None = None
+    bandwidth: float | None = None
+    """FLOP/s of a device without a name, and bytes/s of its memory."""
+    utilization: float | None = None
+    """Share of the device's FLOP/s that training reaches while it computes; None: 0.4."""
+    intra_node_gb_s: float | None = None
+    inter_node_gb_s: float | None = None
+    """GB/s that a device sends within its node, and to other nodes."""
+    gpus_per_node: int | None = None
+    """Number of devices, and so of ranks, in a node."""
+    host_memory_gib: float | None = None
+    """Memory of a node's host."""
+
+    def __post_init__(self) -> None:
+        """Check that figures are above 0, and that they describe one device."""
+        for name, figure in asdict(self).items():
+            if name != "name" and figure is not None and not figure > 0:
+                raise UserError(f"--{name.replace('_', '-')} {figure:g} is not above 0.")
+        if self.utilization is not None and self.utilization > 1:
+            raise UserError(
+                f"--utilization {self.utilization:g} is above 1: it is a share of the device's rate, such as 0.4."
+            )
+        if self.memory_gib is not None and self.name is not None:
+            raise UserError(
+                f"--device {self.name} and --memory-gib {self.memory_gib:g} both describe the device: give one."
+            )
+        if self.memory_gib is None and (self.flops is not None or self.bandwidth is not None):
+            raise UserError("--flops or --bandwidth without --memory-gib: give the device's memory too, or its name.")
+
+    def device(self, measured: Callable[[], Device]) -> Device:
+        """The device in its usual node.
+
+        Args:
+            measured: measures this machine's device, for the name `this`.
+        """
+        if self.memory_gib is not None:
+            return custom_device(self.memory_gib, self.flops, self.bandwidth)
+        if self.name is None:
+            return this_cpu()
+        return measured() if self.name == "this" else find_device(self.name)
+
+    def in_node(self, device: Device, n_ranks: int) -> Device:
+        """The device in a node with the given figures. By default, ranks on a CPU share one machine and its memory."""
+        node = (self.intra_node_gb_s, self.inter_node_gb_s, self.gpus_per_node, self.host_memory_gib)
+        intra, inter, per_node, host = node
+        memory = device.memory_bytes
+        if device.on_cpu:  # `gptworks.training.rehearsal.preflight` divides memory likewise
+            memory //= min(per_node or n_ranks, n_ranks)
+        source = device.network_source
+        if any(node):
+            source = "given" if None not in node else f"some given; {source}"
+        return replace(
+            device,
+            memory_bytes=memory,
+            intra_node=device.intra_node if intra is None else intra * 1e9,
+            inter_node=device.inter_node if inter is None else inter * 1e9,
+            per_node=per_node or (n_ranks if device.kind != "cuda" else device.per_node),
+            host_bytes=device.host_bytes if host is None else round(host * 2**30),
+            network_source=source,
+        )
 
 
 # --------------------------------------------------------------------------------------------- this machine
