@@ -101,7 +101,7 @@ def test_its_tokens_are_about_those_of_the_text(texts: Texts, tmp_path: Path) ->
     recipe = draft.plan.recipe
     data = recipe.data.model_copy(update={"cache_dir": tmp_path / "data"})
     prepared = prepare(recipe.model_copy(update={"data": data}))
-    assert draft.plan.n_train_tokens == pytest.approx(prepared.manifest.splits["train"].tokens, rel=0.03)
+    assert draft.plan.data.train_tokens == pytest.approx(prepared.manifest.splits["train"].tokens, rel=0.03)
 
 
 def test_samples_begin_with_two_different_lines_also_of_one_file(tmp_path: Path) -> None:

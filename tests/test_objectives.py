@@ -16,6 +16,7 @@ from gptworks.errors import UserError
 from gptworks.model import GPT
 from gptworks.model.loss import target_logprobs
 from gptworks.planning.run import plan as plan_run
+from gptworks.planning.steps import DataSize
 from gptworks.recipe import parse_recipe
 from gptworks.training.changes import check_changes
 from gptworks.training.loop import train
@@ -91,7 +92,7 @@ def test_an_objective_from_outside_is_planned_checked_and_trained(
     assert [row["step"] for row in rows if row["kind"] == "validation"] == [2, 4]
 
     known = recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab_size": 64})})
-    planned = plan_run(known, 10_000, samples_per_epoch=300)
+    planned = plan_run(known, DataSize(10_000, samples_per_epoch=300))
     assert planned.flops_before_first_step > 0
     rehearsal = Rehearsal(known.model, planned.one_step, "cpu", planned.setting.precision, objective=known.objective)
     traced = trace_step(rehearsal).peak_bytes

@@ -11,6 +11,7 @@ import tiny
 from gptworks.describe.plan_tables import plan_json, tables
 from gptworks.planning.devices import find_device
 from gptworks.planning.run import Plan, plan
+from gptworks.planning.steps import DataSize
 from gptworks.recipe import parse_recipe
 from gptworks.training.rehearsal import measure
 from gptworks.training.rehearsal.trace import Rehearsal
@@ -50,7 +51,7 @@ def planned(kind: str, folder: Path, **train: Any) -> Plan:
     if objective["type"] == "distillation":
         (folder / "recipe.yaml").write_text(json.dumps(tree | {"objective": {"type": "next_token"}}), encoding="utf-8")
         tree["objective"] = objective | {"teacher": str(folder)}
-    return plan(parse_recipe(tree), samples_per_epoch=500 if records else None, device=H100)
+    return plan(parse_recipe(tree), DataSize(samples_per_epoch=500 if records else None), device=H100)
 
 
 def size(cell: str) -> float:

@@ -462,7 +462,7 @@ def test_a_plan_of_pairs_counts_the_tokens_that_the_run_reads(base: Path, kind: 
     cpu = replace(this_cpu(), float_flops=1e12, half_flops=1e12)
 
     def planned() -> tuple[Plan, str]:
-        found, _ = estimate(recipe, lambda overrides: recipe, cpu)
+        found = estimate(recipe, lambda overrides: recipe, cpu)
         return found, " ".join(" ".join(cells) for table in tables(found) for cells in table.rows)
 
     before, shown = planned()

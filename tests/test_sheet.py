@@ -29,6 +29,7 @@ from gptworks.errors import UserError
 from gptworks.infer.backends.cache import SlotCache
 from gptworks.model import GPT
 from gptworks.planning.run import Plan, plan
+from gptworks.planning.steps import DataSize
 from gptworks.presets import PRESETS, preset
 from gptworks.recipe import parse_model, parse_recipe
 from gptworks.units import readable
@@ -45,7 +46,7 @@ def planned(n_train_tokens: int | None = None, model: dict[str, Any] | None = No
             "train": {"batch_size": 32, **train},
         }
     )
-    return plan(recipe, n_train_tokens)
+    return plan(recipe, DataSize(n_train_tokens))
 
 
 def printed(thing: Any, width: int = 120) -> str:

@@ -140,7 +140,7 @@ def plan(
         return measured_device(choose_device(loaded.train.device if loaded is not None else "auto"))
 
     place = options.in_node(options.device(measured), world_size)
-    share, missing = options.utilization or UTILIZATION, None
+    share = options.utilization or UTILIZATION
     if loaded is None:
         planned, reason = preset_recipe(str(preset), given, place, world_size)
 
@@ -153,8 +153,8 @@ def plan(
     else:
         from gptworks.training.rehearsal.estimate import estimate
 
-        found, missing = estimate(loaded, lambda more: load_recipe(recipe, [*given, *more]), place, world_size, share)
-    sheet = PlanSheet(**vars(found), details=details, missing=missing)
+        found = estimate(loaded, lambda more: load_recipe(recipe, [*given, *more]), place, world_size, share)
+    sheet = PlanSheet(**vars(found), details=details)
     if trace or measure:
         from gptworks.device import choose_device
         from gptworks.training.rehearsal.measure import measure_step

@@ -179,8 +179,8 @@ def plan(
         print_json(plan_json(sheet))
     else:
         console_of().print(printed(sheet, details))
-    if sheet.missing is not None:
-        raise UserError(f"{sheet.missing} What depends on its tokens is unknown in this plan.")
+    if sheet.data.missing is not None:
+        raise UserError(f"{sheet.data.missing} What depends on its tokens is unknown in this plan.")
     if not sheet.fits:
         raise typer.Exit(DOES_NOT_FIT)
 

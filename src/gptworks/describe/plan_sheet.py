@@ -15,13 +15,11 @@ class PlanSheet(Plan):
 
     details: bool = False
     """Whether to show also FLOPs by part, other precisions and layouts, and inference."""
-    missing: str | None = None
-    """Which source of the data is missing, and advice; figures that depend on its tokens are then unknown."""
 
     def __repr__(self) -> str:
         lines = lines_of(printed(self, self.details))
-        return "\n".join([*lines, self.missing or ""]).strip("\n")
+        return "\n".join([*lines, self.data.missing or ""]).strip("\n")
 
     def _repr_html_(self) -> str:
         shown = [html.table(one.header, one.align, one.rows) for one in tables(self, self.details)]
-        return cell(*shown, *([html.paragraph(self.missing)] if self.missing else []))
+        return cell(*shown, *([html.paragraph(self.data.missing)] if self.data.missing else []))

@@ -83,8 +83,8 @@ def _facts(plan: Plan, details: bool, unmeasured: str) -> list[tuple[str, str]]:
     optimal = f"about {COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER} are compute-optimal (Hoffmann et al., 2022)"
     shards = f"{plan.shard_bytes_per_token} B a token"
     if plan.shards_bytes is not None:
-        shards = f"{'about ' if plan.tokens_estimated else ''}{readable(plan.shards_bytes, 'B')} ({shards})"
-    count, about = plan.parameters, "about " if plan.tokens_estimated else ""
+        shards = f"{'about ' if plan.data.estimated else ''}{readable(plan.shards_bytes, 'B')} ({shards})"
+    count, about = plan.parameters, "about " if plan.data.estimated else ""
     most = "at most " if plan.at_most else ""
     samples = "pairs" if plan.recipe.objective.rows_per_sample == 2 else "sequences"
     before = plan.flops_before_first_step
@@ -285,8 +285,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "parameters": parameters_json(plan.parameters),
         "objective": plan.recipe.objective.type,
         **_named(plan, "tokens_per_step", "steps", "steps_reason", "tokens", "at_most"),
-        "train_tokens": plan.n_train_tokens,
-        "train_tokens_estimated": plan.tokens_estimated,
+        "train_tokens": plan.data.train_tokens,
+        "train_tokens_estimated": plan.data.estimated,
         **({"epochs_by_dataset": plan.epochs_by_dataset} if plan.epochs_by_dataset else {}),
         **_named(plan, "tokens_per_parameter", "compute_optimal_tokens"),
         "flops": {

@@ -28,6 +28,7 @@ from gptworks.planning.devices import Device
 from gptworks.planning.fit import divisors
 from gptworks.planning.run import Measured, Plan
 from gptworks.planning.run import plan as plan_recipe
+from gptworks.planning.steps import DataSize
 from gptworks.recipe import load_recipe, run_name, with_vocab_size
 from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import load_tokenizer
@@ -178,8 +179,8 @@ class _Draft:
             self.micro = micro
             recipe = self.recipe(prepared)
             samples = open_samples(recipe, prepared.folder).per_epoch
-            n_tokens = prepared.manifest.splits["train"].tokens
-            plan = plan_recipe(recipe, n_tokens, samples_per_epoch=samples, device=device)
+            size = DataSize(prepared.manifest.splits["train"].tokens, samples)
+            plan = plan_recipe(recipe, size, device=device)
             if plan.fits:
                 break
         return plan

@@ -16,6 +16,7 @@ from gptworks.errors import UserError
 from gptworks.planning.fit import divisors
 from gptworks.planning.run import Measured, Plan
 from gptworks.planning.run import plan as plan_recipe
+from gptworks.planning.steps import DataSize
 from gptworks.recipe import with_vocab_size
 from gptworks.tokenizer import encode_text, train_tokenizer, vocabulary_size
 from gptworks.training.rehearsal.measure import measure_speed
@@ -73,8 +74,8 @@ class Draft(Drafted):
     @property
     def epochs(self) -> float:
         """Number of times that training reads the text."""
-        assert self.plan.tokens is not None and self.plan.n_train_tokens is not None
-        return self.plan.tokens / self.plan.n_train_tokens
+        assert self.plan.tokens is not None and self.plan.data.train_tokens is not None
+        return self.plan.tokens / self.plan.data.train_tokens
 
     def text(self) -> str:
         """The text of the recipe's file."""
@@ -91,7 +92,7 @@ class Draft(Drafted):
         return [
             f"parameters  {plan.parameters.total:,}",
             f"tokens      {plan.tokens:,} in {plan.steps:,} steps: {self.epochs:.2g} epochs of about "
-            f"{plan.n_train_tokens:,} tokens",
+            f"{plan.data.train_tokens:,} tokens",
             *self.time_and_memory(),
         ]
 
@@ -106,8 +107,8 @@ class Candidate:
 
     @property
     def n_train_tokens(self) -> int:
-        assert self.plan.n_train_tokens is not None
-        return self.plan.n_train_tokens
+        assert self.plan.data.train_tokens is not None
+        return self.plan.data.train_tokens
 
     @property
     def rate(self) -> float | None:
@@ -264,7 +265,7 @@ class Search:
         recipe = parsed(sections, self.out)
         if not recipe.model.vocab_size:
             recipe = with_vocab_size(recipe, vocab_size)
-        return plan_recipe(recipe, n_train_tokens, tokens_estimated=True, device=self.place)
+        return plan_recipe(recipe, DataSize(n_train_tokens, estimated=True), device=self.place)
 
     def _model(self, shape: Shape, context: int) -> list[Row]:
         width, n_layers = shape

@@ -17,7 +17,7 @@ from gptworks.planning.network import StepTime, collectives, machines, sent_byte
 from gptworks.planning.params import ParameterCount, count_parameters
 from gptworks.planning.setting import ANSWERS_AT_ONCE, Setting
 from gptworks.planning.state import held_weights_bytes, trained_state_bytes
-from gptworks.planning.steps import planned_steps
+from gptworks.planning.steps import UNKNOWN_SIZE, DataSize, planned_steps
 from gptworks.planning.trained import Trained, everything
 from gptworks.planning.work import Work, training_work
 
@@ -45,13 +45,7 @@ class Plan:
     """Number of optimizer steps; None if no known setting limits it."""
     steps_reason: str
     """The setting that decides the number of steps, or why it is unknown."""
-    n_train_tokens: int | None
-    tokens_estimated: bool
-    """Whether the number of training tokens is an estimate from the size of the files."""
-    samples_per_epoch: int | None
-    """Number of rows of examples, or pairs of answers, in an epoch, if known."""
-    dataset_tokens: dict[str, int]
-    """Training tokens of each dataset of a mixture, if known."""
+    data: DataSize
     setting: Setting
     """The properties of the step on each device."""
     device: Device
@@ -109,13 +103,13 @@ class Plan:
     @property
     def epochs_by_dataset(self) -> dict[str, float]:
         """Number of passes over each dataset of a mixture; empty if unknown."""
-        if self.steps is None or not self.dataset_tokens:
+        if self.steps is None or not self.data.datasets:
             return {}
         from gptworks.data.batches import Shares, weights_over_run, windows_per_epoch
 
         context, shares = self.recipe.model.context_length, Shares(weights_over_run(self.recipe), self.recipe.seed)
         read = shares.before(self.train.samples_before(self.steps)).tolist()
-        sizes = self.dataset_tokens.items()
+        sizes = self.data.datasets.items()
         return {name: n / windows_per_epoch(size, context) for n, (name, size) in zip(read, sizes, strict=True)}
 
     @property
@@ -127,9 +121,9 @@ class Plan:
         """FLOPs computed once, over the training split; None if its size is unknown."""
         if not self.work.before_first_step_per_token:
             return 0.0
-        if self.samples_per_epoch is None:
+        if self.data.samples_per_epoch is None:
             return None
-        return self.work.before_first_step_per_token * self.samples_per_epoch * self._tokens_per_sample
+        return self.work.before_first_step_per_token * self.data.samples_per_epoch * self._tokens_per_sample
 
     @property
     def total_flops(self) -> float | None:
@@ -348,16 +342,13 @@ class Plan:
     @property
     def shards_bytes(self) -> int | None:
         """Bytes of the training tokens on disk; None if their number is unknown."""
-        return None if self.n_train_tokens is None else self.n_train_tokens * self.shard_bytes_per_token
+        return None if self.data.train_tokens is None else self.data.train_tokens * self.shard_bytes_per_token
 
 
 def plan(
     recipe: Recipe,
-    n_train_tokens: int | None = None,
+    data: DataSize = UNKNOWN_SIZE,
     *,
-    samples_per_epoch: int | None = None,
-    tokens_estimated: bool = False,
-    dataset_tokens: dict[str, int] | None = None,
     steps_reason: str | None = None,
     device: Device | None = None,
     n_ranks: int = 1,
@@ -367,10 +358,7 @@ def plan(
     """Estimate the FLOPs, memory, time and disk space of training `recipe`.
 
     Args:
-        n_train_tokens: number of tokens of the prepared training split, if known.
-        samples_per_epoch: number of its rows or pairs, if known; None: its samples are windows of the text.
-        dataset_tokens: the training tokens of each dataset of a mixture, if known.
-        tokens_estimated: whether these numbers are estimates from the size of the files.
+        data: the size of the training split.
         steps_reason: the origin of the number of steps, if no setting decides it.
         device: the kind of device; None: this machine's CPU.
         n_ranks: number of devices; `train.parallel` decides how model and batches are divided among them.
@@ -382,14 +370,8 @@ def plan(
             be arranged on this many devices.
     """
     device, model, train = device or this_cpu(), recipe.model, recipe.train
-    windows = samples_per_epoch is None and not recipe.data.records
-    steps, reason = planned_steps(
-        train,
-        model.context_length,
-        n_train_tokens if windows else None,
-        windows_per_epoch=samples_per_epoch,
-        estimated=tokens_estimated,
-    )
+    counted = replace(data, train_tokens=None) if recipe.data.records else data  # an epoch is all records
+    steps, reason = planned_steps(train, model.context_length, counted)
     parameters, layout = count_parameters(model), layout_of(recipe, n_ranks, device)
     return Plan(
         recipe=recipe,
@@ -397,10 +379,7 @@ def plan(
         work=training_work(recipe),
         steps=steps,
         steps_reason=steps_reason or reason,
-        n_train_tokens=n_train_tokens,
-        tokens_estimated=tokens_estimated,
-        samples_per_epoch=samples_per_epoch,
-        dataset_tokens=dataset_tokens or {},
+        data=data,
         setting=device_setting(recipe, device, layout),
         device=device,
         utilization=utilization,

@@ -1,32 +1,48 @@
-"""The number of optimizer steps of a run."""
+"""The size of a run's data, and the number of optimizer steps."""
+
+from dataclasses import dataclass, field
 
 from gptworks.config import TrainConfig
 from gptworks.errors import UserError
 
 
-def planned_steps(
-    train: TrainConfig,
-    context_length: int,
-    n_train_tokens: int | None,
-    windows_per_epoch: int | None = None,
-    estimated: bool = False,
-) -> tuple[int | None, str]:
+@dataclass(frozen=True)
+class DataSize:
+    """The size of a training split."""
+
+    train_tokens: int | None = None
+    """Number of training tokens; None if a source is missing, or its size is unknown before it is fetched."""
+    samples_per_epoch: int | None = None
+    """Number of rows of examples or pairs of answers; None: the samples are windows of the text, or unknown."""
+    estimated: bool = False
+    """Whether the numbers are estimates from the size of the files."""
+    missing: str | None = None
+    """The missing source, with advice; None if all are present."""
+    datasets: dict[str, int] = field(default_factory=dict)
+    """Training tokens of each dataset of a mixture; empty if unknown, or without a mixture."""
+    vocab_size: int | None = None
+    """Vocabulary size of the tokenizer, if a dataset of the mixture has one."""
+
+
+UNKNOWN_SIZE = DataSize()
+
+
+def planned_steps(train: TrainConfig, context_length: int, data: DataSize = UNKNOWN_SIZE) -> tuple[int | None, str]:
     """The number of optimizer steps, None if unknown, and the setting that limits it first: max_steps or epochs.
 
-    estimated: whether the tokens or windows are an estimate; the returned words then say so.
-
-    An epoch visits each window of `gptworks.data.batches.Batches` once, or `windows_per_epoch` rows that are cut
+    An epoch visits each window of `gptworks.data.batches.Batches` once, or `samples_per_epoch` rows that are cut
     otherwise; a run is a whole number of steps.
     """
-    if windows_per_epoch is None and n_train_tokens is not None and n_train_tokens <= context_length:
+    n_train_tokens, windows = data.train_tokens, data.samples_per_epoch
+    if windows is None and n_train_tokens is not None and n_train_tokens <= context_length:
         raise UserError(
             f"n_train_tokens={n_train_tokens} is shorter than one window (context_length={context_length}, and one): "
             f"use more text or a shorter context_length"
         )
     bounds = [] if train.max_steps is None else [(train.max_steps, f"max_steps={train.max_steps}")]
     unknown: list[str] = []
-    about = "about " if estimated else ""
-    windows, text = windows_per_epoch, f"{about}{windows_per_epoch:,} samples" if windows_per_epoch else ""
+    about = "about " if data.estimated else ""
+    text = f"{about}{windows:,} samples" if windows else ""
     if windows is None and n_train_tokens is not None:
         windows, text = max(1, (n_train_tokens - context_length) // context_length), f"{about}{n_train_tokens:,} tokens"
     if train.epochs is not None and windows is not None:

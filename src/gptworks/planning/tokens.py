@@ -1,32 +1,14 @@
 """An estimate of the tokens in a recipe's data, from the size of its files."""
 
-from dataclasses import dataclass, field
-
 from gptworks.config import Recipe
 from gptworks.data.batches import windows_per_epoch
 from gptworks.data.shards import TokenShards
 from gptworks.data.sources.choose import choose_source
 from gptworks.errors import UserError
+from gptworks.planning.steps import DataSize
 
 BYTES_PER_TOKEN = 4.0
 """Bytes a token of English text in byte-level BPE with tens of thousands of tokens; a smaller vocabulary has fewer."""
-
-
-@dataclass(frozen=True)
-class DataSize:
-    """The size of a training split."""
-
-    train_tokens: int | None
-    """Number of training tokens; None if a source is missing, or its size is unknown before it is fetched."""
-    samples_per_epoch: int | None
-    """Number of rows of examples or pairs of answers; None: the samples are windows of the text, or unknown."""
-    estimated: bool
-    missing: str | None = None
-    """The missing source, with advice; None if all are present."""
-    datasets: dict[str, int] = field(default_factory=dict)
-    """Training tokens of each dataset of a mixture; empty if unknown, or without a mixture."""
-    vocab_size: int | None = None
-    """Vocabulary size of the tokenizer, if a dataset of the mixture has one."""
 
 
 def data_size(recipe: Recipe) -> DataSize:
@@ -37,10 +19,10 @@ def data_size(recipe: Recipe) -> DataSize:
     try:
         sizes = [choose_source(source).size_bytes() for source in recipe.data.sources]
     except UserError as error:
-        return DataSize(None, None, estimated=True, missing=str(error))
+        return DataSize(estimated=True, missing=str(error))
     known = [size for size in sizes if size is not None]
     if len(known) < len(sizes):
-        return DataSize(None, None, estimated=True)
+        return DataSize(estimated=True)
     rate = 1.0 if recipe.tokenizer.type == "char" else BYTES_PER_TOKEN
     tokens = int(sum(known) * (1 - recipe.data.validation.fraction) / rate)
     packed = bool(recipe.data.conversations) and recipe.objective.several_texts
@@ -60,7 +42,7 @@ def _mixture_size(recipe: Recipe) -> DataSize:
         try:
             shards = TokenShards(member.dataset.expanduser(), "train", verify=False)
         except UserError as error:
-            return DataSize(None, None, estimated=True, missing=str(error))
+            return DataSize(estimated=True, missing=str(error))
         vocab_size = shards.manifest.vocab_size
         parts = shards.stretches
         sizes[member.name] = sum(part.n_tokens for part in parts if len(parts) == 1 or part.name == member.name)

@@ -133,11 +133,11 @@ def plan(question: Tree) -> Tree:
     tree = read_text(question["text"]) | {"name": question["name"]}
     recipe = read_within(tree, question)
     device = this_cpu() if question["device"] is None else find_device(question["device"])
-    found, missing = estimate(recipe, lambda more: read(apply_overrides(tree, more)), device)
+    found = estimate(recipe, lambda more: read(apply_overrides(tree, more)), device)
     return {
         "plan": plan_json(found),
         "tables": [asdict(table) for table in tables(found, unmeasured=_UNMEASURED)],
-        "missing": missing,
+        "missing": found.data.missing,
     }
 
 

@@ -5,7 +5,7 @@ import math
 from gptworks.config import Recipe
 from gptworks.data.samples import Samples
 from gptworks.errors import UserError
-from gptworks.planning.steps import planned_steps
+from gptworks.planning.steps import DataSize, planned_steps
 from gptworks.training.progress import Progress
 from gptworks.training.record.display import clock
 
@@ -19,7 +19,7 @@ class Length:
     def total_steps(self, progress: Progress) -> int | None:
         """Optimizer steps of the run; None: unknown. After batch_size changes, the remaining steps use the new size."""
         train, samples = self._train, self._samples.per_epoch
-        planned = planned_steps(train, self._samples.context_length, None, windows_per_epoch=samples)[0]
+        planned = planned_steps(train, self._samples.context_length, DataSize(samples_per_epoch=samples))[0]
         if train.epochs is None or progress.samples == progress.step * train.batch_size:
             return planned
         left = train.epochs * samples - progress.samples

@@ -11,7 +11,8 @@ from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from gptworks.planning.devices import UTILIZATION, Device
 from gptworks.planning.run import Plan, plan
-from gptworks.planning.tokens import DataSize, data_size, of_datasets
+from gptworks.planning.steps import DataSize
+from gptworks.planning.tokens import data_size, of_datasets
 from gptworks.planning.work import training_work
 from gptworks.recipe import with_vocab_size
 
@@ -22,8 +23,8 @@ def estimate(
     device: Device,
     n_ranks: int = 1,
     utilization: float = UTILIZATION,
-) -> tuple[Plan, str | None]:
-    """The plan of a recipe, and a message if data is missing: figures that depend on its tokens are then unknown.
+) -> Plan:
+    """The plan of a recipe. If its data is missing, figures that depend on the tokens are unknown.
 
     Args:
         read: reads the recipe again with overrides, to try advice.
@@ -39,14 +40,8 @@ def estimate(
         model = changed.model.model_copy(update={"vocab_size": planned.model.vocab_size})
         return changed.model_copy(update={"model": model})
 
-    found = plan(
-        planned, data.train_tokens, samples_per_epoch=data.samples_per_epoch, tokens_estimated=data.estimated,
-        dataset_tokens=data.datasets,
-        device=device, n_ranks=n_ranks, utilization=utilization, apply=apply,
-    )  # fmt: skip
-    if pairs is not None and found.steps is not None:
-        found = _with_lengths(found, pairs, found.steps)
-    return found, data.missing
+    found = plan(planned, data, device=device, n_ranks=n_ranks, utilization=utilization, apply=apply)
+    return found if pairs is None or found.steps is None else _with_lengths(found, pairs, found.steps)
 
 
 MOST_SAMPLES = 1_000_000
@@ -86,5 +81,5 @@ def _with_data(recipe: Recipe) -> tuple[Recipe, DataSize, AnswerPairs | None]:
         return recipe, of_datasets(recipe, sizes, estimated=False), None
     samples = open_samples(recipe, prepared.folder) if recipe.data.records else None
     per_epoch = None if samples is None else samples.per_epoch
-    size = DataSize(prepared.manifest.splits["train"].tokens, per_epoch, estimated=False)
+    size = DataSize(prepared.manifest.splits["train"].tokens, per_epoch)
     return recipe, size, samples if isinstance(samples, AnswerPairs) else None
