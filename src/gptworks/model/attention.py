@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gptworks.config import ModelConfig
 from gptworks.model.cache import SlotLayer
 from gptworks.model.cost import ATTENTION, RESIDUAL, Shapes, Stage
-from gptworks.model.lab.stream import Gating, Values, build_gating
+from gptworks.model.lab.stream import Gating, Values
 from gptworks.model.layers import Linear, build_head_norm
 from gptworks.model.rotary import rotate
 from gptworks.model.scores import Scores, attend, attend_slots, output_is_shared, saves_output, scores_cost
@@ -42,7 +42,8 @@ class Attention(nn.Module):
         self.out = Linear(query_width, config.d_model, bias=config.out_bias)
         self.query_norm = build_head_norm(config, config.n_heads)
         self.key_norm = build_head_norm(config, config.n_kv_heads)
-        self.gating = build_gating(config)
+        self.gating = Gating(config.d_gate, config.n_heads) if config.attention_gate else None
+        """Gates of the heads (Qiu et al., 2025, `Gated Attention for Large Language Models`)."""
 
     def forward(self, x: Tensor, inputs: AttentionInputs, values: Tensor | None = None) -> Tensor:
         """x [B, T, C] → [B, T, C]. values [B, T, G·D] replace the layer's own projection."""

@@ -23,7 +23,7 @@ from gptworks.model.attention import Attention, AttentionInputs
 from gptworks.model.block import Block
 from gptworks.model.cache import SlotRows
 from gptworks.model.cost import DROPOUT, LayerCost, Shapes, Stage
-from gptworks.model.lab.embeddings import BigramEmbedding, Smear, build_bigrams, build_smear, previous_tokens
+from gptworks.model.lab.embeddings import BigramEmbedding, Smear, previous_tokens
 from gptworks.model.lab.future import build_future_heads, future_cost
 from gptworks.model.lab.induction import begin_with_induction
 from gptworks.model.lab.stream import Carried, build_tables
@@ -32,9 +32,7 @@ from gptworks.model.layers import (
     Dropout,
     Linear,
     Norm,
-    Tables,
     build_norm,
-    build_positions,
     build_scale,
     cap,
     product_dtype,
@@ -58,8 +56,10 @@ class GPT(nn.Module):
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.embedding_scale, self.feature_scale = map(build_scale, (config.embedding_scale, 1 / config.logit_divisor))
-        self.position_embedding = build_positions(config)
-        self.smear, self.bigram_embedding = build_smear(config), build_bigrams(config)
+        learned, pairs = config.position == "learned", config.bigram_vocab_size
+        self.position_embedding = nn.Embedding(config.context_length, config.d_model) if learned else None
+        self.smear = Smear(config.d_gate) if config.smear else None
+        self.bigram_embedding = BigramEmbedding(pairs, config.d_model) if pairs else None
         self.rotary = Rotary(config) if config.position == "rope" else None
         self.window_rotary = Rotary(windows) if (windows := config.rotating_windows) else None
         """Rotation of layers with a window; None: the same as in other layers."""
@@ -220,9 +220,9 @@ class GPT(nn.Module):
         return n_heads
 
     def reset_tables(self, device: torch.device | None = None) -> None:
-        """Compute the buffers that checkpoints leave out, see `Tables`."""
+        """Compute the buffers that checkpoints leave out."""
         for module in self.modules():
-            if isinstance(module, Tables):
+            if isinstance(module, Rotary):
                 module.reset(device)
 
     @property

@@ -130,19 +130,6 @@ def build_head_norm(config: ModelConfig, n_heads: int) -> nn.Module:
     return RMSNorm(config.d_head, config.norm_eps) if config.qk_norm else nn.Identity()
 
 
-def build_positions(config: ModelConfig) -> nn.Embedding | None:
-    """The learned position embedding, with `weight` [context, C]; None if the model has no such embedding."""
-    return nn.Embedding(config.context_length, config.d_model) if config.position == "learned" else None
-
-
-class Tables(nn.Module):
-    """Base of modules with buffers computed from the configuration, which checkpoints leave out."""
-
-    def reset(self, device: torch.device | None = None) -> None:
-        """Compute the buffers on a device; None: torch's default device."""
-        raise NotImplementedError
-
-
 def build_norm(config: ModelConfig) -> Norm:
     """The normalization of the residual stream."""
     if config.norm == "rmsnorm":

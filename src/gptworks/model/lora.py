@@ -53,15 +53,9 @@ class LoRALinear(LowRank, Linear):
         self.train(base.training)
 
     @torch.no_grad()
-    def merged(self) -> Linear:
-        """A single layer equivalent to base and adapter."""
-        return self._plain(merged_weight(self.weight, self.lora_a, self.lora_b, self.factor))
-
-    def base(self) -> Linear:
-        """The layer without the adapter."""
-        return self._plain(self.weight)
-
-    def _plain(self, weight: Tensor) -> Linear:
+    def plain(self, merge: bool) -> Linear:
+        """A layer without adapter; its matrix includes the adapter's product if `merge`."""
+        weight = merged_weight(self.weight, self.lora_a, self.lora_b, self.factor) if merge else self.weight
         with torch.device("meta"):
             linear = Linear(self.in_features, self.out_features, bias=self.bias is not None)
         linear.weight, linear.bias = nn.Parameter(weight.detach()), self.bias
@@ -96,17 +90,14 @@ def merged_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, factor: float)
 
 def merge_lora(model: GPT) -> GPT:
     """Merge each adapter into its matrix, which leaves a model without adapters. Changes the model and returns it."""
-    for name, module in list(model.named_modules()):
-        if isinstance(module, LoRALinear):
-            model.set_submodule(name, module.merged())
-    return model
+    return remove_lora(model, merge=True)
 
 
-def remove_lora(model: GPT) -> GPT:
-    """Remove the adapters. Changes the model and returns it."""
+def remove_lora(model: GPT, merge: bool = False) -> GPT:
+    """Remove the adapters, or with `merge`, add each to its matrix first. Changes the model and returns it."""
     for name, module in list(model.named_modules()):
         if isinstance(module, LoRALinear):
-            model.set_submodule(name, module.base())
+            model.set_submodule(name, module.plain(merge))
     return model
 
 

@@ -3,18 +3,18 @@
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gptworks.config import ModelConfig
 from gptworks.kernels import dispatch
 from gptworks.model.cost import Shapes
-from gptworks.model.layers import Tables
 
 _POSITIONS_AT_ONCE = 2**16
 
 
-class Rotary(Tables):
+class Rotary(nn.Module):
     """Cosines and sines of the rotary embedding (Su et al., 2021), pairing element i with i + R/2 of R rotated ones.
+    Checkpoints leave them out.
 
     Stored tables are scaled for the original context and never change. With scaling by length, a longer text's tables
     are computed at each call for the given positions, so that threads with texts of different lengths share no state.
@@ -30,7 +30,8 @@ class Rotary(Tables):
         self.reset()
 
     def reset(self, device: torch.device | None = None) -> None:
-        """Compute the stored tables of all positions, as for a text of the original context's length."""
+        """Compute the stored tables of all positions on a device (None: torch's default device), as for a text of the
+        original context's length."""
         cos, sin = self._whole_tables()
         there = torch.get_default_device() if device is None else device
         self.cos, self.sin = cos.to(there), sin.to(there)

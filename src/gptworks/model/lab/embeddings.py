@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptworks.config import ModelConfig
 from gptworks.model.cost import RESIDUAL, Shapes, Stage
 
 NO_TOKEN = -1
@@ -63,16 +62,6 @@ class Smear(nn.Module):
         stream, read = s.floats(c.d_model), s.products(c.d_gate) if s.autocast else s.floats(c.d_model)
         if c.smear:
             yield Stage("smear", {RESIDUAL: stream + read}, stream, stream, scratch=2 * stream, vectors=c.d_gate + 1)
-
-
-def build_smear(config: ModelConfig) -> Smear | None:
-    """A module that adds the previous token's embedding to each token's; None if the model has none."""
-    return Smear(config.d_gate) if config.smear else None
-
-
-def build_bigrams(config: ModelConfig) -> BigramEmbedding | None:
-    """The embedding of token pairs, added to the tokens' embedding; None if the model has none."""
-    return BigramEmbedding(config.bigram_vocab_size, config.d_model) if config.bigram_vocab_size else None
 
 
 def bigram_rows(tokens: Tensor, previous: Tensor, n_rows: int) -> Tensor:

@@ -206,11 +206,6 @@ class Values(nn.Module):
             yield Stage("gated values", {ATTENTION: k}, arrives=k, leaves=leaves, scratch=2 * k + wide)
 
 
-def build_gating(config: ModelConfig) -> Gating | None:
-    """The gates of attention's heads (Qiu et al., 2025, `Gated Attention for Large Language Models`), or None."""
-    return Gating(config.d_gate, config.n_heads) if config.attention_gate else None
-
-
 def value_table(config: ModelConfig, layer: int) -> int:
     """Size of the layer's table of value embeddings [V, G·D] in elements; 0 without a table."""
     is_there = config.layer_value_embedding(layer) == "table"
