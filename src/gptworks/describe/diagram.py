@@ -100,13 +100,13 @@ def _parallel(attention: list[Row], mlp: list[Row], width: int) -> Iterator[Line
     yield from _branch(mlp, width - 14, "║")
 
 
-def _branch(rows: list[Row], width: int, beside: str) -> Iterator[Line]:
-    """The lines of a box of `width` columns inside the block, with `beside` on its right."""
-    yield f"║     │ ╭──▼{'─' * (width - 1)}╮ {beside}", ""
+def _branch(rows: list[Row], width: int, right: str) -> Iterator[Line]:
+    """The lines of a box of `width` columns inside the block, with `right` after it."""
+    yield f"║     │ ╭──▼{'─' * (width - 1)}╮ {right}", ""
     for text, shape in _fitted(rows, width):
-        yield f"║     │ │ {text} │ {beside}", shape
-    yield f"║     │ ╰──┬{'─' * (width - 1)}╯ {beside}", ""
-    yield f"║     +◄───╯{' ' * (width + 1)}{beside}", ""
+        yield f"║     │ │ {text} │ {right}", shape
+    yield f"║     │ ╰──┬{'─' * (width - 1)}╯ {right}", ""
+    yield f"║     +◄───╯{' ' * (width + 1)}{right}", ""
 
 
 def _fitted(rows: list[Row], width: int) -> Iterator[Line]:

@@ -203,7 +203,7 @@ def _sent(plan: Plan) -> str:
 def _fit(plan: Plan) -> str:
     share = plan.peak.total_bytes / max(plan.device.memory_bytes, 1)
     verdict = f"{share:.0%} of what there is" if share <= 1 else f"DOES NOT FIT: {share:.3g} times what there is"
-    process = f"; Python, torch and kernels take about {readable(PROCESS_BYTES, 'B')} besides"
+    process = f"; Python, torch and kernels take about {readable(PROCESS_BYTES, 'B')} more"
     if compiled := expert_kernels_bytes(plan.setting):
         process += f", and kernels for each number of an expert's tokens at most {readable(compiled, 'B')}"
     return f"{readable(plan.peak.total_bytes, 'B')} at the peak, {verdict}{process if plan.device.on_cpu else ''}"

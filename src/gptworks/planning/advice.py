@@ -201,8 +201,8 @@ def _on_the_same_devices(recipe: Recipe, device: Device) -> Iterator[tuple[_Reme
     furthest = (*mild, *blocks[-1:])
     int8 = _Remedy(("train.optimizer_state=int8",), "the optimizer's moments are rounded")
     muon = _Remedy(("train.optimizer=muon",), "another optimizer, with half the state")
-    adamw_alone = _Remedy(("train.optimizer=adamw",), "another optimizer, with two moments alone")
-    others = () if train.orthogonalizes else (int8 if train.optimizer == "adamw" else adamw_alone, muon)
+    adamw_only = _Remedy(("train.optimizer=adamw",), "another optimizer, with only two moments")
+    others = () if train.orthogonalizes else (int8 if train.optimizer == "adamw" else adamw_only, muon)
     for smaller in others if train.optimizer_state == "fp32" else ():
         if recipe.adapter is None:
             yield (smaller,)
@@ -212,7 +212,7 @@ def _on_the_same_devices(recipe: Recipe, device: Device) -> Iterator[tuple[_Reme
     if recipe.adapter is None and recipe.freeze is None:
         source = "" if recipe.initialize_from else ", of a run that initialize_from names"
         adamw = () if train.optimizer == "adamw" else ("train.optimizer=adamw",)
-        lora = (_Remedy((f"adapter.rank={LORA_RANK}", *adamw), f"trains an adapter alone{source}"),)
+        lora = (_Remedy((f"adapter.rank={LORA_RANK}", *adamw), f"trains only an adapter{source}"),)
         yield lora
         if furthest:
             yield (*furthest, *lora)
