@@ -36,7 +36,7 @@ from gptworks.infer.backends.backend import Backend, Chunk, TorchBackend
 from gptworks.infer.backends.choice import choose_backend
 from gptworks.infer.backends.placement import rooms_in_large_pages
 from gptworks.interop.gguf import export_gguf
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.planning.flops import forward_flops
 from gptworks.presets import preset
 from gptworks.quantize.convert import quantize_model

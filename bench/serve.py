@@ -48,7 +48,7 @@ from gptworks.infer.request import Request
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.interop.gguf import export_gguf
 from gptworks.interop.huggingface import export_huggingface
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.quantize.convert import quantize_model
 from gptworks.quantize.formats import Weights
 from gptworks.recipe import parse_recipe, save_recipe

@@ -12,8 +12,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from gptworks.checkpoint import save_checkpoint
 from gptworks.config import ModelConfig
 from gptworks.interop.huggingface.architectures import FAMILIES
-from gptworks.model import GPT
 from gptworks.model.attention import Attention
+from gptworks.model.gpt import GPT
 from gptworks.model.layers import MLP
 from gptworks.recipe import parse_recipe, save_recipe
 from gptworks.tokenizer import save_tokenizer

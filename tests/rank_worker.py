@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from gptworks.config import ModelConfig
 from gptworks.device import choose_precision
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.planning.layout import Layout
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.training.distributed import sums

@@ -20,7 +20,7 @@ from commands import Process
 from gptworks.chat_template import ChatTemplate
 from gptworks.checkpoint import save_checkpoint
 from gptworks.infer import Engine
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.recipe import parse_recipe, save_recipe
 from gptworks.serve.app import create_app
 from gptworks.serve.server import Server, make_server

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from gptworks import device as devices
 from gptworks.config import RopeScaling
-from gptworks.model import GPT, scores
+from gptworks.model import scores
+from gptworks.model.gpt import GPT
 from gptworks.model.scores import texts_bias
 from gptworks.training.distributed.parallel import compile_blocks
 from gptworks.training.objectives.next_token import next_token

@@ -18,7 +18,7 @@ from gptworks.checkpoint import Checkpoint, all_checkpoints, checkpoints, load_r
 from gptworks.config import TrainConfig
 from gptworks.errors import RunError
 from gptworks.evaluation.loss import LossReport
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.recipe import parse_recipe
 from gptworks.training import saving, state
 from gptworks.training.loop import train

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gptworks.infer.backends import choice
 from gptworks.infer.backends.backend import Chunk, TorchBackend
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from tiny import plain_model
 
 VOCABULARY, CONTEXT = 50, 64

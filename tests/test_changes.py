@@ -17,7 +17,7 @@ from gptworks.data.prepare import find_prepared
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from gptworks.files import sealed_json
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.training.changes import (
     change_words,

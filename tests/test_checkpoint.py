@@ -18,7 +18,7 @@ from gptworks.checkpoint import (
     save_checkpoint,
 )
 from gptworks.errors import RunError, UserError
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.training.saving import CheckpointWriter, remove_old
 from tiny import plain_model
 

@@ -18,7 +18,7 @@ from gptworks.errors import UserError
 from gptworks.infer import ChatSession, Engine, SamplingSettings, load
 from gptworks.infer.sampling import Sampler, sample
 from gptworks.infer.text import StopStrings
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.recipe import parse_recipe, save_recipe
 from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import save_tokenizer, train_tokenizer, vocabulary_size

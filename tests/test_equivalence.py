@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gptworks.config import ModelConfig
 from gptworks.infer.backends.cache import SlotCache
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from tiny import plain_model
 
 CONTEXT, WINDOW, VOCABULARY = 24, 5, 29

@@ -20,7 +20,7 @@ from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from gptworks.evaluation import loss as loss_module
 from gptworks.evaluation.loss import LossReport, compressor_bits_per_byte, evaluate_by_position, evaluate_loss, watched
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.recipe import parse_recipe
 from gptworks.training.loop import train
 

@@ -27,7 +27,7 @@ from gptworks.evaluation.evaluated_run import EvaluatedRun
 from gptworks.evaluation.memorization import find_copied, measure_memorization
 from gptworks.evaluation.text import PASSAGE_CHARACTERS, evaluate_text
 from gptworks.infer.engine import Engine
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.tokenizer import load_tokenizer, train_tokenizer
 
 TEXT = "The naïve café, née 1899 — “quoted”; 日本語 and more.\n\n" * 60

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.planning.flops import forward_flops, visible_pairs
 from gptworks.planning.work import training_work
 from gptworks.presets import preset

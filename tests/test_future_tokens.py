@@ -22,7 +22,7 @@ from gptworks.errors import UserError
 from gptworks.infer.speculate import HeadsDraft, PromptLookup
 from gptworks.interop.gguf import export_gguf
 from gptworks.interop.huggingface import export_huggingface
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.planning.arrange import refusal
 from gptworks.planning.flops import forward_flops
 from gptworks.planning.work import training_work

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from gptworks import device, machine
 from gptworks.kernels import dispatch, gemm, passes
 from gptworks.kernels.library import training_library
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.model.loss import linear_cross_entropy
 from gptworks.training.rehearsal.trace import LiveBytes
 from tiny import plain_model

@@ -8,7 +8,7 @@ import torch
 
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.recipe import parse_model
 from tiny import gptworks, trained
 

@@ -29,7 +29,7 @@ from gptworks.interpret.lens import logit_lens
 from gptworks.interpret.ngrams import find_ngrams
 from gptworks.interpret.record import Recording, record
 from gptworks.interpret.text import TokenizedText, along, segments
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.tokenizer import load_tokenizer, train_tokenizer
 
 BYTES = hf.byte_tokenizer("<|endoftext|>")

@@ -13,7 +13,7 @@ from torch import Tensor
 import tiny
 from gptworks.checkpoint import checkpoints
 from gptworks.errors import UserError
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.planning.arrange import refusal
 from gptworks.recipe import parse_recipe
 from gptworks.training.loop import train

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
 from gptworks.interpret.record import record
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.planning.arrange import refusal
 from gptworks.planning.flops import forward_flops
 from gptworks.planning.inference import kv_cache_bytes

@@ -14,7 +14,7 @@ from gptworks.config import FreezeConfig, LoRAConfig
 from gptworks.describe.plan_tables import tables
 from gptworks.errors import UserError
 from gptworks.infer.engine import load
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.model.lora import LoRALinear, add_lora, is_adapter, merge_lora
 from gptworks.model.loss import linear_cross_entropy
 from gptworks.planning.memory import training_peak

@@ -20,8 +20,9 @@ from gptworks.interop.huggingface import import_huggingface
 from gptworks.kernels import attention as native_attention
 from gptworks.kernels import dispatch
 from gptworks.kernels import passes as native_passes
-from gptworks.model import GPT, lora, scores
+from gptworks.model import lora, scores
 from gptworks.model.cost import MLP_INNER, Shapes
+from gptworks.model.gpt import GPT
 from gptworks.model.lora import remove_lora
 from gptworks.planning import memory, state
 from gptworks.planning import trained as planned_part

@@ -9,10 +9,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from gptworks.model import GPT
 from gptworks.model.attention import AttentionInputs
 from gptworks.model.block import Block
-from gptworks.model.gpt import residual_projections
+from gptworks.model.gpt import GPT, residual_projections
 from gptworks.model.lab.stream import LabInputs
 from gptworks.model.layers import MLP
 from tiny import plain_model

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import tiny
 from gptworks.config import ModelConfig
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.model.moe import (
     MoE,
     balance_loss,

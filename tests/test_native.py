@@ -22,7 +22,7 @@ from gptworks.infer.backends import choice, native
 from gptworks.infer.backends.backend import Chunk, TorchBackend
 from gptworks.infer.backends.placement import settle
 from gptworks.kernels.library import Unavailable, library
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.quantize.convert import quantize_model
 from hf import random_model
 from test_stream import ON

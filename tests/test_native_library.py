@@ -34,7 +34,7 @@ from gptworks.kernels import dispatch
 from gptworks.kernels import library as native_library
 from gptworks.kernels.levels import LEVELS, Level
 from gptworks.kernels.library import Unavailable, library
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.quantize.convert import quantize_model
 from gptworks.recipe import parse_recipe
 from gptworks.training.loop import train

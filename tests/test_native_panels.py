@@ -11,7 +11,7 @@ from gptworks.config import LoRAConfig
 from gptworks.infer.backends import native, placement
 from gptworks.infer.backends.backend import Chunk, TorchBackend
 from gptworks.infer.backends.placement import matrices, settle
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.model.lora import add_lora
 from gptworks.quantize.convert import quantize_model
 from gptworks.quantize.linear import QuantizedGPT, packed_matrices

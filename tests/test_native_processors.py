@@ -24,7 +24,7 @@ from gptworks.kernels.call import NUMBERS
 from gptworks.kernels.levels import LEVELS, Level
 from gptworks.kernels.library import FLAGS, SOURCES, Unavailable, library
 from gptworks.machine import cpu_flags
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from test_native import KINDS, VARIANTS, copy_of, expected, pack, text, variant
 
 pytestmark = pytest.mark.processors

@@ -13,7 +13,7 @@ from gptworks.config.base import Measured
 from gptworks.config.objective import NextTokenObjective, ObjectiveSettings
 from gptworks.describe.plan_tables import plan_json, tables
 from gptworks.errors import UserError
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.model.loss import target_logprobs
 from gptworks.planning.run import plan as plan_run
 from gptworks.planning.steps import DataSize

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from gptworks.errors import UserError
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.planning.params import count_parameters
 from gptworks.planning.state import trained_state_bytes
 from gptworks.planning.trained import everything

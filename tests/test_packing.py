@@ -18,7 +18,7 @@ from gptworks.data.conversations.packing import ExampleBatches, Examples, evalua
 from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.model.scores import Scores, attend, attend_reference, texts_bias
 from gptworks.recipe import parse_recipe
 from gptworks.training.objectives.next_token import next_token

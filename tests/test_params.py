@@ -8,7 +8,7 @@ import torch
 
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.planning.params import count_parameters
 from gptworks.presets import PRESETS, preset
 from tiny import plain_model

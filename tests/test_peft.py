@@ -18,7 +18,7 @@ from gptworks.config import LoRAConfig
 from gptworks.errors import RunError, UserError
 from gptworks.interop.huggingface import export_huggingface
 from gptworks.interop.peft import export_adapter, import_adapter
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.model.lora import add_lora, is_adapter
 from gptworks.quantize.convert import pack_for
 from gptworks.recipe import load_recipe, save_recipe

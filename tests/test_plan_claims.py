@@ -13,7 +13,7 @@ from drawn import SOURCES, drawn_recipe, teacher_in
 from gptworks.config import Recipe
 from gptworks.device import choose_precision
 from gptworks.infer.backends.backend import TorchBackend
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.model.moe import expert_rows
 from gptworks.planning.arrange import rank_setting
 from gptworks.planning.host import ONEDNN_KEEPS, ONEDNN_KERNEL_BYTES, expert_kernels_bytes

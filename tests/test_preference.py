@@ -24,7 +24,7 @@ from gptworks.data.shards import TokenShards
 from gptworks.describe.plan_tables import tables
 from gptworks.device import choose_precision
 from gptworks.errors import UserError
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.model.loss import target_logprobs
 from gptworks.planning.devices import this_cpu
 from gptworks.planning.run import Plan

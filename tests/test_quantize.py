@@ -27,7 +27,7 @@ from gptworks.evaluation.loss import evaluate_by_position, evaluate_loss
 from gptworks.infer.engine import Engine
 from gptworks.interop.gguf import export_gguf
 from gptworks.interop.huggingface import export_huggingface
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.quantize.convert import head_name, matrix_kinds, pack, quantize_model
 from gptworks.quantize.formats import Weights, dequantize, pack_int4, unpack_int4
 from gptworks.quantize.linear import QuantizedGPT, QuantizedLinear, packed_matrices

@@ -19,7 +19,7 @@ from commands import Process
 from gptworks.checkpoint import checkpoints
 from gptworks.config import TrainConfig
 from gptworks.errors import UserError
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.planning.flops import forward_flops
 from gptworks.planning.run import plan
 from gptworks.recipe import load_recipe, parse_recipe, with_vocab_size

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gptworks.config import ModelConfig, RopeScaling
-from gptworks.model import GPT
 from gptworks.model import rotary as rotary_module
+from gptworks.model.gpt import GPT
 from gptworks.model.rotary import frequencies
 from test_equivalence import Cached
 from tiny import plain_model

@@ -27,7 +27,7 @@ from gptworks.describe.published import published_figures
 from gptworks.describe.sheet import describe
 from gptworks.errors import UserError
 from gptworks.infer.backends.cache import SlotCache
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.planning.run import Plan, plan
 from gptworks.planning.steps import DataSize
 from gptworks.presets import PRESETS, preset

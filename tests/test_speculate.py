@@ -11,7 +11,7 @@ from gptworks.infer import Engine, SamplingSettings
 from gptworks.infer.sampling import Sampler
 from gptworks.infer.speculate import Draftable, Drafter, DraftModel, HeadsDraft, PromptLookup
 from gptworks.infer.text import Sample
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.quantize.convert import quantize_model
 from test_engine import CONTEXT, byte_tokenizer, chain_model, char_tokenizer, random_model, writing
 from test_sampling import assert_drawn_from

@@ -12,7 +12,7 @@ import tiny
 from gptworks.checkpoint import checkpoints, choose_checkpoint, newest_verified, save_checkpoint
 from gptworks.errors import UserError
 from gptworks.interpret.checkpoints import chosen_steps
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.serve.errors import APIError
 from gptworks.studio.library import Library

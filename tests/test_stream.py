@@ -14,7 +14,7 @@ from gptworks.errors import UserError
 from gptworks.infer.backends.native import refusal
 from gptworks.interop.gguf.architectures import choose_architecture
 from gptworks.interop.huggingface.architectures import FAMILIES
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.planning.arrange import refusal as arrangement_refusal
 from gptworks.planning.inference import weights_bytes
 from gptworks.planning.params import count_parameters

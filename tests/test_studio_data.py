@@ -23,7 +23,7 @@ from gptworks.data.opened import open_prepared
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from gptworks.files import sealed_json
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.runs.data import RunData
 from gptworks.studio import data as studio_data

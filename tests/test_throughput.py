@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import tiny
 from gptworks.device import choose_precision, product_rate
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.planning.flops import forward_flops
 from gptworks.presets import preset
 from gptworks.recipe import parse_recipe

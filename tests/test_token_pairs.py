@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.planning.inference import kv_cache_bytes
 from gptworks.planning.params import count_parameters
 from test_equivalence import random_model

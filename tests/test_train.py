@@ -19,7 +19,7 @@ from gptworks.data.batches import evaluation_windows
 from gptworks.data.prepare import find_prepared
 from gptworks.data.shards import TokenShards
 from gptworks.evaluation.loss import evaluate_loss
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.training import loop
 from gptworks.training.loop import Outcome, train

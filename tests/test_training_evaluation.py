@@ -14,7 +14,7 @@ import gptworks.evaluation.loss as evaluation
 import tiny
 from gptworks.config import IGNORED
 from gptworks.config.train import EVALUATED_TOKENS
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.recipe import parse_recipe
 from gptworks.training.distributed.ranks import Ranks
 from gptworks.training.loop import train

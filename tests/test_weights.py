@@ -25,7 +25,7 @@ from gptworks.interpret.weights import (
     spectrum,
     stored_weights,
 )
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.model.lora import add_lora
 from gptworks.quantize.convert import base_kinds, pack_for, quantize_model
 from gptworks.quantize.linear import PackedMatrix, hold_packed

@@ -26,7 +26,7 @@ from gptworks.infer.backends.native import refusal
 from gptworks.infer.engine import load
 from gptworks.infer.speculate import DraftModel
 from gptworks.kernels.library import Unavailable, library
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.model.lora import add_lora, is_adapter
 from gptworks.planning.inference import PRECISIONS, inference_memory
 from gptworks.quantize.convert import pack_for

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gptworks.data.prepare import prepare
     from gptworks.infer.backends.cache import SlotCache
     from gptworks.infer.engine import Engine, load
-    from gptworks.model import GPT
+    from gptworks.model.gpt import GPT
     from gptworks.presets import preset
     from gptworks.recipe import load_recipe
 
@@ -36,7 +36,7 @@ _HOMES = {
     "load_recipe": "gptworks.recipe",
     "preset": "gptworks.presets",
     "prepare": "gptworks.data.prepare",
-    "GPT": "gptworks.model",
+    "GPT": "gptworks.model.gpt",
     "SlotCache": "gptworks.infer.backends.cache",
     "Engine": "gptworks.infer.engine",
     "load": "gptworks.infer.engine",

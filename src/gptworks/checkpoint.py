@@ -45,7 +45,7 @@ from gptworks.files import (
     write_whole,
 )
 from gptworks.json_files import mapping_of
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.model.lora import add_lora, has_adapter, merge_lora
 from gptworks.quantize.convert import packed_kinds, unpack_all
 from gptworks.quantize.linear import QuantizedGPT

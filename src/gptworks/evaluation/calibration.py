@@ -12,8 +12,7 @@ from gptworks.errors import UserError
 from gptworks.evaluation.bootstrap import Floats
 from gptworks.evaluation.loss import LOGITS_AT_ONCE, NO_TOKEN, batches_of
 from gptworks.evaluation.results import Measured
-from gptworks.model import GPT
-from gptworks.model.gpt import eval_mode
+from gptworks.model.gpt import GPT, eval_mode
 
 
 @dataclass(frozen=True)

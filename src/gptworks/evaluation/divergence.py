@@ -10,8 +10,7 @@ from torch import Tensor
 from gptworks.config import IGNORED
 from gptworks.errors import UserError
 from gptworks.evaluation.loss import LOGITS_AT_ONCE, NO_TOKEN, LossReport, batches_of
-from gptworks.model import GPT
-from gptworks.model.gpt import eval_mode
+from gptworks.model.gpt import GPT, eval_mode
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from gptworks.config import IGNORED
 from gptworks.errors import UserError
-from gptworks.model import GPT
-from gptworks.model.gpt import eval_mode
+from gptworks.model.gpt import GPT, eval_mode
 from gptworks.model.loss import linear_cross_entropy, token_nats
 
 BATCH_TOKENS = 4096

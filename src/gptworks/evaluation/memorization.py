@@ -18,7 +18,7 @@ from gptworks.evaluation.results import Measured
 from gptworks.evaluation.scoring import Progress, complete_all
 from gptworks.infer.engine import Engine
 from gptworks.infer.sampling import SamplingSettings
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 
 SIZES = (8, 16, 32, 64)
 """Lengths of the n-grams, in tokens: powers of two."""

@@ -16,7 +16,7 @@ from gptworks.evaluation.bootstrap import Floats
 from gptworks.evaluation.loss import LossReport, PositionLoss, each_nats, evaluate_by_position, watched
 from gptworks.evaluation.results import Measured
 from gptworks.evaluation.scoring import Progress
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.tokenizer import document_frame, encodings, token_bytes
 
 PASSAGE_CHARACTERS = 1000

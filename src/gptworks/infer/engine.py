@@ -44,7 +44,7 @@ from gptworks.infer.room import Room
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.scheduler import QueueFull
 from gptworks.infer.text import Piece
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.quantize.linear import weights_of
 from gptworks.tokenizer import load_tokenizer
 

@@ -12,7 +12,7 @@ from gptworks.infer.backends.backend import Backend
 from gptworks.infer.backends.choice import choose_backend
 from gptworks.infer.scheduler import PREFILL_TOKENS, Job, Reuse, Scheduler
 from gptworks.infer.speculate import Drafter
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.planning.setting import ANSWERS_AT_ONCE
 from gptworks.units import readable
 

@@ -17,7 +17,7 @@ from gptworks.infer.backends.choice import choose_backend
 from gptworks.infer.sampling import pick
 from gptworks.infer.scheduler import PREFILL_TOKENS, n_common_tokens
 from gptworks.infer.text import Sample
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.model.lab.future import future_features
 
 

@@ -1,6 +1,6 @@
 """Remove the parts of a model that no export keeps."""
 
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 
 
 def leave_out_heads(model: GPT) -> list[str]:

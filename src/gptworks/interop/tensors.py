@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gptworks.config import ModelConfig
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 
 
 @dataclass(frozen=True)

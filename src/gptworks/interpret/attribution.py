@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gptworks.errors import UserError
 from gptworks.interpret.record import Recording, blocks_of
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.model.lab.embeddings import previous_tokens
 from gptworks.model.layers import LayerNorm, RMSNorm
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 
 Check = Callable[[], None]
 """A function called before each block and each part of long work; it raises an exception to end the work."""

@@ -11,7 +11,7 @@ import torch
 
 from gptworks.evaluation.loss import LOGITS_AT_ONCE
 from gptworks.interpret.record import Recording
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 
 
 @dataclass(frozen=True)

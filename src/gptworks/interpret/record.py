@@ -19,10 +19,9 @@ from gptworks.data.permutation import Int64s
 from gptworks.errors import UserError
 from gptworks.interpret.hooks import Check, after, before, never, stoppable
 from gptworks.interpret.text import check_ids
-from gptworks.model import GPT
 from gptworks.model.attention import Attention
 from gptworks.model.block import Block
-from gptworks.model.gpt import eval_mode
+from gptworks.model.gpt import GPT, eval_mode
 from gptworks.model.scores import attention_weights, causal_mask
 
 MOST_NUMBERS = 2**25

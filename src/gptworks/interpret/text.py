@@ -14,7 +14,7 @@ from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from gptworks.evaluation.text import TextTokens, default_stride, text_nats
 from gptworks.interpret.hooks import Check, never, stoppable
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.tokenizer import StreamDecoder, document_frame
 
 MOST_TOKENS = 8192

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gptworks.choices import HeadWeights, Weights
 from gptworks.errors import UserError, did_you_mean
 from gptworks.kernels.dispatch import product
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.quantize.formats import DTYPES, GROUP, KINDS, dequantize, empty, pack_int4, rows_at_once, unpacked
 from gptworks.quantize.linear import QuantizedGPT, packed_matrices
 from gptworks.quantize.rounding import Rounded, gptq, round_int4, round_int8

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gptworks.choices import Weights
 from gptworks.config import LoRAConfig, ModelConfig
 from gptworks.kernels import dispatch
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.model.layers import cap, product_dtype
 from gptworks.model.lora import LowRank, adapted
 from gptworks.quantize.formats import KINDS, dequantize, empty, rows_at_once, unpacked

@@ -13,7 +13,7 @@ from torch import Tensor
 from gptworks.choices import LoadedWeights, Weights
 from gptworks.config import LoRAConfig
 from gptworks.errors import UserError
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.model.lora import is_adapter, merged_weight
 from gptworks.quantize.convert import check_known, head_name, matrix_kinds, packed_parts
 from gptworks.quantize.formats import unpacked

@@ -13,7 +13,7 @@ from gptworks.config import IGNORED
 from gptworks.evaluation.divergence import Divergence, measure_divergence
 from gptworks.infer.engine import Engine
 from gptworks.infer.text import Pace
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.pages.tables import Table
 from gptworks.quantize.linear import QuantizedGPT, packed_matrices
 from gptworks.units import significant

@@ -17,8 +17,7 @@ from gptworks.data.spelling import MAX_PHRASE_BYTES, Speller
 from gptworks.errors import UserError
 from gptworks.interpret.hooks import Check, stoppable
 from gptworks.interpret.text import TokenizedText, check_ids
-from gptworks.model import GPT
-from gptworks.model.gpt import eval_mode
+from gptworks.model.gpt import GPT, eval_mode
 from gptworks.model.loss import token_nats
 from gptworks.runs.data import RunData
 from gptworks.serve import openai

@@ -11,7 +11,7 @@ from gptworks.data.opened import Prepared
 from gptworks.device import Precision
 from gptworks.infer.engine import Engine
 from gptworks.infer.sampling import SamplingSettings
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 
 
 def training_engine(recipe: Recipe, prepared: Prepared, precision: Precision, model: GPT) -> Engine:

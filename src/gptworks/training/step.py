@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gptworks.config import TrainConfig
 from gptworks.device import Precision
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.training.distributed.parallel import Parallel
 from gptworks.training.distributed.ranks import ALONE, Ranks
 from gptworks.training.objectives.next_token import Batch, LossFunction

@@ -9,7 +9,7 @@ from gptworks.errors import UserError
 from gptworks.infer.backends.backend import Backend, TorchBackend
 from gptworks.infer.backends.native import NativeBackend, refusal
 from gptworks.kernels.library import Unavailable, library
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 
 
 def choose_backend(

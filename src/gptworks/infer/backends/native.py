@@ -23,7 +23,7 @@ from gptworks.infer.backends.placement import matrices, settle, widest_panels
 from gptworks.kernels.call import NUMBERS, call
 from gptworks.kernels.entries import FUNCTION_OF_MLP, Layer, Matrix, Model, Norm
 from gptworks.kernels.library import Unavailable, library
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.model.lora import has_adapter
 from gptworks.quantize.panels import panel_of, size_in_panels, to_panels
 from gptworks.units import counted

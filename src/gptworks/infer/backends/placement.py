@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gptworks.kernels.call import NUMBERS
 from gptworks.kernels.library import Library
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.quantize.linear import PackedMatrix
 from gptworks.quantize.panels import panel_of, size_in_panels, to_panels, whole_lines
 

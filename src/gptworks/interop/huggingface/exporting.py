@@ -31,7 +31,7 @@ from gptworks.interop.huggingface.original import Original, read_original
 from gptworks.interop.huggingface.verify import Verification, logit_bound, require, verify_folder
 from gptworks.interop.left_out import leave_out_heads
 from gptworks.interop.tensors import our_tensors, their_tensors
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.model.lora import remove_lora
 from gptworks.special_tokens import Stated, our_config, special_tokens, stated_of
 from gptworks.tokenizer import encodings, load_tokenizer, prompt_ids, special_token_names, tokenizer_from_json

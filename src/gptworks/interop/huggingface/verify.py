@@ -22,7 +22,7 @@ from gptworks.errors import RunError, UserError, not_installed
 from gptworks.files import check_tree
 from gptworks.infer.backends.cache import SlotCache
 from gptworks.interop.huggingface.original import Original, sha256
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.tokenizer import load_tokenizer, prompt_ids
 
 TOLERANCE = 1e-4

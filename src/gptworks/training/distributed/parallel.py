@@ -35,7 +35,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from gptworks.config import IGNORED, ModelConfig, Recipe, TrainConfig
 from gptworks.errors import UserError
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.planning.arrange import refusal
 from gptworks.planning.layout import ONE_DEVICE, Layout
 from gptworks.quantize.linear import packed_matrices

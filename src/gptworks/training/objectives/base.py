@@ -15,7 +15,7 @@ from gptworks.data.samples import Samples, open_samples
 from gptworks.device import Precision
 from gptworks.evaluation.loss import LossReport, Workers, evaluate_loss
 from gptworks.infer.engine import Engine
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.training.distributed.ranks import Ranks
 from gptworks.training.objectives.next_token import (
     Batch,

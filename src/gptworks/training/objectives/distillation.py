@@ -11,7 +11,7 @@ from gptworks.config import Recipe, TrainConfig
 from gptworks.config.objective import DistillationObjective, ObjectiveSettings
 from gptworks.errors import UserError
 from gptworks.files import read_regular, sealed_json, unsealed_json, write_whole
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.model.loss import distillation_loss
 from gptworks.planning.objectives import teacher_config
 from gptworks.recipe import load_recipe

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gptworks.config import IGNORED, TrainConfig
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.model.lab.future import future_features
 from gptworks.model.loss import linear_cross_entropies, linear_cross_entropy
 from gptworks.model.moe import balance_loss, expert_tokens, z_loss

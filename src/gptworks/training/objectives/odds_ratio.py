@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gptworks.config import TrainConfig
 from gptworks.config.objective import ObjectiveSettings, OddsRatioObjective
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.training.objectives.next_token import Batch, Losses, LossFunction, Routing, with_routing
 from gptworks.training.objectives.pairs import PairsObjective, answer_lengths, answer_logprobs
 

@@ -13,8 +13,7 @@ from gptworks.data.permutation import evenly_spaced
 from gptworks.data.samples import AnswerPairs
 from gptworks.device import Precision
 from gptworks.evaluation.loss import LossReport, Workers
-from gptworks.model import GPT
-from gptworks.model.gpt import eval_mode
+from gptworks.model.gpt import GPT, eval_mode
 from gptworks.model.loss import target_logprobs
 from gptworks.training.objectives.base import Objective
 from gptworks.training.objectives.next_token import Batch

@@ -24,8 +24,7 @@ from gptworks.device import Precision
 from gptworks.errors import UserError
 from gptworks.evaluation.loss import Workers
 from gptworks.files import read_regular, sealed_json, unsealed_json, write_whole
-from gptworks.model import GPT
-from gptworks.model.gpt import eval_mode
+from gptworks.model.gpt import GPT, eval_mode
 from gptworks.quantize.linear import weight_tensors
 from gptworks.training.objectives.base import RunContext
 from gptworks.training.objectives.next_token import Batch, Losses, LossFunction, Routing, with_routing

@@ -29,8 +29,7 @@ from gptworks.files import replacing_by_name
 from gptworks.infer.engine import Engine
 from gptworks.infer.request import Completion
 from gptworks.infer.sampling import SamplingSettings
-from gptworks.model import GPT
-from gptworks.model.gpt import eval_mode
+from gptworks.model.gpt import GPT, eval_mode
 from gptworks.model.lora import LORA_PARTS, LowRank
 from gptworks.model.loss import target_logprobs
 from gptworks.quantize.linear import weight_tensors

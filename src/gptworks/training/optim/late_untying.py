@@ -7,7 +7,7 @@ saved equal to the embedding, without optimizer state.
 
 import torch
 
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.training.optim.average import WeightAverage
 from gptworks.training.optim.optimizer import Optimizer
 

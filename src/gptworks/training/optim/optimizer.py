@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gptworks.config import RateFactors, TrainConfig
 from gptworks.config.optimizers import LEAST_IN_8_BITS, OPTIMIZERS
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.tensors import Expected
 from gptworks.training.optim.base import Build, Group, Replicas
 

@@ -6,7 +6,7 @@ import torch
 
 from gptworks.config import FreezeConfig, LoRAConfig, ModelConfig, Recipe
 from gptworks.errors import UserError, did_you_mean
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.model.lora import add_lora
 from gptworks.planning.params import count_parameters
 from gptworks.quantize.convert import base_kinds

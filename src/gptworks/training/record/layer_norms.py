@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from gptworks.model import GPT
+from gptworks.model.gpt import GPT
 from gptworks.training.distributed.parallel import Parallel
 from gptworks.training.events import Listener, Step
 from gptworks.training.progress import Progress
