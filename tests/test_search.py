@@ -2,7 +2,6 @@
 
 import json
 import random
-import shutil
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -21,9 +20,8 @@ from gptworks.data.prepare import prepare
 from gptworks.data.search import SearchIndex
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
-from gptworks.evaluation.evaluated_run import EvaluatedRun
+from gptworks.evaluation import memorization
 from gptworks.evaluation.memorization import find_copied
-from gptworks.evaluation.results import Evaluation
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.runs.data import data_of
 
@@ -120,7 +118,7 @@ def test_no_phrase_crosses_from_one_document_into_the_next(tmp_path: Path) -> No
     plain = prepared(tmp_path / "plain", documents, type="file", path=str(tmp_path / "plain.json"))
     index = built(plain)
     texts = texts_of(plain)
-    assert not index.follows_tokens and index.find("bc").n == 0
+    assert index.find("bc").n == 0
     assert index.find("b", 100).n == len(scanned(texts, "b")) and "".join(texts).count("bc") > 0
 
 
@@ -255,37 +253,17 @@ def test_hostile_text_does_not_steer_the_terminal(tmp_path: Path) -> None:
     assert not set(shown) & {"\x1b", "\r", "\u202e", "\x07", "\x9b"} and "⟦text⟧␍" in shown
 
 
-def test_memorization_finds_the_same_with_the_index(index: SearchIndex, made: Prepared) -> None:
+def test_memorization_finds_what_a_scan_of_the_tokens_finds(made: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     shards, drawn = TokenShards(made.folder, "train"), np.random.default_rng(1)
     texts = [shards.read(at, 40) for at in drawn.integers(0, shards.n_tokens - 40, 12).tolist()]
     for text in texts[4:]:
         text[drawn.integers(0, 40, 3)] = drawn.integers(0, 300, 3)
     split_word = made.tokenizer.encode("la").ids + made.tokenizer.encode("zy dog, 1").ids  # as the text never has it
     texts.append(np.array(split_word * 4))
-    assert index.follows_tokens
-    found = find_copied(shards, texts, (2, 4, 8, 16), index)
-    expected = find_copied(shards, texts, (2, 4, 8, 16))
-    for n, copied in expected.items():
-        assert 0 < np.concatenate(copied).sum() < sum(map(len, copied))
-        assert [one.tolist() for one in found[n]] == [one.tolist() for one in copied]
-
-
-def test_an_undecided_n_gram_is_looked_for_in_the_tokens(made: Prepared, index: SearchIndex) -> None:
-    shards = TokenShards(made.folder, "train")
-    other = np.array([made.tokenizer.token_to_id(letter) for letter in "lazy"])
-    assert index.holds(other) is None  # its text occurs often, in other tokens
-    assert not find_copied(shards, [other], (4,), index)[4][0].any()
-
-
-def test_a_run_is_measured_with_its_index(trained_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def figures(found: Evaluation) -> dict[str, tuple[float, ...]]:
-        return {name: (one.value, one.low, one.high) for name, one in found.metrics.items()}
-
-    run = EvaluatedRun(trained_run)
-    without = figures(run.memorization())
-    SearchIndex(run.prepared).build()
-    try:
-        monkeypatch.delattr("gptworks.evaluation.memorization._Wanted")  # no pass over the tokens
-        assert figures(run.memorization()) == without
-    finally:
-        shutil.rmtree(run.prepared.folder / search.FOLDER)
+    monkeypatch.setattr(memorization, "_PIECE_TOKENS", 97)
+    found, tokens = find_copied(shards, texts, (2, 4, 8, 16)), shards.read(0, shards.n_tokens).tolist()
+    for n, copied in found.items():
+        known = {tuple(tokens[at : at + n]) for at in range(len(tokens) - n + 1)}
+        expected = [[tuple(text[at : at + n].tolist()) in known for at in range(len(text) - n + 1)] for text in texts]
+        assert 0 < sum(map(sum, expected)) < sum(map(len, expected))
+        assert [one.tolist() for one in copied] == expected

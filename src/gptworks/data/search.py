@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,6 @@ class _Opened:
     begin: int
     """The offset of the text in the file."""
     n_bytes: int
-    n_borders: int
 
     def text(self, start: int, end: int) -> bytes:
         return self.memory[self.begin + start : self.begin + end]
@@ -200,17 +199,16 @@ class SearchIndex:
     def _write(self, block: _Block, divsufsort: Callable[[bytes], npt.NDArray[np.int32]]) -> None:
         parts: list[bytes] = []
         places: list[npt.NDArray[np.uint32]] = []
-        size = n_borders = 0
+        size = 0
         for at in range(block.first, block.first + block.n_tokens, _READ_TOKENS):
             ids, opens = self._read(at, min(_READ_TOKENS, block.first + block.n_tokens - at))
             sizes = self.spelling.sizes[ids] + opens
             places.append((size + np.cumsum(sizes) - sizes)[::_EVERY].astype("<u4"))
-            n_borders += int(opens.sum())
             size += int(sizes.sum())
             spelled = np.insert(ids, np.flatnonzero(opens), len(self._table) - 1) if opens.any() else ids
             parts.append(b"".join(map(self._table.__getitem__, spelled.tolist())))
         text = b"".join(parts)
-        header = sealed_json({**block.header, "n_bytes": size, "n_borders": n_borders}).encode("utf-8")
+        header = sealed_json({**block.header, "n_bytes": size}).encode("utf-8")
         with replacing(block.file) as file:
             file.write(header.ljust(_HEADER_BYTES))
             divsufsort(text).astype("<u4", copy=False).tofile(file)
@@ -250,11 +248,6 @@ class SearchIndex:
         """The offset of each block's text in the split's text, then the end of the last one."""
         return [0, *accumulate(one.n_bytes for one in self._open)]
 
-    @property
-    def follows_tokens(self) -> bool:
-        """Whether the text consists of the tokens' bytes only, without extra borders between documents."""
-        return not any(one.n_borders for one in self._open)
-
     def find(self, phrase: str, most: int = 10) -> Found:
         """The number of places of a phrase, and some of them.
 
@@ -277,26 +270,6 @@ class SearchIndex:
                 here = np.partition(here, most)[:most]
             places += [begin + place for place in here.tolist()]
         return Found(n, tuple(self._hit(place, pattern) for place in sorted(places)[: max(0, most)]))
-
-    def holds(self, ids: Int64s, most: int = 64) -> bool | None:
-        """Whether the split contains this sequence of tokens. None: the first `most` places of their text are tokenized
-        differently, and there are more.
-
-        Requires `follows_tokens`.
-        """
-        pattern = self.spelling.spell(ids.tolist())
-        in_blocks = (
-            begin + int(place)
-            for one, begin in zip(self._open, self._bounds, strict=False)
-            for place in one.suffixes[slice(*one.range(pattern))]
-        )
-        places = chain(in_blocks, self._across(pattern))
-        for place in islice(places, most):
-            token, within = self._token_at(place)
-            fits = not within and token + len(ids) <= self.n_tokens
-            if fits and np.array_equal(self._shards.read(token, len(ids)), ids):
-                return True
-        return None if next(places, None) is not None else False
 
     def _across(self, pattern: bytes) -> Iterator[int]:
         """The places in the text of the split where the bytes begin in one block and end in the next."""
@@ -390,8 +363,8 @@ def _opened(block: _Block) -> _Opened | None:
     try:
         with open_regular(block.file) as file:
             header = unsealed_json(file.read(_HEADER_BYTES).rstrip(b" "))
-            n_bytes, n_borders = int(header.pop("n_bytes")), int(header.pop("n_borders"))
-            if header != block.header or not 0 < n_bytes <= MAX_BLOCK_BYTES:
+            n_bytes = int(header["n_bytes"])
+            if not block.header.items() <= header.items() or not 0 < n_bytes <= MAX_BLOCK_BYTES:
                 return None
             n_places = -(-block.n_tokens // _EVERY)
             begin = _HEADER_BYTES + 4 * (n_bytes + n_places)
@@ -402,4 +375,4 @@ def _opened(block: _Block) -> _Opened | None:
         return None
     suffixes = np.frombuffer(memory, "<u4", n_bytes, _HEADER_BYTES)
     places = np.frombuffer(memory, "<u4", n_places, _HEADER_BYTES + 4 * n_bytes)
-    return _Opened(block.first, memory, suffixes, places, begin, n_bytes, n_borders)
+    return _Opened(block.first, memory, suffixes, places, begin, n_bytes)

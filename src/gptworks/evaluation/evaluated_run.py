@@ -17,8 +17,7 @@ from gptworks.data.batches import OneDataset, evaluation_windows
 from gptworks.data.conversations.packing import held_out_rows
 from gptworks.data.opened import Prepared, find_of_run, held_out_text
 from gptworks.data.prepare import prepare
-from gptworks.data.search import SearchIndex
-from gptworks.data.shards import Stretch, TokenShards
+from gptworks.data.shards import SPLITS, Stretch, TokenShards
 from gptworks.device import choose_device, choose_precision
 from gptworks.errors import UserError
 from gptworks.evaluation.calibration import measure_calibration
@@ -178,12 +177,10 @@ class EvaluatedRun:
 
     def memorization(self) -> Evaluation:
         """Measure how many generated n-grams occur in the training text; see `measure_memorization`."""
-        folder = self.prepared.folder
-        index = SearchIndex(self.prepared)
+        training, held_out = (TokenShards(self.prepared.folder, split) for split in SPLITS)
         found = measure_memorization(
-            self.engine, TokenShards(folder, "train"), TokenShards(folder, "validation"),
-            index=None if index.missing else index, autocast=self.precision.autocast, progress=self._progress,
-        )  # fmt: skip
+            self.engine, training, held_out, autocast=self.precision.autocast, progress=self._progress
+        )
         return self._evaluation("memorization", found.measured(), found.n_texts, self.prepared.manifest.fingerprint)
 
     def of_these_weights(self, found: Evaluation) -> Evaluation:

@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from gptworks.config import IGNORED
 from gptworks.data.batches import Tokens, evaluation_windows
+from gptworks.data.cleaning.ngrams import Hashes, HashSet
 from gptworks.data.permutation import Int64s
-from gptworks.data.search import SearchIndex
 from gptworks.errors import UserError
 from gptworks.evaluation.bootstrap import Floats
 from gptworks.evaluation.loss import each_nats
@@ -26,9 +26,7 @@ SIZES = (8, 16, 32, 64)
 _WINDOWS = 64
 """Most windows of each split on which losses are measured."""
 _PIECE_TOKENS = 1 << 22
-_FILTER_BITS = 22
 _MULTIPLIERS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
-Hashes = npt.NDArray[np.uint64]
 Copied = dict[int, list[npt.NDArray[np.bool_]]]
 """Flags by n, one array per text, that say whether each of the text's n-grams was found."""
 
@@ -66,7 +64,6 @@ def measure_memorization(
     n_texts: int = 64,
     prompt_tokens: int = 16,
     text_tokens: int = 128,
-    index: SearchIndex | None = None,
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     progress: Progress = lambda done, total: None,
 ) -> Memorization:
@@ -76,7 +73,6 @@ def measure_memorization(
 
     Args:
         n_texts: texts to generate. prompt_tokens: prompt length. text_tokens: length of a continuation.
-        index: the training text's search index, if it has one.
         autocast: function that makes the context in which the losses are computed.
 
     Raises:
@@ -99,7 +95,7 @@ def measure_memorization(
     written = [np.array(one[0].token_ids, dtype=np.int64) for one in made]
     real = [window[prompt_tokens:] for window in windows]
     sizes = tuple(n for n in SIZES if n <= text_tokens)
-    found = find_copied(training, [*written, *real], sizes, index)
+    found = find_copied(training, [*written, *real], sizes)
     copied = {}
     for n in sizes:
         counts = np.array([[hits.sum(), len(hits)] for hits in found[n]], dtype=np.float64)
@@ -116,9 +112,7 @@ def _window_losses(model: GPT, tokens: Tokens) -> Floats:
     return np.concatenate(parts).astype(np.float64)
 
 
-def find_copied(
-    training: Tokens, texts: Sequence[Int64s], sizes: Sequence[int] = SIZES, index: SearchIndex | None = None
-) -> Copied:
+def find_copied(training: Tokens, texts: Sequence[Int64s], sizes: Sequence[int] = SIZES) -> Copied:
     """Flags by n for each text [T]: whether each of its n-grams [T − n + 1] occurs in the training tokens.
 
     It reads the training text once. An n-gram's hash combines the hashes of its halves, and n-grams with equal hashes
@@ -126,39 +120,26 @@ def find_copied(
 
     Args:
         sizes: powers of two, ascending.
-        index: the search index of the training tokens, which replaces reading them.
     """
-    if index is not None and index.follows_tokens and (looked_up := _look_up(index, texts, sizes)) is not None:
-        return looked_up
-    wanted = {n: _Wanted(texts, n) for n in sizes}
     longest = max(sizes)
+    missing: dict[int, dict[bytes, int]] = {n: {} for n in sizes}  # the hash of each n-gram not yet found, by n
+    for text in texts:
+        for n, hashes in _hashes(text, longest):
+            if n in missing:
+                missing[n] |= {text[i : i + n].tobytes(): one for i, one in enumerate(hashes.tolist())}
     for start in range(0, training.n_tokens, _PIECE_TOKENS):
         piece = training.read(start, min(_PIECE_TOKENS + longest - 1, training.n_tokens - start))
         for n, hashes in _hashes(piece, longest):
-            if n in wanted:
-                wanted[n].look(piece, hashes)
-    return {n: one.found_in(texts) for n, one in wanted.items()}
-
-
-def _look_up(index: SearchIndex, texts: Sequence[Int64s], sizes: Sequence[int]) -> Copied | None:
-    """The result of `find_copied` from the index; None if the index leaves an n-gram undecided."""
-    found: Copied = {}
-    known: dict[bytes, bool] = {}
-    for n in sizes:
-        found[n] = [np.zeros(max(0, len(text) - n + 1), dtype=np.bool_) for text in texts]
-        halves = found.get(n // 2)
-        for number, (text, copied) in enumerate(zip(texts, found[n], strict=True)):
-            for i in range(len(copied)):
-                if halves is not None and not (halves[number][i] and halves[number][i + n // 2]):
-                    continue  # one of its halves does not occur
-                gram = text[i : i + n]
-                if (key := gram.tobytes()) not in known:
-                    held = index.holds(gram)
-                    if held is None:
-                        return None
-                    known[key] = held
-                copied[i] = known[key]
-    return found
+            if grams := missing.get(n):
+                for place in HashSet(np.array([*grams.values()], dtype=np.uint64)).places(hashes).tolist():
+                    grams.pop(piece[place : place + n].tobytes(), None)
+    return {
+        n: [
+            np.array([text[i : i + n].tobytes() not in grams for i in range(len(text) - n + 1)], dtype=bool)
+            for text in texts
+        ]
+        for n, grams in missing.items()
+    }
 
 
 def _hashes(tokens: Int64s, longest: int) -> Iterator[tuple[int, Hashes]]:
@@ -171,48 +152,3 @@ def _hashes(tokens: Int64s, longest: int) -> Iterator[tuple[int, Hashes]]:
         hashes = mixed[:-n] * np.uint64(_MULTIPLIERS[n.bit_length() % len(_MULTIPLIERS)]) + mixed[n:]
         n *= 2
         yield n, hashes
-
-
-class _Wanted:
-    """The n-grams of some texts, and which of them were found in the tokens searched so far."""
-
-    def __init__(self, texts: Sequence[Int64s], n: int) -> None:
-        self.n = n
-        self._found: set[bytes] = set()
-        self._missing: dict[int, set[bytes]] = {}
-        for text in texts:
-            for size, hashes in _hashes(text, n):
-                if size == n:
-                    for i, value in enumerate(hashes.tolist()):
-                        self._missing.setdefault(value, set()).add(text[i : i + n].tobytes())
-        self._set_filter()
-
-    def _set_filter(self) -> None:
-        """Set up a table of the wanted hashes' highest bits, which excludes most n-grams."""
-        self._sorted: Hashes = np.array(sorted(self._missing), dtype=np.uint64)
-        self._filter = np.zeros(1 << _FILTER_BITS, dtype=bool)
-        self._filter[self._sorted >> np.uint64(64 - _FILTER_BITS)] = True
-
-    def look(self, tokens: Int64s, hashes: Hashes) -> None:
-        """Find the wanted n-grams in `tokens`, whose n-grams have the hashes `hashes`."""
-        places = np.flatnonzero(self._filter[hashes >> np.uint64(64 - _FILTER_BITS)])
-        places = places[np.isin(hashes[places], self._sorted)]
-        for place in places.tolist():
-            value = int(hashes[place])
-            if value in self._missing:
-                gram = tokens[place : place + self.n].tobytes()
-                if gram in self._missing[value]:
-                    self._missing[value].remove(gram)
-                    self._found.add(gram)
-                    if not self._missing[value]:
-                        del self._missing[value]
-        if len(places):
-            self._set_filter()
-
-    def found_in(self, texts: Sequence[Int64s]) -> list[npt.NDArray[np.bool_]]:
-        """Flags for each text: whether each of its n-grams was found."""
-        n = self.n
-        return [
-            np.array([text[i : i + n].tobytes() in self._found for i in range(len(text) - n + 1)], dtype=bool)
-            for text in texts
-        ]

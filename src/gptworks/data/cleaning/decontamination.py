@@ -9,12 +9,10 @@ import numpy as np
 
 from gptworks.config.cleaning import Decontaminate
 from gptworks.data.cleaning.base import Dropped, Filter
-from gptworks.data.cleaning.ngrams import Hashes, hash_ngrams, hash_words, words_of
+from gptworks.data.cleaning.ngrams import Hashes, HashSet, hash_ngrams, hash_words, words_of
 from gptworks.data.sources.records import read_jsonl
 from gptworks.errors import UserError
 from gptworks.yaml_files import read_yaml
-
-_BITS = 20
 
 
 class DecontaminationFilter(Filter):
@@ -41,23 +39,16 @@ class DecontaminationFilter(Filter):
                 f"{names}: no text of the items has {self.settings.min_words} words, so there is nothing to look for. "
                 f"Lower min_words of the filter decontaminate, or leave it out."
             )
-        self._wanted = {n: np.unique(np.concatenate(hashes)) for n, hashes in sorted(found.items())}
-        self._maybe = {n: np.zeros(1 << _BITS, dtype=np.bool_) for n in self._wanted}
-        for n, hashes in self._wanted.items():
-            self._maybe[n][hashes >> np.uint64(64 - _BITS)] = True
+        self._wanted = {n: HashSet(np.concatenate(hashes)) for n, hashes in sorted(found.items())}
 
     def apply(self, text: str) -> str | Dropped:
         words = hash_words(words_of(text))
-        for n, wanted in self._wanted.items():
-            hashes = hash_ngrams(words, n)
-            near = hashes[self._maybe[n][hashes >> np.uint64(64 - _BITS)]]
-            if len(near) and (wanted[np.searchsorted(wanted[:-1], near)] == near).any():
-                return Dropped("in a task")
-        return text
+        found = any(len(wanted.places(hash_ngrams(words, n))) for n, wanted in self._wanted.items())
+        return Dropped("in a task") if found else text
 
     def signature(self) -> str:
         """sha256 of all sequences of words that the filter looks for."""
-        joined = b"".join(n.to_bytes(8, "little") + hashes.tobytes() for n, hashes in self._wanted.items())
+        joined = b"".join(n.to_bytes(8, "little") + wanted.hashes.tobytes() for n, wanted in self._wanted.items())
         return hashlib.sha256(joined).hexdigest()
 
 

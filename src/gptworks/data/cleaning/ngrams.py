@@ -16,6 +16,8 @@ _ASCII = {code: " " for code in range(128) if not (chr(code).isalnum() or chr(co
 _KNOWN_WORDS = 1 << 20
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xBF58476D1CE4E5B9)
+_TABLE_BITS = 20
+_TABLE_SHIFT = np.uint64(64 - _TABLE_BITS)
 
 
 def words_of(text: str) -> list[str]:
@@ -44,6 +46,20 @@ def combine(columns: Sequence[Hashes]) -> Hashes:
         mixed ^= mixed >> np.uint64(shift)
         mixed *= _MIX
     return mixed ^ (mixed >> np.uint64(31))
+
+
+class HashSet:
+    """A set of hashes. A table of their highest bits excludes most other hashes before the set is searched."""
+
+    def __init__(self, hashes: Hashes) -> None:
+        self.hashes: Hashes = np.unique(hashes)
+        self._maybe = np.zeros(1 << _TABLE_BITS, dtype=np.bool_)
+        self._maybe[self.hashes >> _TABLE_SHIFT] = True
+
+    def places(self, hashes: Hashes) -> npt.NDArray[np.int64]:
+        """The places [k], ascending, of those among some hashes [n] that are in the set."""
+        places = np.flatnonzero(self._maybe[hashes >> _TABLE_SHIFT])
+        return places[np.isin(hashes[places], self.hashes)]
 
 
 class _WordHashes(dict[str, int]):
