@@ -203,7 +203,7 @@ def test_a_broken_record_is_named(line: str, message: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_a_line_beyond_the_bound_is_named_with_its_size_and_never_held(
+def test_a_line_beyond_the_bound_is_named_and_never_held(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(records, "MOST_LINE_BYTES", 1 << 20)
@@ -213,13 +213,13 @@ def test_a_line_beyond_the_bound_is_named_with_its_size_and_never_held(
     pieces = iter_documents([jsonl(tmp_path / name)])
     assert next(pieces).text == "fine"
     tracemalloc.start()
-    with pytest.raises(UserError, match=rf":2: this line has {len(line):,} bytes, and a line may have 1,048,576\."):
+    with pytest.raises(UserError, match=r":2: this line has more than 1,048,576 bytes, the most for a line\."):
         next(pieces)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 5 << 20
     monkeypatch.setattr(records, "MOST_LINE_BYTES", 1 << 16)
-    with pytest.raises(UserError, match=r":2: this line has more than [\d,]+ bytes, and a line may have 65,536\."):
+    with pytest.raises(UserError, match=r":2: this line has more than 65,536 bytes, the most for a line\."):
         documents(jsonl(tmp_path / name))
     source = ConversationsSource(type="conversations", path=str(tmp_path / name))
     with pytest.raises(UserError, match=r":2: this line has more than"):
@@ -279,7 +279,11 @@ def test_tables_plain_and_gzipped_with_empty_lines_and_texts(tmp_path: Path) -> 
         (b"id,text\n1,a\0b\n", {}, r"a\.csv:2: a NUL byte"),
         (b"id,text\r1,one\r", {}, r"a\.csv:1: new-line character seen in unquoted field\. A field"),
         (b'id,text\n1,ok\n2,"' + b"line\n" * 99, {}, r"a\.csv:3: a row is larger than 128 bytes.*never closed"),
-        (b"id,text\n1," + b"x" * 999, {"quotes": False}, r"a\.csv:2: this line has 1,001 bytes, .* have 128\."),
+        (
+            b"id,text\n1," + b"x" * 999,
+            {"quotes": False},
+            r"a\.csv:2: this line has more than 128 bytes, the most",
+        ),
     ],
 )
 def test_a_broken_table_is_named_with_the_line_the_rule_and_the_fix(

@@ -18,7 +18,6 @@ from gptworks.files import sha256_file
 from gptworks.special_tokens import stating_files
 from gptworks.tokenizer import MAX_TOKENIZER_BYTES
 
-_PREFIX = "shards"
 _CONTENTS = ("format_version", "sources_signature", "clean_files", "tokenizer_files", "chat_template")
 """Parts of the identity that are unknown if the sources or the tokenizer's files are gone."""
 _PLACES = ("path", "url", "sha256")
@@ -55,15 +54,14 @@ def _settings(recipe: AnyRecipe) -> dict[str, Any]:
 
 
 def folder_for(recipe: AnyRecipe, made: dict[str, Any]) -> Path:
-    """The dataset's folder in `data.cache_dir`: an existing one with this digest and any prefix, else shards-DIGEST."""
+    """The dataset's folder in `data.cache_dir`, shards-DIGEST."""
     placeless = made | {
         "sources": [_without(source, *_PLACES) for source in made["sources"]],
         "tokenizer": _without(made["tokenizer"], "path"),
         **({"clean": [_without(one, "tasks") for one in made["clean"]]} if "clean" in made else {}),
     }
     digest = hashlib.sha256(json.dumps(placeless, sort_keys=True).encode("utf-8")).hexdigest()[:8]
-    others = sorted(folder for folder in recipe.data.cache_dir.glob(f"[!.]*-{digest}") if folder.is_dir())
-    return next(iter(others), recipe.data.cache_dir / f"{_PREFIX}-{digest}")
+    return recipe.data.cache_dir / f"shards-{digest}"
 
 
 def _without(tree: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -28,7 +28,6 @@ from gptworks.errors import UserError
 from gptworks.files import map_array, open_regular, read_array, read_regular, sha256_file, unsealed_json
 
 FORMAT_VERSION = 4
-_READ_FORMATS = (3, FORMAT_VERSION)
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 26
 TOKENIZER_FOLDER = "tokenizer"
@@ -153,8 +152,8 @@ class Manifest(Section):
     dtype: Dtype
     vocab_size: int
     tokenizer_sha256: str
-    tokenizer_files: dict[str, str] = Field(default_factory=dict)
-    """sha256 of each file of `tokenizer/`; empty in folders of format 3."""
+    tokenizer_files: dict[str, str]
+    """sha256 of each file of `tokenizer/`."""
     made_from: dict[str, Any]
     round_trips: bool
     """Whether decoding restored the text of every validation document: bits per byte is defined only then. False for
@@ -169,7 +168,7 @@ class Manifest(Section):
     """Documents that the recipe's filters dropped and changed; null: no filters."""
     sources: tuple[ShardCounts, ...] = ()
     """For each source of text in `made_from`, in order, the number of shards that it owns in each split. Empty in
-    folders of format 3, of conversations and of mixtures, whose parts have their own counts."""
+    folders of conversations and of mixtures, whose parts have their own counts."""
 
     @model_validator(mode="after")
     def _check_shares(self) -> Self:
@@ -233,7 +232,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         data = read_regular(file, MAX_MANIFEST_BYTES, inside=folder)
         version = json.loads(data)["format_version"]
-        if version in _READ_FORMATS:
+        if version == FORMAT_VERSION:
             return Manifest.model_validate(unsealed_json(data))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{folder} holds no prepared text: there is no {MANIFEST_FILE}. {redo(folder)}") from None

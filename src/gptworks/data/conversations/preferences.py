@@ -66,8 +66,6 @@ def iter_pairs(sources: Iterable[PreferencesSource]) -> Iterator[Pair]:
         for origin, records in origins(source):
             for number, record in enumerate(records, 1):
                 try:
-                    if not isinstance(record, Mapping):
-                        raise ValueError(f"it is a {type(record).__name__}, not an object with fields")
                     yield _read(origin, number, record)
                 except ValueError as error:
                     raise UserError(f"{origin}, record {number}: {error}. {_RULE}") from None

@@ -11,7 +11,8 @@ from typing import Any
 from gptworks.chat_template import Message
 from gptworks.config import ConversationsSource
 from gptworks.data.conversations.keys import Fields, Shape, is_stated, learns, short, unread_in_record, unread_in_turn
-from gptworks.data.sources.opening import open_file, plain_name
+from gptworks.data.sources.json_lists import read_json
+from gptworks.data.sources.opening import plain_name
 from gptworks.data.sources.records import AnyRecords, Records, open_dataset, read_jsonl, read_parquet, whole_text
 from gptworks.errors import UserError
 
@@ -80,8 +81,6 @@ def iter_conversations(sources: Iterable[ConversationsSource]) -> Iterator[Conve
             shape: Shape | None = None if source.shape == "auto" else source.shape
             for number, record in enumerate(records, 1):
                 try:
-                    if not isinstance(record, Mapping):
-                        raise ValueError(f"it is {_kind(record)}, not an object with fields")
                     shape = shape or recognized(record)
                     turns = _SHAPES[shape](record)
                     unread = tuple(dict.fromkeys((*unread_in_record(record, shape, turns.messages), *turns.unread)))
@@ -290,21 +289,11 @@ def origins(source: AnyRecords) -> Iterator[tuple[str, Iterable[Any]]]:
         yield open_dataset(source)
         return
     for file in Records(source).files():
-        if plain_name(file.name).endswith(".jsonl"):
-            yield str(file), (record for _, record in read_jsonl(file))
-        elif file.suffix == ".parquet":
-            yield str(file), (record for _, record in read_parquet(file))
-        else:
-            yield str(file), _json_list(file)
+        read = next((read for ending, read in _READ.items() if plain_name(file.name).endswith(ending)), read_json)
+        yield str(file), (record for _, record in read(file))
 
 
-def _json_list(file: Path) -> list[Any]:
-    try:
-        with open_file(file) as stream:
-            records = json.loads(stream.read())
-    except (ValueError, RecursionError) as error:
-        hint = " If each line is a record, name the file .jsonl." if "Extra data" in str(error) else ""
-        raise UserError(f"{file}: not JSON ({error}).{hint}") from None
-    if not isinstance(records, list):
-        raise UserError(f"{file} holds {_kind(records)}, not a list of records.")
-    return records
+_READ: dict[str, Callable[[Path], Iterator[tuple[object, Mapping[str, Any]]]]] = {
+    ".jsonl": read_jsonl,
+    ".parquet": read_parquet,
+}

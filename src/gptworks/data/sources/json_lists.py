@@ -40,8 +40,7 @@ def read_json(file: Path, key: str | None = None) -> Iterator[tuple[str, Mapping
     """
     with open_file(file) as stream:
         text = _Text(file, stream)
-        first = text.peek()
-        if key is not None or first == "{":
+        if key is not None or text.peek() == "{":
             text.take("{", "an object" if key is not None else "a list of objects")
             _find(text, file, key)
         text.take("[", "a list of objects")
@@ -49,16 +48,15 @@ def read_json(file: Path, key: str | None = None) -> Iterator[tuple[str, Mapping
         while text.peek() != "]":
             if number:
                 text.take(",", "a comma or the end of the list")
-            where = f"{file}, record {number}"
+            where = f"{file}, record {number + 1}"
             record = text.value(where)
             if not isinstance(record, dict):
                 raise UserError(f"{where}: a {type(record).__name__}, not an object. The list must hold objects.")
             yield where, record
             number += 1
-        if key is None:
-            text.take("]", "the end of the list")
-            if text.peek():
-                raise UserError(f"{file}: there is more text after the list. If each line is a record, use type=jsonl.")
+        text.take("]", "the end of the list")
+        if key is None and text.peek():
+            raise UserError(f"{file}: there is more text after the list. {_LINES}")
 
 
 def _find(text: "_Text", file: Path, key: str | None) -> None:
@@ -67,18 +65,24 @@ def _find(text: "_Text", file: Path, key: str | None) -> None:
     while text.peek() != "}":
         if names:
             text.take(",", "a comma or the end of the object")
-        name = text.value(f"{file}, the name of a key")
+        names.append(text.value(f"{file}, the name of a key"))
         text.take(":", "a colon")
-        if name == key:
+        if names[-1] == key:
             return
         if key is None and text.peek() == "[":
-            raise UserError(f"{file} holds an object, not a list: set the source's `records` to `{name}`, its list.")
-        text.value(f"{file}, the value of `{name}`")
-        names.append(str(name))
-    listed = ", ".join(names[:10]) or "none"
+            raise UserError(
+                f"{file} holds an object, not a list: a source of type json whose `records` is `{names[-1]}` reads its "
+                f"list."
+            )
+        text.value(f"{file}, the value of `{names[-1]}`")
+    listed = ", ".join(map(str, names[:10])) or "none"
     raise UserError(
-        f"{file} holds an object with the keys {listed}: set the source's `records` to the key of the list."
+        f"{file} holds an object with the keys {listed}, not a list: a source of type json reads the list under a key, "
+        f"its `records`. {_LINES}"
     )
+
+
+_LINES = "If each line is a record, name the file .jsonl, and use type=jsonl where the records are texts."
 
 
 class _Text:
@@ -96,8 +100,9 @@ class _Text:
         while True:
             while self._at < len(self._held) and self._held[self._at] in _SPACE:
                 self._at += 1
-            if self._at < len(self._held) or not self._read():
+            if self._at < len(self._held) or self._ended:
                 return self._held[self._at : self._at + 1]
+            self._read()
 
     def take(self, character: str, what: str) -> None:
         found = self.peek()
@@ -109,36 +114,30 @@ class _Text:
         """The next value."""
         self.peek()
         self._held, self._at = self._held[self._at :], 0
-        tried = 0
         while True:
-            if len(self._held) >= 2 * tried or self._ended:  # so a large value is parsed only a few times
-                tried = len(self._held)
-                try:
-                    value, end = self._json.raw_decode(self._held)
-                    if end < len(self._held) or self._ended:  # otherwise a number may continue
-                        self._at = end
-                        return value
-                except RecursionError:
-                    raise UserError(f"{where}: values are nested too deeply.") from None
-                except json.JSONDecodeError as error:
-                    cut_off = error.msg.startswith("Unterminated") or error.pos > len(self._held) - _LONGEST_WORD
-                    if self._ended or not cut_off:
-                        raise UserError(f"{where}: not JSON: {error.msg}, at its character {error.pos:,}.") from None
+            try:
+                value, end = self._json.raw_decode(self._held)
+                if end < len(self._held) or self._ended:  # otherwise a number may continue
+                    self._at = end
+                    return value
+            except RecursionError:
+                raise UserError(f"{where}: values are nested too deeply.") from None
+            except json.JSONDecodeError as error:
+                cut_off = error.msg.startswith("Unterminated") or error.pos > len(self._held) - _LONGEST_WORD
+                if self._ended or not cut_off:
+                    raise UserError(f"{where}: not JSON: {error.msg}, at its character {error.pos:,}.") from None
             if len(self._held) > MOST_LINE_BYTES:
                 raise UserError(
                     f"{where}: larger than {MOST_LINE_BYTES:,} characters, the limit for a value, or a quotation mark "
                     f"is never closed. Divide its text into several records."
                 )
-            self._read()
+            self._read(len(self._held))  # as much again, so a large value is parsed only a few times
 
-    def _read(self) -> bool:
-        """Read more of the file; False at its end."""
-        if self._ended:
-            return False
-        data = self._stream.read(_CHUNK_BYTES)
+    def _read(self, n_bytes: int = 0) -> None:
+        """Read more of the file: at least `n_bytes`, unless it ends."""
+        data = self._stream.read(max(n_bytes, _CHUNK_BYTES))
         self._ended = not data
         try:
             self._held += self._decode(data, self._ended)
         except UnicodeDecodeError as error:
             raise UserError(f"{self._file} is not UTF-8 text ({error}). Convert it to UTF-8.") from None
-        return not self._ended

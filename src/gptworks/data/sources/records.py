@@ -141,8 +141,6 @@ def whole_text(text: str) -> str:
 
 MOST_LINE_BYTES = 1 << 26
 _CHUNK_BYTES = 1 << 16
-_COUNTED_LINES = 16
-"""The size of a longer line is counted up to this multiple of the largest allowed size."""
 
 
 class Line:
@@ -179,24 +177,11 @@ def read_lines(
         while (end is None or at < end) and (line := stream.readline(most_bytes + 1)):
             number, at = number + 1, at + len(line)
             if len(line) > most_bytes:
-                size, where = _line_size(stream, line, most_bytes), Line(file, start, number)
                 raise UserError(
-                    f"{where}: this line has {size} bytes, and a line may have {most_bytes:,}. Divide its text "
-                    "into several records, or check that lines end."
+                    f"{Line(file, start, number)}: this line has more than {most_bytes:,} bytes, the most for a line. "
+                    f"Divide its text into several records, or check that lines end."
                 )
             yield number, line
-
-
-def _line_size(stream: BinaryIO, line: bytes, most_bytes: int) -> str:
-    """The size of a line for a message, given the line's beginning."""
-    n_bytes, end = len(line), 0
-    while line and not line.endswith(b"\n") and not end:
-        if n_bytes > _COUNTED_LINES * most_bytes:
-            return f"more than {n_bytes:,}"
-        line = stream.read(_CHUNK_BYTES)
-        end = line.find(b"\n") + 1
-        n_bytes += end or len(line)
-    return f"{n_bytes:,}"
 
 
 def _line_borders(file: Path) -> Iterator[int]:
