@@ -11,8 +11,13 @@ import chats
 from gptworks.chat_template import BUILT_IN
 from gptworks.cli.inspect import inspect
 from gptworks.config.objective import ObjectiveSettings, RewardObjective
-from gptworks.data.conversations.findings import refuse_faults
-from gptworks.data.conversations.inspection import check_records, inspect_conversations, inspect_pairs, inspect_records
+from gptworks.data.conversations.inspection import (
+    check_records,
+    inspect_conversations,
+    inspect_pairs,
+    inspect_records,
+    refuse_faults,
+)
 from gptworks.data.prepare import prepare
 from gptworks.errors import UserError
 from gptworks.recipe import parse_recipe, save_recipe

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 from chats import write_jsonl
 from gptworks.chat_template import BUILT_IN, ChatTemplate
 from gptworks.config import BPETokenizer, ConversationsSource, PreferencesSource
+from gptworks.data.conversations.examples import encode_records
 from gptworks.data.conversations.keys import LEARNING_SWITCHES, RECORD_KEYS, TURN_KEYS
-from gptworks.data.conversations.masking import encode_records
 from gptworks.data.conversations.preferences import Pair, iter_pairs
 from gptworks.data.conversations.reading import Conversation, iter_conversations
 from gptworks.errors import UserError

@@ -10,7 +10,7 @@ from gptworks.chat_template import BUILT_IN, ChatTemplate, Message
 from gptworks.config import BPETokenizer, CharTokenizer
 from gptworks.data import encode
 from gptworks.data.conversations import masking
-from gptworks.data.conversations.masking import encode_conversation, encode_records
+from gptworks.data.conversations.examples import encode_conversation, encode_records
 from gptworks.errors import UserError
 from gptworks.tokenizer import add_tokens, train_tokenizer
 

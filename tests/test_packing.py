@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import chats
-from gptworks.config import IGNORED
-from gptworks.data.conversations.packing import ExampleBatches, Examples, evaluation_rows, pack, stack
+from gptworks.config import IGNORED, Recipe
+from gptworks.data.conversations.packing import Examples, evaluation_rows, pack, stack
 from gptworks.data.prepare import prepare
+from gptworks.data.samples import open_samples
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from gptworks.model.gpt import GPT
@@ -28,12 +29,17 @@ T = 128
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> TokenShards:
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     tree = chats.tune_tree(tmp_path_factory.mktemp("packing"))
     tree["tokenizer"] = {
         "type": "bpe", "vocab_size": 300, "added_tokens": ["<|im_start|>", "<|im_end|>"], "chat_template": "chatml",
     }  # fmt: skip
-    return TokenShards(prepare(parse_recipe(tree)).folder, "train")
+    return parse_recipe(tree)
+
+
+@pytest.fixture(scope="module")
+def shards(recipe: Recipe) -> TokenShards:
+    return TokenShards(prepare(recipe).folder, "train")
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=60))
@@ -65,16 +71,16 @@ def test_rows_hold_the_examples_and_their_answers(shards: TokenShards) -> None:
         assert (targets[at:] == IGNORED).all()
 
 
-def test_batches_are_cut_in_any_way_and_each_epoch_visits_each_row_once(shards: TokenShards) -> None:
-    examples = Examples(shards, T)
-    batches = ExampleBatches(examples, seed=3)
-    whole = batches.batch(20, 4)
+def test_batches_are_cut_in_any_way_and_each_epoch_visits_each_row_once(recipe: Recipe) -> None:
+    samples = open_samples(recipe, prepare(recipe).folder)
+    examples = Examples(samples.train_shards, recipe.model.context_length)
+    whole = samples.batch(20, 0, 4)
     for size in (1, 2):
-        parts = [batches.batch(first, size) for first in range(20, 24, size)]
+        parts = [samples.batch(20, micro_step, size) for micro_step in range(4 // size)]
         assert all(torch.equal(a, torch.cat(b)) for a, b in zip(whole, zip(*parts, strict=True), strict=True))
-    n = batches.rows_per_epoch
+    n = samples.per_epoch
     rows = {tuple(row[0].tolist()) for row in evaluation_rows(examples)}
-    epochs = [[tuple(batches.batch(epoch * n + i, 1)[0][0].tolist()) for i in range(n)] for epoch in (0, 1)]
+    epochs = [[tuple(samples.batch(epoch * n, i, 1)[0][0].tolist()) for i in range(n)] for epoch in (0, 1)]
     assert all(Counter(epoch) == Counter(rows) for epoch in epochs)
     assert epochs[0] != epochs[1]
 

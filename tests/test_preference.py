@@ -18,7 +18,8 @@ import tiny
 from gptworks.checkpoint import checkpoints, load_run
 from gptworks.config import IGNORED, PreferencesSource
 from gptworks.config.objective import OddsRatioObjective, PreferenceObjective
-from gptworks.data.conversations.preferences import Pairs, iter_pairs
+from gptworks.data.conversations.packing import Pairs
+from gptworks.data.conversations.preferences import iter_pairs
 from gptworks.data.prepare import find_prepared
 from gptworks.data.shards import TokenShards
 from gptworks.describe.plan_tables import tables

@@ -39,26 +39,6 @@ class Tokens(Protocol):
     def read(self, start: int, length: int) -> Int64s: ...
 
 
-@dataclass(frozen=True)
-class OneDataset:
-    """Random access to the tokens of one dataset in a split."""
-
-    tokens: Tokens
-    part: Stretch
-
-    @property
-    def split(self) -> str:
-        return self.tokens.split
-
-    @property
-    def n_tokens(self) -> int:
-        return self.part.n_tokens
-
-    def read(self, start: int, length: int) -> Int64s:
-        assert 0 <= start <= start + length <= self.part.n_tokens
-        return self.tokens.read(self.part.first + start, length)
-
-
 def windows_per_epoch(n_tokens: int, context_length: int) -> int:
     """The number of windows in an epoch, whichever of the first T positions the first window begins at."""
     return max(1, (n_tokens - context_length) // context_length)
@@ -158,7 +138,11 @@ class Batches:
 
 
 def evaluation_windows(
-    shards: Tokens, context_length: int, n_sequences: int = 0, stride: int | None = None
+    shards: Tokens,
+    context_length: int,
+    n_sequences: int = 0,
+    stride: int | None = None,
+    part: Stretch | None = None,
 ) -> Iterator[Pair]:
     """Inputs and targets, each int64 [T] with T ≤ context_length, of windows that cover the split in order.
 
@@ -169,6 +153,7 @@ def evaluation_windows(
         stride: tokens between the starts of windows. If it is below context_length, windows overlap, each token is
             predicted from at least context_length - stride tokens, and only new tokens count: other targets are
             IGNORED. None: context_length.
+        part: the dataset of a mixture to read; None: the split.
 
     Raises:
         UserError: there are fewer than two tokens, or the stride is not within 1 … context_length.
@@ -176,12 +161,13 @@ def evaluation_windows(
     stride = context_length if stride is None else stride
     if not 1 <= stride <= context_length:
         raise UserError(f"stride={stride} is not between 1 and context_length={context_length}: choose one that is.")
-    _check_length(shards.split, shards.n_tokens, 1)
-    n_targets = shards.n_tokens - 1
+    part = part or Stretch("", 0, shards.n_tokens)
+    _check_length(shards.split, part.n_tokens, 1)
+    n_targets = part.n_tokens - 1
     n_windows = 1 + -(-max(0, n_targets - context_length) // stride)
     for window in evenly_spaced(n_windows, n_sequences):
         start = window * stride
-        tokens = torch.from_numpy(shards.read(start, min(context_length, n_targets - start) + 1))
+        tokens = torch.from_numpy(shards.read(part.first + start, min(context_length, n_targets - start) + 1))
         inputs, targets = tokens[:-1], tokens[1:].clone()
         if window:
             targets[: context_length - stride] = IGNORED

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from gptworks.config import IGNORED, Recipe
 from gptworks.data.batches import Batches, evaluation_windows, weights_over_run
-from gptworks.data.conversations.packing import ExampleBatches, Examples, evaluation_rows
-from gptworks.data.conversations.preferences import Pairs
+from gptworks.data.conversations.packing import Examples, Pairs, evaluation_rows, stack
 from gptworks.data.permutation import Int64s, shuffled
 from gptworks.data.rows import Piece, Row, pieces_of
 from gptworks.data.shards import TokenShards
@@ -130,18 +129,18 @@ class Conversations(Samples):
     """Rows of conversations. A row holds several if the objective packs them."""
 
     def _open(self) -> None:
-        train, self._held_out = (
+        self._train, self._held_out = (
             Examples(shards, self.context_length, self.recipe.objective.packs)
             for shards in (self.train_shards, self.validation_shards)
         )
-        self._batches = ExampleBatches(train, self.recipe.seed)
-        self.per_epoch, self.n_validation = self._batches.rows_per_epoch, len(self._held_out.rows)
+        self.per_epoch, self.n_validation = len(self._train.rows), len(self._held_out.rows)
 
     def batch(self, position: int, micro_step: int, size: int) -> Batch:
-        return self._batches.batch(position + micro_step * size, size)
+        """Inputs, targets and positions, int64 [B, T] each."""
+        return stack([self._train.row(row) for row in self._shuffled(position + micro_step * size, size).tolist()])
 
     def rows(self, number: int, epoch: int = 0) -> list[Row]:
-        return [self._batches.examples.shown(number)]
+        return [self._train.shown(number)]
 
     def held_out(self, n_sequences: int) -> Iterator[Batch]:
         return evaluation_rows(self._held_out, n_sequences)

@@ -12,8 +12,7 @@ import numpy as np
 from gptworks.chat_template import TEMPLATE_FILE
 from gptworks.config import Recipe
 from gptworks.config.defaults import ADAPTER_TIMES, HIGHEST_TUNING_RATE, TUNING_RATE_TIMES_WIDTH, tuning_rate
-from gptworks.data.conversations.findings import Finding
-from gptworks.data.conversations.inspection import inspect_records
+from gptworks.data.conversations.inspection import Finding, inspect_records
 from gptworks.data.conversations.packing import Examples
 from gptworks.data.opened import Prepared
 from gptworks.data.prepare import prepare

@@ -13,7 +13,7 @@ import torch
 from gptworks.checkpoint import Report, choose_checkpoint
 from gptworks.choices import LoadedWeights
 from gptworks.config import PythonStdlibSource, Recipe
-from gptworks.data.batches import OneDataset, evaluation_windows
+from gptworks.data.batches import evaluation_windows
 from gptworks.data.conversations.packing import held_out_rows
 from gptworks.data.opened import Prepared, find_of_run, held_out_text
 from gptworks.data.prepare import prepare
@@ -145,7 +145,7 @@ class EvaluatedRun:
         """The loss on the held-out text of one dataset of a mixture, as JSON."""
         if part.n_tokens < 2:
             return {"name": part.name, "loss": None, "bits_per_byte": None, "tokens": 0}
-        windows = evaluation_windows(OneDataset(shards, part), self.model.config.context_length)
+        windows = evaluation_windows(shards, self.model.config.context_length, part=part)
         text_bytes = part.text_bytes if round_trips else None
         with self.precision.autocast():
             report = evaluate_loss(self.model, windows, text_bytes=text_bytes)

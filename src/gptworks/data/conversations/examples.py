@@ -1,18 +1,45 @@
-"""Write conversations and pairs as examples in shards: tokens, flags of the learned ones, hashes of the text."""
+"""Encode conversations and pairs as examples, and write them in shards: tokens, flags of the learned ones, hashes.
+
+The learned tokens are the assistant's answers, each with its end token. Rendering finds the place of an answer with any
+template. The template's text for the turns before it, with the generation prompt, is exactly what a model reads when it
+answers. The answer follows that text in the whole conversation and includes the end token. If a token would span the
+border of an answer, each side is encoded by itself, because the model reads one side and writes the other.
+"""
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from gptworks.chat_template import ChatTemplate, Message
-from gptworks.data.conversations.masking import Example, encode_records
 from gptworks.data.conversations.preferences import Pair
 from gptworks.data.conversations.reading import Conversation, is_held_out
+from gptworks.data.encode import Advance, batches_of, encode_in_order
 from gptworks.data.shard_writer import ShardWriter
 from gptworks.data.shards import ALTERED, EMPTY, NO_END, SWAPPED, UNANSWERED, Origin, Split
+from gptworks.errors import UserError
 from gptworks.special_tokens import special_tokens
+from gptworks.tokenizer import pack_tokenizer, unpack_tokenizer
+
+_BATCH_CHARACTERS = 1 << 17  # rendering takes ten times as long as encoding
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """An encoded conversation."""
+
+    ids: npt.NDArray[np.uint32]
+    """The token ids, [n]."""
+    learned: npt.NDArray[np.bool_]
+    """Whether each token is learned, [n]."""
+    text_bytes: int
+    all_end: bool
+    """Whether every learned answer is followed by an end token."""
+    as_given: bool
+    """Whether the learned text equals the answers, apart from white space."""
 
 
 def write_examples(
@@ -85,3 +112,109 @@ def _hashes(messages: list[Message]) -> tuple[int, int, int]:
 def _hash(messages: list[Message]) -> int:
     text = "\0".join(f"{message['role']}:{' '.join(message['content'].split()).casefold()}" for message in messages)
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "big")
+
+
+# ---------------------------------------------------------------------------------------------------- encoding
+
+AnyRecord = Conversation | Pair
+
+
+def encode_records(
+    template: ChatTemplate, records: Iterable[AnyRecord], processes: int
+) -> Iterator[tuple[AnyRecord, list[Example]]]:
+    """Each record with an example for each of its conversations, in order.
+
+    Args:
+        processes: number of worker processes, used if there is enough to encode; 0: one for each core.
+
+    Raises:
+        UserError: the template refuses a conversation; the message names the record.
+    """
+    batches = batches_of(iter(records), _characters, _BATCH_CHARACTERS)
+    return encode_in_order(batches, _examples_encoder, (pack_tokenizer(template.tokenizer), template.source), processes)
+
+
+def _characters(record: AnyRecord) -> int:
+    return sum(len(message["content"]) for conversation in record.conversations for message in conversation)
+
+
+def _examples_encoder(tokenizer: str, source: str, _: Advance) -> Callable[[list[AnyRecord]], list[list[Example]]]:
+    template = ChatTemplate(source, unpack_tokenizer(tokenizer))
+    return lambda records: [_encode_record(template, record) for record in records]
+
+
+def _encode_record(template: ChatTemplate, record: AnyRecord) -> list[Example]:
+    try:
+        return [encode_conversation(template, messages, record.unlearned) for messages in record.conversations]
+    except UserError as error:
+        raise UserError(f"{record.where}: {error}") from None
+
+
+def encode_conversation(
+    template: ChatTemplate, messages: Sequence[Message], unlearned: Collection[int] = ()
+) -> Example:
+    """The tokens of a conversation, and which of them are learned.
+
+    Args:
+        unlearned: indices of the messages whose answers are read but not learned.
+
+    Raises:
+        UserError: the template refuses these turns, or writes a turn differently if others follow, so that the text
+            that a model reads before an answer cannot be found.
+    """
+    guarded, guard = template.guarded(messages)
+    whole = template.render(guarded)
+    answering = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i not in unlearned]
+    places = [_place(template, guarded, i, whole) for i in answering]
+    cuts = [0, *(cut for place in places for cut in place), len(whole)]
+    answers = [messages[i]["content"] for i in answering]
+    written = [template.before_special(whole[a:b]).replace(guard, "") for a, b in places]
+    as_given = all(a.split() == b.split() for a, b in zip(answers, written, strict=True))
+    parts = _encode_parts(template, whole, cuts, guard)
+    ids = [token_id for part in parts for token_id in part]
+    learned = np.zeros(len(ids), dtype=np.bool_)
+    at, all_end = 0, True
+    for i, part in enumerate(parts):
+        if i % 2:  # parts alternate between text that is read and answers
+            length, ends = _answer_length(part, template)
+            learned[at : at + length] = True
+            all_end &= ends
+        at += len(part)
+    text_bytes = len(whole.replace(guard, "").encode("utf-8"))
+    return Example(np.array(ids, dtype=np.uint32), learned, text_bytes, all_end, as_given)
+
+
+def _place(template: ChatTemplate, messages: Sequence[Message], i: int, whole: str) -> tuple[int, int]:
+    """The start and the end of answer i in the rendered conversation, in characters."""
+    before = template.render(messages[:i], add_generation_prompt=True)
+    until = template.render(messages[: i + 1])
+    for text, what in ((before, "before it, with the generation prompt,"), (until, "up to it")):
+        if not whole.startswith(text):
+            at = next(k for k, (a, b) in enumerate(zip([*text, ""], [*whole, ""], strict=False)) if a != b)
+            raise UserError(
+                f"the chat template writes the turns {what} differently than in the complete conversation: "
+                f"{text[max(0, at - 20) : at + 20]!r} against {whole[max(0, at - 20) : at + 20]!r} (turn {i + 1}). "
+                f"So a model would read other text than in training. Use a template that writes a turn independently "
+                f"of later turns, or conversations with one answer"
+            )
+    return len(before), len(until)
+
+
+def _encode_parts(template: ChatTemplate, whole: str, cuts: Sequence[int], guard: str) -> list[list[int]]:
+    """Tokens of each part between the cuts. Each part is encoded by itself if a token of the whole text crosses a
+    cut."""
+    ids = template.encode_text(whole, guard)
+    ends = [0]
+    for cut in cuts[1:-1]:
+        before = template.encode_text(whole[:cut], guard)
+        if ids[: len(before)] != before:
+            return [template.encode_text(whole[a:b], guard) for a, b in pairwise(cuts)]
+        ends.append(len(before))
+    return [ids[a:b] for a, b in pairwise([*ends, len(ids)])]
+
+
+def _answer_length(ids: Sequence[int], template: ChatTemplate) -> tuple[int, bool]:
+    """The number of tokens of an answer with its end token, and whether it has an end token."""
+    ends = template.end_token_ids
+    first = next((i for i, token_id in enumerate(ids) if token_id in ends), None)
+    return (len(ids), False) if first is None else (first + 1, True)

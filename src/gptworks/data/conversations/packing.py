@@ -1,4 +1,4 @@
-"""Rows of examples, and batches of rows: a function of (shards, seed, position), like all batches.
+"""The examples of a split, arranged in rows, and its pairs of answers.
 
 Examples are put into rows once, the longest first, each into the row that it fills best, to keep padding small. Every
 epoch visits every row once, in its own order. An example that is longer than a row loses its end.
@@ -11,7 +11,8 @@ import numpy.typing as npt
 import torch
 
 from gptworks.config import IGNORED, Recipe
-from gptworks.data.permutation import Int64s, evenly_spaced, shuffled
+from gptworks.data.conversations.preferences import SHAPE
+from gptworks.data.permutation import Int64s, evenly_spaced
 from gptworks.data.rows import Piece, Row
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
@@ -64,17 +65,42 @@ class Examples:
         return Row.of(*self.row(row), texts)
 
 
-class ExampleBatches:
-    """Rows of examples, shuffled each epoch."""
+class Pairs(Examples):
+    """The pairs of answers of a split. Each is two examples: the conversation that ends with the chosen answer, then
+    the one that ends with the rejected answer. Only the last answer is learned.
 
-    def __init__(self, examples: Examples, seed: int) -> None:
-        self.examples, self._seed = examples, seed
-        self.rows_per_epoch = len(examples.rows)
+    Raises:
+        UserError: the split was not made of preferences.
+    """
 
-    def batch(self, first: int, size: int) -> Rows:
-        """Inputs, targets and positions, int64 [B, T] each, of the `size` rows from position `first` on."""
-        rows = shuffled(np.arange(first, first + size), self.rows_per_epoch, self._seed)
-        return stack([self.examples.row(row) for row in rows.tolist()])
+    def __init__(self, shards: TokenShards, context_length: int) -> None:
+        if not shards.manifest.origins or any(origin.shape != SHAPE for origin in shards.manifest.origins):
+            raise UserError(f"{shards.folder} holds no pairs of answers: give sources of type preferences.")
+        super().__init__(shards, context_length, packing=False)
+
+    def __len__(self) -> int:
+        return len(self.n_tokens) // 2
+
+    @property
+    def lengths(self) -> Int64s:
+        """The number of inputs of each pair's two conversations within the context, [n, 2], chosen first."""
+        lengths: Int64s = np.minimum(self.n_tokens - 1, self._context_length).reshape(-1, 2)
+        return lengths
+
+    def answer(self, pair: int, side: int) -> tuple[Int64s, npt.NDArray[np.bool_]]:
+        """Tokens [n] of a pair's prompt with the chosen (0) or the rejected (1) answer, and which are learned [n]: n is
+        at most context_length + 1."""
+        ids, learned = self.tokens(2 * pair + side)
+        return ids[: self._context_length + 1], learned[: self._context_length + 1]
+
+    def place(self, pair: int) -> str:
+        """The file and number of the record that a pair is from, for messages."""
+        return self._shards.manifest.where(int(self._shards.examples()[2 * pair, 0]))
+
+    def says_nothing(self, pair: int) -> bool:
+        """Whether a pair has no learning signal within the context: equal sides, or a side without a learned token."""
+        (chosen, learned), (rejected, other) = self.answer(pair, 0), self.answer(pair, 1)
+        return np.array_equal(chosen, rejected) or not learned[1:].any() or not other[1:].any()
 
 
 def evaluation_rows(examples: Examples, n_rows: int = 0) -> Iterator[Rows]:

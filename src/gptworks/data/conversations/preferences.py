@@ -1,16 +1,9 @@
-"""Pairs of answers, one of which is preferred: read from files and datasets, and from shards.
-
-In the shards, each pair is two documents: the conversation that ends with the chosen answer, then the conversation that
-ends with the rejected one. Only the last answer is marked as learned.
-"""
+"""Read pairs of answers, one of which is preferred, from files and datasets."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
-
-import numpy as np
-import numpy.typing as npt
 
 from gptworks.chat_template import Message
 from gptworks.config import PreferencesSource
@@ -25,14 +18,10 @@ from gptworks.data.conversations.reading import (
     read_turns,
     with_system,
 )
-from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 
 SHAPE: Literal["preferences"] = "preferences"
 """The shape of files of pairs in the manifest."""
-
-Int64s = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,43 +154,3 @@ def _prompt(record: Fields) -> Turns:
                 return turns
     name = next((name for name in ("prompt", "instruction", "question") if is_stated(record, name)), None)
     return Turns(read_history(record) if name is None else [*read_history(record), read_question(record, name)])
-
-
-class Pairs:
-    """The pairs of a split.
-
-    Raises:
-        UserError: the split was not made of preferences.
-    """
-
-    def __init__(self, shards: TokenShards, context_length: int) -> None:
-        if not shards.manifest.origins or any(origin.shape != SHAPE for origin in shards.manifest.origins):
-            raise UserError(f"{shards.folder} holds no pairs of answers: give sources of type preferences.")
-        self._shards, self._context_length = shards, context_length
-        self._bounds = np.append(shards.document_starts(), shards.n_tokens)
-
-    def __len__(self) -> int:
-        return (len(self._bounds) - 1) // 2
-
-    @property
-    def lengths(self) -> Int64s:
-        """The number of inputs of each pair's two conversations within the context, [n, 2], chosen first."""
-        lengths: Int64s = np.minimum(np.diff(self._bounds) - 1, self._context_length).reshape(-1, 2)
-        return lengths
-
-    def answer(self, pair: int, side: int) -> tuple[Int64s, Bools]:
-        """Tokens [n] of a pair's prompt with the chosen (0) or the rejected (1) answer, and which are learned [n]: n is
-        at most context_length + 1."""
-        start, end = self._bounds[2 * pair + side : 2 * pair + side + 2].tolist()
-        length = min(end - start, self._context_length + 1)
-        return self._shards.read(start, length), self._shards.read_learned(start, length)
-
-    def place(self, pair: int) -> str:
-        """The file and number of the record that a pair is from, for messages."""
-        return self._shards.manifest.where(int(self._shards.examples()[2 * pair, 0]))
-
-    def says_nothing(self, pair: int) -> bool:
-        """Whether a pair has no learning signal within the context: equal sides, or a side without a learned token."""
-        (chosen, learned), (rejected, other) = self.answer(pair, 0), self.answer(pair, 1)
-        same = len(chosen) == len(rejected) and bool((chosen == rejected).all())
-        return same or not learned[1:].any() or not other[1:].any()
