@@ -14,9 +14,9 @@ from gptworks.cli import app
 from gptworks.config import DatasetRecipe, ValidationSplit
 from gptworks.data import learn
 from gptworks.data.jobs import plan_jobs
+from gptworks.data.learn import sample_texts
 from gptworks.data.opened import Prepared
 from gptworks.data.prepare import build_part, merge_parts, prepare
-from gptworks.data.sample import sample_texts
 from gptworks.data.sources import base
 from gptworks.data.split import split_documents
 from gptworks.errors import UserError
@@ -136,7 +136,7 @@ def test_a_job_that_has_too_much_of_the_sample_keeps_the_same_texts(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = sampled(make(), tmp_path / "sample", 5_000)
-    monkeypatch.setattr("gptworks.data.sample._LEAST_KEPT_BYTES", 1)
+    monkeypatch.setattr("gptworks.data.learn._LEAST_KEPT_BYTES", 1)
     found = sampled(make(), tmp_path / "few", 5_000)
     assert set(found) <= set(wanted) and found
 

@@ -8,8 +8,8 @@ from tokenizers import Tokenizer
 
 from gptworks.chat_template import BUILT_IN, ChatTemplate, Message
 from gptworks.config import BPETokenizer, CharTokenizer
-from gptworks.data import encode
-from gptworks.data.conversations import masking
+from gptworks.data import workers
+from gptworks.data.conversations import examples
 from gptworks.data.conversations.examples import encode_conversation, encode_records
 from gptworks.errors import UserError
 from gptworks.tokenizer import add_tokens, train_tokenizer
@@ -118,8 +118,8 @@ def test_processes_change_nothing_and_name_the_record_that_is_refused(
         for i in range(50)
     ]
     one_process = list(encode_records(template, records, 1))
-    monkeypatch.setattr(masking, "_BATCH_CHARACTERS", 500)
-    monkeypatch.setattr(encode, "_BATCHES_WORTH_A_POOL", 2)
+    monkeypatch.setattr(examples, "_BATCH_CHARACTERS", 500)
+    monkeypatch.setattr(workers, "_BATCHES_WORTH_A_POOL", 2)
     shared = list(encode_records(template, records, 2))
     assert [record for record, _ in shared] == records
     for (_, ones), (_, others) in zip(one_process, shared, strict=True):

@@ -9,7 +9,7 @@ from gptworks.cli.printing import notice, progress_bars
 if TYPE_CHECKING:
     from gptworks.config import AnyRecipe
     from gptworks.data.opened import Prepared
-    from gptworks.data.report import Report
+    from gptworks.data.workers import Report
 
 
 @contextmanager

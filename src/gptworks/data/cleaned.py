@@ -25,11 +25,10 @@ from gptworks.config.cleaning import FilterConfig
 from gptworks.data.cleaning.choose import PART_BYTES, Cleaner, size_bytes
 from gptworks.data.cleaning.counts import FilterCounts, merged
 from gptworks.data.cleaning.duplicates import REASONS, Duplicates, Verdicts
-from gptworks.data.encode import Advance, encode_in_order
 from gptworks.data.jobs import Job, plan_jobs
-from gptworks.data.report import Report, adding_up
 from gptworks.data.sources.base import Piece, Source, Unit, document, text_document
 from gptworks.data.sources.choose import choose_source, total_bytes
+from gptworks.data.workers import Advance, Report, adding_up, encode_in_order
 from gptworks.errors import UserError
 from gptworks.files import (
     map_array,

@@ -14,8 +14,8 @@ from gptworks.config.cleaning import LanguageFilter
 from gptworks.data.cleaning.language import LanguageOf
 from gptworks.data.opened import Prepared
 from gptworks.data.permutation import Int64s
-from gptworks.data.report import Progress
 from gptworks.data.shards import Manifest, Part, ShardFile, Split, TokenShards, shares
+from gptworks.data.workers import Progress
 
 PERCENTILES = (5, 25, 50, 75, 95, 99)
 MOST_COPIED = 5

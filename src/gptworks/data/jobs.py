@@ -6,22 +6,24 @@ files depend only on the sources, not on the number of processes or on interrupt
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+from tokenizers import Tokenizer, decoders
 
 from gptworks.config import Section, SourceConfig, ValidationSplit
-from gptworks.data.encode import Advance, PartEncoder, batch_bytes, batches_of, encode_in_order
 from gptworks.data.encoders import Encoder, choose_encoder, compared, plain_encoder
 from gptworks.data.shard_writer import ShardWriter, split_writers
-from gptworks.data.shards import SPLITS, Dtype, ShardFile, Split, SplitFiles
+from gptworks.data.shards import SPLITS, Dtype, Ids, ShardFile, Split, SplitFiles
 from gptworks.data.sources import base
 from gptworks.data.sources.base import Piece, Source, Unit
 from gptworks.data.sources.choose import choose_source
 from gptworks.data.split import split_documents
+from gptworks.data.workers import Advance, batches_of, encode_in_order
 from gptworks.errors import UserError
 from gptworks.files import (
     link_or_copy,
@@ -34,11 +36,14 @@ from gptworks.files import (
     unsealed_json,
     write_whole,
 )
-from gptworks.tokenizer import document_frame, unpack_tokenizer
+from gptworks.machine import usable_cpus
+from gptworks.special_tokens import special_tokens
+from gptworks.tokenizer import document_frame, encode_text, token_spellings, unpack_tokenizer
 
 _JOB_FILE, _HELD_OUT_FILE = "job.json", "held-out.text"
 _MAX_JOB_BYTES = 1 << 24
 _CHUNK_BYTES = 1 << 20
+_BATCH_BYTES, _MOST_THREADS = 1 << 20, 8
 _WORTH_A_CHOICE_BYTES = 1 << 24  # for less text, comparing two encoders takes longer than encoding
 MOST_JOBS = 4096
 """Most jobs of a source: a job has its own shards, and a dataset of many small files opens slowly."""
@@ -183,6 +188,55 @@ class _JobWriter:
                 round_trips &= encoded.round_trips
                 self._advance(encoded.text_bytes)
         return encoder, round_trips
+
+
+class Encoded(NamedTuple):
+    """The tokens of one piece, with figures about it."""
+
+    ids: Ids  # [n] uint32
+    text_bytes: int
+    unknown_tokens: int
+    round_trips: bool
+
+
+Part = tuple[Split, Piece]
+
+
+class PartEncoder:
+    """Encodes parts and counts their bytes and unknown tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._unknown = special_tokens(tokenizer).unk
+        # The bytes of each token, if decoding only joins them.
+        self._spellings: list[bytes] | None = None
+        if isinstance(tokenizer.decoder, decoders.ByteLevel) and (spellings := token_spellings(tokenizer)) is not None:
+            added = tokenizer.get_added_tokens_decoder()
+            self._spellings = [b"" if i in added and added[i].special else one for i, one in enumerate(spellings)]
+
+    def __call__(self, batch: list[Part], encoder: Encoder) -> list[Encoded]:
+        encoded = []
+        for (split, piece), ids in zip(batch, encoder.encode([piece.text for _, piece in batch]), strict=True):
+            unknown_tokens = 0 if self._unknown is None else int(np.count_nonzero(ids == self._unknown))
+            text = piece.text.encode("utf-8")
+            round_trips = split == "train" or self._round_trips(piece, text, ids.tolist())
+            encoded.append(Encoded(ids, len(text), unknown_tokens, round_trips))
+        return encoded
+
+    def _round_trips(self, piece: Piece, text: bytes, ids: list[int]) -> bool:
+        """Whether decoding the tokens, also after preceding ones, restores the text."""
+        if self._spellings is not None:
+            return b"".join(map(self._spellings.__getitem__, ids)) == text
+        if piece.starts_document:
+            return bool(self._tokenizer.decode(ids) == piece.text)
+        before = piece.text[:1]
+        return bool(self._tokenizer.decode(encode_text(self._tokenizer, before) + ids) == before + piece.text)
+
+
+def batch_bytes() -> int:
+    """Size of the text that is encoded at once: enough for this process's threads."""
+    threads = int(os.environ.get("RAYON_NUM_THREADS") or usable_cpus())
+    return _BATCH_BYTES * min(threads, _MOST_THREADS)
 
 
 # ---------------------------------------------------------------------------------------------------- joining

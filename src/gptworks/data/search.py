@@ -26,9 +26,9 @@ import numpy.typing as npt
 
 from gptworks.data.opened import Prepared
 from gptworks.data.permutation import Int64s
-from gptworks.data.report import Progress
 from gptworks.data.shards import Ids, ShardFile, Split, TokenShards, redo
 from gptworks.data.spelling import BORDER, Spelling
+from gptworks.data.workers import Progress
 from gptworks.errors import UserError, not_installed
 from gptworks.files import (
     file_lock,

@@ -19,12 +19,12 @@ from gptworks.data.info import Info, dataset_info
 from gptworks.data.opened import Prepared, find_of_run, open_prepared
 from gptworks.data.permutation import Int64s
 from gptworks.data.prepare import find_prepared
-from gptworks.data.report import Progress
 from gptworks.data.rows import Row
 from gptworks.data.samples import Samples, open_samples
 from gptworks.data.search import SearchIndex
 from gptworks.data.shards import MANIFEST_FILE, Split, TokenShards, redo
 from gptworks.data.spelling import Speller
+from gptworks.data.workers import Progress
 from gptworks.errors import UserError
 from gptworks.recipe import load_dataset_recipe, load_recipe
 from gptworks.tokenizer import StreamDecoder, fingerprint, load_tokenizer, token_bytes

@@ -17,9 +17,9 @@ import numpy.typing as npt
 from gptworks.chat_template import ChatTemplate, Message
 from gptworks.data.conversations.preferences import Pair
 from gptworks.data.conversations.reading import Conversation, is_held_out
-from gptworks.data.encode import Advance, batches_of, encode_in_order
 from gptworks.data.shard_writer import ShardWriter
 from gptworks.data.shards import ALTERED, EMPTY, NO_END, SWAPPED, UNANSWERED, Origin, Split
+from gptworks.data.workers import Advance, batches_of, encode_in_order
 from gptworks.errors import UserError
 from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import pack_tokenizer, unpack_tokenizer

@@ -1,5 +1,4 @@
-"""Encodes text to tokens, in worker processes if there is enough text. The order of the results does not depend
-on the processes."""
+"""Do work in several processes, in an order that does not depend on them, and report its progress."""
 
 import multiprocessing
 import os
@@ -12,70 +11,39 @@ from concurrent.futures import wait as wait_for
 from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
 from multiprocessing.connection import wait
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
-from tokenizers import Tokenizer, decoders
-
-from gptworks.data.encoders import Encoder
-from gptworks.data.shards import Ids, Split
-from gptworks.data.sources.base import Piece
 from gptworks.errors import RunError
 from gptworks.machine import usable_cpus
-from gptworks.special_tokens import special_tokens
-from gptworks.tokenizer import encode_text, token_spellings
 
-_BATCH_BYTES = 1 << 20
-_MOST_THREADS = 8
 _TICK_SECONDS = 0.5
 _BATCHES_WORTH_A_POOL = 16  # with fewer, the tokenizer's threads finish before processes have started
 
-
-class Encoded(NamedTuple):
-    """The tokens of one piece, with figures about it."""
-
-    ids: Ids  # [n] uint32
-    text_bytes: int
-    unknown_tokens: int
-    round_trips: bool
-
-
-Part = tuple[Split, Piece]
-Advance = Callable[[int], None]
-"""A function called with the bytes of text done since the last call."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+Advance = Callable[[int], None]
+"""A function called with the bytes of text done since the last call."""
 
-class PartEncoder:
-    """Encodes parts and counts their bytes and unknown tokens."""
+Report = Callable[[str, int, int | None], None]
+"""Called with the stage ("waiting", "cleaning", "sample", "tokenizer", "merging", "shards"), the bytes of text done,
+and their total if known. Any other text is a line to print once: which library encodes and why, or that a tokenizer
+learned from pieces of long words."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._unknown = special_tokens(tokenizer).unk
-        # The bytes of each token, if decoding only joins them.
-        self._spellings: list[bytes] | None = None
-        if isinstance(tokenizer.decoder, decoders.ByteLevel) and (spellings := token_spellings(tokenizer)) is not None:
-            added = tokenizer.get_added_tokens_decoder()
-            self._spellings = [b"" if i in added and added[i].special else one for i, one in enumerate(spellings)]
+Progress = Callable[[int, int], None]
+"""Called with the number of tokens done, and the number of all tokens."""
 
-    def __call__(self, batch: list[Part], encoder: Encoder) -> list[Encoded]:
-        encoded = []
-        for (split, piece), ids in zip(batch, encoder.encode([piece.text for _, piece in batch]), strict=True):
-            unknown_tokens = 0 if self._unknown is None else int(np.count_nonzero(ids == self._unknown))
-            text = piece.text.encode("utf-8")
-            round_trips = split == "train" or self._round_trips(piece, text, ids.tolist())
-            encoded.append(Encoded(ids, len(text), unknown_tokens, round_trips))
-        return encoded
 
-    def _round_trips(self, piece: Piece, text: bytes, ids: list[int]) -> bool:
-        """Whether decoding the tokens, also after preceding ones, restores the text."""
-        if self._spellings is not None:
-            return b"".join(map(self._spellings.__getitem__, ids)) == text
-        if piece.starts_document:
-            return bool(self._tokenizer.decode(ids) == piece.text)
-        before = piece.text[:1]
-        return bool(self._tokenizer.decode(encode_text(self._tokenizer, before) + ids) == before + piece.text)
+def adding_up(report: Report, stage: str, total_bytes: int | None) -> Advance:
+    """A function that adds up the bytes done since its last call, and reports the sum."""
+    done_bytes = 0
+
+    def advance(n_bytes: int) -> None:
+        nonlocal done_bytes
+        done_bytes += n_bytes
+        report(stage, done_bytes, total_bytes)
+
+    return advance
 
 
 def encode_in_order(
@@ -157,12 +125,6 @@ def batches_of(items: Iterator[Item], size: Callable[[Item], int], least: int) -
             batch, total = [], 0
     if batch:
         yield batch
-
-
-def batch_bytes() -> int:
-    """Size of the text that is encoded at once: enough for this process's threads."""
-    threads = int(os.environ.get("RAYON_NUM_THREADS") or usable_cpus())
-    return _BATCH_BYTES * min(threads, _MOST_THREADS)
 
 
 _worker_encode: Callable[[list[Any]], list[Any]]
