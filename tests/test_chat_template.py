@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from gptworks.chat_template import BUILT_IN, ChatTemplate, load_chat_template, save_chat_template
 from gptworks.config import BPETokenizer
 from gptworks.errors import UserError
-from gptworks.tokenizer import load_tokenizer, save_tokenizer, special_token_names, train_tokenizer
+from gptworks.special_tokens import special_tokens
+from gptworks.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
 CHATS = [
     [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4."}],
@@ -54,7 +55,7 @@ def tokenizer() -> Tokenizer:
 
 def theirs_of(tokenizer: Tokenizer, source: str) -> PreTrainedTokenizerFast:
     plain = Tokenizer.from_str(tokenizer.to_str())
-    names: dict[str, Any] = special_token_names(tokenizer)
+    names: dict[str, Any] = dict(special_tokens(tokenizer).names)
     return PreTrainedTokenizerFast(tokenizer_object=plain, chat_template=source, **names)
 
 

@@ -23,7 +23,7 @@ from gptworks.errors import UserError, did_you_mean
 from gptworks.files import read_text, write_whole
 from gptworks.json_files import read_json
 from gptworks.special_tokens import TOKENIZER_CONFIG, special_tokens
-from gptworks.tokenizer import encode_text, special_token_names
+from gptworks.tokenizer import encode_text
 
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 _OTHERS_FILE, _ORIGINAL_FILE = "other_templates.json", "original.json"
@@ -85,7 +85,7 @@ class ChatTemplate:
     def __init__(self, source: str, tokenizer: Tokenizer) -> None:
         """Raises a UserError if the template does not compile within the limits."""
         self.source, self.tokenizer = source, tokenizer
-        self._names = special_token_names(tokenizer)
+        self._names = dict(special_tokens(tokenizer).names)
         self._render: _Render = _in_process(source) if source in BUILT_IN.values() else _confined(source)
 
     def render(

@@ -107,14 +107,6 @@ class Stated:
     notes: tuple[str, ...] = ()
     """Descriptions of statements that are ignored."""
 
-    def to_json(self) -> dict[str, Any]:
-        return {"names": dict(self.names), "ends": list(self.ends), "bos": self.bos, "pad": self.pad,
-                "generation": dict(self.generation)}  # fmt: skip
-
-    @classmethod
-    def from_json(cls, tree: Mapping[str, Any]) -> "Stated":
-        return cls(tree["names"], tuple(tree["ends"]), tree["bos"], tree["pad"], tree["generation"])
-
     def files(self) -> dict[str, dict[str, Any]]:
         """The files of a run's tokenizer folder with these statements, without tokenizer.json: name → contents."""
         return {TOKENIZER_CONFIG: our_config(self.names), GENERATION_CONFIG: self.generation_config()}

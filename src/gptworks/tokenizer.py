@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from tokenizers import AddedToken, Encoding, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -316,7 +317,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write tokenizer.json, and tokenizer_config.json so that `transformers.AutoTokenizer` reads the folder; if a
     folder stated the special tokens, also generation_config.json. Old checksums are removed."""
     stated = stated_of(tokenizer)
-    files = {TOKENIZER_CONFIG: our_config(special_token_names(tokenizer))} if stated is None else stated.files()
+    files = {TOKENIZER_CONFIG: our_config(special_tokens(tokenizer).names)} if stated is None else stated.files()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SUMS_FILE).unlink(missing_ok=True)
     write_whole(folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
@@ -327,14 +328,16 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 def pack_tokenizer(tokenizer: Tokenizer) -> str:
     """A tokenizer with its special tokens as text for another process; `unpack_tokenizer` is the inverse."""
     stated = stated_of(tokenizer)
-    return json.dumps(stated and stated.to_json()) + "\n" + tokenizer.to_str()
+    return json.dumps(stated and asdict(stated)) + "\n" + tokenizer.to_str()
 
 
 def unpack_tokenizer(text: str) -> Tokenizer:
     """The tokenizer from the text of `pack_tokenizer`."""
     stated, _, tokenizer = text.partition("\n")
     tree = json.loads(stated)
-    return attach(tokenizer_from_json(tokenizer), None if tree is None else Stated.from_json(tree))
+    return attach(
+        tokenizer_from_json(tokenizer), None if tree is None else Stated(**tree | {"ends": tuple(tree["ends"])})
+    )
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
@@ -342,12 +345,18 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
-def token_bytes(tokenizer: Tokenizer) -> list[int] | None:
-    """Number of bytes of text for each id, 0 for special ones; None if they depend on the neighbours (word pieces)."""
+def token_texts(tokenizer: Tokenizer) -> list[bytes] | None:
+    """The bytes of text of each token, none for special ones; None if they depend on the neighbours (word pieces)."""
     spellings, added = token_spellings(tokenizer), tokenizer.get_added_tokens_decoder()
     if spellings is None:
         return None
-    return [0 if i in added and added[i].special else len(spelling) for i, spelling in enumerate(spellings)]
+    return [b"" if i in added and added[i].special else spelling for i, spelling in enumerate(spellings)]
+
+
+def token_bytes(tokenizer: Tokenizer) -> list[int] | None:
+    """Number of bytes of text of each token; None: see `token_texts`."""
+    texts = token_texts(tokenizer)
+    return None if texts is None else [*map(len, texts)]
 
 
 def token_spellings(tokenizer: Tokenizer) -> list[bytes] | None:
@@ -373,11 +382,6 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 
 
 # ------------------------------------------------------------------------------------------- special tokens
-
-
-def special_token_names(tokenizer: Tokenizer) -> dict[str, str]:
-    """The special tokens by their names in `transformers` and its chat templates: bos_token, …"""
-    return dict(special_tokens(tokenizer).names)
 
 
 def document_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

@@ -10,15 +10,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
-from tokenizers import Tokenizer, decoders
 
 from gptworks.config import Section, SourceConfig, ValidationSplit
 from gptworks.data.encoders import Encoder, choose_encoder, compared, plain_encoder
 from gptworks.data.shard_writer import ShardWriter, split_writers
-from gptworks.data.shards import SPLITS, Dtype, Ids, ShardFile, Split, SplitFiles
+from gptworks.data.shards import SPLITS, Dtype, ShardFile, Split, SplitFiles
 from gptworks.data.sources import base
 from gptworks.data.sources.base import Piece, Source, Unit
 from gptworks.data.sources.choose import choose_source
@@ -38,7 +37,7 @@ from gptworks.files import (
 )
 from gptworks.machine import usable_cpus
 from gptworks.special_tokens import special_tokens
-from gptworks.tokenizer import document_frame, encode_text, token_spellings, unpack_tokenizer
+from gptworks.tokenizer import document_frame, encode_text, token_texts, unpack_tokenizer
 
 _JOB_FILE, _HELD_OUT_FILE = "job.json", "held-out.text"
 _MAX_JOB_BYTES = 1 << 24
@@ -141,7 +140,7 @@ class _JobWriter:
         self._folder, self._settings, self._advance = folder, settings, advance
         self._tokenizer = unpack_tokenizer(settings.tokenizer)
         self._encoder = choose_encoder(self._tokenizer) if fast else plain_encoder(self._tokenizer)
-        self._encode = PartEncoder(self._tokenizer)
+        self._unknown, self._texts = special_tokens(self._tokenizer).unk, token_texts(self._tokenizer)
 
     def __call__(self, jobs: list[Job]) -> list[str]:
         """For each job a line with the library that encoded it, and the reason; empty if there was no choice."""
@@ -175,58 +174,23 @@ class _JobWriter:
             if number == 0:
                 sample = (piece.text[:_SAMPLED_CHARACTERS] for _, piece in batch[:_SAMPLED_PIECES])
                 encoder = compared(encoder, self._tokenizer, sample)
-            for (split, piece), encoded in zip(batch, self._encode(batch, encoder), strict=True):
-                opens = piece.starts_document
-                if split == "validation" and at_first_tail:
-                    opens = at_first_tail = False  # no separator: it continues a training text
-                ids = [prefix[: len(prefix) * opens], encoded.ids, suffix[: len(suffix) * piece.ends_document]]
-                writers[split].add(
-                    np.concatenate(ids), encoded.text_bytes, piece.starts_document, encoded.unknown_tokens
-                )
+            for (split, piece), ids in zip(batch, encoder.encode([piece.text for _, piece in batch]), strict=True):
+                text, opens = piece.text.encode("utf-8"), piece.starts_document
                 if split == "validation":
-                    held_out.write(piece.text.encode("utf-8") + b"\0" * piece.ends_document)
-                round_trips &= encoded.round_trips
-                self._advance(encoded.text_bytes)
+                    if at_first_tail:
+                        opens = at_first_tail = False  # no separator: it continues a training text
+                    held_out.write(text + b"\0" * piece.ends_document)
+                    round_trips = round_trips and self._round_trips(piece, text, ids.tolist())
+                framed = [prefix[: len(prefix) * opens], ids, suffix[: len(suffix) * piece.ends_document]]
+                unknown_tokens = 0 if self._unknown is None else int(np.count_nonzero(ids == self._unknown))
+                writers[split].add(np.concatenate(framed), len(text), piece.starts_document, unknown_tokens)
+                self._advance(len(text))
         return encoder, round_trips
-
-
-class Encoded(NamedTuple):
-    """The tokens of one piece, with figures about it."""
-
-    ids: Ids  # [n] uint32
-    text_bytes: int
-    unknown_tokens: int
-    round_trips: bool
-
-
-Part = tuple[Split, Piece]
-
-
-class PartEncoder:
-    """Encodes parts and counts their bytes and unknown tokens."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._unknown = special_tokens(tokenizer).unk
-        # The bytes of each token, if decoding only joins them.
-        self._spellings: list[bytes] | None = None
-        if isinstance(tokenizer.decoder, decoders.ByteLevel) and (spellings := token_spellings(tokenizer)) is not None:
-            added = tokenizer.get_added_tokens_decoder()
-            self._spellings = [b"" if i in added and added[i].special else one for i, one in enumerate(spellings)]
-
-    def __call__(self, batch: list[Part], encoder: Encoder) -> list[Encoded]:
-        encoded = []
-        for (split, piece), ids in zip(batch, encoder.encode([piece.text for _, piece in batch]), strict=True):
-            unknown_tokens = 0 if self._unknown is None else int(np.count_nonzero(ids == self._unknown))
-            text = piece.text.encode("utf-8")
-            round_trips = split == "train" or self._round_trips(piece, text, ids.tolist())
-            encoded.append(Encoded(ids, len(text), unknown_tokens, round_trips))
-        return encoded
 
     def _round_trips(self, piece: Piece, text: bytes, ids: list[int]) -> bool:
         """Whether decoding the tokens, also after preceding ones, restores the text."""
-        if self._spellings is not None:
-            return b"".join(map(self._spellings.__getitem__, ids)) == text
+        if self._texts is not None:  # decoding only joins them
+            return b"".join(map(self._texts.__getitem__, ids)) == text
         if piece.starts_document:
             return bool(self._tokenizer.decode(ids) == piece.text)
         before = piece.text[:1]

@@ -24,7 +24,17 @@ class Drafted:
 
     sections: Sections
     plan: Plan
-    """The plan, with the measured step."""
+    """The plan; it uses the measured step time once a step was measured."""
+
+    @property
+    def n_train_tokens(self) -> int:
+        assert self.plan.data.train_tokens is not None
+        return self.plan.data.train_tokens
+
+    @property
+    def rate(self) -> float | None:
+        """Measured tokens per second; None if no step was measured."""
+        return None if self.plan.measured is None else self.plan.measured.tokens_per_second
 
     @property
     def minutes(self) -> float:

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from gptworks.config import ENDS
-from gptworks.draft.drafted import Sections
-from gptworks.draft.pretraining import FIRST_SHAPE, Candidate, Measure, Search, Shape
+from gptworks.draft.drafted import Drafted, Sections
+from gptworks.draft.pretraining import FIRST_SHAPE, Measure, Search, Shape
 from gptworks.draft.texts import Texts
 from gptworks.draft.writing import Row
 from gptworks.errors import UserError
@@ -39,12 +39,10 @@ class Like(Search):
     def _best(self, most: Shape = FIRST_SHAPE) -> Shape:
         return FIRST_SHAPE
 
-    def _step_tokens(self, candidate: Candidate) -> int:
+    def _step_tokens(self, candidate: Drafted) -> int:
         return candidate.plan.tokens_per_step
 
-    def _candidate(
-        self, shape: Shape, step_tokens: int = 0, steps: int = 10**6, rate: float | None = None
-    ) -> Candidate:
+    def _candidate(self, shape: Shape, step_tokens: int = 0, steps: int = 10**6, rate: float | None = None) -> Drafted:
         vocab_size, bytes_per_token = self.vocabulary
         n_train_tokens = self.n_train_tokens(bytes_per_token)
         why = self.length_reason(steps * step_tokens, n_train_tokens, rate)

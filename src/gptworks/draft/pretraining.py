@@ -74,8 +74,8 @@ class Draft(Drafted):
     @property
     def epochs(self) -> float:
         """Number of times that training reads the text."""
-        assert self.plan.tokens is not None and self.plan.data.train_tokens is not None
-        return self.plan.tokens / self.plan.data.train_tokens
+        assert self.plan.tokens is not None
+        return self.plan.tokens / self.n_train_tokens
 
     def text(self) -> str:
         """The text of the recipe's file."""
@@ -92,28 +92,9 @@ class Draft(Drafted):
         return [
             f"parameters  {plan.parameters.total:,}",
             f"tokens      {plan.tokens:,} in {plan.steps:,} steps: {self.epochs:.2g} epochs of about "
-            f"{plan.data.train_tokens:,} tokens",
+            f"{self.n_train_tokens:,} tokens",
             *self.time_and_memory(),
         ]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """The recipe of one shape, and its plan."""
-
-    sections: Sections
-    plan: Plan
-    """The plan; it uses the measured step time once a step was measured."""
-
-    @property
-    def n_train_tokens(self) -> int:
-        assert self.plan.data.train_tokens is not None
-        return self.plan.data.train_tokens
-
-    @property
-    def rate(self) -> float | None:
-        """Measured tokens per second; None if no step was measured."""
-        return None if self.plan.measured is None else self.plan.measured.tokens_per_second
 
 
 class Search:
@@ -140,7 +121,7 @@ class Search:
         self.seconds = 60 * minutes * TRAINING_SHARE
         self.fraction = 0.05 if texts.n_bytes > 2**22 else 0.1
         self.tokenizer = cache(self._tokenizer)
-        self.measured: dict[Shape, Candidate] = {}
+        self.measured: dict[Shape, Drafted] = {}
 
     def run(self) -> Draft:
         """Search, and return the recipe of the best shape.
@@ -170,7 +151,7 @@ class Search:
         ]
         return Draft(candidate.sections | {"model": model}, plan, self.texts)
 
-    def _step_tokens(self, candidate: Candidate) -> int:
+    def _step_tokens(self, candidate: Drafted) -> int:
         """Tokens of a step: a power of 2 that grows with the square root of a run's tokens, smaller in a short run."""
         tokens, size = self._tokens(candidate), STEP_TOKENS
         while tokens > MANY_TOKENS * (size / STEP_TOKENS) ** 2:
@@ -190,16 +171,16 @@ class Search:
             best = shape
         return best
 
-    def _suits(self, candidate: Candidate) -> bool:
+    def _suits(self, candidate: Drafted) -> bool:
         size, in_time = candidate.plan.parameters.total, self._rate(candidate) * self.seconds
         enough = in_time >= TOKENS_PER_PARAMETER * size
         return enough and candidate.plan.fits and EPOCHS * candidate.n_train_tokens >= TEXT_TOKENS_PER_PARAMETER * size
 
-    def _tokens(self, candidate: Candidate) -> float:
+    def _tokens(self, candidate: Drafted) -> float:
         """Tokens that training reads: as many as the time allows, up to EPOCHS epochs."""
         return min(self._rate(candidate) * self.seconds, EPOCHS * candidate.n_train_tokens)
 
-    def _rate(self, candidate: Candidate) -> float:
+    def _rate(self, candidate: Drafted) -> float:
         """Tokens per second: measured, or scaled by FLOPs from the measured shape nearest in size; infinite while
         nothing is measured."""
         if candidate.rate is not None:
@@ -211,7 +192,7 @@ class Search:
         assert near.rate is not None
         return near.rate * near.plan.flops_per_token / flops
 
-    def _measured(self, candidate: Candidate) -> Candidate:
+    def _measured(self, candidate: Drafted) -> Drafted:
         """The candidate with a measured step.
 
         Raises:
@@ -229,7 +210,7 @@ class Search:
 
     def _candidate(
         self, shape: Shape, step_tokens: int = STEP_TOKENS, steps: int = LEAST_STEPS, rate: float | None = None
-    ) -> Candidate:
+    ) -> Drafted:
         """The recipe of a shape, planned with micro-batches that fit."""
         vocab_size, bytes_per_token = self.tokenizer(next(size for width, size in VOCABULARIES if shape[0] >= width))
         n_train_tokens = self.n_train_tokens(bytes_per_token)
@@ -248,7 +229,7 @@ class Search:
         }
         return self.planned(sections, n_train_tokens)
 
-    def planned(self, sections: Sections, n_train_tokens: int, vocab_size: int = 0) -> Candidate:
+    def planned(self, sections: Sections, n_train_tokens: int, vocab_size: int = 0) -> Drafted:
         """The recipe of these sections, planned with micro-batches that fit.
 
         Args:
@@ -259,7 +240,7 @@ class Search:
             micro = next(size for size in divisors(plan.train.batch_size) if size <= most)
             sections["train"].append(("micro_batch_size", micro, "as many at a time as fit in memory"))
             plan = self._plan(sections, n_train_tokens, vocab_size)
-        return Candidate(sections, plan)
+        return Drafted(sections, plan)
 
     def _plan(self, sections: Sections, n_train_tokens: int, vocab_size: int) -> Plan:
         recipe = parsed(sections, self.out)

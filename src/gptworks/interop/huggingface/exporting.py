@@ -34,7 +34,7 @@ from gptworks.interop.tensors import our_tensors, their_tensors
 from gptworks.model.gpt import GPT
 from gptworks.model.lora import remove_lora
 from gptworks.special_tokens import Stated, our_config, special_tokens, stated_of
-from gptworks.tokenizer import encodings, load_tokenizer, prompt_ids, special_token_names, tokenizer_from_json
+from gptworks.tokenizer import encodings, load_tokenizer, prompt_ids, tokenizer_from_json
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -200,7 +200,7 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig) ->
             single=[*starts, "$A"], pair=[*starts, "$A", "$B"], special_tokens=[*zip(starts, prefix, strict=False)]
         )
     write_whole(folder / "tokenizer.json", exported.to_str(pretty=True), new=True)
-    names = special_token_names(tokenizer)
+    names = dict(special_tokens(tokenizer).names)
     settings = our_config(names) | {"model_max_length": config.context_length}
     _write_json(folder / "tokenizer_config.json", settings)
     _write_json(folder / "special_tokens_map.json", names)
