@@ -34,7 +34,7 @@ from gptworks.data.prepare import find_prepared, prepare
 from gptworks.data.registry import by_settings
 from gptworks.data.shards import TokenShards
 from gptworks.data.sources import base, delimited, records
-from gptworks.data.sources.base import Piece, Source
+from gptworks.data.sources.base import Piece, Source, Unit
 from gptworks.data.sources.choose import (
     SOURCES,
     check_sources,
@@ -577,8 +577,8 @@ class Reversed(Source):
 
     endings = (".rtl",)
 
-    def read(self, file: Path) -> Iterator[Piece]:
-        for line in file.read_text().splitlines():
+    def read_unit(self, unit: Unit) -> Iterator[Piece]:
+        for line in unit.file.read_text().splitlines():
             yield Piece(line[::-1], True, True, len(line))
 
 

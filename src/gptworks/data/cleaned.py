@@ -75,7 +75,7 @@ class CleanedDocuments(Source):
                 else:
                     stream.seek(size, io.SEEK_CUR)
 
-    def read(self, file: Path) -> Iterator[Piece]:
+    def read_unit(self, unit: Unit) -> Iterator[Piece]:
         for text in self.texts(self.verdicts() == 0):
             yield from document(io.BytesIO(text))
 

@@ -1,6 +1,5 @@
 """The identity of the dataset that a recipe describes: the contents of its sources, not their paths or times."""
 
-import contextlib
 import hashlib
 import json
 from pathlib import Path
@@ -10,8 +9,8 @@ from gptworks.chat_template import find_chat_template, find_other_templates
 from gptworks.config import AnyRecipe, FileTokenizer, GPT2Tokenizer, TokenizerConfig
 from gptworks.data.cleaning.choose import files_signature
 from gptworks.data.conversations.reading import READING_VERSION
-from gptworks.data.opened import sha256_text
-from gptworks.data.shards import FORMAT_VERSION, MANIFEST_FILE, read_manifest
+from gptworks.data.opened import datasets_in, sha256_text
+from gptworks.data.shards import FORMAT_VERSION
 from gptworks.data.sources.choose import source_signature
 from gptworks.errors import UserError
 from gptworks.files import sha256_file
@@ -74,11 +73,8 @@ def folder_of_settings(recipe: AnyRecipe) -> Path | None:
     Raises:
         UserError: several such datasets exist, with different text.
     """
-    wanted, found = _settings(recipe), []
-    for file in sorted(recipe.data.cache_dir.glob(f"[!.]*/{MANIFEST_FILE}")):
-        with contextlib.suppress(UserError):  # a dataset of another version, or a broken one
-            if _without(read_manifest(file.parent).made_from, *_CONTENTS) == wanted:
-                found.append(file.parent)
+    datasets, wanted = datasets_in([recipe.data.cache_dir]), _settings(recipe)
+    found = [folder for folder, manifest in datasets if _without(manifest.made_from, *_CONTENTS) == wanted]
     if len(found) > 1:
         raise UserError(
             f"the sources of this recipe are missing, and {' and '.join(map(str, found))} were all built with "

@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
@@ -40,16 +40,20 @@ def find_of_run(recipe: Recipe, run_dir: Path, fingerprint: str) -> Prepared | N
         UserError: a file of that folder is missing or was changed.
     """
     near = (Path(), *run_dir.resolve().parents[:4])
-    caches = [folder / recipe.data.cache_dir for folder in near]
     named = [folder / one.dataset.expanduser() for one in recipe.data.mixture if one.dataset for folder in near]
+    for folder, manifest in datasets_in([folder / recipe.data.cache_dir for folder in near], named):
+        if manifest.fingerprint == fingerprint:
+            return open_prepared(folder)
+    return None
+
+
+def datasets_in(caches: Iterable[Path], named: Iterable[Path] = ()) -> Iterator[tuple[Path, Manifest]]:
+    """The datasets among the named folders and in the caches, with their manifests. Broken ones, and those of another
+    version, are left out."""
     found = chain.from_iterable(sorted(cache.glob(f"[!.]*/{MANIFEST_FILE}")) for cache in caches)
-    for file in chain((folder / MANIFEST_FILE for folder in named), found):
-        with contextlib.suppress(UserError):  # another version or a broken folder: `prepare` reports it
-            if read_manifest(file.parent).fingerprint == fingerprint:
-                break
-    else:
-        return None
-    return open_prepared(file.parent)
+    for folder in chain(named, (file.parent for file in found)):
+        with contextlib.suppress(UserError):
+            yield folder, read_manifest(folder)
 
 
 def open_prepared(folder: str | Path) -> Prepared:

@@ -285,14 +285,13 @@ class TokenShards:
     @property
     def stretches(self) -> list[Stretch]:
         """The tokens of each dataset; a single stretch without a name if the folder is one dataset."""
-        parts = self.manifest.parts
-        names = [(part.name, part.shards.get(self.split, 0)) for part in parts] or [("", len(self._files.shards))]
-        found, done = [], 0
-        for name, n in names:
-            first, end = int(self._bounds[done]), int(self._bounds[done + n])
-            text_bytes = sum(shard.text_bytes for shard in self._files.shards[done : done + n])
-            found.append(Stretch(name, first, end - first, text_bytes))
-            done += n
+        parts, shards = self.manifest.parts, self._files.shards
+        owned = shares(self.split, [part.shards for part in parts], shards) if parts else [shards]
+        found, first = [], 0
+        for name, own in zip([part.name for part in parts] or [""], owned, strict=True):
+            n_tokens = sum(shard.tokens for shard in own)
+            found.append(Stretch(name, first, n_tokens, sum(shard.text_bytes for shard in own)))
+            first += n_tokens
         return found
 
     @property

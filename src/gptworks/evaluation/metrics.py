@@ -37,7 +37,7 @@ def figure_of(kind: str) -> Figure:
         return lambda sums: _ratio(sums) / math.log(2)
     if kind == "calibration":
         return calibration_error
-    metric = _sacrebleu(kind)
+    metric = _scorer(kind)
     return lambda sums: np.array(
         [metric._compute_score_from_stats(row).score for row in sums.round().astype(int).tolist()]
     )
@@ -64,9 +64,9 @@ def text_statistics(metric: str, hypotheses: Sequence[str], references: Sequence
     if metric in ("bleu", "chrf"):
         most = max(map(len, references))
         columns = [[refs[i] if i < len(refs) else None for refs in references] for i in range(most)]
-        statistics = _sacrebleu(metric)._extract_corpus_statistics(list(hypotheses), columns)
+        statistics = _scorer(metric)._extract_corpus_statistics(list(hypotheses), columns)
         return metric, np.array(statistics, dtype=np.float64)
-    scorer = _rouge().RougeScorer([metric])
+    scorer = _scorer(metric)
     best = [
         max(scorer.score(reference, text)[metric].fmeasure for reference in refs)
         for text, refs in zip(hypotheses, references, strict=True)
@@ -77,23 +77,18 @@ def text_statistics(metric: str, hypotheses: Sequence[str], references: Sequence
 def check_libraries(metrics: Sequence[str]) -> None:
     """Raise a UserError if a library that one of the metrics needs is not installed."""
     for metric in metrics:
-        _sacrebleu(metric) if metric in ("bleu", "chrf") else _rouge()
+        _scorer(metric)
 
 
-def _sacrebleu(metric: str) -> Any:
-    library = _library("sacrebleu.metrics", "sacrebleu")
-    return library.BLEU() if metric == "bleu" else library.CHRF()
-
-
-def _rouge() -> Any:
-    return _library("rouge_score.rouge_scorer", "rouge-score")
-
-
-def _library(module: str, package: str) -> Any:
+def _scorer(metric: str) -> Any:
+    """The scorer of a metric from sacrebleu or rouge-score."""
+    in_sacrebleu = {"bleu": "BLEU", "chrf": "CHRF"}.get(metric)
     try:
-        return importlib.import_module(module)
+        if in_sacrebleu:
+            return getattr(importlib.import_module("sacrebleu.metrics"), in_sacrebleu)()
+        return importlib.import_module("rouge_score.rouge_scorer").RougeScorer([metric])
     except ImportError:
-        raise not_installed(package, "evaluate", "this metric") from None
+        raise not_installed("sacrebleu" if in_sacrebleu else "rouge-score", "evaluate", "this metric") from None
 
 
 def pass_at_k(n_samples: int, n_right: int, k: int) -> float:

@@ -66,5 +66,4 @@ class Cleaner:
 
 
 def size_bytes(text: str) -> int:
-    """Size of the text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))

@@ -49,14 +49,12 @@ class FilterCounts(BaseModel):
     dropped: dict[str, DroppedCounts] = Field(default_factory=dict)
 
     def keep(self, documents: int, seen_bytes: int, kept_bytes: int, changed: bool = False) -> None:
-        """Count documents that are kept."""
         self.seen.add(documents, seen_bytes)
         self.kept.add(documents, kept_bytes)
         if changed:
             self.changed.add(documents, seen_bytes)
 
     def drop(self, reason: str, text: str, seen_bytes: int) -> None:
-        """Count a document that is dropped."""
         self.seen.add(1, seen_bytes)
         dropped = self.dropped.setdefault(reason, DroppedCounts())
         dropped.add(1, seen_bytes)

@@ -26,7 +26,6 @@ def words_of(text: str) -> list[str]:
 
 
 def hash_words(words: list[str]) -> Hashes:
-    """A hash of each word, [n]."""
     return np.fromiter(map(_hashes().__getitem__, words), dtype=np.uint64, count=len(words))
 
 

@@ -91,7 +91,6 @@ class Inspection:
     n_learned: int
     """Number of learned tokens of the training examples within the context."""
     n_cut: int
-    """Number of training examples longer than the context."""
     n_rows: int
     fill: float
     """Fraction of the rows' tokens that are not padding, 0 to 1."""

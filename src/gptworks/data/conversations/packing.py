@@ -118,7 +118,6 @@ def held_out_rows(shards: TokenShards, recipe: Recipe) -> Iterator[Rows]:
 
 
 def stack(rows: list[Rows]) -> Rows:
-    """Rows [T] as a batch [B, T]."""
     inputs, targets, positions = zip(*rows, strict=True)
     return torch.stack(inputs), torch.stack(targets), torch.stack(positions)
 

@@ -54,8 +54,8 @@ class Unit:
 class Source:
     """A source of text: local files, or a download with a stated sha256.
 
-    A subclass annotates `settings` with the class of its settings, and overrides `read`, or `read_unit` if it reads
-    files in parts.
+    A subclass annotates `settings` with the class of its settings, and overrides `read_unit`; if it reads files in
+    parts, also `units`.
     """
 
     settings: Any
@@ -80,21 +80,21 @@ class Source:
         """
         return local_files(self.settings, self.endings)
 
-    def read(self, file: Path) -> Iterator[Piece]:
-        """The documents of one of the files.
-
-        Raises:
-            UserError: the file is broken; the message names it and the place.
-        """
-        return self.read_unit(Unit(file))
-
     def units(self) -> list[Unit]:
         """The parts that several processes may read at once, in order. They depend only on the files."""
         return [Unit(file, about_unpacked_size(file)) for file in self.files()]
 
     def read_unit(self, unit: Unit) -> Iterator[Piece]:
-        """The documents of one of the units. Raises UserError: see `read`."""
-        return self.read(unit.file)
+        """The documents of one of the units.
+
+        Raises:
+            UserError: the file is broken; the message names it and the place.
+        """
+        raise NotImplementedError
+
+    def read(self, file: Path) -> Iterator[Piece]:
+        """The documents of one of the files. Raises UserError: see `read_unit`."""
+        return self.read_unit(Unit(file))
 
     def documents(self) -> Iterator[Piece]:
         """The documents of all units."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gptworks.config.sources import LANGUAGES, CodeSource, PythonStdlibSource
-from gptworks.data.sources.base import Piece, Source, text_document
+from gptworks.data.sources.base import Piece, Source, Unit, text_document
 from gptworks.data.sources.files import is_made_here, walk
 from gptworks.data.sources.sums import contents
 from gptworks.errors import UserError, not_installed
@@ -29,9 +29,9 @@ class _SourceFiles(Source):
 
     whole_files = True
 
-    def read(self, file: Path) -> Iterator[Piece]:
+    def read_unit(self, unit: Unit) -> Iterator[Piece]:
         try:
-            text = read_regular(file, _MOST_FILE_BYTES).decode("utf-8")
+            text = read_regular(unit.file, _MOST_FILE_BYTES).decode("utf-8")
         except UnicodeDecodeError:
             return
         if "\0" not in text:

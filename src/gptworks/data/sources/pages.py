@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from gptworks.config.sources import HTMLSource, PDFSource, WARCSource
-from gptworks.data.sources.base import PIECES_CHECKED, Piece, Source, text_document
+from gptworks.data.sources.base import PIECES_CHECKED, Piece, Source, Unit, text_document
 from gptworks.data.sources.opening import open_file
 from gptworks.data.sources.records import whole_text
 from gptworks.errors import UserError, not_installed
@@ -29,9 +29,9 @@ class HTML(Source):
     size_known = False
     files_checked = PIECES_CHECKED  # not all, because extraction is slow
 
-    def read(self, file: Path) -> Iterator[Piece]:
-        with open_file(file) as stream:
-            yield from text_document(whole_text(page_text(_bounded(stream, str(file)), str(file))))
+    def read_unit(self, unit: Unit) -> Iterator[Piece]:
+        with open_file(unit.file) as stream:
+            yield from text_document(whole_text(page_text(_bounded(stream, str(unit.file)), str(unit.file))))
 
 
 def page_text(html: bytes, where: str) -> str:
@@ -60,11 +60,11 @@ class WARC(Source):
     endings = (".warc", ".wet")
     size_known = False
 
-    def read(self, file: Path) -> Iterator[Piece]:
-        with open_file(file) as stream:
-            for record in _warc_records(file, stream):
+    def read_unit(self, unit: Unit) -> Iterator[Piece]:
+        with open_file(unit.file) as stream:
+            for record in _warc_records(unit.file, stream):
                 address = record.rec_headers.get_header("WARC-Target-URI") or "?"
-                where = f"{file}, record of {address[:200]!r}"
+                where = f"{unit.file}, record of {address[:200]!r}"
                 if record.rec_type == "conversion":
                     text = _bounded(record.content_stream(), where).decode("utf-8", errors="replace")
                 elif record.rec_type == "response" and _is_page(record):
@@ -111,9 +111,9 @@ class PDF(Source):
     size_known = False
     files_checked = PIECES_CHECKED  # not all, because extraction is slow
 
-    def read(self, file: Path) -> Iterator[Piece]:
+    def read_unit(self, unit: Unit) -> Iterator[Piece]:
         try:
-            text = pdf_text(file)
+            text = pdf_text(unit.file)
         except UserError as error:
             if self.settings.broken == "refuse":
                 raise UserError(f"{error} To leave out such files, set the source's `broken` to skip.") from None
