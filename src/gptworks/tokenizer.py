@@ -112,24 +112,23 @@ def _train_bpe(config: BPETokenizer, texts: Iterable[str], report: Callable[[str
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    split = pre_tokenizers.Split(Regex(BPE_PATTERNS[config.pattern]), "isolated")
-    n_long = 0
+    words, n_long = bpe_words(config), 0
 
     def counting_long_words() -> Iterator[str]:
         nonlocal n_long
         for text in texts:
             if max(map(len, text.split()), default=0) > BPE_WORD_CHARACTERS or _LONG_SPACE.search(text):
                 for run in _LONG_RUN.findall(text):  # a run may hold several words
-                    lengths = [end - start for _, (start, end) in split.pre_tokenize_str(run)]
+                    lengths = [end - start for _, (start, end) in words.pre_tokenize_str(run)]
                     n_long += sum(length > BPE_WORD_CHARACTERS for length in lengths)
             yield text
 
     tokenizer.train_from_iterator(counting_long_words(), trainer)
-    tokenizer.pre_tokenizer = bpe_words(config)
+    tokenizer.pre_tokenizer = words
     if n_long:
-        words = f"{n_long:,} words are" if n_long > 1 else "1 word is"
+        found = f"{n_long:,} words are" if n_long > 1 else "1 word is"
         report(
-            f"tokenizer: {words} longer than {BPE_WORD_CHARACTERS} characters, such as a line of base64 or dashes. BPE "
+            f"tokenizer: {found} longer than {BPE_WORD_CHARACTERS} characters, such as a line of base64 or dashes. BPE "
             f"learns from pieces of them"
         )
     reached = tokenizer.get_vocab_size()

@@ -72,7 +72,6 @@ class Copies:
     """The number of the group's first document in the split."""
     copies: int
     n_tokens: int
-    """Number of tokens in each copy."""
 
 
 @dataclass(frozen=True)

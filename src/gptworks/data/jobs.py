@@ -56,7 +56,6 @@ class Job:
 
     number: int
     source: int
-    """The source's number."""
     units: tuple[tuple[Source, Unit], ...]
 
     def pieces(self) -> Iterator[Piece]:

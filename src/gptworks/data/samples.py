@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gptworks.config import IGNORED, Recipe
+from gptworks.config import Recipe
 from gptworks.data.batches import Batches, evaluation_windows, weights_over_run
-from gptworks.data.conversations.packing import Examples, Pairs, evaluation_rows, stack
+from gptworks.data.conversations.packing import Examples, Pairs, evaluation_rows, laid_out, stack
 from gptworks.data.permutation import Int64s, shuffled
 from gptworks.data.rows import Piece, Row, pieces_of
 from gptworks.data.shards import TokenShards
@@ -244,9 +244,5 @@ def padded_width(longest: int, context_length: int) -> int:
 def padded(rows: Sequence[tuple[Int64s, npt.NDArray[np.bool_]]], context_length: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets, int64 [B, T], of rows that each hold one text: its tokens [n], and which are learned [n]."""
     width = padded_width(max(len(ids) for ids, _ in rows) - 1, context_length)
-    inputs = torch.zeros(len(rows), width, dtype=torch.int64)
-    targets = torch.full_like(inputs, IGNORED)
-    for row, (ids, learned) in enumerate(rows):
-        inputs[row, : len(ids) - 1] = torch.from_numpy(ids[:-1])
-        targets[row, : len(ids) - 1] = torch.from_numpy(np.where(learned[1:], ids[1:], IGNORED))
+    inputs, targets, _ = stack([laid_out([row], width) for row in rows])
     return inputs, targets

@@ -154,7 +154,6 @@ class SearchIndex:
 
     @property
     def n_tokens(self) -> int:
-        """Number of tokens in the split."""
         return self._shards.n_tokens
 
     @property

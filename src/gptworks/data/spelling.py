@@ -50,7 +50,6 @@ class Spelling:
             )
 
     def spell(self, ids: Iterable[int]) -> bytes:
-        """The bytes of these tokens."""
         return b"".join(map(self.table.__getitem__, ids))
 
     def of_phrase(self, phrase: str) -> bytes:

@@ -70,7 +70,6 @@ class Tuning(Drafted):
         ]
 
     def text(self) -> str:
-        """The text of the recipe's file."""
         return self.file([f"Drafted by `gptworks tune` on {self.plan.device.name}.", "", *self.lines()])
 
 

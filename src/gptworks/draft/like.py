@@ -62,5 +62,4 @@ class Like(Search):
 
 
 def _rows(settings: dict[str, Any]) -> list[Row]:
-    """Settings as rows without reasons."""
     return [(key, value, "") for key, value in settings.items()]

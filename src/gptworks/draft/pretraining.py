@@ -57,7 +57,6 @@ LEAST_STEPS = 200
 """A run that would have fewer steps than this gets smaller steps instead."""
 
 MOST_MEASURED = 4
-"""Most shapes to measure."""
 
 N_EVALUATIONS, N_SAMPLES = 8, 4
 
@@ -78,7 +77,6 @@ class Draft(Drafted):
         return self.plan.tokens / self.n_train_tokens
 
     def text(self) -> str:
-        """The text of the recipe's file."""
         size = readable(self.texts.n_bytes, "B")
         about = (
             f"{size} of text in {listed(self.texts.endings)}; drafted by `gptworks init` on {self.plan.device.name}."

@@ -32,7 +32,6 @@ class LossReport:
     total_nats: float
     """Sum of −ln p(target)."""
     n_tokens: int
-    """Number of targets counted."""
     text_bytes: int | None = None
     """UTF-8 bytes of the text; None if the targets do not cover all of it."""
     unit: str = "nats per token"

@@ -25,7 +25,6 @@ from gptworks.model.gpt import GPT, eval_mode
 from gptworks.model.scores import attention_weights, causal_mask
 
 MOST_NUMBERS = 2**25
-"""Most numbers that one recording may hold."""
 
 
 @dataclass(frozen=True)

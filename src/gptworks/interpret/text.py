@@ -18,7 +18,6 @@ from gptworks.model.gpt import GPT
 from gptworks.tokenizer import StreamDecoder, document_frame
 
 MOST_TOKENS = 8192
-"""Most tokens of a text."""
 
 Costs = npt.NDArray[np.float64]
 

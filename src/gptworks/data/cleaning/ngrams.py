@@ -48,7 +48,7 @@ def combine(columns: Sequence[Hashes]) -> Hashes:
 
 
 class HashSet:
-    """A set of hashes. A table of their highest bits excludes most other hashes before the set is searched."""
+    """A set of hashes, at least one. A table of their highest bits excludes most others before the set is searched."""
 
     def __init__(self, hashes: Hashes) -> None:
         self.hashes: Hashes = np.unique(hashes)
@@ -58,7 +58,8 @@ class HashSet:
     def places(self, hashes: Hashes) -> npt.NDArray[np.int64]:
         """The places [k], ascending, of those among some hashes [n] that are in the set."""
         places = np.flatnonzero(self._maybe[hashes >> _TABLE_SHIFT])
-        return places[np.isin(hashes[places], self.hashes)]
+        near = hashes[places]
+        return places[self.hashes[np.searchsorted(self.hashes[:-1], near)] == near]
 
 
 class _WordHashes(dict[str, int]):

@@ -105,7 +105,6 @@ class Inspection:
         return self.n_learned / max(1, self.n_tokens)
 
     def lines(self) -> list[str]:
-        """The figures as text."""
         files = ", ".join(f"{file['name']} ({file['shape']}, {file['records']:,} records)" for file in self.files)
         longest = ", ".join(f"{n:,} ({where})" for n, where in self.longest)
         ends = " or ".join(self.end_tokens) or "nothing"
@@ -181,7 +180,6 @@ class PairInspection:
     findings: list[Finding]
 
     def lines(self) -> list[str]:
-        """The figures as text."""
         files = ", ".join(f"{file['name']} ({file['records']:,} records)" for file in self.files)
         ends = " or ".join(self.end_tokens) or "nothing"
         return [

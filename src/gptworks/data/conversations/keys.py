@@ -239,14 +239,10 @@ def _joined(name: str) -> str:
 
 
 def _one_edit(a: str, b: str) -> bool:
-    if abs(len(a) - len(b)) > 1:
-        return False
     at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     rest, other = a[at:], b[at:]
-    return (
-        rest[1:] == other or rest == other[1:] or rest[1:] == other[1:]
-        or (rest[:2] == other[:2][::-1] and rest[2:] == other[2:])
-    )  # fmt: skip
+    swapped = rest[1:2] + rest[:1] + rest[2:]
+    return rest[1:] in (other, other[1:]) or rest == other[1:] or swapped == other
 
 
 def _plain(text: str) -> str:

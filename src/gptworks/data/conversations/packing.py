@@ -4,7 +4,7 @@ Examples are put into rows once, the longest first, each into the row that it fi
 epoch visits every row once, in its own order. An example that is longer than a row loses its end.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -44,20 +44,14 @@ class Examples:
         start, length = int(self._starts[example]), int(self.n_tokens[example])
         return self._shards.read(start, length), self._shards.read_learned(start, length)
 
+    def text(self, example: int) -> tuple[Int64s, npt.NDArray[np.bool_]]:
+        """An example's tokens within the context [n], and which are learned [n]: n is at most context_length + 1."""
+        ids, learned = self.tokens(example)
+        return ids[: self._context_length + 1], learned[: self._context_length + 1]
+
     def row(self, row: int) -> Rows:
-        """Inputs, targets and positions, int64 [context_length] each. Tokens that are not learned have target
-        IGNORED."""
-        inputs, positions = (np.zeros(self._context_length, dtype=np.int64) for _ in range(2))
-        targets = np.full(self._context_length, IGNORED, dtype=np.int64)
-        at = 0
-        for example in self.rows[row]:
-            ids, learned = (values[: self._context_length + 1] for values in self.tokens(example))
-            here = slice(at, at + len(ids) - 1)
-            inputs[here], targets[here] = ids[:-1], np.where(learned[1:], ids[1:], IGNORED)
-            positions[here] = np.arange(len(ids) - 1)
-            at += len(ids) - 1
-        positions[at:] = np.arange(self._context_length - at)  # padding is a separate text
-        return torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(positions)
+        """Inputs, targets and positions, int64 [context_length] each."""
+        return laid_out([self.text(example) for example in self.rows[row]], self._context_length)
 
     def shown(self, row: int) -> Row:
         """The row for display: its texts and their documents."""
@@ -88,10 +82,8 @@ class Pairs(Examples):
         return lengths
 
     def answer(self, pair: int, side: int) -> tuple[Int64s, npt.NDArray[np.bool_]]:
-        """Tokens [n] of a pair's prompt with the chosen (0) or the rejected (1) answer, and which are learned [n]: n is
-        at most context_length + 1."""
-        ids, learned = self.tokens(2 * pair + side)
-        return ids[: self._context_length + 1], learned[: self._context_length + 1]
+        """The text of a pair's prompt with the chosen (0) or the rejected (1) answer; see `text`."""
+        return self.text(2 * pair + side)
 
     def place(self, pair: int) -> str:
         """The file and number of the record that a pair is from, for messages."""
@@ -115,6 +107,24 @@ def held_out_rows(shards: TokenShards, recipe: Recipe) -> Iterator[Rows]:
     if recipe.data.preferences:  # a pair is two documents, the chosen answer first
         examples.rows = examples.rows[::2]
     return evaluation_rows(examples)
+
+
+def laid_out(texts: Iterable[tuple[Int64s, npt.NDArray[np.bool_]]], width: int) -> Rows:
+    """Inputs, targets and positions, int64 [width] each, of a row that holds these texts, one after the other.
+
+    Args:
+        texts: the tokens [n] of each, and which are learned [n]; targets that are not learned are IGNORED.
+    """
+    inputs, positions = (np.zeros(width, dtype=np.int64) for _ in range(2))
+    targets = np.full(width, IGNORED, dtype=np.int64)
+    at = 0
+    for ids, learned in texts:
+        here = slice(at, at + len(ids) - 1)
+        inputs[here], targets[here] = ids[:-1], np.where(learned[1:], ids[1:], IGNORED)
+        positions[here] = np.arange(len(ids) - 1)
+        at += len(ids) - 1
+    positions[at:] = np.arange(width - at)  # padding is a separate text
+    return torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(positions)
 
 
 def stack(rows: list[Rows]) -> Rows:
