@@ -8,7 +8,6 @@ from tokenizers import Tokenizer
 
 from gptworks.chat_template import BUILT_IN, ChatTemplate, Message
 from gptworks.config import BPETokenizer, CharTokenizer
-from gptworks.data import workers
 from gptworks.data.conversations import examples
 from gptworks.data.conversations.examples import encode_conversation, encode_records
 from gptworks.errors import UserError
@@ -119,7 +118,7 @@ def test_processes_change_nothing_and_name_the_record_that_is_refused(
     ]
     one_process = list(encode_records(template, records, 1))
     monkeypatch.setattr(examples, "_BATCH_CHARACTERS", 500)
-    monkeypatch.setattr(workers, "_BATCHES_WORTH_A_POOL", 2)
+    monkeypatch.setattr(examples, "_BATCHES_WORTH_A_POOL", 2)
     shared = list(encode_records(template, records, 2))
     assert [record for record, _ in shared] == records
     for (_, ones), (_, others) in zip(one_process, shared, strict=True):

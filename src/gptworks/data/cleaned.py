@@ -28,7 +28,7 @@ from gptworks.data.cleaning.duplicates import REASONS, Duplicates, Verdicts
 from gptworks.data.jobs import Job, plan_jobs
 from gptworks.data.sources.base import Piece, Source, Unit, document, text_document
 from gptworks.data.sources.choose import choose_source, total_bytes
-from gptworks.data.workers import Advance, Report, adding_up, encode_in_order
+from gptworks.data.workers import Advance, Report, adding_up, in_order
 from gptworks.errors import UserError
 from gptworks.files import (
     map_array,
@@ -137,8 +137,8 @@ def _clean_jobs(
     work: Path, jobs: list[Job], settings: Filters, processes: int, report: Advance
 ) -> tuple[list[Job], tuple[FilterCounts, ...]]:
     """The same jobs over the cleaned documents, and each filter's counts."""
-    left = [[job] for job in jobs if not (_folder(work, job.number) / _COUNTS).exists()]
-    for _ in encode_in_order(iter(left), _job_cleaner, (work, settings), processes, least=2, report=report):
+    left = [job for job in jobs if not (_folder(work, job.number) / _COUNTS).exists()]
+    for _ in in_order(left, _job_cleaner, (work, settings), processes, report):
         pass
     counts = merged(_read_counts(_folder(work, job.number) / _COUNTS) for job in jobs)
     kept = work / _KEPT if (duplicates := Duplicates(settings)) else None
@@ -162,9 +162,8 @@ def _folder(work: Path, number: int) -> Path:
     return work / CLEANED / f"{number:05d}"
 
 
-def _job_cleaner(work: Path, settings: Filters, advance: Advance) -> Callable[[list[Job]], list[None]]:
-    clean = partial(_clean_job, work, Cleaner(settings), Duplicates(settings), advance)
-    return lambda jobs: [clean(job) for job in jobs]
+def _job_cleaner(work: Path, settings: Filters, advance: Advance) -> Callable[[Job], None]:
+    return partial(_clean_job, work, Cleaner(settings), Duplicates(settings), advance)
 
 
 def _clean_job(work: Path, cleaner: Cleaner, duplicates: Duplicates, advance: Advance, job: Job) -> None:

@@ -22,7 +22,7 @@ from gptworks.data.sources import base
 from gptworks.data.sources.base import Piece, Source, Unit
 from gptworks.data.sources.choose import choose_source
 from gptworks.data.split import split_documents
-from gptworks.data.workers import Advance, batches_of, encode_in_order
+from gptworks.data.workers import Advance, batches_of, in_order
 from gptworks.errors import UserError
 from gptworks.files import (
     link_or_copy,
@@ -124,9 +124,8 @@ def run_jobs(
     if not left:
         return
     fast = sum(unit.size_bytes for job in left for _, unit in job.units) >= _WORTH_A_CHOICE_BYTES
-    arguments, batches = (folder, settings, fast), iter([job] for job in left)
     said = {""}
-    for _, line in encode_in_order(batches, _JobWriter, arguments, processes, least=2, report=report):
+    for _, line in in_order(left, _JobWriter, (folder, settings, fast), processes, report):
         if line not in said:
             said.add(line)
             say(line)
@@ -141,13 +140,9 @@ class _JobWriter:
         self._encoder = choose_encoder(self._tokenizer) if fast else plain_encoder(self._tokenizer)
         self._unknown, self._texts = special_tokens(self._tokenizer).unk, token_texts(self._tokenizer)
 
-    def __call__(self, jobs: list[Job]) -> list[str]:
-        """For each job a line with the library that encoded it, and the reason; empty if there was no choice."""
-        encoders = map(self._write, jobs)
-        return [f"encoding with {one.name}: {one.reason}" if one.reason else "" for one in encoders]
-
-    def _write(self, job: Job) -> Encoder:
-        """Write the shards of both splits, the held-out text, and their description. Returns the encoder."""
+    def __call__(self, job: Job) -> str:
+        """Write the shards of both splits, the held-out text, and their description. Returns a line with the library
+        that encoded, and the reason; empty if there was no choice."""
         out = _folder(self._folder, job.number)
         if out.exists():
             remove_tree(out)  # the folder is damaged: else the job would be finished
@@ -160,7 +155,7 @@ class _JobWriter:
                 splits = {split: writer.finish() for split, writer in writers.items()}
             done = Done(source=job.source, splits=splits, round_trips=round_trips)
             write_whole(aside / _JOB_FILE, sealed_json(done.model_dump(mode="json")), new=True)
-        return encoder
+        return f"encoding with {encoder.name}: {encoder.reason}" if encoder.reason else ""
 
     def _write_documents(self, writers: dict[Split, ShardWriter], held_out: BinaryIO, job: Job) -> tuple[Encoder, bool]:
         """Encode and write the text of both splits. Returns the encoder, and whether decoding restores the held-out

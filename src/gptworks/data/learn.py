@@ -29,7 +29,7 @@ from gptworks.data.shards import Split
 from gptworks.data.sources.base import Source
 from gptworks.data.sources.choose import count_documents, iter_documents
 from gptworks.data.split import split_documents
-from gptworks.data.workers import Advance, Report, adding_up, encode_in_order
+from gptworks.data.workers import Advance, Report, adding_up, in_order
 from gptworks.errors import UserError
 from gptworks.files import make_folder, new_folder, open_regular, replacing
 from gptworks.recipe import with_vocab_size
@@ -186,8 +186,8 @@ def sample_texts(
     )  # twice the size needed, because these are sizes of files, not of text
     limits = [min(limit_bytes, max(_LEAST_KEPT_BYTES, int(4 * rate * size))) for size in sizes]
     files = [folder / f"{job.number:05d}.jsonl" for job in jobs]
-    left = [[work] for work in zip(jobs, files, limits, strict=True) if not work[1].exists()]
-    for _ in encode_in_order(iter(left), _sampler, (validation, int(rate * _ALL)), processes, least=2, report=report):
+    left = [work for work in zip(jobs, files, limits, strict=True) if not work[1].exists()]
+    for _ in in_order(left, _sampler, (validation, int(rate * _ALL)), processes, report):
         pass
     most, taken_bytes = _ALL, 0
     for key, size in heapq.merge(*(sorted((line[0], line[1]) for line in _lines(file)) for file in files)):
@@ -207,17 +207,16 @@ def _lines(file: Path) -> Iterator[tuple[int, int, str]]:
 
 
 Work = tuple[Job, Path, int]
+"""A job, the file for its part of the sample, and the most bytes in it."""
 
 
-def _sampler(validation: ValidationSplit, below: int, advance: Advance) -> Callable[[list[Work]], list[None]]:
-    sample = partial(_sample_job, validation, below, advance)
-    return lambda works: [sample(*work) for work in works]
+def _sampler(validation: ValidationSplit, below: int, advance: Advance) -> Callable[[Work], None]:
+    return partial(_sample_job, validation, below, advance)
 
 
-def _sample_job(
-    validation: ValidationSplit, below: int, advance: Advance, job: Job, file: Path, limit_bytes: int
-) -> None:
+def _sample_job(validation: ValidationSplit, below: int, advance: Advance, work: Work) -> None:
     """Write the training pieces with keys below `below`; if these exceed `limit_bytes`, only the smallest keys."""
+    job, file, limit_bytes = work
     kept: list[tuple[int, int, str]] = []  # a heap, the largest key first
     kept_bytes, most = 0, below
     for number, (split, piece) in enumerate(split_documents(job.pieces(), validation, job.opening())):

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures import wait as wait_for
 from concurrent.futures.process import BrokenProcessPool
@@ -17,7 +17,6 @@ from gptworks.errors import RunError
 from gptworks.machine import usable_cpus
 
 _TICK_SECONDS = 0.5
-_BATCHES_WORTH_A_POOL = 16  # with fewer, the tokenizer's threads finish before processes have started
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -46,31 +45,31 @@ def adding_up(report: Report, stage: str, total_bytes: int | None) -> Advance:
     return advance
 
 
-def encode_in_order(
-    batches: Iterator[list[Item]],
-    make: Callable[..., Callable[[list[Item]], list[Result]]],
+def in_order(
+    items: Iterable[Item],
+    make: Callable[..., Callable[[Item], Result]],
     arguments: tuple[Any, ...],
     processes: int,
-    least: int = _BATCHES_WORTH_A_POOL,
     report: Advance = lambda n_bytes: None,
+    least: int = 2,
 ) -> Iterator[tuple[Item, Result]]:
-    """Each item with its encoding, in order. Fewer than `least` batches are encoded in this process.
+    """Each item with the result of the work on it, in order. Fewer than `least` items are done in this process.
 
     Args:
-        make: a module-level function that returns the function to encode a batch; called once in each process with the
+        make: a module-level function that returns the function to work on an item; called once in each process with the
             arguments and an `Advance`.
         processes: number of processes; 0: one for each core.
-        least: smallest number of batches for which processes are started.
 
     Raises:
         RunError: a process died.
     """
-    first = list(islice(batches, least))
+    left = iter(items)
+    first = list(islice(left, least))
+    left = chain(first, left)
     processes = processes or usable_cpus()
     if processes == 1 or len(first) < least:
-        encode = make(*arguments, report)
-        for batch in chain(first, batches):
-            yield from zip(batch, encode(batch), strict=True)
+        work = make(*arguments, report)
+        yield from ((item, work(item)) for item in left)
         return
     context = multiprocessing.get_context("spawn")
     done, stop = context.Value("q", 0), context.Event()
@@ -88,24 +87,23 @@ def encode_in_order(
         report(now - reported)
         reported = now
 
-    waiting: deque[tuple[list[Item], Future[list[Result]]]] = deque()
-    batches = chain(first, batches)
+    waiting: deque[tuple[Item, Future[Result]]] = deque()
     try:
         while True:
-            for batch in islice(batches, max(0, 3 * processes - len(waiting))):
-                waiting.append((batch, pool.submit(_encode_in_worker, batch)))
+            for item in islice(left, max(0, 3 * processes - len(waiting))):
+                waiting.append((item, pool.submit(_work_in_worker, item)))
             if not waiting:
                 return
-            batch, future = waiting.popleft()
+            item, future = waiting.popleft()
             while not future.done():
                 wait_for([future], timeout=_TICK_SECONDS)
                 report_done()
-            encoded = future.result()
+            result = future.result()
             report_done()
-            yield from zip(batch, encoded, strict=True)
+            yield item, result
     except BrokenProcessPool as error:
         raise RunError(
-            "a worker process died while encoding, most often for lack of memory. Set data.processes=1. In your own "
+            "a worker process died, most often for lack of memory. Set data.processes=1. In your own "
             "script, call `prepare` below `if __name__ == '__main__':`."
         ) from error
     finally:
@@ -127,17 +125,17 @@ def batches_of(items: Iterator[Item], size: Callable[[Item], int], least: int) -
         yield batch
 
 
-_worker_encode: Callable[[list[Any]], list[Any]]
+_work: Callable[[Any], Any]
 
 
 def _start_worker(
-    make: Callable[..., Callable[[list[Any]], list[Any]]],
+    make: Callable[..., Callable[[Any], Any]],
     arguments: tuple[Any, ...],
     threads: int,
     done: Any,
     stop: Any,
 ) -> None:
-    global _worker_encode  # noqa: PLW0603 (this process is started for it)
+    global _work  # noqa: PLW0603 (this process is started for it)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends the pool
@@ -149,11 +147,11 @@ def _start_worker(
         with done.get_lock():
             done.value += n_bytes
 
-    _worker_encode = make(*arguments, advance)
+    _work = make(*arguments, advance)
 
 
-def _encode_in_worker(batch: list[Any]) -> list[Any]:
-    return _worker_encode(batch)
+def _work_in_worker(item: Any) -> Any:
+    return _work(item)
 
 
 def _end_with_parent() -> None:

@@ -19,11 +19,12 @@ from gptworks.data.conversations.preferences import Pair
 from gptworks.data.conversations.reading import Conversation, is_held_out
 from gptworks.data.shard_writer import ShardWriter
 from gptworks.data.shards import ALTERED, EMPTY, NO_END, SWAPPED, UNANSWERED, Origin, Split
-from gptworks.data.workers import Advance, batches_of, encode_in_order
+from gptworks.data.workers import Advance, batches_of, in_order
 from gptworks.errors import UserError
 from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import pack_tokenizer, unpack_tokenizer
 
+_BATCHES_WORTH_A_POOL = 16  # with fewer, the tokenizer's threads finish before processes have started
 _BATCH_CHARACTERS = 1 << 17  # rendering takes ten times as long as encoding
 
 
@@ -131,7 +132,9 @@ def encode_records(
         UserError: the template refuses a conversation; the message names the record.
     """
     batches = batches_of(iter(records), _characters, _BATCH_CHARACTERS)
-    return encode_in_order(batches, _examples_encoder, (pack_tokenizer(template.tokenizer), template.source), processes)
+    packed = pack_tokenizer(template.tokenizer), template.source
+    for batch, encoded in in_order(batches, _examples_encoder, packed, processes, least=_BATCHES_WORTH_A_POOL):
+        yield from zip(batch, encoded, strict=True)
 
 
 def _characters(record: AnyRecord) -> int:
