@@ -59,7 +59,8 @@ class HashSet:
         """The places [k], ascending, of those among some hashes [n] that are in the set."""
         places = np.flatnonzero(self._maybe[hashes >> _TABLE_SHIFT])
         near = hashes[places]
-        return places[self.hashes[np.searchsorted(self.hashes[:-1], near)] == near]
+        found: npt.NDArray[np.int64] = places[self.hashes[np.searchsorted(self.hashes[:-1], near)] == near]
+        return found
 
 
 class _WordHashes(dict[str, int]):
