@@ -152,7 +152,7 @@ class Manifest(Section):
     dtype: Dtype
     vocab_size: int
     tokenizer_sha256: str
-    tokenizer_files: dict[str, str]
+    tokenizer_files: dict[str, str] = Field(default_factory=dict)
     """sha256 of each file of `tokenizer/`."""
     made_from: dict[str, Any]
     round_trips: bool
