@@ -12,12 +12,12 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from filelock import BaseFileLock, Timeout
 
-from gptworks import __version__
 from gptworks.chat_template import ChatTemplate, find_chat_template, load_chat_template
 from gptworks.config import AnyRecipe, DataConfig, ValidationSplit
 from gptworks.data.cleaned import CLEANED, cleaned_texts, read_texts
@@ -222,7 +222,7 @@ def write_dataset(folder: Path, work: Path, recipe: AnyRecipe, made_from: dict[s
             link_or_copy(file, whole / TOKENIZER_FOLDER / file.name)
         manifest = Manifest(
             format_version=FORMAT_VERSION,
-            created_by=f"gptworks {__version__}",
+            created_by=f"gptworks {_version()}",
             dtype=dtype,
             vocab_size=vocabulary_size(tokenizer),
             tokenizer_sha256=fingerprint(tokenizer),
@@ -242,6 +242,13 @@ def _write_records(
         origins = write_examples(writers, template, iter_records(data), validation.fraction, data.processes, report)
         splits = {split: writer.finish() for split, writer in writers.items()}
     return {"splits": splits, "origins": origins, "round_trips": False}
+
+
+def _version() -> str:
+    try:
+        return metadata.version("gptworks")
+    except metadata.PackageNotFoundError:  # run from a source tree, not installed
+        return "unknown"
 
 
 # ------------------------------------------------------------------------------------------------- folders
