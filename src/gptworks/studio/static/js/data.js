@@ -37,7 +37,7 @@ export function Part({ state, route }) {
   const open = (key, place) => (move(place), setView(key));
   if (!usable.length) return html`<p class="notice">There is no run here whose data can be shown yet.</p>`;
   const View = { documents: Documents, windows: Windows, step: Step, search: Search, figures: Figures }[view];
-  return html`<div class="data">
+  return html`<div class="cards data">
     <h1 class="hidden-text">Data</h1>
     <section class="card" aria-label="What to show">
       <div class="switch data-views" role="group" aria-label="Show">

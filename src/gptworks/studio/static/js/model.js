@@ -31,7 +31,7 @@ export function Part({ state, route }) {
   const part = sheet && (sheet.parts.find((one) => one.key === key) ?? sheet.parts[0]);
   const name = part && (part.tensors.find((one) => shortName(one.name) === tensor[part.key]) ?? part.tensors[0])?.name;
   const steps = models.find((model) => model.id === current.model)?.checkpoints ?? [];
-  return html`<div class="model-part">
+  return html`<div class="cards model-part">
     <h1 class="hidden-text">Model</h1>
     <div class="card toolbar">
       <${ModelChoice} models=${models} chosen=${current} choose=${change} name="Model" />

@@ -75,7 +75,7 @@ export function Part({ state, route, shown }) {
   };
   if (!usable(models).length) return html`<p class="notice">There is no run here that can be read with yet.</p>`;
   const earliest = models.find((model) => model.id === current.model)?.checkpoints[0]?.step ?? "last";
-  return html`<div class="read">
+  return html`<div class="cards read">
     <h1 class="hidden-text">Read</h1>
     <form class="card composer" onSubmit=${read} onKeyDown=${keys}>
       <div class="toolbar">

@@ -75,7 +75,7 @@ export function Part({ state, route, refresh, shown }) {
       : way === "resume"
         ? act("resume", { run: origin.run, text: recipe.text }, `${origin.run} is resumed: see above.`)
         : act("new", { name, text: recipe.text, origin }, `${name} is started: see above.`);
-  return html`<div class="start-part">
+  return html`<div class="cards start-part">
     <h1 class="hidden-text">Start</h1>
     <${Training} ...${{ state, shown, act, readOnly: known.read_only }} />
     <section class="card start-begin" aria-label="What to start">

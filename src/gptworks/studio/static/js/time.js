@@ -42,7 +42,7 @@ export function Part({ state, route }) {
   const keys = (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) read(event);
   };
-  return html`<div class="read time">
+  return html`<div class="cards read time">
     <h1 class="hidden-text">Through time</h1>
     <form class="card composer" onSubmit=${read} onKeyDown=${keys}>
       <div class="toolbar">
