@@ -1,13 +1,14 @@
 """The studio's answers as JSON and as events."""
 
 import json
-import math
 from typing import Any
 
 from fastapi.responses import Response
+from pydantic_core import to_json
 
 from gptworks.serve.errors import APIError
 from gptworks.serve.events import EventStream
+from gptworks.studio.library import printable
 
 
 class Events(EventStream):
@@ -25,7 +26,7 @@ class MessageEvents(Events):
 
     @staticmethod
     def error_event(error: APIError) -> bytes:
-        return b"data: " + json.dumps({"type": "error", "message": error.message}).encode() + b"\n\n"
+        return f"data: {json_text({'type': 'error', 'message': error.message})}\n\n".encode()
 
 
 def as_json(tree: Any) -> Response:
@@ -34,26 +35,15 @@ def as_json(tree: Any) -> Response:
 
 def json_text(tree: Any) -> str:
     """A tree as JSON, with null for non-finite numbers."""
-    try:
-        return json.dumps(tree, allow_nan=False)
-    except ValueError:
-        return json.dumps(_finite(tree), allow_nan=False)
-
-
-def _finite(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {key: _finite(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [_finite(value) for value in tree]
-    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
+    return to_json(tree, inf_nan_mode="null").decode()
 
 
 def plain(tree: Any) -> Any:
-    """A tree for JSON: a non-finite number becomes its name, as in metrics.jsonl, and another object its `str`."""
+    """A tree of anything for JSON: a non-finite number becomes its name, as in metrics.jsonl, other objects text."""
     if isinstance(tree, dict):
-        return {str(key): plain(value) for key, value in tree.items()}
+        return {printable(str(key)): plain(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
         return [plain(value) for value in tree]
     if isinstance(tree, float) and not -float("inf") < tree < float("inf"):
         return repr(tree)
-    return tree if tree is None or isinstance(tree, str | int | float) else str(tree)
+    return tree if tree is None or isinstance(tree, int | float) else printable(str(tree))

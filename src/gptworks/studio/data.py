@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from gptworks.runs.data import RunData
 from gptworks.serve import openai
 from gptworks.serve.app import body_of, caller_of
 from gptworks.studio.answers import as_json
+from gptworks.studio.library import printable
 from gptworks.studio.play import Chosen, RunName
 from gptworks.studio.read import MOST_CHARACTERS
 from gptworks.studio.state import studio_of
@@ -88,111 +89,118 @@ class TokenizeRequest(openai.Wire):
     text: Annotated[str, Field(min_length=1, max_length=MOST_CHARACTERS)]
 
 
-@router.post("/about")
-async def about(request: Request) -> Response:
+_Body = TypeVar("_Body", bound=Chosen)
+_Work = Callable[["Opened", _Body], Tree]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a request's checkpoint gives to read."""
+
+    data: RunData
+    model: GPT | None
+    """The checkpoint's model; None if the request does not ask for losses."""
+    read_only: bool
+    """Whether nothing may be written."""
+    check: Check
+
+
+def _answers(path: str, kind: type[_Body]) -> Callable[[_Work[_Body]], _Work[_Body]]:
+    """A decorator: the function's result, and the checkpoint's step, answer the requests to `path`."""
+
+    def add(work: _Work[_Body]) -> _Work[_Body]:
+        @router.post(path)
+        async def answer(request: Request) -> Response:
+            studio, body = studio_of(request), await body_of(request, kind)
+            wanted = await studio.engines.find(body.model, body.checkpoint)
+            reads = isinstance(body, RowsRequest) and body.loss
+            model = (await studio.engines.take(wanted, caller_of(request))).engine.model if reads else None
+
+            def compute(check: Check) -> Tree:
+                opened = Opened(studio.data.of(wanted), model, studio.read_only, check)
+                return work(opened, body) | {"checkpoint": wanted.checkpoint.step}
+
+            return as_json(await studio.reader.compute(compute))
+
+        return work
+
+    return add
+
+
+@_answers("/about", Chosen)
+def about(of: Opened, body: Chosen) -> Tree:
     """A run's data, and the number of steps it has trained."""
-    body = await body_of(request, Chosen)
-
-    def describe(data: RunData, _: GPT | None, check: Check) -> Tree:
-        with data.checked():
-            samples, splits = data.samples, data.prepared.manifest.splits
-            return {
-                "folder": str(data.prepared.folder).encode("utf-8", "backslashreplace").decode(),
-                "splits": {
-                    name: {"n_documents": one.documents, "n_tokens": one.tokens, "text_bytes": one.text_bytes}
-                    for name, one in splits.items()
-                },
-                "objective": samples.recipe.objective.type, "context": samples.context_length,
-                "n_windows": samples.n_items, "n_steps": data.steps_done,
-            }  # fmt: skip
-
-    return await _answer(request, body, describe)
-
-
-@router.post("/document")
-async def document(request: Request) -> Response:
-    """A part of a document."""
-    body = await body_of(request, DocumentRequest)
-
-    def read(data: RunData, model: GPT | None, check: Check) -> Tree:
-        found = data.document(body.split, body.document, body.first, body.n, check)
-        tokens = data.tokens_of(found)
-        return {"first": body.first, "tokens": tokens, "n_tokens": found.n_tokens, "n_bytes": found.n_bytes}
-
-    return await _answer(request, body, read)
-
-
-@router.post("/window")
-async def window(request: Request) -> Response:
-    """A window of the training data: the tokens that the model reads at once."""
-    body = await body_of(request, WindowRequest)
-
-    def read(data: RunData, model: GPT | None, check: Check) -> Tree:
-        return _of_rows(data, body, data.rows(body.window, body.epoch), model, check)
-
-    return await _answer(request, body, read, body.loss)
-
-
-@router.post("/step")
-async def step(request: Request) -> Response:
-    """The batch of a step, or some samples of it."""
-    body = await body_of(request, StepRequest)
-
-    def read(data: RunData, model: GPT | None, check: Check) -> Tree:
-        n_samples = min(body.n_samples, max(1, MOST_HELD // data.samples.context_length))
-        samples, shown = data.rows_of_step(body.step, body.sample, n_samples, check)
-        rows = [row for _, row in shown]
-        about = [{"sample": one.sample, "window": one.number, "epoch": one.epoch} for one, _ in shown]
-        found = _of_rows(data, body, rows, model, check)
-        found["rows"] = [row | where for row, where in zip(found["rows"], about, strict=True)]
-        return found | {
-            "step": body.step, "n_samples": samples.n_samples, "n_shown": about[-1]["sample"] + 1 - body.sample,
-            "skipped": samples.skipped,
+    with of.data.checked():
+        samples, splits = of.data.samples, of.data.prepared.manifest.splits
+        return {
+            "folder": printable(str(of.data.prepared.folder)),
+            "splits": {
+                name: {"n_documents": one.documents, "n_tokens": one.tokens, "text_bytes": one.text_bytes}
+                for name, one in splits.items()
+            },
+            "objective": samples.recipe.objective.type, "context": samples.context_length,
+            "n_windows": samples.n_items, "n_steps": of.data.steps_done,
         }  # fmt: skip
 
-    return await _answer(request, body, read, body.loss)
+
+@_answers("/document", DocumentRequest)
+def document(of: Opened, body: DocumentRequest) -> Tree:
+    """A part of a document."""
+    found = of.data.document(body.split, body.document, body.first, body.n, of.check)
+    tokens = of.data.tokens_of(found)
+    return {"first": body.first, "tokens": tokens, "n_tokens": found.n_tokens, "n_bytes": found.n_bytes}
 
 
-@router.post("/search")
-async def search(request: Request) -> Response:
+@_answers("/window", WindowRequest)
+def window(of: Opened, body: WindowRequest) -> Tree:
+    """A window of the training data: the tokens that the model reads at once."""
+    return _of_rows(of, body, of.data.rows(body.window, body.epoch))
+
+
+@_answers("/step", StepRequest)
+def step(of: Opened, body: StepRequest) -> Tree:
+    """The batch of a step, or some samples of it."""
+    n_samples = min(body.n_samples, max(1, MOST_HELD // of.data.samples.context_length))
+    samples, shown = of.data.rows_of_step(body.step, body.sample, n_samples, of.check)
+    about = [{"sample": one.sample, "window": one.number, "epoch": one.epoch} for one, _ in shown]
+    found = _of_rows(of, body, [row for _, row in shown])
+    found["rows"] = [row | where for row, where in zip(found["rows"], about, strict=True)]
+    return found | {
+        "step": body.step, "n_samples": samples.n_samples, "n_shown": about[-1]["sample"] + 1 - body.sample,
+        "skipped": samples.skipped,
+    }  # fmt: skip
+
+
+@_answers("/search", SearchRequest)
+def search(of: Opened, body: SearchRequest) -> Tree:
     """The occurrences of a phrase in a split; a small split is indexed first."""
-    body, read_only = await body_of(request, SearchRequest), studio_of(request).read_only
-
-    def find(data: RunData, model: GPT | None, check: Check) -> Tree:
-        with data.checked():
-            index, size = data.index(body.split), data.prepared.manifest.splits[body.split].text_bytes
-            index.spelling.of_phrase(body.phrase)
-            if index.missing:
-                if read_only or size > MOST_INDEXED:
-                    raise UserError(
-                        f"the {body.split} text of {data.id}, {size:,} bytes, has no index yet, which the studio makes "
-                        f"of up to {MOST_INDEXED:,} bytes, unless it is read-only. Search it once with `gptworks data "
-                        f"search`."
-                    )
-                index.build(report=lambda done, total: check())
-            found = index.find(body.phrase, body.most)
-            hits = [asdict(hit) for hit in found.hits]
-            return {"n": found.n, "n_tokens": index.n_tokens, "by_text": index.spelling.by_text, "hits": hits}
-
-    return await _answer(request, body, find)
+    with of.data.checked():
+        index, size = of.data.index(body.split), of.data.prepared.manifest.splits[body.split].text_bytes
+        index.spelling.of_phrase(body.phrase)
+        if index.missing:
+            if of.read_only or size > MOST_INDEXED:
+                raise UserError(
+                    f"the {body.split} text of {of.data.id}, {size:,} bytes, has no index yet, which the studio makes "
+                    f"of up to {MOST_INDEXED:,} bytes, unless it is read-only. Search it once with `gptworks data "
+                    f"search`."
+                )
+            index.build(report=lambda done, total: of.check())
+        found = index.find(body.phrase, body.most)
+        hits = [asdict(hit) for hit in found.hits]
+        return {"n": found.n, "n_tokens": index.n_tokens, "by_text": index.spelling.by_text, "hits": hits}
 
 
-@router.post("/info")
-async def info(request: Request) -> Response:
+@_answers("/info", Chosen)
+def info(of: Opened, body: Chosen) -> Tree:
     """The counts of `gptworks data info`."""
-    body = await body_of(request, Chosen)
-
-    def count(data: RunData, model: GPT | None, check: Check) -> Tree:
-        n_tokens = sum(files.tokens for files in data.prepared.manifest.splits.values())
-        if n_tokens > MOST_COUNTED:
-            raise UserError(
-                f"the data of {data.id} has {n_tokens:,} tokens, and the studio reads up to {MOST_COUNTED:,} for this. "
-                f"Use `gptworks data info`."
-            )
-        tree = asdict(data.info(lambda done, total: check()))
-        return {key: tree[key] for key in ("amounts", "lengths", "duplicates", "held_out_in_training", "languages")}
-
-    return await _answer(request, body, count)
+    n_tokens = sum(files.tokens for files in of.data.prepared.manifest.splits.values())
+    if n_tokens > MOST_COUNTED:
+        raise UserError(
+            f"the data of {of.data.id} has {n_tokens:,} tokens, and the studio reads up to {MOST_COUNTED:,} for this. "
+            f"Use `gptworks data info`."
+        )
+    tree = asdict(of.data.info(lambda done, total: of.check()))
+    return {key: tree[key] for key in ("amounts", "lengths", "duplicates", "held_out_in_training", "languages")}
 
 
 @router.post("/tokenize")
@@ -222,15 +230,15 @@ def _tokenized(tokenizer: Tokenizer, text: str) -> Tree:
 # ------------------------------------------------------------------------------------------------------- rows
 
 
-def _of_rows(data: RunData, body: RowsRequest, rows: Sequence[Row], model: GPT | None, check: Check) -> Tree:
+def _of_rows(of: Opened, body: RowsRequest, rows: Sequence[Row]) -> Tree:
     """The rows, each starting at its token `first`; with a model, also the tokens' losses."""
     n = min(body.n, MOST_SHOWN // len(rows))
     if body.first and all(body.first >= len(row.ids) for row in rows):
         raise UserError(
             f"token {body.first} is in no row: the longest has {max(len(row.ids) for row in rows)}, from 0."
         )
-    costs = [None] * len(rows) if model is None else _nats(model, rows, body.first + n, check)
-    shown = [data.shown(row, body.first, n, nats) for row, nats in zip(rows, costs, strict=True)]
+    costs = [None] * len(rows) if of.model is None else _nats(of.model, rows, body.first + n, of.check)
+    shown = [of.data.shown(row, body.first, n, nats) for row, nats in zip(rows, costs, strict=True)]
     total = [nats for row in shown for token in row["tokens"] if (nats := token["nats"]) is not None]
     return {"first": body.first, "n": n, "rows": shown, "loss": sum(total) / len(total) if total else None}
 
@@ -259,20 +267,3 @@ def _nats(model: GPT, rows: Sequence[Row], end: int, check: Check) -> list[list[
             costs[there] = nats[0][row.target_of[there]]
             found.append([one if math.isfinite(one) else None for one in costs.tolist()])
     return found
-
-
-# ----------------------------------------------------------------------------------------------------- answers
-
-
-async def _answer(
-    request: Request, body: Chosen, work: Callable[[RunData, GPT | None, Check], Tree], loss: bool = False
-) -> Response:
-    """The answer of `work` for the run's data, with the checkpoint's model if `loss` is set."""
-    studio = studio_of(request)
-    wanted = await studio.engines.find(body.model, body.checkpoint)
-    model = (await studio.engines.take(wanted, caller_of(request))).engine.model if loss else None
-
-    def compute(check: Check) -> Tree:
-        return work(studio.data.of(wanted), model, check) | {"checkpoint": wanted.checkpoint.step}
-
-    return as_json(await studio.reader.compute(compute))
