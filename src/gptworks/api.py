@@ -5,7 +5,6 @@ Each function imports what it needs when it is called, so that naming one costs 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -322,11 +321,13 @@ def overrides_of(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _written(path: str, value: Any) -> Iterator[str]:
+    from gptworks.recipe import as_typed
+
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from _written(f"{path}.{name}", inner)
     else:
-        yield f"{path}={value if isinstance(value, str | Path) else json.dumps(value, default=str)}"
+        yield f"{path}={as_typed(value)}"
 
 
 def with_changes(overrides: list[str], change: Collection[str], resume: bool) -> tuple[list[str], list[str]]:

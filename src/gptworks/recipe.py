@@ -7,6 +7,7 @@ wrong types and contradictory settings before any work begins.
 
 import contextlib
 import copy
+import json
 import re
 from collections.abc import Mapping, Sequence
 from os import PathLike
@@ -15,6 +16,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import to_jsonable_python
 
 from gptworks.config import (
     ENDS,
@@ -345,6 +347,12 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
     for override in overrides:
         _apply_override(tree, override)
     return tree
+
+
+def as_typed(value: Any) -> str:
+    """A setting's value as typed in an override."""
+    plain = to_jsonable_python(value, fallback=str)
+    return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:

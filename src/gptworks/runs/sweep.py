@@ -6,7 +6,6 @@ on the seed, on n and on the trials before it, so a sweep that was killed contin
 """
 
 import contextlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from gptworks.config import Recipe, SweepConfig, SweepRange
 from gptworks.errors import RunError, UserError, not_installed
 from gptworks.files import check_links, check_regular
-from gptworks.recipe import load_recipe, save_recipe
+from gptworks.recipe import as_typed, load_recipe, save_recipe
 from gptworks.runs.settings import flat
 from gptworks.runs.trials import Report, check_comparable, evaluations, last_line, open_folder, train_trial
 from gptworks.training.record.metrics import read_metrics
@@ -93,7 +92,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), resume: bool = F
         check_comparable(recipe, key, f"sweep.ranges.{key}")
         for value in _probes(values):
             try:
-                load_recipe(path, [*overrides, _override(key, value)])
+                load_recipe(path, [*overrides, f"{key}={as_typed(value)}"])
             except UserError as error:
                 raise UserError(f"sweep.ranges.{key} reaches {value}, which the recipe refuses: {error}") from None
     _check_folder(recipe, resume)
@@ -107,10 +106,6 @@ def _probes(values: SweepRange) -> Sequence[Any]:
     assert values.low is not None and values.high is not None
     between = values.low + (values.step or 0.37 * (values.high - values.low))
     return (values.low, values.high) if values.whole else (values.low, between, values.high)
-
-
-def _override(key: str, value: Any) -> str:
-    return f"{key}={json.dumps(value)}"
 
 
 def _check_folder(recipe: Recipe, resume: bool) -> None:
@@ -251,7 +246,8 @@ class _Sweeper:
         values = {key: _suggest(trial, key, values) for key, values in self.settings.ranges.items()}
         place = _place(self.folder, trial.number)
         try:
-            recipe = load_recipe(self.path, [*self.overrides, *(_override(*pair) for pair in values.items())])
+            tried = [f"{key}={as_typed(value)}" for key, value in values.items()]
+            recipe = load_recipe(self.path, [*self.overrides, *tried])
         except UserError as error:  # each value is allowed, but not this combination
             trial.set_user_attr("reason", str(error))
             self.study.tell(trial, state=TrialState.FAIL)

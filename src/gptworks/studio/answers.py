@@ -26,7 +26,7 @@ class MessageEvents(Events):
 
     @staticmethod
     def error_event(error: APIError) -> bytes:
-        return f"data: {json_text({'type': 'error', 'message': error.message})}\n\n".encode()
+        return b"data: " + json.dumps({"type": "error", "message": error.message}).encode() + b"\n\n"
 
 
 def as_json(tree: Any) -> Response:

@@ -1,13 +1,12 @@
 """The page's form for a recipe: every setting, by section, from the schema that `gptworks schema` prints."""
 
-import json
 from functools import cache
 from typing import Any
 
 import yaml
 
 from gptworks.presets import PRESETS
-from gptworks.recipe import recipe_schema
+from gptworks.recipe import as_typed, recipe_schema
 
 Tree = dict[str, Any]
 
@@ -105,11 +104,7 @@ def _field(path: str, name: str, one: Tree) -> Tree:
 
 
 def text_of(value: Any) -> str:
-    """A setting's value as typed in a form or an override."""
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    if isinstance(value, str):
-        return value
+    """A setting's value as typed in the form: as in an override, but sections as lines of YAML."""
     if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value)):
         return yaml.safe_dump(value, sort_keys=False, allow_unicode=True).strip()
-    return json.dumps(value, ensure_ascii=False)
+    return as_typed(value)

@@ -1,17 +1,13 @@
 """Compare a run, or its fork, with the recipe that it resumes with: the changed settings, and the training left."""
 
-import json
 from dataclasses import dataclass
 from typing import Any
-
-from pydantic_core import to_jsonable_python
 
 from gptworks.checkpoint import checkpoints
 from gptworks.config import ENDS, Recipe
 from gptworks.errors import UserError
-from gptworks.recipe import load_recipe, parse_recipe
+from gptworks.recipe import as_typed, load_recipe, parse_recipe
 from gptworks.studio.checking import read_text
-from gptworks.studio.form import text_of
 from gptworks.studio.library import RunFolder
 from gptworks.training.changes import changed, check_changes, inexact, settings_at
 from gptworks.training.record.outcome import read_outcome
@@ -54,7 +50,7 @@ def resumption(run: RunFolder, text: str, forked_at: int | None = None) -> Resum
     done = newest if forked_at is None else forked_at
     recorded = inexact(before, now, found, done)
     made = [
-        {"path": path, "old": _typed(old), "new": _typed(new), "recorded": path in recorded}
+        {"path": path, "old": as_typed(old), "new": as_typed(new), "recorded": path in recorded}
         for path, (old, new) in found.items()
     ]
     problem, most = None, now.train.max_steps
@@ -65,11 +61,6 @@ def resumption(run: RunFolder, text: str, forked_at: int | None = None) -> Resum
     except UserError as error:
         problem = str(error)
     return Resumption(made, problem, None if most is None else max(0, most - done))
-
-
-def _typed(value: Any) -> str:
-    plain = to_jsonable_python(value)
-    return json.dumps(plain, ensure_ascii=False) if isinstance(plain, dict | list) else text_of(plain)
 
 
 def _check_said(before: Recipe, now: Recipe, made: Changes) -> None:

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
@@ -18,7 +17,7 @@ from gptworks.checkpoint import checkpoints
 from gptworks.config import ENDS, Recipe, Role, role_of, settings
 from gptworks.errors import UserError, did_you_mean
 from gptworks.files import read_regular, sealed_json, unsealed_json, write_whole
-from gptworks.recipe import RecipeLike, is_folder, load_recipe
+from gptworks.recipe import RecipeLike, as_typed, is_folder, load_recipe
 from gptworks.training.optim.schedule import rate_factor
 
 CHANGES = "changes.json"
@@ -113,15 +112,7 @@ def settings_at(run_dir: Path, step: int) -> list[str]:
     """Overrides that take a run's recipe back to the settings that it had after a step."""
     later = [change.settings for change in read_history(run_dir).changes if change.step > step]
     undone = [(path, old) for settings in reversed(later) for path, (old, _) in settings.items()]
-    return [f"{path}={_yaml(old)}" for path, old in undone if path.partition(".")[0] != "sweep"]  # runs ignore sweep
-
-
-def _yaml(value: Any) -> str:
-    """A setting's value in the syntax of an override."""
-    if isinstance(value, str):
-        return value
-    text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**9)
-    return text.removesuffix("\n...\n").strip()
+    return [f"{path}={as_typed(old)}" for path, old in undone if path.partition(".")[0] != "sweep"]  # runs ignore sweep
 
 
 def load_to_resume(source: RecipeLike, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
