@@ -197,11 +197,8 @@ def show(
     rows: list[tuple[dict[str, Any], Row]]
     if window is None and step is None:
         split: Split = "validation" if validation else "train"
-        part = opened.document(split, document or 0, first, tokens)
-        tree = {"split": split, "document": document or 0, "n_tokens": part.n_tokens, "n_bytes": part.n_bytes}
-        texts = [{"tokens": opened.tokens_of(part)}]
-        titles = [f"{split} document {document or 0:,}: {part.n_tokens:,} tokens"]
-        tree["tokens"] = texts[0]["tokens"]
+        tree = {"split": split, "document": document or 0, **opened.document(split, document or 0, first, tokens)}
+        texts, titles = [tree], [f"{split} document {document or 0:,}: {tree['n_tokens']:,} tokens"]
     else:
         refuse_unused("is for documents: windows and steps are of the training text;", validation=validation)
         if window is not None:
@@ -209,8 +206,7 @@ def show(
             tree = {"window": window, "epoch": epoch or 0}
         else:
             assert step is not None
-            found, chosen = opened.rows_of_step(step, sample or 0, samples or 4)
-            rows = [(asdict(one), row) for one, row in chosen]
+            found, rows = opened.rows_of_step(step, sample or 0, samples or 4)
             tree = {"step": step, "n_samples": found.n_samples, "skipped": found.skipped}
         tree["rows"] = texts = [about | opened.shown(row, first, tokens) for about, row in rows]
         titles = [_title(tree, row) for row in texts]

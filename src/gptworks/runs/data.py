@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from tokenizers import Tokenizer
 
 from gptworks.checkpoint import all_checkpoints
 from gptworks.config import Recipe
@@ -39,30 +37,6 @@ _COUNTED_TOKENS = 1 << 20
 Tree = dict[str, Any]
 Check = Callable[[], None]
 """A function called regularly during long work; it raises an exception to stop the work."""
-
-
-@dataclass(frozen=True)
-class Document:
-    """A part of a document."""
-
-    n_tokens: int
-    """Tokens of the entire document."""
-    n_bytes: int | None
-    """Bytes of the document's text, without special tokens; None if the token ids do not determine them."""
-    before: Int64s
-    """The last few tokens before the part, which may begin its first character."""
-    ids: Int64s
-    learned: npt.NDArray[np.bool_] | None
-    """Whether each token of the part counts in the loss; None if the data is plain text."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A sample of a step: window, row, pair or prompt `number` of an epoch."""
-
-    sample: int
-    epoch: int
-    number: int
 
 
 @dataclass
@@ -124,8 +98,11 @@ class RunData:
                 self._info = dataset_info(self.prepared, report)
             return self._info
 
-    def document(self, split: Split, number: int, first: int, n: int, check: Check = lambda: None) -> Document:
-        """At most n tokens of a document, starting at token `first`.
+    def document(self, split: Split, number: int, first: int, n: int, check: Check = lambda: None) -> Tree:
+        """A document's size, and at most n of its tokens, starting at token `first`, as JSON.
+
+        `n_bytes` is the size of its text without special tokens; None if the token ids do not determine it. A token is
+        `learned` if it counts in the loss; None if the data is plain text.
 
         Raises:
             UserError: the document or token does not exist.
@@ -142,9 +119,14 @@ class RunData:
                 raise UserError(f"token {first} is not in document {number}, which has {end - start}, from 0.")
             at, n = start + first, min(n, end - start - first)
             before = shards.read(max(start, at - BEFORE), min(first, BEFORE))
-            learned = shards.read_learned(at, n) if self.prepared.manifest.holds_examples else None
-            n_bytes = self._n_bytes(shards, start, end, check)
-            return Document(end - start, n_bytes, before, shards.read(at, n), learned)
+            examples = self.prepared.manifest.holds_examples
+            learned = shards.read_learned(at, n).tolist() if examples else itertools.repeat(None)
+            tokens = self._tokens(before, shards.read(at, n))
+            return {
+                "n_tokens": end - start,
+                "n_bytes": self._n_bytes(shards, start, end, check),
+                "tokens": [token | {"learned": counts} for token, counts in zip(tokens, learned, strict=False)],
+            }
 
     def _n_bytes(self, shards: TokenShards, start: int, end: int, check: Check) -> int | None:
         sizes, total = self._token_bytes, 0
@@ -169,8 +151,10 @@ class RunData:
 
     def rows_of_step(
         self, step: int, first: int, n: int, check: Check = lambda: None
-    ) -> tuple[StepSamples, list[tuple["Sample", Row]]]:
+    ) -> tuple[StepSamples, list[tuple[Tree, Row]]]:
         """The samples of a step, and the rows of n of them, starting at sample `first`.
+
+        Each row has its `sample`, and the `epoch` and `number` of the window, row, pair or prompt.
 
         Raises:
             UserError: the run has not reached the step, or the step has no such sample.
@@ -182,37 +166,33 @@ class RunData:
         places = [(position + i, part) for position, part, n_samples in runs for i in range(n_samples)]
         if first >= len(places):
             raise UserError(f"sample {first} is not in the batch, which has {len(places)}, from 0.")
-        rows: list[tuple[Sample, Row]] = []
+        rows: list[tuple[Tree, Row]] = []
         for sample, (position, part) in enumerate(places[first : first + n], first):
             check()
             epoch, number = self.samples.item(position)
             found = self.rows(number, epoch)
             if length < whole:
                 found = [row.part(part * length, length) for row in found]
-            rows += [(Sample(sample, epoch, number), row) for row in found]
+            rows += [({"sample": sample, "epoch": epoch, "number": number}, row) for row in found]
         return replace(samples, n_samples=len(places)), rows
 
-    def tokens_of(self, document: Document) -> list[Tree]:
-        """The tokens of a part of a document as JSON."""
-        ids = document.ids.tolist()
-        texts = pieces(self.prepared.tokenizer, document.before.tolist(), ids)
-        learned = itertools.repeat(None) if document.learned is None else document.learned.tolist()
-        return [
-            {"id": token, "text": text, "spelling": self.spell(token), "learned": counts}
-            for token, text, counts in zip(ids, texts, learned, strict=False)
-        ]
+    def _tokens(self, before: Int64s, ids: Int64s) -> list[Tree]:
+        """The tokens `ids`, each with the text that it adds to the tokens before it: none if it ends in a character."""
+        stream = StreamDecoder(self.prepared.tokenizer)
+        for token in before.tolist():
+            stream.push(token)
+        return [{"id": token, "text": stream.push(token), "spelling": self.spell(token)} for token in ids.tolist()]
 
     def shown(self, row: Row, first: int, n: int, nats: Sequence[float | None] | None = None) -> Tree:
         """A row as JSON, with n of its tokens starting at token `first`, and a model's loss on each token."""
-        ids = row.ids[first : first + n].tolist()
-        texts = pieces(self.prepared.tokenizer, row.ids[max(0, first - BEFORE) : first].tolist(), ids)
+        found = self._tokens(row.ids[max(0, first - BEFORE) : first], row.ids[first : first + n])
         begins = {one.at: {"document": one.document, "first": one.first, "alone": one.begins_text}
                   for one in row.pieces}  # fmt: skip
         learned = row.learned
         tokens = [
-            {"id": token, "text": text, "spelling": self.spell(token), "learned": bool(learned[i]),
-             "nats": nats[i] if nats is not None and learned[i] else None, "begins": begins.get(i)}
-            for i, (token, text) in enumerate(zip(ids, texts, strict=True), first)
+            {**token, "learned": bool(learned[i]), "nats": nats[i] if nats is not None and learned[i] else None,
+             "begins": begins.get(i)}
+            for i, token in enumerate(found, first)
         ]  # fmt: skip
         return {"answer": row.answer, "n_tokens": len(row.ids), "n_learned": int(learned.sum()),
                 "padding": row.padding, "documents": len(row.pieces), "tokens": tokens}  # fmt: skip
@@ -239,14 +219,6 @@ class RunData:
             raise UserError(
                 f"the data of {self.id} cannot be read ({type(error).__name__}: {error}). {redo(self.prepared.folder)}"
             ) from None
-
-
-def pieces(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> list[str]:
-    """The text that each token of `ids` adds after those in `before`; empty if the token ends within a character."""
-    stream = StreamDecoder(tokenizer)
-    for token in before:
-        stream.push(token)
-    return [stream.push(token) for token in ids]
 
 
 def data_of(place: str | Path, overrides: Sequence[str] = ()) -> RunData:

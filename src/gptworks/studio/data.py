@@ -146,9 +146,7 @@ def about(of: Opened, body: Chosen) -> Tree:
 @_answers("/document", DocumentRequest)
 def document(of: Opened, body: DocumentRequest) -> Tree:
     """A part of a document."""
-    found = of.data.document(body.split, body.document, body.first, body.n, of.check)
-    tokens = of.data.tokens_of(found)
-    return {"first": body.first, "tokens": tokens, "n_tokens": found.n_tokens, "n_bytes": found.n_bytes}
+    return {"first": body.first, **of.data.document(body.split, body.document, body.first, body.n, of.check)}
 
 
 @_answers("/window", WindowRequest)
@@ -162,7 +160,7 @@ def step(of: Opened, body: StepRequest) -> Tree:
     """The batch of a step, or some samples of it."""
     n_samples = min(body.n_samples, max(1, MOST_HELD // of.data.samples.context_length))
     samples, shown = of.data.rows_of_step(body.step, body.sample, n_samples, of.check)
-    about = [{"sample": one.sample, "window": one.number, "epoch": one.epoch} for one, _ in shown]
+    about = [{"sample": one["sample"], "window": one["number"], "epoch": one["epoch"]} for one, _ in shown]
     found = _of_rows(of, body, [row for _, row in shown])
     found["rows"] = [row | where for row, where in zip(found["rows"], about, strict=True)]
     return found | {
