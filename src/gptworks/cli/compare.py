@@ -8,7 +8,7 @@ from typer import Argument, Option
 
 from gptworks.cli import options
 from gptworks.cli.prepare import prepare_with_progress
-from gptworks.cli.printing import console_of, notice, print_json, show, working
+from gptworks.cli.printing import console_of, notice, print_json, show, show_lines, working
 from gptworks.errors import refuse_unused
 
 if TYPE_CHECKING:
@@ -141,10 +141,7 @@ def try_(
         f"the runs decide whether that is so, and whether each pair has a third run, in equal time."
     )
     done = run_try(begun, recipe, notice, write_try_page)
-    if as_json:
-        print_json(done.to_json())
-    else:
-        typer.echo("\n".join(try_lines(done)))
+    show_lines(done.to_json(), as_json, *try_lines(done))
     if done.pairs:
         notice(f"figures in {folder / 'try.html'}")
     if not done.decided:

@@ -8,7 +8,7 @@ from typer import Argument, Option
 
 from gptworks.choices import Sharding
 from gptworks.cli import options
-from gptworks.cli.printing import console_of, notice, print_json, working
+from gptworks.cli.printing import console_of, notice, print_json, show_lines, working
 from gptworks.errors import UserError, refuse_unused
 
 if TYPE_CHECKING:
@@ -104,10 +104,7 @@ def describe(
         from gptworks.describe.demonstration import DEFAULT_LENGTH, demonstrate
 
         shown = demonstrate(_architecture(target, overrides or [])[0], DEFAULT_LENGTH if length is None else length)
-        if as_json:
-            print_json(shown.to_json())
-        else:
-            typer.echo("\n".join(shown.lines()))
+        show_lines(shown.to_json(), as_json, *shown.lines())
         return
     refuse_unused("is for --run: add it, or", length=length)
 

@@ -59,10 +59,6 @@ class Finding:
         interval = f"95% interval {_signed(found.low)} to {_signed(found.high)}"
         return f"{text}, {interval}, p = {found.p:.2g}: {verdict} ({self.how}).{more}"
 
-    def to_json(self) -> dict[str, Any]:
-        found = None if self.difference is None else asdict(self.difference)
-        return {**vars(self), "difference": found}
-
 
 @dataclass(frozen=True)
 class Refusal:
@@ -212,7 +208,7 @@ class Comparison:
                 key: dict(zip((run.name for run in self.runs), values, strict=True))
                 for key, values in self.differing.items()
             },
-            "findings": [finding.to_json() for finding in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
             "refusals": [asdict(refusal) for refusal in self.refusals],
             "notes": self.notes,
         }

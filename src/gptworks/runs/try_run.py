@@ -22,7 +22,7 @@ from gptworks.runs.history import History, read_history
 from gptworks.runs.sequential import FEWEST_PAIRS, MOST_PAIRS
 from gptworks.runs.settings import differences
 from gptworks.runs.step_time import CHUNKS, StepTime, step_seconds
-from gptworks.runs.trials import Report, check_comparable, evaluations, open_folder, train_to_end
+from gptworks.runs.trials import Report, check_comparable, open_folder, train_to_end
 from gptworks.runs.try_results import TRY_FILE, Design, Pair, Try, read_try, write_try
 from gptworks.training.rehearsal.measure import measure_speed
 from gptworks.training.rehearsal.trace import Rehearsal
@@ -203,7 +203,7 @@ def _train(
             return None
         runs[arm] = read_history(recipe.run_dir)
     runs = {arm: runs[arm] for arm in found.arms if arm in runs}
-    ends = {arm: float(evaluations(run.folder)[-1]["loss"]) for arm, run in runs.items()}
+    ends = {arm: float(run.validation[-1]["loss"]) for arm, run in runs.items()}
     return Pair(
         number,
         runs["before"].recipe.seed,

@@ -35,7 +35,10 @@ def as_json(tree: Any) -> Response:
 
 def json_text(tree: Any) -> str:
     """A tree as JSON, with null for non-finite numbers."""
-    return to_json(tree, inf_nan_mode="null").decode()
+    try:
+        return to_json(tree, inf_nan_mode="null").decode()
+    except ValueError:  # half of a surrogate pair, in a file's name or a hostile file
+        return to_json(plain(tree)).decode()
 
 
 def plain(tree: Any) -> Any:

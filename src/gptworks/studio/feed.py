@@ -52,9 +52,9 @@ class Feed:
             if time.monotonic() - looked_at > 2 * _EVERY_SECONDS:
                 self._announce(await self._in_thread(self._follow))
                 looked_at = time.monotonic()
-            changed, goes_on = await self._in_thread(lambda: self.watch.advance(_SLICE_SECONDS))
+            changed, has_more = await self._in_thread(lambda: self.watch.advance(_SLICE_SECONDS))
             self._announce(changed)
-            await asyncio.sleep(0.005 if goes_on else _EVERY_SECONDS)
+            await asyncio.sleep(0.005 if has_more else _EVERY_SECONDS)
 
     def _follow(self) -> set[str]:
         """Look for runs that appeared, disappeared or changed their state, and return their ids."""

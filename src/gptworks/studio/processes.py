@@ -39,7 +39,7 @@ class Training:
     """Whether the process was asked to stop."""
 
     @property
-    def goes_on(self) -> bool:
+    def is_running(self) -> bool:
         return self.process.poll() is None
 
 
@@ -57,7 +57,7 @@ class Processes:
 
     def check_room(self) -> None:
         """Raises a UserError if as many runs train as may train at once."""
-        running = [one.name for one in self.started.values() if one.goes_on]
+        running = [one.name for one in self.started.values() if one.is_running]
         if len(running) >= self.most:
             raise UserError(
                 f"{', '.join(running)} still trains, and the page trains {self.most} at once: stop it, wait for it, or "
@@ -79,7 +79,7 @@ class Processes:
                 )  # fmt: skip
             self.started.pop(name, None)
             self.started[name] = Training(name, folder, process)
-            ended = [one for one, training in self.started.items() if not training.goes_on]
+            ended = [one for one, training in self.started.items() if not training.is_running]
             for one in ended[:-_KEPT]:
                 del self.started[one]
             return self.started[name]
@@ -95,7 +95,7 @@ class Processes:
         """
         with self._lock:
             training = self.started.get(name)
-            if training is not None and training.goes_on:
+            if training is not None and training.is_running:
                 if training.asked:
                     raise UserError(f"{name} {_ASKED}")
                 training.asked = True
