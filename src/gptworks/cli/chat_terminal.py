@@ -14,6 +14,7 @@ from gptworks.files import replacing_by_name
 from gptworks.infer.chat import ChatSession
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.terminal import clean
+from gptworks.training.signals import stop_signals
 from gptworks.units import counted
 
 HELP = """\
@@ -149,9 +150,12 @@ class Talk:
         return f" {text}" if text.startswith("/") else text
 
     def _answer(self, parts: Iterator[str]) -> None:
-        """Print an answer as it is generated, until it ends or Ctrl-C is pressed; then its length and speed."""
+        """Print an answer as it is generated, until it ends or Ctrl-C is pressed; then its length and speed.
+
+        The first Ctrl-C only sets a flag, so that the engine finishes its step; a second one interrupts.
+        """
         session = self.session
-        with interrupts() as interrupted:
+        with stop_signals([signal.SIGINT]) as interrupted:
             for part in parts:
                 self.terminal.write(part)
                 if interrupted():
@@ -206,20 +210,3 @@ def _file(command: str, name: str) -> Path:
     if not name:
         raise UserError(f"/{command} needs a file, such as /{command} chat.jsonl.")
     return Path(name).expanduser()
-
-
-@contextlib.contextmanager
-def interrupts() -> Iterator[Callable[[], bool]]:
-    """A context in which the first Ctrl-C only sets a flag, so the engine finishes its step; a second interrupts."""
-    seen: list[int] = []
-    before = signal.getsignal(signal.SIGINT)
-
-    def note(number: int, _: object) -> None:
-        seen.append(number)
-        signal.signal(signal.SIGINT, before)
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: bool(seen)
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -59,12 +59,9 @@ class Checks:
             UserError: the child refuses the question, or answering exceeds a limit.
         """
         task, loop = Task(), asyncio.get_running_loop()
-        work = loop.run_in_executor(self._threads, lambda: self.children.ask(question, task))
-        work.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # retrieve the exception even if no caller waits, or asyncio logs it
         try:
-            answer: Tree = await asyncio.wait_for(asyncio.shield(work), _WAIT_SECONDS)
+            async with asyncio.timeout(_WAIT_SECONDS):
+                answer: Tree = await loop.run_in_executor(self._threads, lambda: self.children.ask(question, task))
             return answer
         except Refused as error:
             raise UserError(str(error)) from None

@@ -1,16 +1,18 @@
-"""Signals that ask a run to stop."""
+"""Signals that ask work to stop."""
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 
 @contextmanager
-def stop_signals() -> Iterator[Callable[[], str | None]]:
-    """A context with a function that returns the first SIGINT or SIGTERM's name, else None; a second acts as usual."""
+def stop_signals(
+    wanted: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
+) -> Iterator[Callable[[], str | None]]:
+    """A context with a function that returns the name of the first of these signals, else None; a second acts as usual."""
     asked: list[str] = []
     previous: dict[signal.Signals, Any] = {}
 
@@ -19,7 +21,7 @@ def stop_signals() -> Iterator[Callable[[], str | None]]:
         signal.signal(number, previous[signal.Signals(number)])
 
     if threading.current_thread() is threading.main_thread():  # only the main thread can set handlers
-        previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        previous = {number: signal.signal(number, ask) for number in wanted}
     try:
         yield lambda: asked[0] if asked else None
     finally:
