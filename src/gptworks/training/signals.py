@@ -12,7 +12,7 @@ from typing import Any
 def stop_signals(
     wanted: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
 ) -> Iterator[Callable[[], str | None]]:
-    """A context with a function that returns the name of the first of these signals, else None; a second acts as usual."""
+    """A context with a function that names the first of these signals to come, else None; a second acts as usual."""
     asked: list[str] = []
     previous: dict[signal.Signals, Any] = {}
 
