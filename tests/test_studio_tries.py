@@ -47,7 +47,7 @@ def test_tries_are_listed_with_their_verdicts_and_runs_and_what_cannot_be_read_i
         assert good["lines"] == list(try_lines(read_try(root / "good"))) and "helps: the loss is" in good["lines"][0]
         assert good["runs"] == [f"good/pairs/{n:02d}-{arm}" for n in range(3) for arm in ("after", "before")]
         assert good["page"] == str(root / "good" / "try.html")
-        problems = {"damaged": "is damaged", "linked": "a link that leads out", "partial": "the runs of its first pair"}
+        problems = {"damaged": "is damaged", "linked": "leads out of", "partial": "the runs of its first pair"}
         for name, problem in problems.items():
             assert problem in tries[name]["problem"] and "lines" not in tries[name]
 

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from gptworks.errors import UserError
+from gptworks.files import check_regular
 from gptworks.runs.try_page import TRY_PAGE, try_lines
 from gptworks.runs.try_results import TRY_FILE, read_try
 from gptworks.runs.watch import Watch
@@ -64,13 +65,8 @@ class Tries:
         return row | {"problem": None, "state": "running" if running else row["state"]}
 
     def _read(self, folder: Path, root: Path, ids: Mapping[str, str]) -> dict[str, Any]:
-        for file in (folder / name for name in (TRY_FILE, "before.yaml", "after.yaml")):
-            if not file.resolve().is_relative_to(root.resolve()):
-                raise UserError(f"{file.name} is a link that leads out of {root}: put the file there.")
-            if file.stat().st_size > MOST_BYTES:
-                raise UserError(
-                    f"{file.name} has {file.stat().st_size:,} bytes, and a try's has at most {MOST_BYTES:,}."
-                )
+        for name in (TRY_FILE, "before.yaml", "after.yaml"):
+            check_regular(folder / name, MOST_BYTES, inside=root)
         changed = (folder / TRY_FILE).stat().st_mtime_ns
         if self._known.get(folder, (None,))[0] != changed:
             found, page = read_try(folder, self._feed.library.recipes.of), folder / TRY_PAGE
