@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Request
@@ -166,13 +166,12 @@ async def _begin(
 
 
 async def _events(generation: Generation, body: GenerateRequest, step: int | None) -> AsyncGenerator[list[Event]]:
-    spell, (prompt,) = _Spelled(generation.model), generation.prompts
-    request = generation.stream.requests[0]
+    model, (prompt,), request = generation.model, generation.prompts, generation.stream.requests[0]
 
     def start() -> Event:
-        decoder = StreamDecoder(generation.model.tokens.tokenizer)
+        decoder = StreamDecoder(model.tokens.tokenizer)
         scores = request.prompt_logprobs or [None] * len(prompt.ids)
-        tokens = [spell.token(i, decoder.push(i), score) for i, score in zip(prompt.ids, scores, strict=True)]
+        tokens = [_token(model, i, decoder.push(i), score) for i, score in zip(prompt.ids, scores, strict=True)]
         return {"type": "start", "seed": generation.order.settings.seed, "step": step, "tokens": tokens}
 
     started = not body.score_prompt  # the scores are known when the first token comes
@@ -188,37 +187,30 @@ async def _events(generation: Generation, body: GenerateRequest, step: int | Non
             if piece.token_id is not None:
                 rest = ""
                 logprob += 0.0 if piece.logprob is None else piece.logprob.logprob
-                after = piece.processed and spell.scores(piece.processed)
+                after = piece.processed and _scores(model, piece.processed)
                 events.append(
-                    {"type": "token", **spell.token(piece.token_id, piece.text, piece.logprob), "after": after}
+                    {"type": "token", **_token(model, piece.token_id, piece.text, piece.logprob), "after": after}
                 )
             if piece.finish_reason is not None:
                 events.append({
                     "type": "end", "reason": piece.finish_reason, "text": rest, "generated": pace.n_tokens,
                     "seconds": time.monotonic() - generation.began, "tokens_per_second": pace.tokens_per_second,
-                    "mean_logprob": _finite(logprob / pace.n_tokens) if pace.n_tokens else None,
+                    "mean_logprob": max(logprob / pace.n_tokens, LEAST_LOGPROB) if pace.n_tokens else None,
                 })  # fmt: skip
         yield events
 
 
-class _Spelled:
-    """Tokens as JSON for the page."""
-
-    def __init__(self, model: ServedModel) -> None:
-        self._spell: Callable[[int], tuple[str, Any]] = model.tokens.spell
-
-    def token(self, token: int, text: str, score: TokenLogprob | None) -> Event:
-        made = {"id": token, "text": text, "spelling": self._spell(token)[0]}
-        return made | ({"logprob": None, "rank": None, "top": []} if score is None else
-                       {"rank": score.rank, **self.scores(score)})  # fmt: skip
-
-    def scores(self, score: TokenLogprob) -> Event:
-        return {"logprob": _finite(score.logprob), "top": self._top(score.top)}
-
-    def _top(self, top: Iterable[tuple[int, float]]) -> list[Event]:
-        return [{"id": i, "spelling": self._spell(i)[0], "logprob": _finite(logprob)} for i, logprob in top]
+def _token(model: ServedModel, token: int, text: str, score: TokenLogprob | None) -> Event:
+    """A token as JSON for the page."""
+    scores = {"logprob": None, "top": []} if score is None else _scores(model, score)
+    rank = None if score is None else score.rank
+    return {"id": token, "text": text, "spelling": model.tokens.spell(token)[0], "rank": rank, **scores}
 
 
-def _finite(logprob: float) -> float:
-    """The number, made finite, because JSON has no infinity."""
-    return max(logprob, LEAST_LOGPROB)
+def _scores(model: ServedModel, score: TokenLogprob) -> Event:
+    """A token's log-probability and the likeliest tokens, as finite numbers, because JSON has no infinity."""
+    top = [
+        {"id": other, "spelling": model.tokens.spell(other)[0], "logprob": max(logprob, LEAST_LOGPROB)}
+        for other, logprob in score.top
+    ]
+    return {"logprob": max(score.logprob, LEAST_LOGPROB), "top": top}
