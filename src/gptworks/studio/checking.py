@@ -200,14 +200,6 @@ def _shortest(tree: Tree, section: str, whole: Recipe) -> Tree:
     return tree
 
 
-def _paths(tree: Tree, path: str = "") -> Iterable[str]:
-    for name, value in tree.items():
-        where = f"{path}.{name}" if path else name
-        yield where
-        if isinstance(value, dict):
-            yield from _paths(value, where)
-
-
 # ------------------------------------------------------------------------------------------------------------- edits
 
 
@@ -287,13 +279,15 @@ def _dumped(tree: Tree) -> str:
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=100)
 
 
-def _given(tree: Tree) -> dict[str, str]:
-    """The settings of a tree by path; a section that is not a mapping is one setting."""
+def _given(tree: Tree, section: str = "") -> dict[str, str]:
+    """The settings of a section by path; a section that is not a mapping is one setting."""
     found = {}
     groups = {group["path"] for group in form()}
-    for path in _paths(tree):
-        value = _at(tree, path)
+    for name, value in tree.items():
+        path = f"{section}.{name}" if section else name
         found[path] = "" if path in groups and isinstance(value, dict) else text_of(value)
+        if isinstance(value, dict):
+            found |= _given(value, path)
     return found
 
 

@@ -32,7 +32,7 @@ from gptworks.serve.app import body_of
 from gptworks.studio.answers import as_json
 from gptworks.studio.loaded import Wanted
 from gptworks.studio.play import Chosen, Which
-from gptworks.studio.state import Studio, studio_of
+from gptworks.studio.state import studio_of
 from gptworks.units import readable
 
 router = APIRouter(prefix="/studio/model", include_in_schema=False)
@@ -91,10 +91,6 @@ def _verify(wanted: Wanted) -> None:
     wanted.checkpoint.verify("model.safetensors")
 
 
-async def _shown(studio: Studio, model: str, which: str | int | None) -> Shown:
-    return Shown(await studio.engines.find(model, which))
-
-
 # ------------------------------------------------------------------------------------------------------- the sheet
 
 
@@ -102,7 +98,7 @@ async def _shown(studio: Studio, model: str, which: str | int | None) -> Shown:
 async def model_sheet(request: Request) -> Response:
     """A model's parts, including those of one block, with the cost of each part, and the totals."""
     studio, body = studio_of(request), await body_of(request, SheetRequest)
-    shown = await _shown(studio, body.model, body.checkpoint)
+    shown = Shown(await studio.engines.find(body.model, body.checkpoint))
     return as_json(await studio.reader.compute(lambda _: _sheet(shown, body.layer)))
 
 
@@ -206,9 +202,8 @@ async def model_spectrum(request: Request) -> Response:
 
 async def _of_checkpoints(request: Request, look: Callable[[list[tuple[int, StoredWeights]], Check], Tree]) -> Response:
     studio, body = studio_of(request), await body_of(request, WeightsRequest)
-    both = [await _shown(studio, body.model, body.checkpoint)]
-    if body.against is not None:
-        both.append(await _shown(studio, body.model, body.against))
+    steps = [body.checkpoint, *([] if body.against is None else [body.against])]
+    both = [Shown(await studio.engines.find(body.model, step)) for step in steps]
 
     def work(check: Check) -> Tree:
         of = [(shown.wanted.checkpoint.step, shown.stored([body.tensor])[0]) for shown in both]
