@@ -52,8 +52,8 @@ def _used(watch: Watch, names: list[str], asked_at: float | None = None, *, begi
     return watch.use(list(dict.fromkeys(names)), asked_at, begins=begins)
 
 
-def _rows_of(feed: Feed, names: set[str] | None = None) -> Callable[[Watch], list[dict[str, Any]]]:
-    """A function for `Feed.ask` that makes the list's rows for these runs; None: for all runs."""
+async def _rows(feed: Feed, names: set[str] | None = None) -> list[dict[str, Any]]:
+    """The list's rows for these runs; None: for all runs."""
 
     def made(watch: Watch) -> list[dict[str, Any]]:
         named = defaultdict[str, dict[Path, str]](dict)
@@ -65,7 +65,7 @@ def _rows_of(feed: Feed, names: set[str] | None = None) -> Callable[[Watch], lis
             if names is None or name in names
         ]
 
-    return made
+    return await feed.ask(made)
 
 
 def _origin(one: Watched, named: Mapping[str, Mapping[Path, str]]) -> dict[str, Any] | None:
@@ -87,8 +87,7 @@ def _origin(one: Watched, named: Mapping[str, Mapping[Path, str]]) -> dict[str, 
 async def list_runs(request: Request) -> Response:
     """The list of runs, each with its state, step, and last and best figures."""
     feed = studio_of(request).feed
-    rows = await feed.ask(_rows_of(feed))
-    return as_json({"runs": rows, "left_out": feed.left_out})
+    return as_json({"runs": await _rows(feed), "left_out": feed.left_out})
 
 
 @router.get("/studio/runs/curves")
@@ -234,13 +233,13 @@ async def live(request: Request) -> Response:
 
 async def _live(studio: Studio, changes: Changes) -> AsyncGenerator[list[dict[str, Any]]]:
     feed = studio.feed
-    rows = await feed.ask(_rows_of(feed))
+    rows = await _rows(feed)
     left_out = feed.left_out
     yield [{"type": "runs", "runs": rows, "gone": [], "all": True, "left_out": left_out}]
     known = {row["id"] for row in rows}
     while not studio.service.draining:
         if changed := await changes.take(2.0):
-            rows = await feed.ask(_rows_of(feed, changed))
+            rows = await _rows(feed, changed)
             gone, known = sorted(known - feed.states.keys()), set(feed.states)
             more = {} if left_out == feed.left_out else {"left_out": feed.left_out}
             left_out = feed.left_out
