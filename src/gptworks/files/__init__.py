@@ -4,6 +4,7 @@
 from gptworks.files.disk import naming_disk_errors, why_not_written
 from gptworks.files.lock import file_lock
 from gptworks.files.read import (
+    Stamp,
     check_inside,
     check_links,
     check_regular,
@@ -16,6 +17,7 @@ from gptworks.files.read import (
     read_given,
     read_regular,
     read_text,
+    stamp,
 )
 from gptworks.files.sums import SUMS_FILE, check_sums, sealed_json, sha256_file, unsealed_json, write_sums
 from gptworks.files.write import (

@@ -153,6 +153,19 @@ def map_array(path: Path, dtype: "npt.DTypeLike", *, inside: Path | None = None)
         return np.memmap(file, dtype, mode="r")
 
 
+Stamp = tuple[int, int, int]
+"""A file's inode, size and modification time in nanoseconds, which change with its contents."""
+
+
+def stamp(path: Path) -> Stamp | None:
+    """The stamp of a file or folder; None if it does not exist."""
+    try:
+        found = os.stat(path)  # noqa: PTH116 half the time of Path.stat, for hundreds of runs each second
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def check_inside(path: Path, inside: Path) -> None:
     """Raises a UserError if a link leads `path`, which need not exist, out of the folder `inside`. Call it before a
     library opens the path by name."""

@@ -1,7 +1,6 @@
 """A run's figures as arrays that grow with its log, from which the studio draws the curves of many long runs."""
 
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from gptworks.config import Recipe
 from gptworks.errors import UserError
+from gptworks.files import Stamp, stamp
 from gptworks.recipe import load_recipe
 from gptworks.runs.history import History
 from gptworks.training.record.curves import moving_average
@@ -133,7 +133,7 @@ class Series:
 
     def begin(self) -> None:
         """Start reading the log again from its beginning."""
-        self._stat: tuple[int, int, int] | None = None
+        self._stamp: Stamp | None = None
         self._reader = MetricsReader(self.folder / "metrics.jsonl")
         self.columns = {kind: Columns() for kind in KINDS}
         self.details: dict[str, list[str]] = {}
@@ -162,7 +162,7 @@ class Series:
     @property
     def is_begun(self) -> bool:
         """Whether any of the log has been read."""
-        return self._stat is not None
+        return self._stamp is not None
 
     @property
     def at_end(self) -> bool:
@@ -178,16 +178,16 @@ class Series:
         Returns:
             Whether anything changed.
         """
-        stat = _stat(self._reader.path)
-        if self.at_end and stat == self._stat:
+        now = stamp(self._reader.path)
+        if self.at_end and now == self._stamp:
             return False
         restarted = not self._reader.continues()
         if restarted:  # the run may have been resumed with other settings
             self.begin()
             vars(self).pop("recipe", None)
-        if self._stat is None and stat is not None and stat[1] > SKIMMED_BYTES:
+        if self._stamp is None and now is not None and now[1] > SKIMMED_BYTES:
             self._extend(self._ahead, skim_metrics(self._reader.path, N_SKIMMED))
-        self._stat = stat
+        self._stamp = now
         records = self._reader.read()
         self._extend(self.columns, records)
         self.n_records += len(records)
@@ -335,14 +335,6 @@ class Series:
         n = self.columns["sample"].n
         found = (self.record("sample", place) for place in range(n - 1, max(-1, n - 1 - most), -1))
         return [record for record in found if record is not None]
-
-
-def _stat(path: Path) -> tuple[int, int, int] | None:
-    try:
-        stat = os.stat(path)  # noqa: PTH116 half the time of Path.stat, for hundreds of runs each second
-    except OSError:
-        return None
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
 from gptworks.data.shards import MANIFEST_FILE, Split, TokenShards
 from gptworks.errors import UserError
+from gptworks.files import Stamp, stamp
 from gptworks.interpret.hooks import Check
 from gptworks.interpret.text import Costs, TokenizedText, check_ids
 from gptworks.runs.data import RunData, data_of_run
@@ -73,7 +73,7 @@ class OpenData:
     """The data of the most recently used runs. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._open: OrderedDict[tuple[object, ...], tuple[RunData, int | None]] = OrderedDict()
+        self._open: OrderedDict[tuple[object, ...], tuple[RunData, Stamp | None]] = OrderedDict()
 
     def of(self, wanted: Wanted) -> RunData:
         """The data of a run.
@@ -86,23 +86,14 @@ class OpenData:
             trained_on = str(wanted.checkpoint.state().get("data_fingerprint") or "")
         except OSError:
             raise UserError(f"{wanted.name} was deleted just now: choose another checkpoint.") from None
-        recipe_changed = (folder / "recipe.yaml").stat().st_mtime_ns
-        key = (folder, trained_on, recipe_changed)
-        if key not in self._open or _changed(self._open[key][0].prepared.folder) != self._open[key][1]:
+        key = (folder, trained_on, stamp(folder / "recipe.yaml"))
+        if key not in self._open or stamp(self._open[key][0].prepared.folder / MANIFEST_FILE) != self._open[key][1]:
             opened = data_of_run(wanted.run.id, folder, trained_on)
-            self._open[key] = opened, _changed(opened.prepared.folder)
+            self._open[key] = opened, stamp(opened.prepared.folder / MANIFEST_FILE)
         self._open.move_to_end(key)
         while len(self._open) > MOST_OPEN:
             self._open.popitem(last=False)
         return self._open[key][0]
-
-
-def _changed(folder: Path) -> int | None:
-    """The time (ns) at which a folder's manifest was written; None: it was deleted."""
-    try:
-        return (folder / MANIFEST_FILE).stat().st_mtime_ns
-    except OSError:
-        return None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from gptworks.config import Recipe
 from gptworks.confined import Abandoned, Confined, Exceeded, Limits, Refused, Task
 from gptworks.confined.child import serve
 from gptworks.errors import UserError
+from gptworks.files import Stamp, stamp
 from gptworks.recipe import load_recipe
 
 MOST_CHARACTERS = 1 << 19
@@ -49,9 +50,6 @@ def _values(question: Any) -> Any:
     return recipe.model_dump(mode="json")
 
 
-Stamp = tuple[int, int, int]
-
-
 class Recipes:
     """Reads recipes, each once until its file changes, one at a time. Thread-safe."""
 
@@ -81,14 +79,14 @@ class Recipes:
         return self._find(path) is not None
 
     def _find(self, path: Path) -> Recipe | str | None:
-        stamp, found = self._known.get(path, (None, None))
-        return found if stamp is not None and stamp == _stamp(path) else None
+        known, found = self._known.get(path, (None, None))
+        return found if known is not None and known == _stamp(path) else None
 
     def _read(self, path: Path) -> Recipe | str:
         with self._lock:
             if (found := self._find(path)) is not None:  # another thread has read it first
                 return found
-            stamp, task, question = _stamp(path), Task(), {"path": str(path), "cwd": str(Path.cwd())}
+            known, task, question = _stamp(path), Task(), {"path": str(path), "cwd": str(Path.cwd())}
             timer = threading.Timer(_WAIT_SECONDS, task.abandon)
             timer.daemon = True
             timer.start()
@@ -104,15 +102,14 @@ class Recipes:
                 raise UserError(f"the recipe was not read within {_WAIT_SECONDS:g} seconds.") from None
             finally:
                 timer.cancel()
-            self._known[path] = stamp, found
+            self._known[path] = known, found
             while len(self._known) > MOST_KEPT:
                 self._known.popitem(last=False)
             return found
 
 
 def _stamp(path: Path) -> Stamp:
-    try:
-        found = (path if path.is_file() else path / "recipe.yaml").stat()
-    except OSError as error:
-        raise UserError(f"{path} has no recipe to read: {error.strerror}.") from None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    found = stamp(path if path.is_file() else path / "recipe.yaml")
+    if found is None:
+        raise UserError(f"{path} has no recipe to read.")
+    return found
