@@ -18,7 +18,7 @@ from gptworks.infer.request import Request
 from gptworks.infer.scheduler import QueueFull
 from gptworks.infer.speculate import PromptLookup
 from gptworks.infer.text import Piece
-from gptworks.kernels.library import Unavailable
+from gptworks.kernels.build import Unavailable
 from test_engine import byte_tokenizer, char_tokenizer, random_model
 
 CONTEXT = 64

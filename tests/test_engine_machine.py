@@ -40,7 +40,7 @@ from gptworks.infer.request import Request
 from gptworks.infer.sampling import Sampler, adjust, sample
 from gptworks.infer.scheduler import QueueFull
 from gptworks.infer.speculate import DraftModel, HeadsDraft, PromptLookup
-from gptworks.kernels.library import Unavailable
+from gptworks.kernels.build import Unavailable
 from gptworks.model.gpt import GPT
 from gptworks.quantize.panels import UNIT, from_panels
 from gptworks.special_tokens import special_tokens

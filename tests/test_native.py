@@ -21,7 +21,8 @@ from gptworks.errors import UserError
 from gptworks.infer.backends import choice, native
 from gptworks.infer.backends.backend import Chunk, TorchBackend
 from gptworks.infer.backends.placement import settle
-from gptworks.kernels.library import Unavailable, library
+from gptworks.kernels.build import Unavailable
+from gptworks.kernels.library import library
 from gptworks.model.gpt import GPT
 from gptworks.quantize.convert import quantize_model
 from hf import random_model

@@ -15,7 +15,8 @@ import pytest
 
 import commands
 from as_processors import built_emulator
-from gptworks.kernels.library import AMX, MARCH, Unavailable, library
+from gptworks.kernels.build import MARCH, Unavailable
+from gptworks.kernels.library import AMX, library
 from gptworks.machine import cpu_flags
 
 NEEDED = {"avx512f", "avx512bw", "avx512_vnni", "avx512_bf16"}

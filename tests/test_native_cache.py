@@ -15,11 +15,14 @@ import pytest
 import commands
 from commands import Process
 from gptworks import machine
+from gptworks.kernels import build as kernel_build
+from gptworks.kernels import cache as kernel_cache
 from gptworks.kernels import entries
 from gptworks.kernels import library as native_library
-from gptworks.kernels.library import Unavailable, library
+from gptworks.kernels.build import Unavailable
+from gptworks.kernels.library import library
 from serving import until
-from test_native_library import builds, built, fresh, temporary, works
+from test_native_library import builds, built, fresh, loaded_file, temporary, works
 
 assert built and builds and fresh and temporary  # fixtures
 
@@ -39,7 +42,7 @@ else:
 """
 """A compiler that notes what it links, and gives what was linked before."""
 
-LOADS = "from gptworks.kernels.library import library; print(library().folder)"
+LOADS = "from gptworks.kernels.library import library; print(library().functions._name)"
 
 
 @pytest.fixture
@@ -72,7 +75,7 @@ def folders(processes: list[Process]) -> set[Path]:
     for process in processes:
         out, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
-        found.add(Path(out.strip()))
+        found.add(Path(out.strip()).parent)
     return found
 
 
@@ -120,7 +123,7 @@ def test_a_compiler_that_never_ends_is_given_up(
     built: bytes, fresh: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_compiler(built, tmp_path_factory.mktemp("slow"), monkeypatch, 600)
-    monkeypatch.setattr(native_library, "COMPILE_SECONDS", 2)
+    monkeypatch.setattr(kernel_build, "COMPILE_SECONDS", 2)
     with pytest.raises(Unavailable, match=r"g\+\+ did not end within 2 seconds\."):
         library()
 
@@ -152,7 +155,7 @@ def test_nothing_is_left_in_another_users_home(
         return os.stat_result([*found[:4], other, *found[5:]]) if self == home or home in self.parents else found
 
     monkeypatch.setattr(Path, "stat", of_another)
-    assert works() and library().folder == temporary / f"gptworks-{os.geteuid()}"
+    assert works() and loaded_file().parent == temporary / f"gptworks-{os.geteuid()}"
     assert list(home.iterdir()) == []
     assert any(f"another user owns {home}" in line for line in caplog.messages)
 
@@ -169,7 +172,7 @@ def test_a_shared_folder_that_another_user_has_made_first_is_not_used(
         return os.stat_result([*found[:4], os.geteuid() + 1, *found[5:]]) if self == planted else found
 
     monkeypatch.setattr(Path, "stat", of_another)
-    assert works() and library().folder.name.startswith("gptworks-kernels-")
+    assert works() and loaded_file().parent.name.startswith("gptworks-kernels-")
     assert list(planted.iterdir()) == []
 
 
@@ -202,8 +205,8 @@ def test_what_was_not_used_for_long_or_is_too_much_is_removed(builds: list[str],
     others = [kept(fresh, 400, "choice.json"), kept(fresh, 400, "kernels-notes.txt")]
     assert works()
     assert not old.exists() and not torn.exists() and writing.exists() and all(file.exists() for file in others)
-    assert [file.exists() for file in recent] == [i < native_library.MOST_KEPT - 1 for i in range(20)]
-    assert len(list(fresh.glob("kernels-*.so"))) == native_library.MOST_KEPT
+    assert [file.exists() for file in recent] == [i < kernel_cache.MOST_KEPT - 1 for i in range(20)]
+    assert len(list(fresh.glob("kernels-*.so"))) == kernel_cache.MOST_KEPT
 
 
 def test_used_libraries_stay(builds: list[str], fresh: Path) -> None:
@@ -214,7 +217,7 @@ def test_used_libraries_stay(builds: list[str], fresh: Path) -> None:
     native_library.forget()
     assert works() and time.time() - mine.stat().st_mtime < 3600 and len(builds) == 1
     loading = [kept(fresh, 0.01, f"kernels-{i}-b.so") for i in range(30)]
-    native_library._prune(fresh)
+    kernel_cache._prune(fresh)
     assert mine.exists() and all(file.exists() for file in loading)
 
 
@@ -262,10 +265,10 @@ def test_the_key_follows_the_processor_on_a_mac(fresh: Path, monkeypatch: pytest
     monkeypatch.setattr(subprocess, "run", run)
     assert machine.cpu_identity() == ""
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
-    monkeypatch.setattr(native_library, "cpu_flags", frozenset[str])
-    first = native_library._key("c++")
+    monkeypatch.setattr(kernel_build, "cpu_flags", frozenset[str])
+    first = kernel_build.key("c++")
     said[0] = said[0].replace("M1", "M2").replace(": 0", ": 1")
-    assert native_library._key("c++") != first
+    assert kernel_build.key("c++") != first
 
 
 @pytest.mark.parametrize("value", ["yes", "off", "2", " 1", "\n"])

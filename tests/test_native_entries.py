@@ -20,8 +20,9 @@ from torch import Tensor
 import kernel_calls
 from commands import run as run_python
 from gptworks.kernels import entries, passes
+from gptworks.kernels.build import SOURCES, Unavailable
 from gptworks.kernels.entries import ENTRIES, INTEGER, POINTER
-from gptworks.kernels.library import SOURCES, Unavailable, library
+from gptworks.kernels.library import library
 from kernel_calls import Call
 
 REFUSED = (ValueError, IndexError)

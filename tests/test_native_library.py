@@ -30,10 +30,13 @@ from gptworks.infer.backends import choice, native
 from gptworks.infer.backends.backend import Chunk, TorchBackend
 from gptworks.infer.backends.choice import choose_backend
 from gptworks.infer.engine import load
+from gptworks.kernels import build as kernel_build
+from gptworks.kernels import cache as kernel_cache
 from gptworks.kernels import dispatch
 from gptworks.kernels import library as native_library
+from gptworks.kernels.build import Unavailable
 from gptworks.kernels.levels import LEVELS, Level
-from gptworks.kernels.library import Unavailable, library
+from gptworks.kernels.library import library
 from gptworks.model.gpt import GPT
 from gptworks.quantize.convert import quantize_model
 from gptworks.recipe import parse_recipe
@@ -53,10 +56,11 @@ def built() -> bytes:
         library()
     except Unavailable as error:
         pytest.skip(f"no native kernels here: {error}")
-    folder = native_library.cache_folder()
-    assert folder is not None
-    files = [file for file in folder.glob("kernels-*.so") if library().sha256 in file.name]
-    return files[0].read_bytes() if files else native_library.build(str(shutil.which("c++")))
+    return loaded_file().read_bytes()
+
+
+def loaded_file() -> Path:
+    return Path(library().functions._name)
 
 
 @pytest.fixture
@@ -87,7 +91,7 @@ def builds(built: bytes, fresh: Path, monkeypatch: pytest.MonkeyPatch) -> list[s
         asked.append(compiler)
         return built
 
-    monkeypatch.setattr(native_library, "build", build)
+    monkeypatch.setattr(kernel_build, "build", build)
     return asked
 
 
@@ -116,7 +120,7 @@ def test_a_compiler_that_fails_leaves_nothing_and_is_not_asked_again(
 ) -> None:
     wrong = tmp_path / "wrong.cpp"
     wrong.write_text("this is no C++", encoding="utf-8")
-    monkeypatch.setattr(native_library, "SOURCES", (wrong,))
+    monkeypatch.setattr(kernel_build, "SOURCES", (wrong,))
     with pytest.raises(Unavailable, match=r"could not compile it .*error"):
         library()
     assert [file.name for file in fresh.iterdir() if file.name != "lock"] == []
@@ -173,7 +177,7 @@ def test_the_packages_library_for_this_processor_is_taken_without_a_compiler(
 ) -> None:
     monkeypatch.setattr(native_library, "cpu_flags", lambda: {*level.flags, "sse2", "vaes"})
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    assert library().sha256 == hashlib.sha256(carried[level.name]).hexdigest() and builds == []
+    assert loaded_file().read_bytes() == carried[level.name] and builds == []
     assert works() and library().origin == "from the package"
     [copy] = fresh.glob("kernels-*.so")
     assert copy.stat().st_mode & 0o777 == 0o700, "loaded from this user's own folder, wherever the package lies"
@@ -274,13 +278,13 @@ def test_sources_are_compiled_separately_and_linked_to_one_library(
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no compiler here")
-    monkeypatch.setattr(native_library, "SOURCES", tuple(tmp_path / name for name in sources))
+    monkeypatch.setattr(kernel_build, "SOURCES", tuple(tmp_path / name for name in sources))
     linked = tmp_path / "linked.so"
-    linked.write_bytes(native_library.build(compiler))
+    linked.write_bytes(kernel_build.build(compiler))
     assert ctypes.CDLL(str(linked)).answer() == 42
     (tmp_path / "b.cpp").write_text("int two() { return nothing; }", encoding="utf-8")
     with pytest.raises(Unavailable, match=r"could not compile it .*b\.cpp.*error"):
-        native_library.build(compiler)
+        kernel_build.build(compiler)
 
 
 # ------------------------------------------------------------------------------------------------------ other users
@@ -346,7 +350,7 @@ def test_a_folder_below_one_that_others_may_write_is_not_used(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     planted(fresh, builds)
-    monkeypatch.setattr(native_library, "_is_own_group", lambda _: False)
+    monkeypatch.setattr(kernel_cache, "_is_own_group", lambda _: False)
     fresh.parent.chmod(mode)
     assert works() and len(builds) == 1
     shared = temporary / f"gptworks-{os.geteuid()}"
@@ -370,7 +374,7 @@ def test_a_folder_below_one_that_the_users_own_group_may_write_is_used(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(grp, "getgrgid", lambda _, group=group: group)
             patch.setattr(pwd, "getpwuid", lambda _: SimpleNamespace(pw_name="anna"))
-            assert works() and library().folder == kept_in
+            assert works() and loaded_file().parent == kept_in
         native_library.forget()
     assert len(builds) == 2
 
@@ -408,7 +412,7 @@ def test_a_library_is_not_compiled_in_a_folder_that_others_may_write(
     tmp_path.chmod(0o777)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(OSError, match=f"other users may write to {tmp_path}"):
-        native_library.build("c++")
+        kernel_build.build("c++")
 
 
 def test_a_link_to_a_folder_is_not_used(builds: list[str], fresh: Path, tmp_path: Path) -> None:
@@ -451,7 +455,7 @@ def test_a_processor_without_vector_instructions_computes_the_same(
 ) -> None:
     """The plain C++ under the intrinsics, without OpenMP: what another processor or compiler gets."""
     monkeypatch.delenv("GPTWORKS_NATIVE_MARCH", raising=False)
-    monkeypatch.setattr(native_library, "ATTEMPTS", ((),))
+    monkeypatch.setattr(kernel_build, "ATTEMPTS", ((),))
     for kind in ("bf16", "fp16", "int8", "int4"):
         model = variant("qwen3")
         twin = pack(model, kind)

@@ -20,9 +20,10 @@ import torch
 from gptworks.infer.backends import native
 from gptworks.infer.backends.backend import Chunk, TorchBackend
 from gptworks.kernels import entries
+from gptworks.kernels.build import FLAGS, SOURCES, Unavailable
 from gptworks.kernels.call import NUMBERS
 from gptworks.kernels.levels import LEVELS, Level
-from gptworks.kernels.library import FLAGS, SOURCES, Unavailable, library
+from gptworks.kernels.library import library
 from gptworks.machine import cpu_flags
 from gptworks.model.gpt import GPT
 from test_native import KINDS, VARIANTS, copy_of, expected, pack, text, variant

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from gptworks.kernels import library as native_library
+from gptworks.kernels import build as kernel_build
+from gptworks.kernels.build import SOURCES
 from gptworks.kernels.levels import LEVELS, Level
-from gptworks.kernels.library import SOURCES
 from gptworks.machine import cpu_flags
 
 pytestmark = [pytest.mark.sanitizers, pytest.mark.timeout(900)]
@@ -39,11 +39,11 @@ CALLS = """
 import sys, torch
 from gptworks.kernels import entries, library as native_library
 from gptworks.kernels.library import Library
-import ctypes, pathlib
+import ctypes
 
 functions = ctypes.CDLL(sys.argv[1])
 entries.declare(functions)
-loaded = Library(functions, "0" * 64, "for a test", pathlib.Path(sys.argv[1]).parent, False)
+loaded = Library(functions, "for a test", False)
 for name in ("library", "training_library"):
     setattr(native_library, name, lambda: loaded)
 import gptworks.infer.backends.native as backend
@@ -108,8 +108,8 @@ def built(program: str, options: tuple[str, ...], level: Level, folder: Path) ->
     if missing := level.flags - cpu_flags():
         pytest.skip(f"this processor has no {', '.join(sorted(missing))}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native_library, "FLAGS", ("-O1", "-g1", "-std=c++17", "-fPIC", "-pthread"))
-        content = native_library.build(compiler(program), ((*level.options, *options),))
+        patch.setattr(kernel_build, "FLAGS", ("-O1", "-g1", "-std=c++17", "-fPIC", "-pthread"))
+        content = kernel_build.build(compiler(program), ((*level.options, *options),))
     file = folder / f"kernels-{level.name}.so"
     file.write_bytes(content)
     return file

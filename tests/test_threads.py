@@ -16,7 +16,8 @@ import commands
 import tiny
 from gptworks.config import Recipe
 from gptworks.device import BusyCores, advice_on_threads, cpu_threads, free_threads
-from gptworks.kernels.library import Unavailable, library
+from gptworks.kernels.build import Unavailable
+from gptworks.kernels.library import library
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.training.changes import load_to_resume
 from gptworks.training.loop import Run, train

@@ -25,7 +25,8 @@ from gptworks.evaluation.results import read_evaluations
 from gptworks.infer.backends.native import refusal
 from gptworks.infer.engine import load
 from gptworks.infer.speculate import DraftModel
-from gptworks.kernels.library import Unavailable, library
+from gptworks.kernels.build import Unavailable
+from gptworks.kernels.library import library
 from gptworks.model.gpt import GPT
 from gptworks.model.lora import add_lora, is_adapter
 from gptworks.planning.inference import PRECISIONS, inference_memory

@@ -8,7 +8,8 @@ from gptworks.choices import BackendName
 from gptworks.errors import UserError
 from gptworks.infer.backends.backend import Backend, TorchBackend
 from gptworks.infer.backends.native import NativeBackend, refusal
-from gptworks.kernels.library import Unavailable, library
+from gptworks.kernels.build import Unavailable
+from gptworks.kernels.library import library
 from gptworks.model.gpt import GPT
 
 

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from gptworks.infer.backends.backend import Backend, Chunk
 from gptworks.infer.backends.cache import BlockCache, Blocks
 from gptworks.infer.backends.placement import matrices, settle, widest_panels
+from gptworks.kernels.build import Unavailable
 from gptworks.kernels.call import NUMBERS, call
 from gptworks.kernels.entries import FUNCTION_OF_MLP, Layer, Matrix, Model, Norm
-from gptworks.kernels.library import Unavailable, library
+from gptworks.kernels.library import library
 from gptworks.model.gpt import GPT
 from gptworks.model.lora import has_adapter
 from gptworks.quantize.panels import panel_of, size_in_panels, to_panels
