@@ -180,7 +180,7 @@ def compiled(compiler: str, options: list[str], folder: Path) -> Path:
     program = folder / "native_cases"
     folder_of_kernels = SOURCES[0].parent
     sources = [Path(__file__).with_name("native_cases.cpp")]
-    sources += [folder_of_kernels / f"{name}.cpp" for name in ("products", "cached_attention")]
+    sources += [folder_of_kernels / f"{name}.cpp" for name in ("products", "cached_attention", "threads", "entry")]
     command = [compiler, *FLAGS, "-fopenmp", *options, f"-I{folder_of_kernels}", *map(str, sources), "-o", str(program)]
     subprocess.run(command, check=True)
     return program

@@ -13,6 +13,7 @@
 #include <limits>
 
 #include "amx.h"
+#include "functions.h"
 #include "threads.h"
 #include "tile.h"
 
@@ -220,33 +221,6 @@ template<class T> INLINE void put(const float *from, float factor, T *to, int64_
 }
 
 // ------------------------------------------------------------------------------------------------------- weights
-
-// 2^x for x ≤ 126; 0 below the smallest normal number. What is no number stays none.
-INLINE Lanes power_of_two(Lanes x) {
-#ifdef __AVX512F__
-    x = (Lanes)_mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x);
-    const Lanes whole = (Lanes)_mm512_roundscale_ps((__m512)x, 8), r = x - whole;
-#else
-    const IntLanes vanishes = x < -126.0f;
-    x = larger(x, all(-126.0f));
-    const Lanes shifted = x + 0x1.8p23f, whole = shifted - 0x1.8p23f, r = x - whole;
-#endif
-    Lanes y = r * 1.5403530e-4f + 1.3333558e-3f; // (ln 2)^n / n!
-    y = y * r + 9.6181291e-3f;
-    y = y * r + 5.5504109e-2f;
-    y = y * r + 2.4022651e-1f;
-    y = y * r + 6.9314718e-1f;
-    y = y * r + 1.0f;
-#ifdef __AVX512F__
-    return (Lanes)_mm512_scalef_ps((__m512)y, (__m512)whole);
-#else
-    return choose(vanishes, Lanes{}, y * lanes_of((bits_of(shifted) - 0x4b400000 + 127) << 23));
-#endif
-}
-
-INLINE Lanes hyperbolic_tangent(Lanes x) {
-    return 1.0f - 2.0f / (1.0f + power_of_two(smaller(x, all(40.0f)) * 2.8853901f));
-}
 
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 

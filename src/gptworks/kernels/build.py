@@ -14,7 +14,7 @@ from pathlib import Path
 from gptworks.kernels.cache import make_private
 from gptworks.machine import cpu_flags, cpu_identity, usable_cpus
 
-_NAMES = ("products", "attention", "passes", "cached_attention", "step", "gemm", "optimizer")
+_NAMES = ("products", "cached_attention", "passes", "attention", "optimizer", "gemm", "step", "threads", "entry")
 SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in _NAMES)
 """The C++ sources, the slowest to compile first; they include the headers of this folder."""
 

@@ -43,6 +43,12 @@ template<int... I, class F> INLINE void each(std::integer_sequence<int, I...>, c
 }
 template<int N, class F> INLINE void repeat(const F &f) { each(std::make_integer_sequence<int, N>{}, f); }
 
+// Calls f(0, …, N − 1) once.
+template<int... I, class F> INLINE void with(std::integer_sequence<int, I...>, const F &f) {
+    f(std::integral_constant<int, I>{}...);
+}
+template<int N, class F> INLINE void at_once(const F &f) { with(std::make_integer_sequence<int, N>{}, f); }
+
 typedef float Quad __attribute__((vector_size(16)));
 typedef int8_t Bytes __attribute__((vector_size(16)));
 
@@ -433,52 +439,5 @@ INLINE Quad sums(const Lanes (&v)[4]) {
 }
 
 inline float sum(Lanes v) { return sums({v, Lanes{}, Lanes{}, Lanes{}})[0]; }
-
-// e^x by x = n·ln 2 + r and the first terms of the series in r, |r| ≤ 0.35; within 2 units in the last place.
-INLINE Lanes exponential(Lanes x) {
-    x = smaller(larger(x, all(-87.0f)), all(88.0f));
-    const float magic = 0x1.8p23f; // adding it rounds to a whole number, in the low bits
-    const Lanes shifted = x * 1.44269504f + magic, n = shifted - magic;
-    const Lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f; // ln 2 in two parts
-    Lanes y = r * (1 / 5040.0f) + 1 / 720.0f;
-    y = y * r + 1 / 120.0f;
-    y = y * r + 1 / 24.0f;
-    y = y * r + 1 / 6.0f;
-    y = y * r + 0.5f;
-    y = y * r + 1.0f;
-    y = y * r + 1.0f;
-    const IntLanes power = (bits_of(shifted) - 0x4b400000 + 127) << 23;
-    return y * lanes_of(power);
-}
-
-INLINE Lanes sigmoid(Lanes x) { return 1.0f / (1.0f + exponential(-x)); }
-
-INLINE Lanes gelu(Lanes x) { // erf by Abramowitz & Stegun 7.1.26, within 1.5e-7
-    const Lanes z = magnitude(x) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * z);
-    Lanes y = 1.061405429f * t - 1.453152027f;
-    y = y * t + 1.421413741f;
-    y = y * t - 0.284496736f;
-    y = y * t + 0.254829592f;
-    const Lanes tail = 0.5f * y * t * exponential(-z * z); // of the normal distribution, beyond |x|
-    return x * choose(x < 0.0f, tail, 1.0f - tail);
-}
-
-enum Function : int64_t { NO_FUNCTION = -1, GELU, GELU_TANH, RELU2, SILU }; // activations; of gates too
-constexpr const char *FUNCTIONS[] = {"gelu", "gelu_tanh", "relu2", "silu"};
-constexpr int64_t N_FUNCTIONS = sizeof FUNCTIONS / sizeof *FUNCTIONS;
-
-INLINE Lanes activate(Lanes x, int64_t function) {
-    switch (function) {
-    case GELU_TANH:
-        return x * sigmoid(1.59576912f * (x + 0.044715f * x * x * x)); // (1 + tanh u) / 2 = σ(2u)
-    case RELU2:
-        x = larger(x, Lanes{});
-        return x * x;
-    case SILU:
-        return x * sigmoid(x);
-    default:
-        return gelu(x);
-    }
-}
 
 } // namespace kernels

@@ -1,4 +1,4 @@
-// What training computes between its matrix products, forward and backward. Built by library.py, called by passes.py.
+// What training computes between its matrix products, forward and backward. Built by build.py, called by passes.py.
 //
 // Values come and go in float32 or bf16 and are computed in float32. Each element, or each row, is computed by one
 // thread in one order; a sum over rows is made of BLOCKS sums over the same rows whatever the number of threads, added
@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "lanes.h"
+#include "functions.h"
 #include "threads.h"
 
 using namespace kernels;
@@ -40,35 +40,6 @@ template<class F> void over(int64_t n_elements, int64_t n_threads, const F &f) {
 
 // ----------------------------------------------------------------------------------------------------- activations
 
-struct Point {
-    Lanes value, slope;
-};
-
-template<int64_t FUNCTION> INLINE Point point(Lanes x) {
-    if constexpr (FUNCTION == RELU2) {
-        const Lanes positive = larger(x, Lanes{});
-        return {positive * positive, positive + positive};
-    }
-    if constexpr (FUNCTION == GELU) { // see lanes.h
-        const Lanes z = magnitude(x) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * z), e = exponential(-z * z);
-        Lanes y = 1.061405429f * t - 1.453152027f;
-        y = y * t + 1.421413741f;
-        y = y * t - 0.284496736f;
-        y = y * t + 0.254829592f;
-        const Lanes tail = 0.5f * y * t * e, share = choose(x < 0.0f, tail, 1.0f - tail);
-        return {x * share, share + smaller(larger(x, all(-20.0f)), all(20.0f)) * 0.39894228f * e};
-    }
-    // Beyond these bounds a slope is 0 or 1 in float32, and its terms would grow without end.
-    const float bound = FUNCTION == SILU ? 80.0f : 10.0f;
-    const Lanes near = smaller(larger(x, all(-bound)), all(bound));
-    if constexpr (FUNCTION == GELU_TANH) {
-        const Lanes square = near * near, share = sigmoid(near * (1.59576912f + 0.07135481f * square));
-        return {x * share, share + near * share * (1.0f - share) * (1.59576912f + 0.21406444f * square)};
-    }
-    const Lanes share = sigmoid(near);
-    return {x * share, share + near * share * (1.0f - share)};
-}
-
 template<class F> void with_function(int64_t function, const F &f) {
     switch (within("function", function, 0, N_FUNCTIONS - 1)) {
     case GELU:
@@ -98,7 +69,7 @@ template<class X, class Y, class Out> void normalize(const Norm &m, const X *x, 
         Buffer row((width + LANES - 1) / LANES);
         const auto [from, to] = team.share(m.n_rows);
         for (int64_t r = from; r < to; r++) {
-            Lanes total = {}, square = {};
+            Lanes total = {};
             for (int64_t i = 0; i < width; i += LANES) {
                 const int64_t n = width - i;
                 Lanes v = read(x + r * width + i, n);
@@ -110,11 +81,7 @@ template<class X, class Y, class Out> void normalize(const Norm &m, const X *x, 
                 total += v;
             }
             const float mean = m.layer ? sum(total) / width : 0;
-            for (int64_t i = 0; i < width; i += LANES) {
-                const Lanes centred = first(row[i / LANES] - mean, width - i);
-                square += centred * centred;
-            }
-            const float scale = 1 / std::sqrt(sum(square) / width + m.eps);
+            const float scale = scale_to_one([&](int64_t i) EACH { return row[i / LANES]; }, mean, width, m.eps);
             if (m.layer) m.mean[r] = mean;
             m.scale[r] = scale;
             for (int64_t i = 0; i < width; i += LANES) {

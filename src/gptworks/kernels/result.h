@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "functions.h"
 #include "matrix.h"
 
 namespace [[gnu::visibility("hidden")]] kernels {
@@ -50,5 +51,15 @@ struct Columns {
             std::memcpy(to, from, width * sizeof(float));
     }
 };
+
+// The results of rows from … to and columns first … end. sum(r, v): of the r-th of these rows and the v-th 16 columns.
+template<class F>
+INLINE void put(const Matrix &m, const Result &result, int64_t first, int64_t end, int64_t from, int64_t to,
+                const F &sum) {
+    for (int64_t v = 0; first + v * LANES < end; v++) {
+        const Columns columns(m, first + v * LANES, end);
+        for (int64_t row = from; row < to; row++) columns.put(sum(row - from, v), row, result);
+    }
+}
 
 } // namespace kernels

@@ -1,4 +1,4 @@
-// One decode step of a GPT on a CPU, for a few tokens of one or several texts. Built by library.py, called by
+// One decode step of a GPT on a CPU, for a few tokens of one or several texts. Built by build.py, called by
 // backend.py.
 //
 //     tokens ─► embed ─► layers × ( norm ─► q k v │ attend │ out ─► + │ norm ─► MLP │ down ─► + │ ) norm ─► head ─►
@@ -13,8 +13,10 @@
 // its own, filled in one order by one expression, whatever the number of rows. Nothing here may be built with
 // -ffast-math.
 
+#include <cstdio>
+
 #include "cached_attention.h"
-#include "lanes.h"
+#include "functions.h"
 #include "products.h"
 #include "threads.h"
 
@@ -66,17 +68,13 @@ struct Batch { // rows of a text come one after the other
 // ------------------------------------------------------------------------------------------- between the products
 
 void normalize(const Norm &norm, bool layer_norm, float eps, int64_t width, const float *x, float *out) {
-    Lanes total = {}, square = {};
+    Lanes total = {};
     float mean = 0;
     if (layer_norm) {
         for (int64_t i = 0; i < width; i += LANES) total += load(x + i);
         mean = sum(total) / width;
     }
-    for (int64_t i = 0; i < width; i += LANES) {
-        const Lanes centred = load(x + i) - mean;
-        square += centred * centred;
-    }
-    const float factor = 1 / std::sqrt(sum(square) / width + eps);
+    const float factor = scale_to_one([&](int64_t i) EACH { return load(x + i); }, mean, width, eps);
     for (int64_t i = 0; i < width; i += LANES) {
         Lanes y = (load(x + i) - mean) * factor * load(norm.weight + i);
         if (norm.bias) y += load(norm.bias + i);
@@ -427,9 +425,6 @@ int64_t n_texts_of(const Batch &b, int64_t n_slots) {
 } // namespace
 
 // ---------------------------------------------------------------------------------------------------- what is called
-
-// The text of the last error of this thread.
-extern "C" const char *gptworks_error() noexcept { return last.text; }
 
 // The sizes of structures, and what numbers stand for, in their order.
 extern "C" const char *gptworks_layout() noexcept {

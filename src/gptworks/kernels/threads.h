@@ -2,77 +2,29 @@
 
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <thread>
 #include <utility>
 
 #include "entry.h"
 
-#ifdef _OPENMP
-#include <omp.h>
-#else
-#include <condition_variable>
-#include <cstdio>
-#include <functional>
-#include <memory>
-#include <mutex>
-#include <system_error>
-#include <unistd.h>
-#include <vector>
-#endif
-
 namespace [[gnu::visibility("hidden")]] kernels {
-
-// Tries for some 30 µs; whether it came true.
-template<class F> bool soon(const F &came_true) {
-    for (int tries = 0; tries < 2000; tries++) {
-        if (came_true()) return true;
-#if defined(__x86_64__)
-        __builtin_ia32_pause();
-#elif defined(__aarch64__)
-        asm volatile("isb");
-#endif
-    }
-    return came_true();
-}
-
-// Waits for what comes soon: on a busy machine, after those 30 µs, it lets the very thread run that it waits for.
-template<class F> void await(const F &came_true) {
-    if (soon(came_true)) return;
-    while (!came_true()) std::this_thread::yield();
-}
 
 // What the first thread that fails tells the others: nobody waits any more.
 struct Alarm {
     std::atomic<bool> taken{false}, rings{false};
     Failure first; // to be read when all threads have ended
 
-    void raise(const Failure &failure) noexcept {
-        if (!taken.exchange(true)) first = failure;
-        rings.store(true, std::memory_order_release);
-    }
+    void raise(const Failure &failure) noexcept;
     bool rung() const { return rings.load(std::memory_order_relaxed); }
 };
-
-struct Abandoned {}; // thrown in the threads that would wait for one that failed
 
 // Where all threads wait for the last. OpenMP's own barrier spins for milliseconds.
 struct Barrier {
     alignas(64) std::atomic<int64_t> arrived{0};
     alignas(64) std::atomic<int64_t> turn{0};
 
-    void wait(int64_t n_threads, const Alarm &alarm) {
-        const int64_t mine = turn.load(std::memory_order_acquire);
-        if (arrived.fetch_add(1, std::memory_order_acq_rel) == n_threads - 1) {
-            arrived.store(0, std::memory_order_relaxed);
-            turn.store(mine + 1, std::memory_order_release);
-            return;
-        }
-        await([&] { return turn.load(std::memory_order_acquire) != mine || alarm.rung(); });
-        if (alarm.rung()) throw Abandoned();
-    }
+    void wait(int64_t n_threads, const Alarm &alarm);
 };
 
 struct Team {
@@ -88,117 +40,18 @@ struct Team {
     }
 };
 
-#ifndef _OPENMP
-// Threads of our own, for compilers without OpenMP. All sources share them; other libraries in the process do not.
-typedef std::function<void(int64_t)> Work; // with the number of the thread
-
-// A thread that waits for work: first awake, because the next piece often comes soon, then asleep.
-class Worker {
-public:
-    explicit Worker(int64_t number) : thread([this, number] { run(number); }) {}
-    ~Worker() {
-        const Work end;
-        give(end);
-        thread.join();
-    }
-    void give(const Work &piece) {
-        {
-            const std::lock_guard<std::mutex> lock(mutex);
-            work.store(&piece, std::memory_order_release);
-        }
-        wakes.notify_one();
-    }
-    bool done() const { return !work.load(std::memory_order_acquire); }
-
-private:
-    void run(int64_t number) {
-        const auto given = [&] { return !done(); };
-        while (true) {
-            if (!soon(given)) {
-                std::unique_lock<std::mutex> lock(mutex);
-                wakes.wait(lock, given);
-            }
-            const Work &piece = *work.load(std::memory_order_acquire);
-            if (!piece) return; // the end
-            piece(number);
-            work.store(nullptr, std::memory_order_release);
-        }
-    }
-
-    std::atomic<const Work *> work{nullptr};
-    std::mutex mutex;
-    std::condition_variable wakes;
-    std::thread thread; // the last, because it uses the others
+// Work that threads share: a function, and what it is given besides the team.
+struct Work {
+    void (*function)(const void *with, const Team &team);
+    const void *with;
 };
 
-// The workers of one calling thread, which end with it.
-class Pool {
-public:
-    ~Pool() { forget_those_before_fork(); }
+// Runs work on some threads at once. What one of them throws is thrown here when all have ended: no exception leaves a
+// thread, and none waits for one that has failed.
+void parallel(int64_t n_threads, const Work &work);
 
-    // Has n workers, or as many as the system grants; how many.
-    int64_t have(int64_t n) {
-        forget_those_before_fork();
-        try {
-            while ((int64_t)workers.size() < n) workers.push_back(std::make_unique<Worker>(workers.size() + 1));
-        } catch (const std::system_error &) {
-            static std::atomic<bool> said{false};
-            if (!said.exchange(true))
-                std::fprintf(stderr, "gptworks: the system grants %zu of %lld threads\n", workers.size() + 1,
-                             (long long)n + 1);
-        }
-        return std::min<int64_t>(workers.size(), n);
-    }
-
-    // Does a piece of work on the calling thread and on n workers.
-    void run(int64_t n, const Work &piece) {
-        for (int64_t i = 0; i < n; i++) workers[i]->give(piece);
-        piece(0);
-        for (int64_t i = 0; i < n; i++) await([&] { return workers[i]->done(); });
-    }
-
-private:
-    // A forked process has a copy of the workers and none of their threads.
-    void forget_those_before_fork() {
-        if (process == getpid()) return;
-        for (auto &worker : workers) (void)worker.release();
-        workers.clear();
-        process = getpid();
-    }
-
-    std::vector<std::unique_ptr<Worker>> workers;
-    pid_t process = getpid();
-};
-
-inline Pool &pool() {
-    thread_local Pool mine;
-    return mine;
-}
-
-#endif
-
-// Runs work(team) on some threads at once. What one of them throws is thrown here when all have ended: no exception
-// leaves a thread, and none waits for one that has failed.
 template<class F> void parallel(int64_t n_threads, const F &work) {
-    Barrier barrier;
-    Alarm alarm;
-    const auto run = [&](int64_t thread, int64_t n) noexcept {
-        try {
-            work(Team{thread, n, &barrier, &alarm});
-        } catch (const Abandoned &) {
-        } catch (...) {
-            alarm.raise(caught());
-        }
-    };
-#ifdef _OPENMP
-#pragma omp parallel num_threads((int)n_threads)
-    run(omp_get_thread_num(), omp_get_num_threads());
-#else
-    Pool &workers = pool();
-    const int64_t n_workers = workers.have(n_threads - 1);
-    workers.run(n_workers, [&](int64_t thread) { run(thread, n_workers + 1); });
-#endif
-    if (alarm.rung()) throw alarm.first;
+    parallel(n_threads, Work{[](const void *with, const Team &team) { (*(const F *)with)(team); }, &work});
 }
 
 } // namespace kernels

@@ -35,31 +35,39 @@ template<class Policy, int ROWS, int COLUMNS> struct Tile { // COLUMNS: register
                     Ahead *ahead = nullptr) {
         for (int64_t first = 0; first < n; first += STEP) {
             if (ahead) ahead->fetch();
-            repeat<STEP>([&](auto step) EACH {
-                const int64_t word = first + step;
-                const auto of_right = [&](auto column, auto e) EACH {
-                    return Policy::right(
-                        words_at(right + column / PARTS * vectors_apart + column % PARTS * IN_REGISTER), e);
-                };
-                const auto multiply = [&](auto row, auto column, auto x, typename Policy::Left unit)
-                                          EACH { sum[row][column] = Policy::add(sum[row][column], x, unit); };
-                repeat<Policy::UNITS>([&](auto e) EACH {
-                    if constexpr (ROWS * COLUMNS + COLUMNS < REGISTERS) {
-                        decltype(of_right(std::integral_constant<int, 0>(), 0)) x[COLUMNS];
-                        repeat<COLUMNS>([&](auto column) EACH { x[column] = of_right(column, e); });
-                        repeat<ROWS>([&](auto row) EACH {
-                            const typename Policy::Left unit = left(row, word, e);
-                            repeat<COLUMNS>([&](auto column) EACH { multiply(row, column, x[column], unit); });
-                        });
-                    } else // one register of the right factor at a time: the sums need the others
-                        repeat<COLUMNS>([&](auto column) EACH {
-                            const auto x = of_right(column, e);
-                            repeat<ROWS>([&](auto row) EACH { multiply(row, column, x, left(row, word, e)); });
-                        });
-                });
+            const auto next = [&](int64_t word) EACH {
+                add_word(left, word, right, vectors_apart);
                 right += apart;
-            });
+            };
+            if constexpr (ROWS * COLUMNS * Policy::UNITS < 8)
+                repeat<STEP>([&](auto step) EACH { next(first + step); });
+            else // long enough: written out, it is no faster
+                for (int64_t step = 0; step < STEP; step++) next(first + step);
         }
+    }
+
+    template<class Left>
+    INLINE void add_word(const Left &left, int64_t word, const uint32_t *right, int64_t vectors_apart) {
+        const auto of_right = [&](int column, int e) EACH {
+            return Policy::right(words_at(right + column / PARTS * vectors_apart + column % PARTS * IN_REGISTER), e);
+        };
+        repeat<Policy::UNITS>([&](auto e) EACH {
+            if constexpr (ROWS * COLUMNS + COLUMNS < REGISTERS)
+                at_once<COLUMNS>([&](auto... column) EACH {
+                    const typename Policy::Right x[] = {of_right(column, e)...};
+                    repeat<ROWS>([&](auto row) EACH {
+                        const typename Policy::Left unit = left(row, word, e);
+                        ((sum[row][column] = Policy::add(sum[row][column], x[column], unit)), ...);
+                    });
+                });
+            else // one register of the right factor at a time: the sums need the others
+                repeat<COLUMNS>([&](auto column) EACH {
+                    const typename Policy::Right x = of_right(column, e);
+                    at_once<ROWS>([&](auto... row) EACH {
+                        ((sum[row][column] = Policy::add(sum[row][column], x, left(row, word, e))), ...);
+                    });
+                });
+        });
     }
 
     // 16 columns of a row.
@@ -73,7 +81,7 @@ template<class Policy, int ROWS, int COLUMNS> struct Tile { // COLUMNS: register
 
 // Elements as they are or widened, in float32.
 template<class T> struct Widened {
-    typedef Floats Sum;
+    typedef Floats Sum, Right;
     typedef float Left;
     static constexpr int UNITS = 4 / sizeof(T), ELEMENTS = 1;
     static INLINE Floats right(Words words, int e) {
@@ -91,6 +99,7 @@ template<class T> struct Widened {
 // Two elements in bf16 at once.
 struct Pairs {
     typedef Floats Sum;
+    typedef Words Right;
     typedef uint32_t Left;
     static constexpr int UNITS = 1, ELEMENTS = 2;
     static INLINE Words right(Words words, int) { return words; }
@@ -103,7 +112,7 @@ struct Pairs {
 #ifdef INTEGER_PRODUCTS
 // Four signed bytes at once with one plane of an activation's bytes. x86 takes weights without sign: those + 128.
 struct Quads {
-    typedef Ints Sum;
+    typedef Ints Sum, Right;
     typedef uint32_t Left;
     static constexpr int UNITS = 1;
     static INLINE Ints right(Words words, int) { return (Ints)(UNSIGNED_BYTES ? words ^ 0x80808080 : words); }
@@ -112,11 +121,32 @@ struct Quads {
 
 // The low nibbles of four bytes, and then the high ones.
 struct Nibbles {
-    typedef Ints Sum;
+    typedef Ints Sum, Right;
     typedef uint32_t Left;
     static constexpr int UNITS = 2;
     static INLINE Ints right(Words words, int e) { return (Ints)(words >> 4 * e & 0x0f0f0f0f); }
     static INLINE Ints add(Ints sum, Ints right, uint32_t left) { return add_bytes(sum, right, left); }
+};
+#endif
+
+#ifdef WIDE_INTEGER_PRODUCTS
+// Integers of 16 bits: of a word's bytes, or its nibbles, the first and third and then the second and fourth.
+template<bool NIBBLES> struct Wide {
+    typedef Ints Sum;
+    typedef __m256i Right;
+    typedef int32_t Left;
+    static constexpr int UNITS = NIBBLES ? 4 : 2;
+    static INLINE __m256i right(Words words, int e) {
+        const __m256i x = (__m256i)words;
+        if (NIBBLES)
+            return _mm256_and_si256(_mm256_srli_epi32(x, e % 2 * 8 + e / 2 * 4), _mm256_set1_epi32(0x000f000f));
+        return _mm256_srai_epi16(e ? x : _mm256_slli_epi16(x, 8), 8);
+    }
+    static INLINE Ints add(Ints sum, __m256i right, int32_t left) {
+        __m256i next = _mm256_add_epi32((__m256i)sum, _mm256_madd_epi16(right, _mm256_set1_epi32(left)));
+        asm("" : "+x"(next)); // GCC adds in another order, and has too few registers
+        return (Ints)next;
+    }
 };
 #endif
 

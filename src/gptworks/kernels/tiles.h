@@ -22,7 +22,6 @@ template<bool INTEGERS> void panels_on_tiles(const Matrix &m, const Rows &x, con
     for (int64_t first = first_panel * m.panel; first < end; first += m.panel) {
         const int64_t vectors = m.vectors_from(first), stride = vectors * amx::ROW, bytes = stride * m.n_words();
         const char *const panel = (const char *)m.panel_from(first), *const b[] = {panel, panel + amx::ROW};
-        const Columns columns[] = {{m, first, end}, {m, std::min(first + LANES, end), end}};
         Ahead ahead{panel + bytes, panel + (first + m.panel < end ? 2 : 1) * bytes,
                     (vectors * SIDE + passes - 1) / passes};
         for (int64_t row = 0; row < x.n; row += AT_ONCE) {
@@ -31,16 +30,16 @@ template<bool INTEGERS> void panels_on_tiles(const Matrix &m, const Rows &x, con
                                      INTEGERS ? (char *)x.high(row) : (char *)x.low(row + (tall ? SIDE : 0))};
             amx::product<INTEGERS>(tall ? 2 : 1, vectors, a, x.pitch, b, stride, SIDE * stride, steps, c, amx::ROW,
                                    false, &ahead);
-            for (int64_t r = row; r < std::min(row + AT_ONCE, x.n); r++)
-                for (int64_t v = 0; v < vectors; v++) {
-                    const int64_t tile = (r - row) / SIDE * vectors + v;
+            put(m, to, first, std::min(first + m.panel, end), row, std::min(row + AT_ONCE, x.n),
+                [&](int64_t r, int64_t v) EACH {
+                    const int64_t tile = r / SIDE * vectors + v;
                     const Lanes sum = load(sums[tile][r % SIDE]);
-                    if (INTEGERS)
-                        columns[v].put(
-                            joined(bits_of(sum), bits_of(load(sums[tile + vectors][r % SIDE])), 0) * x.scale(r), r, to);
-                    else
-                        columns[v].put(sum, r, to);
-                }
+                    if constexpr (INTEGERS) {
+                        const Lanes high = load(sums[tile + vectors][r % SIDE]);
+                        return joined(bits_of(sum), bits_of(high), 0) * x.scale(row + r);
+                    }
+                    return sum;
+                });
         }
         to.finish(0, x.n, first, std::min(first + m.panel, end));
     }
