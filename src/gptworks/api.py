@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gptworks.data.opened import Prepared
     from gptworks.describe.plan_sheet import PlanSheet
     from gptworks.evaluation.measurements import Measurements
-    from gptworks.planning.devices import Device, DeviceOptions
+    from gptworks.planning.devices import Device
     from gptworks.recipe import RecipeLike
     from gptworks.runs.trained_run import TrainedRun
 
@@ -90,7 +90,7 @@ def read_run(folder: str | PathLike[str]) -> TrainedRun:
 def plan(
     recipe: RecipeLike,
     *overrides: str,
-    device: str | DeviceOptions | None = None,
+    device: str | None = None,
     world_size: int = 1,
     sharding: Sharding | None = None,
     tensor_parallel: int | None = None,
@@ -105,14 +105,15 @@ def plan(
     Args:
         recipe: a preset's name, or what `gptworks.train` takes.
         overrides: settings that replace the recipe's, as for `gptworks.train`.
-        device: a name such as h100; `this`: this machine's device, measured; None: this machine's CPU; or its figures.
+        device: a name such as h100; `this`: this machine's device, measured; None: this machine's CPU.
         world_size: number of devices.
         sharding, tensor_parallel: settings of train.parallel.
         trace: also count a step's memory on fake tensors.
         measure: also take two real steps on this machine.
         details: show every figure.
         working: a context in which a step is traced or measured, such as a progress bar's.
-        settings: more settings, as for `gptworks.train`.
+        settings: figures of the device, such as `memory_gib=80`, by their names in
+            `gptworks.planning.devices.DeviceOptions`; and more settings, as for `gptworks.train`.
 
     Raises:
         UserError: a setting or the device is wrong, or the vocabulary is not known yet and the data is missing.
@@ -124,7 +125,8 @@ def plan(
     from gptworks.planning.run import plan as plan_recipe
     from gptworks.recipe import load_recipe
 
-    options = device if isinstance(device, DeviceOptions) else DeviceOptions(device)
+    figures = {one.name: settings.pop(one.name) for one in fields(DeviceOptions) if one.name in settings}
+    options = DeviceOptions(device, **figures)
     if measure:
         refuse_unused("does nothing with --measure, which times a step", utilization=options.utilization)
     if (trace or measure) and world_size > 1:
@@ -138,7 +140,7 @@ def plan(
 
         return measured_device(choose_device(loaded.train.device if loaded is not None else "auto"))
 
-    place = options.in_node(options.device(measured), world_size)
+    place = options.in_node(options.found(measured), world_size)
     share = options.utilization or UTILIZATION
     if loaded is None:
         planned, reason = preset_recipe(str(preset), given, place, world_size)

@@ -162,14 +162,11 @@ def plan(
         refuse_unused("does nothing with --json, which has every figure", details=details)
     from gptworks.api import plan as plan_recipe
     from gptworks.describe.plan_tables import plan_json, printed
-    from gptworks.planning.devices import DeviceOptions
 
-    described = DeviceOptions(
-        device, memory_gib, flops, bandwidth, utilization, intra_node_gb_s, inter_node_gb_s, gpus_per_node,
-        host_memory_gib,
-    )  # fmt: skip
     sheet = plan_recipe(
-        target, *overrides or [], device=described, world_size=world_size, sharding=sharding,
+        target, *overrides or [], device=device, memory_gib=memory_gib, flops=flops, bandwidth=bandwidth,
+        utilization=utilization, intra_node_gb_s=intra_node_gb_s, inter_node_gb_s=inter_node_gb_s,
+        gpus_per_node=gpus_per_node, host_memory_gib=host_memory_gib, world_size=world_size, sharding=sharding,
         tensor_parallel=tensor_parallel, trace=trace, measure=measure, working=working,
     )  # fmt: skip
     if as_json:

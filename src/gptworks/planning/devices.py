@@ -162,8 +162,8 @@ def custom_device(memory_gib: float, flops: float | None, bandwidth: float | Non
 class DeviceOptions:
     """A device as a user describes it: its name, or its figures, and figures of its node; None: not given."""
 
-    name: str | None = None
-    """Such as h100; `this`: this machine's device, measured. Without a name and a memory: this machine's CPU."""
+    device: str | None = None
+    """A name such as h100; `this`: this machine's device, measured. Without name and memory: this machine's CPU."""
     memory_gib: float | None = None
     """Memory of a device without a name."""
     flops: float | None = None
@@ -182,20 +182,20 @@ class DeviceOptions:
     def __post_init__(self) -> None:
         """Check that figures are above 0, and that they describe one device."""
         for name, figure in asdict(self).items():
-            if name != "name" and figure is not None and not figure > 0:
+            if name != "device" and figure is not None and not figure > 0:
                 raise UserError(f"--{name.replace('_', '-')} {figure:g} is not above 0.")
         if self.utilization is not None and self.utilization > 1:
             raise UserError(
                 f"--utilization {self.utilization:g} is above 1: it is a share of the device's rate, such as 0.4."
             )
-        if self.memory_gib is not None and self.name is not None:
+        if self.memory_gib is not None and self.device is not None:
             raise UserError(
-                f"--device {self.name} and --memory-gib {self.memory_gib:g} both describe the device: give one."
+                f"--device {self.device} and --memory-gib {self.memory_gib:g} both describe the device: give one."
             )
         if self.memory_gib is None and (self.flops is not None or self.bandwidth is not None):
             raise UserError("--flops or --bandwidth without --memory-gib: give the device's memory too, or its name.")
 
-    def device(self, measured: Callable[[], Device]) -> Device:
+    def found(self, measured: Callable[[], Device]) -> Device:
         """The device in its usual node.
 
         Args:
@@ -203,9 +203,9 @@ class DeviceOptions:
         """
         if self.memory_gib is not None:
             return custom_device(self.memory_gib, self.flops, self.bandwidth)
-        if self.name is None:
+        if self.device is None:
             return this_cpu()
-        return measured() if self.name == "this" else find_device(self.name)
+        return measured() if self.device == "this" else find_device(self.device)
 
     def in_node(self, device: Device, n_ranks: int) -> Device:
         """The device in a node with the given figures. By default, ranks on a CPU share one machine and its memory."""
