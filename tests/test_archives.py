@@ -19,7 +19,7 @@ import pyarrow as pa
 import pytest
 
 from gptworks.config import ArchiveSource
-from gptworks.data.sources import archives, opening
+from gptworks.data.sources import archives, base, opening
 from gptworks.data.sources.choose import check_sources, choose_source, iter_documents
 from gptworks.errors import UserError
 from test_sources import documents
@@ -91,7 +91,7 @@ def test_members_are_documents_or_files_of_records(ending: str, tmp_path: Path) 
 
 
 def test_the_units_of_a_zip_archive_are_its_documents_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archives, "UNIT_BYTES", 1000)
+    monkeypatch.setattr(base, "UNIT_BYTES", 1000)
     make_zip(tmp_path / "a.zip", {f"{i}.txt": str(i).encode() * 100 for i in range(50)})
     source = choose_source(archive(tmp_path))
     units = source.units()

@@ -11,13 +11,13 @@ import tarfile
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
 from gptworks.config.sources import ArchiveSource
-from gptworks.data.sources.base import UNIT_BYTES, Piece, Source, Unit, document
+from gptworks.data.sources.base import Piece, Source, Unit, document, grouped
 from gptworks.data.sources.delimited import read_table
 from gptworks.data.sources.opening import about_unpacked_size, check_ratio, compression, open_file, plain_name, unpacked
 from gptworks.data.sources.records import MOST_LINE_BYTES, read_jsonl, record_document
@@ -50,22 +50,12 @@ class Archive(Source):
     settings: ArchiveSource
     endings = (".zip", ".tar")
 
-    def units(self) -> list[Unit]:
-        """Units of neighbouring members of a ZIP archive. A tar archive is one unit: it is read from the start."""
-        return [unit for file in self.files() for unit in self._units(file)]
-
-    def _units(self, file: Path) -> list[Unit]:
+    def units_of(self, file: Path) -> Iterable[Unit]:
+        """Neighbouring members of a ZIP archive. A tar archive is one unit: it is read from the start."""
         if _is_tar(file):
             return [Unit(file, about_unpacked_size(file))]
         with _zip(file) as archive:
-            sizes = [info.file_size for info in archive.infolist()]
-        units, start, held = [], 0, 0
-        for number, size in enumerate(sizes):
-            held += size
-            if held >= UNIT_BYTES or number == len(sizes) - 1:
-                units.append(Unit(file, held, start, number + 1))
-                start, held = number + 1, 0
-        return units or [Unit(file, 0)]
+            return [*grouped(file, (info.file_size for info in archive.infolist()))] or [Unit(file, 0)]
 
     def size_bytes(self) -> int | None:
         return sum(unit.size_bytes for unit in self.units()) if self.settings.path else None

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, ClassVar
 from gptworks.data.sources.files import local_files
 from gptworks.data.sources.opening import about_unpacked_size
 from gptworks.data.sources.sums import contents
+from gptworks.data.workers import batches_of
 from gptworks.errors import UserError
 from gptworks.files import sha256_file
 
@@ -55,7 +56,7 @@ class Source:
     """A source of text: local files, or a download with a stated sha256.
 
     A subclass annotates `settings` with the class of its settings, and overrides `read_unit`; if it reads files in
-    parts, also `units`.
+    parts, also `units_of`.
     """
 
     settings: Any
@@ -82,7 +83,10 @@ class Source:
 
     def units(self) -> list[Unit]:
         """The parts that several processes may read at once, in order. They depend only on the files."""
-        return [Unit(file, about_unpacked_size(file)) for file in self.files()]
+        return [unit for file in self.files() for unit in self.units_of(file)]
+
+    def units_of(self, file: Path) -> Iterable[Unit]:
+        return [Unit(file, about_unpacked_size(file))]
 
     def read_unit(self, unit: Unit) -> Iterator[Piece]:
         """The documents of one of the units.
@@ -192,6 +196,12 @@ def units_between(file: Path, places: Iterable[int]) -> Iterator[Unit]:
     for start, end in pairwise((0, *places, None)):
         assert start is not None
         yield Unit(file, (file.stat().st_size if end is None else end) - start, start, end)
+
+
+def grouped(file: Path, sizes: Iterable[int]) -> Iterator[Unit]:
+    """Units of neighbouring parts of a file, about UNIT_BYTES each, given the parts' sizes in bytes."""
+    for parts in batches_of(enumerate(sizes), lambda part: part[1], UNIT_BYTES):
+        yield Unit(file, sum(size for _, size in parts), parts[0][0], parts[-1][0] + 1)
 
 
 def _cut(data: bytes) -> int:

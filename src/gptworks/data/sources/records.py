@@ -3,7 +3,7 @@ records are conversations or pairs of answers, which `gptworks.data.conversation
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,7 +14,16 @@ from gptworks.config.sources import (
     ParquetSource,
     PreferencesSource,
 )
-from gptworks.data.sources.base import PIECE_BYTES, UNIT_BYTES, Piece, Source, Unit, text_document, units_between
+from gptworks.data.sources.base import (
+    PIECE_BYTES,
+    UNIT_BYTES,
+    Piece,
+    Source,
+    Unit,
+    grouped,
+    text_document,
+    units_between,
+)
 from gptworks.data.sources.files import walk
 from gptworks.data.sources.opening import compression, open_file
 from gptworks.data.sources.sums import contents
@@ -46,8 +55,8 @@ class JSONL(Fields):
     def records(self, unit: Unit) -> Iterator[tuple[object, Mapping[str, Any]]]:
         return read_jsonl(unit.file, unit.start, unit.end)
 
-    def units(self) -> list[Unit]:
-        return [unit for file in self.files() for unit in units_between(file, _line_borders(file))]
+    def units_of(self, file: Path) -> Iterable[Unit]:
+        return units_between(file, _line_borders(file))
 
 
 class Parquet(Fields):
@@ -59,8 +68,11 @@ class Parquet(Fields):
     def records(self, unit: Unit) -> Iterator[tuple[str, Mapping[str, Any]]]:
         return read_parquet(unit.file, self.settings.field, unit.start, unit.end)
 
-    def units(self) -> list[Unit]:
-        return [unit for file in self.files() for unit in _row_groups(file)]
+    def units_of(self, file: Path) -> Iterable[Unit]:
+        """Neighbouring row groups, about UNIT_BYTES each."""
+        with _parquet_file(file) as table:
+            sizes = [table.metadata.row_group(i).total_byte_size for i in range(table.metadata.num_row_groups)]
+        return grouped(file, sizes)
 
 
 class Records(Source):
@@ -222,18 +234,6 @@ def read_jsonl(
 
 
 _BATCH_ROWS = 64
-
-
-def _row_groups(file: Path) -> Iterator[Unit]:
-    """Units of neighbouring row groups, about UNIT_BYTES each."""
-    with _parquet_file(file) as table:
-        sizes = [table.metadata.row_group(i).total_byte_size for i in range(table.metadata.num_row_groups)]
-    start = size_bytes = 0
-    for end, size in enumerate(sizes, 1):
-        size_bytes += size
-        if size_bytes >= UNIT_BYTES or end == len(sizes):
-            yield Unit(file, size_bytes, start, end)
-            start, size_bytes = end, 0
 
 
 def read_parquet(

@@ -1,6 +1,6 @@
 """Folders and files of UTF-8 text."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from gptworks.config.sources import TextSource
@@ -19,12 +19,9 @@ class Text(Source):
     def files(self) -> list[Path]:
         return local_files(self.settings, self.settings.extensions)
 
-    def units(self) -> list[Unit]:
-        found: list[Unit] = []
-        for file in self.files():
-            with open_regular(file) as stream:
-                found += units_between(file, () if compression(file.name) else borders(stream))
-        return found
+    def units_of(self, file: Path) -> Iterable[Unit]:
+        with open_regular(file) as stream:
+            yield from units_between(file, () if compression(file.name) else borders(stream))
 
     def read_unit(self, unit: Unit) -> Iterator[Piece]:
         n_bytes = unpacked_size(unit.file) if compression(unit.file.name) else None
