@@ -202,13 +202,13 @@ def moments(weights: StoredWeights, check: Check = never) -> Moments:
     return Moments(n, n_zero, n - n_finite, mean, math.sqrt(squares / n_finite), least, most)
 
 
-def bin_edges(of: Sequence[Moments], n_bins: int = BINS) -> Floats:
+def bin_edges(of: Sequence[Moments]) -> Floats:
     """Edges of equally wide bins over all finite weights; empty without finite weights."""
     ends = [(one.least, one.most) for one in of if one.least is not None and one.most is not None]
     if not ends:
         return np.empty(0)
     span = min(least for least, _ in ends), max(most for _, most in ends)
-    return np.histogram_bin_edges(np.empty(0), n_bins, span)
+    return np.histogram_bin_edges(np.empty(0), BINS, span)
 
 
 def histogram(weights: StoredWeights, edges: Floats, check: Check = never) -> NDArray[np.int64]:
