@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, FiniteFloat, TypeAdapter
 
@@ -19,7 +19,7 @@ from gptworks.runs.sequential import FEWEST_PAIRS, MOST_PAIRS, Verdict, verdict
 from gptworks.runs.step_time import StepTime, step_time
 
 TRY_FILE = "try.json"
-_FORMAT, _MOST_BYTES = 1, 1 << 26
+_MOST_BYTES = 1 << 26
 
 PLACES = {"after": "at equal tokens", "in-time": "in equal time"}
 """The point at which each arm is compared, in words."""
@@ -42,7 +42,7 @@ class Design:
     """Number of steps of each run."""
     estimated_step_time: float
     """Step time with the change over the time without, by a short measurement that only decides the length of runs."""
-    format_version: int = _FORMAT
+    format_version: Literal[1] = 1
 
 
 @dataclass(frozen=True)
@@ -173,6 +173,17 @@ def write_try(found: Try) -> None:
     write_whole(found.folder / TRY_FILE, json.dumps(state, indent=1) + "\n")
 
 
+@dataclass(frozen=True)
+class _Written:
+    """The contents of `try.json`."""
+
+    design: Design
+    pairs: tuple[Pair, ...]
+
+
+_WRITTEN = TypeAdapter(_Written)
+
+
 def read_try(folder: Path, recipe_of: Callable[[Path], Recipe] = load_recipe) -> Try:
     """The try in a folder, also while it runs; `recipe_of` reads its recipes.
 
@@ -181,34 +192,19 @@ def read_try(folder: Path, recipe_of: Callable[[Path], Recipe] = load_recipe) ->
     """
     file = folder / TRY_FILE
     try:
-        state = json.loads(read_regular(file, _MOST_BYTES, inside=folder))
-        written = state["design"]["format_version"]
-        parts = _parts(state) if written == _FORMAT else None
+        contents = read_regular(file, _MOST_BYTES, inside=folder)
     except FileNotFoundError:
         raise UserError(f"{folder} holds no try: there is no {TRY_FILE}.") from None
-    except UserError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    try:
+        written = _WRITTEN.validate_json(contents)
+        if len(written.pairs) > written.design.most_pairs:
+            raise ValueError("more pairs than the design allows")
+        for number, pair in enumerate(written.pairs):
+            arms = pair.loss.keys()
+            has_runs = {"before", "after"} <= arms == pair.seconds.keys() == pair.step_seconds.keys()
+            if pair.number != number or not has_runs:
+                raise ValueError("a pair without one of its runs")
+    except ValueError as error:
         raise UserError(f"{file} is damaged ({type(error).__name__}): give another --folder.") from None
-    if parts is None:
-        raise UserError(f"{file} has format {written} and this gptworks reads {_FORMAT}.")
-    return Try(folder, recipe_of(folder / "before.yaml"), recipe_of(folder / "after.yaml"), *parts)
-
-
-def _parts(state: dict[str, Any]) -> tuple[Design, tuple[Pair, ...]]:
-    """The design and the pairs, validated.
-
-    Raises:
-        ValueError, KeyError, TypeError: the state is invalid.
-    """
-    design, pairs = _DESIGN.validate_python(state["design"]), _PAIRS.validate_python(state["pairs"])
-    if len(pairs) > design.most_pairs:
-        raise ValueError("more pairs than the design allows")
-    for number, pair in enumerate(pairs):
-        arms = pair.loss.keys()
-        if pair.number != number or not {"before", "after"} <= arms == pair.seconds.keys() == pair.step_seconds.keys():
-            raise ValueError("a pair without one of its runs")
-    return design, pairs
-
-
-_DESIGN, _PAIRS = TypeAdapter(Design), TypeAdapter(tuple[Pair, ...])
+    recipe, changed = (recipe_of(folder / name) for name in ("before.yaml", "after.yaml"))
+    return Try(folder, recipe, changed, written.design, written.pairs)
