@@ -61,7 +61,7 @@ def export(
                 run, out, quantization=kind or "f16", tokenizer=tokenizer, checkpoint=checkpoint, report=notice
             )
         show_lines(
-            asdict(file), as_json, f"wrote {out}: {file.architecture} of llama.cpp, {file.quantization}, "
+            file, as_json, f"wrote {out}: {file.architecture} of llama.cpp, {file.quantization}, "
             f"{file.bytes:,} bytes, tokenizer {file.tokenizer or 'none'}", *_notes(file.notes),
         )  # fmt: skip
         return
@@ -100,7 +100,7 @@ def _export_adapter(run: Path, out: Path, base: str | None, checkpoint: str, ver
     with working(f"exporting {run}"):
         made = export_adapter(run, out, base=base, checkpoint=checkpoint, verify=verify, report=notice)
     what = f"wrote {out}: LoRA on {made.modules} modules, {made.parameters:,} parameters, for {made.base}"
-    show_lines(asdict(made), as_json, what, *_equal("peft", made.logit_difference))
+    show_lines(made, as_json, what, *_equal("peft", made.logit_difference))
 
 
 def quantize(
@@ -160,8 +160,7 @@ def import_(
         with working(f"importing {folder}"):
             made = import_adapter(folder, run, base, verify=verify, report=notice)
         what = f"made {run}: LoRA of rank {made.adapter.rank}, {made.parameters:,} parameters, on {base}"
-        tree = {**asdict(made), "adapter": made.adapter.model_dump(mode="json")}
-        show_lines(tree, as_json, what, *_equal("peft", made.logit_difference))
+        show_lines(made, as_json, what, *_equal("peft", made.logit_difference))
         return
     from gptworks.interop.huggingface import import_huggingface
 
@@ -169,5 +168,4 @@ def import_(
         imported = import_huggingface(folder, run, source=found.source, verify=verify, report=notice)
     of = f", {found.source}" if found.source else ""
     what = f"made {run} of a {imported.architecture}: {imported.parameters:,} parameters{of}"
-    tree = {**asdict(imported), "model": imported.model.model_dump(mode="json")}
-    show_lines(tree, as_json, what, *_equal("transformers", imported.logit_difference), *_notes(imported.notes))
+    show_lines(imported, as_json, what, *_equal("transformers", imported.logit_difference), *_notes(imported.notes))

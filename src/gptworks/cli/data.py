@@ -1,7 +1,6 @@
 """Commands about datasets."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -111,7 +110,7 @@ def info(
         write_page(to_html(found), html, "--html")
         notice(f"wrote {html}")
     if as_json:
-        print_json(asdict(found))
+        print_json(found)
     elif html is None:
         console_of().print(printed(found))
 
@@ -147,10 +146,9 @@ def search(
         seconds = time.perf_counter() - started
     if as_json:
         matched = "text" if index.spelling.by_text else "tokens"
-        hits = [asdict(hit) for hit in found.hits]
         print_json({
             "phrase": phrase, "split": index.split, "n_tokens": index.n_tokens, "matched": matched, "n": found.n,
-            "seconds": seconds, "hits": hits,
+            "seconds": seconds, "hits": found.hits,
         })  # fmt: skip
         return
     whole = "" if index.spelling.by_text else ", as whole tokens: this tokenizer does not keep the text"

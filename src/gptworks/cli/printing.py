@@ -18,7 +18,11 @@ def notice(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+    """Print a result of dictionaries, lists, dataclasses and plain values as JSON."""
+    from pydantic_core import to_jsonable_python
+
+    tree = to_jsonable_python(value, by_alias=False, fallback=str)
+    typer.echo(json.dumps(tree, indent=2, ensure_ascii=False))
 
 
 def show(value: Any, as_json: bool) -> None:

@@ -1,7 +1,6 @@
 """A try so far, as `try.json` holds it: its pairs, their verdicts, and the runs that are due."""
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -10,6 +9,7 @@ from statistics import fmean
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, FiniteFloat, TypeAdapter
+from pydantic_core import to_jsonable_python
 
 from gptworks.config import PositiveInt, Recipe
 from gptworks.errors import UserError
@@ -151,20 +151,18 @@ class Try:
 
     def to_json(self) -> dict[str, Any]:
         """The try as JSON with stable keys; a bound that is still infinite is None."""
-        return {
+        tree = {
             "folder": str(self.folder),
-            "design": asdict(self.design),
-            "pairs": [asdict(pair) for pair in self.pairs],
-            "verdicts": {arm: _finite(asdict(self.verdict(arm))) for arm in self.arms[1:]},
-            "step_time": None if self.step_time is None else _finite(asdict(self.step_time)),
-            "open_questions": list(self.open_questions),
+            "design": self.design,
+            "pairs": self.pairs,
+            "verdicts": {arm: self.verdict(arm) for arm in self.arms[1:]},
+            "step_time": self.step_time,
+            "open_questions": self.open_questions,
             "steps_in_time": self.steps_in_time,
             "time_to_same_loss": self.to_same_loss,
         }
-
-
-def _finite(figures: dict[str, Any]) -> dict[str, Any]:
-    return {key: None if isinstance(value, float) and math.isinf(value) else value for key, value in figures.items()}
+        made: dict[str, Any] = to_jsonable_python(tree, inf_nan_mode="null")
+        return made
 
 
 def write_try(found: Try) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -184,8 +184,7 @@ def search(of: Opened, body: SearchRequest) -> Tree:
                 )
             index.build(report=lambda done, total: of.check())
         found = index.find(body.phrase, body.most)
-        hits = [asdict(hit) for hit in found.hits]
-        return {"n": found.n, "n_tokens": index.n_tokens, "by_text": index.spelling.by_text, "hits": hits}
+        return {"n": found.n, "n_tokens": index.n_tokens, "by_text": index.spelling.by_text, "hits": found.hits}
 
 
 @_answers("/info", Chosen)
@@ -197,8 +196,9 @@ def info(of: Opened, body: Chosen) -> Tree:
             f"the data of {of.data.id} has {n_tokens:,} tokens, and the studio reads up to {MOST_COUNTED:,} for this. "
             f"Use `gptworks data info`."
         )
-    tree = asdict(of.data.info(lambda done, total: of.check()))
-    return {key: tree[key] for key in ("amounts", "lengths", "duplicates", "held_out_in_training", "languages")}
+    found = of.data.info(lambda done, total: of.check())
+    shown = ("amounts", "lengths", "duplicates", "held_out_in_training", "languages")
+    return {name: getattr(found, name) for name in shown}
 
 
 @router.post("/tokenize")

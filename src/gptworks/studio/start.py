@@ -4,7 +4,6 @@ A recipe from the page is checked in a process with limits before anything else 
 """
 
 import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -241,7 +240,7 @@ async def changes(request: Request) -> Response:
     """The settings that change if a run, or its fork, resumes with a recipe, or why it cannot; see `Resumption`."""
     studio, body = studio_of(request), await body_of(request, ChangesRequest)
     run, text = await _changed_text(studio, body)
-    return as_json(asdict(await studio.checks.in_thread(lambda: resumption(run, text, body.step))))
+    return as_json(await studio.checks.in_thread(lambda: resumption(run, text, body.step)))
 
 
 @actions.post("/studio/start/stop")
