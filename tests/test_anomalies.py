@@ -24,10 +24,9 @@ from gptworks.training import saving, state
 from gptworks.training.loop import train
 from gptworks.training.objectives.base import Objective
 from gptworks.training.objectives.next_token import Batch, Losses, next_token
-from gptworks.training.optim.anomalies import MEMORY_STEPS, WARMUP_STEPS, GradientEstimate, anomaly
-from gptworks.training.optim.average import WeightAverage
+from gptworks.training.progress import MEMORY_STEPS, WARMUP_STEPS, GradientEstimate, anomaly
 from gptworks.training.record.metrics import MEASURED, read_metrics
-from gptworks.training.state import TrainingState
+from gptworks.training.state import TrainingState, WeightAverage
 
 
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from gptworks.planning.fit import largest_micro_batch
 from gptworks.planning.layout import Layout
 from gptworks.planning.memory import training_peak
 from gptworks.recipe import apply_overrides, parse_recipe
-from gptworks.training.distributed.parallel import check_parallel
+from gptworks.training.setup import check_parallel
 
 
 def drawn_parallel(draw: random.Random) -> dict[str, Any]:

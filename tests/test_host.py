@@ -26,7 +26,7 @@ from gptworks.planning.params import count_parameters
 from gptworks.planning.run import plan
 from gptworks.presets import preset
 from gptworks.recipe import parse_recipe
-from gptworks.training.rehearsal import preflight
+from gptworks.training.setup import check_memory
 from test_parallel import ranks_of
 
 H100 = find_device("h100")
@@ -145,10 +145,10 @@ def test_training_refuses_what_plan_says_the_host_does_not_hold_in_its_words(
     precision = choose_precision("bf16", gpus)
 
     def planned_and_checked() -> tuple[Any, str]:
-        place = preflight.this_device(gpus, local, n_ranks)
+        place = gptworks.device.this_device(gpus, local, n_ranks)
         layout = layout_of(recipe, n_ranks, place)
         try:
-            preflight.check_memory(recipe, gpus, precision, layout=layout, n_local_ranks=local)
+            check_memory(recipe, gpus, precision, layout=layout, n_local_ranks=local)
             said = ""
         except UserError as error:
             said = str(error)
@@ -188,7 +188,7 @@ from pathlib import Path
 import torch
 from gptworks.device import peak_growth_bytes, reset_peak, return_freed_memory
 from gptworks.recipe import load_recipe
-from gptworks.training import loop, parts, setup
+from gptworks.training import loop, session, setup
 from gptworks.training.distributed.ranks import join
 from gptworks.training.saving import CheckpointWriter
 
@@ -198,7 +198,7 @@ setup.choose_allocation = lambda *arguments: return_freed_memory()
 cpu, out = torch.device("cpu"), Path(sys.argv[1])
 begun = {}
 
-def building(*arguments, make=parts.trainable_model):
+def building(*arguments, make=session.trainable_model):
     begun["before"] = reset_peak(cpu)
     return make(*arguments)
 
@@ -225,7 +225,7 @@ def save(writer, *arguments, save=CheckpointWriter.save):
 
 loop.Run.training_step = step
 CheckpointWriter._write, CheckpointWriter.wait, CheckpointWriter.save = write, wait, save
-parts.trainable_model = building
+session.trainable_model = building
 with join(60, cpu) as ranks:
     loop.train(load_recipe(sys.argv[2], sys.argv[3:]), ranks=ranks)
     gc.collect()

@@ -60,7 +60,7 @@ def engine(run: TrainedRun) -> Engine:
     "order",
     [
         "import gptworks; gptworks.train, gptworks.plan, gptworks.evaluate; assert not heavy()",
-        "import gptworks.training.optim.schedule, gptworks.planning.run, gptworks.evaluation.metrics",
+        "import gptworks.training.progress, gptworks.planning.run, gptworks.evaluation.metrics",
         "from gptworks import train, plan, evaluate; from gptworks.planning.run import Plan",
     ],
 )

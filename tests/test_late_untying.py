@@ -17,9 +17,8 @@ from gptworks.model.gpt import GPT
 from gptworks.planning.arrange import refusal
 from gptworks.recipe import parse_recipe
 from gptworks.training.loop import train
-from gptworks.training.optim.average import WeightAverage
-from gptworks.training.optim.late_untying import EMBEDDING, HEAD, LateUntying
 from gptworks.training.optim.optimizer import Optimizer
+from gptworks.training.state import EMBEDDING, HEAD, LateUntying, WeightAverage
 from tiny import plain_model, plain_training
 
 SHAPE: dict[str, Any] = {"vocab_size": 19, "context_length": 12, "n_layers": 1, "d_model": 16, "n_heads": 2}

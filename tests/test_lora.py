@@ -25,11 +25,10 @@ from gptworks.presets import preset
 from gptworks.quantize.convert import pack_for, unpack_all
 from gptworks.quantize.linear import packed_matrices
 from gptworks.recipe import load_recipe, parse_recipe, with_vocab_size
-from gptworks.training.distributed.parallel import check_parallel
 from gptworks.training.loop import train
 from gptworks.training.optim.trainable import trainable_model
 from gptworks.training.rehearsal.trace import Rehearsal, trace_step
-from gptworks.training.setup import check_train
+from gptworks.training.setup import check_parallel, check_train
 from halves import assert_resumes_exactly
 
 SMALL: dict[str, Any] = {"vocab_size": 40, "context_length": 24, "n_layers": 2, "d_model": 32, "n_heads": 4}

@@ -28,10 +28,10 @@ from gptworks.errors import UserError
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.training.distributed import agreed
 from gptworks.training.distributed.agreed import agreed_checkpoint
-from gptworks.training.distributed.parallel import check_parallel
 from gptworks.training.distributed.ranks import ALONE, Ranks
 from gptworks.training.loop import train
 from gptworks.training.record.metrics import read_metrics
+from gptworks.training.setup import check_parallel
 from test_resume import assert_same_run
 
 WORKER = Path(__file__).with_name("rank_worker.py")

@@ -20,7 +20,7 @@ import tiny
 from gptworks.cli import app
 from gptworks.config import Recipe
 from gptworks.describe import plan_tables
-from gptworks.device import choose_precision
+from gptworks.device import choose_allocation, choose_precision
 from gptworks.errors import UserError
 from gptworks.planning.advice import changes_that_fit
 from gptworks.planning.arrange import Refusal, arrange, rank_setting
@@ -37,7 +37,7 @@ from gptworks.recipe import parse_recipe
 from gptworks.training.loop import train
 from gptworks.training.record.display import Display
 from gptworks.training.record.outcome import RunOutcome, read_outcome
-from gptworks.training.rehearsal import preflight
+from gptworks.training.setup import check_memory
 
 H100 = find_device("h100")
 
@@ -280,7 +280,7 @@ def test_a_run_says_its_memory_and_the_card_has_what_its_tensors_held(settings: 
 
 
 def test_a_run_that_cannot_fit_is_refused_unless_forced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "memory_bytes", lambda device: 1_000_000)
+    monkeypatch.setattr("gptworks.device.memory_bytes", lambda device: 1_000_000)
     with pytest.raises(UserError, match=r"does not fit: it holds .* MB at its peak, and 1 MB .*--force"):
         train(recipe(tmp_path))
     assert not (tmp_path / "run").exists()
@@ -298,20 +298,20 @@ def test_a_run_is_refused_before_its_data_is_prepared(tmp_path: Path) -> None:
 def test_the_check_names_a_change_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = recipe(tmp_path)
     cpu, fp32 = torch.device("cpu"), choose_precision("fp32", torch.device("cpu"))
-    there = preflight.check_memory(given, cpu, fp32).total_bytes - 1
-    monkeypatch.setattr(preflight, "memory_bytes", lambda device: there)
+    there = check_memory(given, cpu, fp32).total_bytes - 1
+    monkeypatch.setattr("gptworks.device.memory_bytes", lambda device: there)
     with pytest.raises(UserError, match=r"train\.micro_batch_size=2 would hold"):
-        preflight.check_memory(given, cpu, fp32)
+        check_memory(given, cpu, fp32)
 
 
 def test_freed_memory_is_kept_only_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
-    monkeypatch.setattr(preflight, "keep_freed_memory", lambda: called.append("keep"))
-    monkeypatch.setattr(preflight, "return_freed_memory", lambda: called.append("return"))
+    monkeypatch.setattr("gptworks.device.keep_freed_memory", lambda: called.append("keep"))
+    monkeypatch.setattr("gptworks.device.return_freed_memory", lambda: called.append("return"))
     peak = training_peak(Setting(preset("gpt2-tiny"), 1))
     for share in (2.0, 1.1):
-        monkeypatch.setattr(preflight, "memory_bytes", lambda device, share=share: share * peak.total_bytes)
-        preflight.choose_allocation(peak, torch.device("cpu"))
+        monkeypatch.setattr("gptworks.device.memory_bytes", lambda device, share=share: share * peak.total_bytes)
+        choose_allocation(peak.total_bytes, torch.device("cpu"))
     assert called == ["keep", "return"]
 
 

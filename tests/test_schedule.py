@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gptworks.config import TrainConfig
-from gptworks.training.optim.schedule import rate_factor
+from gptworks.training.progress import rate_factor
 from tiny import plain_training
 
 

@@ -116,6 +116,26 @@ def host_memory_bytes(device: torch.device, n_processes: int = 1) -> int | None:
     return available_memory_bytes() + n_processes * (_resident("VmRSS") or 0)
 
 
+def rank_memory_bytes(device: torch.device, n_local_ranks: int) -> int:
+    """Device memory available to one of this machine's ranks."""
+    return memory_bytes(device) // (1 if device.type == "cuda" else n_local_ranks)
+
+
+def this_device(device: torch.device, n_local_ranks: int = 1, n_ranks: int = 1) -> Device:
+    """The device of a rank on this machine, for a plan: its share of device and host memory; rates are unknown.
+
+    Args:
+        n_ranks: ranks of the run. If more than `n_local_ranks`, each machine is assumed to have `n_local_ranks`.
+    """
+    memory, host = rank_memory_bytes(device, n_local_ranks), host_memory_bytes(device, n_local_ranks)
+    bf16, there = multiplies_bf16_natively(device), torch.cuda.device_count() if device.type == "cuda" else 1
+    per_node = n_local_ranks if n_ranks > n_local_ranks else max(n_local_ranks, there)
+    return Device(
+        device_name(device), device.type, memory, None, None, None, "this machine", bf16,
+        per_node=per_node, host_bytes=host,
+    )  # fmt: skip
+
+
 def reset_peak(device: torch.device) -> int:
     """Reset the peak of memory; returns the current memory for `peak_growth_bytes`."""
     if device.type == "cuda":
@@ -300,6 +320,19 @@ def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
         synchronize(device)
         best = min(best, time.perf_counter() - started)
     return best
+
+
+KEPT_SHARE = 1.5
+"""Assumed ratio of resident memory to memory in use if the allocator keeps freed memory; measured: 1.2 to 1.45
+(docs/benchmarks.md), from fragmentation."""
+
+
+def choose_allocation(planned_bytes: int, device: torch.device, n_local_ranks: int = 1) -> None:
+    """Let the allocator keep freed memory, which is faster, if there is room for fragmentation."""
+    if planned_bytes * KEPT_SHARE <= rank_memory_bytes(device, n_local_ranks):
+        keep_freed_memory()
+    else:
+        return_freed_memory()
 
 
 def keep_freed_memory() -> None:

@@ -18,7 +18,7 @@ from gptworks.data.opened import Prepared
 from gptworks.data.prepare import prepare
 from gptworks.data.samples import open_samples
 from gptworks.data.shards import TokenShards
-from gptworks.device import choose_device
+from gptworks.device import choose_device, this_device
 from gptworks.draft.drafted import Drafted, Sections, parsed
 from gptworks.draft.writing import Row
 from gptworks.errors import UserError
@@ -32,7 +32,6 @@ from gptworks.recipe import load_recipe, run_name, with_vocab_size
 from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import load_tokenizer
 from gptworks.training.rehearsal.measure import measure_speed
-from gptworks.training.rehearsal.preflight import this_device
 from gptworks.training.rehearsal.trace import Rehearsal
 from gptworks.training.start import check_start
 from gptworks.units import readable

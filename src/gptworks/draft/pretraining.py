@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gptworks.config import BPETokenizer, TokenizerConfig
 from gptworks.config.defaults import EPOCHS
-from gptworks.device import choose_device
+from gptworks.device import choose_device, this_device
 from gptworks.draft.drafted import TRAINING_SHARE, Drafted, Sections, parsed
 from gptworks.draft.texts import Texts, listed
 from gptworks.draft.writing import Row
@@ -20,7 +20,6 @@ from gptworks.planning.steps import DataSize
 from gptworks.recipe import with_vocab_size
 from gptworks.tokenizer import encode_text, train_tokenizer, vocabulary_size
 from gptworks.training.rehearsal.measure import measure_speed
-from gptworks.training.rehearsal.preflight import this_device
 from gptworks.training.rehearsal.trace import Rehearsal
 from gptworks.units import readable
 

@@ -212,7 +212,7 @@ class DeviceOptions:
         node = (self.intra_node_gb_s, self.inter_node_gb_s, self.gpus_per_node, self.host_memory_gib)
         intra, inter, per_node, host = node
         memory = device.memory_bytes
-        if device.on_cpu:  # `gptworks.training.rehearsal.preflight` divides memory likewise
+        if device.on_cpu:  # `gptworks.device.rank_memory_bytes` divides memory likewise
             memory //= min(per_node or n_ranks, n_ranks)
         source = device.network_source
         if any(node):

@@ -18,7 +18,7 @@ from gptworks.config import ENDS, Recipe, Role, role_of, settings
 from gptworks.errors import UserError, did_you_mean
 from gptworks.files import read_regular, sealed_json, unsealed_json, write_whole
 from gptworks.recipe import RecipeLike, as_typed, is_folder, load_recipe
-from gptworks.training.optim.schedule import rate_factor
+from gptworks.training.progress import rate_factor
 
 CHANGES = "changes.json"
 _MOST_BYTES = 1 << 24

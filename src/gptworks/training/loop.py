@@ -10,20 +10,17 @@ from gptworks.config import Recipe
 from gptworks.data.opened import Prepared
 from gptworks.data.prepare import prepare as prepare_data
 from gptworks.device import cpu_threads
+from gptworks.infer.sampling import SamplingSettings
 from gptworks.terminal import Console
 from gptworks.training.distributed.parallel import StopAsked
 from gptworks.training.distributed.ranks import ALONE, Ranks
-from gptworks.training.engine import continuation
 from gptworks.training.events import Evaluation, Step
-from gptworks.training.objectives.base import RunContext
+from gptworks.training.objectives.base import RunContext, generating
 from gptworks.training.objectives.next_token import LossFunction, StepBatches
-from gptworks.training.optim.anomalies import anomaly
-from gptworks.training.optim.schedule import rate_factor
-from gptworks.training.parts import RunParts
-from gptworks.training.progress import Progress
+from gptworks.training.progress import anomaly, rate_factor
 from gptworks.training.record.display import Display
-from gptworks.training.resume import start_or_resume, write_settings
 from gptworks.training.run_folder import open_run_folder
+from gptworks.training.session import Session
 from gptworks.training.setup import prepare_run
 from gptworks.training.signals import stop_signals
 
@@ -94,31 +91,27 @@ def train(
             return run.finish(reason)
 
 
-class Run(RunParts):
-    """The operations of the training loop, on the parts that `RunParts` builds."""
-
-    @property
-    def progress(self) -> Progress:
-        """The progress of the run."""
-        return self.state.progress
+class Run(Session):
+    """The operations of the training loop, on the parts of a session."""
 
     def begin(self) -> None:
         """Start a new run folder, or restore its newest undamaged checkpoint.
 
         With `keep_every`, a new run saves its initial weights: step 0 is a multiple too.
         """
-        beginning = start_or_resume(self.setup, self.state, self.length, self.display)
+        before = self.recorded_recipe()
+        is_new = self.restore(before)
         with self.parallel.inference_mode():
             self.objective.begin(
                 RunContext(
-                    self.model, self.engine, self.setup.precision, self.parallel, self.ranks, beginning.is_new,
+                    self.model, self.engine, self.setup.precision, self.parallel, self.ranks, is_new,
                     self.display.message,
                 )
             )  # fmt: skip
         if self.ranks.is_rank_zero:
-            write_settings(self.setup, beginning, self.progress.step, self.engine, self.display)
+            self.write_settings(before, is_new)
         self.reporter.begin(self.progress)
-        if beginning.is_new and self.settings.keep_every:
+        if is_new and self.settings.keep_every:
             self.state.save(weights_only=True)
         self.reporter.opening(self.model, self.progress)
 
@@ -207,17 +200,22 @@ class Run(RunParts):
         return True
 
     def sample(self) -> None:
-        """Generate and report the model's continuation of each of the recipe's prompts."""
+        """Generate and report the model's continuation of each of the recipe's prompts; the seed is always the same, so
+        that only training changes it."""
         if not self.parallel.samples:
             return
+        sampling = SamplingSettings(
+            max_tokens=self.settings.sample_tokens, temperature=0.8, top_k=50, seed=self.recipe.seed
+        )
         for prompt in self.settings.sample_prompts:
             with (
                 self.display.during("sample"),
                 self.step.stopwatch.part("samples"),
                 self.state.average.applied(),
                 self.parallel.inference_mode(),
+                generating(self.setup.precision),
             ):
-                text = continuation(self.recipe, self.setup.precision, self.engine, prompt)
+                text = self.engine.generate(prompt, sampling, overflow="slide")
             self.reporter.sample(self.progress, prompt, text)
         self.reporter.sampled()
 

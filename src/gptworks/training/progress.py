@@ -1,4 +1,4 @@
-"""The progress of a run."""
+"""The progress of a run, its length, its learning rates, and the steps that it must skip."""
 
 import json
 import math
@@ -8,11 +8,57 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
+from gptworks.config import Recipe, TrainConfig
+from gptworks.data.samples import Samples
 from gptworks.errors import UserError
-from gptworks.training.optim.anomalies import GradientEstimate
+from gptworks.planning.steps import DataSize, planned_steps
+from gptworks.training.record.display import clock
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+MEMORY_STEPS = 100
+"""Time constant of the running estimate, in steps."""
+
+WARMUP_STEPS = 20
+"""Applied steps that the estimate needs before it judges a step."""
+
+
+@dataclass
+class GradientEstimate:
+    """Mean and variance of the logarithm of the gradient norm over applied steps; saved with the progress."""
+
+    n_steps: Count = 0
+    mean: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    variance: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+
+    def take(self, norm: float) -> None:
+        """Add the gradient norm of an applied step."""
+        value = math.log(max(norm, 1e-30))
+        weight = 1 / min(self.n_steps + 1, MEMORY_STEPS)
+        difference = value - self.mean
+        self.mean += weight * difference
+        self.variance = (1 - weight) * (self.variance + weight * difference**2)
+        self.n_steps += 1
+
+    def deviations(self, norm: float) -> float:
+        """Standard deviations by which a norm's logarithm exceeds the mean; 0 during the first `WARMUP_STEPS`."""
+        if self.n_steps < WARMUP_STEPS:
+            return 0.0
+        return (math.log(max(norm, 1e-30)) - self.mean) / max(math.sqrt(self.variance), 0.05)
+
+
+def anomaly(train: TrainConfig, estimate: GradientEstimate, loss: float, norm: float) -> str | None:
+    """The reason why a step with this loss and gradient norm must be skipped; None: apply the step."""
+    if not math.isfinite(loss):
+        return "its loss is not finite"
+    if not math.isfinite(norm):
+        return "its gradient is not finite"
+    above = estimate.deviations(norm)
+    if train.spike_deviations and above > train.spike_deviations:
+        return f"its gradient norm {norm:.3g} is {above:.1f} deviations above the run's"
+    return None
 
 
 def _number(value: float) -> float:
@@ -91,3 +137,106 @@ class Progress:
                 f"--resume then continues from the one before it."
             )
         return progress
+
+
+class Length:
+    """The length of a recipe's run, in steps."""
+
+    def __init__(self, recipe: Recipe, samples: Samples) -> None:
+        self._recipe, self._train, self._samples = recipe, recipe.train, samples
+
+    def total_steps(self, progress: Progress) -> int | None:
+        """Optimizer steps of the run; None: unknown. After batch_size changes, the remaining steps use the new size."""
+        train, samples = self._train, self._samples.per_epoch
+        planned = planned_steps(train, self._samples.context_length, DataSize(samples_per_epoch=samples))[0]
+        if train.epochs is None or progress.samples == progress.step * train.batch_size:
+            return planned
+        left = train.epochs * samples - progress.samples
+        by_epochs = progress.step + max(0, math.floor(left / train.batch_size + 0.5))
+        return min(by_epochs, train.max_steps or by_epochs)
+
+    def share_done(self, progress: Progress) -> float:
+        """Share of the run that is done, from 0 to 1: by steps or by the clock, whichever is further."""
+        total = self.total_steps(progress)
+        shares = [progress.step / total] if total else []
+        if self._train.max_minutes is not None:
+            shares.append(progress.seconds / (60 * self._train.max_minutes))
+        return min(1.0, max(shares))
+
+    def due(self, progress: Progress, every: int) -> bool:
+        """Whether something done every `every` steps, and at the end, is due now."""
+        return every > 0 and (progress.step % every == 0 or self.share_done(progress) >= 1)
+
+    def end_reason(self, progress: Progress, stop_asked: str | None) -> str | None:
+        """The reason why the run ends here; None while it continues."""
+        patience = self._train.early_stopping_patience
+        if stop_asked:
+            return f"stopped by {stop_asked}"
+        if progress.evaluation_cut:
+            return None
+        if self.share_done(progress) >= 1:
+            return "finished"
+        if patience is not None and progress.evaluations_since_best >= patience:
+            return f"no better validation loss in {patience} evaluations"
+        return None
+
+    def words(self, progress: Progress) -> str:
+        """The planned length in words: steps, minutes or both."""
+        total, minutes = self.total_steps(progress), self._train.max_minutes
+        length = [f"{total:,} steps"] if total else []
+        return " or ".join(length + ([f"{minutes:g} minutes"] if minutes is not None else []))
+
+    def reached(self, progress: Progress) -> str:
+        """The step reached, and the progress towards the run's end, by steps or by the clock."""
+        total, minutes = self.total_steps(progress), self._train.max_minutes
+        if minutes is not None and (not total or progress.seconds / (60 * minutes) >= self.share_done(progress)):
+            return f"step {progress.step:,}  {clock(progress.seconds)} of {clock(60 * minutes)}"
+        return f"step {progress.step:,}/{total:,}"
+
+    def check_resume(self, progress: Progress, before: Recipe | None) -> None:
+        """Refuse a length that is shorter than the training already done.
+
+        Args:
+            before: the recipe before the change.
+
+        Raises:
+            UserError: the length is too short; the message names the setting and the steps done.
+        """
+        train, total = self._train, self.total_steps(progress)
+        if total is not None and total < progress.step:
+            name = "max_steps" if train.max_steps == total else "epochs"
+            done = f"{progress.step:,} steps"
+        elif (
+            train.max_minutes is not None
+            and before is not None
+            and train.max_minutes != before.train.max_minutes
+            and progress.seconds > 60 * train.max_minutes
+        ):
+            name, done = "max_minutes", f"{progress.seconds / 60:.1f} minutes"
+        else:
+            return
+        raise UserError(
+            f"train.{name}={getattr(train, name):g} and {self._recipe.run_dir} has done {done}: give more to continue, "
+            f"or use its checkpoints as they are."
+        )
+
+
+def rate_factor(train: TrainConfig, step: int, progress: float) -> float:
+    """The factor at optimizer step `step` (from 0), when the share `progress` in [0, 1) of the run is done.
+
+    Warmup is linear over `warmup_steps`. Then cosine: half a cosine from the end of warmup to the end of the run
+    (Loshchilov & Hutter, 2017). wsd: constant, then linear, or as 1 - sqrt, over the last `decay_fraction` of the run
+    (Hu et al., 2024; Hägele et al., 2024). Both end at `final_rate_fraction`. The horizon counts optimizer steps, never
+    micro-batches.
+    """
+    if step < train.warmup_steps:
+        return (step + 1) / train.warmup_steps
+    floor = train.final_rate_fraction
+    if train.schedule == "cosine":
+        warmup_share = progress * train.warmup_steps / step if step else 0.0
+        after_warmup = (progress - warmup_share) / (1 - warmup_share)
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * after_warmup))
+    if train.schedule == "wsd":
+        decayed = max(0.0, 1 - (1 - progress) / train.decay_fraction)  # share of the decay done
+        return floor + (1 - floor) * (1 - (math.sqrt(decayed) if train.decay_shape == "1-sqrt" else decayed))
+    return 1.0

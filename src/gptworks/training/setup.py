@@ -9,21 +9,29 @@ from gptworks.config import Recipe
 from gptworks.data.conversations.inspection import check_records
 from gptworks.data.opened import Prepared
 from gptworks.data.prepare import prepare as prepare_data
-from gptworks.device import BusyCores, Precision, choose_device, choose_precision, free_threads
+from gptworks.device import (
+    BusyCores,
+    Precision,
+    choose_allocation,
+    choose_device,
+    choose_precision,
+    free_threads,
+    this_device,
+)
+from gptworks.errors import UserError
 from gptworks.kernels.library import torch_trains_because
-from gptworks.planning.arrange import layout_of
-from gptworks.planning.fit import layout_words
+from gptworks.planning.advice import Change, changes_that_fit
+from gptworks.planning.arrange import layout_of, rank_setting, refusal
+from gptworks.planning.fit import layout_words, need
 from gptworks.planning.layout import ONE_DEVICE, Layout
 from gptworks.planning.memory import Peak
 from gptworks.recipe import with_vocab_size
 from gptworks.tokenizer import vocabulary_size
-from gptworks.training.distributed.parallel import check_parallel
 from gptworks.training.distributed.ranks import ALONE, Ranks
 from gptworks.training.objectives.base import objective_of
 from gptworks.training.optim.trainable import check_trained
 from gptworks.training.record.display import Display
 from gptworks.training.record.writers import check_writers
-from gptworks.training.rehearsal.preflight import check_memory, choose_allocation, this_device
 from gptworks.training.run_folder import check_run_folder
 from gptworks.training.start import check_start
 from gptworks.units import readable
@@ -87,7 +95,7 @@ def prepare_run(
     if ranks.size > 1:
         display.message(f"{ranks.size} ranks: {layout_words(layout)}")
     display.message(f"memory: {readable(peak.total_bytes, 'B')} planned at the peak, reached during: {peak.moment}")
-    choose_allocation(peak, device, ranks.local_size)
+    choose_allocation(peak.total_bytes, device, ranks.local_size)
     if is_new and ranks.size == 1 and recipe.train.threads is None and (free := free_threads(cores, device)):
         threads, words = free
         display.message(words)
@@ -108,3 +116,52 @@ def check_train(recipe: Recipe, resume: bool = False, n_ranks: int = 1, change: 
     objective_of(recipe.objective).check(recipe)
     check_writers(recipe.train.loggers)
     check_parallel(recipe, n_ranks)
+
+
+def check_parallel(recipe: Recipe, n_ranks: int, precision: str = "auto") -> None:
+    """Refuse a recipe that `n_ranks` ranks cannot train, before any work; see `gptworks.planning.arrange`.
+
+    Raises:
+        UserError: `n_ranks` ranks cannot train the recipe.
+    """
+    if (refused := refusal(recipe, n_ranks, precision)) is not None:
+        raise UserError(str(refused))
+
+
+def check_memory(
+    recipe: Recipe,
+    device: torch.device,
+    precision: Precision,
+    force: bool = False,
+    layout: Layout = ONE_DEVICE,
+    n_local_ranks: int = 1,
+) -> Peak:
+    """The planned peak memory of a device; a lower bound while the vocabulary is not known yet.
+
+    Args:
+        n_local_ranks: processes on this machine; on the CPU they share its memory.
+
+    Raises:
+        UserError: device or host memory is too small and `force` is false; the message names a change that would fit.
+    """
+    place = this_device(device, n_local_ranks, layout.world_size)
+    needed = need(rank_setting(recipe, precision.name, device.type == "cpu", layout), place)
+    if force or needed.fits:
+        return needed.peak
+    advice = "".join(f" {_advised(change)}." for change in changes_that_fit(recipe, layout.world_size, place)[:1])
+    raise UserError(
+        f"this run does not fit: {needed.missing}.{advice} `gptworks plan` shows more, and --force starts it anyway."
+    )
+
+
+def _advised(change: Change) -> str:
+    """A change in the words of `gptworks train`, and the memory that is needed with it."""
+    what = list(change.overrides)
+    if change.n_ranks != change.n_ranks_before:
+        what += [f"on {change.n_ranks} devices (`gptworks launch --nproc`, or torchrun)"]
+    if change.ranks_per_node is not None:
+        what += [f"with {change.ranks_per_node} of {change.n_ranks} ranks on each machine (`torchrun --nnodes`)"]
+    host = change.need.host
+    and_host = "" if host is None or host.limit_bytes is None else f", and a host {readable(host.total_bytes, 'B')}"
+    would = "would hold" if change.fits else "would still hold"
+    return f"{' '.join(what)} {would} {readable(change.peak_bytes, 'B')}{and_host}"

@@ -1,25 +1,128 @@
-"""The state of a run in checkpoints, saved and restored: a resumed run continues bit for bit."""
+"""The state of a run: its progress, weights, their average and the optimizer. A run resumed from a checkpoint continues
+bit for bit."""
 
 import itertools
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from gptworks.checkpoint import Checkpoint, newest_verified
-from gptworks.config import Recipe
+from gptworks.config import Recipe, TrainConfig
 from gptworks.errors import RunError, UserError
+from gptworks.model.gpt import GPT
 from gptworks.quantize.convert import pack_for
+from gptworks.quantize.linear import weight_tensors
 from gptworks.tensors import Expected
 from gptworks.training.distributed.agreed import agreed_checkpoint
 from gptworks.training.events import Listener
-from gptworks.training.length import Length
-from gptworks.training.optim.average import WeightAverage
-from gptworks.training.optim.late_untying import LateUntying
-from gptworks.training.progress import Progress
+from gptworks.training.optim.optimizer import Optimizer
+from gptworks.training.progress import Length, Progress
 from gptworks.training.record.display import Display
 from gptworks.training.saving import CheckpointWriter, remove_newer
 from gptworks.training.step import TrainStep
+
+_OWN = "own"
+
+
+class WeightAverage:
+    """The average of a model's weights over its steps, float32, by parameter name (Polyak & Juditsky, 1992).
+
+    With `ema_decay` it is exponential; the decay of step n is at most (1 + n) / (10 + n), so that the initial weights
+    fade soon. With `average_last` it is the mean over the last steps (Izmailov et al., 2018); before these it equals
+    the weights.
+    """
+
+    def __init__(self, model: nn.Module, train: TrainConfig) -> None:
+        self.train = train
+        self.parameters = weight_tensors(model)
+        trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        self.tensors = {name: p.detach().float().clone() for name, p in trained.items()} if train.averages else {}
+
+    @torch.no_grad()
+    def update(self, step: int, total_steps: int | None = None) -> None:
+        """Add the weights after optimizer step number `step`, from 0, to the average.
+
+        Args:
+            total_steps: steps of the run; None: unknown.
+        """
+        decay = min(self.train.ema_decay, (1 + step) / (10 + step))
+        if self.train.average_last:
+            assert total_steps is not None, "the run has a length in steps"
+            n_averaged = max(1, round(self.train.average_last * total_steps))
+            n_before = max(0, step - (total_steps - n_averaged))  # averaged steps before this one
+            decay = n_before / (1 + n_before)
+        for name, average in self.tensors.items():
+            average.lerp_(self.parameters[name].detach().float(), 1 - decay)
+
+    @property
+    def model_tensors(self) -> dict[str, Tensor]:
+        """The tensors to publish: averages, and the weights without an average."""
+        return {name: p.detach() for name, p in self.parameters.items()} | self.tensors
+
+    @property
+    def own_tensors(self) -> dict[str, Tensor]:
+        """The current weights of averaged parameters, as `parameter/own`, for a resumed run."""
+        return {f"{name}/{_OWN}": self.parameters[name].detach() for name in self.tensors}
+
+    def restore(self, model_tensors: dict[str, Tensor], optimizer_tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Restore weights and averages; returns the optimizer's tensors."""
+        own = {key.removesuffix(f"/{_OWN}"): t for key, t in optimizer_tensors.items() if key.endswith(f"/{_OWN}")}
+        self._set(model_tensors | own)
+        self.tensors = {name: model_tensors[name].to(tensor.device).clone() for name, tensor in self.tensors.items()}
+        return {key: tensor for key, tensor in optimizer_tensors.items() if not key.endswith(f"/{_OWN}")}
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """A context in which the model has the averaged weights; without an average, its own."""
+        own = {name: self.parameters[name].detach().clone() for name in self.tensors}
+        self._set(self.tensors)
+        try:
+            yield
+        finally:
+            self._set(own)
+
+    @torch.no_grad()
+    def _set(self, tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self.parameters[name].copy_(tensor)
+
+
+EMBEDDING, HEAD = "token_embedding.weight", "untied_head.weight"
+
+
+class LateUntying:
+    """Unties the head at a step given by number, so that a resumed run unties it at the same step."""
+
+    def __init__(self, model: GPT, optimizer: Optimizer, untie_after_steps: int) -> None:
+        """
+        Args:
+            untie_after_steps: steps before the head is untied; 0: the head never changes from tied to untied.
+        """
+        self._model, self._optimizer, self._steps = model, optimizer, untie_after_steps
+
+    def begin(self, step: int, average: WeightAverage) -> None:
+        """Called before optimizer step number `step`, from 0."""
+        if not self._steps:
+            return
+        if step == self._steps:
+            self._copy(average)
+            self._optimizer.copy_state(EMBEDDING, HEAD)
+        self._model.head_is_embedding = step < self._steps
+
+    def before_saving(self, average: WeightAverage) -> None:
+        """Make the head's matrix equal to the one that the model computes with."""
+        if self._model.head_is_embedding:
+            self._copy(average)
+
+    @torch.no_grad()
+    def _copy(self, average: WeightAverage) -> None:
+        for tensors in (average.parameters, average.tensors):
+            if HEAD in tensors:
+                tensors[HEAD].copy_(tensors[EMBEDDING])
 
 
 class TrainingState(Listener):

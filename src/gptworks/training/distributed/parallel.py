@@ -34,9 +34,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from gptworks.config import IGNORED, ModelConfig, Recipe, TrainConfig
-from gptworks.errors import UserError
 from gptworks.model.gpt import GPT
-from gptworks.planning.arrange import refusal
 from gptworks.planning.layout import ONE_DEVICE, Layout
 from gptworks.quantize.linear import packed_matrices
 from gptworks.training.distributed.ranks import Ranks
@@ -135,16 +133,6 @@ def choose_parallel(recipe: Recipe, ranks: Ranks, device: torch.device, layout: 
         device.type, (layout.data_parallel, layout.tensor_parallel), mesh_dim_names=("data", "tensor")
     )
     return ManyDevices(recipe.train, ranks, mesh, layout, recipe.objective.varying_widths)
-
-
-def check_parallel(recipe: Recipe, n_ranks: int, precision: str = "auto") -> None:
-    """Refuse a recipe that `n_ranks` ranks cannot train, before any work; see `gptworks.planning.arrange`.
-
-    Raises:
-        UserError: `n_ranks` ranks cannot train the recipe.
-    """
-    if (refused := refusal(recipe, n_ranks, precision)) is not None:
-        raise UserError(str(refused))
 
 
 class ManyDevices(Parallel):

@@ -3,11 +3,14 @@
 To add one, write its settings in `gptworks.config.objective`, and a subclass of `Objective` in a file here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
+
+import torch
 
 from gptworks.config import Recipe, TrainConfig
 from gptworks.config.objective import ObjectiveSettings
@@ -127,3 +130,14 @@ def objective_of(settings: ObjectiveSettings) -> type[Objective]:
 def choose_objective(recipe: Recipe, folder: Path, verify: bool = False) -> Objective:
     """The objective of a recipe, with its samples; arguments and errors as for `open_samples`."""
     return objective_of(recipe.objective)(recipe, open_samples(recipe, folder, verify))
+
+
+@contextmanager
+def generating(precision: Precision) -> Iterator[None]:
+    """A context in which an engine may run a model that is being trained.
+
+    Products are rounded as in a training step, so that answers come from the policy in training. Compiled blocks run
+    uncompiled: a growing cache changes shape at each token.
+    """
+    with torch.compiler.set_stance("force_eager"), precision.autocast():
+        yield

@@ -34,8 +34,7 @@ from gptworks.model.lora import LORA_PARTS, LowRank
 from gptworks.model.loss import target_logprobs
 from gptworks.quantize.linear import weight_tensors
 from gptworks.tensors import Expected, read_tensors
-from gptworks.training.engine import generating
-from gptworks.training.objectives.base import Objective, RunContext
+from gptworks.training.objectives.base import Objective, RunContext, generating
 from gptworks.training.objectives.next_token import (
     Batch,
     Losses,

@@ -11,9 +11,8 @@ from gptworks.device import BusyCores, Precision, advice_on_threads, device_name
 from gptworks.model.moe import busiest_load
 from gptworks.planning.params import count_parameters
 from gptworks.training.events import Evaluation, Listener, Step
-from gptworks.training.length import Length
 from gptworks.training.objectives.base import Objective
-from gptworks.training.progress import Progress
+from gptworks.training.progress import Length, Progress
 from gptworks.training.record.card import MemoryPeaks, write_model_card
 from gptworks.training.record.curves import draw_curves
 from gptworks.training.record.display import Display, clock

@@ -1,0 +1,136 @@
+"""A session of a run: the parts of a run in training, and its beginning, from the run's newest checkpoint, from another
+run's weights, or from random ones."""
+
+import torch
+
+from gptworks.chat_template import load_chat_template, other_templates, save_chat_template, save_other_templates
+from gptworks.checkpoint import checkpoints
+from gptworks.config import Recipe
+from gptworks.errors import UserError
+from gptworks.files import write_sums
+from gptworks.infer.engine import Engine
+from gptworks.recipe import load_recipe, save_recipe
+from gptworks.tokenizer import save_tokenizer
+from gptworks.training.changes import change_words, changed, inexact, record
+from gptworks.training.distributed.agreed import check_shared
+from gptworks.training.distributed.parallel import choose_parallel
+from gptworks.training.events import Listener
+from gptworks.training.objectives.base import choose_objective
+from gptworks.training.objectives.next_token import LossFunction
+from gptworks.training.optim.trainable import trainable_model
+from gptworks.training.prefetch import Prefetcher
+from gptworks.training.progress import Length, Progress
+from gptworks.training.record.display import Display
+from gptworks.training.record.layer_norms import LayerNorms
+from gptworks.training.record.reporter import Reporter
+from gptworks.training.rehearsal.held import StepMemory
+from gptworks.training.saving import remove_newer
+from gptworks.training.setup import PreparedRun
+from gptworks.training.start import starting_weights
+from gptworks.training.state import TrainingState
+from gptworks.training.step import TrainStep
+
+
+class Session:
+    """A model in training and its collaborators, built from a run's setup; `loop.Run` has the steps."""
+
+    def __init__(self, setup: PreparedRun, display: Display, loss: LossFunction | None = None) -> None:
+        """
+        Args:
+            loss: replaces the objective's loss.
+
+        Raises:
+            UserError: the data or a prompt of `train.sample_prompts` cannot be used.
+        """
+        recipe, ranks, device = setup.recipe, setup.ranks, setup.device
+        self.setup, self.recipe, self.settings, self.ranks, self.display = setup, recipe, recipe.train, ranks, display
+        self.parallel = choose_parallel(recipe, ranks, device, setup.layout)
+        with ranks.busy():
+            self.objective = choose_objective(recipe, setup.prepared.folder, verify=ranks.is_rank_zero)
+        torch.manual_seed(recipe.seed)
+        self.step_memory = StepMemory(setup)
+        self.model = self.parallel.place(trainable_model(recipe.model, recipe.adapter, recipe.freeze), device)
+        self.model.activation_checkpointing = recipe.train.activation_checkpointing
+        self.step = TrainStep(
+            self.model, recipe.train, loss or self.objective.loss, setup.precision, self.parallel, ranks
+        )
+        self.prefetcher = Prefetcher(self.objective, self.parallel, device)
+        self.length = Length(recipe, self.objective.samples)
+        manifest = self.objective.samples.train_shards.manifest
+        start = Progress(
+            data_fingerprint=manifest.fingerprint, validation_text_sha256=manifest.validation_text_sha256 or ""
+        )
+        self.state = TrainingState(recipe, self.step, start, self.length, display)
+        self.reporter = Reporter(recipe, self.objective, self.step, self.length, display, setup.precision)
+        tokenizer = setup.prepared.tokenizer
+        template = load_chat_template(setup.prepared.folder / "tokenizer", tokenizer)
+        self.engine = Engine(self.model, tokenizer, cache_dtype=setup.precision.dtype, chat_template=template)
+        for prompt in recipe.train.sample_prompts if recipe.train.sample_every else ():
+            self.engine.encode_prompt(prompt)
+        norms = LayerNorms(self.model, self.parallel, recipe.train.log_every)
+        self.listeners: tuple[Listener, ...] = (norms, self.state, self.reporter)
+
+    @property
+    def progress(self) -> Progress:
+        """The progress of the run."""
+        return self.state.progress
+
+    def recorded_recipe(self) -> Recipe | None:
+        """The recipe in the run folder; None for a new folder, or on ranks other than 0."""
+        folder = self.recipe.run_dir
+        return load_recipe(folder) if self.ranks.is_rank_zero and (folder / "recipe.yaml").exists() else None
+
+    def restore(self, before: Recipe | None) -> bool:
+        """Restore the newest undamaged checkpoint, bit for bit; without one, take the weights of `initialize_from`.
+
+        Args:
+            before: the result of `recorded_recipe`.
+
+        Returns:
+            Whether the run starts at step 0, not at a checkpoint.
+
+        Raises:
+            UserError: the run folder or its checkpoints cannot be used; or the run has already reached its length.
+        """
+        setup, ranks, folder, report = self.setup, self.ranks, self.recipe.run_dir, self.display.message
+        checkpoint = self.state.newest_checkpoint() if setup.resume else None
+        if checkpoint is not None:
+            self.state.restore(checkpoint)
+            ranks.from_rank_zero(lambda: self.length.check_resume(self.progress, before))
+            report(f"resuming {folder} from step {self.progress.step:,}")
+            return False
+        check_shared(ranks, folder)
+
+        def refuse_damaged() -> None:
+            if checkpoints(folder):
+                raise UserError(
+                    f"every checkpoint of {folder} is damaged: restore one from a copy, or give another run_dir=."
+                )
+
+        ranks.from_rank_zero(refuse_damaged)
+        if setup.resume:
+            report(f"{folder} has no checkpoint to go on from: starting from step 0")
+        if self.recipe.initialize_from is not None:
+            with ranks.busy():
+                self.state.start_from(starting_weights(self.recipe, setup.prepared.tokenizer, report, ranks))
+        return True
+
+    def write_settings(self, before: Recipe | None, is_new: bool) -> None:
+        """Write the recipe, the tokenizer and the record of changes to the run folder; only rank 0 calls this."""
+        setup, recipe, folder, step = self.setup, self.recipe, self.recipe.run_dir, self.progress.step
+        changes, exact = {}, True
+        if before is not None and not is_new:
+            changes = changed(before, recipe)
+            exact = not inexact(before, recipe, changes, step)
+        history = record(folder, step, changes, setup.overrides, before, exact)
+        if setup.resume:  # the run will write them again
+            remove_newer(folder, step, weights_only=True)
+        if changes:
+            each = "".join(f"\n  {change_words({path: pair})}" for path, pair in changes.items())
+            self.display.message(f"changed from step {step:,} on:{each}")
+        save_recipe(recipe, folder / "recipe.yaml", history.lines())
+        save_tokenizer(setup.prepared.tokenizer, folder / "tokenizer")
+        if self.engine.chat_template is not None:
+            save_chat_template(self.engine.chat_template, folder / "tokenizer")
+        save_other_templates(other_templates(setup.prepared.folder / "tokenizer"), folder / "tokenizer")
+        write_sums(folder / "tokenizer")
