@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gptworks.config import ModelConfig
+from gptworks.data.samples import Batch
 from gptworks.device import choose_precision
 from gptworks.model.gpt import GPT
 from gptworks.planning.layout import Layout
@@ -25,7 +26,7 @@ from gptworks.training.distributed import sums
 from gptworks.training.distributed.parallel import ManyDevices, choose_parallel
 from gptworks.training.distributed.ranks import Ranks, _collectives_issued, join
 from gptworks.training.loop import train
-from gptworks.training.objectives.next_token import Batch, Losses, next_token
+from gptworks.training.objectives.next_token import Losses, next_token
 from gptworks.training.optim import muon
 from gptworks.training.optim.optimizer import Optimizer
 from gptworks.training.optim.trainable import trainable_model

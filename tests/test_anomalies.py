@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import tiny
 from gptworks.checkpoint import Checkpoint, all_checkpoints, checkpoints, load_run
 from gptworks.config import TrainConfig
+from gptworks.data.samples import Batch
 from gptworks.errors import RunError
 from gptworks.evaluation.loss import LossReport
 from gptworks.model.gpt import GPT
@@ -23,7 +24,7 @@ from gptworks.recipe import parse_recipe
 from gptworks.training import saving, state
 from gptworks.training.loop import train
 from gptworks.training.objectives.base import Objective
-from gptworks.training.objectives.next_token import Batch, Losses, next_token
+from gptworks.training.objectives.next_token import Losses, next_token
 from gptworks.training.progress import MEMORY_STEPS, WARMUP_STEPS, GradientEstimate, anomaly
 from gptworks.training.record.metrics import MEASURED, read_metrics
 from gptworks.training.state import TrainingState, WeightAverage

@@ -14,6 +14,7 @@ import tiny
 from gptworks.cli import app
 from gptworks.data.batches import Batches
 from gptworks.data.prepare import find_prepared
+from gptworks.data.samples import Batch
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from gptworks.files import sealed_json
@@ -29,7 +30,7 @@ from gptworks.training.changes import (
     record,
 )
 from gptworks.training.loop import train
-from gptworks.training.objectives.next_token import Batch, Losses, next_token
+from gptworks.training.objectives.next_token import Losses, next_token
 from gptworks.training.record.metrics import read_metrics
 
 

@@ -1,6 +1,5 @@
-"""A new objective needs its settings and the class that they name: no other room knows it."""
+"""A new objective needs its settings and the class that has them: no other room knows it."""
 
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -8,9 +7,10 @@ import pytest
 from torch import Tensor
 
 import tiny
-from gptworks.config import Recipe, TrainConfig
+from gptworks.config import Recipe
 from gptworks.config.base import Measured
 from gptworks.config.objective import NextTokenObjective, ObjectiveSettings
+from gptworks.data.samples import Batch
 from gptworks.describe.plan_tables import plan_json, tables
 from gptworks.errors import UserError
 from gptworks.model.gpt import GPT
@@ -21,7 +21,7 @@ from gptworks.recipe import parse_recipe
 from gptworks.training.changes import check_changes
 from gptworks.training.loop import train
 from gptworks.training.objectives.base import Objective
-from gptworks.training.objectives.next_token import Batch, Losses, LossFunction, Routing, counted, with_routing
+from gptworks.training.objectives.next_token import Losses, counted, with_routing
 from gptworks.training.record.metrics import read_metrics
 from gptworks.training.rehearsal.trace import Rehearsal, trace_step
 from gptworks.training.setup import check_train
@@ -30,7 +30,6 @@ from gptworks.training.setup import check_train
 class EverySecond(ObjectiveSettings):
     """Every second token is learned."""
 
-    code = "test_objectives:EverySecondObjective"
     sources = ("text",)
     scores_targets = True
     scores_start = True
@@ -40,34 +39,25 @@ class EverySecond(ObjectiveSettings):
     weight: Measured[float] = 2.0
 
 
-def every_second(weight: float, routing: Routing, model: GPT, batch: Batch) -> Losses:
-    router_logits: list[Tensor] = []
-    features = model.features(batch[0], None, router_logits)
-    nats = -target_logprobs(features, model.head_weight, batch[1]).sum()
-    figures = {"weighted": weight * nats}
-    return with_routing(weight * nats, nats, router_logits, model, counted(batch), routing, figures)
-
-
 class EverySecondObjective(Objective):
-    @staticmethod
-    def check(recipe: Recipe) -> None:
-        assert isinstance(recipe.objective, EverySecond)
-        if recipe.objective.weight <= 0:
-            raise UserError(f"objective.weight={recipe.objective.weight}: give one above 0.")
+    settings: EverySecond
+
+    def check(self, recipe: Recipe) -> None:
+        if self.settings.weight <= 0:
+            raise UserError(f"objective.weight={self.settings.weight}: give one above 0.")
 
     def batch(self, position: int, micro_step: int, size: int) -> Batch:
         inputs, targets = super().batch(position, micro_step, size)
         targets[:, ::2] = -100
         return inputs, targets
 
-    @classmethod
-    def loss_without_data(cls, settings: ObjectiveSettings, train: TrainConfig, model: GPT) -> LossFunction:
-        assert isinstance(settings, EverySecond)
-        return partial(every_second, settings.weight, Routing.of(train))
-
     def loss(self, model: GPT, batch: Batch) -> Losses:
-        assert isinstance(self.recipe.objective, EverySecond)
-        return every_second(self.recipe.objective.weight, self._routing, model, batch)
+        router_logits: list[Tensor] = []
+        features = model.features(batch[0], None, router_logits)
+        nats = -target_logprobs(features, model.head_weight, batch[1]).sum()
+        weight = self.settings.weight
+        figures = {"weighted": weight * nats}
+        return with_routing(weight * nats, nats, router_logits, model, counted(batch), self._routing, figures)
 
 
 class OwnRecipe(Recipe):

@@ -21,6 +21,7 @@ from gptworks.config.objective import OddsRatioObjective, PreferenceObjective
 from gptworks.data.conversations.packing import Pairs
 from gptworks.data.conversations.preferences import iter_pairs
 from gptworks.data.prepare import find_prepared
+from gptworks.data.samples import Batch
 from gptworks.data.shards import TokenShards
 from gptworks.describe.plan_tables import tables
 from gptworks.device import choose_precision
@@ -33,8 +34,7 @@ from gptworks.recipe import parse_recipe
 from gptworks.training.distributed.parallel import Parallel
 from gptworks.training.loop import train
 from gptworks.training.objectives.base import choose_objective
-from gptworks.training.objectives.next_token import Batch, Routing
-from gptworks.training.objectives.odds_ratio import odds_ratio, odds_ratio_loss
+from gptworks.training.objectives.odds_ratio import OddsRatio, odds_ratio_loss
 from gptworks.training.objectives.pairs import answer_logprobs
 from gptworks.training.objectives.preference import Preference, preference_loss
 from gptworks.training.record.metrics import read_metrics
@@ -110,7 +110,8 @@ def test_the_odds_ratios_loss_and_gradients_are_those_of_the_paper() -> None:
     torch.manual_seed(0)
     model = GPT(tiny.plain_model(**SMALL, init_std=0.3)).double()
     inputs, targets = rows()
-    losses = odds_ratio(OddsRatioObjective(type="odds_ratio", weight=0.3), model, (inputs, targets), Routing())
+    objective = OddsRatio(OddsRatioObjective(type="odds_ratio", weight=0.3), tiny.plain_training(max_steps=1))
+    losses = objective.loss(model, (inputs, targets))
     gradients = torch.autograd.grad(losses.objective, list(model.parameters()))
 
     total, ratios, nats = torch.zeros((), dtype=torch.float64), [], []

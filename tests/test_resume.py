@@ -18,6 +18,7 @@ import tiny
 from commands import Process
 from gptworks.checkpoint import checkpoints
 from gptworks.config import TrainConfig
+from gptworks.data.samples import Batch
 from gptworks.errors import UserError
 from gptworks.model.gpt import GPT
 from gptworks.planning.flops import forward_flops
@@ -26,7 +27,7 @@ from gptworks.recipe import load_recipe, parse_recipe, with_vocab_size
 from gptworks.runs.data import data_of
 from gptworks.training import cut
 from gptworks.training.loop import train
-from gptworks.training.objectives.next_token import Batch, Losses, next_token
+from gptworks.training.objectives.next_token import Losses, next_token
 from gptworks.training.record.metrics import MEASURED, read_metrics
 from gptworks.training.samples import samples_of_step
 from halves import assert_resumes_exactly

@@ -20,6 +20,7 @@ import tiny
 from gptworks.checkpoint import all_checkpoints, load_run
 from gptworks.config import IGNORED
 from gptworks.data.opened import open_prepared
+from gptworks.data.samples import Batch
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from gptworks.files import sealed_json
@@ -31,7 +32,7 @@ from gptworks.tokenizer import encode_text, load_tokenizer
 from gptworks.training.fork import fork
 from gptworks.training.loop import train
 from gptworks.training.objectives.base import choose_objective
-from gptworks.training.objectives.next_token import Batch, Losses, next_token
+from gptworks.training.objectives.next_token import Losses, next_token
 from gptworks.training.record.metrics import read_metrics
 from gptworks.training.samples import samples_of_step
 from gptworks.training.step import TrainStep

@@ -17,13 +17,14 @@ import tiny
 from gptworks.checkpoint import checkpoints, load_run
 from gptworks.data.batches import evaluation_windows
 from gptworks.data.prepare import find_prepared
+from gptworks.data.samples import Batch
 from gptworks.data.shards import TokenShards
 from gptworks.evaluation.loss import evaluate_loss
 from gptworks.model.gpt import GPT
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.training import loop
 from gptworks.training.loop import Outcome, train
-from gptworks.training.objectives.next_token import Batch, Losses, next_token
+from gptworks.training.objectives.next_token import Losses, next_token
 from gptworks.training.record.metrics import read_metrics
 
 PLAIN = {"precision": "fp32", "optimizer": "adamw"}

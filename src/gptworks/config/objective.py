@@ -30,8 +30,6 @@ class Rollouts(NamedTuple):
 class ObjectiveSettings(Section):
     """Settings of an objective, and properties that other packages read instead of its type."""
 
-    code: ClassVar[str] = "gptworks.training.objectives.base:Objective"
-    """Module and name of the class that computes the objective."""
     sources: ClassVar[tuple[str, ...]] = ("text", "conversations")
     """Kinds of sources that the objective can learn from."""
     rows_per_sample: ClassVar[int] = 1
@@ -126,7 +124,6 @@ class PreferenceObjective(_PairsObjective):
     """Raise the chosen answer's probability over the rejected one's; beta limits the drift from the starting model. The
     step's batch_size counts pairs. Needs sources of type preferences."""
 
-    code = "gptworks.training.objectives.preference:Preference"
     scores_start = True
 
     type: Measured[Literal["preference"]]
@@ -155,8 +152,6 @@ class OddsRatioObjective(_PairsObjective):
     """Learn the chosen answers and raise their odds over the rejected ones, without a reference model: ORPO (Hong et
     al., 2024). The step's batch_size counts pairs. Needs sources of type preferences."""
 
-    code = "gptworks.training.objectives.odds_ratio:OddsRatio"
-
     type: Measured[Literal["odds_ratio"]]
     weight: Measured[float] = Field(0.1, gt=0, description="Weight of the odds ratio, added to the answer's loss (λ).")
 
@@ -169,7 +164,6 @@ class DistillationObjective(ObjectiveSettings):
     """Learn a teacher's distribution and the text (Hinton et al., 2015):
     ce_weight · cross-entropy + kl_weight · temperature² · KL(teacher ‖ student), with softened distributions."""
 
-    code = "gptworks.training.objectives.distillation:Distillation"
     several_texts = True
 
     type: Measured[Literal["distillation"]]
@@ -190,7 +184,6 @@ class RewardObjective(ObjectiveSettings):
     sampled answers, whose advantages are their rewards less the group's mean. The step's batch_size counts answers.
     The prompts are conversations without their last answer."""
 
-    code = "gptworks.training.objectives.reward:Reward"
     sources = ("conversations",)
     varying_widths = True
     scores_targets = True

@@ -25,7 +25,9 @@ from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 
 Batch = tuple[Tensor, ...]
-"""Inputs and targets, int64 [B, T] each, then further tensors that some kinds of samples have."""
+"""Inputs and targets, int64 [B, T] each; the target of a position is the token that follows it, or −100. If rows hold
+several texts, a third tensor [B, T] has each token's position in its own text (see `GPT.features`). An objective may
+add further tensors."""
 
 
 class Samples(ABC):

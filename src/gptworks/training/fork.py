@@ -148,7 +148,7 @@ def _take_files(source: Path, checkpoint: Checkpoint, progress: Progress, recipe
             check_regular(taken.folder / name, inside=source)
             link_or_copy((taken.folder / name).resolve(), to / name)
     check_sums(source / "tokenizer", MAX_TOKENIZER_BYTES)
-    for name in ("tokenizer", LOG, *objective_of(recipe.objective).kept_files):
+    for name in ("tokenizer", LOG, *objective_of(recipe.objective, recipe.train).kept_files):
         _copy(source, name, aside)
     MetricsLog(aside / LOG, checkpoint.step, resume_rollbacks=progress.rollbacks).close()
 

@@ -4,10 +4,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from gptworks.data.samples import Batch
 from gptworks.training.cut import cut_windows
 from gptworks.training.distributed.parallel import Parallel
 from gptworks.training.objectives.base import Objective
-from gptworks.training.objectives.next_token import Batch, StepBatches
+from gptworks.training.objectives.next_token import StepBatches
 
 
 class Prefetcher:

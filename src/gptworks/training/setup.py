@@ -113,7 +113,7 @@ def check_train(recipe: Recipe, resume: bool = False, n_ranks: int = 1, change: 
     check_run_folder(recipe, resume, change)
     check_start(recipe, resume)
     check_trained(recipe)
-    objective_of(recipe.objective).check(recipe)
+    objective_of(recipe.objective, recipe.train).check(recipe)
     check_writers(recipe.train.loggers)
     check_parallel(recipe, n_ranks)
 

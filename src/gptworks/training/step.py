@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from gptworks.config import TrainConfig
+from gptworks.data.samples import Batch
 from gptworks.device import Precision
 from gptworks.model.gpt import GPT
 from gptworks.training.distributed.parallel import Parallel
 from gptworks.training.distributed.ranks import ALONE, Ranks
-from gptworks.training.objectives.next_token import Batch, LossFunction
+from gptworks.training.objectives.next_token import LossFunction
 from gptworks.training.optim.optimizer import Optimizer
 from gptworks.training.record.stopwatch import Stopwatch
 

@@ -34,13 +34,12 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from gptworks.config import IGNORED, ModelConfig, Recipe, TrainConfig
+from gptworks.data.samples import Batch
 from gptworks.model.gpt import GPT
 from gptworks.planning.layout import ONE_DEVICE, Layout
 from gptworks.quantize.linear import packed_matrices
 from gptworks.training.distributed.ranks import Ranks
 from gptworks.training.distributed.sums import GradientSums, Timed, local
-
-Rows = tuple[Tensor, ...]
 
 
 class StopAsked(Exception):
@@ -113,7 +112,7 @@ class Parallel:
         """A context in which the model is used without being trained."""
         yield
 
-    def split_batches(self, batches: Iterator[Rows]) -> Iterator[Rows]:
+    def split_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """This rank's part of the batches of an evaluation.
 
         Raises:
@@ -277,7 +276,7 @@ class ManyDevices(Parallel):
 
     # --------------------------------------------------------------------------------------- evaluation
 
-    def split_batches(self, batches: Iterator[Rows]) -> Iterator[Rows]:
+    def split_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """This rank's batches: every n-th. In the last round, a rank without a batch computes the round's last batch
         with all targets ignored, because gathering blocks needs all ranks."""
         n, index = self._data.size(), self._data.get_local_rank()

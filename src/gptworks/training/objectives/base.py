@@ -1,27 +1,27 @@
 """The interface of training objectives. The loop uses only `Objective`; subclasses contain all differences.
 
-To add one, write its settings in `gptworks.config.objective`, and a subclass of `Objective` in a file here.
+To add one, write its settings in `gptworks.config.objective`, and a subclass of `Objective` that has these `settings`
+in a file here.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from pkgutil import resolve_name
+from typing import Any
 
 import torch
 
 from gptworks.config import Recipe, TrainConfig
-from gptworks.config.objective import ObjectiveSettings
-from gptworks.data.samples import Samples, open_samples
+from gptworks.config.objective import InstructionObjective, NextTokenObjective, ObjectiveSettings
+from gptworks.data.registry import by_settings
+from gptworks.data.samples import Batch, Samples, open_samples
 from gptworks.device import Precision
 from gptworks.evaluation.loss import LossReport, Workers, evaluate_loss
 from gptworks.infer.engine import Engine
 from gptworks.model.gpt import GPT
 from gptworks.training.distributed.ranks import Ranks
 from gptworks.training.objectives.next_token import (
-    Batch,
     Losses,
     LossFunction,
     Routing,
@@ -49,8 +49,7 @@ class RunContext:
 
 
 class Objective:
-    """Prediction of every next token of a text, or of the answers' tokens in conversations; base of other
-    objectives."""
+    """What a run learns: its batches, its loss and its evaluation."""
 
     generates = False
     """Whether a step's batches are made with the current model (`generate`)."""
@@ -58,22 +57,27 @@ class Objective:
     kept_files: tuple[str, ...] = ()
     """Files in the run folder that the objective cannot make again: a fork copies them."""
 
-    def __init__(self, recipe: Recipe, samples: Samples) -> None:
-        self.recipe, self.samples, self.context_length = recipe, samples, recipe.model.context_length
-        self._routing, self._future_weights = Routing.of(recipe.train), recipe.train.future_weights
+    recipe: Recipe
+    samples: Samples
 
-    @staticmethod
-    def check(recipe: Recipe) -> None:
+    def __init__(self, settings: Any, train: TrainConfig) -> None:
+        self.settings, self.train = settings, train
+        self._routing = Routing(train.router_balance_weight, train.router_z_weight)
+
+    def take_data(self, recipe: Recipe, samples: Samples) -> None:
+        """Use a run's data, which all but `check` and `loss_without_data` need."""
+        self.recipe, self.samples, self.context_length = recipe, samples, recipe.model.context_length
+
+    def check(self, recipe: Recipe) -> None:
         """Check the objective's other inputs, such as a run or a file, before any work is done.
 
         Raises:
             UserError: an input is missing or cannot be used.
         """
 
-    @classmethod
-    def loss_without_data(cls, settings: ObjectiveSettings, train: TrainConfig, model: GPT) -> LossFunction:
+    def loss_without_data(self, model: GPT) -> LossFunction:
         """A loss that needs only inputs and targets, to trace or measure a step of a new model."""
-        return partial(next_token, routing=Routing.of(train), future_weights=train.future_weights)
+        return self.loss
 
     def begin(self, run: RunContext) -> None:
         """Called once, before the first step of each session.
@@ -84,7 +88,6 @@ class Objective:
 
     def begin_step(self, share_done: float) -> None:
         """Called before each step with the share of the run that is done, from 0 to 1."""
-        self._future_weights = self.recipe.train.future_weights_at(share_done)
 
     def batch(self, position: int, micro_step: int, size: int) -> Batch:
         """The batch of `Samples.batch`, with the additional tensors that the loss needs."""
@@ -102,7 +105,7 @@ class Objective:
     @property
     def n_evaluated(self) -> int:
         """Number of validation sequences that an evaluation reads, evenly spaced; 0: all."""
-        return self.recipe.train.n_evaluated(self.n_validation, self.context_length)
+        return self.train.n_evaluated(self.n_validation, self.context_length)
 
     def count(self, batch: Batch) -> int:
         """The number of a batch's targets, by which the sum of losses is divided."""
@@ -110,7 +113,7 @@ class Objective:
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
         """The batch's loss and reported figures, as sums over the batch."""
-        return next_token(model, batch, self._routing, self._future_weights)
+        raise NotImplementedError
 
     def evaluate(self, model: GPT, workers: Workers, precision: Precision) -> tuple[LossReport, dict[str, float]]:
         """The loss on the validation split, and additional means by name for the metrics."""
@@ -121,15 +124,32 @@ class Objective:
             return evaluate_loss(model, sequences, text_bytes=text_bytes, workers=workers), {}
 
 
-def objective_of(settings: ObjectiveSettings) -> type[Objective]:
-    """The class that the settings name."""
-    found: type[Objective] = resolve_name(settings.code)
-    return found
+class NextToken(Objective):
+    """Prediction of every next token of a text, or of the answers' tokens in conversations."""
+
+    settings: NextTokenObjective | InstructionObjective
+
+    def __init__(self, settings: Any, train: TrainConfig) -> None:
+        super().__init__(settings, train)
+        self._future_weights = train.future_weights
+
+    def begin_step(self, share_done: float) -> None:
+        self._future_weights = self.train.future_weights_at(share_done)
+
+    def loss(self, model: GPT, batch: Batch) -> Losses:
+        return next_token(model, batch, self._routing, self._future_weights)
+
+
+def objective_of(settings: ObjectiveSettings, train: TrainConfig) -> Objective:
+    """The objective with these settings, without data."""
+    return by_settings("gptworks.training.objectives", Objective)[type(settings)](settings, train)
 
 
 def choose_objective(recipe: Recipe, folder: Path, verify: bool = False) -> Objective:
     """The objective of a recipe, with its samples; arguments and errors as for `open_samples`."""
-    return objective_of(recipe.objective)(recipe, open_samples(recipe, folder, verify))
+    objective = objective_of(recipe.objective, recipe.train)
+    objective.take_data(recipe, open_samples(recipe, folder, verify))
+    return objective
 
 
 @contextmanager

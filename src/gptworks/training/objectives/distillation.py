@@ -1,14 +1,14 @@
 """Distillation (Hinton et al., 2015): the model learns from text and from a teacher's next-token distribution."""
 
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from gptworks.checkpoint import Checkpoint, checkpoint_of_step, choose_checkpoint, load_run
-from gptworks.config import Recipe, TrainConfig
-from gptworks.config.objective import DistillationObjective, ObjectiveSettings
+from gptworks.config import Recipe
+from gptworks.config.objective import DistillationObjective
+from gptworks.data.samples import Batch
 from gptworks.errors import UserError
 from gptworks.files import read_regular, sealed_json, unsealed_json, write_whole
 from gptworks.model.gpt import GPT
@@ -18,32 +18,10 @@ from gptworks.recipe import load_recipe
 from gptworks.tokenizer import fingerprint, load_tokenizer
 from gptworks.training.distributed.agreed import agreed_checkpoint
 from gptworks.training.objectives.base import Objective, RunContext
-from gptworks.training.objectives.next_token import Batch, Losses, LossFunction, Routing, counted, with_routing
+from gptworks.training.objectives.next_token import Losses, LossFunction, counted, with_routing
 
 TEACHER = "teacher.json"
 """The run folder's file that names the teacher's checkpoint."""
-
-
-def distillation(
-    objective: DistillationObjective,
-    teacher: GPT,
-    model: GPT,
-    batch: Batch,
-    routing: Routing,
-) -> Losses:
-    """ce_weight · cross-entropy + kl_weight · temperature² · KL(teacher ‖ model), summed over the batch's targets."""
-    inputs, targets, *positions = batch
-    router_logits: list[Tensor] = []
-    with torch.no_grad():
-        teacher_features = teacher.features(inputs, None, None, *positions)
-    features = model.features(inputs, None, router_logits, *positions)
-    total, nats, kl = distillation_loss(
-        features, model.head_weight, teacher_features, teacher.head_weight, targets,
-        objective.temperature, objective.ce_weight, objective.kl_weight,
-        model.config.logit_softcap, teacher.config.logit_softcap,
-    )  # fmt: skip
-    n_targets, figures = counted(batch), {"teacher_kl": kl}
-    return with_routing(total, nats, router_logits, model, n_targets, routing, figures)
 
 
 _MOST_NOTE_BYTES = 1 << 16
@@ -75,13 +53,13 @@ def _teacher_of_the_start(folder: Path, kept: Path) -> Checkpoint:
 class Distillation(Objective):
     """The objective of distillation; teacher and student read the same text or conversations."""
 
+    settings: DistillationObjective
     kept_files = (TEACHER,)
 
-    @staticmethod
-    def check(recipe: Recipe) -> None:
+    def check(self, recipe: Recipe) -> None:
         theirs = teacher_config(recipe)
         assert theirs is not None
-        folder = recipe.objective.teacher_run
+        folder = self.settings.teacher
         if theirs.context_length < recipe.model.context_length:
             raise UserError(
                 f"model.context_length={recipe.model.context_length} and objective.teacher={folder} reads "
@@ -93,16 +71,12 @@ class Distillation(Objective):
                 f"both give the same tokens their probabilities. Take over its tokenizer and vocab_size."
             )
 
-    @classmethod
-    def loss_without_data(cls, settings: ObjectiveSettings, train: TrainConfig, model: GPT) -> LossFunction:
-        assert isinstance(settings, DistillationObjective)
-        teacher = GPT(load_recipe(settings.teacher).model).requires_grad_(False).eval()
-        return partial(distillation, settings, teacher, routing=Routing.of(train))
+    def loss_without_data(self, model: GPT) -> LossFunction:
+        self._teacher = GPT(load_recipe(self.settings.teacher).model).requires_grad_(False).eval()
+        return self.loss
 
     def begin(self, run: RunContext) -> None:
-        assert isinstance(self.recipe.objective, DistillationObjective)
-        self._settings = self.recipe.objective
-        folder, kept = self._settings.teacher, self.recipe.run_dir / TEACHER
+        folder, kept = self.settings.teacher, self.recipe.run_dir / TEACHER
         if fingerprint(load_tokenizer(folder / "tokenizer")) != fingerprint(run.engine.tokenizer):
             raise UserError(
                 f"the tokenizer is not that of objective.teacher={folder}, so its probabilities are of other tokens. "
@@ -128,4 +102,16 @@ class Distillation(Objective):
         run.report(f"the teacher is {folder}, step {teacher.step:,}")
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
-        return distillation(self._settings, self._teacher, model, batch, self._routing)
+        """ce_weight · cross-entropy + kl_weight · temperature² · KL(teacher ‖ model), summed over the targets."""
+        inputs, targets, *positions = batch
+        settings, teacher = self.settings, self._teacher
+        router_logits: list[Tensor] = []
+        with torch.no_grad():
+            teacher_features = teacher.features(inputs, None, None, *positions)
+        features = model.features(inputs, None, router_logits, *positions)
+        total, nats, kl = distillation_loss(
+            features, model.head_weight, teacher_features, teacher.head_weight, targets,
+            settings.temperature, settings.ce_weight, settings.kl_weight,
+            model.config.logit_softcap, teacher.config.logit_softcap,
+        )  # fmt: skip
+        return with_routing(total, nats, router_logits, model, counted(batch), self._routing, {"teacher_kl": kl})

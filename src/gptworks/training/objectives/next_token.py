@@ -2,20 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gptworks.config import IGNORED, TrainConfig
+from gptworks.config import IGNORED
+from gptworks.data.samples import Batch
 from gptworks.model.gpt import GPT
 from gptworks.model.lab.future import future_features
 from gptworks.model.loss import linear_cross_entropies, linear_cross_entropy
 from gptworks.model.moe import balance_loss, expert_tokens, z_loss
-
-Batch = tuple[Tensor, ...]
-"""Inputs and targets, int64 [B, T] each; the target of a position is the token that follows it, or −100. If rows hold
-several texts, a third tensor [B, T] has each token's position in its own text (see `GPT.features`)."""
 
 
 class StepBatches(NamedTuple):
@@ -50,11 +47,6 @@ class Routing:
 
     balance_weight: float = 0.0
     z_weight: float = 0.0
-
-    @classmethod
-    def of(cls, train: TrainConfig) -> Self:
-        """The recipe's router loss weights."""
-        return cls(train.router_balance_weight, train.router_z_weight)
 
 
 LossFunction = Callable[[GPT, Batch], Losses]

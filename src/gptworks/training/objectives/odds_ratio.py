@@ -1,15 +1,13 @@
 """ORPO (Hong et al., 2024): preference tuning in one phase, without a reference model."""
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptworks.config import TrainConfig
-from gptworks.config.objective import ObjectiveSettings, OddsRatioObjective
+from gptworks.config.objective import OddsRatioObjective
+from gptworks.data.samples import Batch
 from gptworks.model.gpt import GPT
-from gptworks.training.objectives.next_token import Batch, Losses, LossFunction, Routing, with_routing
+from gptworks.training.objectives.next_token import Losses, with_routing
 from gptworks.training.objectives.pairs import PairsObjective, answer_lengths, answer_logprobs
 
 
@@ -32,25 +30,16 @@ def odds_ratio_loss(weight: float, logprobs: Tensor) -> tuple[Tensor, dict[str, 
     return (nats - weight * F.logsigmoid(log_ratio)).sum(), figures
 
 
-def odds_ratio(settings: OddsRatioObjective, model: GPT, batch: Batch, routing: Routing) -> Losses:
-    """`odds_ratio_loss` of inputs and targets [2P, T]; see `PairsObjective.batch`."""
-    inputs, targets = batch
-    router_logits: list[Tensor] = []
-    logprobs = answer_logprobs(model, inputs, targets, router_logits) / answer_lengths(targets)
-    loss, figures = odds_ratio_loss(settings.weight, logprobs)
-    return with_routing(loss, loss, router_logits, model, len(inputs) // 2, routing, figures)
-
-
 class OddsRatio(PairsObjective):
     """The objective of ORPO, on pairs of answers without a reference model."""
 
+    settings: OddsRatioObjective
     figures = ("log_odds_ratio", "chosen_nats_per_token", "accuracy")
 
-    @classmethod
-    def loss_without_data(cls, settings: ObjectiveSettings, train: TrainConfig, model: GPT) -> LossFunction:
-        assert isinstance(settings, OddsRatioObjective)
-        return partial(odds_ratio, settings, routing=Routing.of(train))
-
     def loss(self, model: GPT, batch: Batch) -> Losses:
-        assert isinstance(self.recipe.objective, OddsRatioObjective)
-        return odds_ratio(self.recipe.objective, model, batch, self._routing)
+        """`odds_ratio_loss` of inputs and targets [2P, T]."""
+        inputs, targets = batch
+        router_logits: list[Tensor] = []
+        logprobs = answer_logprobs(model, inputs, targets, router_logits) / answer_lengths(targets)
+        loss, figures = odds_ratio_loss(self.settings.weight, logprobs)
+        return with_routing(loss, loss, router_logits, model, len(inputs) // 2, self._routing, figures)

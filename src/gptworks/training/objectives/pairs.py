@@ -10,13 +10,12 @@ from torch import Tensor
 
 from gptworks.config import IGNORED
 from gptworks.data.permutation import evenly_spaced
-from gptworks.data.samples import AnswerPairs
+from gptworks.data.samples import AnswerPairs, Batch
 from gptworks.device import Precision
 from gptworks.evaluation.loss import LossReport, Workers
 from gptworks.model.gpt import GPT, eval_mode
 from gptworks.model.loss import target_logprobs
 from gptworks.training.objectives.base import Objective
-from gptworks.training.objectives.next_token import Batch
 
 
 def answer_logprobs(model: GPT, inputs: Tensor, targets: Tensor, router_logits: list[Tensor] | None = None) -> Tensor:
@@ -50,7 +49,7 @@ class PairsObjective(Objective):
 
     def _chunks(self, pairs: list[int]) -> Iterator[list[int]]:
         """The pairs in micro-batches."""
-        size = self.recipe.train.micro_batch_size
+        size = self.train.micro_batch_size
         return (pairs[first : first + size] for first in range(0, len(pairs), size))
 
     def count(self, batch: Batch) -> int:
@@ -71,7 +70,7 @@ class PairsObjective(Objective):
                         sums[name] += value.item()
         total, *figures = workers.all_reduce_numbers(list(sums.values()))
         means = {name: value / len(chosen) for name, value in zip(self.figures, figures, strict=True)}
-        return LossReport(total, len(chosen), unit=self.recipe.objective.loss_unit), means
+        return LossReport(total, len(chosen), unit=self.settings.loss_unit), means
 
 
 def counts(targets: Tensor) -> bool:

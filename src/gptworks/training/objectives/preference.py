@@ -8,7 +8,6 @@ Shapes: P pairs, T tokens of their longest conversation.
 
 import hashlib
 import json
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,9 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from gptworks.config import Recipe, TrainConfig
-from gptworks.config.objective import ObjectiveSettings, PreferenceObjective
-from gptworks.data.samples import Samples
+from gptworks.config.objective import PreferenceObjective
+from gptworks.data.samples import Batch
 from gptworks.device import Precision
 from gptworks.errors import UserError
 from gptworks.evaluation.loss import Workers
@@ -27,7 +25,7 @@ from gptworks.files import read_regular, sealed_json, unsealed_json, write_whole
 from gptworks.model.gpt import GPT, eval_mode
 from gptworks.quantize.linear import weight_tensors
 from gptworks.training.objectives.base import RunContext
-from gptworks.training.objectives.next_token import Batch, Losses, LossFunction, Routing, with_routing
+from gptworks.training.objectives.next_token import Losses, LossFunction, with_routing
 from gptworks.training.objectives.pairs import PairsObjective, answer_lengths, answer_logprobs, counts
 
 REFERENCE = "reference.safetensors"
@@ -58,16 +56,6 @@ def preference_loss(
     return losses.sum(), figures
 
 
-def preference(objective: PreferenceObjective, model: GPT, batch: Batch, routing: Routing) -> Losses:
-    """`preference_loss` of inputs and targets [2P, T] with their reference [2P]; see `Preference.batch`."""
-    inputs, targets, reference = batch
-    router_logits: list[Tensor] = []
-    logprobs = answer_logprobs(model, inputs, targets, router_logits)
-    loss, figures = preference_loss(objective, logprobs - reference, answer_lengths(targets))
-    n_pairs = len(inputs) // 2
-    return with_routing(loss, loss, router_logits, model, n_pairs, routing, figures)
-
-
 _MOST_NOTE_BYTES = 1 << 16
 _LOGPROB_BYTES = 8
 """Bytes of a pair's reference: one float32 for each answer."""
@@ -76,20 +64,14 @@ _LOGPROB_BYTES = 8
 class Preference(PairsObjective):
     """The objective of DPO, cDPO and IPO, on pairs of answers."""
 
+    settings: PreferenceObjective
     kept_files = (REFERENCE, "reference.json")
     figures = ("reward_margin", "reward_chosen", "accuracy")
+    _reference: dict[str, Tensor]
+    """The reference's log-probabilities by split, [n pairs, 2]."""
 
-    def __init__(self, recipe: Recipe, samples: Samples) -> None:
-        super().__init__(recipe, samples)
-        assert isinstance(recipe.objective, PreferenceObjective)
-        self._settings = recipe.objective
-        self._reference: dict[str, Tensor] = {}  # [n pairs, 2] by split
-
-    @classmethod
-    def loss_without_data(cls, settings: ObjectiveSettings, train: TrainConfig, model: GPT) -> LossFunction:
-        assert isinstance(settings, PreferenceObjective)
-        loss = partial(preference, settings, routing=Routing.of(train))
-        return lambda model, batch: loss(model, (*batch, torch.zeros(len(batch[0]), device=model.device)))
+    def loss_without_data(self, model: GPT) -> LossFunction:
+        return lambda model, batch: self.loss(model, (*batch, torch.zeros(len(batch[0]), device=model.device)))
 
     # ----------------------------------------------------------------------------------------------- reference
 
@@ -158,7 +140,12 @@ class Preference(PairsObjective):
         return (*self.pairs.of(split, pairs), self._reference[split][pairs].T.flatten())
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
-        return preference(self._settings, model, batch, self._routing)
+        """`preference_loss` of a batch as `batch_of` makes it."""
+        inputs, targets, reference = batch
+        router_logits: list[Tensor] = []
+        logprobs = answer_logprobs(model, inputs, targets, router_logits)
+        loss, figures = preference_loss(self.settings, logprobs - reference, answer_lengths(targets))
+        return with_routing(loss, loss, router_logits, model, len(inputs) // 2, self._routing, figures)
 
 
 def weights_fingerprint(model: GPT) -> str:

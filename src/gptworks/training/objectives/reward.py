@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gptworks.config import IGNORED, Recipe, TrainConfig
-from gptworks.config.objective import ObjectiveSettings, RewardObjective
+from gptworks.config import IGNORED, Recipe
+from gptworks.config.objective import RewardObjective
 from gptworks.data.permutation import Int64s, evenly_spaced, shuffled
-from gptworks.data.samples import Prompts, Samples, padded
+from gptworks.data.samples import Batch, Prompts, Samples, padded
 from gptworks.device import Precision
 from gptworks.errors import RunError, UserError
 from gptworks.evaluation.loss import LossReport, Workers
@@ -36,10 +36,8 @@ from gptworks.quantize.linear import weight_tensors
 from gptworks.tensors import Expected, read_tensors
 from gptworks.training.objectives.base import Objective, RunContext, generating
 from gptworks.training.objectives.next_token import (
-    Batch,
     Losses,
     LossFunction,
-    Routing,
     StepBatches,
     with_routing,
 )
@@ -96,19 +94,6 @@ def scaled_logprobs(model: GPT, features: Tensor, targets: Tensor, temperature: 
     return target_logprobs(features / temperature, model.head_weight, targets, softcap)
 
 
-def policy_gradient(settings: RewardObjective, model: GPT, batch: Batch, routing: Routing) -> Losses:
-    """`policy_loss` of a batch from `Reward._answered`: inputs and targets [B, T]; rewards, advantages and
-    `sampling_gap` [B]; log-probabilities under the sampling policy and, with `beta`, the starting model [B, T]."""
-    inputs, targets, rewards, advantage, gap, old, *start = batch
-    router_logits: list[Tensor] = []
-    counted = targets != IGNORED
-    features = model.features(inputs, router_logits=router_logits)
-    logprobs = scaled_logprobs(model, features, targets, settings.temperature)
-    loss, figures = policy_loss(settings, logprobs, old, start[0] if start else None, advantage, counted)
-    figures |= {"reward": rewards.sum(), "answer_tokens": counted.sum(), "sampling_gap": gap.sum()}
-    return with_routing(loss, loss, router_logits, model, len(inputs), routing, figures)
-
-
 def trains_adapters_only(model: GPT) -> bool:
     """Whether only an adapter is trained, so that the model without it equals the starting model."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -138,24 +123,23 @@ def sampling_gap(logprobs: Tensor, prompt_tokens: Sequence[int], answers: Sequen
 class Reward(Objective):
     """The objective of GRPO, on prompts and generated answers; a step's batch_size counts answers."""
 
+    settings: RewardObjective
     generates = True
     kept_files = (REFERENCE_MODEL, REWARD_FILE, ROLLOUTS)
 
-    def __init__(self, recipe: Recipe, samples: Samples) -> None:
-        super().__init__(recipe, samples)
-        assert isinstance(recipe.objective, RewardObjective) and isinstance(samples, Prompts)
-        self._settings, self._examples = recipe.objective, samples.examples
-        train, shared = self.recipe.train, self._settings.steps_per_rollout
-        self._prompts_per_step = train.batch_size // self._settings.group_size
+    def take_data(self, recipe: Recipe, samples: Samples) -> None:
+        super().take_data(recipe, samples)
+        assert isinstance(samples, Prompts)
+        self._examples = samples.examples
+        train, shared = self.train, self.settings.steps_per_rollout
+        self._prompts_per_step = train.batch_size // self.settings.group_size
         n_behind = (train.keep_checkpoints + 2) * -(-train.checkpoint_every // shared)  # a rollback may need these
         self._store = RolloutStore(self.recipe.run_dir, n_behind)
         self._round: tuple[int, dict[int, Batch]] | None = None  # (number, answers by micro-step)
         self._start: GPT | None = None
 
-    @staticmethod
-    def check(recipe: Recipe) -> None:
-        assert isinstance(recipe.objective, RewardObjective)
-        name = recipe.objective.reward
+    def check(self, recipe: Recipe) -> None:
+        name = self.settings.reward
         try:
             reward_of(load_reward(name), name, "", Prompt([], "", ""))
         except RunError as error:
@@ -173,12 +157,12 @@ class Reward(Objective):
                 "objective.type=reward on sharded weights: each device answers prompts of its own. Use "
                 "train.parallel.strategy=ddp and tensor_parallel=1."
             )
-        self._run, self._function = run, load_reward(self._settings.reward)
+        self._run, self._function = run, load_reward(self.settings.reward)
         self._end = self._end_token(run.engine)
         self._prompts = {split: self._fitting_prompts(split) for split in self._examples}
         self._numbers = {split: list(prompts) for split, prompts in self._prompts.items()}
-        keep_reward_file(self._settings.reward, self.recipe.run_dir, run.is_new, run.ranks.is_rank_zero)
-        if self._settings.beta:
+        keep_reward_file(self.settings.reward, self.recipe.run_dir, run.is_new, run.ranks.is_rank_zero)
+        if self.settings.beta:
             self._start = self._starting_model()
 
     def _end_token(self, engine: Engine) -> int:
@@ -200,13 +184,13 @@ class Reward(Objective):
             answered = np.flatnonzero(learned)
             gaps = np.flatnonzero(np.diff(answered) > 1)
             start = int(answered[gaps[-1] + 1 if len(gaps) else 0]) if len(answered) else len(ids)
-            if 0 < start <= self.context_length - self._settings.max_tokens:
+            if 0 < start <= self.context_length - self.settings.max_tokens:
                 prompt, answer = ids[:start].tolist(), ids[start:][learned[start:]].tolist()
                 prompts[i] = Prompt(prompt, tokenizer.decode(prompt), tokenizer.decode(answer))
         if 2 * len(prompts) < n_prompts:
             raise UserError(
                 f"{n_prompts - len(prompts):,} of {n_prompts:,} {split} prompts leave no room for "
-                f"objective.max_tokens={self._settings.max_tokens} in a context of {self.context_length}: lower "
+                f"objective.max_tokens={self.settings.max_tokens} in a context of {self.context_length}: lower "
                 f"it, or give shorter prompts."
             )
         if len(prompts) < n_prompts:
@@ -234,7 +218,7 @@ class Reward(Objective):
     def batch(self, position: int, micro_step: int, size: int) -> Batch:
         """The numbers of the prompts that a micro-batch answers, int64 [size / G]."""
         number = self._round_of(position)
-        n_here = size // self._settings.group_size
+        n_here = size // self.settings.group_size
         first = number * self._prompts_per_step + micro_step * n_here
         numbers = self._numbers["train"]
         chosen = shuffled(np.arange(first, first + n_here), len(numbers), self.recipe.seed)
@@ -242,16 +226,16 @@ class Reward(Objective):
 
     def _round_of(self, position: int) -> int:
         """The number of the round of answers that the step at a position uses; all steps have one batch size."""
-        return position // self.recipe.train.batch_size // self._settings.steps_per_rollout
+        return position // self.train.batch_size // self.settings.steps_per_rollout
 
     def count(self, batch: Batch) -> int:
         return batch[0].size(0)
 
     def generate(self, position: int, asked: StepBatches) -> StepBatches:
-        shared, number = self._settings.steps_per_rollout, self._round_of(position)
+        shared, number = self.settings.steps_per_rollout, self._round_of(position)
         if self._round is None or self._round[0] != number:
             prompts = {i: chosen.tolist() for i, (chosen,) in zip(asked.numbers, asked.rows, strict=True)}
-            is_first = position // self.recipe.train.batch_size % shared == 0
+            is_first = position // self.train.batch_size % shared == 0
             made = None if is_first else self._store.read(number, prompts)
             if made is None:
                 made = {i: self._answered(number, i, chosen) for i, chosen in prompts.items()}
@@ -268,7 +252,7 @@ class Reward(Objective):
 
         The policy's log-probabilities are computed as in a training step, not taken from the engine, whose kernels
         round differently: the first step on these answers has ratios of exactly 1."""
-        settings, model = self._settings, self._run.model
+        settings, model = self.settings, self._run.model
         prompts = [self._prompts["train"][i] for i in chosen]
         seeds = np.random.SeedSequence((self.recipe.seed, number, micro_step)).generate_state(len(chosen), np.uint32)
         answers = self._answers(prompts, seeds.tolist(), settings.group_size)
@@ -288,15 +272,15 @@ class Reward(Objective):
 
     def _reward(self, prompt: Prompt, answer: Completion) -> float:
         self._run.ranks.count_work()  # the user's function may take long
-        return reward_of(self._function, self._settings.reward, answer.text, prompt)
+        return reward_of(self._function, self.settings.reward, answer.text, prompt)
 
     def _answers(self, prompts: list[Prompt], seeds: list[int], n_samples: int) -> list[list[Completion]]:
         """`n_samples` generated answers to each prompt; an answer ends at the chat template's end token."""
         engine, requests = self._run.engine, []
         for prompt, seed in zip(prompts, seeds, strict=True):
             sampling = SamplingSettings(
-                temperature=self._settings.temperature,
-                max_tokens=self._settings.max_tokens,
+                temperature=self.settings.temperature,
+                max_tokens=self.settings.max_tokens,
                 seed=seed,
                 ignore_eos=True,
                 stop_token_ids=(self._end,),
@@ -325,29 +309,35 @@ class Reward(Objective):
         inputs, targets = inputs.to(model.device), targets.to(model.device)
         with eval_mode(model), self._run.precision.autocast():
             features = model.features(inputs)
-            sampled = plain = scaled_logprobs(model, features, targets, self._settings.temperature)
-            if also_plain and self._settings.temperature != 1:
+            sampled = plain = scaled_logprobs(model, features, targets, self.settings.temperature)
+            if also_plain and self.settings.temperature != 1:
                 plain = scaled_logprobs(model, features, targets, 1.0)
         return sampled.detach().float().cpu(), plain.detach().float().cpu()
 
     # ----------------------------------------------------------------------------------------------------- loss
 
-    @classmethod
-    def loss_without_data(cls, settings: ObjectiveSettings, train: TrainConfig, model: GPT) -> LossFunction:
-        assert isinstance(settings, RewardObjective)
-        keeps_start, routing = settings.beta > 0 and not trains_adapters_only(model), Routing.of(train)
+    def loss_without_data(self, model: GPT) -> LossFunction:
+        keeps_start = self.settings.beta > 0 and not trains_adapters_only(model)
         tensors = [*model.parameters(), *model.buffers()] if keeps_start else []
         held = [torch.zeros_like(each) for each in tensors]  # as large as the starting model
 
         def without_answers(model: GPT, batch: Batch, start: list[Tensor] = held) -> Losses:
             of_answers, of_tokens = (torch.zeros(batch[0].shape[:n], device=model.device) for n in (1, 2))
-            scores = (of_answers,) * 3 + (of_tokens,) * (2 if settings.beta else 1)
-            return policy_gradient(settings, model, (*batch, *scores), routing)
+            scores = (of_answers,) * 3 + (of_tokens,) * (2 if self.settings.beta else 1)
+            return self.loss(model, (*batch, *scores))
 
         return without_answers
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
-        return policy_gradient(self._settings, model, batch, self._routing)
+        """`policy_loss` of a batch as `_answered` makes it."""
+        inputs, targets, rewards, advantage, gap, old, *start = batch
+        router_logits: list[Tensor] = []
+        counted = targets != IGNORED
+        features = model.features(inputs, router_logits=router_logits)
+        logprobs = scaled_logprobs(model, features, targets, self.settings.temperature)
+        loss, figures = policy_loss(self.settings, logprobs, old, start[0] if start else None, advantage, counted)
+        figures |= {"reward": rewards.sum(), "answer_tokens": counted.sum(), "sampling_gap": gap.sum()}
+        return with_routing(loss, loss, router_logits, model, len(inputs), self._routing, figures)
 
     def evaluate(self, model: GPT, workers: Workers, precision: Precision) -> tuple[LossReport, dict[str, float]]:
         """The mean reward of one answer to each held-out prompt, sampled with the same seeds each time; the loss is its

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
+from gptworks.data.samples import Batch
 from gptworks.errors import UserError
 from gptworks.files import replacing
 from gptworks.tensors import read_tensors
-from gptworks.training.objectives.next_token import Batch
 
 ROLLOUTS = "rollouts"
 

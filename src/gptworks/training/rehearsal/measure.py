@@ -15,10 +15,10 @@ import torch
 from pydantic import TypeAdapter
 
 from gptworks.config import ModelConfig
+from gptworks.data.samples import Batch
 from gptworks.device import keep_freed_memory, peak_growth_bytes, reset_peak, return_freed_memory, synchronize
 from gptworks.errors import RunError
 from gptworks.planning.run import Measured
-from gptworks.training.objectives.next_token import Batch
 from gptworks.training.rehearsal.trace import Rehearsal, take
 
 SPEED_SECONDS, SPEED_STEPS = 2.0, 9

@@ -18,12 +18,13 @@ from torch.utils._pytree import tree_leaves
 
 from gptworks.config import FreezeConfig, LoRAConfig, ModelConfig, ObjectiveConfig, TrainConfig
 from gptworks.config.objective import NEXT_TOKEN
+from gptworks.data.samples import Batch
 from gptworks.device import choose_precision
 from gptworks.errors import UserError
 from gptworks.planning.run import Plan
 from gptworks.training.distributed.parallel import Parallel
 from gptworks.training.objectives.base import objective_of
-from gptworks.training.objectives.next_token import Batch, count_targets
+from gptworks.training.objectives.next_token import count_targets
 from gptworks.training.optim.trainable import trainable_model
 from gptworks.training.step import TrainStep
 
@@ -57,7 +58,7 @@ class Rehearsal:
         parallel, device = Parallel(self.train), torch.device(self.device)
         with device:
             model = trainable_model(self.model, self.adapter, self.freeze)
-            loss = objective_of(self.objective).loss_without_data(self.objective, self.train, model)
+            loss = objective_of(self.objective, self.train).loss_without_data(model)
         model.activation_checkpointing = self.train.activation_checkpointing
         parallel.parameters = dict(model.named_parameters())  # not `place`: fake tensors cannot be moved
         return TrainStep(model, self.train, loss, choose_precision(self.precision, device), parallel)
