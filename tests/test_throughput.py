@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tiny
-from gptworks.device import choose_precision, product_rate
+from gptworks.device import PROBE_SECONDS, choose_precision, product_rate
 from gptworks.model.gpt import GPT
 from gptworks.planning.flops import forward_flops
 from gptworks.presets import preset
@@ -57,6 +57,25 @@ def test_measuring_the_device_draws_nothing_from_the_global_generator() -> None:
     torch.manual_seed(3)
     assert product_rate(CPU, torch.float32) > 1e8
     assert torch.equal(torch.rand(4), expected)
+
+
+@pytest.mark.parametrize(("flops", "largest"), [(1e12, 2048), (1e9, 512), (1e6, 256)])
+def test_a_slow_device_is_measured_by_smaller_products(
+    flops: float, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a device that takes a minute for a large product; the clock is the test's."""
+    clock, sides = [0.0], []
+
+    def product(a: Tensor, b: Tensor) -> None:
+        sides.append(len(a))
+        clock[0] += 2 * len(a) ** 3 / flops
+
+    monkeypatch.setattr("gptworks.device.dispatch.product", product)
+    monkeypatch.setattr("gptworks.device.time.perf_counter", lambda: clock[0])
+    assert product_rate(CPU, torch.bfloat16) == pytest.approx(flops)
+    assert sides[-1] == max(sides) == largest
+    if largest > 256:
+        assert clock[0] < 6 * PROBE_SECONDS
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "block"])

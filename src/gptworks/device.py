@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import functools
 import math
 import os
 import platform
@@ -10,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -37,7 +37,7 @@ def choose_device(name: str = "auto") -> torch.device:
     return torch.device(name)
 
 
-@functools.cache
+@cache
 def follow_quota() -> None:
     """Limit the threads of torch and the native kernels to a container's quota of processors.
 
@@ -290,10 +290,15 @@ def measured_device(device: torch.device) -> Device:
 
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Measured FLOP/s of large square products. Draws nothing from torch's global generator."""
-    side = _side(device)
-    x = torch.randn(side, side, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    return 2 * side**3 / _best_seconds(lambda: dispatch.product(x, x), device)
+    """Measured FLOP/s of square products: of large ones, or of the largest that take less than `PROBE_SECONDS`, since
+    some processors need half a minute for a large one in bf16. Draws nothing from torch's global generator."""
+    side = 256
+    while True:
+        x = torch.randn(side, side, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+        work = partial(dispatch.product, x, x)
+        if side == _side(device) or 8 * _best_seconds(work, device, once=True) > PROBE_SECONDS:
+            return 2 * side**3 / _best_seconds(work, device)
+        side *= 2
 
 
 def _side(device: torch.device) -> int:
@@ -309,9 +314,9 @@ def synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The shortest time of the calls within `PROBE_SECONDS`."""
-    best, end = float("inf"), time.perf_counter() + PROBE_SECONDS
+def _best_seconds(work: Callable[[], object], device: torch.device, once: bool = False) -> float:
+    """The shortest time of the calls within `PROBE_SECONDS`, or the time of one call; another call before warms up."""
+    best, end = float("inf"), time.perf_counter() + (0 if once else PROBE_SECONDS)
     work()
     synchronize(device)
     while time.perf_counter() < end or best == float("inf"):
