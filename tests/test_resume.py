@@ -25,7 +25,7 @@ from gptworks.planning.flops import forward_flops
 from gptworks.planning.run import plan
 from gptworks.recipe import load_recipe, parse_recipe, with_vocab_size
 from gptworks.runs.data import data_of
-from gptworks.training import cut
+from gptworks.training import prefetch
 from gptworks.training.loop import train
 from gptworks.training.objectives.next_token import Losses, next_token
 from gptworks.training.record.metrics import MEASURED, read_metrics
@@ -172,7 +172,7 @@ def test_batches_that_grow_are_a_run_whose_batch_size_is_changed(tmp_path: Path)
 
 def test_contexts_that_grow_read_rows_of_the_same_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All first rows of a block of windows, then all second ones; it resumes bit for bit; its plan has less work."""
-    monkeypatch.setattr(cut, "BLOCK", 16)
+    monkeypatch.setattr(prefetch, "BLOCK", 16)
     tree = tiny.recipe_tree(tmp_path, max_steps=8, log_every=1)
     growing = tree | {"train": tree["train"] | {"shorter_contexts": [[3, 8], [6, 16]]}}
     seen: dict[str, list[torch.Tensor]] = {}

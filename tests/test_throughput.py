@@ -18,6 +18,7 @@ from gptworks.recipe import parse_recipe
 from gptworks.training.distributed.parallel import Parallel
 from gptworks.training.loop import train
 from gptworks.training.objectives.next_token import next_token
+from gptworks.training.progress import Progress
 from gptworks.training.record import throughput
 from gptworks.training.record.layer_norms import LayerNorms
 from gptworks.training.record.metrics import read_metrics
@@ -94,7 +95,7 @@ def test_norms_by_layer_are_those_of_outputs_and_gradients(checkpointing: str) -
         block.register_forward_hook(keep)
     watch = LayerNorms(model, parallel, every=10)
     for step in (8, 9):  # the tenth step is reported
-        watch.begin(step)
+        watch.begin_step(Progress(step=step))
         for _ in range(2):  # micro-batches: gradients of both, outputs of the first
             outputs.append([])
             tokens = torch.randint(50, (2, 16))

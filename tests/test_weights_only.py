@@ -33,6 +33,7 @@ from gptworks.training.distributed.parallel import Parallel
 from gptworks.training.loop import Run, train
 from gptworks.training.objectives.base import Objective
 from gptworks.training.objectives.distillation import TEACHER
+from gptworks.training.progress import Length
 from gptworks.training.saving import remove_newer, remove_old
 
 SETTINGS: dict[str, Any] = {"optimizer": "adamw", "checkpoint_every": 4, "evaluate_every": 3, "max_steps": 14}
@@ -175,10 +176,10 @@ def test_a_run_resumes_from_the_optimizer_state_before_its_best_and_makes_the_sa
 
 def test_a_run_stopped_at_its_best_saves_what_it_goes_on_from_in_place_of_the_weights(tmp_path: Path) -> None:
     recipe = parse_recipe(tiny.recipe_tree(tmp_path, **SETTINGS))
-    end_reason = Run.end_reason
+    end_reason = Length.end_reason
     with told(LOSSES), pytest.MonkeyPatch.context() as patch:
-        stop = lambda run, asked: "stopped" if run.progress.step == 9 else end_reason(run, asked)  # noqa: E731
-        patch.setattr(Run, "end_reason", stop)
+        stop = lambda length, at, asked: "stopped" if at.step == 9 else end_reason(length, at, asked)  # noqa: E731
+        patch.setattr(Length, "end_reason", stop)
         train(recipe)
     assert names(tmp_path / "run") == ["step-000008", "step-000009", "weights-000006"]
     with told(LOSSES):

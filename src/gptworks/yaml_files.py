@@ -122,17 +122,14 @@ def _fault(why: str, place: Any) -> yaml.YAMLError:
     return yaml.MarkedYAMLError(problem=why, problem_mark=place.start_mark)
 
 
-def read_yaml(path: Path, *, inside: Path | None = None) -> Any:
+def read_yaml(path: Path) -> Any:
     """The data of a YAML file.
-
-    Args:
-        inside: a folder which no link may lead out of; see `gptworks.files.open_regular`.
 
     Raises:
         UserError: the file is not a regular UTF-8 file, not YAML, or too large or too deep for a recipe.
         OSError: the file cannot be opened; FileNotFoundError if it does not exist.
     """
-    return parse_yaml(read_text(path, MAX_BYTES, inside=inside), str(path))
+    return parse_yaml(read_text(path, MAX_BYTES), str(path))
 
 
 def parse_yaml(text: str, origin: str) -> Any:

@@ -26,7 +26,7 @@ from gptworks.data.workers import Progress
 from gptworks.errors import UserError
 from gptworks.recipe import load_dataset_recipe, load_recipe
 from gptworks.tokenizer import StreamDecoder, fingerprint, load_tokenizer, token_bytes
-from gptworks.training.cut import cut_windows
+from gptworks.training.prefetch import cut_windows
 from gptworks.training.samples import StepSamples, samples_of_step, steps_done
 
 MOST_CONTEXT = 1 << 20

@@ -84,8 +84,10 @@ class History:
 
     def lines(self) -> list[str]:
         """The origins and the changes in words, one line each."""
-        forked = [f"forked from {origin}" for origin in self.origins]
-        return forked + [f"from step {change.step:,}: {change_words(change.settings)}" for change in self.changes]
+        return [
+            *(f"{key} {origin}" for key, origin in self.origin_rows().items()),
+            *(f"{key}: {words}" for key, words in self.change_rows().items()),
+        ]
 
 
 def read_history(run_dir: Path) -> History:

@@ -127,7 +127,7 @@ def _checkpoint_of(source: Path, step: int | None) -> Checkpoint:
 
 def _progress_of(checkpoint: Checkpoint, before: Recipe, now: Recipe, changes: Changes) -> Progress:
     """The progress at a checkpoint, refused if the run cannot continue from there with the new settings."""
-    progress, train = Progress.from_json(checkpoint.state(), checkpoint.folder / "state.json"), now.train
+    progress, train = Progress.of(checkpoint), now.train
     progress.require_training(before.run_dir)
     if "train.max_minutes" in changes and train.max_minutes and progress.seconds > 60 * train.max_minutes:
         raise UserError(

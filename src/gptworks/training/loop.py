@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from gptworks.config import Recipe
@@ -70,21 +71,22 @@ def train(
     setup = prepare_run(
         recipe, display, resume=resume, change=change, force=force, overrides=overrides, ranks=ranks, prepare=prepare
     )
-    run = Run(setup, display, objective)
+    run, settings = Run(setup, display, objective), setup.recipe.train
     folder = open_run_folder(setup.recipe, resume, change) if ranks.is_rank_zero else contextlib.nullcontext()
-    with folder, run.state.writer, cpu_threads(setup.recipe.train.threads):
+    with folder, run.state.writer, cpu_threads(settings.threads):
         run.begin()
         with stop_signals() as stop_asked, display:
             run.parallel.stop_asked = stop_asked
-            while (reason := run.end_reason(ranks.agree_to_stop(stop_asked()))) is None:
+            while (reason := run.length.end_reason(run.progress, ranks.agree_to_stop(stop_asked()))) is None:
                 again = run.progress.evaluation_cut  # a signal cut the evaluation: repeat it first
                 if not again:
                     run.training_step()
-                if (again or run.due(run.settings.evaluate_every)) and not run.evaluate():
+                due = partial(run.length.due, run.progress)
+                if (again or due(settings.evaluate_every)) and not run.evaluate():
                     continue
-                if run.due(run.settings.sample_every):
+                if due(settings.sample_every):
                     run.sample()
-                if run.due(run.settings.checkpoint_every):
+                if due(settings.checkpoint_every):
                     run.state.save()
                 elif run.progress.best_step == run.progress.step:
                     run.state.save(weights_only=True)
@@ -218,14 +220,6 @@ class Run(Session):
                 text = self.engine.generate(prompt, sampling, overflow="slide")
             self.reporter.sample(self.progress, prompt, text)
         self.reporter.sampled()
-
-    def due(self, every: int) -> bool:
-        """Whether something done every `every` steps, and at the end, is due now."""
-        return self.length.due(self.progress, every)
-
-    def end_reason(self, stop_asked: str | None) -> str | None:
-        """The reason why the run ends here; None while it continues."""
-        return self.length.end_reason(self.progress, stop_asked)
 
     def finish(self, reason: str) -> Outcome:
         """Save a checkpoint, and write the run's summary to its folder."""

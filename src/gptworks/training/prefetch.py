@@ -1,11 +1,11 @@
 """Prefetched batches: a thread makes the next step's batches while the current step is computed."""
 
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from gptworks.data.samples import Batch
-from gptworks.training.cut import cut_windows
 from gptworks.training.distributed.parallel import Parallel
 from gptworks.training.objectives.base import Objective
 from gptworks.training.objectives.next_token import StepBatches
@@ -49,3 +49,26 @@ class Prefetcher:
             part = slice(number * length, (number + 1) * length)
             rows.append(tuple(x[:, part] for x in self._objective.batch(sample, 0, n)))
         return tuple(map(torch.cat, zip(*rows, strict=True)))
+
+
+BLOCK = 256
+"""Samples per block. A run reads the first rows of all windows of a block, then the second rows, and so on."""
+
+
+def cut_windows(first: int, size: int, n_rows: int) -> Iterator[tuple[int, int, int]]:
+    """The rows to read for `size` samples from position `first`, where each window is cut into `n_rows` rows.
+
+    The rows of a step come from different windows, since those of one window are alike. A row depends only on its
+    position. A complete block reads each row of its windows once.
+
+    Yields:
+        the position of a first sample, the number of a row in a window, and the number of consecutive samples from
+        whose windows that row is read.
+    """
+    row, end = first * n_rows, (first + size) * n_rows
+    while row < end:
+        block, within = divmod(row, BLOCK * n_rows)
+        number, sample = divmod(within, BLOCK)
+        n = min(BLOCK - sample, end - row)
+        yield block * BLOCK + sample, number, n
+        row += n

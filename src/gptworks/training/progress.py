@@ -4,10 +4,11 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
+from gptworks.checkpoint import Checkpoint
 from gptworks.config import Recipe, TrainConfig
 from gptworks.data.samples import Samples
 from gptworks.errors import UserError
@@ -115,26 +116,23 @@ class Progress:
             )
 
     @classmethod
-    def from_json(cls, state: dict[str, Any], path: Path | None = None) -> Self:
-        """Read progress from a checkpoint's JSON, as `dataclasses.asdict` gave it.
-
-        Args:
-            path: the file of `state`, for messages; its folder's name must have the same step.
+    def of(cls, checkpoint: Checkpoint) -> Self:
+        """The progress that a checkpoint records.
 
         Raises:
-            UserError: a key is unknown, a value has the wrong type, is negative or NaN, or the step differs.
+            UserError: a key is unknown, a value has the wrong type, is negative or NaN, or the step is another.
         """
         try:
-            progress = TypeAdapter(cls).validate_json(json.dumps(state))
-            said = int(path.parent.name.rpartition("-")[2]) if path else progress.step
-            problem = "" if progress.step == said else f"`step`={progress.step} in the checkpoint of step {said}"
+            progress = TypeAdapter(cls).validate_json(json.dumps(checkpoint.state()))
+            step, due = progress.step, checkpoint.step
+            problem = "" if step == due else f"`step`={step} in the checkpoint of step {due}"
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             problem = f"`{'.'.join(map(str, first['loc']))}`={first['input']!r:.80}: {first['msg']}"
         if problem:
             raise UserError(
-                f"{path or 'state.json'} is damaged: {problem}. Restore it from a copy, or delete the checkpoint: "
-                f"--resume then continues from the one before it."
+                f"{checkpoint.folder / 'state.json'} is damaged: {problem}. Restore it from a copy, or delete the "
+                f"checkpoint: --resume then continues from the one before it."
             )
         return progress
 

@@ -9,7 +9,7 @@ from gptworks.config import Recipe
 from gptworks.errors import UserError
 from gptworks.training.changes import CHANGES, read_history
 from gptworks.training.progress import Progress
-from gptworks.training.record.metrics import last_step, read_kinds
+from gptworks.training.record.metrics import last_step, read_metrics
 
 _BATCH_SIZE = "train.batch_size"
 METRICS = "metrics.jsonl"
@@ -41,7 +41,7 @@ def samples_of_step(recipe: Recipe, run_dir: Path, step: int) -> StepSamples:
     if not 1 <= step <= done:
         raise UserError(f"step {step} is not among those that the run has done: choose one from 1 to {done}.")
     sizes = _batch_sizes(recipe, run_dir)
-    records = list(read_kinds(run_dir / METRICS, "rollback", "skipped"))
+    records = [record for record in read_metrics(run_dir / METRICS) if record["kind"] in ("rollback", "skipped")]
     jumps = [(record["step"], record["from_step"]) for record in records if record["kind"] == "rollback"]
     _check(run_dir, recipe, sizes, jumps, step)
     size = next(size for first, size in reversed(sizes) if first < step)
@@ -102,7 +102,7 @@ def _check(
     near = next((one for one in found if one.step >= step), found[-1] if found else None)
     if near is None:
         return
-    progress = Progress.from_json(near.state(), near.folder / "state.json")
+    progress = Progress.of(near)
     if _position(sizes, jumps[: progress.rollbacks], near.step) != progress.position:
         raise UserError(
             f"{run_dir}: its log, {CHANGES} and the checkpoint of step {near.step} do not agree on the samples that it "

@@ -59,12 +59,12 @@ def prepare_run(
     recipe: Recipe,
     display: Display,
     *,
-    resume: bool = False,
-    change: Collection[str] = (),
-    force: bool = False,
-    overrides: Sequence[str] = (),
-    ranks: Ranks = ALONE,
-    prepare: Callable[[Recipe], Prepared] = prepare_data,
+    resume: bool,
+    change: Collection[str],
+    force: bool,
+    overrides: Sequence[str],
+    ranks: Ranks,
+    prepare: Callable[[Recipe], Prepared],
 ) -> PreparedRun:
     """Check a run, prepare its data and resolve its recipe; all ranks call it together. Arguments as for `loop.train`.
 

@@ -70,7 +70,6 @@ def starting_weights(recipe: Recipe, tokenizer: Tokenizer, report: Report, ranks
     Raises:
         UserError: the other run's model or tokenizer differs, or its checkpoints are damaged.
     """
-    check_start(recipe)
     source = recipe.initialize_from
     assert source is not None
     before = load_tokenizer(source / "tokenizer")

@@ -162,7 +162,7 @@ class TrainingState(Listener):
         Raises:
             UserError: the checkpoint is damaged, was imported, or was trained on other data.
         """
-        progress = Progress.from_json(checkpoint.state(), checkpoint.folder / "state.json")
+        progress = Progress.of(checkpoint)
         folder = self._recipe.run_dir
         progress.require_training(folder)
         if progress.data_fingerprint != self.progress.data_fingerprint:

@@ -148,6 +148,7 @@ class _Joined(Ranks):
         ]
         self._store, self._turn = stores[0], 0
         self.watch = _Watch(stores[1], self.rank, self.size, timeout_seconds)
+        self.count_point, self.count_work = self.watch.count_point, self.watch.count_work  # type: ignore[method-assign]
         distributed.init_process_group(
             backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=PrefixStore("collectives", self._store),
@@ -196,12 +197,6 @@ class _Joined(Ranks):
         distributed.broadcast(received, src=0)
         values: list[float] = received.tolist()
         return values
-
-    def count_point(self) -> None:
-        self.watch.count_point()
-
-    def count_work(self) -> None:
-        self.watch.count_work()
 
     @contextmanager
     def busy(self) -> Iterator[None]:

@@ -27,10 +27,10 @@ def dot_titles(records: Sequence[Record], key: str = "loss") -> list[str]:
     return [f"step {r['step']:,}, {r['tokens']:,} tokens: {r[key]:.4f}" for r in drawn]
 
 
-def smoothed(curve: Sequence[Point], decay: float = 0.8) -> list[Point]:
+def smoothed(curve: Sequence[Point]) -> list[Point]:
     """A smooth curve without lag: the mean of a moving average from the left and one from the right."""
     values = np.array([y for _, y in curve], float)
-    pairs = (moving_average(values, decay) + moving_average(values[::-1], decay)[::-1]) / 2
+    pairs = (moving_average(values, 0.8) + moving_average(values[::-1], 0.8)[::-1]) / 2
     return list(zip((x for x, _ in curve), pairs.tolist(), strict=True))
 
 

@@ -17,14 +17,11 @@ class LayerNorms(Listener):
         self._model, self._parallel, self._every = model, parallel, every
 
     def begin_step(self, progress: Progress) -> None:
-        self.begin(progress.step)
+        """Watch the outputs of the step's forward passes if the step will be logged."""
+        self._model.watched = [] if (progress.step + 1) % self._every == 0 else None
 
     def gradients(self, step: Step) -> None:
         step.by_layer = self.finish()
-
-    def begin(self, step: int) -> None:
-        """Call before a step's forward passes, whose outputs are watched if the step will be logged."""
-        self._model.watched = [] if (step + 1) % self._every == 0 else None
 
     def finish(self) -> dict[str, Any]:
         """Figures for metrics.jsonl, after the backward passes: root mean squares of the blocks' last outputs in this

@@ -223,18 +223,6 @@ def read_record(path: Path, offset: int) -> Record | None:
     return None if isinstance(record, str) else record
 
 
-def read_kinds(path: Path, *kinds: str) -> Iterator[Record]:
-    """The records of rare kinds, in order; other lines are not parsed. Memory: one line."""
-    if not path.exists():
-        return
-    named = [f'"{kind}"'.encode() for kind in kinds]
-    with open_log_file(path) as file:
-        while line := file.readline(_MOST_LINE_BYTES):
-            record = _parsed(line) if any(name in line for name in named) else ""
-            if not isinstance(record, str) and record["kind"] in kinds:
-                yield record
-
-
 _SKIM_BYTES = 1 << 13
 """Bytes read at each place of a skimmed log; longer lines are skipped."""
 

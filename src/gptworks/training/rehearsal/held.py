@@ -3,34 +3,13 @@
 The growth of the process is larger: it includes freed memory that the allocator keeps, torch's code, and files.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from gptworks.device import peak_growth_bytes, reset_peak
 from gptworks.training.record.card import MemoryPeaks
 from gptworks.training.rehearsal.trace import LiveBytes
 from gptworks.training.setup import PreparedRun
-
-
-class StepBytes(LiveBytes):  # type: ignore[no-untyped-call]
-    """Also counts the storages that operations read: weights, moments, tokens. These are assumed to live throughout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found_bytes = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._seen:
-                self._seen.add(storage)
-                self.found_bytes += storage.nbytes()
-        return super().__torch_dispatch__(function, types, args, kwargs)
 
 
 class StepMemory:
@@ -55,7 +34,7 @@ class StepMemory:
         if not (self._counts and is_whole and self._n_whole == 2):
             yield
             return
-        with StepBytes() as held:
+        with LiveBytes() as held:
             yield
         self.peak_bytes = held.found_bytes + held.peak_bytes
 
