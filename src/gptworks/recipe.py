@@ -84,7 +84,7 @@ def load_recipe(recipe: RecipeLike, overrides: Sequence[str] = (), unsaid: Unsai
     tree.setdefault("name", path.stem if path.stem != "recipe" else path.absolute().parent.name)
     if run_dir is not None:
         tree["run_dir"] = str(run_dir)  # a run folder may have been moved or copied
-    given = _by_key(overrides)
+    given = by_key(overrides)
     tree = _with_unsaid(apply_overrides(tree, overrides), unsaid or {})
     if run_dir is None:
         return parse_recipe(tree, str(path), given)
@@ -102,7 +102,7 @@ def load_dataset_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> An
     path, tree = (Path("recipe"), dict(recipe)) if isinstance(recipe, Mapping) else read_recipe(recipe)
     if not tree.keys() <= DatasetRecipe.model_fields.keys():
         return load_recipe(recipe, overrides)
-    return parse_section(apply_overrides(tree, overrides), DatasetRecipe, str(path), _by_key(overrides))
+    return parse_section(apply_overrides(tree, overrides), DatasetRecipe, str(path), by_key(overrides))
 
 
 def _from_tree(recipe: Recipe | Mapping[str, Any], overrides: Sequence[str], unsaid: Unsaid) -> Recipe:
@@ -110,10 +110,11 @@ def _from_tree(recipe: Recipe | Mapping[str, Any], overrides: Sequence[str], uns
         return recipe
     # Keep only settings that were set, so that derived ones follow the overrides.
     tree = recipe.model_dump(mode="json", exclude_unset=True) if isinstance(recipe, Recipe) else dict(recipe)
-    return parse_recipe(_with_unsaid(apply_overrides(tree, overrides), unsaid), "recipe", _by_key(overrides))
+    return parse_recipe(_with_unsaid(apply_overrides(tree, overrides), unsaid), "recipe", by_key(overrides))
 
 
-def _by_key(overrides: Sequence[str]) -> dict[str, str]:
+def by_key(overrides: Sequence[str]) -> dict[str, str]:
+    """Overrides by their key; the last of each key counts."""
     return {override.partition("=")[0].strip(): override for override in overrides}
 
 

@@ -8,7 +8,7 @@ keeps the settings of the command line for a resumed run.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
@@ -17,7 +17,7 @@ from gptworks.checkpoint import checkpoints
 from gptworks.config import ENDS, Recipe, Role, role_of, settings
 from gptworks.errors import UserError, did_you_mean
 from gptworks.files import read_regular, sealed_json, unsealed_json, write_whole
-from gptworks.recipe import RecipeLike, as_typed, is_folder, load_recipe
+from gptworks.recipe import RecipeLike, as_typed, by_key, is_folder, load_recipe
 from gptworks.training.progress import rate_factor
 
 CHANGES = "changes.json"
@@ -51,6 +51,11 @@ class Change:
     """Old and new value by the setting's path."""
     exact: bool
     """Whether the earlier steps would be the same with the new settings."""
+
+    @classmethod
+    def of(cls, step: int, changes: Changes, exact: bool) -> Self:
+        """The record of these changes."""
+        return cls(step, {path: list(pair) for path, pair in changes.items()}, exact)
 
 
 @dataclass
@@ -129,8 +134,8 @@ def load_to_resume(source: RecipeLike, overrides: Sequence[str] = ()) -> tuple[R
     recipe = load_recipe(source, overrides)
     if is_folder(source) or not (recipe.run_dir / "recipe.yaml").exists():
         return recipe, []
-    given = {_key(override) for override in overrides}
-    kept = [override for override in read_history(recipe.run_dir).overrides if _key(override) not in given]
+    earlier, given = by_key(read_history(recipe.run_dir).overrides), by_key(overrides)
+    kept = [override for key, override in earlier.items() if key not in given]
     now = load_recipe(source, [*kept, *overrides], unsaid=_settled(load_recipe(recipe.run_dir)))
     return now.model_copy(update={"run_dir": recipe.run_dir}), kept
 
@@ -287,8 +292,9 @@ def record(
         if n < len(history.changes) - 1 or all(values.get(k) == new for k, (_, new) in change.settings.items())
     ]
     if changes:
-        entries.append(Change(step, {path: list(pair) for path, pair in changes.items()}, exact))
-    given = {_key(override): override for override in (*history.overrides, *overrides) if _key(override) != "run_dir"}
+        entries.append(Change.of(step, changes, exact))
+    given = by_key([*history.overrides, *overrides])
+    given.pop("run_dir", None)
     now = replace(history, overrides=list(given.values()), changes=entries)
     if now != history:
         write_history(run_dir, now)
@@ -310,10 +316,6 @@ def _role(recipe: Recipe, path: str) -> str:
         return role_of(recipe, path).on_resume
     except KeyError:  # the setting's section was removed
         return "recorded"
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].strip()
 
 
 def _text(value: Any) -> str:

@@ -12,16 +12,16 @@ from gptworks.checkpoint import Checkpoint, all_checkpoints, checkpoint_of_step,
 from gptworks.config import Recipe
 from gptworks.errors import UserError
 from gptworks.files import check_free, check_regular, check_sums, copy_file, copy_folder, link_or_copy, new_folder
-from gptworks.recipe import load_recipe, run_name, save_recipe
+from gptworks.recipe import by_key, load_recipe, run_name, save_recipe
 from gptworks.tokenizer import MAX_TOKENIZER_BYTES
 from gptworks.training.changes import (
+    Change,
     Changes,
     History,
     Origin,
     check_changes,
     inexact,
     read_history,
-    record,
     settings_at,
     write_history,
 )
@@ -56,7 +56,7 @@ def fork(source: Path, step: int | None, into: Path, overrides: Sequence[str] = 
         raise UserError(f"{into} is not a name of a new folder: give one, such as {source}-forked.")
     if into.absolute().resolve().is_relative_to(source.resolve()):
         raise UserError(f"{into} lies in {source}, and would be deleted with it: give another folder.")
-    keys = [override.partition("=")[0].strip() for override in overrides]
+    keys = by_key(overrides)
     if "run_dir" in keys:
         raise UserError(f"run_dir cannot be set: a fork's is the new folder, {into}.")
     back = settings_at(source, checkpoint.step)
@@ -76,9 +76,11 @@ def fork(source: Path, step: int | None, into: Path, overrides: Sequence[str] = 
                 raise UserError(
                     f"{error.filename} is gone: the run deletes old checkpoints as it trains. Fork it again."
                 ) from None
-            _write_history(source, aside, checkpoint, [*back, *overrides])
-            exact = not inexact(before, now, changes, checkpoint.step)
-            history = record(aside, checkpoint.step, changes, [], before, exact)
+            history = _history(source, checkpoint, [*back, *overrides])
+            if changes:
+                exact = not inexact(before, now, changes, checkpoint.step)
+                history.changes.append(Change.of(checkpoint.step, changes, exact))
+            write_history(aside, history)
             save_recipe(now.model_copy(update={"name": name, "run_dir": into}), aside / "recipe.yaml", history.lines())
     return into
 
@@ -161,11 +163,11 @@ def _copy(source: Path, name: str, aside: Path) -> None:
         copy_file(source / name, aside / name, MOST_LOG_BYTES if name == LOG else None, inside=source)
 
 
-def _write_history(source: Path, aside: Path, checkpoint: Checkpoint, overrides: Sequence[str]) -> None:
-    """Write the new folder's record: the source's up to the checkpoint, which becomes the origin."""
+def _history(source: Path, checkpoint: Checkpoint, overrides: Sequence[str]) -> History:
+    """The source's record up to the checkpoint, which becomes the origin."""
     history, step = read_history(source), checkpoint.step
     origin = Origin(source.resolve().name, step, checkpoint.weights_sha256)
-    given = {each.partition("=")[0].strip(): each for each in (*history.overrides, *overrides)}
+    given = by_key([*history.overrides, *overrides])
     kept = [each for key, each in given.items() if key not in ("name", "run_dir")]
     earlier = [change for change in history.changes if change.step <= step]
-    write_history(aside, History(kept, earlier, [origin, *history.origins]))
+    return History(kept, earlier, [origin, *history.origins])

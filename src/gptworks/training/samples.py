@@ -9,10 +9,9 @@ from gptworks.config import Recipe
 from gptworks.errors import UserError
 from gptworks.training.changes import CHANGES, read_history
 from gptworks.training.progress import Progress
-from gptworks.training.record.metrics import last_step, read_metrics
+from gptworks.training.record.metrics import LOG, last_step, read_metrics
 
 _BATCH_SIZE = "train.batch_size"
-METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class StepSamples:
 
 def steps_done(run_dir: Path) -> int:
     """The last step that a run has recorded."""
-    return max([last_step(run_dir / METRICS), *(one.step for one in all_checkpoints(run_dir)[:1])])
+    return max([last_step(run_dir / LOG), *(one.step for one in all_checkpoints(run_dir)[:1])])
 
 
 def samples_of_step(recipe: Recipe, run_dir: Path, step: int) -> StepSamples:
@@ -41,7 +40,7 @@ def samples_of_step(recipe: Recipe, run_dir: Path, step: int) -> StepSamples:
     if not 1 <= step <= done:
         raise UserError(f"step {step} is not among those that the run has done: choose one from 1 to {done}.")
     sizes = _batch_sizes(recipe, run_dir)
-    records = [record for record in read_metrics(run_dir / METRICS) if record["kind"] in ("rollback", "skipped")]
+    records = [record for record in read_metrics(run_dir / LOG) if record["kind"] in ("rollback", "skipped")]
     jumps = [(record["step"], record["from_step"]) for record in records if record["kind"] == "rollback"]
     _check(run_dir, recipe, sizes, jumps, step)
     size = next(size for first, size in reversed(sizes) if first < step)
@@ -106,5 +105,5 @@ def _check(
     if _position(sizes, jumps[: progress.rollbacks], near.step) != progress.position:
         raise UserError(
             f"{run_dir}: its log, {CHANGES} and the checkpoint of step {near.step} do not agree on the samples that it "
-            f"has trained on, so those of step {step} are not known. Restore {METRICS} and {CHANGES} from a copy."
+            f"has trained on, so those of step {step} are not known. Restore {LOG} and {CHANGES} from a copy."
         )

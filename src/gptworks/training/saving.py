@@ -15,7 +15,7 @@ from gptworks.files import remove_tree
 Signature = tuple[tuple[str, int, int, int], ...]
 
 
-def remove_old(run_dir: Path, keep: int, keep_every: int = 0, known: dict[str, Signature] | None = None) -> None:
+def remove_old(run_dir: Path, keep: int, keep_every: int = 0, known: set[Signature] | None = None) -> None:
     """Delete old checkpoints, and leftovers of interrupted writes and deletions.
 
     Keeps the newest `keep` undamaged checkpoints that a run can resume from, the best one that each of them names,
@@ -30,7 +30,7 @@ def remove_old(run_dir: Path, keep: int, keep_every: int = 0, known: dict[str, S
     Raises:
         RunError: a deletion fails.
     """
-    known = {} if known is None else known
+    known = set() if known is None else known
     found = all_checkpoints(run_dir)
     available, weights = ([each for each in found if each.weights_only == kind] for kind in (False, True))
     kept, whole, n_counted = {0} if keep_every else set[int](), set[int](), 0
@@ -51,7 +51,6 @@ def remove_old(run_dir: Path, keep: int, keep_every: int = 0, known: dict[str, S
     try:
         for checkpoint in found:
             if checkpoint.step not in kept or (checkpoint.weights_only and checkpoint.step in whole):
-                known.pop(checkpoint.folder.name, None)
                 remove_checkpoint(checkpoint)
         for leftover in (run_dir / "checkpoints").glob(".*ing-*-*"):
             remove_tree(leftover)
@@ -76,13 +75,11 @@ def remove_newer(run_dir: Path, step: int, *, weights_only: bool = False) -> Non
         raise RunError(f"checkpoints after step {step} in {run_dir} could not be deleted: {error}.") from error
 
 
-def _is_whole(checkpoint: Checkpoint, known: dict[str, Signature]) -> bool:
-    name, signature = checkpoint.folder.name, _signature(checkpoint)
-    if known.get(name) != signature:
-        if not checkpoint.is_whole:
-            return False
-        known[name] = signature
-    return True
+def _is_whole(checkpoint: Checkpoint, known: set[Signature]) -> bool:
+    signature = _signature(checkpoint)
+    if signature not in known and checkpoint.is_whole:
+        known.add(signature)
+    return signature in known
 
 
 def _signature(checkpoint: Checkpoint) -> Signature:
@@ -103,7 +100,7 @@ class CheckpointWriter:
         self._in_flight: Future[None] | None = None
         self.copied_bytes = 0
         """Size of the largest copy so far."""
-        self._known: dict[str, Signature] = {}
+        self._known: set[Signature] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -135,7 +132,7 @@ class CheckpointWriter:
 
     def _write(self, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
         saved = save_checkpoint(self.run_dir, step, tensors["model"], tensors.get("optimizer"), state)
-        self._known[saved.folder.name] = _signature(saved)  # no need to verify: its manifest is new
+        self._known.add(_signature(saved))  # no need to verify: its manifest is new
         remove_old(self.run_dir, self.keep, self.keep_every, self._known)
 
     def check(self) -> None:

@@ -4,7 +4,7 @@ To add one, write its settings in `gptworks.config.objective`, and a subclass of
 in a file here.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from gptworks.checkpoint import Report
 from gptworks.config import Recipe, TrainConfig
 from gptworks.config.objective import InstructionObjective, NextTokenObjective, ObjectiveSettings
 from gptworks.data.registry import by_settings
@@ -29,8 +30,6 @@ from gptworks.training.objectives.next_token import (
     count_targets,
     next_token,
 )
-
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)

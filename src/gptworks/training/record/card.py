@@ -22,7 +22,7 @@ from gptworks.planning.params import count_parameters
 from gptworks.training.changes import read_history
 from gptworks.training.progress import Progress
 from gptworks.training.record.display import clock
-from gptworks.training.record.metrics import Record, read_metrics
+from gptworks.training.record.metrics import LOG, Record, read_metrics
 from gptworks.training.record.outcome import FILE, RunOutcome
 from gptworks.units import epochs_words, readable, significant
 
@@ -56,7 +56,7 @@ def write_model_card(
         reason: why the run has ended; None: it is still training, and no `outcome.json` is written.
         epochs: passes over each dataset of a mixture.
     """
-    validation = [record for record in read_metrics(recipe.run_dir / "metrics.jsonl") if record["kind"] == "validation"]
+    validation = [record for record in read_metrics(recipe.run_dir / LOG) if record["kind"] == "validation"]
     training = _training(recipe, progress, reason, samples_per_epoch, precision) | _layout(layout) | _memory(memory)
     training = _mixture(recipe, epochs or {}) | training
     sections = {

@@ -16,7 +16,7 @@ from gptworks.training.progress import Length, Progress
 from gptworks.training.record.card import MemoryPeaks, write_model_card
 from gptworks.training.record.curves import draw_curves
 from gptworks.training.record.display import Display, clock
-from gptworks.training.record.metrics import MetricsLog, NoLog, write_samples
+from gptworks.training.record.metrics import LOG, MetricsLog, NoLog, write_samples
 from gptworks.training.record.throughput import Throughput
 from gptworks.training.record.writers import open_log
 from gptworks.training.step import TrainStep
@@ -195,7 +195,7 @@ class Reporter(Listener):
         """Draw the curves and write the card."""
         folder, samples = self.recipe.run_dir, self.objective.samples.per_epoch
         self._described = time.monotonic()
-        draw_curves(folder / "metrics.jsonl", folder / "curves.svg", self.recipe.name)
+        draw_curves(folder / LOG, folder / "curves.svg", self.recipe.name)
         epochs = self.objective.samples.epochs(progress.position)
         write_model_card(self.recipe, progress, reason, samples, self.precision, memory, self._layout, epochs)
 
@@ -207,7 +207,7 @@ class Reporter(Listener):
     def sampled(self) -> None:
         """Write samples.md; called after all samples of a step."""
         if self._ranks.is_rank_zero:
-            write_samples(self.recipe.run_dir / "metrics.jsonl", self.recipe.run_dir / "samples.md")
+            write_samples(self.recipe.run_dir / LOG, self.recipe.run_dir / "samples.md")
 
     def end(self, progress: Progress, reason: str, memory: MemoryPeaks, talks: bool) -> None:
         """Report the run's end: write curves and card, print a summary and commands to run next. On rank 0 only.

@@ -10,7 +10,7 @@ from typing import Any
 from gptworks.config import Recipe
 from gptworks.errors import UserError, not_installed
 from gptworks.files import read_text, remove_tree, write_whole
-from gptworks.training.record.metrics import MetricsLog, Record, Writer
+from gptworks.training.record.metrics import LOG, MetricsLog, Record, Writer
 
 
 def check_writers(names: Sequence[str]) -> None:
@@ -27,7 +27,7 @@ def check_writers(names: Sequence[str]) -> None:
 def open_log(recipe: Recipe, resume_step: int, resume_rollbacks: int = 0) -> MetricsLog:
     """The log of a run with the recipe's writers, which first get the log's earlier records; see `MetricsLog`."""
     writers = [WRITERS[name](recipe) for name in recipe.train.loggers]
-    return MetricsLog(recipe.run_dir / "metrics.jsonl", resume_step, writers, resume_rollbacks=resume_rollbacks)
+    return MetricsLog(recipe.run_dir / LOG, resume_step, writers, resume_rollbacks=resume_rollbacks)
 
 
 def scalars(record: Record) -> dict[str, float]:
