@@ -18,7 +18,6 @@ from gptworks.training.record.display import clock
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-
 MEMORY_STEPS = 100
 """Time constant of the running estimate, in steps."""
 
@@ -51,7 +50,7 @@ class GradientEstimate:
 
 
 def anomaly(train: TrainConfig, estimate: GradientEstimate, loss: float, norm: float) -> str | None:
-    """The reason why a step with this loss and gradient norm must be skipped; None: apply the step."""
+    """The reason why a step with this loss and gradient norm would do harm and is skipped; None: apply the step."""
     if not math.isfinite(loss):
         return "its loss is not finite"
     if not math.isfinite(norm):

@@ -29,7 +29,8 @@ _OWN = "own"
 
 
 class WeightAverage:
-    """The average of a model's weights over its steps, float32, by parameter name (Polyak & Juditsky, 1992).
+    """The average of a model's weights over its steps, float32, by parameter name (Polyak & Juditsky, 1992). It is
+    often better than the last step's weights, and does not change training.
 
     With `ema_decay` it is exponential; the decay of step n is at most (1 + n) / (10 + n), so that the initial weights
     fade soon. With `average_last` it is the mean over the last steps (Izmailov et al., 2018); before these it equals
@@ -95,7 +96,12 @@ EMBEDDING, HEAD = "token_embedding.weight", "untied_head.weight"
 
 
 class LateUntying:
-    """Unties the head at a step given by number, so that a resumed run unties it at the same step."""
+    """Unties a head that is tied to the token embedding at first, and later trains as a copy of it (modded-nanogpt,
+    pull request 178), at a step given by number, so that a resumed run unties it at the same step.
+
+    The head's matrix exists from the start, so that every checkpoint is of one model: until the head is untied, it is
+    saved equal to the embedding, without optimizer state.
+    """
 
     def __init__(self, model: GPT, optimizer: Optimizer, untie_after_steps: int) -> None:
         """
