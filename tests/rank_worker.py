@@ -235,7 +235,7 @@ def traffic(cases: list[dict], ranks: Ranks) -> list[dict[str, int]]:
         model = parallel.place(trainable_model(config, recipe.adapter, recipe.freeze), CPU)
         model.activation_checkpointing = settings.activation_checkpointing
         loss = partial(next_token, future_weights=settings.future_weights)
-        step = TrainStep(model, settings, loss, precision, parallel, ranks)
+        step = TrainStep(model, settings, loss, precision, parallel)
         for _ in range(2):
             with SentBytes() as sent:
                 batches = [batch(config, parallel.micro_batch_size) for _ in parallel.micro_steps(settings.batch_size)]

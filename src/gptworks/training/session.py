@@ -51,9 +51,7 @@ class Session:
         self.step_memory = StepMemory(setup)
         self.model = self.parallel.place(trainable_model(recipe.model, recipe.adapter, recipe.freeze), device)
         self.model.activation_checkpointing = recipe.train.activation_checkpointing
-        self.step = TrainStep(
-            self.model, recipe.train, loss or self.objective.loss, setup.precision, self.parallel, ranks
-        )
+        self.step = TrainStep(self.model, recipe.train, loss or self.objective.loss, setup.precision, self.parallel)
         self.prefetcher = Prefetcher(self.objective, self.parallel, device)
         self.length = Length(recipe, self.objective.samples)
         manifest = self.objective.samples.train_shards.manifest

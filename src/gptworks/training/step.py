@@ -13,7 +13,6 @@ from gptworks.data.samples import Batch
 from gptworks.device import Precision
 from gptworks.model.gpt import GPT
 from gptworks.training.distributed.parallel import Parallel
-from gptworks.training.distributed.ranks import ALONE, Ranks
 from gptworks.training.objectives.next_token import LossFunction
 from gptworks.training.optim.optimizer import Optimizer
 from gptworks.training.record.stopwatch import Stopwatch
@@ -40,14 +39,13 @@ class TrainStep:
         loss: LossFunction,
         precision: Precision,
         parallel: Parallel,
-        ranks: Ranks = ALONE,
     ) -> None:
         """
         Args:
             model: the model that `parallel.place` returned.
         """
         self.model, self.loss, self.precision = model, loss, precision
-        self.parallel, self.ranks = parallel, ranks
+        self.parallel, self.ranks = parallel, parallel.ranks
         self.stopwatch = Stopwatch(model.device)
         self.optimizer = Optimizer(model, train, parallel.replicas)
         self.scaler = torch.amp.GradScaler(model.device.type, enabled=precision.needs_scaler)

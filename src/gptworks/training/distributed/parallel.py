@@ -38,7 +38,7 @@ from gptworks.data.samples import Batch
 from gptworks.model.gpt import GPT
 from gptworks.planning.layout import ONE_DEVICE, Layout
 from gptworks.quantize.linear import packed_matrices
-from gptworks.training.distributed.ranks import Ranks
+from gptworks.training.distributed.ranks import ALONE, Ranks
 from gptworks.training.distributed.sums import GradientSums, Timed, local
 
 
@@ -50,6 +50,7 @@ class Parallel:
     """Training on one device. `ManyDevices` overrides the collective operations."""
 
     layout = ONE_DEVICE
+    ranks = ALONE
     samples = True
     """Whether this rank takes part in making samples."""
     replicas: distributed.ProcessGroup | None = None
@@ -141,7 +142,7 @@ class ManyDevices(Parallel):
         self, train: TrainConfig, ranks: Ranks, mesh: DeviceMesh, layout: Layout, varying_widths: bool = False
     ) -> None:
         super().__init__(train, varying_widths)
-        self._ranks, self._mesh, self.layout, self._sharded = ranks, mesh, layout, layout.sharding != "none"
+        self.ranks, self._mesh, self.layout, self._sharded = ranks, mesh, layout, layout.sharding != "none"
         self._data, self._tensor = mesh["data"], mesh["tensor"]
         self._data_rank, self._n_data = self._data.get_local_rank(), self._data.size()
         self.micro_batch_size = train.rank_micro_batch_size(self._n_data)
@@ -189,8 +190,9 @@ class ManyDevices(Parallel):
         if self._data.size() > 1:
             trained = [p for p in self.parameters.values() if p.requires_grad and "data" not in divided_over(p)]
             self._sums = GradientSums(reversed(trained), self._data.get_group())
-        ranks = self._ranks
-        model.token_embedding.register_forward_pre_hook(lambda *_: ranks.count_work())  # each forward pass calls it
+        model.token_embedding.register_forward_pre_hook(
+            lambda *_: self.ranks.count_work()
+        )  # each forward pass calls it
         return model
 
     @contextmanager
@@ -211,14 +213,14 @@ class ManyDevices(Parallel):
 
     def all_reduce_numbers(self, numbers: list[float]) -> list[float]:
         counts = self._tensor.get_local_rank() == 0  # the other tensor ranks saw the same sequences
-        return self._ranks.all_reduce([number * counts for number in numbers])
+        return self.ranks.all_reduce([number * counts for number in numbers])
 
     def begin_all_reduce(self, timed: Timed) -> None:
         if self.layout.sums_in_backward:
             self._sums.begin(timed)
 
     def finish_gradients(self) -> None:
-        self._ranks.count_point()
+        self.ranks.count_point()
         if self._tensor.size() > 1:
             self._agree_over_tensor_ranks()
         if self._data.size() > 1:
@@ -245,10 +247,10 @@ class ManyDevices(Parallel):
             if not name.startswith(prefix):
                 continue
             sizes = [self._mesh[dimension].size() for dimension in divided_over(self.parameters[name])]
-            copies = self._ranks.size // math.prod(sizes)
+            copies = self.ranks.size // math.prod(sizes)
             by_copies.setdefault(copies, []).append(gradient)
         squares = [nn.utils.get_total_norm(there).item() ** 2 / copies for copies, there in by_copies.items()]
-        (square,) = self._ranks.all_reduce([sum(squares)])
+        (square,) = self.ranks.all_reduce([sum(squares)])
         return float(square**0.5)
 
     def clip_gradients(self, max_norm: float, norm: float) -> None:
@@ -271,7 +273,7 @@ class ManyDevices(Parallel):
 
     def gather_tensors(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors.items():
-            self._ranks.count_point()
+            self.ranks.count_point()
             yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     # --------------------------------------------------------------------------------------- evaluation
@@ -281,7 +283,7 @@ class ManyDevices(Parallel):
         with all targets ignored, because gathering blocks needs all ranks."""
         n, index = self._data.size(), self._data.get_local_rank()
         while turn := list(islice(batches, n)):
-            if self._ranks.agree_to_stop(self.stop_asked()):
+            if self.ranks.agree_to_stop(self.stop_asked()):
                 raise StopAsked
             inputs, targets, *positions = turn[min(index, len(turn) - 1)]
             yield inputs, targets if index < len(turn) else torch.full_like(targets, IGNORED), *positions
