@@ -3,12 +3,10 @@
 from gptworks.config.architecture import EARLIER_DEFAULTS
 from gptworks.config.base import (
     Bounded,
-    Fraction,
     PositiveInt,
     PositiveTime,
     Role,
     Section,
-    Setting,
     ShortPath,
     role_of,
     settings,
@@ -16,7 +14,7 @@ from gptworks.config.base import (
 from gptworks.config.batches import IGNORED, ParallelConfig, computes_again
 from gptworks.config.data import DataConfig, ValidationSplit
 from gptworks.config.defaults import ENDS, train_defaults
-from gptworks.config.mixture import Anneal, MixtureMember
+from gptworks.config.mixture import MixtureMember
 from gptworks.config.model import LABORATORY, ModelConfig
 from gptworks.config.objective import DataFault, ObjectiveConfig
 from gptworks.config.optimizers import RateFactors
