@@ -71,18 +71,18 @@ def _find(text: "_Text", file: Path, key: str | None) -> None:
             return
         if key is None and text.peek() == "[":
             raise UserError(
-                f"{file} holds an object, not a list: a source of type json whose `records` is `{names[-1]}` reads its "
-                f"list."
+                f"{file} holds an object, not a list. A source of type json reads the list in it if its `records` is "
+                f"`{names[-1]}`."
             )
         text.value(f"{file}, the value of `{names[-1]}`")
     listed = ", ".join(map(str, names[:10])) or "none"
     raise UserError(
-        f"{file} holds an object with the keys {listed}, not a list: a source of type json reads the list under a key, "
-        f"its `records`. {_LINES}"
+        f"{file} holds an object with the keys {listed}, not a list. A source of type json reads the list under a key "
+        f"if its `records` names the key. {_LINES}"
     )
 
 
-_LINES = "If each line is a record, name the file .jsonl, and use type=jsonl where the records are texts."
+_LINES = "If each line is a record, name the file .jsonl, and use type=jsonl for texts."
 
 
 class _Text:
