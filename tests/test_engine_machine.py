@@ -34,7 +34,7 @@ from torch import Tensor
 from gptworks.infer import Engine, SamplingSettings, room
 from gptworks.infer.backends import native
 from gptworks.infer.backends.backend import Chunk
-from gptworks.infer.backends.cache import Blocks
+from gptworks.infer.backends.cache import Vectors
 from gptworks.infer.backends.choice import choose_backend
 from gptworks.infer.request import Request
 from gptworks.infer.sampling import Sampler, adjust, sample
@@ -164,21 +164,21 @@ def vectors_of(backend: Any, slot: int, tokens: list[int]) -> list[Tensor]:
 
 
 def keys_in(layer: Any, slot: int) -> Tensor:
-    if not isinstance(layer, Blocks):
+    if layer.unit == 1:
         return layer[slot]  # type: ignore[no-any-return]
     data = layer.data[slot]  # G S D
     return scaled(torch.stack([from_panels(head.flatten(), len(head), UNIT) for head in data]), layer, slot)
 
 
 def values_in(layer: Any, slot: int) -> Tensor:
-    if not isinstance(layer, Blocks):
+    if layer.unit == 1:
         return layer[slot]  # type: ignore[no-any-return]
     data = layer.data[slot]  # G S D
     words = data.view(len(data), -1, data.size(-1), 4 // data.element_size())
     return scaled(words.transpose(2, 3).reshape(data.shape), layer, slot)
 
 
-def scaled(vectors: Tensor, blocks: Blocks, slot: int) -> Tensor:
+def scaled(vectors: Tensor, blocks: Vectors, slot: int) -> Tensor:
     return vectors if blocks.scale is None else vectors * blocks.scale[slot, ..., None]
 
 

@@ -11,33 +11,36 @@ from torch import Tensor
 
 from gptworks.config import ModelConfig
 from gptworks.model.cache import SlotRows
-from gptworks.quantize.panels import size_in_panels
 
 
 class Vectors:
     """Keys or values of one layer and many texts, [n_slots, G, capacity, D]; in int8, each vector has a scale.
 
     Read and written by slot, head and position, like a tensor. int8 is read in the dtype in which it was written.
+
+    In the layout of the native kernels (cached_attention.h), only they read and write it. Positions are in blocks of 16
+    (`unit`). A word of four bytes has one number in fp32, two in bf16, four in int8. Keys are in panels of 16
+    (quantize/panels.py). A word of the values has numbers of one element, at several positions.
     """
 
-    @staticmethod
-    def room(n_tokens: int) -> int:
-        """Number of positions that this many tokens take."""
-        return n_tokens
-
-    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, unit: int) -> None:
         # A CPU never reads positions that were not written. Elsewhere products read all of them, under a mask, and
         # uninitialized memory may hold NaN.
         make = torch.empty if device.type == "cpu" else torch.zeros
+        self.unit = unit
         shape = (*shape[:2], self.room(shape[2]), shape[3])
         self.data = make(shape, dtype=dtype, device=device)
         self.dtype = torch.float32 if dtype == torch.int8 else dtype
         self.scale = make(shape[:3], device=device) if dtype == torch.int8 else None
 
+    def room(self, n_tokens: int) -> int:
+        """Number of positions that this many tokens take."""
+        return -(-n_tokens // self.unit) * self.unit
+
     def grown(self, n_slots: int, capacity: int, held: Sequence[int]) -> "Vectors":
         """A copy with more and longer slots, and the first `held[i]` tokens of each old slot i."""
         groups, width = self.data.size(1), self.data.size(3)
-        new = type(self)((n_slots, groups, capacity, width), self.data.dtype, self.data.device)
+        new = Vectors((n_slots, groups, capacity, width), self.data.dtype, self.data.device, self.unit)
         new.dtype = self.dtype
         for slot, n_tokens in enumerate(held):
             n = self.room(n_tokens)
@@ -69,24 +72,6 @@ class Vectors:
                 tensor[target, :, :n] = tensor[source, :, :n]
 
 
-class Blocks(Vectors):
-    """Keys or values in the layout of the native kernels (cached_attention.h), which only they read and write.
-
-    Positions are in blocks of 16. A word of four bytes has one number in fp32, two in bf16, four in int8. Keys are in
-    panels of 16 (quantize/panels.py). A word of the values has numbers of one element, at several positions.
-    """
-
-    @staticmethod
-    def room(n_tokens: int) -> int:
-        return size_in_panels(n_tokens)
-
-    def __setitem__(self, place: Any, x: Tensor) -> None:
-        raise TypeError("the kernels write keys and values")
-
-    def __getitem__(self, place: Any) -> Tensor:
-        raise TypeError("the kernels read keys and values")
-
-
 class SlotCache:
     """Keys and values of many texts: each has a slot, [G, capacity, D] in each layer, and its own length.
 
@@ -94,8 +79,6 @@ class SlotCache:
     so that a text can be rolled back to any length. If embeddings depend on the previous token, the ids are kept too,
     int32.
     """
-
-    vectors: type[Vectors] = Vectors
 
     def __init__(
         self,
@@ -105,14 +88,18 @@ class SlotCache:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        unit: int = 1,
     ) -> None:
-        """Slots for `n_slots` texts of `capacity` tokens (at most the context). dtype: floating point, or int8."""
+        """Slots for `n_slots` texts of `capacity` tokens (at most the context).
+
+        dtype: floating point, or int8. unit: positions in a block, see `Vectors`; 1: no blocks.
+        """
         self.config = config
         self.n_slots, self.capacity = n_slots, min(capacity, config.context_length)
         self.dtype, self.device = dtype, torch.device(device)
         shape = (n_slots, config.n_kv_heads, self.capacity, config.d_head)
         self.keys, self.values = (
-            [self.vectors(shape, dtype, self.device) for _ in config.layer_uses] for _ in range(2)
+            [Vectors(shape, dtype, self.device, unit) for _ in config.layer_uses] for _ in range(2)
         )
         self.tokens = self._make_tokens() if config.reads_previous_token else None
 
@@ -123,7 +110,7 @@ class SlotCache:
         """Bytes of all buffers of such a cache with `n_slots` slots of `capacity` tokens."""
         config, capacity = self.config, min(capacity, self.config.context_length)
         vector_bytes = config.d_head * self.dtype.itemsize + (4 if self.dtype == torch.int8 else 0)
-        slot_bytes = config.n_kv_heads * self.vectors.room(capacity) * vector_bytes
+        slot_bytes = config.n_kv_heads * self.keys[0].room(capacity) * vector_bytes
         tokens_bytes = 4 * capacity if config.reads_previous_token else 0
         return n_slots * (2 * len(config.layer_uses) * slot_bytes + tokens_bytes)
 
@@ -165,8 +152,3 @@ class SlotCache:
         layers = zip(self.keys, self.values, strict=True)
         return SlotRows(parts, room or self.capacity, layers, self.tokens, self.device)
 
-
-class BlockCache(SlotCache):
-    """A cache for the native kernels."""
-
-    vectors = Blocks

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptworks.infer.backends.backend import Backend, Chunk
-from gptworks.infer.backends.cache import BlockCache, Blocks
+from gptworks.infer.backends.cache import SlotCache
 from gptworks.infer.backends.placement import matrices, settle, widest_panels
 from gptworks.kernels.build import Unavailable
 from gptworks.kernels.call import NUMBERS, call
@@ -26,7 +26,7 @@ from gptworks.kernels.entries import FUNCTION_OF_MLP, Layer, Matrix, Model, Norm
 from gptworks.kernels.library import library
 from gptworks.model.gpt import GPT
 from gptworks.model.lora import has_adapter
-from gptworks.quantize.panels import panel_of, size_in_panels, to_panels
+from gptworks.quantize.panels import UNIT, panel_of, size_in_panels, to_panels
 from gptworks.units import counted
 
 STEP_TOKENS, STEP_TOKENS_WITH_AMX = 128, 512
@@ -98,7 +98,7 @@ class NativeBackend(Backend):
         self.description = f"native ({kernels.instructions}, {kernels.origin}, {n_threads})"
         kind = model.token_embedding.weight.dtype
         dtype = dtype or (torch.float32 if kind == torch.float32 else torch.bfloat16)
-        self.cache = BlockCache(model.config, n_slots, capacity, dtype=dtype)
+        self.cache = SlotCache(model.config, n_slots, capacity, dtype=dtype, unit=UNIT)
         self.vocab_size = model.config.vocab_size
         self._kept: list[Tensor] = []
         self._widest = widest_panels(kernels)
@@ -204,7 +204,7 @@ class NativeBackend(Backend):
             (attention.out, width, d_query), (mlp.gate, inner, width), (mlp.up, inner, width), (mlp.down, width, inner),
         )  # fmt: skip
         slots = self.cache.keys[i].data.size(0)
-        cached, room = [], Blocks.room(self.capacity)
+        cached, room = [], size_in_panels(self.capacity)
         for vectors in (self.cache.keys[i], self.cache.values[i]):
             cached.append(self._address(vectors.data, self.cache.dtype, slots, groups, room, d_head))
             cached.append(self._address(vectors.scale, torch.float32, slots, groups, room))
