@@ -125,7 +125,7 @@ def test_thirty_two_requests_receive_the_texts_of_separate_requests(model: Any, 
                 for got, expected in zip(ours.logprobs or [], theirs.logprobs or [], strict=True):
                     assert got.logprob == pytest.approx(expected.logprob, abs=1e-4)
     assert (statistics.running, statistics.waiting, statistics.slots_used) == (0, 0, 0)
-    assert not one._requests._request_of and not one._requests
+    assert not one._room.scheduler.running and not one._room.scheduler.waiting and not one._requests
     if "drafter" not in options:
         assert statistics.prefix_hits > 0
 

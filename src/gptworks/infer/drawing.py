@@ -20,7 +20,7 @@ from gptworks.infer.text import Piece
 
 def use_logits(work: Work, logits: Tensor, requests: OpenRequests) -> list[Draw]:
     """Score the prompt's tokens by a work's logits [n_logits, V]; return the draws that are now possible."""
-    job, request = work.job, requests.of(work.job)
+    job, request = work.job, work.job.request
     request.scores.read(work, logits)
     if not work.n_draft:
         requests.room.scheduler.commit(work)
@@ -36,11 +36,11 @@ def use_logits(work: Work, logits: Tensor, requests: OpenRequests) -> list[Draw]
         return []
     draft = work.tokens[len(work.tokens) - work.n_draft :]
     last = logits if work.n_logits == 1 else logits[-1 - work.n_draft :]
-    draws = [Draw(request, request.samples[request.jobs[job]], job, last, draft, work)]
+    draws = [Draw(job, last, draft, work)]
     if request.first_logits is None and len(request.samples) > 1:
         request.first_logits = logits[-1:].clone()
-        others = {Job(list(job.tokens), knows_logits=True): i for i in range(1, len(request.samples))}
-        requests.add(request, others, first=True)  # these samples continue the prompt that the first has read
+        others = [Job(list(job.tokens), knows_logits=True, request=request, sample=one) for one in request.samples[1:]]
+        requests.add(*others, first=True)  # these samples continue the prompt that the first has read
         draws += requests.admit()
     return draws
 
@@ -60,11 +60,11 @@ def draft_tokens(requests: OpenRequests) -> None:
 
 def _draftable(job: Job, requests: OpenRequests) -> Draftable | None:
     """A running job's state for the drafter; None if the job is not generating, or is about to end."""
-    request, room, length = requests.of(job), requests.room, len(job.tokens)
-    if not request.samples:
+    one, room, length = job.sample, requests.room, len(job.tokens)
+    if one is None:
         return None
     assert room.backend is not None and job.slot is not None
-    one, capacity = request.samples[request.jobs[job]], room.backend.capacity
+    capacity = room.backend.capacity
     if room.turns_at is not None and length <= room.turns_at:
         capacity = min(capacity, room.turns_at)  # LongRoPE computes longer texts with other factors
     n_wanted = min(one.settings.max_tokens - one.n_generated - 1, capacity - length)

@@ -123,8 +123,8 @@ class Request:
         """The time at which the request first got a slot, by `time.monotonic`."""
         self._pieces: deque[Piece] = deque()
         self._listener, self.scores = listener, scores
-        self.jobs: dict[Job, int] = {}
-        """For the engine: the request's jobs, each with the index of its sample."""
+        self.jobs: list[Job] = []
+        """For the engine: the request's unfinished jobs."""
         self.first_logits: Tensor | None = None
         """For the engine: logits [1, V] after the prompt, from which the other samples begin."""
 
@@ -177,32 +177,28 @@ class Request:
     def first_job(self, room: Room) -> Job:
         """The request's first job: the prompt, or its last tokens that a sliding window keeps."""
         ids = self.prompt_ids if self.samples else self.prompt_ids[:-1] or self.prompt_ids
-        return Job(room.window(ids), score_from=self.scores.score_from)
+        sample = self.samples[0] if self.samples else None
+        return Job(room.window(ids), score_from=self.scores.score_from, request=self, sample=sample)
 
     @property
     def n_to_come(self) -> int:
         """Number of jobs that start when the first job has read the prompt."""
         return max(0, sum(one.finish_reason is None for one in self.samples) - len(self.jobs))
 
-    def most_tokens(self, job: Job) -> int:
-        """Number of tokens that the job's text may reach if the context does not limit it."""
-        if not self.samples:
-            return len(job.tokens)
-        one = self.samples[self.jobs[job]]
-        return len(job.tokens) + one.settings.max_tokens - one.n_generated
-
 
 @dataclass
 class Draw:
     """Rows of logits from which a sample draws its next token and, if draft tokens were checked, those after it."""
 
-    request: Request
-    sample: Sample
     job: Job
     logits: Tensor  # [1 + number of draft tokens, V]
     draft: list[int] = field(default_factory=list)
     work: Work | None = None
     n_drawn: int = 0
+
+    def __post_init__(self) -> None:
+        self.request: Request = self.job.request
+        self.sample: Sample = self.job.sample
 
     @property
     def row(self) -> Tensor:
@@ -239,7 +235,6 @@ class OpenRequests:
         self.room, self.statistics = room, Statistics()
         self.clock = WorkClock()
         self._open: dict[int, Request] = {}
-        self._request_of: dict[Job, Request] = {}
         self._has_new_jobs = False
 
     def __len__(self) -> int:
@@ -250,13 +245,11 @@ class OpenRequests:
         """Number of texts without a job, because their prompt has not been read. Thread-safe."""
         return sum(request.n_to_come for request in tuple(self._open.values()))
 
-    def of(self, job: Job) -> Request:
-        """A job's request."""
-        return self._request_of[job]
-
     def most_tokens(self, job: Job) -> int:
         """Number of tokens that a job's text may reach in its slot."""
-        return min(self.room.context, self.of(job).most_tokens(job))
+        sample: Sample | None = job.sample
+        n_left = 0 if sample is None else sample.settings.max_tokens - sample.n_generated
+        return min(self.room.context, len(job.tokens) + n_left)
 
     def rotary_length(self, job: Job) -> int:
         """The length that rotary scaling uses. LongRoPE: the original context if the text is within it, else the full
@@ -275,22 +268,20 @@ class OpenRequests:
         self._has_new_jobs = False
 
     def admit(self) -> list[Draw]:
-        """Assign free slots to the jobs that wait; return the draws of those whose logits are known."""
-        admitted = self.room.admit()
+        """Assign free slots to the jobs that wait, and copy the prefixes that they reuse; return the draws of those
+        whose logits are known."""
+        admitted, copies = self.room.scheduler.admit()
+        for copy in copies:
+            assert self.room.backend is not None
+            self.room.backend.copy(copy.source, copy.target, copy.n_tokens)
         for job in admitted:
-            request = self.of(job)
+            request = job.request
             request.admitted_at = request.admitted_at or time.monotonic()
             if job.n_reused and not job.knows_logits:
                 request.n_reused_tokens += job.n_reused
                 self.statistics.prefix_hits += 1
                 self.statistics.reused_tokens += job.n_reused
-        return [self._draw_known(job) for job in admitted if job.n_computed == len(job.tokens)]
-
-    def _draw_known(self, job: Job) -> Draw:
-        """The draw of a job that begins from its request's first logits."""
-        request = self.of(job)
-        assert request.first_logits is not None
-        return Draw(request, request.samples[request.jobs[job]], job, request.first_logits)
+        return [Draw(job, job.request.first_logits) for job in admitted if job.n_computed == len(job.tokens)]
 
     # ------------------------------------------------------------------------------------------------ come and go
 
@@ -302,19 +293,19 @@ class OpenRequests:
         if is_first:
             self.room.release_stale()
         self.statistics.prompt_tokens += len(request.prompt_ids)
-        self.add(request, {request.first_job(self.room): 0})
+        self.add(request.first_job(self.room))
 
-    def add(self, request: Request, jobs: dict[Job, int], *, first: bool = False) -> None:
-        """Queue jobs of an open request, each with the index of its sample. first: before all others."""
-        request.jobs |= jobs
-        self._request_of |= dict.fromkeys(jobs, request)
+    def add(self, *jobs: Job, first: bool = False) -> None:
+        """Queue jobs of open requests. first: before all others."""
+        for job in jobs:
+            job.request.jobs.append(job)
         self._has_new_jobs = True
         self.room.scheduler.add(*jobs, first=first)
 
     def drop(self, job: Job) -> None:
         """End a job; its slot is free at once."""
         self.room.scheduler.finish(job)
-        del self._request_of.pop(job).jobs[job]
+        job.request.jobs.remove(job)
 
     def finish(self, request: Request) -> None:
         """End a request that has received all its pieces."""

@@ -10,7 +10,7 @@ from gptworks.device import memory_bytes
 from gptworks.errors import UserError
 from gptworks.infer.backends.backend import Backend
 from gptworks.infer.backends.choice import choose_backend
-from gptworks.infer.scheduler import PREFILL_TOKENS, Job, Reuse, Scheduler
+from gptworks.infer.scheduler import PREFILL_TOKENS, Reuse, Scheduler
 from gptworks.infer.speculate import Drafter
 from gptworks.model.gpt import GPT
 from gptworks.planning.setting import ANSWERS_AT_ONCE
@@ -102,14 +102,6 @@ class Room:
         least = LEAST_CAPACITY_CPU if self.model.device.type == "cpu" else LEAST_CAPACITY
         capacity = min(self._slot_tokens or _power_of_two(max(least, longest_tokens)), self.context)
         self._grow(self._n_slots or _power_of_two(min(n_texts, ANSWERS_AT_ONCE)), capacity)
-
-    def admit(self) -> list[Job]:
-        """Assign free slots to waiting jobs and copy the prefixes that they reuse; returns the admitted jobs."""
-        admitted, copies = self.scheduler.admit()
-        for copy in copies:
-            assert self.backend is not None
-            self.backend.copy(copy.source, copy.target, copy.n_tokens)
-        return admitted
 
     def fill(self, *, promised_bytes: int = 0) -> int:
         """Allocate all slots with the capacity of a full text; arguments and errors: see `Engine.warm_up`."""

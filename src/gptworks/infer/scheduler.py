@@ -15,7 +15,7 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 PREFILL_TOKENS = 512
 """Number of prompt tokens computed at once. It limits the memory of a long prompt, and the delay of other texts."""
@@ -46,6 +46,9 @@ class Job:
     """Tokens whose keys and values are in the slot."""
     n_reused: int = 0
     """Number of the job's tokens that were reused when it was admitted."""
+    request: Any = None
+    sample: Any = None
+    """For the owner: the request of the job, and the sample that it computes; None: it only scores the prompt."""
 
 
 @dataclass(frozen=True)

@@ -151,4 +151,3 @@ class SlotCache:
             raise ValueError(f"{longest} tokens do not fit in a slot of {self.capacity}")
         layers = zip(self.keys, self.values, strict=True)
         return SlotRows(parts, room or self.capacity, layers, self.tokens, self.device)
-
