@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gptworks.errors import RunError, UserError
 from gptworks.infer.logprobs import TokenLogprob, token_logprobs
-from gptworks.infer.request import Draw, ListenerFailed, OpenRequests
+from gptworks.infer.request import Draw, OpenRequests
 from gptworks.infer.sampling import sample
 from gptworks.infer.scheduler import Job, Work
 from gptworks.infer.speculate import Draftable
@@ -27,11 +27,8 @@ def use_logits(work: Work, logits: Tensor, requests: OpenRequests) -> list[Draw]
     if not work.is_last:
         return []
     if not request.samples:
-        try:
-            request.deliver(Piece(0, "", None, "length"))
-        except ListenerFailed as error:
-            requests.fail(request, error)
-        else:
+        requests.deliver(request, Piece(0, "", None, "length"))
+        if not request.done:
             requests.finish(request)
         return []
     draft = work.tokens[len(work.tokens) - work.n_draft :]
@@ -94,7 +91,7 @@ def draw_tokens(draws: list[Draw], requests: OpenRequests) -> None:
         if not draw.request.done:
             try:
                 _end_step(draw, requests)
-            except (UserError, ListenerFailed) as error:
+            except UserError as error:
                 requests.fail(draw.request, error)
 
 
@@ -110,10 +107,10 @@ def _end_step(draw: Draw, requests: OpenRequests) -> None:
         if request.overflow == "slide":
             room.scheduler.restart(job, one.ids[-room.restart_tokens :])
         else:
-            request.deliver(one.finish("context"))
+            requests.deliver(request, one.finish("context"))
     elif one.finish_reason is None and 0 < job.n_computed <= (room.turns_at or 0) < len(job.tokens):
         room.scheduler.restart(job, job.tokens)
-    if one.finish_reason is not None:
+    if one.finish_reason is not None and not request.done:
         requests.drop(job)
         if all(other.finish_reason is not None for other in request.samples):
             requests.finish(request)
@@ -168,7 +165,4 @@ def _push(draw: Draw, token: int, processed: TokenLogprob | None, requests: Open
         piece = replace(piece, logprob=logprob, processed=processed, worked=requests.clock.seconds)
         draw.job.tokens.append(token)
         requests.statistics.generated_tokens += 1
-    try:
-        draw.request.deliver(piece)
-    except ListenerFailed as error:
-        requests.fail(draw.request, error)
+    requests.deliver(draw.request, piece)

@@ -85,10 +85,6 @@ class Statistics:
         return self.accepted_tokens / self.draft_tokens if self.draft_tokens else None
 
 
-class ListenerFailed(RunError):
-    """A request's listener raised an error, which has ended the request."""
-
-
 Listener = Callable[[Piece | Exception], None]
 """A function that the stepping thread calls with each piece, or with an error, after which no more pieces come."""
 
@@ -148,18 +144,8 @@ class Request:
         return [Completion.of(of_one, len(self.prompt_ids)) for of_one in made]
 
     def deliver(self, piece: Piece) -> None:
-        """For the engine: hand a piece to the listener, or keep it for `take`.
-
-        Raises:
-            ListenerFailed: the listener raised an error.
-        """
-        if self._listener is None:
-            self._pieces.append(piece)
-            return
-        try:
-            self._listener(piece)
-        except Exception as error:
-            raise ListenerFailed(f"the reader of a request failed: {type(error).__name__}: {error}") from error
+        """For the engine: hand a piece to the listener, or keep it for `take`."""
+        (self._pieces.append if self._listener is None else self._listener)(piece)
 
     def fail(self, error: Exception) -> None:
         """For the engine: end the request with an error. An error that its listener raises is only logged."""
@@ -306,6 +292,15 @@ class OpenRequests:
         """End a job; its slot is free at once."""
         self.room.scheduler.finish(job)
         job.request.jobs.remove(job)
+
+    def deliver(self, request: Request, piece: Piece) -> None:
+        """Hand a piece to the request's reader; an error of its listener ends the request."""
+        try:
+            request.deliver(piece)
+        except Exception as error:
+            failure = RunError(f"the reader of a request failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self.fail(request, failure)
 
     def finish(self, request: Request) -> None:
         """End a request that has received all its pieces."""

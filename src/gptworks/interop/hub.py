@@ -19,8 +19,7 @@ from gptworks import __version__
 from gptworks.checkpoint import Report
 from gptworks.errors import RunError, UserError
 from gptworks.files import naming_disk_errors
-from gptworks.interop.huggingface.importing import read_folder_config
-from gptworks.json_files import read_json
+from gptworks.interop.huggingface.importing import INDEX, PICKLED, WEIGHTS, read_folder_config, read_index
 from gptworks.terminal import unguarded
 from gptworks.tokenizer import load_tokenizer
 
@@ -29,9 +28,8 @@ _ID = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?", r
 _SETTINGS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
              "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
              "additional_chat_templates/*.jinja", "adapter_config.json")  # fmt: skip
-_INDEX, _WEIGHTS, _ADAPTER = "model.safetensors.index.json", "model.safetensors", "adapter_model.safetensors"
+_ADAPTER = "adapter_model.safetensors"
 _USER: dict[str, Any] = {"library_name": "gptworks", "library_version": __version__}
-_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ def _fetch(name: str, revision: str | None, report: Report) -> Fetched:
     cache, where = Path(constants.HF_HUB_CACHE), f"{name}@{revision}" if revision else name
     report(f"there is no local folder {where}: looking for it at {constants.ENDPOINT}")
     with _explaining(name, where, cache):
-        small = [*_SETTINGS, _INDEX]
+        small = [*_SETTINGS, INDEX]
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=small, tqdm_class=_quiet(), **_USER))
         commit = folder.name
         needed = _needed(name, folder)
@@ -106,12 +104,7 @@ def _needed(name: str, folder: Path) -> list[str]:
             f'AutoTokenizer.from_pretrained("{name}").save_pretrained("FOLDER"), with the model in the same folder.'
         )
     load_tokenizer(folder)
-    if not (folder / _INDEX).exists():
-        return [_WEIGHTS]
-    shards = read_json(folder / _INDEX).get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(file, str) for file in shards.values()):
-        raise UserError(f"{name} on the hub has a {_INDEX} without a `weight_map` from tensors to files.")
-    return sorted(set(shards.values()))
+    return sorted(set(read_index(folder).values())) if (folder / INDEX).exists() else [WEIGHTS]
 
 
 def _check_files(name: str, needed: list[str], there: dict[str, int]) -> None:
@@ -119,8 +112,8 @@ def _check_files(name: str, needed: list[str], there: dict[str, int]) -> None:
     absent = [file for file in needed if file not in there or not file.endswith(".safetensors")]
     if not absent:
         return
-    pickled = sorted(file for file in there if any(fnmatch.fnmatch(file, kind) for kind in _PICKLED))
-    if pickled and absent == [_WEIGHTS]:
+    pickled = sorted(file for file in there if any(fnmatch.fnmatch(file, kind) for kind in PICKLED))
+    if pickled and absent == [WEIGHTS]:
         raise UserError(
             f"{name} has its weights only in {pickled[0]}, a kind of file that can run code when it is read: gptworks "
             f"reads safetensors. Look for a converted revision among the pull requests on the model's page (import it "

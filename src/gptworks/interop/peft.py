@@ -24,6 +24,7 @@ from gptworks.checkpoint import LoadedRun, Report, load_run
 from gptworks.config import ADAPTED_MODULES, LoRAConfig, ModelConfig
 from gptworks.errors import UserError
 from gptworks.files import check_free, check_tree, copy_folder, new_folder, write_whole
+from gptworks.interop.exports import leave_out_heads
 from gptworks.interop.huggingface.choice import choose_family
 from gptworks.interop.huggingface.exporting import export_huggingface
 from gptworks.interop.huggingface.family import Family
@@ -38,7 +39,6 @@ from gptworks.interop.huggingface.verify import (
     verify_import,
 )
 from gptworks.interop.imported import further_training, write_run
-from gptworks.interop.left_out import leave_out_heads
 from gptworks.interop.peft_settings import CONFIG_FILE, LoraSettings, read_settings
 from gptworks.interop.tensors import (
     STACKED,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gptworks.config import LABORATORY, ModelConfig
 from gptworks.errors import UserError
+from gptworks.interop.exports import nearest_architectures
 from gptworks.interop.tensors import (
     KEY_IN_PAIRS,
     PLAIN,
@@ -64,7 +65,7 @@ class Architecture:
     attention_scale: bool = False
 
     def obstacles(self, config: ModelConfig) -> list[str]:
-        """The settings of a model that this architecture cannot compute, as `name=value`."""
+        """The settings of a model that this architecture cannot compute."""
         used = {"qkv": config.qkv_bias, "out": config.out_bias, "mlp": config.mlp_bias}
         held = {bias: bias in self.biases and not (bias == "mlp" and config.n_experts) for bias in ALL_BIASES}
         wide = config.n_heads * config.d_head != config.d_model
@@ -92,7 +93,7 @@ class Architecture:
             "rope_scaling.beta_fast": scaling is None or scaling.type != "yarn" or scaling.beta_fast == 32,
             "rope_scaling.beta_slow": scaling is None or scaling.beta_slow == 1,
         }
-        return [f"{name}={_value(config, name)}" for name, fit in fits.items() if not fit]
+        return [name for name, fit in fits.items() if not fit]
 
 
 ARCHITECTURES = (
@@ -130,24 +131,14 @@ def choose_architecture(config: ModelConfig) -> Architecture:
     Raises:
         UserError: no architecture fits; the message names the nearest ones and what they lack.
     """
-    lacking = [(architecture, architecture.obstacles(config)) for architecture in ARCHITECTURES]
-    fewest = min(len(obstacles) for _, obstacles in lacking)
-    nearest = [(architecture, obstacles) for architecture, obstacles in lacking if len(obstacles) == fewest]
-    if not fewest:
-        return nearest[0][0]
-    names = {", ".join(f"model.{setting}" for setting in obstacles): a.name for a, obstacles in reversed(nearest)}
-    raise UserError(
-        f"no architecture of llama.cpp computes this model: "
-        f"{'; '.join(f'`{name}` lacks {settings}' for settings, name in reversed(names.items()))}. "
-        f"Train a model without them, or use --format hf."
-    )
-
-
-def _value(config: ModelConfig, name: str) -> str:
-    value: object = config
-    for part in name.split("."):
-        value = getattr(value, part)
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    obstacles = {architecture.name: architecture.obstacles(config) for architecture in ARCHITECTURES}
+    fitting = next((architecture for architecture in ARCHITECTURES if not obstacles[architecture.name]), None)
+    if fitting is None:
+        raise UserError(
+            f"no architecture of llama.cpp computes this model: {nearest_architectures(config, obstacles)}. "
+            f"Train a model without them, or use --format hf."
+        )
+    return fitting
 
 
 # ---------------------------------------------------------------------------------------------- settings

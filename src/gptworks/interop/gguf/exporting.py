@@ -13,9 +13,9 @@ from gptworks.checkpoint import Report, load_run
 from gptworks.choices import GGUFType
 from gptworks.errors import UserError
 from gptworks.files import replacing_by_name
+from gptworks.interop.exports import leave_out_heads
 from gptworks.interop.gguf.architectures import APPROXIMATE_GELU, add_settings, choose_architecture, file_tensors
 from gptworks.interop.gguf.vocabulary import add_vocabulary, read_vocabulary
-from gptworks.interop.left_out import leave_out_heads
 from gptworks.tokenizer import load_tokenizer
 
 

@@ -1,13 +1,12 @@
 """Choose the architecture of transformers that a model is exported as, or explain why none fits."""
 
 import json
-from collections.abc import Mapping
-from typing import Any
 
 from tokenizers import Tokenizer
 
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
+from gptworks.interop.exports import nearest_architectures
 from gptworks.interop.huggingface.architectures import FAMILIES
 from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.settings import biases
@@ -33,22 +32,11 @@ def choose_family(config: ModelConfig, tokenizer: Tokenizer) -> tuple[Family, Mo
             else ""
         )
         raise UserError(
-            f"no architecture of transformers computes this model: {_nearest(config, obstacles)}.{why} "
+            f"no architecture of transformers computes this model: {nearest_architectures(config, obstacles)}.{why} "
             f"gptworks itself can run it; to export a model, train it with other settings."
         )
     pairs = [(family, family.adapted(config)) for family in fitting]
     return min(pairs, key=lambda pair: len(biases(pair[1]) - biases(config)))
-
-
-def _nearest(config: ModelConfig, obstacles: Mapping[str, list[str]]) -> str:
-    """A text that names the architectures that lack the fewest settings, one for each set of settings."""
-    fewest = min(map(len, obstacles.values()))
-    lacking: dict[str, str] = {}
-    for family, names in obstacles.items():
-        if len(names) == fewest:
-            given = ", ".join(f"model.{name}={_shown(getattr(config, name))}" for name in names)
-            lacking.setdefault(given, family)
-    return "; ".join(f"`{family}` does not have {given}" for given, family in lacking.items())
 
 
 def _split_pattern(tokenizer: Tokenizer) -> str | None:
@@ -58,7 +46,3 @@ def _split_pattern(tokenizer: Tokenizer) -> str | None:
     normalized = (kind["normalizer"] or {}).get("type")
     pattern: str | None = steps[0].get("pattern", {}).get("Regex")
     return pattern if normalized == "NFC" else None
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -23,13 +23,13 @@ from gptworks.choices import ExportPrecision
 from gptworks.config import ModelConfig
 from gptworks.errors import RunError, UserError
 from gptworks.files import check_free, new_folder, write_whole
+from gptworks.interop.exports import leave_out_heads
 from gptworks.interop.huggingface.adapt import adapt_weights
 from gptworks.interop.huggingface.card import write_card
 from gptworks.interop.huggingface.choice import choose_family
 from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.original import Original, read_original
 from gptworks.interop.huggingface.verify import Verification, logit_bound, require, verify_folder
-from gptworks.interop.left_out import leave_out_heads
 from gptworks.interop.tensors import our_tensors, their_tensors
 from gptworks.model.gpt import GPT
 from gptworks.model.lora import remove_lora

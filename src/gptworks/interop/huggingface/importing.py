@@ -42,6 +42,10 @@ from gptworks.tokenizer import library_panics, load_tokenizer, save_tokenizer, v
 _BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$")
 """Names of masks and frequencies that older versions saved with the weights; the settings determine both."""
 
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+"""Names of files that can run code when they are read."""
+
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -216,21 +220,18 @@ def _head(family: Family) -> str:
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
     """The file of each tensor by name, read from the only safetensors file or from the index of several."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single, index = folder / WEIGHTS, folder / INDEX
     if not single.exists() and not index.exists():
-        others = sorted(path.name for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(kind))
+        others = sorted(path.name for kind in PICKLED for path in folder.glob(kind))
         if others:
             raise UserError(
                 f"{folder / others[0]} is of a kind that can run code when it is read: gptworks reads only "
                 f"safetensors. Save the model again with transformers (`save_pretrained` writes safetensors)."
             )
-        raise UserError(f"{folder} holds no model.safetensors and no model.safetensors.index.json.")
+        raise UserError(f"{folder} holds no {WEIGHTS} and no {INDEX}.")
     if single.exists():
         return dict.fromkeys(stored_tensors(single, inside=folder), single)
-    names = read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise UserError(f"{index} has no `weight_map` from tensors to files.")
-    files = {tensor: folder / name for tensor, name in names.items()}
+    files = {tensor: folder / name for tensor, name in read_index(folder).items()}
     for path in sorted(set(files.values())):
         if path.parent != folder or not path.exists():
             raise UserError(f"{index} names {path.name}, which is not in {folder}.")
@@ -238,6 +239,18 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         if absent := {tensor for tensor, held in files.items() if held == path} - set(stored):
             raise UserError(f"{index} says that `{min(absent)}` is in {path.name}, but it is not.")
     return files
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """The name of each tensor's file in a folder with several files of tensors.
+
+    Raises:
+        UserError: the index is damaged.
+    """
+    names = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise UserError(f"{folder / INDEX} has no `weight_map` from tensors to files.")
+    return names
 
 
 def _read_tokenizer(folder: Path, model: ModelConfig) -> Tokenizer:

@@ -1,0 +1,39 @@
+"""Steps shared by all exports: parts of a model that no export keeps, and the architectures that nearly fit a model."""
+
+from collections.abc import Mapping
+
+from gptworks.config import ModelConfig
+from gptworks.model.gpt import GPT
+
+
+def leave_out_heads(model: GPT) -> list[str]:
+    """Remove the heads of tokens beyond the next: no other program has them, and no logit depends on them.
+
+    Returns:
+        A note about the removed heads for the export's reader; an empty list if the model has none.
+    """
+    n = model.drop_future_heads()
+    what = "the head of 1 token" if n == 1 else f"the heads of {n} tokens"
+    return [f"{what} beyond the next (model.n_future_tokens={n + 1}) left out"] if n else []
+
+
+def nearest_architectures(config: ModelConfig, obstacles: Mapping[str, list[str]]) -> str:
+    """A text that names the architectures that lack the fewest of a model's settings, and these settings.
+
+    Args:
+        obstacles: the settings that each architecture lacks, by its name. Of architectures that lack the same settings,
+            only the first is named.
+    """
+    fewest = min(map(len, obstacles.values()))
+    nearest: dict[str, str] = {}
+    for name, settings in obstacles.items():
+        if len(settings) == fewest:
+            nearest.setdefault(", ".join(f"model.{setting}={_shown(config, setting)}" for setting in settings), name)
+    return "; ".join(f"`{name}` lacks {settings}" for settings, name in nearest.items())
+
+
+def _shown(config: ModelConfig, setting: str) -> str:
+    value: object = config
+    for part in setting.split("."):
+        value = getattr(value, part)
+    return str(value).lower() if isinstance(value, bool) else str(value)
