@@ -10,7 +10,7 @@ import yaml
 import tiny
 from gptworks.config import EARLIER_DEFAULTS, BPETokenizer, LoRAConfig, Recipe
 from gptworks.errors import UserError
-from gptworks.interop.huggingface.choice import choose_family
+from gptworks.interop.huggingface.fitting import choose_family
 from gptworks.recipe import load_recipe, parse_model, parse_recipe
 from gptworks.tokenizer import train_tokenizer
 from gptworks.training.changes import changed, load_to_resume

@@ -18,10 +18,9 @@ from gptworks.errors import RunError, UserError
 from gptworks.infer.engine import load
 from gptworks.infer.speculate import PromptLookup
 from gptworks.interop.huggingface import export_huggingface, import_huggingface
-from gptworks.interop.huggingface.adapt import adapt_weights
 from gptworks.interop.huggingface.architectures import FAMILIES
-from gptworks.interop.huggingface.choice import choose_family
 from gptworks.interop.huggingface.exporting import write_tensors
+from gptworks.interop.huggingface.fitting import adapt_weights, choose_family
 from gptworks.interop.huggingface.importing import read_config
 from gptworks.interop.huggingface.keys import CONFIG_HARMLESS
 from gptworks.interop.huggingface.settings import Settings, fixed

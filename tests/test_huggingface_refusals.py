@@ -18,9 +18,8 @@ import hf
 from gptworks.checkpoint import load_run
 from gptworks.errors import RunError, UserError
 from gptworks.interop.huggingface import export_huggingface, exporting, import_huggingface, verify
-from gptworks.interop.huggingface.adapt import adapt_weights
 from gptworks.interop.huggingface.architectures import FAMILIES
-from gptworks.interop.huggingface.choice import choose_family
+from gptworks.interop.huggingface.fitting import adapt_weights, choose_family
 from gptworks.interop.huggingface.kinds import REASONS, about
 from gptworks.tokenizer import load_tokenizer, prompt_ids
 from tiny import plain_model

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gptworks.errors import UserError
-from gptworks.interop.huggingface.choice import choose_family
+from gptworks.interop.huggingface.fitting import choose_family
 from gptworks.interop.huggingface.importing import read_config
 from gptworks.presets import preset
 from hf import byte_tokenizer

@@ -25,9 +25,9 @@ from gptworks.config import ADAPTED_MODULES, LoRAConfig, ModelConfig
 from gptworks.errors import UserError
 from gptworks.files import check_free, check_tree, copy_folder, new_folder, write_whole
 from gptworks.interop.exports import leave_out_heads
-from gptworks.interop.huggingface.choice import choose_family
 from gptworks.interop.huggingface.exporting import export_huggingface
 from gptworks.interop.huggingface.family import Family
+from gptworks.interop.huggingface.fitting import choose_family
 from gptworks.interop.huggingface.importing import import_huggingface, read_folder_config
 from gptworks.interop.huggingface.settings import biases
 from gptworks.interop.huggingface.verify import (

@@ -7,11 +7,9 @@ tensors        names and layouts of tensors, in both directions
 family         an architecture of transformers: its clauses and the places of its tensors
 architectures  all architectures: a new one is one entry here
 keys           the keys of the other JSON files, and their effects in gptworks
-choice         chooses the architecture that a model is exported as
-adapt          rewrites weights for an architecture: biases, the scale of attention
+fitting        chooses the architecture that a model is exported as, and rewrites the weights for it
 exporting      run folder → Hugging Face folder, kept only if `verify` finds it equal
 verify         compares a folder with our model: logits, greedy tokens, token ids
-card           the folder's README.md
 importing      Hugging Face folder → run folder, without transformers
 original       facts of an imported folder that its exports are compared with
 kinds          reasons why model types cannot be read

@@ -1,6 +1,7 @@
 """Export a run as a Hugging Face folder: write a temporary folder, compare it in stock transformers, then rename it."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, processors
 from torch import Tensor
 
+from gptworks import __version__
 from gptworks.chat_template import (
     TEMPLATE_FOLDER,
     ChatTemplate,
@@ -20,14 +22,13 @@ from gptworks.chat_template import (
 )
 from gptworks.checkpoint import Report, load_run
 from gptworks.choices import ExportPrecision
-from gptworks.config import ModelConfig
+from gptworks.config import ModelConfig, Recipe
 from gptworks.errors import RunError, UserError
-from gptworks.files import check_free, new_folder, write_whole
+from gptworks.evaluation.results import MAX_CARD_BYTES
+from gptworks.files import check_free, new_folder, read_text, write_whole
 from gptworks.interop.exports import leave_out_heads
-from gptworks.interop.huggingface.adapt import adapt_weights
-from gptworks.interop.huggingface.card import write_card
-from gptworks.interop.huggingface.choice import choose_family
 from gptworks.interop.huggingface.family import Family
+from gptworks.interop.huggingface.fitting import adapt_weights, choose_family
 from gptworks.interop.huggingface.original import Original, read_original
 from gptworks.interop.huggingface.verify import Verification, logit_bound, require, verify_folder
 from gptworks.interop.tensors import our_tensors, their_tensors
@@ -114,7 +115,7 @@ def export_huggingface(
             )
         parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
         export = Export(out, family.architecture, precision, parameters, loaded.checkpoint.step, verification, notes)
-        write_card(aside, export, loaded.recipe, family)
+        _write_card(aside, export, loaded.recipe, family)
     return export
 
 
@@ -225,3 +226,59 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int 
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         _write_json(folder / "model.safetensors.index.json", index)
+
+
+# ---------------------------------------------------------------------------------------------------- README.md
+
+_HEAD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [{model_type}, gptworks]
+---
+
+# {name}
+
+A language model of {parameters:,} parameters, trained with gptworks {version} (step {step:,}) and written as a
+`{architecture}` in {precision}. It loads in stock transformers, without remote code:
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("this-folder")
+model = AutoModelForCausalLM.from_pretrained("this-folder")
+ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
+print(tokenizer.decode(model.generate(ids, max_new_tokens=50)[0]))
+```
+"""
+
+
+def _write_card(folder: Path, export: Export, recipe: Recipe, family: Family) -> None:
+    """Write README.md, with the tables of the run's own card at its end if the run has one."""
+    text = _HEAD.format(
+        model_type=family.model_type, name=recipe.name, parameters=export.parameters, version=__version__,
+        step=export.step, precision=export.precision, architecture=export.architecture,
+    )  # fmt: skip
+    text += f"\n{family.advice}\n" if family.advice else ""
+    text += f"\n## Comparison\n\n{_comparison(export)}\n"
+    if export.notes:
+        text += "\n## Differences from the run\n\n" + "".join(f"* {note}\n" for note in export.notes)
+    run_card = recipe.run_dir / "model-card.md"
+    if run_card.exists():
+        theirs = read_text(run_card, MAX_CARD_BYTES, inside=recipe.run_dir)
+        tables = re.findall(r"^## .*\n\n(?:\|.*\n)+", theirs, re.MULTILINE)
+        text += "".join(f"\n{table}" for table in tables)
+    write_whole(folder / "README.md", text, new=True)
+
+
+def _comparison(export: Export) -> str:
+    found = export.verification
+    if found is None:
+        return "None: the folder was written with `--no-verify`."
+    rounded = "" if export.precision == "fp32" else f", both with the weights rounded to {export.precision}"
+    return (
+        f"transformers {found.transformers_version} against the run, in fp32 arithmetic{rounded}: the logits of "
+        f"{found.tokens:,} tokens differ by at most {found.logit_difference:.2e} (the largest logit is "
+        f"{found.largest_logit:.1f}), {found.greedy_tokens} greedy tokens from a cache are equal"
+        f"{f' ({found.ties} of them up to ties within rounding)' if found.ties else ''}, and so are the token ids of "
+        f"{found.texts} texts."
+    )

@@ -79,7 +79,7 @@ class Family:
 
 def what_decides(config: ModelConfig) -> Values:
     """The settings that decide what a model computes, equal for models that compute the same. Biases and the scale of
-    attention are left out, since adapt.py can change the weights to fit them."""
+    attention are left out, since fitting.py can change the weights to fit them."""
     always = ("vocab_size", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_head", "d_ff", "position", "norm",
               "norm_eps", "norm_placement", "mlp", "qk_norm", "tie_embeddings", "parallel_residual", "n_experts",
               "embedding_scale", "residual_scale", "logit_divisor", "attention_softcap", "logit_softcap",
