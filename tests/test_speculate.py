@@ -159,7 +159,7 @@ def test_a_draft_model_with_a_shorter_context_leaves_the_rest_to_the_model() -> 
     ],
 )  # fmt: skip
 def test_lookup_finds_what_followed_last_time(tokens: list[int], expected: list[int]) -> None:
-    sample = Sample(0, tokens, SamplingSettings(), TOKENIZER, None)
+    sample = Sample(0, tokens, SamplingSettings(), TOKENIZER, ())
     assert PromptLookup(2, 3).draft([Draftable(sample, 0, tokens, 5)]) == [expected]
     assert PromptLookup(2, 3).draft([Draftable(sample, 0, tokens, 1)]) == [expected[:1]]
 

@@ -64,8 +64,9 @@ def _draftable(job: Job, requests: OpenRequests) -> Draftable | None:
     capacity = room.backend.capacity
     if room.turns_at is not None and length <= room.turns_at:
         capacity = min(capacity, room.turns_at)  # LongRoPE computes longer texts with other factors
-    n_wanted = min(one.settings.max_tokens - one.n_generated - 1, capacity - length)
-    if not one.n_generated or n_wanted <= 0 or length != job.n_computed + 1:
+    n_generated = one.sampler.n_generated
+    n_wanted = min(one.settings.max_tokens - n_generated - 1, capacity - length)
+    if not n_generated or n_wanted <= 0 or length != job.n_computed + 1:
         return None
     return Draftable(one, job.slot, job.tokens, n_wanted)
 

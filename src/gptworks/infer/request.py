@@ -160,12 +160,6 @@ class Request:
         """For the engine: mark the request as ended."""
         self.done, self.first_logits = True, None
 
-    def first_job(self, room: Room) -> Job:
-        """The request's first job: the prompt, or its last tokens that a sliding window keeps."""
-        ids = self.prompt_ids if self.samples else self.prompt_ids[:-1] or self.prompt_ids
-        sample = self.samples[0] if self.samples else None
-        return Job(room.window(ids), score_from=self.scores.score_from, request=self, sample=sample)
-
     @property
     def n_to_come(self) -> int:
         """Number of jobs that start when the first job has read the prompt."""
@@ -234,7 +228,7 @@ class OpenRequests:
     def most_tokens(self, job: Job) -> int:
         """Number of tokens that a job's text may reach in its slot."""
         sample: Sample | None = job.sample
-        n_left = 0 if sample is None else sample.settings.max_tokens - sample.n_generated
+        n_left = 0 if sample is None else sample.settings.max_tokens - sample.sampler.n_generated
         return min(self.room.context, len(job.tokens) + n_left)
 
     def rotary_length(self, job: Job) -> int:
@@ -279,7 +273,11 @@ class OpenRequests:
         if is_first:
             self.room.release_stale()
         self.statistics.prompt_tokens += len(request.prompt_ids)
-        self.add(request.first_job(self.room))
+        samples, ids = request.samples, request.prompt_ids
+        read = ids if samples else ids[:-1] or ids
+        first = Job(self.room.window(read), score_from=request.scores.score_from, request=request)
+        first.sample = samples[0] if samples else None
+        self.add(first)
 
     def add(self, *jobs: Job, first: bool = False) -> None:
         """Queue jobs of open requests. first: before all others."""

@@ -147,11 +147,12 @@ class Sampler:
         Args:
             prompt: the tokens that the text continues.
             index: the sample's index within its request; each sample has its own random numbers.
-            ends: tokens that end the text; they are banned until settings.min_tokens tokens are generated.
+            ends: the tokenizer's tokens that end a text.
         """
         self.settings = settings
         self.n_generated = 0
-        self.ends = ends
+        self.ends = (() if settings.ignore_eos else ends) + settings.stop_token_ids
+        """Tokens that end the text."""
         self._chance = random.Random() if settings.seed is None else random.Random(f"{settings.seed}/{index}")
         self._drawn: deque[float] = deque()
         self.seen = Counter(prompt) if settings.repetition_penalty != 1 else None
@@ -178,10 +179,8 @@ class Sampler:
 
     @property
     def banned(self) -> tuple[int, ...]:
-        """Tokens that may not come next."""
-        if self.n_generated >= self.settings.min_tokens:
-            return ()
-        return (() if self.settings.ignore_eos else self.ends) + self.settings.stop_token_ids
+        """Tokens that may not come next: those that end the text, until min_tokens tokens are generated."""
+        return self.ends if self.n_generated < self.settings.min_tokens else ()
 
     @property
     def adjusts(self) -> bool:

@@ -79,12 +79,9 @@ class Sample:
         constraint: Constraint | None = None,
     ) -> None:
         self.index, self.settings, self.constraint = index, settings, constraint
-        self.ends = () if settings.ignore_eos else ends
-        """Tokens that end the text, without those in the settings."""
         self.ids = list(prompt)
         """The prompt and the generated tokens."""
-        self.n_generated = 0
-        self.sampler = Sampler(settings, prompt, index, self.ends)
+        self.sampler = Sampler(settings, prompt, index, ends)
         self.finish_reason: FinishReason | None = None
         self._stops = StopStrings(settings.stop)
         self._decoder = StreamDecoder(tokenizer)
@@ -93,18 +90,16 @@ class Sample:
 
     def push(self, token_id: int) -> Piece:
         """Add the next token; returns the resulting piece."""
-        settings = self.settings
-        if token_id in self.ends or token_id in settings.stop_token_ids:
+        if token_id in self.sampler.ends:
             return self.finish("stop")
         self.ids.append(token_id)
-        self.n_generated += 1
         self.sampler.push(token_id)
         text = self._stops.push(self._decoder.push(token_id))
         if self._stops.found:
             return self.finish("stop", token_id, text)
         if self.constraint is not None and self.constraint.push(token_id):
             return self.finish("stop", token_id, text)
-        if self.n_generated == self.settings.max_tokens:
+        if self.sampler.n_generated == self.settings.max_tokens:
             return self.finish("length", token_id, text)
         return Piece(self.index, text, token_id)
 

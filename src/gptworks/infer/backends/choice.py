@@ -39,14 +39,11 @@ def choose_backend(
     except Unavailable as error:
         if name == "native":
             raise UserError(f"backend=native cannot compute this model here: {error} Take auto or torch.") from None
-        _warn_once(f"the native engine is not used: {error} torch computes instead.")
+        message = f"the native engine is not used: {error} torch computes instead."
+        if message not in _warned:
+            _warned.add(message)
+            warnings.warn(message, stacklevel=2)
         return TorchBackend(model, n_slots, capacity, dtype=dtype)
 
 
 _warned: set[str] = set()
-
-
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, stacklevel=3)
