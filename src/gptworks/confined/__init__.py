@@ -216,14 +216,8 @@ def _cause(code: int, limits: Limits) -> str:
         return f"it takes more than {limits.seconds:g} seconds of processor time."
     if code in (-signal.SIGABRT, -getattr(signal, "SIGKILL", 9)):  # killed for lack of memory
         return f"it takes more than {limits.n_bytes >> 20} MiB of memory."
-    return f"it ended the process that worked on it ({_name_of(code)})."
-
-
-def _name_of(code: int) -> str:
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"exit code {code}"
+    name = next((one.name for one in signal.Signals if one == -code), f"exit code {code}")
+    return f"it ended the process that worked on it ({name})."
 
 
 def _answer(reply: dict[str, Any]) -> Any:

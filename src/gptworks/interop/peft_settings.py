@@ -170,13 +170,11 @@ def _named(names: str | list[str], module: str) -> bool:
 
 
 def _of_pattern(patterns: Mapping[str, Number], module: str, otherwise: Number) -> Number:
-    """The value of the first pattern that matches the module; `otherwise` if none matches."""
-    return next((value for key, value in patterns.items() if _is_named(key, module)), otherwise)
-
-
-def _is_named(pattern: str, module: str) -> bool:
-    """Whether a pattern matches a module's name, by PEFT's rule."""
-    return find(rf"(.*\.)?({pattern})$", [module], "match", _SECONDS)[0] is not None
+    """The value of the first pattern that matches the module by PEFT's rule; `otherwise` if none matches."""
+    for pattern, value in patterns.items():
+        if find(rf"(.*\.)?({pattern})$", [module], "match", _SECONDS)[0] is not None:
+            return value
+    return otherwise
 
 
 def read_settings(folder: Path) -> LoraSettings:

@@ -5,6 +5,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
+from dataclasses import fields
 from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel
@@ -13,8 +14,8 @@ from gptworks.infer.sampling import SamplingSettings
 from gptworks.serve import openai
 from gptworks.serve.generate import Delta, Entry, Generation
 
-_PASSED_ON = ("top_p", "stop", "seed", "logit_bias", "frequency_penalty", "presence_penalty", "top_k", "min_p",
-              "repetition_penalty", "min_tokens", "ignore_eos")  # fmt: skip
+_PASSED_ON = openai.SamplingFields.model_fields.keys() & {field.name for field in fields(SamplingSettings)}
+"""Fields of a request that are settings of the same name."""
 
 
 def sampling_settings(body: openai.SamplingFields, **more: Any) -> SamplingSettings:
@@ -23,13 +24,12 @@ def sampling_settings(body: openai.SamplingFields, **more: Any) -> SamplingSetti
     Raises:
         UserError: settings of the request contradict each other.
     """
-    given = {name: value for name in _PASSED_ON if (value := getattr(body, name)) is not None}
+    given = {"temperature": 1.0} | {name: value for name in _PASSED_ON if (value := getattr(body, name)) is not None}
     if given.get("top_k") == -1:  # vLLM's value for no limit
         given["top_k"] = 0
     if given.get("top_p") == 0:  # the request asks for only the likeliest token
         given |= {"top_p": 1.0, "top_k": 1}
-    temperature = 1.0 if body.temperature is None else body.temperature
-    return SamplingSettings(temperature=temperature, **given, **more)
+    return SamplingSettings(**given, **more)
 
 
 Body = TypeVar("Body", bound=openai.SamplingFields)

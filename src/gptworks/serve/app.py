@@ -102,7 +102,10 @@ def _json(answer: BaseModel) -> Response:
     return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
 
 
-async def _generated(answer: Answer[Any]) -> Response:
+async def _generated(
+    request: Request, kind: type[_Wire], begin: Callable[[Service, _Wire, Caller], Awaitable[Answer[Any]]]
+) -> Response:
+    answer = await begin(service_of(request), await body_of(request, kind), caller_of(request))
     if answer.body.stream:
         return EventStream(answer.chunks(), answer.generation.cancel)
     return _json(await answer.whole())
@@ -116,8 +119,7 @@ async def _generated(answer: Answer[Any]) -> Response:
 )
 async def create_completion(request: Request) -> Response:
     """Continue texts."""
-    body = await body_of(request, openai.CompletionRequest)
-    return await _generated(await begin_completions(service_of(request), body, caller_of(request)))
+    return await _generated(request, openai.CompletionRequest, begin_completions)
 
 
 @router.post(
@@ -128,8 +130,7 @@ async def create_completion(request: Request) -> Response:
 )
 async def create_chat_completion(request: Request) -> Response:
     """Answer in a conversation."""
-    body = await body_of(request, openai.ChatRequest)
-    return await _generated(await begin_chat(service_of(request), body, caller_of(request)))
+    return await _generated(request, openai.ChatRequest, begin_chat)
 
 
 @router.post("/v1/embeddings", response_model=openai.EmbeddingResponse, openapi_extra=takes(openai.EmbeddingRequest))
