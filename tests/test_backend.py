@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptworks.infer.backends import choice
+from gptworks.infer.backends import native
 from gptworks.infer.backends.backend import Chunk, TorchBackend
 from gptworks.model.gpt import GPT
 from tiny import plain_model
@@ -148,6 +148,6 @@ def test_the_backend_reads_the_weights_as_they_are() -> None:
 
 
 def test_a_model_in_training_is_never_computed_natively(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "NativeBackend", None)
-    assert isinstance(choice.choose_backend(tiny().train(), 1, 8), TorchBackend)
-    assert isinstance(choice.choose_backend(tiny(), 1, 8, name="torch"), TorchBackend)
+    monkeypatch.setattr(native, "NativeBackend", None)
+    assert isinstance(native.choose_backend(tiny().train(), 1, 8), TorchBackend)
+    assert isinstance(native.choose_backend(tiny(), 1, 8, name="torch"), TorchBackend)

@@ -35,7 +35,7 @@ from gptworks.infer import Engine, SamplingSettings, room
 from gptworks.infer.backends import native
 from gptworks.infer.backends.backend import Chunk
 from gptworks.infer.backends.cache import Vectors
-from gptworks.infer.backends.choice import choose_backend
+from gptworks.infer.backends.native import choose_backend
 from gptworks.infer.request import Request
 from gptworks.infer.sampling import Sampler, adjust, sample
 from gptworks.infer.scheduler import QueueFull

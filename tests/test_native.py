@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gptworks.choices import HeadWeights
 from gptworks.errors import UserError
-from gptworks.infer.backends import choice, native
+from gptworks.infer.backends import native
 from gptworks.infer.backends.backend import Chunk, TorchBackend
 from gptworks.infer.backends.placement import settle
 from gptworks.kernels.build import Unavailable
@@ -496,11 +496,11 @@ def test_models_that_are_refused_are_computed_by_torch(
     settings: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, ids = random_model(plain_model(**{**BASE, **settings})), text(30)
-    monkeypatch.setattr(choice, "_warned", set())
+    monkeypatch.setattr(native, "_warned", set())
     with pytest.raises(UserError, match=f"backend=native cannot compute this model here: .*{reason}"):
-        choice.choose_backend(model, 1, CONTEXT, name="native")
+        native.choose_backend(model, 1, CONTEXT, name="native")
     with pytest.warns(UserWarning, match=f"the native engine is not used: .*{reason}.* torch computes instead"):
-        backend = choice.choose_backend(model, 1, 30)
+        backend = native.choose_backend(model, 1, 30)
     logits = [backend.compute([Chunk(0, i, [token])])[0] for i, token in enumerate(ids)]
     if "rope_scaling" not in settings:  # by the room, tests/test_backend.py
         torch.testing.assert_close(torch.cat(logits), expected(model, ids, 30), rtol=1e-4, atol=1e-4)

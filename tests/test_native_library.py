@@ -26,9 +26,9 @@ from rich.console import Console
 
 from gptworks.choices import Weights
 from gptworks.errors import UserError
-from gptworks.infer.backends import choice, native
+from gptworks.infer.backends import native
 from gptworks.infer.backends.backend import Chunk, TorchBackend
-from gptworks.infer.backends.choice import choose_backend
+from gptworks.infer.backends.native import choose_backend
 from gptworks.infer.engine import load
 from gptworks.kernels import build as kernel_build
 from gptworks.kernels import cache as kernel_cache
@@ -126,7 +126,7 @@ def test_a_compiler_that_fails_leaves_nothing_and_is_not_asked_again(
     assert [file.name for file in fresh.iterdir() if file.name != "lock"] == []
     monkeypatch.setattr(subprocess, "run", None)  # is not called
     model = GPT(plain_model(vocab_size=9, context_length=8, n_layers=1, d_model=16, n_heads=1)).eval()
-    monkeypatch.setattr(choice, "_warned", set())
+    monkeypatch.setattr(native, "_warned", set())
     with pytest.warns(UserWarning, match=r"native engine is not used: .* torch computes instead"):
         assert isinstance(choose_backend(model, 1, 8), TorchBackend)
     with pytest.raises(UserError, match="backend=native cannot compute this model here"):
@@ -437,7 +437,7 @@ def test_without_wide_vectors_torch_computes_weights_in_fp16(
     model = quantize_model(small(), weights)
     assert isinstance(choose_backend(model, 1, 16), native.NativeBackend)
     monkeypatch.setattr(native_library.Library, "has_wide_vectors", False)
-    monkeypatch.setattr(choice, "_warned", set())
+    monkeypatch.setattr(native, "_warned", set())
     if takes_native:
         assert isinstance(choose_backend(model, 1, 16), native.NativeBackend)
     else:

@@ -9,7 +9,7 @@ from gptworks.choices import BackendName
 from gptworks.device import memory_bytes
 from gptworks.errors import UserError
 from gptworks.infer.backends.backend import Backend
-from gptworks.infer.backends.choice import choose_backend
+from gptworks.infer.backends.native import choose_backend
 from gptworks.infer.scheduler import PREFILL_TOKENS, Reuse, Scheduler
 from gptworks.infer.speculate import Drafter
 from gptworks.model.gpt import GPT

@@ -13,7 +13,7 @@ from torch import Tensor
 from gptworks.choices import BackendName
 from gptworks.errors import UserError
 from gptworks.infer.backends.backend import Backend, Chunk
-from gptworks.infer.backends.choice import choose_backend
+from gptworks.infer.backends.native import choose_backend
 from gptworks.infer.sampling import pick
 from gptworks.infer.scheduler import PREFILL_TOKENS, n_common_tokens
 from gptworks.infer.text import Sample

@@ -4,7 +4,7 @@
             └─► short ones (decode, speculation), as one flat batch ────┘
 
 `TorchBackend` runs the model itself, on any device, also during training. The native backend (native.py) computes the
-same in C++ on a CPU; `choose_backend` (choice.py) uses it where it can.
+same in C++ on a CPU; `choose_backend` (there too) uses it where it can.
 """
 
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""The native backend: a GPT's step in C++ (step.cpp; library.py builds and loads it).
+"""The native backend, a GPT's step in C++ (step.cpp; library.py builds and loads it), and the choice between backends.
 
 Decoding, checking drafts and prefill are the same call, over all rows of all texts; a long chunk takes several calls. A
 row's result depends neither on other rows nor on how its text is cut into chunks, bit for bit.
@@ -9,6 +9,7 @@ AVX512_VNNI; AMX for int8). For a cache in bf16, queries and attention weights a
 """
 
 import ctypes
+import warnings
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptworks.infer.backends.backend import Backend, Chunk
+from gptworks.choices import BackendName
+from gptworks.errors import UserError
+from gptworks.infer.backends.backend import Backend, Chunk, TorchBackend
 from gptworks.infer.backends.cache import SlotCache
 from gptworks.infer.backends.placement import matrices, settle, widest_panels
 from gptworks.kernels.build import Unavailable
@@ -38,6 +41,42 @@ WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8
 
 _AT_ONCE_BYTES = 64
 """Bytes of a row that a product reads at once; rows are padded to a multiple of this."""
+
+
+def choose_backend(
+    model: GPT, n_slots: int, capacity: int, *, dtype: torch.dtype | None = None, name: BackendName = "auto"
+) -> Backend:
+    """The backend for a model on its device: native on a CPU if the model is not in training, otherwise torch.
+
+    Warns (UserWarning), once, if torch replaces the native backend. The result's `description` names the backend.
+
+    Args:
+        n_slots, capacity: number of texts at once, and of tokens of each.
+        dtype: the caches' dtype; None: the backend's default.
+        name: native: the native backend, or an error. torch: the model's own forward pass.
+
+    Raises:
+        UserError: name="native", and the native backend is unavailable.
+    """
+    if name == "torch" or (name == "auto" and (model.device.type != "cpu" or model.training)):
+        return TorchBackend(model, n_slots, capacity, dtype=dtype)
+    try:
+        is_fp16 = model.token_embedding.weight.dtype == torch.float16
+        if name == "auto" and is_fp16 and refusal(model) is None and not library().has_wide_vectors:
+            # Without F16C, software converts each fp16 weight. Other weights are at least as fast as in torch.
+            raise Unavailable("without AVX2 it is 12 times slower than torch for weights in fp16.")
+        return NativeBackend(model, n_slots, capacity, dtype=dtype)
+    except Unavailable as error:
+        if name == "native":
+            raise UserError(f"backend=native cannot compute this model here: {error} Take auto or torch.") from None
+        message = f"the native engine is not used: {error} torch computes instead."
+        if message not in _warned:
+            _warned.add(message)
+            warnings.warn(message, stacklevel=2)
+        return TorchBackend(model, n_slots, capacity, dtype=dtype)
+
+
+_warned: set[str] = set()
 
 
 # ------------------------------------------------------------------------------------------------------ the backend
