@@ -70,7 +70,7 @@ class Running:
         self.service, self.server, self.url = service, server, url
 
     def engine(self, name: str) -> Engine:
-        return self.service.models.get(name).engine
+        return self.service.get(name).engine
 
     def http(self, **options: Any) -> httpx.Client:
         defaults = {"headers": {"authorization": f"Bearer {KEY}"}, "timeout": 120}

@@ -260,7 +260,7 @@ def test_a_long_text_is_appended_to_and_can_be_stopped(page: Any, studio: Studio
         service = studio.app.state.service
         until(lambda: service.in_flight == 0)  # the server knows
     assert 1200 < tokens(page).count() <= 1500
-    statistics = service.models.get(f"{LONG}@1").engine.statistics
+    statistics = service.get(f"{LONG}@1").engine.statistics
     until(lambda: statistics().running == statistics().slots_used == 0)
     assert statistics().cancelled == 1
     with studio.http() as http:  # and tells so

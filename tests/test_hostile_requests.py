@@ -306,7 +306,7 @@ def catastrophic_tokenizer() -> Tokenizer:
 
 def test_a_tokenizer_whose_pattern_gives_up_is_an_error_in_words(http: httpx.Client, server: Running) -> None:
     text = "a" * 60 + "!"
-    model = server.service.models.get("base")
+    model = server.service.get("base")
     kept, model.tokens.tokenizer = model.tokens.tokenizer, catastrophic_tokenizer()
     try:
         response = http.post("/v1/completions", json={"model": "base", "prompt": text, "max_tokens": 1})

@@ -149,7 +149,7 @@ async def list_models(request: Request) -> Response:
 @router.get("/v1/models/{model_id}", response_model=openai.Model)
 async def get_model(request: Request, model_id: str) -> Response:
     """Return one of the models."""
-    return _json(service_of(request).models.get(model_id).describe())
+    return _json(service_of(request).get(model_id).describe())
 
 
 @router.post("/tokenize", response_model=openai.TokenizeResponse, openapi_extra=takes(openai.TokenizeRequest))

@@ -3,7 +3,6 @@
 import functools
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gptworks.chat_template import ChatTemplate
@@ -13,7 +12,6 @@ from gptworks.infer.engine import Engine
 from gptworks.infer.loop import EngineLoop
 from gptworks.serve import openai
 from gptworks.serve.errors import APIError
-from gptworks.serve.settings import ServerSettings
 from gptworks.serve.tokens import Tokens
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
@@ -51,38 +49,6 @@ class ServedModel:
         return openai.Model(
             id=self.name, object="model", created=self.created, owned_by="gptworks", max_model_len=self.engine.context
         )
-
-
-class Models:
-    """The served models by name."""
-
-    def __init__(self) -> None:
-        self._models: dict[str, ServedModel] = {}
-
-    def __iter__(self) -> Iterator[ServedModel]:
-        return iter(tuple(self._models.values()))
-
-    def add(self, name: str, engine: Engine, settings: ServerSettings) -> ServedModel:
-        """Add a model; its engine's loop does not run yet."""
-        tokens = Tokens(engine.tokenizer, engine.context, settings)
-        model = self._models[name] = ServedModel(name, engine, EngineLoop(engine), tokens)
-        return model
-
-    def remove(self, name: str) -> ServedModel:
-        return self._models.pop(name)
-
-    def get(self, name: str | None) -> ServedModel:
-        """The model of that name; the first if `name` is None.
-
-        Raises:
-            APIError: no model has that name.
-        """
-        model = next(iter(self), None) if name is None else self._models.get(name)
-        if model is None:
-            known = ", ".join(self._models) or "none yet"
-            wanted = "no model" if name is None else f"no model {name[:128]!r}"
-            raise APIError(404, f"there is {wanted} here; there is {known}.", param="model", code="model_not_found")
-        return model
 
 
 def check_name(name: str) -> None:

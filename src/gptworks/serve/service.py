@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 
 from gptworks.confined import Task
 from gptworks.infer.engine import Engine
+from gptworks.infer.loop import EngineLoop
 from gptworks.serve.errors import APIError
 from gptworks.serve.metrics import Metrics
-from gptworks.serve.models import Models, ServedModel
+from gptworks.serve.models import ServedModel
 from gptworks.serve.settings import MAX_WATCHING, MAX_WATCHING_EACH, ServerSettings
 from gptworks.serve.sign_in import SignIn
+from gptworks.serve.tokens import Tokens
 
 _NEED_NO_SLOT = 16
 """Requests accepted in addition to the engines' texts: tokenizing, embeddings, lists of models."""
@@ -56,7 +58,8 @@ class Service:
 
     def __init__(self, engines: Mapping[str, Engine], settings: ServerSettings) -> None:
         self.settings = settings
-        self.models, self.metrics = Models(), Metrics()
+        self.metrics = Metrics()
+        self._models: dict[str, ServedModel] = {}
         self.load: Callable[[str, Caller], Awaitable[ServedModel]] | None = None
         """A function that loads a model by name for a caller or raises an APIError; None: only `models` are served."""
         self.threads = ThreadPoolExecutor(2, "gptworks text")
@@ -95,7 +98,8 @@ class Service:
     def add(self, name: str, engine: Engine) -> ServedModel:
         """Serve one more model."""
         engine.max_waiting = self.settings.max_waiting
-        model = self.models.add(name, engine, self.settings)
+        tokens = Tokens(engine.tokenizer, engine.context, self.settings)
+        model = self._models[name] = ServedModel(name, engine, EngineLoop(engine), tokens)
         self.metrics.add(name, engine.statistics)
         if self.runs:
             model.loop.start()
@@ -103,15 +107,32 @@ class Service:
 
     def remove(self, name: str) -> None:
         """Stop serving a model once its unfinished texts have ended. Slow: call it in a thread."""
-        model = self.models.remove(name)
-        model.loop.close()
+        self._models.pop(name).loop.close()
         self.metrics.remove(name)
 
+    @property
+    def models(self) -> tuple[ServedModel, ...]:
+        """The served models."""
+        return tuple(self._models.values())
+
+    def get(self, name: str | None) -> ServedModel:
+        """The model of that name; the first if `name` is None.
+
+        Raises:
+            APIError: no model has that name.
+        """
+        model = next(iter(self.models), None) if name is None else self._models.get(name)
+        if model is None:
+            known = ", ".join(self._models) or "none yet"
+            wanted = "no model" if name is None else f"no model {name[:128]!r}"
+            raise APIError(404, f"there is {wanted} here; there is {known}.", param="model", code="model_not_found")
+        return model
+
     async def model(self, name: str | None, caller: Caller) -> ServedModel:
-        """The model with this name, loaded if needed; see `load` and `Models.get`."""
+        """The model with this name, loaded if needed; see `load` and `get`."""
         if self.load is not None and name is not None:
             return await self.load(name, caller)
-        return self.models.get(name)
+        return self.get(name)
 
     @property
     def max_texts(self) -> int:

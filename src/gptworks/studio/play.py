@@ -100,7 +100,7 @@ async def load(request: Request) -> Response:
     """Load a model before a text is requested, if there is memory; answers once it is loaded."""
     body, engines = await body_of(request, Chosen), _engines_of(request)
     if engines is None:
-        service_of(request).models.get(body.model)
+        service_of(request).get(body.model)
         return JSONResponse({"loaded": True})
     wanted = await engines.find(body.model, body.checkpoint)
     return JSONResponse({"loaded": await engines.load_ahead(wanted, caller_of(request))})
@@ -125,7 +125,7 @@ async def generate(request: Request) -> Response:
     if engines is None:
         if body.checkpoint is not None:
             raise APIError(400, "checkpoint: a served model has one; leave it out.", param="checkpoint")
-        generation = await start(service.models.get(body.model))
+        generation = await start(service.get(body.model))
         return MessageEvents(_events(generation, body, None), cancel)
     wanted = await engines.find(body.model, body.checkpoint)
     step = wanted.checkpoint.step

@@ -33,7 +33,7 @@ class Served:
         return {"version": __version__, "parts": ("play",), "read_only": True, "models": models, "notice": None}
 
     def _model(self, name: str) -> dict[str, Any]:
-        engine, folder = self.service.models.get(name).engine, self.runs.get(name)
+        engine, folder = self.service.get(name).engine, self.runs.get(name)
         config = engine.model.config
         return {
             "id": name, "run": None if folder is None else str(folder), "chat": engine.chat_template is not None,
