@@ -297,7 +297,7 @@ from gptworks.cli import main
 step = Engine._step
 class Panic(BaseException): pass
 def dies(engine):
-    if any(len(request.prompt_ids) == 7 for request in engine._requests._open.values()):
+    if any(len(request.prompt_ids) == 7 for request in engine._requests._open):
         raise Panic("a table ended")
     step(engine)
 Engine._step = dies

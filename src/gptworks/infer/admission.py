@@ -1,6 +1,5 @@
 """Makes requests from prompts and settings, and checks them."""
 
-import itertools
 import threading
 import warnings
 from collections.abc import Iterable
@@ -33,7 +32,6 @@ class Admission:
         if room.drafter is not None:
             room.drafter.check(self.n_ids, room.model)
         self._tokenizer, self._room, self._special = tokenizer, room, special_tokens(tokenizer)
-        self._numbers = itertools.count()
         self._constraints: Constraints | None = None
         self._constraints_lock = threading.Lock()
 
@@ -91,7 +89,7 @@ class Admission:
             for i in range(n_samples if generates else 0)
         ]
         scores = PromptScores(ids, score_from, prompt_logprobs)
-        return Request(next(self._numbers), ids, samples, overflow, scores, listener)
+        return Request(ids, samples, overflow, scores, listener)
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, after the token that begins a document if the tokenizer has one.

@@ -99,14 +99,13 @@ class Request:
 
     def __init__(
         self,
-        number: int,
         prompt_ids: list[int],
         samples: list[Sample],
         overflow: Overflow,
         scores: PromptScores,
         listener: Listener | None,
     ) -> None:
-        self.id, self.prompt_ids, self.samples, self.overflow = number, prompt_ids, samples, overflow
+        self.prompt_ids, self.samples, self.overflow = prompt_ids, samples, overflow
         self.done = False
         """Whether all pieces were delivered."""
         self.error: Exception | None = None
@@ -214,7 +213,7 @@ class OpenRequests:
     def __init__(self, room: Room) -> None:
         self.room, self.statistics = room, Statistics()
         self.clock = WorkClock()
-        self._open: dict[int, Request] = {}
+        self._open: list[Request] = []
         self._has_new_jobs = False
 
     def __len__(self) -> int:
@@ -223,7 +222,7 @@ class OpenRequests:
     @property
     def n_to_come(self) -> int:
         """Number of texts without a job, because their prompt has not been read. Thread-safe."""
-        return sum(request.n_to_come for request in tuple(self._open.values()))
+        return sum(request.n_to_come for request in tuple(self._open))
 
     def most_tokens(self, job: Job) -> int:
         """Number of tokens that a job's text may reach in its slot."""
@@ -268,7 +267,7 @@ class OpenRequests:
     def open(self, request: Request) -> None:
         """Add a submitted request."""
         is_first = not self._open
-        self._open[request.id] = request  # first, so that the request receives any later error
+        self._open.append(request)  # first, so that the request receives any later error
         self.statistics.requests += 1
         if is_first:
             self.room.release_stale()
@@ -307,7 +306,7 @@ class OpenRequests:
 
     def cancel(self, request: Request) -> None:
         """End a request, unless it has ended."""
-        if request.id in self._open:
+        if request in self._open:
             self.statistics.cancelled += 1
             self._close(request)
 
@@ -319,12 +318,12 @@ class OpenRequests:
 
     def fail_all(self, error: Exception) -> None:
         """End all requests with an error."""
-        for request in list(self._open.values()):
+        for request in list(self._open):
             self.fail(request, error)
 
     def abandon_all(self, error: Exception) -> None:
         """End all requests with an error, and leave their slots, whose state is unknown, as they are."""
-        for request in list(self._open.values()):
+        for request in list(self._open):
             self.statistics.failed += 1
             request.fail(error)
             request.close()
@@ -334,4 +333,4 @@ class OpenRequests:
         for job in list(request.jobs):
             self.drop(job)
         request.close()
-        del self._open[request.id]
+        self._open.remove(request)
