@@ -9,7 +9,8 @@ import torch
 from gptworks.errors import UserError
 from gptworks.infer import Engine, SamplingSettings
 from gptworks.infer.sampling import Sampler
-from gptworks.infer.speculate import Draftable, Drafter, DraftModel, HeadsDraft, PromptLookup
+from gptworks.infer.scheduler import Job
+from gptworks.infer.speculate import Drafter, DraftModel, HeadsDraft, PromptLookup
 from gptworks.infer.text import Sample
 from gptworks.model.gpt import GPT
 from gptworks.quantize.convert import quantize_model
@@ -95,7 +96,7 @@ class OneDraft(Drafter):
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
 
-    def draft(self, texts: list[Draftable]) -> list[list[int]]:
+    def draft(self, texts: list[Job]) -> list[list[int]]:
         return [self.tokens[: text.n_wanted] for text in texts]
 
 
@@ -160,8 +161,8 @@ def test_a_draft_model_with_a_shorter_context_leaves_the_rest_to_the_model() -> 
 )  # fmt: skip
 def test_lookup_finds_what_followed_last_time(tokens: list[int], expected: list[int]) -> None:
     sample = Sample(0, tokens, SamplingSettings(), TOKENIZER, ())
-    assert PromptLookup(2, 3).draft([Draftable(sample, 0, tokens, 5)]) == [expected]
-    assert PromptLookup(2, 3).draft([Draftable(sample, 0, tokens, 1)]) == [expected[:1]]
+    assert PromptLookup(2, 3).draft([Job(tokens, sample=sample, n_wanted=5)]) == [expected]
+    assert PromptLookup(2, 3).draft([Job(tokens, sample=sample, n_wanted=1)]) == [expected[:1]]
 
 
 def test_looking_ahead_at_random_numbers_does_not_use_them_up() -> None:
@@ -187,7 +188,7 @@ class Noted(HeadsDraft):
         super().__init__(n_tokens)
         self.noted: list[tuple[list[int], list[int]]] = []
 
-    def draft(self, texts: Sequence[Draftable]) -> list[list[int]]:
+    def draft(self, texts: Sequence[Job]) -> list[list[int]]:
         drafts = super().draft(texts)
         self.noted += [(list(text.tokens), draft) for text, draft in zip(texts, drafts, strict=True)]
         return drafts

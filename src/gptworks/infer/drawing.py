@@ -14,7 +14,6 @@ from gptworks.infer.logprobs import TokenLogprob, token_logprobs
 from gptworks.infer.request import Draw, OpenRequests
 from gptworks.infer.sampling import sample
 from gptworks.infer.scheduler import Job, Work
-from gptworks.infer.speculate import Draftable
 from gptworks.infer.text import Piece
 
 
@@ -47,28 +46,25 @@ def draft_tokens(requests: OpenRequests) -> None:
     room = requests.room
     if room.drafter is None:
         return
-    texts = [(job, text) for job in room.scheduler.running if (text := _draftable(job, requests)) is not None]
-    if not texts:
-        return
-    for (job, text), draft in zip(texts, room.drafter.draft([text for _, text in texts]), strict=True):
-        constraint = text.sample.constraint
+    for job in room.scheduler.running:
+        job.n_wanted = _n_wanted(job, requests)
+    jobs = [job for job in room.scheduler.running if job.n_wanted > 0]
+    for job, draft in zip(jobs, room.drafter.draft(jobs) if jobs else (), strict=True):
+        constraint = job.sample.constraint
         job.draft = draft if constraint is None else draft[: constraint.accepts(draft)]
 
 
-def _draftable(job: Job, requests: OpenRequests) -> Draftable | None:
-    """A running job's state for the drafter; None if the job is not generating, or is about to end."""
+def _n_wanted(job: Job, requests: OpenRequests) -> int:
+    """The most draft tokens for a running job; 0 if it is not generating, or is about to end."""
     one, room, length = job.sample, requests.room, len(job.tokens)
-    if one is None:
-        return None
-    assert room.backend is not None and job.slot is not None
+    if one is None or not one.sampler.n_generated or length != job.n_computed + 1:
+        return 0
+    assert room.backend is not None
     capacity = room.backend.capacity
     if room.turns_at is not None and length <= room.turns_at:
         capacity = min(capacity, room.turns_at)  # LongRoPE computes longer texts with other factors
-    n_generated = one.sampler.n_generated
-    n_wanted = min(one.settings.max_tokens - n_generated - 1, capacity - length)
-    if not n_generated or n_wanted <= 0 or length != job.n_computed + 1:
-        return None
-    return Draftable(one, job.slot, job.tokens, n_wanted)
+    n_left: int = one.settings.max_tokens - one.sampler.n_generated - 1
+    return min(n_left, capacity - length)
 
 
 def draw_tokens(draws: list[Draw], requests: OpenRequests) -> None:

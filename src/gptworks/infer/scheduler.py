@@ -41,6 +41,8 @@ class Job:
     """The owner has the logits after `tokens`: if all tokens can be reused, none is computed."""
     draft: list[int] = field(default_factory=list)
     """Draft tokens, which the next step computes with the last token."""
+    n_wanted: int = 0
+    """Most draft tokens that the owner wants."""
     slot: int | None = None
     n_computed: int = 0
     """Tokens whose keys and values are in the slot."""

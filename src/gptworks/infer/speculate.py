@@ -5,7 +5,6 @@ speed, not the text, greedy or sampled.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,20 +14,9 @@ from gptworks.errors import UserError
 from gptworks.infer.backends.backend import Backend, Chunk
 from gptworks.infer.backends.native import choose_backend
 from gptworks.infer.sampling import pick
-from gptworks.infer.scheduler import PREFILL_TOKENS, n_common_tokens
-from gptworks.infer.text import Sample
+from gptworks.infer.scheduler import PREFILL_TOKENS, Job, n_common_tokens
 from gptworks.model.gpt import GPT
 from gptworks.model.lab.future import future_features
-
-
-@dataclass(frozen=True)
-class Draftable:
-    """A text to draft for: its slot, its tokens (the last is computed next), and the number of draft tokens wanted."""
-
-    sample: Sample
-    slot: int
-    tokens: list[int]
-    n_wanted: int
 
 
 class Drafter:
@@ -40,8 +28,8 @@ class Drafter:
             raise UserError(f"n_tokens={n_tokens}: it must be 1 or more.")
         self.n_tokens = n_tokens
 
-    def draft(self, texts: Sequence[Draftable]) -> list[list[int]]:
-        """Draft tokens for each text, at most its `n_wanted`."""
+    def draft(self, texts: Sequence[Job]) -> list[list[int]]:
+        """Draft tokens for each text in generation, at most its `n_wanted`; its last token is computed next."""
         raise NotImplementedError
 
     def check(self, n_ids: int, model: GPT) -> None:
@@ -75,7 +63,7 @@ class PromptLookup(Drafter):
             raise UserError(f"ngram={ngram}: it must be 2 or more.")
         self.ngram = ngram
 
-    def draft(self, texts: Sequence[Draftable]) -> list[list[int]]:
+    def draft(self, texts: Sequence[Job]) -> list[list[int]]:
         return [self._draft(text.tokens, min(self.n_tokens, text.n_wanted)) for text in texts]
 
     def _draft(self, tokens: list[int], n_wanted: int) -> list[int]:
@@ -86,11 +74,16 @@ class PromptLookup(Drafter):
         return []
 
 
-def _drawn(logits: Tensor, texts: Sequence[Draftable], ahead: int) -> list[int]:
+def _drawn(logits: Tensor, texts: Sequence[Job], ahead: int) -> list[int]:
     """A token of each row [n, V], drawn with the random number that will check draft token `ahead`."""
     settings = [text.sample.settings for text in texts]
     shares = [1.0 if text.sample.settings.greedy else text.sample.sampler.share(ahead) for text in texts]
     return pick(logits, settings, shares)
+
+
+def _slot_of(text: Job) -> int:
+    assert text.slot is not None, "a text in generation has a slot"
+    return text.slot
 
 
 def _last_place(tokens: list[int], n: int) -> int | None:
@@ -139,7 +132,7 @@ class DraftModel(Drafter):
         self._backend.grow(n_slots, room, [len(tokens) for tokens in self._held])
         self._held += [[] for _ in range(n_slots - len(self._held))]
 
-    def draft(self, texts: Sequence[Draftable]) -> list[list[int]]:
+    def draft(self, texts: Sequence[Job]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in texts]
         for ahead in range(self.n_tokens):
             live = [
@@ -149,7 +142,7 @@ class DraftModel(Drafter):
             ]
             if not live:
                 break
-            logits = self._read([(text.slot, text.tokens + draft) for text, draft in live])
+            logits = self._read([(_slot_of(text), text.tokens + draft) for text, draft in live])
             for (_, draft), token in zip(live, _drawn(logits, [text for text, _ in live], ahead), strict=True):
                 draft.append(token)
         return drafts
@@ -197,7 +190,7 @@ class HeadsDraft(Drafter):
     def reset(self, backend: Backend) -> None:
         self._backend, backend.features = backend, {}
 
-    def draft(self, texts: Sequence[Draftable]) -> list[list[int]]:
+    def draft(self, texts: Sequence[Job]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in texts]
         found = [(text, draft, self._features(text)) for text, draft in zip(texts, drafts, strict=True)]
         live = [(text, draft, x) for text, draft, x in found if x is not None]
@@ -215,9 +208,9 @@ class HeadsDraft(Drafter):
                     draft.append(token)
         return drafts
 
-    def _features(self, text: Draftable) -> Tensor | None:
+    def _features(self, text: Job) -> Tensor | None:
         """The features [C] that a text's last token was drawn from; None: its slot was copied, without features."""
         assert self._backend is not None and self._backend.features is not None
-        first, rows = self._backend.features.get(text.slot, (0, ()))
+        first, rows = self._backend.features.get(_slot_of(text), (0, ()))
         row = len(text.tokens) - 2 - first
         return rows[row] if 0 <= row < len(rows) else None
