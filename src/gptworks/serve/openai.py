@@ -217,13 +217,19 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
-class Completion(BaseModel):
-    """A completion, or a chunk of a streamed one."""
+class Frame(BaseModel):
+    """The fields that all answers and chunks share."""
 
     id: str
-    object: Literal["text_completion"]
+    object: str
     created: int
     model: str
+
+
+class Completion(Frame):
+    """A completion, or a chunk of a streamed one."""
+
+    object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: Usage | None = None
 
@@ -332,11 +338,8 @@ class ChatChoice(BaseModel):
     finish_reason: FinishReason
 
 
-class ChatCompletion(BaseModel):
-    id: str
+class ChatCompletion(Frame):
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
 
@@ -353,11 +356,8 @@ class ChatChunkChoice(BaseModel):
     finish_reason: FinishReason | None
 
 
-class ChatChunk(BaseModel):
-    id: str
+class ChatChunk(Frame):
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
 

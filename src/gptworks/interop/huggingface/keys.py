@@ -16,15 +16,14 @@ class Keys:
 
     file: str
     honoured: frozenset[str]
-    harmless: Mapping[str, frozenset[str]]
-    """Keys without effect in gptworks: the reason → the keys."""
+    harmless: frozenset[str]
+    """Keys without effect in gptworks."""
     noted: Mapping[str, frozenset[str]]
     """Keys that a note names: the reason → the keys. Null, false and empty values are ignored."""
 
     def notes(self, values: Mapping[str, Any]) -> Iterator[str]:
         """A note for each key that is set and neither honoured nor harmless."""
-        known = self.honoured.union(*self.harmless.values())
-        for key in sorted(values.keys() - known):
+        for key in sorted(values.keys() - self.honoured - self.harmless):
             if values[key] in (None, False, [], {}):
                 continue
             reason = next((why for why, keys in self.noted.items() if key in keys), "gptworks does not know it")
@@ -35,65 +34,58 @@ def _keys(*names: str) -> frozenset[str]:
     return frozenset(name for line in names for name in line.split())
 
 
-_CONFIG_HARMLESS: Mapping[str, frozenset[str]] = {
-    "a name, a place or a version": _keys(
-        "architectures transformers_version name_or_path _name_or_path transformers.js_config tokenizer_class "
-        "prefix finetuning_task is_llama_config unsloth_version unsloth_fixed model_name"
-    ),
-    "tokens: read by special_tokens.py, or for other kinds of model": _keys(
-        "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id unk_token_id mask_token_id "
-        "cls_token_id"
-    ),
-    "how logits are computed, not which": _keys(
-        "dtype torch_dtype use_cache cache_implementation attn_implementation pretraining_tp "
-        "_attn_implementation_autoset _attn_implementation torchscript chunk_size_feed_forward "
-        "gradient_checkpointing output_hidden_states output_attentions output_router_logits return_dict "
-        "use_return_dict use_flash_attn use_bfloat16"
-    ),
-    "training only": _keys(
-        "router_aux_loss_coef router_jitter_noise classifier_dropout id2label label2id num_labels _num_labels "
-        "problem_type task_specific_params is_decoder tf_legacy_loss loss_type"
-    ),
-    "generation, which each request states": _keys(
-        "max_length min_length do_sample num_beams temperature top_k top_p repetition_penalty length_penalty "
-        "no_repeat_ngram_size num_return_sequences early_stopping num_beam_groups diversity_penalty typical_p "
-        "encoder_no_repeat_ngram_size output_scores return_dict_in_generate remove_invalid_values"
-    ),
-}  # fmt: skip
-"""Settings of any `config.json` that do not change logits: the reason → their names."""
-CONFIG_HARMLESS = frozenset().union(*_CONFIG_HARMLESS.values())
-"""Settings that do not change logits. An import refuses any other setting that no clause reads: it may belong to a
-newer class that computes something else."""
+CONFIG_HARMLESS = _keys(
+    # a name, a place or a version
+    "architectures transformers_version name_or_path _name_or_path transformers.js_config tokenizer_class "
+    "prefix finetuning_task is_llama_config unsloth_version unsloth_fixed model_name",
+    # tokens: read by special_tokens.py, or for other kinds of model
+    "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id unk_token_id mask_token_id "
+    "cls_token_id",
+    # how logits are computed, not which
+    "dtype torch_dtype use_cache cache_implementation attn_implementation pretraining_tp "
+    "_attn_implementation_autoset _attn_implementation torchscript chunk_size_feed_forward "
+    "gradient_checkpointing output_hidden_states output_attentions output_router_logits return_dict "
+    "use_return_dict use_flash_attn use_bfloat16",
+    # training only
+    "router_aux_loss_coef router_jitter_noise classifier_dropout id2label label2id num_labels _num_labels "
+    "problem_type task_specific_params is_decoder tf_legacy_loss loss_type",
+    # generation, which each request states
+    "max_length min_length do_sample num_beams temperature top_k top_p repetition_penalty length_penalty "
+    "no_repeat_ngram_size num_return_sequences early_stopping num_beam_groups diversity_penalty typical_p "
+    "encoder_no_repeat_ngram_size output_scores return_dict_in_generate remove_invalid_values",
+)
+"""Settings of any `config.json` that do not change logits. An import refuses any other setting that no clause reads: it
+may belong to a newer class that computes something else."""
+
+_MEDIA_TOKENS = _keys(
+    "image_token audio_token video_token boi_token eoi_token soi_token boa_token eoa_token vision_start_token "
+    "vision_end_token image_token_id"
+)
+"""Names of tokens for images and sounds, which no model here reads."""
 
 TOKENIZER_CONFIG_KEYS = Keys(
     TOKENIZER_CONFIG,
     _keys(*ROLES, "chat_template add_bos_token add_eos_token added_tokens_decoder tokenizer_class "
           "additional_special_tokens extra_special_tokens"),
-    {
-        "a name, a place or a version": _keys(
-            "name_or_path tokenizer_file special_tokens_map_file vocab_file merges_file files_loaded auto_map "
-            "processor_class transformers_version backend is_local local_files_only _commit_hash trust_remote_code "
-            "tokenizer_type model_type fast_tokenizer_files"
-        ),
-        "tokenizer.json decides it": _keys(
-            "add_prefix_space legacy sp_model_kwargs errors trim_offsets do_lower_case strip_accents "
-            "tokenize_chinese_chars keep_accents remove_space model_specific_special_tokens "
-            "spaces_between_special_tokens from_slow use_fast fix_mistral_regex unk_id"
-        ),
-        "the model's context and the request limit the length of a text": _keys(
-            "model_max_length max_length max_len stride truncation truncation_strategy truncation_side"
-        ),
-        "texts are not padded": _keys("padding padding_side pad_to_multiple_of pad_token_type_id pad_token_type"),
-        "transformers ignores it for BPE, and gptworks for every tokenizer": _keys("clean_up_tokenization_spaces"),
-        "a default of code that does not run": _keys(
-            "use_default_system_prompt model_input_names verbose init_inputs return_token_type_ids "
-            "chat_control_tokens response_schema response_template"
-        ),
-        "names of tokens for images and sounds, which no model here reads": _keys(
-            "image_token audio_token video_token boi_token eoi_token soi_token boa_token eoa_token vision_start_token "
-            "vision_end_token image_token_id"
-        ),
-    },
+    _keys(
+        # a name, a place or a version
+        "name_or_path tokenizer_file special_tokens_map_file vocab_file merges_file files_loaded auto_map "
+        "processor_class transformers_version backend is_local local_files_only _commit_hash trust_remote_code "
+        "tokenizer_type model_type fast_tokenizer_files",
+        # tokenizer.json decides it
+        "add_prefix_space legacy sp_model_kwargs errors trim_offsets do_lower_case strip_accents "
+        "tokenize_chinese_chars keep_accents remove_space model_specific_special_tokens "
+        "spaces_between_special_tokens from_slow use_fast fix_mistral_regex unk_id",
+        # the model's context and the request limit the length of a text
+        "model_max_length max_length max_len stride truncation truncation_strategy truncation_side",
+        # texts are not padded
+        "padding padding_side pad_to_multiple_of pad_token_type_id pad_token_type",
+        # transformers ignores it for BPE, and gptworks for every tokenizer
+        "clean_up_tokenization_spaces",
+        # a default of code that does not run
+        "use_default_system_prompt model_input_names verbose init_inputs return_token_type_ids "
+        "chat_control_tokens response_schema response_template",
+    ) | _MEDIA_TOKENS,
     {
         "special tokens in a text are read as text": _keys("split_special_tokens"),
         "decoded text is not changed": _keys(
@@ -105,39 +97,32 @@ TOKENIZER_CONFIG_KEYS = Keys(
 TOKENS_MAP_KEYS = Keys(
     TOKENS_MAP,
     _keys(*ROLES, "additional_special_tokens extra_special_tokens"),
-    {
-        reason: keys for reason, keys in TOKENIZER_CONFIG_KEYS.harmless.items() if reason.startswith("names of tokens")
-    },
+    _MEDIA_TOKENS,
     {},
 )  # fmt: skip
 
 GENERATION_KEYS = Keys(
     GENERATION_CONFIG,
     _keys("bos_token_id eos_token_id pad_token_id"),
-    {
-        "a name or a version": _keys(
-            "transformers_version _from_model_config _name_or_path model_type trust_remote_code"
-        ),
-        "sampling, which each request states (exports write it again)": _keys(
-            "do_sample temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty "
-            "no_repeat_ngram_size num_beams num_beam_groups diversity_penalty length_penalty early_stopping "
-            "num_return_sequences penalty_alpha dola_layers renormalize_logits remove_invalid_values max_time"
-        ),
-        "length, which each request states (exports write it again)": _keys(
-            "max_length max_new_tokens min_length min_new_tokens max_context_size max_window_size chat_format"
-        ),
-        "how transformers computes, and what it returns": _keys(
-            "use_cache cache_implementation cache_config max_cache_len compile_config disable_compile low_memory "
-            "prefill_chunk_size return_dict_in_generate output_attentions output_hidden_states output_scores "
-            "output_logits return_legacy_cache continuous_batching_config use_mtp is_assistant num_assistant_tokens "
-            "num_assistant_tokens_schedule assistant_confidence_threshold assistant_early_exit assistant_lookbehind "
-            "target_lookbehind assistant_ensemble_weight prompt_lookup_num_tokens max_matching_ngram_size "
-            "speculation_type"
-        ),
-        "for models with an encoder": _keys(
-            "decoder_start_token_id encoder_no_repeat_ngram_size encoder_repetition_penalty"
-        ),
-    },
+    _keys(
+        # a name or a version
+        "transformers_version _from_model_config _name_or_path model_type trust_remote_code",
+        # sampling, which each request states (exports write it again)
+        "do_sample temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty "
+        "no_repeat_ngram_size num_beams num_beam_groups diversity_penalty length_penalty early_stopping "
+        "num_return_sequences penalty_alpha dola_layers renormalize_logits remove_invalid_values max_time",
+        # length, which each request states (exports write it again)
+        "max_length max_new_tokens min_length min_new_tokens max_context_size max_window_size chat_format",
+        # how transformers computes, and what it returns
+        "use_cache cache_implementation cache_config max_cache_len compile_config disable_compile low_memory "
+        "prefill_chunk_size return_dict_in_generate output_attentions output_hidden_states output_scores "
+        "output_logits return_legacy_cache continuous_batching_config use_mtp is_assistant num_assistant_tokens "
+        "num_assistant_tokens_schedule assistant_confidence_threshold assistant_early_exit assistant_lookbehind "
+        "target_lookbehind assistant_ensemble_weight prompt_lookup_num_tokens max_matching_ngram_size "
+        "speculation_type",
+        # for models with an encoder
+        "decoder_start_token_id encoder_no_repeat_ngram_size encoder_repetition_penalty",
+    ),
     {
         "gptworks does not stop there; give `stop` with a request": _keys("stop_strings"),
         "gptworks does not forbid, force or prefer tokens; give `logit_bias` with a request": _keys(
