@@ -124,7 +124,7 @@ class Text:
 
 def alone(way: Way, kind: str, prompt: list[int], sampling: SamplingSettings, index: int, overflow: str) -> Text | None:
     """The text that follows a prompt, by the rules as they are written; None: a draw comes near a border."""
-    next_logits, sampler = way.next_logits(kind), Sampler(sampling, prompt, index, EOS)
+    next_logits, sampler = way.next_logits(kind), Sampler(sampling, prompt, index, (EOS,))
     window, tokens, text = list(prompt), [], ""
     while True:
         if len(window) > CONTEXT:
