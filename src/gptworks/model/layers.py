@@ -64,35 +64,36 @@ class Norm(nn.Module):
 
         The gradient arrives in the products' precision, is converted to float32 and added to the stream's.
         """
-        c = s.config
-        statistics = s.floats(1) * (2 if c.norm == "layernorm" else 1)
+        c, stream, arrives = s.config, s.floats(s.config.d_model), s.products(s.config.d_model)
         return Stage(
             name,
-            {RESIDUAL: statistics + (s.floats(c.d_model) if saves_input else 0)},
-            arrives=s.products(c.d_model),
-            leaves=s.floats(c.d_model),
+            {RESIDUAL: _statistics(s) + stream * saves_input},
+            arrives=arrives,
+            leaves=stream,
             merges=True,
-            scratch=s.floats(c.d_model) - s.products(c.d_model),
-            vectors=c.d_model * (2 if c.norm_bias else 1),
+            scratch=stream - arrives,
+            vectors=c.d_model * (1 + c.norm_bias),
             reads_entry=reads_entry,
         )
 
     @staticmethod
     def cost_behind(s: Shapes, arrives: int) -> Stage:
         """Cost of a norm of attention's or the MLP's result, which the norm saves."""
-        c = s.config
-        statistics = s.floats(1) * (2 if c.norm == "layernorm" else 1)
-        given = s.products(c.d_model)
-        saved = given if s.on_cpu else s.floats(c.d_model)
+        c, stream, given = s.config, s.floats(s.config.d_model), s.products(s.config.d_model)
         return Stage(
             "norm of the result",
-            {RESIDUAL: statistics + saved},
+            {RESIDUAL: _statistics(s) + (given if s.on_cpu else stream)},
             arrives=arrives,
             leaves=given,
-            scratch=s.floats(c.d_model) if s.autocast else 0,
-            vectors=c.d_model * (2 if c.norm_bias else 1),
+            scratch=stream * s.autocast,
+            vectors=c.d_model * (1 + c.norm_bias),
             module="norm1_after",
         )
+
+
+def _statistics(s: Shapes) -> int:
+    """Bytes of the statistics that a norm saves for each token."""
+    return s.floats(1) * (2 if s.config.norm == "layernorm" else 1)
 
 
 class LayerNorm(Norm):

@@ -69,12 +69,8 @@ class StepTime:
         return self.compute + self.exposed
 
 
-def collectives(setting: Setting) -> list[Collective]:
-    """The collectives of a step; empty for one rank."""
-    return list(_collectives(setting))
-
-
-def _collectives(s: Setting) -> Iterator[Collective]:
+def collectives(s: Setting) -> Iterator[Collective]:
+    """The collectives of a step; none for one rank."""
     layout = s.layout
     model = rank_config(s.model, layout.tensor_parallel)
     parameters = count_parameters(model)

@@ -10,7 +10,7 @@ from gptworks.planning.arrange import device_setting, layout_of
 from gptworks.planning.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
 from gptworks.planning.devices import UTILIZATION, Device, this_cpu
 from gptworks.planning.fit import Alternative, Need, alternatives, largest_micro_batch, need
-from gptworks.planning.host import HostMemory
+from gptworks.planning.host import HostMemory, checkpoint_copy_bytes
 from gptworks.planning.inference import InferenceMemory, inference_memory
 from gptworks.planning.memory import Peak, training_peak
 from gptworks.planning.network import StepTime, collectives, machines, sent_bytes, step_time
@@ -252,8 +252,8 @@ class Plan:
     @cached_property
     def sent_bytes(self) -> dict[str, float]:
         """Bytes that each rank sends, and receives, in a step, by kind of tensor; empty for one rank."""
-        found = collectives(self.setting)
-        return {one.what: sent_bytes(one, self.setting.layout, self.micro_steps) for one in found}
+        layout, micro_steps = self.setting.layout, self.micro_steps
+        return {one.what: sent_bytes(one, layout, micro_steps) for one in collectives(self.setting)}
 
     @property
     def sampling_seconds_per_step(self) -> float | None:
@@ -304,8 +304,7 @@ class Plan:
     @property
     def checkpoint_bytes(self) -> int:
         """Size of a checkpoint: weights, optimizer state and, if kept, the weights' average."""
-        average = 4 * self.trained.parameters if self.setting.averages else 0
-        return self.weights_bytes + average + self.optimizer_state_bytes
+        return checkpoint_copy_bytes(self.setting)
 
     @property
     def most_checkpoints(self) -> int | None:
