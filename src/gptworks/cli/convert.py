@@ -1,7 +1,6 @@
 """Commands to and from other formats: export, quantize, import."""
 
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -77,7 +76,7 @@ def export(
             f"equal in transformers {found.transformers_version}: logits of {found.tokens:,} tokens within "
             f"{found.logit_difference:.2e}, {found.greedy_tokens} greedy tokens, token ids of {found.texts} texts"
         )
-    tree = asdict(export)
+    tree = dict(vars(export))
     if push is not None:
         from gptworks.interop.hub import push_folder
 

@@ -4,7 +4,6 @@ import itertools
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +16,7 @@ from gptworks.errors import RunError, UserError, refuse_unused
 
 if TYPE_CHECKING:
     from gptworks.infer.engine import Engine
-    from gptworks.infer.request import Completion, Prompt
+    from gptworks.infer.request import Prompt
     from gptworks.infer.sampling import SamplingSettings
     from gptworks.infer.speculate import Drafter
 
@@ -118,7 +117,8 @@ def generate(
         with working("generating"):
             completions = engine.complete(encode(prompt), settings, n_samples=samples, overflow=overflow)
         if as_json:
-            print_json({"prompt": prompt, "completions": [_completion_json(one) for one in completions]})
+            found = [{name: value for name, value in vars(one).items() if value is not None} for one in completions]
+            print_json({"prompt": prompt, "completions": found})
             return
         for i, completion in enumerate(completions):
             sys.stdout.write(f"--- {i + 1} of {samples}\n{shown}{completion.text}\n")
@@ -147,11 +147,6 @@ def _asked(engine: "Engine", settings: "SamplingSettings") -> "tuple[SamplingSet
     return settings.ending_at(template.end_token_ids), lambda text: template.encode(
         [{"role": "user", "content": text}], add_generation_prompt=True
     )
-
-
-def _completion_json(completion: "Completion") -> dict[str, Any]:
-    tree = asdict(completion)
-    return {key: value for key, value in tree.items() if value is not None}
 
 
 def drafter_of(
