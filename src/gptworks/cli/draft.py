@@ -87,8 +87,7 @@ def tune(
     write_whole(out, drafted.text(), new=True)
     notice(f"wrote {out}")
     if as_json:
-        findings = [{"name": one.name, "text": one.text} for one in drafted.findings]
-        figures = {"recipe": str(out), "findings": findings, "minutes": drafted.minutes}
+        figures = {"recipe": out, "findings": drafted.findings, "minutes": drafted.minutes}
         print_json(figures | {"plan": plan_json(drafted.plan)})
         return
     for line in (*drafted.data_lines, *drafted.lines()):
