@@ -51,30 +51,27 @@ class Device:
         return self.float_flops if precision == "fp32" else self.half_flops
 
 
-@dataclass(frozen=True)
-class _Node:
-    """A node of devices: GB/s in one direction within the node and of each device's network card, devices,
-    GB of host memory."""
-
-    intra: float
-    inter: float
-    per_node: int
-    host: int
-    source: str
+def _node(intra: float, inter: float, per_node: int, host: int, source: str) -> dict[str, Any]:
+    """A node's figures as fields of `Device`, from GB/s in one direction within the node and of each device's network
+    card, the number of devices, and GB of host memory."""
+    return {
+        "intra_node": intra * 1e9, "inter_node": inter * 1e9, "per_node": per_node, "host_bytes": host * 10**9,
+        "network_source": source,
+    }  # fmt: skip
 
 
-_DGX_V100 = _Node(150, 6.25, 8, 512, "DGX-1: NVLink 2, 4 × 100 Gb/s for 8 GPUs, 512 GB of host memory")
-_DGX_A100 = _Node(300, 25, 8, 1000, "DGX A100: NVLink 3, 200 Gb/s HDR each, 1 TB of host memory")
-_DGX_A100_80 = _Node(300, 25, 8, 2000, "DGX A100: NVLink 3, 200 Gb/s HDR each, 2 TB of host memory")
-_DGX_H100 = _Node(450, 50, 8, 2000, "DGX H100: NVLink 4, 400 Gb/s NDR each, 2 TB of host memory")
-_DGX_B200 = _Node(900, 50, 8, 2000, "DGX B200: NVLink 5, 400 Gb/s each, 2 TB of host memory")
-_MI300X = _Node(448, 50, 8, 2000, "MI300X platform: Infinity Fabric; 400 Gb/s each and 2 TB of host memory assumed")
-_FRONTIER = _Node(200, 25, 4, 512, "Frontier: Infinity Fabric, 4 × 200 Gb/s, 512 GB of host memory")
-_PCIE5 = _Node(64, 25, 8, 1000, "PCIe 5.0 ×16; 200 Gb/s each and 1 TB of host memory assumed")
-_SERVER = _Node(32, 3.125, 4, 192, "PCIe 4.0 ×16; 4 to a node with 100 Gb/s and 192 GB of host memory assumed")
-_OLD_SERVER = _Node(16, 3.125, 4, 192, "PCIe 3.0 ×16; 4 to a node with 100 Gb/s and 192 GB of host memory assumed")
-_DESKTOP = _Node(32, 0.625, 2, 64, "PCIe 4.0 ×16; 2 to a node with 10 Gb/s and 64 GB of host memory assumed")
-_NEW_DESKTOP = _Node(64, 0.625, 2, 64, "PCIe 5.0 ×16; 2 to a node with 10 Gb/s and 64 GB of host memory assumed")
+_DGX_V100 = _node(150, 6.25, 8, 512, "DGX-1: NVLink 2, 4 × 100 Gb/s for 8 GPUs, 512 GB of host memory")
+_DGX_A100 = _node(300, 25, 8, 1000, "DGX A100: NVLink 3, 200 Gb/s HDR each, 1 TB of host memory")
+_DGX_A100_80 = _node(300, 25, 8, 2000, "DGX A100: NVLink 3, 200 Gb/s HDR each, 2 TB of host memory")
+_DGX_H100 = _node(450, 50, 8, 2000, "DGX H100: NVLink 4, 400 Gb/s NDR each, 2 TB of host memory")
+_DGX_B200 = _node(900, 50, 8, 2000, "DGX B200: NVLink 5, 400 Gb/s each, 2 TB of host memory")
+_MI300X = _node(448, 50, 8, 2000, "MI300X platform: Infinity Fabric; 400 Gb/s each and 2 TB of host memory assumed")
+_FRONTIER = _node(200, 25, 4, 512, "Frontier: Infinity Fabric, 4 × 200 Gb/s, 512 GB of host memory")
+_PCIE5 = _node(64, 25, 8, 1000, "PCIe 5.0 ×16; 200 Gb/s each and 1 TB of host memory assumed")
+_SERVER = _node(32, 3.125, 4, 192, "PCIe 4.0 ×16; 4 to a node with 100 Gb/s and 192 GB of host memory assumed")
+_OLD_SERVER = _node(16, 3.125, 4, 192, "PCIe 3.0 ×16; 4 to a node with 100 Gb/s and 192 GB of host memory assumed")
+_DESKTOP = _node(32, 0.625, 2, 64, "PCIe 4.0 ×16; 2 to a node with 10 Gb/s and 64 GB of host memory assumed")
+_NEW_DESKTOP = _node(64, 0.625, 2, 64, "PCIe 5.0 ×16; 2 to a node with 10 Gb/s and 64 GB of host memory assumed")
 """Rates of NVLink and PCIe here are for one direction; vendors print them for both together."""
 
 
@@ -85,13 +82,12 @@ def _gpu(
     single: float,
     bandwidth: float,
     source: str,
-    node: _Node,
+    node: dict[str, Any],
     has_bf16: bool = True,
 ) -> Device:
     """A GPU from its datasheet's figures: memory in GB, both rates in TFLOP/s, bandwidth in GB/s."""
     return Device(
-        name, "cuda", gigabytes * 10**9, half * 1e12, single * 1e12, bandwidth * 1e9, source, has_bf16,
-        node.intra * 1e9, node.inter * 1e9, node.per_node, node.host * 10**9, node.source,
+        name, "cuda", gigabytes * 10**9, half * 1e12, single * 1e12, bandwidth * 1e9, source, has_bf16, **node
     )  # fmt: skip
 
 
