@@ -21,13 +21,15 @@ from pydantic_core import to_jsonable_python
 from gptworks.config import (
     ENDS,
     AnyRecipe,
+    BPETokenizer,
     DatasetRecipe,
     DatasetTokenizer,
     FileTokenizer,
+    GPT2Tokenizer,
     ModelConfig,
     Recipe,
     Section,
-    known_vocab_size,
+    TokenizerConfig,
 )
 from gptworks.config.base import MOST_NAME_CHARACTERS
 from gptworks.config.explain import explain, leaves, sections_at
@@ -286,8 +288,16 @@ def check_same_model(model: ModelConfig, source: Path) -> None:
 def _parse_whole(tree: dict[str, Any], origin: str, overrides: Mapping[str, str] | None = None) -> Recipe:
     """Validate a complete recipe."""
     recipe = parse_section(tree, Recipe, origin, overrides)
-    known = known_vocab_size(recipe.tokenizer)
+    known = _known_vocab_size(recipe.tokenizer)
     return recipe if known is None else with_vocab_size(recipe, known)
+
+
+def _known_vocab_size(tokenizer: TokenizerConfig) -> int | None:
+    """The vocabulary size if the settings of a tokenizer determine it; None if it depends on the text."""
+    n_added = len(set(tokenizer.added_tokens) - {"<|endoftext|>"})  # both kinds below have this token already
+    if isinstance(tokenizer, GPT2Tokenizer):
+        return 50_257 + n_added
+    return tokenizer.vocab_size + n_added if isinstance(tokenizer, BPETokenizer) else None
 
 
 def parse_model(tree: dict[str, Any], origin: str = "model") -> ModelConfig:

@@ -18,7 +18,7 @@ from gptworks.config.mixture import MixtureMember
 from gptworks.config.model import LABORATORY, ModelConfig
 from gptworks.config.objective import DataFault, ObjectiveConfig
 from gptworks.config.optimizers import RateFactors
-from gptworks.config.recipe import AnyRecipe, DatasetRecipe, Recipe, known_vocab_size
+from gptworks.config.recipe import AnyRecipe, DatasetRecipe, Recipe
 from gptworks.config.rope_scaling import RopeScaling
 from gptworks.config.sources import (
     LANGUAGES,

@@ -15,7 +15,6 @@ from gptworks.config.tokenizer import (
     BPETokenizer,
     CharTokenizer,
     DatasetTokenizer,
-    GPT2Tokenizer,
     TokenizerConfig,
     WordTokenizer,
 )
@@ -113,12 +112,6 @@ class Recipe(Section):
             raise ValueError(
                 f"objective.type={self.objective.type} and data.sources are {kind}: "
                 f"give sources of type {' or '.join(self.objective.sources)}"
-            )
-        known = known_vocab_size(self.tokenizer)
-        if known is not None and self.model.vocab_size not in (0, known):
-            raise ValueError(
-                f"model.vocab_size={self.model.vocab_size} and the tokenizer has {known} tokens: "
-                f"they must be equal; set tokenizer.vocab_size or leave model.vocab_size out"
             )
         check_tokenizer(self.tokenizer, self.data)
         assert self.anneal_from is None or self.anneal_from > 0  # the property raises on a wrong share
@@ -237,11 +230,3 @@ def check_tokenizer(tokenizer: TokenizerConfig, data: DataConfig) -> None:
 
 
 AnyRecipe = Recipe | DatasetRecipe
-
-
-def known_vocab_size(tokenizer: TokenizerConfig) -> int | None:
-    """The vocabulary size if the settings of a tokenizer determine it; None if it depends on the text."""
-    n_added = len(set(tokenizer.added_tokens) - {"<|endoftext|>"})  # both kinds below have this token already
-    if isinstance(tokenizer, GPT2Tokenizer):
-        return 50_257 + n_added
-    return tokenizer.vocab_size + n_added if isinstance(tokenizer, BPETokenizer) else None
