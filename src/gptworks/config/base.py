@@ -114,20 +114,21 @@ def derived(name: str, function: Callable[[Any], Any] = lambda value: value) -> 
 class Role(Enum):
     """A setting's role: whether a resumed run may change it, and whether runs that differ in it are comparable.
 
-    Each setting declares its role with its type: `batch_size: Steering[PositiveInt]`.
+    Each setting declares its role with its type: `batch_size: Steering[PositiveInt]`. The values are clauses for
+    messages.
     """
 
-    MEASURED = "measured"
+    MEASURED = "it decides what the validation loss measures"
     """Decides the data or unit of the validation loss: losses of runs that differ in it are not comparable."""
-    FIXED = "fixed"
+    FIXED = "the weights, the optimizer's state or the order of the samples depend on it"
     """Decides the weights, the optimizer's state or the order of samples, from the first step on."""
-    STEERING = "steering"
+    STEERING = "the loss curve depends on it"
     """Decides the loss curve from now on. A resumed run may change it, and the run folder records the change."""
-    START = "start"
+    START = "it says where the run started from"
     """Decides the starting point. Changing it after the first step has no effect."""
-    REPEAT = "repeat"
+    REPEAT = "the weights and the order of the samples depend on it"
     """Distinguishes repeats of an experiment, or follows from other settings."""
-    FREE = "free"
+    FREE = "nothing that is learned depends on it"
     """Affects only rounding, place, time and records."""
 
     @property
@@ -136,18 +137,6 @@ class Role(Enum):
         if self in (Role.MEASURED, Role.FIXED, Role.REPEAT):
             return "refused"
         return "recorded" if self is Role.STEERING else "allowed"
-
-    @property
-    def words(self) -> str:
-        """The role as a clause for messages, such as "the loss curve depends on it"."""
-        return {
-            Role.MEASURED: "it decides what the validation loss measures",
-            Role.FIXED: "the weights, the optimizer's state or the order of the samples depend on it",
-            Role.STEERING: "the loss curve depends on it",
-            Role.START: "it says where the run started from",
-            Role.REPEAT: "the weights and the order of the samples depend on it",
-            Role.FREE: "nothing that is learned depends on it",
-        }[self]
 
     @property
     def decides_curve(self) -> bool:

@@ -181,7 +181,7 @@ def check_changes(before: Recipe, now: Recipe, asked: Collection[str] = (), fork
         recipe = now if path in {setting.path for setting in settings(now)} else before
         why = now.objective.fixed_settings.get(path)
         if why or _role(recipe, path) == "refused":
-            why = why or role_of(recipe, path).words
+            why = why or role_of(recipe, path).value
             raise UserError(
                 f"{folder} was started with {path}={_text(old)}, and it is now {_text(new)}: {why}, so a run cannot "
                 f"change it. Resume with {path}={_text(old)}, or start a new run with another run_dir=."
@@ -267,7 +267,7 @@ def _why(recipe: Recipe, path: str) -> str:
         if recipe.train.future_weights_fall:
             return "with train.future_weights_fall, the weights of tokens beyond the next depend on the run's length"
         return f"with train.schedule={recipe.train.schedule}, the learning rate depends on the run's length"
-    return Role.STEERING.words
+    return Role.STEERING.value
 
 
 def _covers(asked: Iterable[str], paths: Collection[str]) -> bool:
