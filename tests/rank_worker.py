@@ -23,8 +23,9 @@ from gptworks.model.gpt import GPT
 from gptworks.planning.layout import Layout
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.training.distributed import sums
-from gptworks.training.distributed.parallel import ManyDevices, choose_parallel
+from gptworks.training.distributed.parallel import ManyDevices, Parallel, choose_parallel
 from gptworks.training.distributed.ranks import Ranks, _collectives_issued, join
+from gptworks.training.distributed.shards import local
 from gptworks.training.loop import train
 from gptworks.training.objectives.next_token import Losses, next_token
 from gptworks.training.optim import muon
@@ -155,7 +156,7 @@ class HeldBytes(TorchDispatchMode):
             return NotImplemented  # what it does to this rank's part comes here again
         out = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
                 self._count(tensor.untyped_storage())
         return out
 
@@ -182,7 +183,7 @@ def memory(cases: list[dict], ranks: Ranks) -> list[int]:
             parallel = choose_parallel(recipe, ranks, CPU, layout)
             model = parallel.place(GPT(config).train(), CPU)
             model.activation_checkpointing = recipe.train.activation_checkpointing
-            optimizer = Optimizer(model, recipe.train)
+            optimizer = Optimizer(model, recipe.train, parallel.mesh)
             for _ in range(2):
                 held.peak_bytes = 0
                 numbers = parallel.micro_steps(recipe.train.batch_size)
@@ -204,10 +205,10 @@ def memory(cases: list[dict], ranks: Ranks) -> list[int]:
 
 class SentBytes(TorchDispatchMode):
     """Counts the bytes of the whole tensors of each kind of collective, as NCCL's conventions take them: what is
-    gathered in all, what is reduced, what is broadcast."""
+    gathered in all, what is reduced, what is broadcast, what this rank sends to all and itself."""
 
     KINDS = (("all_gather", "allgather"), ("reduce_scatter", "reduce_scatter"), ("all_reduce", "allreduce"),
-             ("all_reduce", "all_reduce"), ("broadcast", "broadcast"))  # fmt: skip
+             ("all_reduce", "all_reduce"), ("broadcast", "broadcast"), ("all_to_all", "alltoall"))  # fmt: skip
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,8 +221,8 @@ class SentBytes(TorchDispatchMode):
             kind = next((kind for kind, part in self.KINDS if part in name), None)
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             if kind is not None and max(tensor.numel() for tensor in tensors) > 8:  # no counts and losses
-                largest = max(tensor.nbytes for tensor in tensors)
-                self.n_bytes[kind] = self.n_bytes.get(kind, 0) + largest
+                counted = tensors[1] if kind == "all_to_all" else max(tensors, key=lambda tensor: tensor.nbytes)
+                self.n_bytes[kind] = self.n_bytes.get(kind, 0) + counted.nbytes
         return out
 
 
@@ -241,53 +242,98 @@ def traffic(cases: list[dict], ranks: Ranks) -> list[dict[str, int]]:
                 batches = [batch(config, parallel.micro_batch_size) for _ in parallel.micro_steps(settings.batch_size)]
                 step.accumulate(batches, settings.batch_size * config.context_length)
                 step.apply(step.gradient_norm())
+        if "all_to_all" in sent.n_bytes:  # a rank sends more where it owns more
+            sent.n_bytes["all_to_all"] = int(ranks.all_reduce([sent.n_bytes["all_to_all"]])[0]) // ranks.size
         found.append(sent.n_bytes)
         del model, step, parallel
     return found
 
 
 def muon_steps(cases: list[dict], ranks: Ranks) -> list[dict]:
-    """Two steps of Muon by ranks that divide the matrices and then, resumed, two by one that has them all; the same the
-    other way round; and four by one that has them all. Whether the weights and states of the first two are the bits of
-    the third on this rank, and the share of its work that each rank has done in four steps of dividing."""
-    results, updates = [], muon.Muon._updates
+    """Four steps of Muon by one rank; two by all ranks in a layout, then two by one that resumes them; and two by one,
+    then two by all. Whether the weights and states are the same bits on this rank, and the share of the work that each
+    rank has done in the four steps of all."""
+    results, orthogonalized = [], muon.Muon._orthogonalized
     for case in cases:
         recipe, layout = parse_recipe(case["recipe"]), Layout(**case["layout"])
-        parallel = choose_parallel(recipe, ranks, CPU, layout)
-        models = [model_of(recipe.model, checkpoint_blocks=False) for _ in range(3)]
-        models[:2] = [parallel.place(model, CPU) for model in models[:2]]
-        work = {True: 0.0, False: 0.0}
-        ends: list[dict[str, Tensor]] = []
-        for i, model in enumerate(models):
-            kept: dict[str, Tensor] = {}
-            for step in range(4):
-                divides = i == step // 2
-                if step % 2 == 0:
-                    optimizer = Optimizer(model, recipe.train, parallel.replicas if divides else None)
-                    optimizer.load_state_tensors(kept)
+        work = 0.0
 
-                def counted(
-                    self, matrices: list, group: dict, i: int = i, divides: bool = divides, work=work
-                ) -> Tensor:
-                    short, long = sorted(matrices[0].shape)
-                    if divides or i == 2:
-                        work[divides] += len(matrices) * (4 * short**2 * long + 2 * short**3)
-                    return updates(self, matrices, group)
+        def counted(self, gradients: list, *others: Any) -> Tensor:
+            nonlocal work
+            for matrix in gradients:
+                short, long = sorted(matrix.shape)
+                work += 4 * short**2 * long + 2 * short**3
+            return orthogonalized(self, gradients, *others)
 
-                muon.Muon._updates = counted
+        def run(steps: range, together: bool, before: dict[str, Tensor] = {}, recipe=recipe, layout=layout) -> dict:  # noqa: B006
+            """The weights and the optimizer's state after these steps from those before."""
+            parallel = choose_parallel(recipe, ranks, CPU, layout) if together else Parallel(recipe.train)
+            model = parallel.place(model_of(recipe.model, checkpoint_blocks=False), CPU)
+            kept = parallel.shard_tensors(before)
+            weights = {name: kept.pop(name) for name in parallel.parameters if name in kept}
+            optimizer = Optimizer(model, recipe.train, parallel.mesh)
+            optimizer.load_state_tensors(kept)
+            with torch.no_grad():
+                for name, tensor in weights.items():
+                    parallel.parameters[name].copy_(tensor)
+            for step in steps:
                 generator = torch.Generator().manual_seed(step)
-                for name, parameter in model.named_parameters():
-                    if name != "blocks.1.attention.key.weight":  # has no gradient
-                        parameter.grad = torch.randn(parameter.shape, generator=generator)
+                gradients = {n: torch.randn(p.shape, generator=generator) for n, p in parallel.parameters.items()}
+                del gradients["blocks.1.attention.key.weight"]
+                for name, gradient in parallel.shard_tensors(gradients).items():
+                    parallel.parameters[name].grad = gradient
                 optimizer.step(torch.amp.GradScaler("cpu", enabled=False))
-                kept = {key: tensor.clone() for key, tensor in optimizer.state_tensors().items()}
-            ends.append(dict(model.named_parameters()) | kept)
-        muon.Muon._updates = updates
-        assert ends[0].keys() == ends[1].keys() == ends[2].keys() and any("momentum" in key for key in ends[0])
-        differing = sum(not torch.equal(one[key], tensor) for one in ends[:2] for key, tensor in ends[2].items())
+            found = parallel.gather_tensors({**parallel.parameters, **optimizer.state_tensors()})
+            return {name: tensor.detach().clone() for name, tensor in found}
+
+        alone = run(range(4), together=False)
+        muon.Muon._orthogonalized = counted
+        first = run(range(2), together=True)
+        last = run(range(2, 4), True, run(range(2), False))
+        muon.Muon._orthogonalized = orthogonalized
+        ends = [run(range(2, 4), False, first), last]
+        assert ends[0].keys() == ends[1].keys() == alone.keys() and any("momentum" in key for key in alone)
+        differing = sum(not torch.equal(one[key], tensor) for one in ends for key, tensor in alone.items())
         (differing_anywhere,) = ranks.all_reduce([differing])
-        shares = ranks.all_reduce([work[True] / work[False] if rank == ranks.rank else 0 for rank in range(ranks.size)])
-        results.append({"differing": differing_anywhere, "shares": shares})
+        shares = ranks.all_reduce([work if rank == ranks.rank else 0 for rank in range(ranks.size)])
+        results.append({"differing": differing_anywhere, "shares": [share / sum(shares) for share in shares]})
+    return results
+
+
+def built(cases: list[dict], ranks: Ranks) -> list[dict]:
+    """Models of which each rank builds only its parts: the names of tensors that differ from those of the same model
+    built by one process, and the most bytes held in addition to the parts, as a share of the two largest tensors' or,
+    with `init: induction`, of those that it changes."""
+    results = []
+    for case in cases:
+        recipe, layout = parse_recipe(case["recipe"]), Layout(**case["layout"])
+        make = partial(trainable_model, recipe.model, recipe.adapter, recipe.freeze)
+        parallel = choose_parallel(recipe, ranks, CPU, layout)
+        torch.manual_seed(3)
+        peaks: list[int] = []
+        with HeldBytes() as held:
+            ready = parallel._placed
+
+            def noted(model: GPT, held=held, peaks=peaks, ready=ready) -> GPT:
+                peaks.append(held.peak_bytes)
+                return ready(model)
+
+            parallel._placed = noted
+            model = parallel.build(make, CPU)
+        after = torch.rand(())
+        torch.manual_seed(3)
+        whole = make()
+        named, buffers = dict(whole.named_parameters()), dict(whole.named_buffers())
+        gathered = dict(parallel.gather_tensors(dict(parallel.parameters)))
+        differing = [name for name, tensor in gathered.items() if not torch.equal(tensor, named[name])]
+        differing += [name for name, tensor in buffers.items() if not torch.equal(tensor, model.get_buffer(name))]
+        differing += [n for n, p in named.items() if p.requires_grad != parallel.parameters[n].requires_grad]
+        differing += ["the random state"] * (not torch.equal(after, torch.rand(())))
+        own = sum(local(p).nbytes for p in parallel.parameters.values()) + sum(b.nbytes for b in buffers.values())
+        kept = "token_embedding", "untied_head", "blocks.0.attention", "blocks.1.attention"
+        two = sorted(p.nbytes for n, p in named.items() if recipe.model.init != "induction" or n.startswith(kept))
+        allowed = sum(two if recipe.model.init == "induction" else two[-2:])
+        results.append({"differing": differing, "held": (peaks[0] - own) / allowed})
     return results
 
 
@@ -344,9 +390,13 @@ if __name__ == "__main__":
     with join(float(sys.argv[3]) if len(sys.argv) > 3 else 60, CPU) as ranks:
         cases = json.loads(path.read_text(encoding="utf-8"))
         if what != "train":
-            results = {"gradients": gradients, "memory": memory, "traffic": traffic, "muon": muon_steps}[what](
-                cases, ranks
-            )
+            results = {
+                "gradients": gradients,
+                "memory": memory,
+                "traffic": traffic,
+                "muon": muon_steps,
+                "built": built,
+            }[what](cases, ranks)
             if ranks.is_rank_zero:
                 path.with_suffix(".results").write_text(json.dumps(results), encoding="utf-8")
         else:

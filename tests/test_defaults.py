@@ -90,8 +90,10 @@ def test_embeddings_are_changed_less_the_wider_they_are() -> None:
 
 
 @pytest.mark.parametrize("parallel", [{"strategy": "fsdp"}, {"tensor_parallel": 2}])
-def test_devices_that_divide_matrices_are_not_given_muon(parallel: dict[str, Any]) -> None:
-    assert recipe({"parallel": parallel}).train.optimizer == "adamw"
+def test_devices_that_divide_matrices_are_given_the_optimizer_of_one_device(parallel: dict[str, Any]) -> None:
+    assert recipe({"parallel": parallel}).train == recipe({}).train.model_copy(
+        update={"parallel": recipe({"parallel": parallel}).train.parallel}
+    )
 
 
 def test_an_adapter_is_not_given_muon() -> None:

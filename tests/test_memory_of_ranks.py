@@ -54,6 +54,9 @@ FEW = {
         "fsdp, bf16": case("fsdp", 2, 1),
         "fsdp, bf16, little but weights": case("fsdp", 2, 1, model=NARROW, batch_size=4, micro_batch_size=1),
         "fsdp, bf16, laboratory": case("fsdp", 2, 1, model=LABORATORY),
+        "fsdp, bf16, muon, little but weights": case(
+            "fsdp", 2, 1, model=NARROW, batch_size=4, micro_batch_size=1, optimizer="muon"
+        ),
         "tensor, bf16": case("none", 1, 2),
     }
 }
@@ -77,12 +80,21 @@ MANY = {
         "ddp, laboratory": case("none", 2, 1, model=LABORATORY),
         "ddp, repeated": case("none", 2, 1, model={"layer_repeats": 2, "bigram_vocab_size": 3000}),
         "ddp, little but weights": case("none", 2, 1, "fp32", NARROW, batch_size=2, micro_batch_size=1),
+        "ddp, normuon, little but weights": case(
+            "none", 2, 1, "fp32", NARROW, batch_size=2, micro_batch_size=1, optimizer="normuon"
+        ),
         "tensor, fp32": case("none", 1, 2, "fp32"),
+        "tensor, muon, little but weights": case(
+            "none", 1, 2, "fp32", NARROW, batch_size=2, micro_batch_size=1, optimizer="muon"
+        ),
     },
     4: {
         "fsdp, bf16": case("fsdp", 4, 1),
         "fsdp, bf16, little but weights": case("fsdp", 4, 1, model=NARROW, batch_size=8, micro_batch_size=1),
         "fsdp × tensor": case("fsdp", 2, 2),
+        "fsdp × tensor, normuon, little but weights": case(
+            "fsdp", 2, 2, model=NARROW, batch_size=8, micro_batch_size=1, optimizer="normuon"
+        ),
         "tensor": case("none", 1, 4),
     },
 }

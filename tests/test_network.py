@@ -40,6 +40,8 @@ CASES = {
         "without resharding": case("zero2", 2, 1, batch_size=16),
         "ddp": case("none", 2, 1, batch_size=16),
         "ddp, muon": case("none", 2, 1, optimizer="muon"),
+        "fsdp, muon": case("fsdp", 2, 1, optimizer="muon"),
+        "tensor, muon": case("none", 1, 2, batch_size=8, optimizer="muon"),
         "tensor": case("none", 1, 2, batch_size=8),
         "tensor, checkpointed": case("none", 1, 2, "fp32", activation_checkpointing="selective"),
     },
@@ -47,6 +49,8 @@ CASES = {
         "fsdp": case("fsdp", 4, 1),
         "ddp, muon": case("none", 4, 1, optimizer="muon"),
         "ddp × tensor": case("none", 2, 2),
+        "ddp × tensor, muon": case("none", 2, 2, optimizer="muon"),
+        "fsdp × tensor, muon": case("fsdp", 2, 2, optimizer="muon"),
         "fsdp × tensor": case("fsdp", 2, 2),
     },
 }

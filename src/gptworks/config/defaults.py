@@ -61,7 +61,7 @@ def train_defaults(
         tunes: whether training starts from trained weights.
         adapter: whether only an adapter is trained.
     """
-    adamw = tunes or adapter or given.get("optimizer_state") == "int8" or _divides_matrices(given)
+    adamw = tunes or adapter or given.get("optimizer_state") == "int8"
     optimizer = given.get("optimizer", "adamw" if adamw else "muon")
     settings: dict[str, Any] = {"optimizer": optimizer}
     if tunes or adapter:
@@ -77,14 +77,6 @@ def train_defaults(
     if ENDS.isdisjoint(given):
         settings["epochs"] = TUNING_EPOCHS if tunes else EPOCHS
     return settings | _by_length(given.get("max_steps"), samples="text" in objective.sources)
-
-
-def _divides_matrices(given: Mapping[str, Any]) -> bool:
-    """Whether matrices are sharded, which Muon does not support."""
-    parallel = given.get("parallel")
-    return isinstance(parallel, dict) and (
-        parallel.get("strategy") == "fsdp" or parallel.get("tensor_parallel", 1) not in (1, "1")
-    )
 
 
 def _by_length(steps: Any, samples: bool) -> dict[str, int]:

@@ -82,6 +82,13 @@ def _muon_scratch(matrices: dict[Shape, int]) -> int:
     return most
 
 
+def gathered_bytes(matrices: dict[Shape, int], n_owners: int) -> int:
+    """Peak scratch bytes of an owner that gathers the parts of Muon's directions and sends those of the updates: in
+    bf16, what this rank sends, a copy of it, what it receives, and whole matrices."""
+    together = (min(-(-n // n_owners), max(1, MUON_TOGETHER // prod(shape))) for shape, n in matrices.items())
+    return max((8 * n * prod(shape) for n, shape in zip(together, matrices, strict=True)), default=0)
+
+
 def _normuon(shape: Shape) -> dict[str, StateTensor]:
     return _muon(shape) | {"row_second_moment": StateTensor(shape[:1], signed=False)}
 

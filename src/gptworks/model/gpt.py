@@ -238,8 +238,6 @@ class GPT(nn.Module):
 def initialize(model: GPT) -> None:
     """Set every parameter as `config.init` says; norms are 1 and 0, biases 0."""
     config = model.config
-    if model.head_weight.is_meta:  # meta tensors have no values, yet drawing random ones takes long
-        return
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             if config.init == "xavier":
@@ -255,7 +253,7 @@ def initialize(model: GPT) -> None:
             nn.init.zeros_(projection.weight)
         elif config.init == "gpt2":  # Radford et al., 2019, section 2.3
             nn.init.normal_(projection.weight, std=config.init_std / math.sqrt(2 * len(config.layer_uses)))
-    if config.init == "induction":
+    if config.init == "induction" and not model.head_weight.is_meta:
         first, second = [module for module in model.modules() if isinstance(module, Attention)][:2]
         begin_with_induction(config, model.token_embedding.weight, model.head_weight, first, second)
 

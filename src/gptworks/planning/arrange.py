@@ -170,11 +170,11 @@ def _not_in_shares(recipe: Recipe, precision: str, setting: str) -> Refusal | No
             f"model.layer_repeats runs blocks several times and train.parallel.{setting} gathers each for one run",
             "use strategy=ddp and tensor_parallel=1.",
         )
-    if recipe.train.optimizer != "adamw":
+    if recipe.train.optimizer == "soap":
         return Refusal(
             f"train.optimizer={recipe.train.optimizer} works on whole matrices and train.parallel.{setting} divides "
             f"them",
-            "use strategy=ddp with tensor_parallel=1, or optimizer=adamw.",
+            "use strategy=ddp with tensor_parallel=1, or another optimizer.",
         )
     if precision == "fp16":
         return Refusal(

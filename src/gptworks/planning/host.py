@@ -1,11 +1,13 @@
 """Memory that training holds on the host, in addition to its steps.
 
-Each rank builds the whole model in float32 on the host, then moves it to its device or keeps its share; it also reads
-the starting weights whole. Rank 0 gathers and copies a whole checkpoint, and writes the copy while training continues.
-On a CPU, device and host share one memory, so that these moments are part of a device's peak.
+Each rank builds the model in float32 on the host and moves it to its device. Of a model that ranks divide, it makes one
+whole tensor after the other on the host, and keeps its part on its device. It reads the starting weights whole. Rank 0
+gathers and copies a whole checkpoint, and writes the copy while training continues. On a CPU, device and host share one
+memory, so that these moments are part of a device's peak.
 """
 
 from dataclasses import dataclass
+from math import prod
 
 from gptworks.planning.devices import Device
 from gptworks.planning.layout import rank_config
@@ -81,8 +83,12 @@ def whole_model(setting: Setting) -> tuple[ParameterCount, Trained]:
 
 
 def building_bytes(setting: Setting) -> int:
-    """Bytes of a new model before it is placed: float32, except for the packed base of an adapter."""
-    return held_weights_bytes(*whole_model(setting))
+    """Bytes on the host while a new model is built, in float32 except for the packed base of an adapter."""
+    layout, (parameters, trained) = setting.layout, whole_model(setting)
+    if layout.sharding == "none" and layout.tensor_parallel == 1:
+        return held_weights_bytes(parameters, trained)
+    on_device = placed_bytes(setting) if setting.on_cpu else 0
+    return on_device + 4 * max(prod(shape) for shape in parameters.shapes.values())
 
 
 def starting_bytes(setting: Setting) -> int:

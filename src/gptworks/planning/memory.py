@@ -12,13 +12,14 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from gptworks.config import computes_again
+from gptworks.config.optimizers import OPTIMIZERS, gathered_bytes
 from gptworks.model.cost import ATTENTION, COPIES, RESIDUAL, LayerCost, Shapes, Stage
 from gptworks.model.gpt import GPT
 from gptworks.model.loss import loss_chunk_bytes, scoring_bytes
 from gptworks.model.rotary import rotary_tables_bytes
 from gptworks.model.scores import bias_bytes, is_blocked
 from gptworks.planning.frozen import as_first, as_trained
-from gptworks.planning.host import building_bytes, checkpoint_copy_bytes, placed_bytes, starting_bytes
+from gptworks.planning.host import building_bytes, checkpoint_copy_bytes, placed_bytes, starting_bytes, whole_model
 from gptworks.planning.inference import kv_cache_bytes
 from gptworks.planning.layout import BUCKET_BYTES, rank_config, shards_of
 from gptworks.planning.params import count_parameters
@@ -145,6 +146,8 @@ class _Step:
         scratch = optimizer_scratch_bytes(
             self.parameters, s.optimizer, s.optimizer_state, self.trained, s.on_cpu, s.decays_cautiously, n_shares
         )
+        if OPTIMIZERS[s.optimizer].orthogonalizes and (self.sharded or self.layout.tensor_parallel > 1):
+            scratch = max(scratch, gathered_bytes(Counter(whole_model(s)[1].matrices), self.layout.world_size))
         self.mark("optimizer", scratch)
         return self.peak
 

@@ -3,6 +3,7 @@
 Collectives are rings, as NCCL's are for large tensors. For a tensor of S bytes, each of n ranks sends and receives
 
     all_gather, reduce_scatter, broadcast    (n - 1) / n · S
+    all_to_all, of S bytes of each rank      (n - 1) / n · S
     all_reduce                               2 (n - 1) / n · S
 
 ("bus bandwidth" in nccl-tests' PERFORMANCE.md; Patarasuk & Yuan, 2009). A ring over several nodes enters and leaves
@@ -42,11 +43,12 @@ class Collective:
     what: str
     """An identifier for the tensors that it transfers."""
     kind: str
-    """all_gather, reduce_scatter, all_reduce or broadcast."""
+    """all_gather, reduce_scatter, all_reduce, broadcast or all_to_all."""
     dimension: str
-    """The dimension of the mesh that the ranks of a group share: data or tensor."""
+    """The dimension of the mesh that the ranks of a group share: data, tensor or all."""
     n_bytes: int
-    """Bytes of the whole tensors, in a micro-batch or, if it happens once a step, in the step."""
+    """Bytes of the whole tensors, or with all_to_all of one rank's, in a micro-batch or, if it happens once a step, in
+    the step."""
     when: str
     """forward, backward (both overlap with computing in each micro-batch), last_backward (likewise, in the last
     micro-batch) or exposed (nothing is computed meanwhile)."""
@@ -83,9 +85,8 @@ def collectives(s: Setting) -> Iterator[Collective]:
         tail = min(4 * trained.parameters, max(BUCKET_BYTES, 4 * shards.trained_outside))
         when = "last_backward" if layout.sums_in_backward else "exposed"
         yield Collective("gradients", "all_reduce", "data", 4 * trained.parameters, when, tail, False)
-        if OPTIMIZERS[s.optimizer].orthogonalizes and layout.sums_in_backward:
-            updates = 2 * sum(map(prod, trained.matrices))
-            yield Collective("updates", "broadcast", "data", updates, "exposed", updates, False)
+    if OPTIMIZERS[s.optimizer].orthogonalizes:
+        yield from _of_owners(s)
     if layout.tensor_parallel > 1:
         yield from _of_tensor_parallel(s, shards, sharded)
 
@@ -101,6 +102,22 @@ def _of_shares(layout: Layout, shards: Shards, n_layers: int) -> Iterator[Collec
     if shards.trained_whole:
         whole = 4 * shards.trained_whole
         yield Collective("whole_gradients", "all_reduce", "data", whole, "exposed", whole, False)
+
+
+def _of_owners(s: Setting) -> Iterator[Collective]:
+    """The exchange of the directions that an owner orthogonalizes, in bf16; see `training.distributed.owners`."""
+    layout = s.layout
+    over_data, over_tensor = layout.sharding != "none" and layout.data_parallel > 1, layout.tensor_parallel > 1
+    n_parts = (layout.data_parallel if over_data else 1) * layout.tensor_parallel
+    n_copies = layout.world_size // n_parts
+    matrices = (s.trained or everything(count_parameters(s.model))).matrices
+    held = 2 * sum(map(prod, matrices)) // n_parts
+    if n_parts > 1:
+        dimension = "all" if over_data and over_tensor else "data" if over_data else "tensor"
+        for what in ("directions", "updates"):
+            yield Collective(what, "all_to_all", dimension, held // n_copies, "exposed", held // n_copies, False)
+    if n_copies > 1:
+        yield Collective("updates", "broadcast", "data", held, "exposed", held, False)
 
 
 def _of_tensor_parallel(s: Setting, shards: Shards, sharded: bool) -> Iterator[Collective]:
@@ -119,10 +136,15 @@ def sent_bytes(collective: Collective, layout: Layout, micro_steps: int, n_bytes
     Args:
         n_bytes: bytes of the tensors to send; None: all of the collective's.
     """
-    n = layout.data_parallel if collective.dimension == "data" else layout.tensor_parallel
+    n = _group_size(collective, layout)
     times = micro_steps if collective.in_each_micro_batch else 1
     factor = (2 if collective.kind == "all_reduce" else 1) * (n - 1) / n
     return factor * times * (collective.n_bytes if n_bytes is None else n_bytes)
+
+
+def _group_size(collective: Collective, layout: Layout) -> int:
+    sizes = {"data": layout.data_parallel, "tensor": layout.tensor_parallel, "all": layout.world_size}
+    return sizes[collective.dimension]
 
 
 def ring_bandwidth(collective: Collective, layout: Layout, device: Device) -> float:
@@ -130,11 +152,9 @@ def ring_bandwidth(collective: Collective, layout: Layout, device: Device) -> fl
 
     Tensor-parallel ranks are neighbours; the members of a data-parallel group are `tensor_parallel` ranks apart.
     """
-    tensor = layout.tensor_parallel
-    if collective.dimension == "tensor":
-        in_node, size = min(tensor, device.per_node), tensor
-    else:
-        in_node, size = max(1, device.per_node // tensor), layout.data_parallel
+    tensor, size = layout.tensor_parallel, _group_size(collective, layout)
+    alike = tensor if collective.dimension == "data" else 1  # ranks of a node that belong to other groups
+    in_node = min(size, max(1, device.per_node // alike))
     if size <= in_node:
         return device.intra_node
     across = in_node * device.inter_node

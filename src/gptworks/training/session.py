@@ -49,7 +49,7 @@ class Session:
             self.objective = choose_objective(recipe, setup.prepared.folder, verify=ranks.is_rank_zero)
         torch.manual_seed(recipe.seed)
         self.step_memory = StepMemory(setup)
-        self.model = self.parallel.place(trainable_model(recipe.model, recipe.adapter, recipe.freeze), device)
+        self.model = self.parallel.build(lambda: trainable_model(recipe.model, recipe.adapter, recipe.freeze), device)
         self.model.activation_checkpointing = recipe.train.activation_checkpointing
         self.step = TrainStep(self.model, recipe.train, loss or self.objective.loss, setup.precision, self.parallel)
         self.prefetcher = Prefetcher(self.objective, self.parallel, device)

@@ -47,7 +47,7 @@ class TrainStep:
         self.model, self.loss, self.precision = model, loss, precision
         self.parallel, self.ranks = parallel, parallel.ranks
         self.stopwatch = Stopwatch(model.device)
-        self.optimizer = Optimizer(model, train, parallel.replicas)
+        self.optimizer = Optimizer(model, train, parallel.mesh)
         self.scaler = torch.amp.GradScaler(model.device.type, enabled=precision.needs_scaler)
         self._grad_clip = train.grad_clip
 

@@ -119,18 +119,18 @@ class LabParts(nn.Module):
 
 
 class Scalars(nn.Module):
-    """A vector of learned factors."""
+    """A vector of learned factors, equal at first."""
 
-    def __init__(self, *initial: float) -> None:
+    def __init__(self, n: int, initial: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.cat([torch.full((1,), value) for value in initial]))  # works on fake tensors
+        self.weight = nn.Parameter(torch.full((n,), initial))
 
 
 class Skip(Scalars):
     """stream + w · output of the mirrored block (modded-nanogpt's U-Net)."""
 
     def __init__(self) -> None:
-        super().__init__(1.0)
+        super().__init__(1, 1.0)
 
     def forward(self, x: Tensor, skipped: Tensor) -> Tensor:
         """x, skipped [B, T, C] → [B, T, C]."""
@@ -163,7 +163,7 @@ class Values(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         kind, width = config.layer_value_embedding(layer), config.n_kv_heads * config.d_head
-        self.scalars = Scalars(0.5, 0.5) if config.value_residual and layer else None
+        self.scalars = Scalars(2, 0.5) if config.value_residual and layer else None
         self.projection = Linear(config.d_model, width, bias=False) if kind == "projected" else None
         self.gating = Gating(config.d_gate, config.n_kv_heads) if kind != "none" else None
         self.hands_on = config.value_residual and not layer

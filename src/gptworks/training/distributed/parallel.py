@@ -38,8 +38,10 @@ from gptworks.data.samples import Batch
 from gptworks.model.gpt import GPT
 from gptworks.planning.layout import ONE_DEVICE, Layout
 from gptworks.quantize.linear import packed_matrices
+from gptworks.training.distributed.deferred import Deferred
 from gptworks.training.distributed.ranks import ALONE, Ranks
-from gptworks.training.distributed.sums import GradientSums, Timed, local
+from gptworks.training.distributed.shards import divided_over, local
+from gptworks.training.distributed.sums import GradientSums, Timed
 
 
 class StopAsked(Exception):
@@ -53,8 +55,8 @@ class Parallel:
     ranks = ALONE
     samples = True
     """Whether this rank takes part in making samples."""
-    replicas: distributed.ProcessGroup | None = None
-    """The group of ranks with the same complete model, this rank included; None with a single rank."""
+    mesh: DeviceMesh | None = None
+    """All ranks, by the dimensions data and tensor; None: a single rank."""
 
     def __init__(self, train: TrainConfig, varying_widths: bool = False) -> None:
         """
@@ -71,8 +73,12 @@ class Parallel:
         """This rank's micro-batches of a step of `batch_size` samples, by their number within the step."""
         return range(self._data_rank, batch_size // self.micro_batch_size, self._n_data)
 
+    def build(self, make: Callable[[], GPT], device: torch.device) -> GPT:
+        """A new model on the device, or this rank's parts of it; `make` initializes it from torch's random state."""
+        return self.place(make(), device)
+
     def place(self, model: GPT, device: torch.device) -> GPT:
-        """The model on the device, or this rank's shard of it."""
+        """The model on the device, or this rank's parts of it."""
         compile_blocks(model, self.compile, device, self.varying_widths)
         self.parameters = dict(model.to(device).named_parameters())
         return model
@@ -138,24 +144,43 @@ def choose_parallel(recipe: Recipe, ranks: Ranks, device: torch.device, layout: 
 class ManyDevices(Parallel):
     """This rank's part of a model that is trained on several devices."""
 
+    mesh: DeviceMesh
+
     def __init__(
         self, train: TrainConfig, ranks: Ranks, mesh: DeviceMesh, layout: Layout, varying_widths: bool = False
     ) -> None:
         super().__init__(train, varying_widths)
-        self.ranks, self._mesh, self.layout, self._sharded = ranks, mesh, layout, layout.sharding != "none"
+        self.ranks, self.mesh, self.layout, self._sharded = ranks, mesh, layout, layout.sharding != "none"
         self._data, self._tensor = mesh["data"], mesh["tensor"]
         self._data_rank, self._n_data = self._data.get_local_rank(), self._data.size()
         self.micro_batch_size = train.rank_micro_batch_size(self._n_data)
-        if layout.sums_in_backward:
-            self.replicas = self._data.get_group()
         self.samples = ranks.is_rank_zero or self._sharded or self._tensor.size() > 1
         # DTensor warns about two-step gathers of matrices divided over both dimensions, which are intended here.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
     # ------------------------------------------------------------------------------------------- model
 
+    def build(self, make: Callable[[], GPT], device: torch.device) -> GPT:
+        """A new model's parts on this rank, which never holds more than a whole tensor besides them."""
+        if not self._sharded and self._tensor.size() == 1:
+            return self.place(make(), device)
+        with Deferred() as deferred:
+            model = make()
+        deferred.name(model)
+        config = model.config
+        self._divide(model, device)
+        model.to_empty(device=device)
+        deferred.fill(dict(model.named_parameters()), config, self.mesh)
+        model.reset_tables(device)
+        return self._placed(model)
+
     def place(self, model: GPT, device: torch.device) -> GPT:
-        """Shard the model, block by block; every rank has built it from the same seed.
+        """This rank's parts of a model that every rank has built from the same seed."""
+        self._divide(model, device)
+        return self._placed(model.to(device))
+
+    def _divide(self, model: GPT, device: torch.device) -> None:
+        """Divide the model's parameters, block by block.
 
         The root group holds the parameters outside the blocks, because a tied embedding is the head too.
         """
@@ -183,9 +208,12 @@ class ManyDevices(Parallel):
             for module in _sharded_modules(model):
                 module.set_gradient_divide_factor(1.0)  # sums, not means
                 module.set_force_sum_reduction_for_comms(True)
-                module.unshard()  # first outside inference mode, whose tensors cannot be trained
-                module.reshard()
-        model.to(device)
+
+    def _placed(self, model: GPT) -> GPT:
+        """The divided model on its device, ready for collectives."""
+        for module in _sharded_modules(model):
+            module.unshard()  # first outside inference mode, whose tensors cannot be trained
+            module.reshard()
         self.model, self.parameters = model, dict(model.named_parameters())
         if self._data.size() > 1:
             trained = [p for p in self.parameters.values() if p.requires_grad and "data" not in divided_over(p)]
@@ -199,7 +227,7 @@ class ManyDevices(Parallel):
     def inference_mode(self) -> Iterator[None]:
         gathered = self._sharded and self.layout.gathers == "bf16"  # bf16 matrices need autocast in products
         try:
-            with torch.autocast(self._mesh.device_type, dtype=torch.bfloat16, enabled=gathered):
+            with torch.autocast(self.mesh.device_type, dtype=torch.bfloat16, enabled=gathered):
                 yield
         finally:
             for module in _sharded_modules(self.model):  # parameters gathered by a forward pass without a
@@ -246,7 +274,7 @@ class ManyDevices(Parallel):
         for name, gradient in self._local_gradients().items():
             if not name.startswith(prefix):
                 continue
-            sizes = [self._mesh[dimension].size() for dimension in divided_over(self.parameters[name])]
+            sizes = [self.mesh[dimension].size() for dimension in divided_over(self.parameters[name])]
             copies = self.ranks.size // math.prod(sizes)
             by_copies.setdefault(copies, []).append(gradient)
         squares = [nn.utils.get_total_norm(there).item() ** 2 / copies for copies, there in by_copies.items()]
@@ -324,14 +352,6 @@ def is_whole(name: str, parameter: Tensor) -> bool:
     """Whether a block's parameter stays replicated in float32 when the rest is sharded: vectors and routers, which are
     small, and are not rounded for products."""
     return parameter.ndim < 2 or name == "mlp.router.weight"
-
-
-def divided_over(parameter: Tensor) -> list[str]:
-    """The mesh dimensions over which a tensor is sharded."""
-    if not isinstance(parameter, DTensor):
-        return []
-    names = parameter.device_mesh.mesh_dim_names or ()
-    return [name for name, placement in zip(names, parameter.placements, strict=True) if not placement.is_replicate()]
 
 
 def _sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:

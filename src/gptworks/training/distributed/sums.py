@@ -6,9 +6,9 @@ from functools import partial
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.tensor import DTensor
 
 from gptworks.planning.layout import BUCKET_BYTES
+from gptworks.training.distributed.shards import local
 
 Timed = Callable[[], AbstractContextManager[None]]
 
@@ -85,11 +85,6 @@ class GradientSums:
             gradient.copy_(part.view_as(gradient))
         for i in missing:
             bucket[i].grad = bucket[i].grad if there[i] else None
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharing the tensor's memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _gradients(bucket: list[nn.Parameter]) -> list[Tensor]:

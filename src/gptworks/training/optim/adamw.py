@@ -8,10 +8,10 @@ from torch.distributed.tensor import DTensor
 
 from gptworks.config import TrainConfig
 from gptworks.config.optimizers import AT_ONCE, CPU_AT_ONCE
-from gptworks.training.optim.base import Group, Replicas, decay_where_agreed
+from gptworks.training.optim.base import Group, Mesh, decay_where_agreed
 
 
-def build(groups: list[Group], train: TrainConfig, replicas: Replicas) -> torch.optim.Optimizer:
+def build(groups: list[Group], train: TrainConfig, mesh: Mesh) -> torch.optim.Optimizer:
     """A new AdamW, with cautious weight decay if the recipe sets it."""
     fused = all(p.device.type in ("cpu", "cuda", "mps") for group in groups for p in group["params"])
     kind = CautiousAdamW if train.cautious_weight_decay else torch.optim.AdamW

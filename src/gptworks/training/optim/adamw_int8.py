@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from gptworks.config import TrainConfig
 from gptworks.config.optimizers import AT_ONCE, CPU_AT_ONCE, LEAST_IN_8_BITS, SCALED_TOGETHER, n_scales
-from gptworks.training.optim.base import AdamLike, Group, Replicas, decay
+from gptworks.training.optim.base import AdamLike, Group, Mesh, decay
 
 LEAST, BLOCK = LEAST_IN_8_BITS, SCALED_TOGETHER
 
 SLOTS = ("exp_avg", "exp_avg_sq")
 
 
-def build(groups: list[Group], train: TrainConfig, replicas: Replicas) -> torch.optim.Optimizer:
+def build(groups: list[Group], train: TrainConfig, mesh: Mesh) -> torch.optim.Optimizer:
     """A new AdamW with moments in 8 bits."""
     return AdamWInt8(groups, train.betas, train.eps, train.cautious_weight_decay)
 

@@ -10,17 +10,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from gptworks.config import TrainConfig
 
 Group = dict[str, Any]
 """Parameters that share a peak learning rate and a weight decay, as torch's optimizers take them."""
 
-Replicas = distributed.ProcessGroup | None
-"""The ranks with the same complete model, which divide work among them; None: only this rank."""
+Mesh = DeviceMesh | None
+"""The ranks that hold the model, by the dimensions data and tensor; None: only this rank."""
 
-Build = Callable[[list[Group], TrainConfig, Replicas], torch.optim.Optimizer]
+Build = Callable[[list[Group], TrainConfig, Mesh], torch.optim.Optimizer]
 """The function `build` in each optimizer's file: it makes the optimizer of parameter groups from the settings."""
 
 

@@ -4,29 +4,33 @@ torch's Muon takes one matrix at a time, which is up to twice as slow for many s
 experts (bench/passes.py). The arithmetic is the same (tests/test_optim.py); on most CPUs it is in C++
 (`gptworks.kernels.optimizer`).
 
-Ranks with the same model divide the matrices: each orthogonalizes its part, and all receive every update.
+Several ranks divide the matrices (`gptworks.training.distributed.owners`): a matrix's owner orthogonalizes its update.
 """
 
-from collections.abc import Iterator
-from itertools import zip_longest
+from collections.abc import Iterator, Sequence
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from gptworks.config import TrainConfig
 from gptworks.config.optimizers import MUON_TOGETHER as TOGETHER
 from gptworks.kernels.optimizer import muon_library, muon_updates
-from gptworks.training.optim.base import Group, Replicas, decay
+from gptworks.training.distributed.owners import Matrices, Owners
+from gptworks.training.distributed.shards import divided_over, local, shape_of
+from gptworks.training.optim.base import Group, Mesh, decay
 from gptworks.training.optim.polynomials import Polynomial, polynomials
 
 ROW_EPS = 1e-10
 """Smallest divisor in NorMuon's row factors."""
 
+Update = tuple[Tensor, ...]
+"""This rank's parts of orthogonal matrices, [N, rows, columns] in bfloat16; for NorMuon also the norms of all rows of
+the whole matrices, [N, rows] in float32."""
 
-def build(
-    groups: list[Group], train: TrainConfig, replicas: Replicas, row_beta: float | None = None
-) -> torch.optim.Optimizer:
+
+def build(groups: list[Group], train: TrainConfig, mesh: Mesh, row_beta: float | None = None) -> torch.optim.Optimizer:
     """A new Muon; with `row_beta`, a new NorMuon."""
     return Muon(
         groups,
@@ -34,7 +38,7 @@ def build(
         orthogonalizing=polynomials(train.muon_coefficients, train.muon_iterations),
         cautious=train.cautious_weight_decay,
         row_beta=row_beta,
-        replicas=replicas,
+        mesh=mesh,
     )
 
 
@@ -47,7 +51,7 @@ class Muon(torch.optim.Muon):
         orthogonalizing: tuple[Polynomial, ...] = polynomials("jordan", 5),
         cautious: bool = False,
         row_beta: float | None = None,
-        replicas: distributed.ProcessGroup | None = None,
+        mesh: Mesh = None,
         **settings: Any,
     ) -> None:
         """
@@ -55,87 +59,117 @@ class Muon(torch.optim.Muon):
             orthogonalizing: the polynomial of each iteration.
             cautious: decay as in `gptworks.training.optim.base`.
             row_beta: decay of the second moments of NorMuon's rows; None: plain Muon.
-            replicas: the ranks with the same parameters and gradients, which step together; None: only this rank.
+            mesh: the ranks that hold the parameters, whole or in parts, and step together; None: only this rank.
         """
         super().__init__(*arguments, **settings)
         self._polynomials, self._cautious, self._row_beta = orthogonalizing, cautious, row_beta
-        self._replicas = replicas
-        self._rank, self._n_ranks = (0, 1) if replicas is None else (replicas.rank(), replicas.size())
+        self._mesh = mesh
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the parameters from their gradients; the same bits on all ranks, since one computes each update."""
+        """Update the parameters from their gradients; ranks with copies of a parameter get the same bits."""
         assert closure is None, "no closure is used here"
         for group in self.param_groups:
-            shares = divided([p for p in group["params"] if p.grad is not None], self._n_ranks)
-            for turn in zip_longest(*map(batches, shares)):
-                self._turn(turn, group)
+            alike: dict[tuple[str, ...], list[nn.Parameter]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    alike.setdefault(divided_over(parameter), []).append(parameter)
+            for dimensions, matrices in alike.items():
+                owners = Owners(self._mesh, dimensions)
+                for turn in zip_longest(*map(batches, divided(matrices, owners.n_ranks)), fillvalue=()):
+                    self._turn(turn, owners, group)
 
-    def _turn(self, turn: tuple[list[nn.Parameter] | None, ...], group: dict[str, Any]) -> None:
-        """Update one batch of matrices per rank (None: no more). Holds this rank's updates and one other rank's."""
-        mine = turn[self._rank]
-        updates = None if mine is None else self._updates(mine, group)
-        for rank, matrices in enumerate(turn):
-            if matrices is None:
-                continue
-            if rank == self._rank:
-                assert updates is not None
-                self._send(updates, rank)
-                self._apply(matrices, updates, group)
-            else:
-                for parameter in matrices:
-                    self._momentum(parameter, group["momentum"])
-                theirs = torch.empty(len(matrices), *matrices[0].shape, dtype=torch.bfloat16, device=matrices[0].device)
-                self._send(theirs, rank)
-                self._apply(matrices, theirs, group)
-                del theirs  # free it before the next rank's
+    def _turn(self, turn: Sequence[Matrices], owners: Owners, group: dict[str, Any]) -> None:
+        """Update one batch of matrices per rank (empty: no more). Holds this rank's updates and one other batch."""
+        for parameter in chain(*turn):
+            self._add_to_average(parameter, group["momentum"])
+        copies = [turn[i : i + owners.n_parts] for i in range(0, len(turn), owners.n_parts)]
+        mine = self._updates(copies[owners.copy], owners, group)
+        for copy, owned in enumerate(copies):
+            for number, matrices in enumerate(owned):
+                if matrices:
+                    update = mine[number] if copy == owners.copy else self._no_update(matrices, owners)
+                    for tensor in update:
+                        owners.broadcast(tensor, copy)
+                    self._apply(matrices, update, owners, group)
 
-    def _send(self, updates: Tensor, rank: int) -> None:
-        """Broadcast a rank's updates."""
-        if self._replicas is not None:
-            distributed.broadcast(updates.view(torch.uint8), group=self._replicas, group_src=rank)
+    def _updates(self, owned: Sequence[Matrices], owners: Owners, group: dict[str, Any]) -> list[Update]:
+        """The updates of each owner's matrices, on this rank."""
+        mine = owned[owners.part]
+        if not any(owned):
+            return []
+        if owners.n_parts == 1:
+            orthogonal = self._orthogonalized([_gradient(p) for p in mine], [self._average(p) for p in mine], group)
+        else:
+            whole = owners.gather(owned, lambda p: _gradient(p).lerp(self._average(p), group["momentum"]).bfloat16())
+            parts = list(whole.float())  # Nesterov's direction from two equal tensors is that tensor
+            del whole
+            orthogonal = self._orthogonalized(parts, parts, group)
+            del parts
+        parts = owners.send(owned, orthogonal)
+        if self._row_beta is None:
+            return [(part,) for part in parts]
+        norms = torch.linalg.vector_norm(orthogonal, dim=2, dtype=torch.float32)
+        return list(zip(parts, owners.send_rows(owned, norms), strict=True))
 
-    def _updates(self, matrices: list[nn.Parameter], group: dict[str, Any]) -> Tensor:
+    def _no_update(self, matrices: Matrices, owners: Owners) -> Update:
+        """Tensors in which to receive an update of matrices that another copy's rank owns."""
+        n, like = len(matrices), local(matrices[0])
+        part = like.new_empty(n, *shape_of(owners.part_of(matrices[0])), dtype=torch.bfloat16)
+        return (part,) if self._row_beta is None else (part, like.new_empty(n, matrices[0].size(0)))
+
+    def _orthogonalized(self, gradients: list[Tensor], averages: list[Tensor], group: dict[str, Any]) -> Tensor:
         """Orthogonalized Nesterov direction of each matrix, [N, rows, columns] in bfloat16."""
-        gradients = [parameter.grad for parameter in matrices if parameter.grad is not None]
-        momenta = [self._momentum(parameter, group["momentum"]) for parameter in matrices]
-        if (library := muon_library([*gradients, *momenta])) is not None:
-            return muon_updates(library, gradients, momenta, group["momentum"], self._polynomials, group["eps"])
-        updates = orthogonalized(directions(gradients, momenta, group["momentum"]), self._polynomials, group["eps"])
-        return updates if self._replicas is None else updates.contiguous()  # collectives need contiguous tensors
+        if not gradients:
+            return torch.empty(0, 0, 0, dtype=torch.bfloat16)
+        if (library := muon_library([*gradients, *averages])) is not None:
+            return muon_updates(library, gradients, averages, group["momentum"], self._polynomials, group["eps"])
+        x = directions(gradients, averages, group["momentum"])
+        return orthogonalized(x, self._polynomials, group["eps"]).contiguous()
 
-    def _apply(self, matrices: list[nn.Parameter], updates: Tensor, group: dict[str, Any]) -> None:
+    def _apply(self, matrices: Matrices, update: Update, owners: Owners, group: dict[str, Any]) -> None:
         rows, columns = matrices[0].shape
         rate = group["lr"] * max(1, rows / columns) ** 0.5
-        for parameter, update in zip(matrices, updates, strict=True):
-            decay(parameter, update, group["lr"] * group["weight_decay"], self._cautious)
-            if self._row_beta is None:
-                parameter.add_(update, alpha=-rate)
-            else:
-                parameter.add_(update * self._row_factors(parameter, update, self._row_beta)[:, None], alpha=-rate)
+        for parameter, *values in zip(matrices, *update, strict=True):
+            weights, orthogonal = local(parameter), values[0]
+            decay(weights, orthogonal, group["lr"] * group["weight_decay"], self._cautious)
+            if self._row_beta is not None:
+                here, _ = owners.part_of(parameter)
+                orthogonal = orthogonal * self._row_factors(parameter, values[1], self._row_beta)[here, None]
+            weights.add_(orthogonal, alpha=-rate)
 
-    def _row_factors(self, parameter: nn.Parameter, update: Tensor, beta: float) -> Tensor:
-        """The factor of each row of an orthogonal update [rows, columns], [rows] in float32: the inverse root of the
-        running average of its mean square, scaled to keep the update's norm (Li et al., 2025, "NorMuon", arXiv
-        2510.05491, algorithm 1; the norm as in the authors' code, so that Muon's rates hold).
+    def _row_factors(self, parameter: nn.Parameter, norms: Tensor, beta: float) -> Tensor:
+        """The factor of each row of an orthogonal update, [rows] in float32: the inverse root of the running average
+        of its mean square, scaled to keep the update's norm (Li et al., 2025, "NorMuon", arXiv 2510.05491, algorithm 1;
+        the norm as in the authors' code, so that Muon's rates hold).
+
+        Args:
+            norms: the norm of each row of the update, [rows] in float32.
         """
-        norms = torch.linalg.vector_norm(update, dim=1, dtype=torch.float32)
         state = self.state[parameter]
         if "row_second_moment" not in state:
             state["row_second_moment"] = torch.zeros_like(norms)
-        average: Tensor = state["row_second_moment"].lerp_(norms.square() / update.size(1), 1 - beta)
+        average: Tensor = state["row_second_moment"].lerp_(norms.square() / parameter.size(1), 1 - beta)
         factors: Tensor = 1 / (average.sqrt() + ROW_EPS)
         return factors.mul_(norms.norm() / (norms * factors).norm().clamp(min=ROW_EPS))
 
-    def _momentum(self, parameter: nn.Parameter, momentum: float) -> Tensor:
-        """The parameter's momentum, updated with this step's gradient. Every rank keeps it for every matrix, so that
-        any rank can save it and any number of ranks can resume with it."""
-        assert parameter.grad is not None
+    def _average(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's part of the running average of the parameter's gradients; zero at first."""
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        buffer: Tensor = state["momentum_buffer"]
-        return buffer.lerp_(parameter.grad, 1 - momentum)
+        return local(state["momentum_buffer"])
+
+    def _add_to_average(self, parameter: nn.Parameter, momentum: float) -> None:
+        """Add this step's gradient. Every rank keeps the average of what it holds of every matrix, so that any number
+        of ranks can save it and resume with it."""
+        self._average(parameter).lerp_(_gradient(parameter), 1 - momentum)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """This rank's part of the parameter's gradient."""
+    assert parameter.grad is not None
+    return local(parameter.grad)
 
 
 def directions(gradients: list[Tensor], momenta: list[Tensor], momentum: float) -> Tensor:
@@ -164,12 +198,12 @@ def orthogonalized(x: Tensor, quintics: tuple[Polynomial, ...], eps: float) -> T
 
 
 def batches(matrices: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Lists of matrices of one shape: at most `TOGETHER` elements in all, or a single larger matrix."""
-    by_shape: dict[torch.Size, list[nn.Parameter]] = {}
+    """Lists of matrices of one shape, divided alike: at most `TOGETHER` elements in all, or a single larger matrix."""
+    by_shape: dict[Any, list[nn.Parameter]] = {}
     for matrix in matrices:
-        by_shape.setdefault(matrix.shape, []).append(matrix)
-    for shape, alike in by_shape.items():
-        n = max(1, TOGETHER // shape.numel())
+        by_shape.setdefault((matrix.shape, getattr(matrix, "placements", None)), []).append(matrix)
+    for alike in by_shape.values():
+        n = max(1, TOGETHER // alike[0].numel())
         yield from (alike[i : i + n] for i in range(0, len(alike), n))
 
 

@@ -4,9 +4,9 @@ import torch
 
 from gptworks.config import TrainConfig
 from gptworks.training.optim import muon
-from gptworks.training.optim.base import Group, Replicas
+from gptworks.training.optim.base import Group, Mesh
 
 
-def build(groups: list[Group], train: TrainConfig, replicas: Replicas) -> torch.optim.Optimizer:
+def build(groups: list[Group], train: TrainConfig, mesh: Mesh) -> torch.optim.Optimizer:
     """A new NorMuon."""
-    return muon.build(groups, train, replicas, train.normuon_beta)
+    return muon.build(groups, train, mesh, train.normuon_beta)

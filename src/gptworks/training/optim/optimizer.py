@@ -12,7 +12,7 @@ from gptworks.config import RateFactors, TrainConfig
 from gptworks.config.optimizers import LEAST_IN_8_BITS, OPTIMIZERS
 from gptworks.model.gpt import GPT
 from gptworks.tensors import Expected
-from gptworks.training.optim.base import Build, Group, Replicas
+from gptworks.training.optim.base import Build, Group, Mesh
 
 
 def parameter_groups(parameters: dict[str, nn.Parameter], train: TrainConfig) -> dict[str, list[Group]]:
@@ -48,13 +48,13 @@ def parameter_groups(parameters: dict[str, nn.Parameter], train: TrainConfig) ->
 class Optimizer:
     """Several torch optimizers behind one interface. State is saved by parameter name."""
 
-    def __init__(self, model: GPT, train: TrainConfig, replicas: Replicas = None) -> None:
+    def __init__(self, model: GPT, train: TrainConfig, mesh: Mesh = None) -> None:
         self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._optimizers: dict[str, tuple[torch.optim.Optimizer, list[str]]] = {}  # kind → optimizer, names
         for kind, groups in parameter_groups(self.parameters, train).items():
             build: Build = import_module(f"gptworks.training.optim.{kind}").build
             self._optimizers[kind] = (
-                build(groups, train, replicas),
+                build(groups, train, mesh),
                 [name for group in groups for name in group["names"]],
             )
 

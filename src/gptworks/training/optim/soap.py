@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from gptworks.config import TrainConfig
 from gptworks.kernels.dispatch import product
-from gptworks.training.optim.base import AdamLike, Group, Replicas, decay
+from gptworks.training.optim.base import AdamLike, Group, Mesh, decay
 
 SIDES = ("left", "right")
 
 
-def build(groups: list[Group], train: TrainConfig, replicas: Replicas) -> torch.optim.Optimizer:
+def build(groups: list[Group], train: TrainConfig, mesh: Mesh) -> torch.optim.Optimizer:
     """A new SOAP."""
     return SOAP(groups, train.betas, train.eps, train.soap_frequency, train.cautious_weight_decay)
 

@@ -1,0 +1,119 @@
+"""Building a model of which each rank keeps only a part.
+
+On one device, building a model draws random numbers tensor by tensor. Here the same code builds it on the meta device,
+and its operations are recorded. Once the model is divided, they are repeated: each tensor is drawn whole, in the same
+order and from the same generator, and the rank keeps its part. The weights are the same bits as on one device, and a
+rank holds its parts and one whole tensor; with `init: induction`, the embedding, the head and two blocks' attention.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gptworks.config import ModelConfig
+from gptworks.model.attention import Attention
+from gptworks.model.gpt import GPT
+from gptworks.model.lab.future import FUTURE_HEADS
+from gptworks.model.lab.induction import begin_with_induction
+from gptworks.training.distributed.shards import local, part_of
+
+aten = torch.ops.aten
+DRAWS = frozenset((aten.normal_.default, aten.uniform_.default))
+"""Operations that fill a tensor with random numbers, of which a build draws some that it then replaces."""
+
+_INDUCTION = ("token_embedding.", "untied_head.", "blocks.0.attention.", "blocks.1.attention.")
+"""Beginnings of the names of tensors that `begin_with_induction` reads or changes."""
+
+CONSTANTS = frozenset((aten.zero_.default, aten.fill_.Scalar))
+_CREATED_WITH = {aten.zeros.default: 0.0, aten.ones.default: 1.0, aten.full.default: None}
+
+
+class Deferred(TorchDispatchMode):
+    """A context in which a model is built on the meta device. It records how each tensor gets its values."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._record: list[tuple[Tensor, Any, tuple[Any, ...]]] = []
+        self._names: dict[int, str] = {}
+        self._meta = torch.device("meta")
+
+    def __enter__(self) -> Self:
+        self._meta.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._meta.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in _CREATED_WITH:
+            value = _CREATED_WITH[func]
+            self._record.append((made, aten.fill_.Scalar, (args[1] if value is None else value,)))
+        elif func._schema.is_mutable:
+            self._record.append((args[0], func, args[1:]))
+        return made
+
+    def name(self, model: GPT) -> None:
+        """Remember the parameters' names, before the model is divided."""
+        self._names = {_storage(parameter): name for name, parameter in model.named_parameters()}
+
+    @torch.no_grad()
+    def fill(self, parameters: Mapping[str, Tensor], config: ModelConfig, mesh: DeviceMesh) -> None:
+        """Give this rank's parts of the parameters their values, from torch's global random state.
+
+        Args:
+            parameters: all parameters of the model, by name, on their device.
+            config: the settings of the whole model.
+            mesh: all ranks, by the dimensions data and tensor.
+        """
+        last = {_storage(tensor): number for number, (tensor, *_) in enumerate(self._record)}
+        begins = _INDUCTION if config.init == "induction" else ()
+        whole: dict[str, Tensor] = {}
+
+        def keep(name: str, value: Tensor) -> None:
+            local(parameters[name]).copy_(value[part_of(parameters[name], mesh)])
+
+        def begin() -> None:
+            if whole:
+                _begin_with_induction(config, whole)
+            for name in list(whole):
+                keep(name, whole.pop(name))
+
+        for number, (tensor, func, args) in enumerate(self._record):
+            name = self._names.get(_storage(tensor))
+            is_last = last[_storage(tensor)] == number
+            if name is None or not (is_last or func in DRAWS):
+                continue
+            assert func in DRAWS or func in CONSTANTS, f"{func} changes {name}, and cannot be repeated"
+            if name.startswith(FUTURE_HEADS):
+                begin()
+            value = func(torch.empty(tensor.shape, dtype=tensor.dtype), *args)
+            if is_last and name.startswith(begins):
+                whole[name] = value
+            elif is_last:
+                keep(name, value)
+            del value  # before the next is made
+        begin()
+
+
+def _begin_with_induction(config: ModelConfig, whole: dict[str, Tensor]) -> None:
+    """Write the heads of `init: induction` into the tensors."""
+    embedding = whole["token_embedding.weight"]
+    with torch.device("meta"):
+        first, second = (Attention(config, layer) for layer in (0, 1))
+    for layer, attention in enumerate((first, second)):
+        prefix = f"blocks.{layer}.attention."
+        own = {name.removeprefix(prefix): value for name, value in whole.items() if name.startswith(prefix)}
+        attention.load_state_dict(own, assign=True)
+    begin_with_induction(config, embedding, whole.get("untied_head.weight", embedding), first, second)
+
+
+def _storage(tensor: Tensor) -> int:
+    """A number that tensors with the same memory share; unique while one of them exists."""
+    return int(tensor.untyped_storage()._cdata)

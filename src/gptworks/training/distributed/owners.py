@@ -1,0 +1,136 @@
+"""The division of work on whole matrices among ranks that hold them in parts, in copies, or both.
+
+Each matrix has an owner: the rank that gathers its parts, computes with the whole matrix, and sends each rank its part
+of the result, as in the distributed Muon of torchtitan and Megatron. `n_copies` groups of `n_parts` ranks each hold
+every matrix. The owner gathers and sends within its group; then each rank of the group broadcasts its part of the
+result to the ranks that hold the same part.
+
+    replicated (DDP)             n_copies = ranks, n_parts = 1
+    sharded (FSDP)               n_copies = 1,     n_parts = ranks
+    tensor parallelism           n_copies = data,  n_parts = tensor
+    tensor parallelism and FSDP  n_copies = 1,     n_parts = ranks
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gptworks.training.distributed.shards import Part, numel_of, part_of, shape_of
+
+Matrices = Sequence[nn.Parameter]
+"""Matrices of one shape that are divided alike, which one rank computes together."""
+
+DIMENSIONS = ("data", "tensor")
+"""The dimensions of the mesh, the inner one last."""
+
+NOTHING: Part = (slice(0, 0), slice(0, 0))
+
+
+class Owners:
+    """The ranks that hold certain matrices, and their exchange of parts."""
+
+    def __init__(self, mesh: DeviceMesh | None = None, divided_over: Sequence[str] = ()) -> None:
+        """
+        Args:
+            mesh: all ranks, by the dimensions data and tensor; None: a single rank.
+            divided_over: the dimensions over which the matrices are divided.
+        """
+        self._mesh, self._divided_over = mesh, divided_over
+        self.n_copies, self.copy, self.n_parts, self.part = 1, 0, 1, 0
+        if mesh is None:
+            return
+        for name in DIMENSIONS:
+            size, index = mesh[name].size(), mesh[name].get_local_rank()
+            if name in divided_over:
+                self.n_parts, self.part = self.n_parts * size, self.part * size + index
+            else:
+                self.n_copies, self.copy = self.n_copies * size, self.copy * size + index
+
+    @property
+    def n_ranks(self) -> int:
+        """Number of ranks among which the matrices are divided."""
+        return self.n_copies * self.n_parts
+
+    def _group(self, of_parts: bool) -> distributed.ProcessGroup | None:
+        """The ranks that hold the parts of this rank's copy, or those that hold copies of its part."""
+        names = [name for name in DIMENSIONS if (name in self._divided_over) == of_parts]
+        return self._mesh.get_group(names[0]) if self._mesh is not None and len(names) == 1 else None  # None: all ranks
+
+    def part_of(self, matrix: Tensor, number: int | None = None) -> Part:
+        """The part of a matrix that a rank holds, by its number among `n_parts`; None: this rank."""
+        if self._mesh is None or number is None:
+            return part_of(matrix, self._mesh)
+        places = {name: self._mesh[name].get_local_rank() for name in DIMENSIONS}
+        for name in reversed(DIMENSIONS):
+            if name in self._divided_over:
+                number, places[name] = divmod(number, self._mesh[name].size())
+        return part_of(matrix, self._mesh, places["data"] * self._mesh["tensor"].size() + places["tensor"])
+
+    def gather(self, owned: Sequence[Matrices], made: Callable[[nn.Parameter], Tensor]) -> Tensor:
+        """This rank's matrices, whole, from the parts that each rank makes: [N, rows, columns].
+
+        Args:
+            owned: each rank's matrices, by its number among `n_parts`; not all are empty.
+            made: returns this rank's part of a tensor of a matrix's shape; all have one dtype.
+        """
+        mine = owned[self.part]
+        sent = [[made(matrix).flatten() for matrix in matrices] for matrices in owned]
+        like = next(part for parts in sent for part in parts)
+        received = self._exchange(sent, [numel_of(part) * len(mine) for part in self._parts_of(mine)], like)
+        if not mine:
+            return like.new_empty(0, 0, 0)
+        whole = like.new_empty(len(mine), *mine[0].shape)
+        for part, values in zip(self._parts_of(mine), received, strict=True):
+            whole[:, *part] = values.view(len(mine), *shape_of(part))
+        return whole
+
+    def send(self, owned: Sequence[Matrices], whole: Tensor) -> list[Tensor]:
+        """This rank's parts of each owner's tensors, [N, rows, columns] by owner.
+
+        Args:
+            owned: each rank's matrices, by its number among `n_parts`.
+            whole: a tensor for each of this rank's matrices, [N, rows, columns].
+        """
+        here = [self.part_of(matrices[0]) if matrices else NOTHING for matrices in owned]
+        received = self._exchange(
+            [[whole[:, *part].flatten()] for part in self._parts_of(owned[self.part])],
+            [numel_of(part) * len(matrices) for part, matrices in zip(here, owned, strict=True)],
+            whole,
+        )
+        return [v.view(len(m), *shape_of(part)) for v, m, part in zip(received, owned, here, strict=True)]
+
+    def send_rows(self, owned: Sequence[Matrices], values: Tensor) -> list[Tensor]:
+        """Each owner's numbers, one per row of its matrices: [N, rows] by owner.
+
+        Args:
+            values: this rank's numbers, [N, rows].
+        """
+        shapes = [(len(matrices), matrices[0].size(0) if matrices else 0) for matrices in owned]
+        received = self._exchange([[values.flatten()]] * self.n_parts, [n * rows for n, rows in shapes], values)
+        return [each.view(shape) for each, shape in zip(received, shapes, strict=True)]
+
+    def broadcast(self, tensor: Tensor, copy: int) -> None:
+        """Send the tensor of the rank in this copy to the ranks that hold copies of its part, in place."""
+        if self.n_copies > 1:
+            distributed.broadcast(tensor.view(torch.uint8), group=self._group(of_parts=False), group_src=copy)
+
+    def _parts_of(self, matrices: Matrices) -> list[Part]:
+        """The part that each rank holds of such matrices."""
+        return [self.part_of(matrices[0], number) if matrices else NOTHING for number in range(self.n_parts)]
+
+    def _exchange(self, sent: list[list[Tensor]], sizes: list[int], like: Tensor) -> list[Tensor]:
+        """Send flat tensors to each rank that holds parts, and receive one of the given size from each."""
+        if self.n_parts == 1:
+            return [torch.cat(tensors) if len(tensors) > 1 else tensors[0] for tensors in sent]
+        received, bytes_each = like.new_empty(sum(sizes)), like.element_size()
+        distributed.all_to_all_single(  # of bytes: gloo does not send bf16
+            received.view(torch.uint8),
+            torch.cat([like.new_empty(0), *chain(*sent)]).view(torch.uint8),
+            [bytes_each * size for size in sizes],
+            [bytes_each * sum(tensor.numel() for tensor in tensors) for tensors in sent],
+            group=self._group(of_parts=True),
+        )
+        return list(torch.split(received, sizes))
