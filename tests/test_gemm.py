@@ -200,7 +200,7 @@ def test_a_model_trains_with_them(taken: Any) -> None:
 def test_a_device_is_measured_by_the_products_that_training_does(taken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "PROBE_SECONDS", 0)
     assert device.product_rate(torch.device("cpu"), torch.float32) > 1e8
-    assert set(taken) == {(2048, 2048, 2048)}
+    assert set(taken) == {(256, 256, 256)}  # test_throughput.py holds that a fast device gets larger ones
 
 
 @pytest.mark.parametrize("learned", [0, 1])
