@@ -29,8 +29,8 @@ template<class Cache> using Left = typename Policy<Cache>::Left;
 // Products of N rows with 16 · VECTORS columns, to columns of `out` from `at` on: added to what is there if `adds`.
 // Words of the right factor lie `apart` after one another, its vectors `vectors_apart`.
 template<class Cache, int N, int VECTORS>
-void multiply(const Left<Cache> *const *left, const uint32_t *right, int64_t n, int64_t apart, int64_t vectors_apart,
-              float *const *out, int64_t at, bool adds, Ahead &ahead) {
+[[gnu::noinline]] void multiply(const Left<Cache> *const (&left)[N], const uint32_t *right, int64_t n, int64_t apart,
+                                int64_t vectors_apart, float *const (&out)[N], int64_t at, bool adds, Ahead &ahead) {
     Tile<Policy<Cache>, N, VECTORS * PARTS> tile;
     const auto each_vector = [&](const auto &f) EACH {
         repeat<N>([&](auto r) EACH { repeat<VECTORS>([&](auto v) EACH { f(r, v); }); });
@@ -67,30 +67,16 @@ void add_some(const Left<Cache> *left, const uint32_t *right, int64_t first, int
         }
 }
 
-template<class Cache>
-using Multiply = void (*)(const Left<Cache> *const *, const uint32_t *, int64_t, int64_t, int64_t, float *const *,
-                          int64_t, bool, Ahead &);
-
-// Vectors of 16 columns, 1, 2 or 4, whose sums of n rows stay in registers.
-constexpr int vectors_of(int64_t n) {
-    const int64_t sums = REGISTERS / 2 / (n * PARTS);
-    return sums >= 4 ? 4 : sums >= 2 ? 2 : 1;
-}
-
-template<class Cache, int N>
-constexpr Multiply<Cache> OF_VECTORS[] = {multiply<Cache, N, 1>, multiply<Cache, N, std::min(2, vectors_of(N))>,
-                                          multiply<Cache, N, vectors_of(N)>};
-
-// Calls run(multiply, i) for some vectors from column i on, until all `width` columns of n rows are done.
-template<class Cache, class F> INLINE void by_columns(int64_t n, int64_t width, const F &run) {
-    const Multiply<Cache> *const of_vectors = n == 1   ? OF_VECTORS<Cache, 1>
-                                              : n == 2 ? OF_VECTORS<Cache, 2>
-                                              : n == 4 ? OF_VECTORS<Cache, std::min<int>(4, QUERIES)>
-                                                       : OF_VECTORS<Cache, QUERIES>;
-    for (int64_t i = 0, vectors = vectors_of(n); i < width; i += vectors * LANES) {
-        while (i + vectors * LANES > width) vectors /= 2;
-        run(of_vectors[vectors / 2], i);
-    }
+// Calls run(i, V) for V vectors of 16 columns from column i on, until all n columns are done. Sums of N rows and V
+// vectors stay in registers.
+template<int N, class F> INLINE void by_columns(int64_t n, const F &run) {
+    constexpr int SUMS = REGISTERS / 2 / (N * PARTS), MOST = SUMS > 4 ? 4 : SUMS > 1 ? SUMS : 1;
+    int64_t i = 0;
+    for (; i + MOST * LANES <= n; i += MOST * LANES) run(i, std::integral_constant<int, MOST>{});
+    if constexpr (MOST > 2)
+        if (i + 2 * LANES <= n) run(i, std::integral_constant<int, 2>{}), i += 2 * LANES;
+    if constexpr (MOST > 1)
+        if (i < n) run(i, std::integral_constant<int, 1>{});
 }
 
 // Of products of a query with keys [from, end) makes weights; what their sums are still to be multiplied by. Weights of
@@ -124,45 +110,47 @@ Lanes softmax(const Query &query, float scale, const HeadCache<Cache> &cache, fl
     return all(1 / sum(total));
 }
 
-// n queries: 1, 2, 4 or 8, up to QUERIES. scores: [n, room]. next: keys that come after these, or null.
-template<class Cache>
-void attend_by_vectors(int64_t n, const Query *queries, float scale, const HeadCache<Cache> &cache, float *scores,
-                       int64_t room, const Cache *next) {
+// scores: [N, room]. next: keys that come after these, or null.
+template<int N, class Cache>
+void attend_by_vectors(const Query *queries, float scale, const HeadCache<Cache> &cache, float *scores, int64_t room,
+                       const Cache *next) {
     constexpr int64_t OF_WORD = HeadCache<Cache>::OF_WORD;
-    const int64_t width = cache.width, n_words = width / OF_WORD, to = queries[n - 1].to;
+    const int64_t width = cache.width, n_words = width / OF_WORD, to = queries[N - 1].to;
     const int64_t from = queries[0].from / BLOCK * BLOCK, end = (to + BLOCK - 1) / BLOCK * BLOCK;
     if constexpr (ROUNDED<Cache>)
-        for (int r = 0; r < n; r++)
+        for (int r = 0; r < N; r++)
             for (int64_t i = 0; i < width; i += LANES) store((BFloat *)queries[r].q + i, load(queries[r].q + i));
-    const Left<Cache> *left[QUERIES];
-    float *out[QUERIES];
-    for (int r = 0; r < n; r++) left[r] = (const Left<Cache> *)queries[r].q, out[r] = scores + r * room;
+    const Left<Cache> *left[N];
+    float *out[N];
+    for (int r = 0; r < N; r++) left[r] = (const Left<Cache> *)queries[r].q, out[r] = scores + r * room;
     Ahead values = lines_of(next ? cache.values : nullptr, from, to, width, 4);
     Ahead keys = lines_of(next, from, to, width, width / LANES);
-    by_columns<Cache>(n, end - from, [&](Multiply<Cache> multiply, int64_t i) {
-        multiply(left, cache.keys_from((from + i) / BLOCK), n_words, BLOCK, n_words * BLOCK, out, i, false, values);
+    by_columns<N>(end - from, [&](int64_t i, auto vectors) EACH {
+        multiply<Cache, N, vectors>(left, cache.keys_from((from + i) / BLOCK), n_words, BLOCK, n_words * BLOCK, out, i,
+                                    false, values);
     });
-    Lanes factor[QUERIES];
-    for (int r = 0; r < n; r++) factor[r] = softmax(queries[r], scale, cache, scores + r * room, from, end);
+    Lanes factor[N];
+    for (int r = 0; r < N; r++) factor[r] = softmax(queries[r], scale, cache, scores + r * room, from, end);
 
     // Words in which each query sees all positions, and those before and behind.
     const auto word_of = [&](int64_t position) EACH { return (position - from) / OF_WORD; };
-    const int64_t all_from = word_of(queries[n - 1].from + OF_WORD - 1),
+    const int64_t all_from = word_of(queries[N - 1].from + OF_WORD - 1),
                   all_to = std::max(word_of(queries[0].to), all_from);
     const uint32_t *const right = cache.values_from(from);
-    const Left<Cache> *inner[QUERIES];
-    for (int r = 0; r < n; r++) {
+    const Left<Cache> *inner[N];
+    for (int r = 0; r < N; r++) {
         left[r] = (const Left<Cache> *)out[r], inner[r] = left[r] + all_from * Policy<Cache>::UNITS;
         out[r] = queries[r].out;
         std::fill_n(out[r], width, 0.0f);
         add_some<Cache>(left[r], right, word_of(queries[r].from), all_from, width, queries[r].from - from,
                         queries[r].to - from, out[r]);
     }
-    by_columns<Cache>(n, width, [&](Multiply<Cache> multiply, int64_t i) {
-        multiply(inner, right + all_from * width + i, all_to - all_from, width, LANES, out, i, true, keys);
+    by_columns<N>(width, [&](int64_t i, auto vectors) EACH {
+        multiply<Cache, N, vectors>(inner, right + all_from * width + i, all_to - all_from, width, LANES, out, i, true,
+                                    keys);
         keys = {};
     });
-    for (int r = 0; r < n; r++) {
+    for (int r = 0; r < N; r++) {
         add_some<Cache>(left[r], right, all_to, word_of(queries[r].to + OF_WORD - 1), width, queries[r].from - from,
                         queries[r].to - from, out[r]);
         for (int64_t i = 0; i < width; i += LANES) store(out[r] + i, load(out[r] + i) * factor[r]);
@@ -281,9 +269,14 @@ void kernels::attend(const Query *queries, int64_t n, float scale, const HeadCac
             return attend_by_tiles(queries, n, scale, cache, room, next);
 #endif
     float *scores = room.rows(n);
-    for (int64_t some = QUERIES; n > 0; some /= 2)
+    const auto run = [&](auto some) {
         for (; n >= some; n -= some, queries += some)
-            attend_by_vectors(some, queries, scale, cache, scores, room.n_scores, next);
+            attend_by_vectors<some>(queries, scale, cache, scores, room.n_scores, next);
+    };
+    if constexpr (QUERIES >= 8) run(std::integral_constant<int, 8>{});
+    if constexpr (QUERIES >= 4) run(std::integral_constant<int, 4>{});
+    run(std::integral_constant<int, 2>{});
+    run(std::integral_constant<int, 1>{});
 }
 
 #define FOR(Cache)                                                                                                     \
