@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from gptworks.errors import UserError
 from gptworks.model.gpt import GPT
@@ -15,6 +15,7 @@ from gptworks.planning.params import count_parameters
 from gptworks.planning.state import trained_state_bytes
 from gptworks.planning.trained import everything
 from gptworks.tensors import read_tensors
+from gptworks.training.distributed.owners import Owners
 from gptworks.training.optim import adamw, adamw_int8
 from gptworks.training.optim.muon import TOGETHER, Muon, batches, divided, orthogonalized
 from gptworks.training.optim.optimizer import Optimizer, parameter_groups
@@ -234,6 +235,23 @@ def test_muon_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.equal(a, b), a.shape
         else:  # one large matrix: products of another kernel, rounded to bfloat16
             torch.testing.assert_close(a, b, rtol=0, atol=1e-2 * 0.02)
+
+
+@pytest.mark.parametrize("row_beta", [None, 0.9])
+def test_a_rank_that_owns_no_matrix_exchanges_tensors_on_the_parameters_device(row_beta: float | None) -> None:
+    """The backend that exchanges tensors depends on their device, also if they are empty."""
+    exchanged: list[Tensor] = []
+
+    class TwoParts(Owners):
+        def _exchange(self, sent: list[list[Tensor]], sizes: list[int], like: Tensor) -> list[Tensor]:
+            exchanged.extend([like, *(tensor for tensors in sent for tensor in tensors)])
+            return [like.new_empty(size) for size in sizes]
+
+    owners, parameter = TwoParts(), nn.Parameter(torch.empty(8, 4, device="meta"))
+    owners.n_parts, parameter.grad = 2, torch.empty_like(parameter)
+    optimizer = Muon([parameter], row_beta=row_beta)
+    optimizer._updates([(), [parameter]], owners, optimizer.param_groups[0])
+    assert {tensor.device.type for tensor in exchanged} == {"meta"}
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])

@@ -99,17 +99,18 @@ class Muon(torch.optim.Muon):
         if not any(owned):
             return []
         if owners.n_parts == 1:
-            orthogonal = self._orthogonalized([_gradient(p) for p in mine], [self._average(p) for p in mine], group)
+            whole = self._orthogonalized([_gradient(p) for p in mine], [self._average(p) for p in mine], group)
         else:
             whole = owners.gather(owned, lambda p: _gradient(p).lerp(self._average(p), group["momentum"]).bfloat16())
-            parts = list(whole.float())  # Nesterov's direction from two equal tensors is that tensor
-            del whole
-            orthogonal = self._orthogonalized(parts, parts, group)
-            del parts
-        parts = owners.send(owned, orthogonal)
+            if mine:
+                matrices = list(whole.float())  # Nesterov's direction from two equal tensors is that tensor
+                del whole
+                whole = self._orthogonalized(matrices, matrices, group)
+                del matrices
+        parts = owners.send(owned, whole)
         if self._row_beta is None:
             return [(part,) for part in parts]
-        norms = torch.linalg.vector_norm(orthogonal, dim=2, dtype=torch.float32)
+        norms = torch.linalg.vector_norm(whole, dim=2, dtype=torch.float32)
         return list(zip(parts, owners.send_rows(owned, norms), strict=True))
 
     def _no_update(self, matrices: Matrices, owners: Owners) -> Update:
@@ -120,8 +121,6 @@ class Muon(torch.optim.Muon):
 
     def _orthogonalized(self, gradients: list[Tensor], averages: list[Tensor], group: dict[str, Any]) -> Tensor:
         """Orthogonalized Nesterov direction of each matrix, [N, rows, columns] in bfloat16."""
-        if not gradients:
-            return torch.empty(0, 0, 0, dtype=torch.bfloat16)
         if (library := muon_library([*gradients, *averages])) is not None:
             return muon_updates(library, gradients, averages, group["momentum"], self._polynomials, group["eps"])
         x = directions(gradients, averages, group["momentum"])
