@@ -234,8 +234,9 @@ def test_a_model_that_ranks_divide_begins_with_the_bits_of_one_device_and_is_nev
         for layout in layouts
         if model != "repeated" and (layout[2] == 1 or model in divisible[:-1])
     }
-    cases["an adapter"] = case("grouped", layouts[0])
-    cases["an adapter"]["recipe"] |= {"adapter": {"rank": 8}, "initialize_from": "base"}
+    for model in ("grouped", "induction"):
+        cases[f"an adapter of {model}"] = case(model, layouts[0])
+        cases[f"an adapter of {model}"]["recipe"] |= {"adapter": {"rank": 8}, "initialize_from": "base"}
     (tmp_path / "cases").write_text(json.dumps(list(cases.values())), encoding="utf-8")
     ranks_of(n_ranks, "built", tmp_path / "cases")
     results = json.loads((tmp_path / "cases.results").read_text(encoding="utf-8"))

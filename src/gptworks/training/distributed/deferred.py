@@ -19,6 +19,7 @@ from gptworks.model.attention import Attention
 from gptworks.model.gpt import GPT
 from gptworks.model.lab.future import FUTURE_HEADS
 from gptworks.model.lab.induction import begin_with_induction
+from gptworks.model.lora import is_adapter
 from gptworks.training.distributed.shards import local, part_of
 
 aten = torch.ops.aten
@@ -91,10 +92,10 @@ class Deferred(TorchDispatchMode):
             if name is None or not (is_last or func in DRAWS):
                 continue
             assert func in DRAWS or func in CONSTANTS, f"{func} changes {name}, and cannot be repeated"
-            if name.startswith(FUTURE_HEADS):
+            if is_later := name.startswith(FUTURE_HEADS) or is_adapter(name):
                 begin()
             value = func(torch.empty(tensor.shape, dtype=tensor.dtype), *args)
-            if is_last and name.startswith(begins):
+            if is_last and name.startswith(begins) and not is_later:
                 whole[name] = value
             elif is_last:
                 keep(name, value)
