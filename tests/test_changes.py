@@ -21,6 +21,8 @@ from gptworks.files import sealed_json
 from gptworks.model.gpt import GPT
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.training.changes import (
+    History,
+    Origin,
     change_words,
     changed,
     check_changes,
@@ -213,6 +215,15 @@ def test_the_card_and_the_recipe_say_what_happened_at_which_step(run: Path) -> N
     assert head[1] == "# from step 4: train.max_steps 4 → 5, train.learning_rate 0.003 → 0.001"
     rates = {r["step"]: r["learning_rate"] for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "train"}
     assert rates[4] > 0.001 > rates[5], "as the card says"
+
+
+def test_all_origins_of_a_fork_of_forks_are_named() -> None:
+    history = History(origins=[Origin(name, 4, "ab" * 32) for name in ("third", "second", "first")])
+    for text in (" ".join(history.lines()), str(history.origin_rows())):
+        assert [name for name in ("third", "second", "first") if f"the run {name} at step 4" in text] == [
+            "third", "second", "first",
+        ]  # fmt: skip
+    assert History().origin_rows() == {}
 
 
 def test_free_changes_are_recorded_and_the_recipe_repeats_the_run_still(run: Path) -> None:

@@ -77,7 +77,9 @@ class History:
 
     def origin_rows(self) -> dict[str, str]:
         """The origins, for a table."""
-        return {"and that one from" if n else "forked from": str(one) for n, one in enumerate(self.origins)}
+        names = list(map(str, self.origins))
+        rows = {"forked from": "".join(names[:1]), "and that one from": ", and that one from ".join(names[1:])}
+        return {key: words for key, words in rows.items() if words}
 
     def change_rows(self) -> dict[str, str]:
         """The changes by step, for a table; a step has two if the run stopped again before its next checkpoint."""
