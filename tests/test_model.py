@@ -169,6 +169,15 @@ def test_a_batch_is_its_rows() -> None:
     torch.testing.assert_close(model(tokens(3)), rows, rtol=0, atol=1e-6)
 
 
+def test_a_model_on_the_meta_device_draws_no_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each draw would take a fifth of a millisecond, and a model of experts has thousands of matrices."""
+    drawn: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.nn.init, "normal_", lambda tensor, *_, **__: drawn.append(tensor))
+    with torch.device("meta"):
+        model = GPT(plain_model(**SMALL))
+    assert len(drawn) <= sum(isinstance(module, torch.nn.Embedding) for module in model.modules())
+
+
 def test_heads_attend_separately() -> None:
     """With an identity after attention, changing one head's queries moves that head's columns alone."""
     attention = build(attention_bias=False).blocks[0].attention

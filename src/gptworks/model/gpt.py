@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
 from gptworks.config import ModelConfig, computes_again
@@ -238,6 +239,8 @@ class GPT(nn.Module):
 def initialize(model: GPT) -> None:
     """Set every parameter as `config.init` says; norms are 1 and 0, biases 0."""
     config = model.config
+    if model.head_weight.is_meta and not is_in_torch_dispatch_mode():
+        return  # nothing records the draws, and each takes a fifth of a millisecond
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             if config.init == "xavier":
