@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,17 @@ def refused(http: httpx.Client, status: int, part: str, **body: Any) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- the runs
+
+
+def test_an_answer_has_null_for_numbers_that_are_not_finite_also_next_to_text_that_is_not_unicode() -> None:
+    @dataclass
+    class Hit:
+        text: str
+        loss: float
+
+    for text, shown in (("plain", "plain"), ("half \ud800", "half \\ud800")):
+        body = bytes(as_json({"hits": (Hit(text, float("nan")),), "n": 1}).body)
+        assert json.loads(body) == {"hits": [{"text": shown, "loss": None}], "n": 1}
 
 
 def test_state_lists_the_runs_and_what_is_wrong_with_them(http: httpx.Client, runs: Path, demo: Engine) -> None:

@@ -1,6 +1,7 @@
 """The studio's answers as JSON and as events."""
 
 import json
+from dataclasses import is_dataclass
 from typing import Any
 
 from fastapi.responses import Response
@@ -38,7 +39,18 @@ def json_text(tree: Any) -> str:
     try:
         return to_json(tree, inf_nan_mode="null").decode()
     except ValueError:  # half of a surrogate pair, in a file's name or a hostile file
-        return to_json(plain(tree)).decode()
+        return to_json(_printable(tree), inf_nan_mode="null").decode()
+
+
+def _printable(tree: Any) -> Any:
+    """The tree with text that UTF-8 can encode."""
+    if is_dataclass(tree):
+        tree = vars(tree)
+    if isinstance(tree, dict):
+        return {_printable(key): _printable(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_printable(value) for value in tree]
+    return printable(tree) if isinstance(tree, str) else tree
 
 
 def plain(tree: Any) -> Any:
