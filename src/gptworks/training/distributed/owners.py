@@ -18,13 +18,10 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gptworks.training.distributed.shards import Part, numel_of, part_of, shape_of
+from gptworks.training.distributed.shards import DIMENSIONS, Part, numel_of, part_of, places_of, shape_of, sizes_of
 
 Matrices = Sequence[nn.Parameter]
 """Matrices of one shape that are divided alike, which one rank computes together."""
-
-DIMENSIONS = ("data", "tensor")
-"""The dimensions of the mesh, the inner one last."""
 
 NOTHING: Part = (slice(0, 0), slice(0, 0))
 
@@ -42,8 +39,9 @@ class Owners:
         self.n_copies, self.copy, self.n_parts, self.part = 1, 0, 1, 0
         if mesh is None:
             return
+        sizes, places = sizes_of(mesh), places_of(mesh)
         for name in DIMENSIONS:
-            size, index = mesh[name].size(), mesh[name].get_local_rank()
+            size, index = sizes[name], places[name]
             if name in divided_over:
                 self.n_parts, self.part = self.n_parts * size, self.part * size + index
             else:
@@ -63,11 +61,11 @@ class Owners:
         """The part of a matrix that a rank holds, by its number among `n_parts`; None: this rank."""
         if self._mesh is None or number is None:
             return part_of(matrix, self._mesh)
-        places = {name: self._mesh[name].get_local_rank() for name in DIMENSIONS}
+        sizes, places = sizes_of(self._mesh), places_of(self._mesh)
         for name in reversed(DIMENSIONS):
             if name in self._divided_over:
-                number, places[name] = divmod(number, self._mesh[name].size())
-        return part_of(matrix, self._mesh, places["data"] * self._mesh["tensor"].size() + places["tensor"])
+                number, places[name] = divmod(number, sizes[name])
+        return part_of(matrix, self._mesh, places["data"] * sizes["tensor"] + places["tensor"])
 
     def gather(self, owned: Sequence[Matrices], made: Callable[[nn.Parameter], Tensor]) -> Tensor:
         """This rank's matrices, whole, from the parts that each rank makes: [N, rows, columns].
