@@ -80,6 +80,18 @@ def test_planned_bytes_are_those_of_real_collectives(n_ranks: int, tmp_path: Pat
         assert sent == pytest.approx({kind: n for kind, n in expected.items() if n}, rel=0.01), name
 
 
+def test_a_plan_adds_up_what_several_collectives_send_of_one_kind_of_tensor() -> None:
+    """Tensor-parallel ranks exchange the parts of Muon's updates, and data-parallel ones copies of these parts."""
+    found = planned(
+        "gpt2", 4, "train.parallel.tensor_parallel=2", "train.parallel.strategy=ddp", "train.optimizer=muon",
+        "model.dropout_attention=0",
+    )  # fmt: skip
+    several = [one for one in collectives(found.setting) if one.what == "updates"]
+    assert {one.kind for one in several} == {"all_to_all", "broadcast"}
+    sent = sum(sent_bytes(one, found.setting.layout, found.micro_steps) for one in several)
+    assert found.sent_bytes["updates"] == sent
+
+
 # time -------------------------------------------------------------------------------------------------------
 
 

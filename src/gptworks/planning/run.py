@@ -252,8 +252,10 @@ class Plan:
     @cached_property
     def sent_bytes(self) -> dict[str, float]:
         """Bytes that each rank sends, and receives, in a step, by kind of tensor; empty for one rank."""
-        layout, micro_steps = self.setting.layout, self.micro_steps
-        return {one.what: sent_bytes(one, layout, micro_steps) for one in collectives(self.setting)}
+        sent: dict[str, float] = {}
+        for one in collectives(self.setting):  # several may send parts of one kind of tensor
+            sent[one.what] = sent.get(one.what, 0) + sent_bytes(one, self.setting.layout, self.micro_steps)
+        return sent
 
     @property
     def sampling_seconds_per_step(self) -> float | None:
