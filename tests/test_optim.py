@@ -1,5 +1,6 @@
 """Which parameter gets which optimizer, rate and decay; the arithmetic against torch; the state's round trip."""
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from gptworks.planning.state import trained_state_bytes
 from gptworks.planning.trained import everything
 from gptworks.tensors import read_tensors
 from gptworks.training.distributed.owners import Owners
-from gptworks.training.optim import adamw, adamw_int8
+from gptworks.training.optim import adamw, adamw_int8, muon
 from gptworks.training.optim.muon import TOGETHER, Muon, batches, divided, orthogonalized
 from gptworks.training.optim.optimizer import Optimizer, parameter_groups
 from gptworks.training.optim.polynomials import POLAR_EXPRESS, polynomials
@@ -235,6 +236,33 @@ def test_muon_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.equal(a, b), a.shape
         else:  # one large matrix: products of another kernel, rounded to bfloat16
             torch.testing.assert_close(a, b, rtol=0, atol=1e-2 * 0.02)
+
+
+def test_gathered_directions_are_freed_before_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are float32, twice the size of what the products read."""
+    monkeypatch.setattr(muon, "muon_library", lambda tensors: None)
+    gathered: list[weakref.ref[Tensor]] = []
+    make, orthogonalize = muon.directions, muon.orthogonalized
+
+    def noted(gradients: list[Tensor], averages: list[Tensor], momentum: float) -> Tensor:
+        gathered.extend(map(weakref.ref, gradients))
+        return make(gradients, averages, momentum)
+
+    def checked(x: Tensor, *arguments: Any) -> Tensor:
+        assert len(gathered) == 1 and gathered[0]() is None
+        return orthogonalize(x, *arguments)
+
+    class Gathers(Owners):
+        def _exchange(self, sent: list[list[Tensor]], sizes: list[int], like: Tensor) -> list[Tensor]:
+            return [torch.ones(size, dtype=like.dtype) for size in sizes]
+
+    monkeypatch.setattr(muon, "directions", noted)
+    monkeypatch.setattr(muon, "orthogonalized", checked)
+    owners, parameter = Gathers(), nn.Parameter(torch.ones(8, 4))
+    owners.n_parts, parameter.grad = 2, torch.ones_like(parameter)
+    optimizer = Muon([parameter])
+    optimizer._updates([[parameter], ()], owners, optimizer.param_groups[0])
+    assert gathered
 
 
 @pytest.mark.parametrize("row_beta", [None, 0.9])
