@@ -29,9 +29,11 @@ import tiny
 from commands import Process
 from gptworks.checkpoint import checkpoints, choose_checkpoint, save_checkpoint
 from gptworks.errors import UserError
+from gptworks.model.gpt import GPT
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.training.distributed import agreed
 from gptworks.training.distributed.agreed import agreed_checkpoint
+from gptworks.training.distributed.deferred import Deferred
 from gptworks.training.distributed.ranks import ALONE, Ranks
 from gptworks.training.loop import train
 from gptworks.training.optim.muon import Muon
@@ -242,6 +244,17 @@ def test_a_step_of_muon_does_not_slice_the_mesh_for_each_rank(monkeypatch: pytes
         assert len(sliced) <= 2
     finally:
         distributed.destroy_process_group()
+
+
+def test_a_tensor_whose_values_were_not_recorded_is_not_left_as_its_memory_is() -> None:
+    config = parse_recipe(case("grouped", ("fsdp", 2, 1))["recipe"]).model
+    with Deferred() as deferred:
+        model = GPT(config)
+        model.norm.weight = torch.nn.Parameter(torch.arange(32.0))
+    deferred.name(model)
+    here = {name: torch.empty(parameter.shape) for name, parameter in model.named_parameters()}
+    with pytest.raises(AssertionError, match=r"no recorded operation fills norm\.weight"):
+        deferred.fill(here, config, mesh=None)
 
 
 @pytest.mark.parametrize("n_ranks", [2, pytest.param(4, marks=pytest.mark.ranks)])

@@ -76,8 +76,10 @@ class Deferred(TorchDispatchMode):
         last = {_storage(tensor): number for number, (tensor, *_) in enumerate(self._record)}
         begins = _INDUCTION if config.init == "induction" else ()
         whole: dict[str, Tensor] = {}
+        left = set(parameters)
 
         def keep(name: str, value: Tensor) -> None:
+            left.remove(name)
             local(parameters[name]).copy_(value[part_of(parameters[name], mesh)])
 
         def begin() -> None:
@@ -101,6 +103,7 @@ class Deferred(TorchDispatchMode):
                 keep(name, value)
             del value  # before the next is made
         begin()
+        assert not left, f"no recorded operation fills {min(left)}"
 
 
 def _begin_with_induction(config: ModelConfig, whole: dict[str, Tensor]) -> None:
