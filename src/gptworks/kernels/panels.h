@@ -24,8 +24,8 @@ constexpr int64_t PANEL_FAR =
     8192; // bytes ahead that it is asked for where activations take one pass, not a panel ahead
 
 // Each kind has a function `multiply` for ROWS activation rows, from … to or fewer, and a panel of 16 · VECTORS weight
-// rows, the first one `first`: it leaves sums [ROWS][VECTORS] of each plane of the activations. `result` makes of them
-// what the row's columns are. ahead: weights that come later.
+// rows, from `first` to `last` or fewer: it makes sums [ROWS][VECTORS] of each plane of the activations, of which
+// `result` makes what the row's columns are. ahead: weights that come later.
 
 // The planes of ROWS activation rows; those behind the last are the last again.
 template<int ROWS, class Kind> struct Planes {
@@ -41,8 +41,8 @@ template<int ROWS, class Kind> struct Planes {
 // has the policy, the activations and what a sum of each plane makes.
 template<class Kind> struct OfWords : Kind {
     template<int ROWS, int VECTORS>
-    static void multiply(const Matrix &m, int64_t first, const Rows &x, int64_t from, int64_t to, Lanes *sums,
-                         Ahead &ahead) {
+    static void multiply(const Matrix &m, int64_t first, int64_t last, const Rows &x, int64_t from, int64_t to,
+                         const Result &out, Ahead &ahead) {
         typedef typename Kind::Policy Policy;
         const Planes<ROWS, Kind> left(x, from, to);
         Tile<Policy, ROWS * Kind::PLANES, VECTORS * PARTS> tile;
@@ -51,7 +51,9 @@ template<class Kind> struct OfWords : Kind {
                                           EACH { return left.in[r][word * Policy::UNITS + e]; },
                                       m.panel_from(first), m.n_words(), VECTORS * LANES, LANES, &lines);
         ahead = lines;
-        std::memcpy(sums, tile.sum, sizeof tile.sum);
+        put(m, out, first, last, from, to, [&](int64_t r, int64_t v) EACH {
+            return Kind::result(tile.at(r, v), tile.at((Kind::PLANES - 1) * ROWS + r, v), x, from + r);
+        });
     }
 };
 
@@ -74,8 +76,8 @@ struct BFloats {
 // integers of 16 bits are multiplied: sums of some elements are exact, and the row's scale comes last.
 template<class Kind> struct InGroups : Kind {
     template<int ROWS, int VECTORS>
-    static void multiply(const Matrix &m, int64_t first, const Rows &x, int64_t from, int64_t to, Lanes *sums,
-                         Ahead &ahead) {
+    static void multiply(const Matrix &m, int64_t first, int64_t last, const Rows &x, int64_t from, int64_t to,
+                         const Result &out, Ahead &ahead) {
         constexpr int ALL = ROWS * Kind::PLANES;
         const Planes<ROWS, Kind> left(x, from, to);
         const uint32_t *panel = m.panel_from(first);
@@ -106,9 +108,8 @@ template<class Kind> struct InGroups : Kind {
             panel += n * VECTORS * LANES, scales += VECTORS * LANES;
         }
         ahead = lines;
-        std::memcpy(sums, total, sizeof total);
+        put(m, out, first, last, from, to, [&](int64_t r, int64_t v) EACH { return total[r][v] * x.scale(from + r); });
     }
-    static INLINE Lanes result(Lanes total, Lanes, const Rows &x, int64_t row) { return total * x.scale(row); }
 };
 
 #ifdef INTEGER_PRODUCTS
@@ -151,7 +152,7 @@ template<bool NIBBLES> struct Sixteens {
 };
 #endif
 
-typedef void (*Multiply)(const Matrix &, int64_t, const Rows &, int64_t, int64_t, Lanes *, Ahead &);
+typedef void (*Multiply)(const Matrix &, int64_t, int64_t, const Rows &, int64_t, int64_t, const Result &, Ahead &);
 
 template<class Kind, int VECTORS>
 constexpr Multiply OF_ROWS[] = {Kind::template multiply<1, VECTORS>,
@@ -173,13 +174,7 @@ template<class Kind> void panels(const Matrix &m, const Rows &x, const Result &t
                                                        : OF_ROWS<Kind, Kind::VECTORS>;
         for (int64_t row = 0; row < x.n; row += Kind::ROWS) {
             const int64_t rows_end = std::min(row + Kind::ROWS, x.n), rows = rows_end - row;
-            const int64_t at_once = rows == 1 ? 1 : rows <= 4 ? std::min<int64_t>(4, Kind::ROWS) : Kind::ROWS;
-            Lanes sums[Kind::PLANES * Kind::ROWS * Kind::VECTORS];
-            of_rows[rows == 1 ? 0 : rows <= 4 ? 1 : 2](m, first, x, row, rows_end, sums, ahead);
-            put(m, to, first, last, row, rows_end, [&](int64_t r, int64_t v) EACH {
-                const Lanes *const sum = sums + r * vectors + v;
-                return Kind::result(*sum, sum[(Kind::PLANES - 1) * at_once * vectors], x, row + r);
-            });
+            of_rows[rows == 1 ? 0 : rows <= 4 ? 1 : 2](m, first, last, x, row, rows_end, to, ahead);
         }
         to.finish(0, x.n, first, last);
     }

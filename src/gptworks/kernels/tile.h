@@ -39,10 +39,7 @@ template<class Policy, int ROWS, int COLUMNS> struct Tile { // COLUMNS: register
                 add_word(left, word, right, vectors_apart);
                 right += apart;
             };
-            if constexpr (ROWS * COLUMNS * Policy::UNITS < 8)
-                repeat<STEP>([&](auto step) EACH { next(first + step); });
-            else // long enough: written out, it is no faster
-                for (int64_t step = 0; step < STEP; step++) next(first + step);
+            repeat<STEP>([&](auto step) EACH { next(first + step); });
         }
     }
 
