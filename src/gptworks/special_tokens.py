@@ -245,7 +245,7 @@ def _optional(path: Path) -> dict[str, Any]:
 
 
 def _is_ours(config: Mapping[str, Any]) -> bool:
-    """Whether a tokenizer_config.json is empty, or a run's own whose special tokens are found by name."""
+    """Whether a tokenizer_config.json is empty or, apart from its special tokens, what gptworks writes for a run."""
     if not config:
         return True
     return {key: value for key, value in config.items() if key not in ROLES} == our_config({})

@@ -15,7 +15,7 @@ def readable(value: float, unit: str) -> str:
 
 
 def significant(value: float, digits: int = 4) -> str:
-    """A number with this many significant digits and separated thousands, without an exponent from 1e-5 to 1e9."""
+    """A number with this many significant digits and separated thousands; with an exponent below 1e-5 and from 1e9."""
     if not math.isfinite(value):
         return f"{value}"
     size = int(f"{value:.{digits - 1}e}".partition("e")[2])

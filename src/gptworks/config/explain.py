@@ -31,7 +31,8 @@ def explain(error: ValidationError, root: type[Section], origin: str, overrides:
 
 
 def faults(error: ValidationError, root: type[Section]) -> list[tuple[str, str]]:
-    """The first `MOST_FAULTS` errors, each as the setting's key (empty for the section itself) and a message."""
+    """The first `MOST_FAULTS` errors, each as the setting's key (empty for the section itself) and a message;
+    if there are more, a last item with an empty key says how many."""
     items: list[dict[str, Any]] = [
         dict(item) for item in error.errors(include_url=False) if item["type"] != "default_factory_not_called"
     ]

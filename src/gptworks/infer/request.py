@@ -262,7 +262,7 @@ class OpenRequests:
                 self.statistics.reused_tokens += job.n_reused
         return [Draw(job, job.request.first_logits) for job in admitted if job.n_computed == len(job.tokens)]
 
-    # ------------------------------------------------------------------------------------------------ come and go
+    # -------------------------------------------------------------------------------------------- open and end requests
 
     def open(self, request: Request) -> None:
         """Add a submitted request."""

@@ -338,7 +338,7 @@ def _filter(scores: Tensor, values: Tensor, settings: Sequence[SamplingSettings]
     mass_before = probabilities.cumsum(-1) - probabilities
     by_p = (mass_before < top_p) | (rank == 0) | (top_p == 1)
     ends_by_p = all_seen | ~by_p[:, -1:]
-    n_by_p = by_p.sum(-1, keepdim=True)  # a nucleus is a prefix of the ranks
+    n_by_p = by_p.sum(-1, keepdim=True)  # by_p is true on a prefix, so its sum is the size of the nucleus
     last, following = values.gather(1, n_by_p - 1), values.gather(1, n_by_p.clamp(max=n - 1))
     tied = (n_by_p < n) & (last == following) & by_k.gather(1, n_by_p.clamp(max=n - 1))
 

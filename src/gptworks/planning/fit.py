@@ -12,7 +12,7 @@ from gptworks.planning.setting import Setting
 from gptworks.units import readable
 
 LARGEST_BATCH = 4096
-"""Most sequences of a micro-batch that is tried."""
+"""Largest micro-batch that is tried, in sequences, unless a step of a device has more."""
 
 COMPARED_DEVICES = 8
 """Number of devices for which sharding is shown if the plan has only one."""

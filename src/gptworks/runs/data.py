@@ -31,7 +31,7 @@ from gptworks.training.samples import StepSamples, samples_of_step, steps_done
 
 MOST_CONTEXT = 1 << 20
 BEFORE = 16
-"""Number of tokens before a part that are decoded with it, because they may begin its first character."""
+"""Number of tokens that are decoded before the first one shown: they may hold the beginning of its first character."""
 _COUNTED_TOKENS = 1 << 20
 
 Tree = dict[str, Any]
@@ -177,7 +177,7 @@ class RunData:
         return replace(samples, n_samples=len(places)), rows
 
     def _tokens(self, before: Int64s, ids: Int64s) -> list[Tree]:
-        """The tokens `ids`, each with the text that it adds to the tokens before it: none if it ends in a character."""
+        """The tokens `ids`, each with the text that it completes, if any. before: the tokens before them."""
         stream = StreamDecoder(self.prepared.tokenizer)
         for token in before.tolist():
             stream.push(token)

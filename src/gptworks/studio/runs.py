@@ -189,7 +189,7 @@ async def comparison(
 
     def conclude(watch: Watch) -> dict[str, Any]:
         runs = _used(watch, run)
-        for name in run:  # check each run's links, since its checkpoints are read
+        for name in run:  # raises if a link leads out of the folder: the comparison reads a checkpoint there
             feed.library.get(name)
         broken = [one for one in runs if one.problem is not None]
         if broken:

@@ -1,4 +1,7 @@
-"""The training loop: read `train` first; the methods of `Run` follow in the order of their calls."""
+"""The training loop: read `train` first; the methods of `Run` follow in the order of their calls.
+
+A run begins or resumes in session.py.
+"""
 
 import contextlib
 import time

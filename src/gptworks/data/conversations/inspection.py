@@ -118,7 +118,7 @@ class Inspection:
 
 
 def inspect_conversations(recipe: Recipe, prepared: Prepared) -> Inspection:
-    """The figures and the faults of a recipe's conversations. Only `check_records` refuses faults."""
+    """The figures and the faults of a recipe's conversations. `check_records` refuses faults."""
     context = recipe.model.context_length
     shards, held_out = TokenShards(prepared.folder, "train"), TokenShards(prepared.folder, "validation")
     columns, validation = example_columns(shards), example_columns(held_out)
@@ -192,7 +192,7 @@ class PairInspection:
 
 
 def inspect_pairs(recipe: Recipe, prepared: Prepared) -> PairInspection:
-    """The figures and the faults of a recipe's pairs. Only `check_records` refuses faults."""
+    """The figures and the faults of a recipe's preference pairs. `check_records` refuses faults."""
     context = recipe.model.context_length
     shards, held_out = TokenShards(prepared.folder, "train"), TokenShards(prepared.folder, "validation")
     pairs = Pairs(shards, context)

@@ -172,7 +172,7 @@ def with_system(record: Fields, turns: Turns) -> Turns:
     """The record's system message and the turns, which may begin with the same message.
 
     Raises:
-        ValueError: the turns begin with a different system message, or the record states two.
+        ValueError: the turns begin with a different system message, or the record states two that differ.
     """
     stated = [(name, read_text(record, name)) for name in ("system", "system_prompt") if is_stated(record, name)]
     if turns.messages and turns.messages[0]["role"] == "system":

@@ -339,7 +339,8 @@ _ALL = (
         optional({"final_logit_softcapping": ("logit_softcap", 30.0),
                   "attn_logit_softcapping": ("attention_softcap", 50.0)}, nullable=True),
         window_by_layer(switched=False, full_every=2), rope=rope(), modules=_GATED_MLP,
-        harmless=frozenset({"hidden_act", "cache_implementation", "sliding_window_size"}),  # old names; for generation
+        # two names of older versions; cache_implementation is for generation only
+        harmless=frozenset({"hidden_act", "cache_implementation", "sliding_window_size"}),
     ),
     _gemma(
         "gemma3_text", "Gemma3ForCausalLM", _QK_NORM,
@@ -349,7 +350,8 @@ _ALL = (
         rope=rope(theta_absent=1_000_000.0, window_theta="rope_local_base_freq", window_theta_absent=10_000.0,
                   kinds=_FIXED_LENGTH),
         modules=_QK_NORMS | _GATED_MLP,
-        harmless=frozenset({"cache_implementation", "_sliding_window_pattern"}),  # for generation; in `layer_types`
+        # the first is for generation only; the second repeats `layer_types`
+        harmless=frozenset({"cache_implementation", "_sliding_window_pattern"}),
     ),
     like_llama("granite", "GraniteForCausalLM", _BOTH_FLAGS, SCALE_FACTOR, _MULTIPLIERS, heads=heads()),
     like_llama(

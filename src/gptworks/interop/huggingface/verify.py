@@ -191,7 +191,7 @@ def verify_import(run_dir: Path, library: str, load: Callable[[], Any], report: 
 
 
 def logit_bound(largest_logit: float) -> float:
-    """The largest accepted difference of two logits, from the largest logit of the sequence."""
+    """The largest accepted difference between two models' logits, given the largest absolute logit."""
     return TOLERANCE * max(1.0, largest_logit)
 
 

@@ -90,7 +90,9 @@ def policy_loss(
 
 def scaled_logprobs(model: GPT, features: Tensor, targets: Tensor, temperature: float) -> Tensor:
     """log π of each target at a sampling temperature, 0 where it is −100; float32 [B, T]."""
-    softcap = model.config.logit_softcap and model.config.logit_softcap / temperature  # cap first, then divide
+    softcap = (
+        model.config.logit_softcap and model.config.logit_softcap / temperature
+    )  # equals capping the logits and then dividing them by the temperature
     return target_logprobs(features / temperature, model.head_weight, targets, softcap)
 
 
