@@ -158,7 +158,7 @@ def test_a_run_that_no_class_computes_is_refused_with_exit_code_2(tmp_path: Path
     train(parse_recipe(tree))
     refused = tiny.gptworks("export", tmp_path / "run", tmp_path / "hf")
     assert refused.returncode == 2
-    assert refused.stderr.startswith("error: no architecture of transformers computes this model: `qwen3` does not")
+    assert refused.stderr.startswith("error: no architecture of transformers computes this model: `qwen3` lacks")
     assert "model.qk_norm=true" in refused.stderr
     assert not (tmp_path / "hf").exists()
 

@@ -439,7 +439,10 @@ def test_a_model_is_loaded_before_a_text_is_asked_for(server: Running, http: htt
     assert http.post("/studio/load", json=body).json() == {"loaded": True}
     assert "demo@4" in [model.name for model in server.service.models]
     assert server.engine("demo@4").backend_description is not None, "the first request waits for nothing"
-    kinds = [event["type"] for event in events(http, prompt="line", checkpoint=4, settings={"max_tokens": 1})]
+    kinds = [
+        event["type"]
+        for event in events(http, prompt="line", checkpoint=4, settings={"max_tokens": 1, "ignore_eos": True})
+    ]
     assert kinds == ["start", "token", "end"]
     assert http.post("/studio/load", json=body | {"checkpoint": 5}).status_code == 404
     damaged = {"model": HOSTILE, "checkpoint": 8}

@@ -48,6 +48,8 @@ class Optimizer:
     """Returns the state of a parameter with this shape, by key."""
     scratch_bytes: Callable[[dict[Shape, int]], int] = lambda _: 0
     """Returns the peak scratch memory of an update in bytes, from the number of matrices of each shape."""
+    whole_matrices: bool = False
+    """Whether each rank must hold the matrices that this optimizer updates, and their state, as a whole."""
     orthogonalizes: bool = False
     """Whether updates are orthogonal matrices times `muon_learning_rate`; ranks divide the work of such updates."""
 
@@ -110,7 +112,7 @@ OPTIMIZERS = {
     "adamw_int8": Optimizer("AdamW", _adamw_int8),
     "muon": Optimizer("Muon and AdamW", _muon, _muon_scratch, orthogonalizes=True),
     "normuon": Optimizer("NorMuon and AdamW", _normuon, _muon_scratch, orthogonalizes=True),
-    "soap": Optimizer("SOAP and AdamW", _soap, _soap_scratch),
+    "soap": Optimizer("SOAP and AdamW", _soap, _soap_scratch, whole_matrices=True),
 }
 """Optimizers by `train.optimizer`; adamw_int8 is AdamW with `train.optimizer_state=int8`."""
 

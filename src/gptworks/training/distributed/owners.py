@@ -92,6 +92,8 @@ class Owners:
             owned: each rank's matrices, by its number among `n_parts`.
             whole: a tensor for each of this rank's matrices, [N, rows, columns].
         """
+        if self.n_parts == 1:
+            return [whole]
         here = [self.part_of(matrices[0]) if matrices else NOTHING for matrices in owned]
         received = self._exchange(
             [[whole[:, *part].flatten()] for part in self._parts_of(owned[self.part])],
@@ -106,14 +108,17 @@ class Owners:
         Args:
             values: this rank's numbers, [N, rows].
         """
+        if self.n_parts == 1:
+            return [values]
         shapes = [(len(matrices), matrices[0].size(0) if matrices else 0) for matrices in owned]
         received = self._exchange([[values.flatten()]] * self.n_parts, [n * rows for n, rows in shapes], values)
         return [each.view(shape) for each, shape in zip(received, shapes, strict=True)]
 
     def broadcast(self, tensor: Tensor, copy: int) -> None:
-        """Send the tensor of the rank in this copy to the ranks that hold copies of its part, in place."""
+        """Send the tensor of the rank in this copy to the ranks with copies of its part, which receive in place."""
         if self.n_copies > 1:
-            distributed.broadcast(tensor.view(torch.uint8), group=self._group(of_parts=False), group_src=copy)
+            sent = tensor.contiguous()  # the receivers' tensor is
+            distributed.broadcast(sent.view(torch.uint8), group=self._group(of_parts=False), group_src=copy)
 
     def _parts_of(self, matrices: Matrices) -> list[Part]:
         """The part that each rank holds of such matrices."""
@@ -121,8 +126,6 @@ class Owners:
 
     def _exchange(self, sent: list[list[Tensor]], sizes: list[int], like: Tensor) -> list[Tensor]:
         """Send flat tensors to each rank that holds parts, and receive one of the given size from each."""
-        if self.n_parts == 1:
-            return [torch.cat(tensors) if len(tensors) > 1 else tensors[0] for tensors in sent]
         received, bytes_each = like.new_empty(sum(sizes)), like.element_size()
         distributed.all_to_all_single(  # of bytes: gloo does not send bf16
             received.view(torch.uint8),

@@ -120,13 +120,13 @@ class Muon(torch.optim.Muon):
         return (part,) if self._row_beta is None else (part, like.new_empty(n, matrices[0].size(0)))
 
     def _orthogonalized(self, gradients: list[Tensor], averages: list[Tensor], group: dict[str, Any]) -> Tensor:
-        """Orthogonalized Nesterov direction of each matrix, [N, rows, columns] in bfloat16. May empty the lists."""
+        """Orthogonalized Nesterov direction of each matrix, [N, rows, columns] in bfloat16. Empties the lists."""
         if (library := muon_library([*gradients, *averages])) is not None:
             return muon_updates(library, gradients, averages, group["momentum"], self._polynomials, group["eps"])
-        x = directions(gradients, averages, group["momentum"])
-        gradients.clear()  # so that gathered directions are freed before the products
+        made = [directions(gradients, averages, group["momentum"])]  # a list, so that nothing else keeps them
+        gradients.clear()  # gathered ones are freed before the products
         averages.clear()
-        return orthogonalized(x, self._polynomials, group["eps"]).contiguous()
+        return orthogonalized(made.pop(), self._polynomials, group["eps"])
 
     def _apply(self, matrices: Matrices, update: Update, owners: Owners, group: dict[str, Any]) -> None:
         rows, columns = matrices[0].shape
