@@ -51,7 +51,7 @@ template<class Kind> struct OfWords : Kind {
                                           EACH { return left.in[r][word * Policy::UNITS + e]; },
                                       m.panel_from(first), m.n_words(), VECTORS * LANES, LANES, &lines);
         ahead = lines;
-        put(m, out, first, last, from, to, [&](int64_t r, int64_t v) EACH {
+        put_each<ROWS, VECTORS>(m, out, first, last, from, to, [&](auto r, auto v) EACH {
             return Kind::result(tile.at(r, v), tile.at((Kind::PLANES - 1) * ROWS + r, v), x, from + r);
         });
     }
@@ -108,7 +108,8 @@ template<class Kind> struct InGroups : Kind {
             panel += n * VECTORS * LANES, scales += VECTORS * LANES;
         }
         ahead = lines;
-        put(m, out, first, last, from, to, [&](int64_t r, int64_t v) EACH { return total[r][v] * x.scale(from + r); });
+        put_each<ROWS, VECTORS>(m, out, first, last, from, to,
+                                [&](auto r, auto v) EACH { return total[r][v] * x.scale(from + r); });
     }
 };
 

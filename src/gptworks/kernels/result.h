@@ -62,4 +62,17 @@ INLINE void put(const Matrix &m, const Result &result, int64_t first, int64_t en
     }
 }
 
+// The same for ROWS rows or fewer and 16 · VECTORS columns or fewer, whose sums stay in registers.
+template<int ROWS, int VECTORS, class F>
+INLINE void put_each(const Matrix &m, const Result &result, int64_t first, int64_t end, int64_t from, int64_t to,
+                     const F &sum) {
+    repeat<VECTORS>([&](auto v) EACH {
+        if (first + v * LANES >= end) return;
+        const Columns columns(m, first + v * LANES, end);
+        repeat<ROWS>([&](auto r) EACH {
+            if (from + r < to) columns.put(sum(r, v), from + r, result);
+        });
+    });
+}
+
 } // namespace kernels
