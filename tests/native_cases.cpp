@@ -5,6 +5,8 @@
 
 #include "step.cpp"
 
+extern "C" const char *gptworks_error() noexcept; // entry.cpp
+
 #include <cstdio>
 #include <cstdlib>
 

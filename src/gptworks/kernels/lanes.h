@@ -23,7 +23,7 @@
 #endif
 #if (defined(__AVX512VNNI__) && defined(__AVX512BW__)) || defined(__ARM_FEATURE_DOTPROD)
 #define INTEGER_PRODUCTS // of 8 bits
-#elif defined(__AVX2__) && defined(__F16C__) && defined(__FMA__)
+#elif defined(__AVX2__) && defined(__F16C__) && defined(__FMA__) && (defined(__AVX512BW__) || !defined(__AVX512F__))
 #define WIDE_INTEGER_PRODUCTS // of 16 bits
 #endif
 #ifdef __AVX512BF16__

@@ -130,19 +130,21 @@ struct Nibbles {
 // Integers of 16 bits: of a word's bytes, or its nibbles, the first and third and then the second and fourth.
 template<bool NIBBLES> struct Wide {
     typedef Ints Sum;
-    typedef __m256i Right;
+    typedef int16_t Right __attribute__((vector_size(REGISTER)));
     typedef int32_t Left;
     static constexpr int UNITS = NIBBLES ? 4 : 2;
-    static INLINE __m256i right(Words words, int e) {
-        const __m256i x = (__m256i)words;
-        if (NIBBLES)
-            return _mm256_and_si256(_mm256_srli_epi32(x, e % 2 * 8 + e / 2 * 4), _mm256_set1_epi32(0x000f000f));
-        return _mm256_srai_epi16(e ? x : _mm256_slli_epi16(x, 8), 8);
+    static INLINE Right right(Words words, int e) {
+        if (NIBBLES) return (Right)(words >> (e % 2 * 8 + e / 2 * 4) & 0x000f000f);
+        return (Right)(e ? words : (Words)((Right)words << 8)) >> 8;
     }
-    static INLINE Ints add(Ints sum, __m256i right, int32_t left) {
-        __m256i next = _mm256_add_epi32((__m256i)sum, _mm256_madd_epi16(right, _mm256_set1_epi32(left)));
-        asm("" : "+x"(next)); // GCC adds in another order, and has too few registers
-        return (Ints)next;
+    static INLINE Ints add(Ints sum, Right right, int32_t left) {
+#ifdef __AVX512BW__
+        return sum + (Ints)_mm512_madd_epi16((__m512i)right, _mm512_set1_epi32(left));
+#else
+        sum += (Ints)_mm256_madd_epi16((__m256i)right, _mm256_set1_epi32(left));
+        asm("" : "+x"(sum)); // GCC adds in another order, and has too few registers
+        return sum;
+#endif
     }
 };
 #endif
