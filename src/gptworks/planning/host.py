@@ -85,7 +85,7 @@ def whole_model(setting: Setting) -> tuple[ParameterCount, Trained]:
 def building_bytes(setting: Setting) -> int:
     """Bytes on the host while a new model is built, in float32 except for the packed base of an adapter."""
     layout, (parameters, trained) = setting.layout, whole_model(setting)
-    if layout.sharding == "none" and layout.tensor_parallel == 1:
+    if layout.n_parts == 1:
         return held_weights_bytes(parameters, trained)
     on_device = placed_bytes(setting) if setting.on_cpu else 0
     return on_device + 4 * max(prod(shape) for shape in parameters.shapes.values())

@@ -33,6 +33,11 @@ class Layout:
         return self.data_parallel * self.tensor_parallel
 
     @property
+    def n_parts(self) -> int:
+        """Number of ranks that divide each matrix of a block; 1: each rank holds it whole."""
+        return (1 if self.sharding == "none" else self.data_parallel) * self.tensor_parallel
+
+    @property
     def sums_in_backward(self) -> bool:
         """Whether the backward pass overlaps with the all-reduce of gradients that each rank has in full;
         tensor-parallel ranks have to agree on theirs first."""

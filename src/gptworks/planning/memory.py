@@ -146,7 +146,7 @@ class _Step:
         scratch = optimizer_scratch_bytes(
             self.parameters, s.optimizer, s.optimizer_state, self.trained, s.on_cpu, s.decays_cautiously, n_shares
         )
-        if OPTIMIZERS[s.optimizer].orthogonalizes and (self.sharded or self.layout.tensor_parallel > 1):
+        if OPTIMIZERS[s.optimizer].orthogonalizes and self.layout.n_parts > 1:
             scratch = max(scratch, gathered_bytes(Counter(whole_model(s)[1].matrices), self.layout.world_size))
         self.mark("optimizer", scratch)
         return self.peak

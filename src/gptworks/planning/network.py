@@ -106,14 +106,13 @@ def _of_shares(layout: Layout, shards: Shards, n_layers: int) -> Iterator[Collec
 
 def _of_owners(s: Setting) -> Iterator[Collective]:
     """The exchange of the directions that an owner orthogonalizes, in bf16; see `training.distributed.owners`."""
-    layout = s.layout
-    over_data, over_tensor = layout.sharding != "none" and layout.data_parallel > 1, layout.tensor_parallel > 1
-    n_parts = (layout.data_parallel if over_data else 1) * layout.tensor_parallel
+    layout, n_parts = s.layout, s.layout.n_parts
     n_copies = layout.world_size // n_parts
     matrices = (s.trained or everything(count_parameters(s.model))).matrices
     held = 2 * sum(map(prod, matrices)) // n_parts
     if n_parts > 1:
-        dimension = "all" if over_data and over_tensor else "data" if over_data else "tensor"
+        sharded = "data" if layout.tensor_parallel == 1 else "all"
+        dimension = "tensor" if n_parts == layout.tensor_parallel else sharded
         for what in ("directions", "updates"):
             yield Collective(what, "all_to_all", dimension, held // n_copies, "exposed", held // n_copies, False)
     if n_copies > 1:

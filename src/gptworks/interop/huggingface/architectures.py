@@ -339,8 +339,7 @@ _ALL = (
         optional({"final_logit_softcapping": ("logit_softcap", 30.0),
                   "attn_logit_softcapping": ("attention_softcap", 50.0)}, nullable=True),
         window_by_layer(switched=False, full_every=2), rope=rope(), modules=_GATED_MLP,
-        # two names of older versions; cache_implementation is for generation only
-        harmless=frozenset({"hidden_act", "cache_implementation", "sliding_window_size"}),
+        harmless=frozenset({"hidden_act", "cache_implementation", "sliding_window_size"}),  # two are older names
     ),
     _gemma(
         "gemma3_text", "Gemma3ForCausalLM", _QK_NORM,

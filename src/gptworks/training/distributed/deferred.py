@@ -1,4 +1,4 @@
-"""Building a model of which each rank keeps only a part.
+"""Building a model that ranks divide: each rank keeps its part.
 
 On one device, building a model draws random numbers tensor by tensor. Here the same code builds it on the meta device,
 and its operations are recorded. Once the model is divided, they are repeated: each tensor is drawn whole, in the same

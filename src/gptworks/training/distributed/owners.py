@@ -65,7 +65,7 @@ class Owners:
         for name in reversed(DIMENSIONS):
             if name in self._divided_over:
                 number, places[name] = divmod(number, sizes[name])
-        return part_of(matrix, self._mesh, places["data"] * sizes["tensor"] + places["tensor"])
+        return part_of(matrix, self._mesh, places)
 
     def gather(self, owned: Sequence[Matrices], made: Callable[[nn.Parameter], Tensor]) -> Tensor:
         """This rank's matrices, whole, from the parts that each rank makes: [N, rows, columns].

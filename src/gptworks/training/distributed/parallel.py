@@ -40,7 +40,7 @@ from gptworks.planning.layout import ONE_DEVICE, Layout
 from gptworks.quantize.linear import packed_matrices
 from gptworks.training.distributed.deferred import Deferred
 from gptworks.training.distributed.ranks import ALONE, Ranks
-from gptworks.training.distributed.shards import divided_over, local
+from gptworks.training.distributed.shards import divided_over, local, sizes_of
 from gptworks.training.distributed.sums import GradientSums, Timed
 
 
@@ -162,7 +162,7 @@ class ManyDevices(Parallel):
 
     def build(self, make: Callable[[], GPT], device: torch.device) -> GPT:
         """A new model's parts on this rank, which never holds more than a whole tensor besides them."""
-        if not self._sharded and self._tensor.size() == 1:
+        if self.layout.n_parts == 1:
             return self.place(make(), device)
         with Deferred() as deferred:
             model = make()
@@ -218,9 +218,8 @@ class ManyDevices(Parallel):
         if self._data.size() > 1:
             trained = [p for p in self.parameters.values() if p.requires_grad and "data" not in divided_over(p)]
             self._sums = GradientSums(reversed(trained), self._data.get_group())
-        model.token_embedding.register_forward_pre_hook(
-            lambda *_: self.ranks.count_work()
-        )  # each forward pass calls it
+        # each forward pass calls it
+        model.token_embedding.register_forward_pre_hook(lambda *_: self.ranks.count_work())
         return model
 
     @contextmanager
@@ -274,7 +273,7 @@ class ManyDevices(Parallel):
         for name, gradient in self._local_gradients().items():
             if not name.startswith(prefix):
                 continue
-            sizes = [self.mesh[dimension].size() for dimension in divided_over(self.parameters[name])]
+            sizes = [sizes_of(self.mesh)[dimension] for dimension in divided_over(self.parameters[name])]
             copies = self.ranks.size // math.prod(sizes)
             by_copies.setdefault(copies, []).append(gradient)
         squares = [nn.utils.get_total_norm(there).item() ** 2 / copies for copies, there in by_copies.items()]

@@ -1,5 +1,6 @@
 """The parts of a tensor that ranks hold."""
 
+from collections.abc import Mapping
 from functools import cache
 from math import prod
 
@@ -33,24 +34,23 @@ def sizes_of(mesh: DeviceMesh) -> dict[str, int]:
     return {name: mesh[name].size() for name in DIMENSIONS}
 
 
-def places_of(mesh: DeviceMesh, rank: int | None = None) -> dict[str, int]:
-    """The index of a rank in each dimension of the mesh; None: this rank."""
-    places = divmod(mesh.get_rank() if rank is None else rank, sizes_of(mesh)["tensor"])
-    return dict(zip(DIMENSIONS, places, strict=True))
+def places_of(mesh: DeviceMesh) -> dict[str, int]:
+    """This rank's index in each dimension of the mesh."""
+    return dict(zip(DIMENSIONS, divmod(mesh.get_rank(), sizes_of(mesh)["tensor"]), strict=True))
 
 
-def part_of(tensor: Tensor, mesh: DeviceMesh | None, rank: int | None = None) -> Part:
+def part_of(tensor: Tensor, mesh: DeviceMesh | None, places: Mapping[str, int] | None = None) -> Part:
     """The part of a tensor that a rank holds.
 
     Tensor parallelism divides a dimension first, and FSDP what is left, each as `torch.chunk` does.
 
     Args:
         mesh: all ranks, by the dimensions data and tensor; None: one rank.
-        rank: a rank of the mesh; None: this one.
+        places: the rank's index in each dimension of the mesh; None: this rank's.
     """
     held = [range(n) for n in tensor.shape]
     if isinstance(tensor, DTensor) and mesh is not None:
-        sizes, places = sizes_of(mesh), places_of(mesh, rank)
+        sizes, places = sizes_of(mesh), places or places_of(mesh)
         ways = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True))
         for name in sorted(ways, reverse=True):  # tensor, data
             if not ways[name].is_replicate():
