@@ -91,6 +91,12 @@ def test_help_shows_the_functions_arguments_and_every_name_that_is_offered_exist
 # -------------------------------------------------------------------------------------------------- settings
 
 
+@pytest.mark.parametrize("text", ["a\x85b", "a\x7fb", "a\u2028b", "é 😀", "'\"\\"])
+def test_texts_in_a_list_are_read_from_an_override_as_they_were_given(text: str) -> None:
+    (override,) = overrides_of({"train": {"sample_prompts": [text]}})
+    assert load_recipe("demo", [override]).train.sample_prompts == (text,)
+
+
 def test_settings_by_name_are_overrides_as_they_are_typed() -> None:
     assert overrides_of({"max_steps": 20, "model": {"n_layers": 2, "rope_scaling": None}, "run_dir": Path("a b")}) == [
         "train.max_steps=20", "model.n_layers=2", "model.rope_scaling=null", "run_dir=a b",

@@ -363,7 +363,10 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
 def as_typed(value: Any) -> str:
     """A setting's value as typed in an override."""
     plain = to_jsonable_python(value, fallback=str)
-    return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
+    if isinstance(plain, str):
+        return plain
+    text = json.dumps(plain, ensure_ascii=False)
+    return re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text)  # YAML allows these only as escapes
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
