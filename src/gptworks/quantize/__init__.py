@@ -1,9 +1,9 @@
-"""Quantization: matrices in 16, 8 or 4 bits a weight, the rest in fp32.
+"""Quantization: matrices in 16, 8 or 4 bits per weight, all other tensors in fp32.
 
 formats   the packed formats and their values
-panels    the memory layout of the native kernels
+panels    the memory layout that the native kernels read
 rounding  rounding of weights to representable values: to the nearest, or by GPTQ
-linear    the modules that hold packed matrices, and the GPT made of them
-convert   a model → its quantized form
-load      a checkpoint's weights → packed ones, while they are read
+linear    layers with a packed matrix, and the GPT that has such layers
+convert   quantizes a model in memory
+load      packs a checkpoint's weights while reading them
 """

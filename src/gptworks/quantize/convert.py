@@ -1,8 +1,8 @@
 """Quantizes a model in memory.
 
-The blocks' matrices get the requested kind. Norms, biases, positions, gates and the routers of experts stay fp32:
-they are a thousandth of the weights. With int4, some matrices are kept in int8: the embedding, those whose rows are not
-a multiple of a group, and the head unless int4 is requested for it.
+The blocks' matrices get the requested kind. Norms, biases, position embeddings, gates and the routers of experts stay
+fp32: they are a thousandth of the weights. With int4, some matrices are stored in int8: the embedding, matrices whose
+row length is not a multiple of a group's, and the head unless int4 is requested for it.
 """
 
 import copy
@@ -21,7 +21,7 @@ from gptworks.quantize.linear import QuantizedGPT, packed_matrices
 from gptworks.quantize.rounding import Rounded, gptq, round_int4, round_int8
 
 Packed = tuple[Tensor, Tensor | None]
-"""Weight and scale, see `formats`."""
+"""Weight and scale of a packed matrix, see formats.py; the scale is None for bf16 and fp16."""
 
 
 @torch.no_grad()
@@ -33,17 +33,17 @@ def quantize_model(
     *,
     head: HeadWeights = "int8",
 ) -> QuantizedGPT:
-    """A quantized copy of the model, on its device, in eval mode. Unpacked tensors are shared with the model.
+    """Return a quantized copy of the model, on its device, in eval mode. It shares unpacked tensors with the model.
 
     Args:
-        calibration: batches of token ids, int64 [B, T], on which int4's rounding is calibrated (GPTQ). Empty: each
+        calibration: batches of token ids, int64 [B, T], on which GPTQ calibrates the rounding to int4. Empty: each
             weight is rounded to the nearest value.
-        step: called with the name of the part that is quantized next.
-        head: only with int4: the kind of the head, and of a tied embedding.
+        step: called with the name of each part before it is quantized.
+        head: the kind of the head, and of an embedding tied to it, if `weights` is int4.
 
     Raises:
-        UserError: a kind is unknown, or the head cannot have it; the model is quantized already; or a weight is too
-            large for its kind.
+        UserError: `weights` or `head` is unknown or unusable with this model; the model is quantized already; or a
+            weight is too large for its kind.
     """
     kinds = matrix_kinds(model, weights, head)
     if calibration and weights == "int4" and model.config.repeats_layers:
@@ -73,10 +73,10 @@ def quantize_model(
 
 
 def matrix_kinds(model: GPT, weights: Weights, head: HeadWeights = "int8") -> dict[str, Weights]:
-    """The kind of each matrix of the model, by its module's name.
+    """Return the kind to which each matrix of the model is quantized, by module name.
 
     Raises:
-        UserError: a kind is unknown, or the head cannot have it; or the model is quantized already.
+        UserError: `weights` or `head` is unknown, the head cannot be int4, or the model is quantized already.
     """
     check_known(weights, get_args(Weights))
     check_known(head, get_args(HeadWeights), of="head")
@@ -102,30 +102,30 @@ def matrix_kinds(model: GPT, weights: Weights, head: HeadWeights = "int8") -> di
 
 
 def head_name(model: GPT) -> str:
-    """The name of the module with the head's matrix: the embedding, if they are tied."""
+    """Return the name of the module that holds the head's matrix: the token embedding, if the head is tied to it."""
     return "token_embedding" if model.untied_head is None else "untied_head"
 
 
 def check_known(weights: str, known: Sequence[str], of: str = "weights") -> None:
-    """Refuse an unknown kind of weights.
+    """Check that `weights` is one of the `known` kinds.
 
     Args:
-        of: the setting's name, for the message.
+        of: the setting's name, for the error message.
 
     Raises:
-        UserError: the format is unknown; the message names the nearest one.
+        UserError: `weights` is unknown; the message suggests the most similar known kind.
     """
     if weights not in known:
         raise UserError(f"{of}={weights}: it must be one of {', '.join(known)}{did_you_mean(weights, known)}")
 
 
 def base_kinds(model: GPT, weights: Weights) -> dict[str, Weights]:
-    """The kinds of the blocks' matrices under an adapter, by module's name; all others stay fp32."""
+    """Return the kinds of the matrices to pack under an adapter, by module name: only those of the blocks."""
     return {name: kind for name, kind in matrix_kinds(model, weights).items() if name.startswith("blocks.")}
 
 
 def pack_for(model: GPT, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The fp32 tensors, with the model's packed matrices packed, each weight to the nearest value.
+    """Return the fp32 `tensors`, with each matrix packed that is packed in `model`; weights round to the nearest value.
 
     Raises:
         UserError: a weight is too large for its kind.
@@ -137,7 +137,7 @@ def pack_for(model: GPT, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def packed_parts(name: str, matrix: Tensor, kind: Weights) -> dict[str, Tensor]:
-    """A module's matrix, packed to the nearest values: weight and scale by their names in a checkpoint.
+    """Pack the matrix of module `name`, rounding to the nearest values; return weight and scale by checkpoint name.
 
     Raises:
         UserError: a weight is too large for the kind.
@@ -148,7 +148,7 @@ def packed_parts(name: str, matrix: Tensor, kind: Weights) -> dict[str, Tensor]:
 
 
 def unpack_all(tensors: Mapping[str, Tensor], kinds: Mapping[str, Weights]) -> dict[str, Tensor]:
-    """The tensors, with packed matrices unpacked to fp32."""
+    """Return the tensors, with the packed matrices of the modules named in `kinds` unpacked to fp32."""
     whole = dict(tensors)
     for name in kinds:
         whole[f"{name}.weight"] = unpacked(whole[f"{name}.weight"], whole.pop(f"{name}.scale", None), torch.float32)
@@ -156,10 +156,10 @@ def unpack_all(tensors: Mapping[str, Tensor], kinds: Mapping[str, Weights]) -> d
 
 
 def packed_kinds(model: GPT, dtypes: Mapping[str, object]) -> dict[str, Weights]:
-    """The kind of each packed matrix in a checkpoint, by its module's name; empty if all are fp32.
+    """Return the kind of each packed matrix in a checkpoint, by module name; empty if all matrices are fp32.
 
     Args:
-        model: the unpacked model, on any device. dtypes: the dtypes of the stored tensors, by name.
+        model: the unpacked model, on any device. dtypes: dtypes of the checkpoint's tensors, by name.
     """
     kinds = {}
     for name, module in _packable(model).items():
@@ -171,13 +171,13 @@ def packed_kinds(model: GPT, dtypes: Mapping[str, object]) -> dict[str, Weights]
 
 
 def _packable(model: GPT) -> dict[str, nn.Linear | nn.Embedding]:
-    """The modules whose matrices may be packed, by name. Routers stay: a rounded one would choose other experts."""
+    """Return the modules whose matrices can be packed, by name; not routers, whose choices would change."""
     matrices = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)}
     return {name: m for name, m in matrices.items() if not name.endswith(("position_embedding", "mlp.router"))}
 
 
 def pack(matrix: Tensor, kind: Weights) -> Packed:
-    """Pack a matrix [N, K], each weight rounded to the nearest value; some rows at a time, to take little memory."""
+    """Pack a matrix [N, K], rounding each weight to the nearest value, a few rows at a time to save memory."""
     if DTYPES[kind].is_floating_point:
         return matrix.to(DTYPES[kind]), None
     with torch.device(matrix.device):
@@ -208,10 +208,10 @@ def _check_holds(name: str, matrix: Tensor, weights: Weights) -> None:
 def _calibrated(
     model: GPT, kinds: dict[str, Weights], batches: Sequence[Tensor], step: Callable[[str], None]
 ) -> dict[str, Packed]:
-    """The packed int4 matrices, each rounded for the inputs that the already rounded blocks give it."""
+    """Return the int4 matrices, packed, by module name. GPTQ rounds each block on outputs of the rounded blocks."""
     packed: dict[str, Packed] = {}
     inputs = _inputs_of_block(model, batches, 0)
-    rounding = copy.deepcopy(model) if model.config.laboratory else None  # a block may read several blocks' outputs
+    rounding = copy.deepcopy(model) if model.config.laboratory else None  # its blocks may read several blocks' outputs
     for i, block in enumerate(model.blocks):
         step(f"block {i + 1} of {len(model.blocks)}")
         rounded = copy.deepcopy(block).eval()
@@ -234,7 +234,7 @@ def _calibrated(
 
 
 def _calibrate_head(packed: Any, whole: Any, model: QuantizedGPT, batches: Iterable[Tensor]) -> None:
-    """Round the model's head again, to int4, for its features after all other matrices are rounded."""
+    """Round the fp32 head `whole` by GPTQ, on features of `model` with all other matrices rounded, into `packed`."""
     hessian = whole.weight.new_zeros(packed.columns, packed.columns)
     for tokens in batches:
         features = model.features(tokens.to(model.device)).flatten(0, -2).float()
@@ -243,7 +243,7 @@ def _calibrate_head(packed: Any, whole: Any, model: QuantizedGPT, batches: Itera
 
 
 def _inputs_of_block(model: GPT, batches: Iterable[Tensor], layer: int) -> list[tuple[Any, ...]]:
-    """The arguments of a block's calls, batch by batch."""
+    """Run the model on each batch; return the arguments that block number `layer` was called with."""
     calls: list[tuple[Any, ...]] = []
     hook = model.blocks[layer].register_forward_pre_hook(lambda _, given: calls.append(given))
     training = model.training
@@ -258,7 +258,7 @@ def _inputs_of_block(model: GPT, batches: Iterable[Tensor], layer: int) -> list[
 
 
 def _hessians(block: nn.Module, matrices: dict[str, nn.Linear], inputs: list[tuple[Any, ...]]) -> dict[str, Tensor]:
-    """The sum of x·xᵀ over each matrix's inputs, [K, K]."""
+    """Run the block on `inputs`; return the sum of x·xᵀ over the inputs x [K] of each matrix, [K, K], by name."""
     sums = {}
     hooks = []
     for name, module in matrices.items():

@@ -5,8 +5,8 @@
     int8        int8 [N, K]         fp32 [N]                weight · scale of the row
     int4        uint8 [N, K/2]      fp16 [N, K/32]          (nibble − 8) · scale of the group
 
-int4 has groups of 32 along a row. Byte j of a group's 16 holds element j in its low nibble and element j + 16 in its
-high one, as llama.cpp's Q4_0 does.
+In int4, each group of 32 elements of a row has its own scale and takes 16 bytes. Byte j holds element j of the group in
+its low nibble and element j + 16 in its high nibble, as in llama.cpp's Q4_0.
 """
 
 import torch
@@ -16,24 +16,24 @@ from gptworks.choices import Weights
 from gptworks.planning.setting import UNPACKED_ELSEWHERE, UNPACKED_ON_CPU
 
 GROUP = 32
-"""Elements of a row that share a scale in int4."""
+"""Number of consecutive elements of a row that share a scale in int4."""
 
 LEVELS = {"int8": (-127, 127), "int4": (-8, 7)}
-"""The least and the largest integer of each kind."""
+"""The smallest and the largest integer of each kind."""
 
 DTYPES: dict[Weights, torch.dtype] = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8, "int4": torch.uint8,
 }  # fmt: skip
 
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
-"""The kind of a stored matrix by its dtype; fp32 is not packed."""
+"""The kind of a packed matrix, by the dtype of its weight."""
 
 
 def empty(kind: Weights, rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
-    """Uninitialized weight and scale of a matrix [rows, columns] of this kind.
+    """Return uninitialized weight and scale tensors for a packed matrix [rows, columns] of this kind.
 
     Raises:
-        ValueError: the kind is int4, and the columns are not a multiple of a group.
+        ValueError: the kind is int4, and `columns` is not a multiple of 32.
     """
     if kind == "int4":
         _check_groups(columns)
@@ -46,7 +46,7 @@ def pack_int4(levels: Tensor) -> Tensor:
     """Pack integers −8 … 7 [N, K] into uint8 [N, K/2].
 
     Raises:
-        ValueError: K is not a multiple of a group.
+        ValueError: K is not a multiple of 32.
     """
     _check_groups(levels.size(1))
     grouped = (levels + 8).to(torch.uint8).view(levels.size(0), -1, 2, GROUP // 2)
@@ -60,7 +60,7 @@ def unpack_int4(packed: Tensor) -> Tensor:
 
 
 def dequantize(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The values [..., K] of some rows of a packed matrix: computed in float32, rounded once to `dtype`."""
+    """Return the values [..., K] of rows of a packed matrix, computed in float32 and rounded once, to `dtype`."""
     if scale is None:
         return weight.to(dtype)
     if weight.dtype == torch.uint8:
@@ -69,12 +69,12 @@ def dequantize(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tens
 
 
 def rows_at_once(weight: Tensor, columns: int) -> int:
-    """Number of rows of a packed matrix to unpack at once; on a CPU, they fit in its cache."""
+    """Return the number of rows of a packed matrix to unpack at a time; on a CPU, this many fit in its cache."""
     return max(1, (UNPACKED_ON_CPU if weight.device.type == "cpu" else UNPACKED_ELSEWHERE) // columns)
 
 
 def unpacked(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The values [N, K] of a packed matrix, unpacked some rows at a time to need little memory beyond the result."""
+    """Return the values [N, K] of a packed matrix. It unpacks a few rows at a time, to use little memory meanwhile."""
     columns = weight.size(1) * (2 if weight.dtype == torch.uint8 else 1)
     n_rows = rows_at_once(weight, columns)
     matrix = torch.empty(weight.size(0), columns, dtype=dtype, device=weight.device)

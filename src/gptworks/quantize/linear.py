@@ -1,6 +1,6 @@
-"""Modules with packed matrices, and the GPT made of them.
+"""Layers with a packed matrix, and the GPT that has such layers.
 
-They compute in the dtype of their inputs, so that code for a GPT also runs a quantized one. Casting the model
+The layers compute in the dtype of their inputs, so that code for a GPT also runs a quantized one. Casting the model
 (`.bfloat16()`) changes the dtype of its computations, not its packed matrices.
 """
 
@@ -21,12 +21,12 @@ from gptworks.quantize.panels import from_panels, rows_from_panels
 
 
 class PackedMatrix(nn.Module):
-    """A packed matrix [N, K], see `formats`."""
+    """A packed matrix [N, K], see formats.py."""
 
     weight: Tensor
     scale: Tensor | None
     panel = 0
-    """Rows of a panel; 0: row by row. In panels (panels.py), `weight`, and `scale` of int4, are flat tensors."""
+    """Rows per panel (panels.py); 0: stored row by row. In panels, `weight` and the `scale` of int4 are 1-D."""
 
     def __init__(self, kind: Weights, rows: int, columns: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class PackedMatrix(nn.Module):
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
         self.dtype = torch.float32
-        """The dtype of unpacked values if no input decides it: the one to which the module was cast."""
+        """The dtype to which the module was cast: that of unpacked values where no input determines it."""
 
     @property
     def kind(self) -> Weights:
@@ -43,7 +43,7 @@ class PackedMatrix(nn.Module):
 
     @property
     def row_by_row(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and scale in the layout of `formats`; copies if they are in panels."""
+        """Weight and scale in the layout of formats.py; copies if the matrix is stored in panels."""
         weight, scale = self.weight, self.scale
         if weight.dim() == 1:
             weight = from_panels(weight, self.rows, self.panel)[:, : self._row_elements]
@@ -53,15 +53,15 @@ class PackedMatrix(nn.Module):
 
     @property
     def _row_elements(self) -> int:
-        """Elements of a row of `weight`."""
+        """Number of elements in a row of `weight`."""
         return self.columns // 2 if self.weight.dtype == torch.uint8 else self.columns
 
     def dequantized(self) -> Tensor:
-        """The matrix [N, K], in this module's dtype."""
+        """Return the matrix [N, K], unpacked to this module's dtype."""
         return dequantize(*self.row_by_row, self.dtype)
 
     def product(self, x: Tensor) -> Tensor:
-        """x [..., K] → x · matrixᵀ [..., N], in x's dtype."""
+        """Return x [..., K] · matrixᵀ, [..., N], in x's dtype."""
         weight, scale = self.row_by_row
         n_rows = self.rows if x.device.type != "cpu" else rows_at_once(weight, self.columns)
         weights = torch.split(weight, n_rows)
@@ -70,7 +70,7 @@ class PackedMatrix(nn.Module):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """A cast changes only `dtype`; packed numbers are only moved between devices."""
+        """Move or cast the module. A cast changes only `dtype`, not the packed tensors."""
         packed = {"weight": self.weight, "scale": self.scale}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
@@ -81,7 +81,7 @@ class PackedMatrix(nn.Module):
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Save row by row: panels depend on the machine."""
+        """Save the matrix row by row, because the panels' layout depends on the machine."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, tensor in zip(("weight", "scale"), self.row_by_row, strict=True):
             if tensor is not None:
@@ -99,7 +99,7 @@ class QuantizedLinear(PackedMatrix):
         self.bias = nn.Parameter(torch.zeros(rows)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] → [..., N], in x's dtype; if x has a gradient, in `product_dtype`."""
+        """Map x [..., K] to [..., N], in x's dtype, or in `product_dtype` if x requires a gradient."""
         if x.requires_grad and torch.is_grad_enabled():
             y: Tensor = _Product.apply(x.to(product_dtype(x)), *self.row_by_row)  # type: ignore[no-untyped-call]
         else:
@@ -108,10 +108,10 @@ class QuantizedLinear(PackedMatrix):
 
 
 class LoRAQuantizedLinear(LowRank, QuantizedLinear):
-    """A packed layer with an adapter (QLoRA; Dettmers et al., 2023)."""
+    """A quantized linear layer with an adapter (QLoRA; Dettmers et al., 2023)."""
 
     def __init__(self, base: QuantizedLinear, config: LoRAConfig) -> None:
-        """Takes over the base's tensors."""
+        """Add an adapter to `base`; the new layer shares the tensors of `base`."""
         with torch.device("meta"):
             super().__init__(base.kind, base.rows, base.columns, base.bias is not None)
         (self.weight, self.scale), self.bias = base.row_by_row, base.bias
@@ -125,7 +125,7 @@ def _(base: QuantizedLinear, config: LoRAConfig) -> LowRank:
 
 
 class _Product(torch.autograd.Function):
-    """The product x · matrixᵀ. It saves the packed matrix, which the backward pass unpacks again."""
+    """The product x · matrixᵀ. Only the packed matrix is saved for the backward pass, which unpacks it again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
@@ -139,10 +139,10 @@ class _Product(torch.autograd.Function):
 
 
 class QuantizedEmbedding(PackedMatrix):
-    """An embedding with a packed matrix, which unpacks the rows that it reads."""
+    """An embedding with a packed matrix; it unpacks only the rows of its input tokens."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Token ids [...] → [..., K]."""
+        """Map token ids [...] to embeddings [..., K]."""
         weight, scale = self.weight, self.scale
         weight = self._rows_of(weight, tokens)[..., : self._row_elements]
         if scale is not None:
@@ -157,21 +157,21 @@ class QuantizedGPT(GPT):
     """A GPT with packed matrices."""
 
     def __init__(self, config: ModelConfig, kinds: Mapping[str, Weights]) -> None:
-        """Weights are uninitialized until they are loaded; a model built on the meta device takes no memory until then.
+        """Build the model with uninitialized weights; on the meta device, it takes no memory until they are loaded.
 
         Args:
-            kinds: the kind of each packed matrix, by its module's name, such as `blocks.0.mlp.up`.
+            kinds: the kind of each packed matrix, by module name, such as `blocks.0.mlp.up`.
         """
         super().__init__(config)
         hold_packed(self, kinds)
 
     @property
     def head_weight(self) -> Tensor:
-        """The head's matrix [V, C], unpacked at each call."""
+        """The head's matrix [V, C], unpacked at each access."""
         return self._head.dequantized() if isinstance(self._head, PackedMatrix) else self._head.weight
 
     def logits(self, features: Tensor) -> Tensor:
-        """The logits [..., V] of features [..., C]."""
+        """Return the logits [..., V] of features [..., C]."""
         if isinstance(self._head, PackedMatrix):
             return cap(self._head.product(features), self.config.logit_softcap)
         return super().logits(features)
@@ -187,36 +187,36 @@ class QuantizedGPT(GPT):
 
     @property
     def weights(self) -> str:
-        """The kinds of the packed matrices, the smallest first: `int4` or `int4, int8`."""
+        """The kinds of the packed matrices, smallest first, such as `int4` or `int4, int8`."""
         order = ("int4", "int8", "fp16", "bf16")
         return ", ".join(sorted({module.kind for _, module in packed_matrices(self)}, key=order.index))
 
 
 def weights_of(model: GPT) -> str:
-    """The kinds of a model's matrices in words: `fp32`, or those of packed ones, such as `int4, int8`."""
+    """Return the kinds of a model's matrices as text: `int4, int8` for packed ones; otherwise the dtype, as `fp32`."""
     return model.weights if isinstance(model, QuantizedGPT) else KINDS.get(model.dtype, "fp32")
 
 
 def hold_packed(model: GPT, kinds: Mapping[str, Weights]) -> GPT:
-    """Replace the named matrices by uninitialized packed ones. Changes the model and returns it."""
+    """Replace the modules named in `kinds` by uninitialized packed ones, in place; return the model."""
     for name, kind in kinds.items():
         model.set_submodule(name, _packed(model.get_submodule(name), kind))
     return model
 
 
 def weight_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All tensors that a model computes with, by name: parameters, and the buffers of packed matrices."""
+    """Return all weights of a model by name: its parameters, and the buffers of its packed matrices."""
     packed = {f"{name}.{part}": x for name, matrix in packed_matrices(model) for part, x in matrix.named_buffers()}
     return dict(model.named_parameters()) | packed
 
 
 def packed_matrices(model: nn.Module) -> list[tuple[str, PackedMatrix]]:
-    """The packed matrices and their names."""
+    """Return the name and module of each packed matrix in the model."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, PackedMatrix)]
 
 
 def _packed(module: nn.Module, kind: Weights) -> PackedMatrix:
-    """The module's packed counterpart, uninitialized."""
+    """Return an uninitialized packed module of the same shape as `module`."""
     if isinstance(module, nn.Linear):
         return QuantizedLinear(kind, module.out_features, module.in_features, module.bias is not None)
     assert isinstance(module, nn.Embedding), f"{type(module).__name__} has no packed form"

@@ -1,6 +1,6 @@
-"""Packs weights while a run is loaded: reads, merges with the adapter and rounds one matrix at a time.
+"""Packs a run's weights while loading them: reads one matrix, merges the adapter into it and rounds it, then the next.
 
-The result equals a run of `gptworks quantize --rounding nearest`. GPTQ needs a text, so only that command offers it.
+The result equals that of `gptworks quantize --rounding nearest`. GPTQ needs a text, so only that command offers it.
 """
 
 from collections.abc import Mapping
@@ -21,21 +21,21 @@ from gptworks.tensors import TensorFile
 
 
 def kinds_to_pack(model: GPT, weights: LoadedWeights, stored: Mapping[str, Weights], run: str) -> dict[str, Weights]:
-    """The kinds of the matrices to pack while they are read, by module's name; empty: all stay as stored.
+    """Return the kinds of the matrices to pack while loading, by module name; empty if all stay as stored.
 
     Args:
         model: the unpacked model, on any device.
-        stored: the kinds of the run's packed matrices, by module's name, except those under an adapter.
-        run: the run's name, for the message.
+        stored: the kinds of the run's packed matrices, by module name, except matrices with an adapter.
+        run: the run's name, for the error message.
 
     Raises:
-        UserError: the weights are unknown, or differ from those of a quantized run.
+        UserError: `weights` is unknown, or the run is quantized already, to other kinds.
     """
     check_known(weights, get_args(LoadedWeights))
     if weights == "auto":
         return {}
     asked = {} if weights == "fp32" else matrix_kinds(model, weights)
-    head = head_name(model)  # int4 runs store the head in int8 or int4
+    head = head_name(model)  # left out below: in int4 runs, the head is int8 or int4
     if stored and {**stored, head: None} != {**asked, head: None}:
         raise UserError(
             f"weights={weights}: {run} is quantized already, to {', '.join(sorted(set(stored.values())))}. Leave "
@@ -52,15 +52,15 @@ def read_packed(
     adapter: LoRAConfig | None,
     device: torch.device | str,
 ) -> dict[str, Tensor]:
-    """A run's weights, packed on the device, with one fp32 matrix in memory at a time.
+    """Read a run's weights and pack them on the device, with one fp32 matrix in memory at a time.
 
     Args:
-        kinds: the kinds of the matrices to pack, by module's name.
-        under_adapter: the kinds of matrices under an adapter in the file, by module's name.
-        adapter: the settings of the file's adapter, which is merged into the weights.
+        kinds: the kinds of the matrices to pack, by module name.
+        under_adapter: the kinds of the file's packed matrices that have an adapter, by module name.
+        adapter: the settings of the file's adapter, which is merged into the weights; None: the file has none.
 
     Raises:
-        UserError: for the reasons of `TensorFile.read`; or a weight exceeds its kind's range.
+        UserError: the file cannot be read (see `TensorFile.read`), or a weight exceeds its kind's range.
     """
     tensors: dict[str, Tensor] = {}
     for name in file.stored:
@@ -69,7 +69,7 @@ def read_packed(
             continue
         read = partial(
             _read_merged, file, name, module in under_adapter, adapter
-        )  # called when the tensor is needed: a variable would keep it in memory
+        )  # a function, because a variable with the tensor would keep it in memory
         if part == "weight" and module in kinds:
             tensors |= packed_parts(module, read().to(device), kinds[module])
         else:
@@ -78,7 +78,7 @@ def read_packed(
 
 
 def _read_merged(file: TensorFile, name: str, is_packed: bool, adapter: LoRAConfig | None) -> Tensor:
-    """A tensor in fp32, with its adapter merged."""
+    """Read a tensor; unpack it to fp32 if it `is_packed`, and merge its adapter into it."""
     module, _, part = name.rpartition(".")
     tensor = file.read(name)[name]
     if part != "weight":

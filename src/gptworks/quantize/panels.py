@@ -1,8 +1,8 @@
-"""Packed matrices in panels, the layout of the native kernels.
+"""Packed matrices in panels, the layout that the native kernels read.
 
-A row consists of words of four bytes, or of two for the scales of int4. A panel has the first words of its P rows, then
-their second words, and so on; the next P rows follow. The last panel has the remaining rows, padded with zeros to a
-multiple of 16. So a vector holds the same word of 16 rows, and memory is read in one stream.
+Rows are split into words of 4 bytes (2 bytes for the scales of int4). A panel of P rows holds the first word of every
+row, then the second word of every row, and so on; the next P rows form the next panel. The last panel has the remaining
+rows, padded with zero rows to a multiple of 16. A vector thus loads the same word of 16 rows, from sequential memory.
 """
 
 from collections.abc import Iterator
@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 UNIT = 16
-"""A panel has a multiple of this many rows; rows in bf16 and int8 have a multiple of this many words (AMX tiles)."""
+"""Rows per panel, and words per row in bf16 and int8, are multiples of this number, as AMX tiles need."""
 
 
 def to_panels(matrix: Tensor, panel: int, out: Tensor | None = None) -> Tensor:
-    """Lay a matrix [N, K] out in panels of `panel` rows.
+    """Copy a matrix [N, K] into panels of `panel` rows.
 
-    Returns a flat tensor of `size_in_panels(N) · K` elements: `out`, if it is given.
+    Returns a flat tensor of `size_in_panels(N) · K` elements: `out` if given, otherwise a new one.
     """
     if out is None:
         out = matrix.new_empty(size_in_panels(matrix.size(0)) * matrix.size(1))
@@ -33,14 +33,13 @@ def to_panels(matrix: Tensor, panel: int, out: Tensor | None = None) -> Tensor:
 
 
 def whole_lines(weight: Tensor) -> Tensor:
-    """A matrix [N, …] with rows padded with zeros to a multiple of 64 bytes, for panels of bf16 and int8; int4 is not
-    padded."""
+    """Return a packed weight [N, …] with its rows zero-padded to a multiple of 64 bytes; int4 stays unpadded."""
     n_missing = 0 if weight.dtype == torch.uint8 else -weight.size(1) % (4 * UNIT // weight.element_size())
     return F.pad(weight, (0, n_missing)) if n_missing else weight
 
 
 def from_panels(flat: Tensor, rows: int, panel: int) -> Tensor:
-    """The matrix [rows, K] that `to_panels` laid out."""
+    """Return the matrix [rows, K] that `to_panels` copied into panels: its inverse."""
     matrix = flat.new_empty(rows, len(flat) // size_in_panels(rows))
     words = _words(matrix)
     for first, panels in _panels(_words(flat), rows, panel):
@@ -50,7 +49,7 @@ def from_panels(flat: Tensor, rows: int, panel: int) -> Tensor:
 
 
 def rows_from_panels(flat: Tensor, which: Tensor, rows: int, panel: int) -> Tensor:
-    """The rows `which` [...] of a matrix [rows, K] in panels: [..., K]."""
+    """Return the rows with indices `which` [...] of a matrix [rows, K] stored in panels, [..., K]."""
     words = _words(flat)
     n_words = len(words) // size_in_panels(rows)
     first = which // panel * panel
@@ -61,12 +60,12 @@ def rows_from_panels(flat: Tensor, which: Tensor, rows: int, panel: int) -> Tens
 
 
 def size_in_panels(rows: int) -> int:
-    """Number of rows of a matrix in panels, including padding."""
+    """Return the number of rows of a matrix stored in panels, including padding."""
     return -(-rows // UNIT) * UNIT
 
 
 def panel_of(rows: int, n_threads: int, widest: int) -> int:
-    """Number of rows in a panel: `widest`, or fewer if threads would otherwise wait for the one with most rows."""
+    """Return the number of rows per panel: `widest`, or fewer to divide the rows more evenly among the threads."""
 
     def most_rows(panel: int) -> int:
         return -(-rows // (panel * n_threads)) * panel
@@ -79,7 +78,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _panels(words: Tensor, rows: int, panel: int) -> Iterator[tuple[int, Tensor]]:
-    """Yields the full panels, then the narrower last one: the index of its first row, and [panels, words, rows]."""
+    """Yield a first row and a view [panels, words, rows], for all full panels at once, then for a smaller last one."""
     n_words, whole = len(words) // size_in_panels(rows), rows // panel * panel
     if whole:
         yield 0, words[: whole * n_words].view(-1, n_words, panel)

@@ -8,46 +8,46 @@ from torch import Tensor
 from gptworks.quantize.formats import GROUP, LEVELS
 
 _STEPS = torch.linspace(5.5, 8.5, 13).tolist()
-"""The scales tried for a group are its largest magnitude divided by these, with either sign."""
+"""Divisors of a group's largest magnitude; each quotient is tried as the group's scale, with both signs."""
 
 _ROWS_AT_ONCE = 2**18
-"""Number of weights whose scales are searched at once: they stay in the cache."""
+"""Number of weights whose scales are searched at a time, small enough for the cache."""
 
 _COLUMNS_AT_ONCE = 128
-"""Number of columns after which GPTQ passes their errors to the rest of the matrix."""
+"""Number of columns that GPTQ rounds before it spreads their errors over all later columns."""
 
 _DAMPING = 0.01
-"""Share of a Hessian's mean diagonal that is added to its diagonal."""
+"""Fraction of the mean of a Hessian's diagonal that is added to the diagonal."""
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """A matrix as integers and scales."""
+    """A matrix rounded to integers times scales."""
 
     levels: Tensor
-    """Integers, int8 [N, K]."""
+    """The integers, int8 [N, K]."""
     scale: Tensor
-    """The scales: fp32 [N] for int8, fp16 [N, K/32] for int4."""
+    """The scales: fp32 [N], one per row, for int8; fp16 [N, K/32], one per group, for int4."""
 
 
 def round_int8(matrix: Tensor) -> Rounded:
-    """Round each row by its own scale, symmetric: the largest magnitude becomes ±127."""
+    """Round a matrix to int8, symmetrically: a row's scale maps its largest magnitude to ±127."""
     scale = matrix.float().abs().amax(1) / 127
     return Rounded(_levels(matrix.float(), scale[:, None], "int8"), scale)
 
 
 def round_int4(matrix: Tensor) -> Rounded:
-    """Round each weight to a multiple of the scale of its group of 32, chosen for the least squared error."""
+    """Round a matrix to int4. Each group of 32 gets the tried scale with the smallest squared error."""
     groups = matrix.float().view(len(matrix), -1, GROUP)  # N K/32 32
     scale = best_scales(groups)
     return Rounded(_levels(groups, scale[..., None], "int4").flatten(1), scale)
 
 
 def best_scales(groups: Tensor, importance: Tensor | None = None) -> Tensor:
-    """The scale of each group with the least squared error of rounding to multiples of it from −8 to 7, fp16 [N, G].
+    """Return the scale of each group, fp16 [N, G], whose multiples from −8 to 7 round it with the least squared error.
 
     Args:
-        groups: [N, G, 32]. importance: weights of the squared errors, [G, 32]; None: equal ones.
+        groups: [N, G, 32]. importance: weights of the squared errors, [G, 32]; None: all errors weigh the same.
     """
     parts = torch.split(groups, max(1, _ROWS_AT_ONCE // groups[0].numel()))
     return torch.cat([_best_scales(part, importance) for part in parts])
@@ -67,14 +67,13 @@ def _best_scales(groups: Tensor, importance: Tensor | None) -> Tensor:
 
 
 def gptq(matrix: Tensor, hessian: Tensor) -> Rounded:
-    """int4 levels that preserve a matrix's outputs: columns not yet rounded compensate the error of each rounded one.
+    """Round a matrix to int4 by GPTQ (Frantar et al., 2023): later columns compensate for each rounded column's error.
 
-    GPTQ (Frantar et al., 2023). The columns with the largest inputs come first; scales minimize the squared errors
-    weighted by the inputs' squares.
+    The columns with the largest inputs are rounded first. The scales minimize the sum of squared errors weighted by the
+    inputs' squares.
 
     Args:
-        matrix: [N, K]. hessian: the sum of x·xᵀ over the inputs, [K, K]. Without inputs, each weight is rounded to the
-            nearest value.
+        matrix: [N, K]. hessian: the sum of x·xᵀ over the inputs x, [K, K]; if all 0, it rounds as `round_int4`.
     """
     n_columns, diagonal = matrix.size(1), hessian.diagonal().float()
     if not diagonal.any():
@@ -83,7 +82,7 @@ def gptq(matrix: Tensor, hessian: Tensor) -> Rounded:
     scales = scale.float().T.contiguous()  # K/32 N
     order = diagonal.argsort(descending=True).tolist()
     root = _inverse_root(hessian[order][:, order])  # K K
-    rest = matrix.float().T[order].contiguous()  # K N; the columns not yet rounded change
+    rest = matrix.float().T[order].contiguous()  # K N; the rounding changes it
     levels = torch.empty(rest.shape, dtype=torch.int8, device=rest.device)
     for start in range(0, n_columns, _COLUMNS_AT_ONCE):
         end = min(start + _COLUMNS_AT_ONCE, n_columns)
@@ -98,7 +97,7 @@ def gptq(matrix: Tensor, hessian: Tensor) -> Rounded:
 
 
 def _inverse_root(hessian: Tensor) -> Tensor:
-    """The upper Cholesky factor of the damped Hessian's inverse, float32."""
+    """Return the upper Cholesky factor of the damped Hessian's inverse, float32."""
     damped = hessian.double()
     damped.diagonal().add_(_DAMPING * damped.diagonal().mean())
     root: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
@@ -110,5 +109,5 @@ def _levels(values: Tensor, scale: Tensor, kind: str) -> Tensor:
 
 
 def _divide(values: Tensor, scale: Tensor) -> Tensor:
-    """values / scale; zeros where the scale is 0."""
+    """Return values / scale, and 0 where the scale is 0."""
     return values / torch.where(scale == 0, torch.inf, scale)

@@ -1,1 +1,1 @@
-"""Training: the loop, the step, and the records of a run."""
+"""Training: the loop, the optimizer step, and the records of a run."""

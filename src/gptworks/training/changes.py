@@ -1,8 +1,7 @@
-"""The settings that a resumed run may change, and `changes.json`: the run folder's record of the run's origin and
-changes.
+"""The settings that a resumed run may change, and `changes.json`: the run folder's record of the changes made.
 
-A change on which the loss curve depends must be asked for by name; any other is made and recorded. The record also
-keeps the settings of the command line for a resumed run.
+If the loss curve depends on a setting, its change must be allowed by name (`--change`); other changes need only be
+recorded. The record also holds the run's origin and its command lines' settings, which a resumed run uses again.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -24,7 +23,7 @@ CHANGES = "changes.json"
 _MOST_BYTES = 1 << 24
 
 Changes = dict[str, tuple[Any, Any]]
-"""Old and new value by the setting's path; None: unset."""
+"""Old and new value of each changed setting, by its path, such as `train.max_steps`; None: unset."""
 
 
 @dataclass(frozen=True)
@@ -43,46 +42,46 @@ class Origin:
 
 @dataclass(frozen=True)
 class Change:
-    """Settings changed at a step."""
+    """The settings changed when a run was resumed or forked at a step."""
 
     step: int
-    """The first step with the new settings."""
+    """Number of the first step with the new settings."""
     settings: dict[str, Annotated[list[Any], Field(min_length=2, max_length=2)]]
-    """Old and new value by the setting's path."""
+    """Old and new value of each changed setting, by its path."""
     exact: bool
-    """Whether the earlier steps would be the same with the new settings."""
+    """Whether the steps before the change would have been the same with the new settings."""
 
     @classmethod
     def of(cls, step: int, changes: Changes, exact: bool) -> Self:
-        """The record of these changes."""
+        """Return the record of `changes`."""
         return cls(step, {path: list(pair) for path, pair in changes.items()}, exact)
 
 
 @dataclass
 class History:
-    """A run's origins, its command lines' settings, and the changes of its settings."""
+    """The contents of `changes.json`: a run's origins, its command lines' settings, and its changes of settings."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     overrides: list[str] = field(default_factory=list)
-    """`key.path=value` settings of the command lines, in the order given, each key once."""
+    """`key.path=value` settings of the run's command lines, in the order given; each key appears once."""
     changes: list[Change] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
-    """A fork's source checkpoint; then, if the source is a fork too, its source checkpoint; and so on."""
+    """The checkpoint from which the run was forked; if it belongs to a fork, that fork's checkpoint next; and so on."""
 
     @property
     def exact(self) -> bool:
-        """Whether the run's last settings repeat all its steps."""
+        """Whether a new run with this run's present settings would repeat all of its steps."""
         return all(change.exact for change in self.changes)
 
     def origin_rows(self) -> dict[str, str]:
-        """The origins, for a table."""
+        """Return table rows of the origins: label and text; empty if the run is not a fork."""
         names = list(map(str, self.origins))
         rows = {"forked from": "".join(names[:1]), "and that one from": ", and that one from ".join(names[1:])}
         return {key: words for key, words in rows.items() if words}
 
     def change_rows(self) -> dict[str, str]:
-        """The changes by step, for a table; a step has two if the run stopped again before its next checkpoint."""
+        """Return table rows of the changes: step and text. A row has two if the run stopped between two checkpoints."""
         rows: dict[str, str] = {}
         for change in self.changes:
             step, words = f"from step {change.step:,}", change_words(change.settings)
@@ -90,7 +89,7 @@ class History:
         return rows
 
     def lines(self) -> list[str]:
-        """The origins and the changes in words, one line each."""
+        """Return the origins and the changes as lines of text."""
         return [
             *(f"{key} {origin}" for key, origin in self.origin_rows().items()),
             *(f"{key}: {words}" for key, words in self.change_rows().items()),
@@ -98,7 +97,7 @@ class History:
 
 
 def read_history(run_dir: Path) -> History:
-    """The run folder's record of changes; empty if the folder has none.
+    """Read the run folder's record of changes; return an empty one if the folder has none.
 
     Raises:
         UserError: the record is damaged.
@@ -118,20 +117,20 @@ def read_history(run_dir: Path) -> History:
 
 
 def settings_at(run_dir: Path, step: int) -> list[str]:
-    """Overrides that take a run's recipe back to the settings that it had after a step."""
+    """Return overrides that restore, in a run's recipe, the settings that it had at the end of `step`."""
     later = [change.settings for change in read_history(run_dir).changes if change.step > step]
     undone = [(path, old) for settings in reversed(later) for path, (old, _) in settings.items()]
-    return [f"{path}={as_typed(old)}" for path, old in undone if path.partition(".")[0] != "sweep"]  # runs ignore sweep
+    return [f"{path}={as_typed(old)}" for path, old in undone if path.partition(".")[0] != "sweep"]  # for sweeps only
 
 
 def load_to_resume(source: RecipeLike, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
-    """The recipe of a resumed run: the file's settings, those of the run's earlier command lines, then `overrides`.
-    Settings of model and training that none of them states keep the run's values, not the current defaults.
+    """Load the recipe of a resumed run: the file's settings, those of the run's earlier command lines, `overrides`.
+    Settings of `model` and `train` missing from all three keep the run's values, whatever the current defaults are.
 
-    Returns the recipe, and the earlier settings that are used again.
+    Returns the recipe, and the earlier command lines' settings that it uses again.
 
     Raises:
-        UserError: for the reasons of `gptworks.recipe.load_recipe`; or the run folder's record is damaged.
+        UserError: the recipe is wrong (see `gptworks.recipe.load_recipe`), or the run folder's record is damaged.
     """
     recipe = load_recipe(source, overrides)
     if is_folder(source) or not (recipe.run_dir / "recipe.yaml").exists():
@@ -143,18 +142,18 @@ def load_to_resume(source: RecipeLike, overrides: Sequence[str] = ()) -> tuple[R
 
 
 def _settled(run: Recipe) -> dict[str, dict[str, Any]]:
-    """A run's settings of model and training, without those derived from other settings or the tokenizer."""
+    """Return a run's settings of `model` and `train`, without those derived from other settings or the tokenizer."""
     tree = run.model_dump(mode="json", include={"model", "train"})
     del tree["model"]["vocab_size"], tree["train"]["micro_batch_size"]
     return tree
 
 
 def changed(before: Recipe, now: Recipe) -> Changes:
-    """The settings that differ between two recipes of a run; its name and folder do not count."""
+    """Return the settings that differ between two recipes of a run, except its name and folder."""
     old, new = ({s.path: to_jsonable_python(s.value) for s in settings(recipe)} for recipe in (before, now))
-    if now.model.vocab_size == 0:  # not known before the data is prepared
+    if now.model.vocab_size == 0:  # unknown until the data is prepared
         new["model.vocab_size"] = old["model.vocab_size"]
-    for one, other in ((old, new), (new, old)):  # a section that only one of them has is one setting
+    for one, other in ((old, new), (new, old)):  # treat a section that one recipe lacks as one setting
         for path in [path for path, value in one.items() if value is None and path not in other]:
             inside = {key.removeprefix(f"{path}."): other.pop(key) for key in [*other] if key.startswith(f"{path}.")}
             other[path] = inside or None
@@ -163,15 +162,15 @@ def changed(before: Recipe, now: Recipe) -> Changes:
 
 
 def check_changes(before: Recipe, now: Recipe, asked: Collection[str] = (), forked_at: int | None = None) -> Changes:
-    """The changes that a resumed run makes; refuses those that it may not make.
+    """Return the changes of settings that a resumed run makes, if it may make all of them.
 
     Args:
-        asked: paths of settings, or of sections, that the run may change though its loss curve depends on them.
+        asked: paths of settings or sections that may change although the loss curve depends on them.
         forked_at: the step from which a fork continues; None: the run resumes from its newest checkpoint.
 
     Raises:
-        UserError: a changed setting is fixed, or changes the loss curve and is not in `asked`; the run would end before
-            the step that it has reached; or `asked` names no setting.
+        UserError: a changed setting is fixed, or affects the loss curve and is not in `asked`; `train.max_steps` is
+            below the step already reached; or `asked` contains an unknown setting.
     """
     changes, folder = changed(before, now), now.run_dir
     known = {setting.path for recipe in (before, now) for setting in settings(recipe)}
@@ -209,10 +208,10 @@ def check_changes(before: Recipe, now: Recipe, asked: Collection[str] = (), fork
 
 
 def _check_anneal(before: Recipe, now: Recipe, done: int) -> None:
-    """Refuse changed mixture weights for samples already read: each sample depends on all before it.
+    """Check that `data.anneal` changes no mixture weights of samples already read, on which all later ones depend.
 
     Raises:
-        UserError: the weights would change too early, or `batch_size` changes under `data.anneal.share`.
+        UserError: the weights would change too early, or `batch_size` changes while `data.anneal.share` is set.
     """
     old, new = (None if r.data.anneal is None else (r.anneal_from, r.data.anneal.weights) for r in (before, now))
     shared = [r.data.anneal for r in (before, now) if r.data.anneal is not None and r.data.anneal.share is not None]
@@ -238,14 +237,14 @@ def _check_anneal(before: Recipe, now: Recipe, done: int) -> None:
 
 
 def inexact(before: Recipe, now: Recipe, changes: Iterable[str], done: int) -> list[str]:
-    """The changed settings that would have changed the steps done so far."""
+    """Return the settings in `changes` that would have changed the first `done` steps."""
     return [
         path
         for path in changes
         if done
         and _role(now, path) == "recorded"
         and not (path in _LENGTH and _same_rates(before, now, done))
-        and not path.startswith("data.anneal")  # `_check_anneal` refuses changes to samples already read
+        and not path.startswith("data.anneal")  # `_check_anneal` protects samples already read
     ]
 
 
@@ -253,7 +252,7 @@ _LENGTH = {f"train.{name}" for name in ENDS}
 
 
 def _same_rates(before: Recipe, now: Recipe, done: int) -> bool:
-    """Whether the new length gives the same learning rates as the old one in the steps done so far."""
+    """Whether the new run length gives the first `done` steps the same learning rates as the old one."""
     trains, step = (before.train, now.train), done - 1
     if any(train.future_weights_fall for train in trains):
         return False
@@ -273,7 +272,7 @@ def _why(recipe: Recipe, path: str) -> str:
 
 
 def _covers(asked: Iterable[str], paths: Collection[str]) -> bool:
-    """Whether `asked` names one of the paths, or a section inside or around it."""
+    """Whether `asked` contains one of the paths, or a section inside or around one."""
     pairs = ((f"{one}.", f"{path}.") for one in asked for path in paths)
     return any(one.startswith(path) or path.startswith(one) for one, path in pairs)
 
@@ -281,10 +280,10 @@ def _covers(asked: Iterable[str], paths: Collection[str]) -> bool:
 def record(
     run_dir: Path, step: int, changes: Changes, overrides: Sequence[str], before: Recipe | None, exact: bool = True
 ) -> History:
-    """Add a change to the run folder's record, before the new recipe.yaml is written.
+    """Add the changes made at `step` to the run folder's record, before the new recipe.yaml is written; return it.
 
-    Changes that did not reach `recipe.yaml` because of a crash are removed; those of steps that will run again take
-    effect from this step.
+    The last recorded change is removed if a crash kept it out of recipe.yaml, whose settings are `before`. Changes at
+    later steps, which will run again, are moved to `step`.
     """
     history = read_history(run_dir)
     values = {} if before is None else {s.path: to_jsonable_python(s.value) for s in settings(before)}
@@ -304,19 +303,19 @@ def record(
 
 
 def write_history(run_dir: Path, history: History) -> None:
-    """Replace the run folder's record; empty parts are left out."""
+    """Replace the run folder's record of changes; empty parts of `history` are left out of the file."""
     write_whole(run_dir / CHANGES, sealed_json({key: value for key, value in asdict(history).items() if value}))
 
 
 def change_words(settings: Mapping[str, Sequence[Any]]) -> str:
-    """Changed settings in words."""
+    """Return changed settings as text: `path old → new, …`."""
     return ", ".join(f"{path} {_text(old)} → {_text(new)}" for path, (old, new) in settings.items())
 
 
 def _role(recipe: Recipe, path: str) -> str:
     try:
         return role_of(recipe, path).on_resume
-    except KeyError:  # the setting's section was removed
+    except KeyError:  # the recipe no longer has the setting's section
         return "recorded"
 
 

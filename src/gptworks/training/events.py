@@ -1,4 +1,4 @@
-"""The events of a training loop, and the interface of their listeners."""
+"""The events of the training loop, and the base class of their listeners."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,17 +10,17 @@ from gptworks.training.step import StepLosses
 
 @dataclass
 class Step:
-    """One optimizer step."""
+    """The results of one training step."""
 
     rate_factor: float
-    """The learning rate, as a factor of its peak."""
+    """The step's learning rate divided by the peak learning rate."""
     losses: StepLosses
     norm: float
     """Norm of the gradients before clipping."""
     skipped: str | None = None
-    """The reason why the gradients were not applied; None if they were."""
+    """The reason why the gradients were not applied; None: they were applied."""
     by_layer: dict[str, Any] = field(default_factory=dict)
-    """Norms of each layer, if recorded."""
+    """Norms of each layer; empty if they are not recorded at this step."""
 
 
 @dataclass(frozen=True)
@@ -29,25 +29,25 @@ class Evaluation:
 
     report: LossReport
     figures: dict[str, float]
-    """Additional means by name."""
+    """The objective's other figures by name, each a mean over the validation split."""
     is_best: bool
-    """Whether the evaluation's loss is the lowest of the run."""
+    """Whether the evaluation's loss is the lowest of the run so far."""
 
 
 class Listener:
-    """Follows a run: overrides the events that it needs. They come in this order."""
+    """Base class of a run's listeners. The loop calls the methods of each in this order; subclasses override some."""
 
     def begin_step(self, progress: Progress) -> None:
-        """Called before a step's batch is read."""
+        """Called before the step's batch is read."""
 
     def gradients(self, step: Step) -> None:
         """Called when the step's gradients are complete, before clipping."""
 
     def applied(self, progress: Progress) -> None:
-        """Called after the weights are updated; `progress` does not count the step yet."""
+        """Called after the weights are updated; `progress` does not include the step yet."""
 
     def end_step(self, progress: Progress, step: Step) -> None:
-        """Called after a step was applied or skipped; `progress` counts it."""
+        """Called after a step was applied or skipped; `progress` includes it."""
 
     def evaluated(self, progress: Progress, found: Evaluation) -> None:
         """Called after an evaluation."""

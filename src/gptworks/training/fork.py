@@ -1,7 +1,7 @@
 """Forks: runs that continue from a checkpoint of another run, in their own folder, with some settings changed.
 
-The new folder has the source's state at that step, and `--resume` continues it: bit for bit as the source did if no
-setting is changed.
+The new folder has the source's state at that step. `--resume` continues from there, and repeats the source's further
+steps bit for bit if no setting is changed.
 """
 
 import threading
@@ -29,19 +29,19 @@ from gptworks.training.objectives.base import objective_of
 from gptworks.training.progress import Progress
 from gptworks.training.record.metrics import LOG, MOST_LOG_BYTES, MetricsLog
 
-_one_at_a_time = threading.Lock()  # two forks of one name would write to one folder
+_one_at_a_time = threading.Lock()  # two forks made under the same name would write to the same folder
 
 
 def fork(source: Path, step: int | None, into: Path, overrides: Sequence[str] = ()) -> Path:
-    """Make a run folder that continues from a checkpoint of a run; `gptworks train INTO --resume` trains it.
+    """Create a run folder that continues from a checkpoint of another run; `gptworks train INTO --resume` trains it.
 
-    The folder appears complete or not at all, and does not need the source: the checkpoint's files, which no run
-    changes, are linked, and the rest is copied.
+    The folder appears complete or not at all, and does not depend on the source: the checkpoint's files, which no run
+    changes, are hard links, all other files copies.
 
     Args:
-        step: the step of the checkpoint; None: the last that a run can resume from.
-        into: a new or empty folder.
-        overrides: `key.path=value` settings from that step on. Changes that the source made later are dropped.
+        step: the step of the checkpoint; None: the last checkpoint from which the run can resume.
+        into: the new run folder; it must be missing or empty.
+        overrides: `key.path=value` settings from that step on. Changes that the source made later are left out.
 
     Returns:
         `into`.
@@ -86,10 +86,10 @@ def fork(source: Path, step: int | None, into: Path, overrides: Sequence[str] = 
 
 
 def origin_of(text: str) -> tuple[Path, int | None]:
-    """The run and the step of `RUN`, `RUN@STEP`, `RUN@best` or `RUN@last`; for `fork`.
+    """Parse `RUN`, `RUN@STEP`, `RUN@best` or `RUN@last`; return the run folder and the step (None: the last).
 
     Raises:
-        UserError: `text` has another form, or no checkpoint records the best one.
+        UserError: `text` has another form, or the run's newest checkpoint names no best step.
     """
     folder, at, which = text.rpartition("@")
     if not at or Path(text).is_dir():
@@ -108,7 +108,7 @@ def origin_of(text: str) -> tuple[Path, int | None]:
 
 
 def _checkpoint_of(source: Path, step: int | None) -> Checkpoint:
-    """The checkpoint to continue from, not yet verified."""
+    """Return the checkpoint to continue from; its files are not verified yet."""
     if not (source / "recipe.yaml").is_file():
         raise UserError(f"{source} is not a run folder: it has no recipe.yaml. `gptworks train RECIPE` makes one.")
     found = checkpoints(source)
@@ -128,7 +128,7 @@ def _checkpoint_of(source: Path, step: int | None) -> Checkpoint:
 
 
 def _progress_of(checkpoint: Checkpoint, before: Recipe, now: Recipe, changes: Changes) -> Progress:
-    """The progress at a checkpoint, refused if the run cannot continue from there with the new settings."""
+    """Return the progress at a checkpoint; raise UserError if no run can continue from there with the new settings."""
     progress, train = Progress.of(checkpoint), now.train
     progress.require_training(before.run_dir)
     if "train.max_minutes" in changes and train.max_minutes and progress.seconds > 60 * train.max_minutes:
@@ -140,7 +140,7 @@ def _progress_of(checkpoint: Checkpoint, before: Recipe, now: Recipe, changes: C
 
 
 def _take_files(source: Path, checkpoint: Checkpoint, progress: Progress, recipe: Recipe, aside: Path) -> None:
-    """Copy or link the source's files, as of the checkpoint, into the new folder."""
+    """Copy or link the source's files into the new folder `aside`, and cut the metrics after the checkpoint."""
     best = checkpoint_of_step(source, progress.best_step)
     start = Checkpoint(source / "checkpoints" / "weights-000000")
     for taken in [checkpoint, *(one for one in dict.fromkeys([best, start]) if one != checkpoint and one.is_whole)]:
@@ -156,7 +156,7 @@ def _take_files(source: Path, checkpoint: Checkpoint, progress: Progress, recipe
 
 
 def _copy(source: Path, name: str, aside: Path) -> None:
-    """Copy a file, or the files of a folder, if it exists."""
+    """Copy a file or folder of the source, if it exists."""
     if name == "tokenizer" or (source / name).is_dir():
         copy_folder(source / name, aside / name, inside=source)
     elif (source / name).exists():
@@ -164,7 +164,7 @@ def _copy(source: Path, name: str, aside: Path) -> None:
 
 
 def _history(source: Path, checkpoint: Checkpoint, overrides: Sequence[str]) -> History:
-    """The source's record up to the checkpoint, which becomes the origin."""
+    """Return the source's record of changes up to the checkpoint, with the checkpoint as first origin."""
     history, step = read_history(source), checkpoint.step
     origin = Origin(source.resolve().name, step, checkpoint.weights_sha256)
     given = by_key([*history.overrides, *overrides])

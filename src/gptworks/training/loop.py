@@ -1,6 +1,6 @@
-"""The training loop: read `train` first; the methods of `Run` follow in the order of their calls.
+"""The training loop. Read `train` first; the methods of `Run` follow in the order in which it calls them.
 
-A run begins or resumes in session.py.
+session.py starts or resumes a run.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from gptworks.training.signals import stop_signals
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a run: its reason, the counts and the best loss."""
+    """The result of a training run: why it ended, what it did, and its best loss."""
 
     reason: str
     step: int
@@ -57,12 +57,12 @@ def train(
 
     Args:
         recipe: the settings of the model, the data and the training.
-        resume: continue from the newest undamaged checkpoint of `recipe.run_dir`, bit for bit as if it had not stopped;
-            a folder without a checkpoint starts at step 0.
-        change: paths of settings that a resumed run may change, though its loss curve depends on them.
+        resume: continue from the newest undamaged checkpoint of `recipe.run_dir`, bit for bit as if the run had not
+            stopped; without a checkpoint, start at step 0.
+        change: paths of settings that a resumed run may change although its loss curve depends on them.
         force: start even if the plan says that the run does not fit in memory.
         objective: a loss function to use instead of the recipe's.
-        ranks: the processes that train together, from `gptworks.training.distributed.ranks.join`; each calls this.
+        ranks: the processes that train together, from `gptworks.training.distributed.ranks.join`; each calls `train`.
         overrides: the `key.path=value` settings of the command line, kept in the run folder for a resumed run.
         prepare: builds the dataset on rank 0.
 
@@ -81,7 +81,7 @@ def train(
         with stop_signals() as stop_asked, display:
             run.parallel.stop_asked = stop_asked
             while (reason := run.length.end_reason(run.progress, ranks.agree_to_stop(stop_asked()))) is None:
-                again = run.progress.evaluation_cut  # a signal cut the evaluation: repeat it first
+                again = run.progress.evaluation_cut  # a signal interrupted the evaluation: repeat it first
                 if not again:
                     run.training_step()
                 due = partial(run.length.due, run.progress)
@@ -97,12 +97,12 @@ def train(
 
 
 class Run(Session):
-    """The operations of the training loop, on the parts of a session."""
+    """A session with the operations of the training loop."""
 
     def begin(self) -> None:
         """Start a new run folder, or restore its newest undamaged checkpoint.
 
-        With `keep_every`, a new run saves its initial weights: step 0 is a multiple too.
+        With `keep_every`, a new run saves its initial weights, because step 0 is a multiple of every number.
         """
         before = self.recorded_recipe()
         is_new = self.restore(before)
@@ -121,7 +121,7 @@ class Run(Session):
         self.reporter.opening(self.model, self.progress)
 
     def training_step(self) -> None:
-        """One optimizer step: compute and apply the batch's gradients, or skip the step if they would do harm."""
+        """Do one training step: compute the batch's gradients, and apply them or, if they are anomalous, skip them."""
         started = time.perf_counter()
         progress, settings = self.progress, self.settings
         self.state.writer.check()
@@ -143,7 +143,7 @@ class Run(Session):
             self.reporter.rolled_back(self.progress, from_step)
 
     def _batches(self) -> StepBatches:
-        """This rank's micro-batches of the next step, with the targets and tokens of all ranks."""
+        """Return this rank's micro-batches for the next step, with the numbers of targets and tokens on all ranks."""
         position, part = self.progress.position, self.step.stopwatch.part
         with part("data"):
             own = self.prefetcher.step(position, self.progress.step)
@@ -155,7 +155,7 @@ class Run(Session):
             return own._replace(n_targets=round(sums[0]), n_tokens=round(sums[1]))
 
     def _update(self, batch: StepBatches, factor: float) -> Step:
-        """Compute the gradients and apply them, unless they would do harm."""
+        """Compute the gradients and apply them, unless they are anomalous; return the step's results."""
         progress, train_step = self.progress, self.step
         losses = train_step.accumulate(batch.rows, batch.n_targets, (self.recipe.seed, progress.step), batch.numbers)
         with train_step.stopwatch.part("optimizer"):
@@ -177,8 +177,7 @@ class Run(Session):
         return step
 
     def evaluate(self) -> bool:
-        """Evaluate on the validation split, or the part that the recipe asks for; returns false if a signal cut it
-        short."""
+        """Evaluate on the validation split, or on the part set in the recipe; return False if a signal interrupts."""
         progress = self.progress
         try:
             with (
@@ -205,8 +204,7 @@ class Run(Session):
         return True
 
     def sample(self) -> None:
-        """Generate and report the model's continuation of each of the recipe's prompts; the seed is always the same, so
-        that only training changes it."""
+        """Generate and report a text for each of the recipe's prompts; with a fixed seed, only training changes it."""
         if not self.parallel.samples:
             return
         sampling = SamplingSettings(
@@ -225,7 +223,7 @@ class Run(Session):
         self.reporter.sampled()
 
     def finish(self, reason: str) -> Outcome:
-        """Save a checkpoint, and write the run's summary to its folder."""
+        """Save a checkpoint, write the run's summary to its folder, and return the outcome."""
         self.state.save()
         self.ranks.from_rank_zero(lambda: self._describe(reason))
         p = self.progress

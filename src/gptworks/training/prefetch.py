@@ -1,4 +1,4 @@
-"""Prefetched batches: a thread makes the next step's batches while the current step is computed."""
+"""Prefetches batches: a thread builds the next step's batches while the current step runs."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,8 +12,8 @@ from gptworks.training.objectives.next_token import StepBatches
 
 
 class Prefetcher:
-    """This rank's micro-batches of each step. A batch depends only on its position and its step's number, so
-    prefetching changes no result."""
+    """Provides this rank's micro-batches of each step. A batch depends only on its position and its step's number, so
+    prefetching does not change results."""
 
     def __init__(self, objective: Objective, parallel: Parallel, device: torch.device) -> None:
         self._objective, self._train = objective, objective.recipe.train
@@ -22,8 +22,8 @@ class Prefetcher:
         self._next: tuple[tuple[int, int], Future[tuple[range, list[Batch]]]] | None = None
 
     def step(self, position: int, step: int) -> StepBatches:
-        """The micro-batches of a step (from 0) that begins at a position (in samples), on the device. Starts to
-        prefetch the next step's."""
+        """Return the micro-batches of step number `step` (from 0), whose first sample has index `position`, on the
+        device; start to prefetch those of the next step."""
         is_prefetched = self._next is not None and self._next[0] == (position, step)
         numbers, made = self._next[1].result() if self._next and is_prefetched else self._make(position, step)
         following = position + self._train.batch_size_at(step), step + 1
@@ -52,18 +52,17 @@ class Prefetcher:
 
 
 BLOCK = 256
-"""Samples per block. A run reads the first rows of all windows of a block, then the second rows, and so on."""
+"""Number of samples whose windows are cut together: a run reads all their first rows, then all second rows, etc."""
 
 
 def cut_windows(first: int, size: int, n_rows: int) -> Iterator[tuple[int, int, int]]:
-    """The rows to read for `size` samples from position `first`, where each window is cut into `n_rows` rows.
+    """Return which rows to read for `size` samples from index `first`, where each sample's window is cut into `n_rows`.
 
-    The rows of a step come from different windows, since those of one window are alike. A row depends only on its
-    position. A complete block reads each row of its windows once.
+    The rows of a step come from different windows, since rows of the same window are similar. The choice depends only
+    on `first` and `size`. A complete block contains each row of its windows once.
 
     Yields:
-        the position of a first sample, the number of a row in a window, and the number of consecutive samples from
-        whose windows that row is read.
+        index of a sample, index of a row, and n: read this row in the windows of n samples from this sample on.
     """
     row, end = first * n_rows, (first + size) * n_rows
     while row < end:

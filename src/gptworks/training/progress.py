@@ -1,4 +1,4 @@
-"""The progress of a run, its length, its learning rates, and the steps that it must skip."""
+"""The progress of a run, its length and learning rates, and the check whether to skip a step."""
 
 import json
 import math
@@ -19,15 +19,15 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 MEMORY_STEPS = 100
-"""Time constant of the running estimate, in steps."""
+"""Time constant of `GradientEstimate`, in steps."""
 
 WARMUP_STEPS = 20
-"""Applied steps that the estimate needs before it judges a step."""
+"""Number of applied steps before `GradientEstimate` reports deviations."""
 
 
 @dataclass
 class GradientEstimate:
-    """Mean and variance of the logarithm of the gradient norm over applied steps; saved with the progress."""
+    """Running mean and variance of the gradient norm's logarithm over applied steps; saved in checkpoints."""
 
     n_steps: Count = 0
     mean: Annotated[float, Field(allow_inf_nan=False)] = 0.0
@@ -43,14 +43,14 @@ class GradientEstimate:
         self.n_steps += 1
 
     def deviations(self, norm: float) -> float:
-        """Standard deviations by which a norm's logarithm exceeds the mean; 0 during the first `WARMUP_STEPS`."""
+        """Return by how many standard deviations a norm's logarithm exceeds the mean; 0 in the first `WARMUP_STEPS`."""
         if self.n_steps < WARMUP_STEPS:
             return 0.0
         return (math.log(max(norm, 1e-30)) - self.mean) / max(math.sqrt(self.variance), 0.05)
 
 
 def anomaly(train: TrainConfig, estimate: GradientEstimate, loss: float, norm: float) -> str | None:
-    """The reason why a step with this loss and gradient norm would do harm and is skipped; None: apply the step."""
+    """Return the reason to skip a step with this loss and gradient norm; None: apply the step."""
     if not math.isfinite(loss):
         return "its loss is not finite"
     if not math.isfinite(norm):
@@ -69,23 +69,23 @@ def _number(value: float) -> float:
 
 @dataclass
 class Progress:
-    """A run's progress, saved in every checkpoint: all that a resumed run needs besides weights and optimizer state."""
+    """A run's progress, saved in each checkpoint: all that a resumed run needs except weights and optimizer state."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
 
     step: Count = 0
-    """Optimizer steps done, skipped ones included."""
+    """Number of training steps done, including skipped ones."""
     samples: Count = 0
-    """Samples trained on: the rows, pairs or answers that `batch_size` counts."""
+    """Number of samples trained on: rows, pairs or answers, the unit of `batch_size`."""
     tokens: Count = 0
-    """Tokens that the model has read in training, padding included."""
+    """Number of tokens that the model has read in training, including padding."""
     seconds: Seconds = 0.0
-    """Seconds of training, over all sessions."""
+    """Training time over all sessions."""
     skipped: Count = 0
     skipped_in_a_row: Count = 0
     rollbacks: Count = 0
     samples_passed: Count = 0
-    """Samples that rollbacks have skipped."""
+    """Number of samples that rollbacks have skipped."""
     gradient: GradientEstimate = field(default_factory=GradientEstimate)
     best_loss: Annotated[float, AfterValidator(_number)] = math.inf
     best_step: Count = 0
@@ -94,19 +94,19 @@ class Progress:
     """Whether a signal interrupted the evaluation of this step."""
     data_fingerprint: str = ""
     validation_text_sha256: str = ""
-    """The sha256 of the held-out text: shows whether runs with different tokenizers were evaluated on the same text."""
+    """The sha256 of the validation text; it shows whether runs with different tokenizers have the same text."""
     scaler: dict[str, float] = field(default_factory=dict)
 
     @property
     def position(self) -> int:
-        """Position of the next sample, counted from the start of the run."""
+        """Index of the next sample, counted from the start of the run."""
         return self.samples + self.samples_passed
 
     def require_training(self, run_dir: Path) -> None:
-        """Refuse an import, which has no training to resume.
+        """Check that the run in `run_dir` was trained, so that it can be resumed.
 
         Raises:
-            UserError: the run is an import; the message names it.
+            UserError: the run was imported.
         """
         if not self.data_fingerprint:
             raise UserError(
@@ -116,10 +116,10 @@ class Progress:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self:
-        """The progress that a checkpoint records.
+        """Read the progress from a checkpoint.
 
         Raises:
-            UserError: a key is unknown, a value has the wrong type, is negative or NaN, or the step is another.
+            UserError: it has an unknown key, an invalid value, or another step than the checkpoint.
         """
         try:
             progress = TypeAdapter(cls).validate_json(json.dumps(checkpoint.state()))
@@ -137,13 +137,13 @@ class Progress:
 
 
 class Length:
-    """The length of a recipe's run, in steps."""
+    """The planned length of a run, and how much of it is done."""
 
     def __init__(self, recipe: Recipe, samples: Samples) -> None:
         self._recipe, self._train, self._samples = recipe, recipe.train, samples
 
     def total_steps(self, progress: Progress) -> int | None:
-        """Optimizer steps of the run; None: unknown. After batch_size changes, the remaining steps use the new size."""
+        """Return the run's number of steps; None: only time limits it. A changed `batch_size` counts from now on."""
         train, samples = self._train, self._samples.per_epoch
         planned = planned_steps(train, self._samples.context_length, DataSize(samples_per_epoch=samples))[0]
         if train.epochs is None or progress.samples == progress.step * train.batch_size:
@@ -153,7 +153,7 @@ class Length:
         return min(by_epochs, train.max_steps or by_epochs)
 
     def share_done(self, progress: Progress) -> float:
-        """Share of the run that is done, from 0 to 1: by steps or by the clock, whichever is further."""
+        """Return the fraction of the run that is done, from 0 to 1, by steps or by time, whichever is larger."""
         total = self.total_steps(progress)
         shares = [progress.step / total] if total else []
         if self._train.max_minutes is not None:
@@ -161,11 +161,11 @@ class Length:
         return min(1.0, max(shares))
 
     def due(self, progress: Progress, every: int) -> bool:
-        """Whether something done every `every` steps, and at the end, is due now."""
+        """Whether an action that is done every `every` steps and at the end is due now; 0: never."""
         return every > 0 and (progress.step % every == 0 or self.share_done(progress) >= 1)
 
     def end_reason(self, progress: Progress, stop_asked: str | None) -> str | None:
-        """The reason why the run ends here; None while it continues."""
+        """Return the reason why the run ends now; None: it continues."""
         patience = self._train.early_stopping_patience
         if stop_asked:
             return f"stopped by {stop_asked}"
@@ -178,26 +178,26 @@ class Length:
         return None
 
     def words(self, progress: Progress) -> str:
-        """The planned length in words: steps, minutes or both."""
+        """Return the planned length as text: steps, minutes or both."""
         total, minutes = self.total_steps(progress), self._train.max_minutes
         length = [f"{total:,} steps"] if total else []
         return " or ".join(length + ([f"{minutes:g} minutes"] if minutes is not None else []))
 
     def reached(self, progress: Progress) -> str:
-        """The step reached, and the progress towards the run's end, by steps or by the clock."""
+        """Return the step reached, with the total steps or the time done and planned, as `Display.step` shows it."""
         total, minutes = self.total_steps(progress), self._train.max_minutes
         if minutes is not None and (not total or progress.seconds / (60 * minutes) >= self.share_done(progress)):
             return f"step {progress.step:,}  {clock(progress.seconds)} of {clock(60 * minutes)}"
         return f"step {progress.step:,}/{total:,}"
 
     def check_resume(self, progress: Progress, before: Recipe | None) -> None:
-        """Refuse a length that is shorter than the training already done.
+        """Check that the planned length is not shorter than the training already done.
 
         Args:
-            before: the recipe before the change.
+            before: the run's recipe before the resume; None: unknown.
 
         Raises:
-            UserError: the length is too short; the message names the setting and the steps done.
+            UserError: the length is too short; the message names the setting and the steps or minutes done.
         """
         train, total = self._train, self.total_steps(progress)
         if total is not None and total < progress.step:
@@ -219,12 +219,11 @@ class Length:
 
 
 def rate_factor(train: TrainConfig, step: int, progress: float) -> float:
-    """The factor at optimizer step `step` (from 0), when the share `progress` in [0, 1) of the run is done.
+    """Return the learning rate as a fraction of its peak, at step `step` (from 0), with `progress` of the run done.
 
-    Warmup is linear over `warmup_steps`. Then cosine: half a cosine from the end of warmup to the end of the run
-    (Loshchilov & Hutter, 2017). wsd: constant, then linear, or as 1 - sqrt, over the last `decay_fraction` of the run
-    (Hu et al., 2024; Hägele et al., 2024). Both end at `final_rate_fraction`. The horizon counts optimizer steps, never
-    micro-batches.
+    Warmup is linear over `warmup_steps`. Then, with schedule "cosine", the rate follows half a cosine until the end of
+    the run (Loshchilov & Hutter, 2017); with "wsd", it stays constant and then falls, linearly or as 1 - sqrt, over the
+    last `decay_fraction` of the run (Hu et al., 2024; Hägele et al., 2024). Both end at `final_rate_fraction`.
     """
     if step < train.warmup_steps:
         return (step + 1) / train.warmup_steps
@@ -234,6 +233,6 @@ def rate_factor(train: TrainConfig, step: int, progress: float) -> float:
         after_warmup = (progress - warmup_share) / (1 - warmup_share)
         return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * after_warmup))
     if train.schedule == "wsd":
-        decayed = max(0.0, 1 - (1 - progress) / train.decay_fraction)  # share of the decay done
+        decayed = max(0.0, 1 - (1 - progress) / train.decay_fraction)  # fraction of the decay done
         return floor + (1 - floor) * (1 - (math.sqrt(decayed) if train.decay_shape == "1-sqrt" else decayed))
     return 1.0

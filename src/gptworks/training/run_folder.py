@@ -1,4 +1,4 @@
-"""The run folder: opened by one process at a time, and never overwritten silently."""
+"""Opens run folders: for one process at a time, and without overwriting a run."""
 
 import contextlib
 import os
@@ -16,22 +16,22 @@ from gptworks.training.changes import check_changes
 from gptworks.training.distributed.agreed import SHARED
 
 CONSOLE = "console.log"
-"""File of the output of a run that the studio started; it may exist before the run begins."""
+"""File with the output of a run that the studio started; it may exist before the run begins."""
 
 
 @contextlib.contextmanager
 def open_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ()) -> Iterator[None]:
-    """Lock the run folder for this process, creating it for a new run.
+    """Return a context in which this process has locked the run folder, which is created for a new run.
 
     Raises:
         UserError: another process uses the folder; the folder holds a run and `resume` is false, or holds other files;
-            a changed setting is fixed or not named in `change`; or the tokenizer's files have changed.
+            a changed setting is fixed or missing from `change`; or the tokenizer's files have changed.
     """
     folder = recipe.run_dir
     check_run_folder(recipe, resume, change)
     try:
         make_folder(folder)
-        lock = file_lock(folder / ".lock", timeout=0.3)  # `is_in_use` locks it for a moment
+        lock = file_lock(folder / ".lock", timeout=0.3)  # `is_in_use` may hold the lock for a moment
         lock.acquire()
     except filelock.Timeout:
         raise UserError(
@@ -46,7 +46,7 @@ def open_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ()) 
 
 
 def is_in_use(folder: Path) -> bool:
-    """Whether a process trains in a run folder; false if unknown, as on Windows. Writes nothing, follows no link."""
+    """Whether a process has opened the run folder; False if unknown, as on Windows. Writes nothing, follows no link."""
     try:
         import fcntl
 
@@ -60,15 +60,15 @@ def is_in_use(folder: Path) -> bool:
     except OSError:
         return False
     finally:
-        os.close(descriptor)  # releases the lock too
+        os.close(descriptor)  # this also releases the lock
     return False
 
 
 def check_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ()) -> None:
-    """Refuse a run folder that this recipe must not write to, before any work is done.
+    """Check that the recipe's run may write to its run folder, before any work is done.
 
     Raises:
-        UserError: see `open_run_folder`; or a link in the folder leads out of it.
+        UserError: the folder cannot be used (see `open_run_folder`), or contains a link to a path outside of it.
     """
     folder = recipe.run_dir
     if folder.exists() and not folder.is_dir():

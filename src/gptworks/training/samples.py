@@ -1,4 +1,4 @@
-"""The samples that a step of a run trained on, from the records of the run folder."""
+"""Finds out which samples a step of a run trained on, from the files of the run folder."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,25 +16,25 @@ _BATCH_SIZE = "train.batch_size"
 
 @dataclass(frozen=True)
 class StepSamples:
-    """The samples of one step."""
+    """The samples of one step: `n_samples` from index `position` on."""
 
     position: int
-    """Number of the run's samples before this step's first one."""
+    """Index of the step's first sample, counted from the start of the run."""
     n_samples: int
     skipped: bool
-    """Whether the step's gradients were not applied."""
+    """Whether the step was skipped: its gradients were not applied."""
 
 
 def steps_done(run_dir: Path) -> int:
-    """The last step that a run has recorded."""
+    """Return the last step in a run's log and checkpoints; 0 if there is none."""
     return max([last_step(run_dir / LOG), *(one.step for one in all_checkpoints(run_dir)[:1])])
 
 
 def samples_of_step(recipe: Recipe, run_dir: Path, step: int) -> StepSamples:
-    """The samples of a step; the first step of a run is 1.
+    """Return the samples of step number `step`, counted from 1.
 
     Raises:
-        UserError: the run has not reached the step, or its records are damaged or disagree.
+        UserError: the run has not reached the step, or its files are damaged or contradict each other.
     """
     done = steps_done(run_dir)
     if not 1 <= step <= done:
@@ -49,7 +49,7 @@ def samples_of_step(recipe: Recipe, run_dir: Path, step: int) -> StepSamples:
 
 
 def _batch_sizes(recipe: Recipe, run_dir: Path) -> list[tuple[int, int]]:
-    """Batch sizes, each with the number of steps before it, ascending."""
+    """Return each batch size of the run with the number of steps before its first one, ascending."""
     try:
         changes = [
             (change.step, *map(int, change.settings[_BATCH_SIZE]))
@@ -58,7 +58,7 @@ def _batch_sizes(recipe: Recipe, run_dir: Path) -> list[tuple[int, int]]:
         ]
         sizes = [(0, changes[0][1] if changes else recipe.train.batch_size)]
         sizes += [(step, new) for step, _, new in changes]
-        if smaller := recipe.train.smaller_batches:  # until the last of these steps, batch_size is unused
+        if smaller := recipe.train.smaller_batches:  # `batch_size` applies only after these steps
             last = smaller[-1][0]
             then = next(size for first, size in reversed(sizes) if first <= last)
             starts = [0, *(until for until, _ in smaller)]
@@ -74,10 +74,11 @@ def _batch_sizes(recipe: Recipe, run_dir: Path) -> list[tuple[int, int]]:
 
 
 def _position(sizes: list[tuple[int, int]], jumps: list[tuple[int, int]], n_steps: int) -> int:
-    """Samples read, or skipped by rollbacks, in the first `n_steps` steps.
+    """Return the number of samples read, or skipped by rollbacks, in the first `n_steps` steps.
 
     Args:
-        jumps: for each rollback, the step that the run went back to, and the step that it came from.
+        sizes: the result of `_batch_sizes`.
+        jumps: for each rollback, the step to which the run went back, and the step before the rollback.
     """
 
     def samples(step: int) -> int:
@@ -96,7 +97,7 @@ def _position(sizes: list[tuple[int, int]], jumps: list[tuple[int, int]], n_step
 def _check(
     run_dir: Path, recipe: Recipe, sizes: list[tuple[int, int]], jumps: list[tuple[int, int]], step: int
 ) -> None:
-    """Check the positions against the first checkpoint at or after the step, or the last checkpoint."""
+    """Compare the position computed by `_position` with that in the first checkpoint from `step` on, or in the last."""
     found = sorted(all_checkpoints(run_dir), key=lambda one: one.step)
     near = next((one for one in found if one.step >= step), found[-1] if found else None)
     if near is None:

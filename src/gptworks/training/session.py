@@ -1,5 +1,5 @@
-"""A session of a run: the parts of a run in training, and its beginning, from the run's newest checkpoint, from another
-run's weights, or from random ones."""
+"""A session of a run: builds the objects that train it, and starts from its newest checkpoint, from another run's
+weights, or from random weights."""
 
 import torch
 
@@ -32,15 +32,15 @@ from gptworks.training.step import TrainStep
 
 
 class Session:
-    """A model in training and its collaborators, built from a run's setup; `loop.Run` has the steps."""
+    """The model and all other objects of a run in training, built from its setup; `loop.Run` adds the steps."""
 
     def __init__(self, setup: PreparedRun, display: Display, loss: LossFunction | None = None) -> None:
         """
         Args:
-            loss: replaces the objective's loss.
+            loss: the loss function to use instead of the objective's.
 
         Raises:
-            UserError: the data or a prompt of `train.sample_prompts` cannot be used.
+            UserError: the data, or a prompt in `train.sample_prompts`, cannot be used.
         """
         recipe, ranks, device = setup.recipe, setup.ranks, setup.device
         self.setup, self.recipe, self.settings, self.ranks, self.display = setup, recipe, recipe.train, ranks, display
@@ -70,25 +70,25 @@ class Session:
 
     @property
     def progress(self) -> Progress:
-        """The progress of the run."""
+        """The run's progress."""
         return self.state.progress
 
     def recorded_recipe(self) -> Recipe | None:
-        """The recipe in the run folder; None for a new folder, or on ranks other than 0."""
+        """Load the recipe in the run folder; None if the folder has none, or on ranks other than 0."""
         folder = self.recipe.run_dir
         return load_recipe(folder) if self.ranks.is_rank_zero and (folder / "recipe.yaml").exists() else None
 
     def restore(self, before: Recipe | None) -> bool:
-        """Restore the newest undamaged checkpoint, bit for bit; without one, take the weights of `initialize_from`.
+        """Restore the newest undamaged checkpoint bit for bit; if the run has none, load `initialize_from`'s weights.
 
         Args:
             before: the result of `recorded_recipe`.
 
         Returns:
-            Whether the run starts at step 0, not at a checkpoint.
+            Whether the run starts at step 0, because no checkpoint was restored.
 
         Raises:
-            UserError: the run folder or its checkpoints cannot be used; or the run has already reached its length.
+            UserError: the run folder or its checkpoints cannot be used; or the run has exceeded its planned length.
         """
         setup, ranks, folder, report = self.setup, self.ranks, self.recipe.run_dir, self.display.message
         checkpoint = self.state.newest_checkpoint() if setup.resume else None
@@ -121,7 +121,7 @@ class Session:
             changes = changed(before, recipe)
             exact = not inexact(before, recipe, changes, step)
         history = record(folder, step, changes, setup.overrides, before, exact)
-        if setup.resume:  # the run will write them again
+        if setup.resume:  # the run will save these again
             remove_newer(folder, step, weights_only=True)
         if changes:
             each = "".join(f"\n  {change_words({path: pair})}" for path, pair in changes.items())

@@ -1,4 +1,4 @@
-"""Checks before a run: `prepare_run` refuses the run or returns everything that it needs."""
+"""Checks a run before it starts: `prepare_run` raises an error, or returns everything that the run needs."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
@@ -39,20 +39,20 @@ from gptworks.units import readable
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A checked run, ready to start."""
+    """A run that has been checked and can start."""
 
     recipe: Recipe
-    """The resolved recipe: with its tokenizer's vocabulary size, and the number of threads."""
+    """The recipe, with the vocabulary size of its tokenizer and the number of threads filled in."""
     prepared: Prepared
     device: torch.device
     precision: Precision
     ranks: Ranks = ALONE
     layout: Layout = ONE_DEVICE
     peak: Peak | None = None
-    """The planned memory of one device; None: not planned."""
+    """The planned peak memory of one device; None: not planned."""
     resume: bool = False
     overrides: Sequence[str] = ()
-    """The command line's `key.path=value` settings, kept in the run folder for a resumed run."""
+    """The command line's `key.path=value` settings, stored in the run folder for a resumed run."""
 
 
 def prepare_run(
@@ -66,9 +66,9 @@ def prepare_run(
     ranks: Ranks,
     prepare: Callable[[Recipe], Prepared],
 ) -> PreparedRun:
-    """Check a run, prepare its data and resolve its recipe; all ranks call it together. Arguments as for `loop.train`.
+    """Check a run, prepare its data and complete its recipe. All ranks call it together. Arguments: see `loop.train`.
 
-    Memory is checked before the data is prepared, and again if the size of the vocabulary was not known before.
+    Memory is checked before the data is prepared, and again afterwards if the vocabulary's size was unknown.
 
     Raises:
         UserError: the recipe, its data or the run folder cannot be used, or the run does not fit in memory.
@@ -100,15 +100,15 @@ def prepare_run(
         threads, words = free
         display.message(words)
         resolved = resolved.model_copy(update={"train": recipe.train.model_copy(update={"threads": threads})})
-        overrides = [*overrides, f"train.threads={threads}"]  # a resumed run needs this number to repeat each bit
+        overrides = [*overrides, f"train.threads={threads}"]  # a resumed run repeats each bit only with this number
     return PreparedRun(resolved, prepared, device, precision, ranks, layout, peak, resume, overrides)
 
 
 def check_train(recipe: Recipe, resume: bool = False, n_ranks: int = 1, change: Collection[str] = ()) -> None:
-    """Refuse a run that cannot start, before any work is done; a launcher calls this before it starts processes.
+    """Check that a run can start, before any work is done; a launcher calls this before it starts processes.
 
     Raises:
-        UserError: the run folder, the run to start from, a logger or the number of ranks cannot be used.
+        UserError: the run folder, an input of the run, a logger or the number of ranks cannot be used.
     """
     check_run_folder(recipe, resume, change)
     check_start(recipe, resume)
@@ -119,10 +119,10 @@ def check_train(recipe: Recipe, resume: bool = False, n_ranks: int = 1, change: 
 
 
 def check_parallel(recipe: Recipe, n_ranks: int, precision: str = "auto") -> None:
-    """Refuse a recipe that `n_ranks` ranks cannot train, before any work; see `gptworks.planning.arrange`.
+    """Check that `n_ranks` ranks can train the recipe, before any work is done; see `gptworks.planning.arrange`.
 
     Raises:
-        UserError: `n_ranks` ranks cannot train the recipe.
+        UserError: they cannot; the message explains why.
     """
     if (refused := refusal(recipe, n_ranks, precision)) is not None:
         raise UserError(str(refused))
@@ -136,13 +136,13 @@ def check_memory(
     layout: Layout = ONE_DEVICE,
     n_local_ranks: int = 1,
 ) -> Peak:
-    """The planned peak memory of a device; a lower bound while the vocabulary is not known yet.
+    """Return the planned peak memory of a device, a lower bound while the vocabulary's size is unknown.
 
     Args:
-        n_local_ranks: processes on this machine; on the CPU they share its memory.
+        n_local_ranks: number of ranks on this machine; if they train on the CPU, they share its memory.
 
     Raises:
-        UserError: device or host memory is too small and `force` is false; the message names a change that would fit.
+        UserError: device or host memory is too small and `force` is false; the message suggests a change that fits.
     """
     place = this_device(device, n_local_ranks, layout.world_size)
     needed = need(rank_setting(recipe, precision.name, device.type == "cpu", layout), place)
@@ -155,7 +155,7 @@ def check_memory(
 
 
 def _advised(change: Change) -> str:
-    """A change in the words of `gptworks train`, and the memory that is needed with it."""
+    """Return a change as arguments of `gptworks train`, and the memory that the run would need with it, as text."""
     what = list(change.overrides)
     if change.n_ranks != change.n_ranks_before:
         what += [f"on {change.n_ranks} devices (`gptworks launch --nproc`, or torchrun)"]

@@ -1,4 +1,4 @@
-"""Signals that ask work to stop."""
+"""Catches signals, so that work can stop at a good point."""
 
 import signal
 import threading
@@ -12,7 +12,7 @@ from typing import Any
 def stop_signals(
     wanted: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
 ) -> Iterator[Callable[[], str | None]]:
-    """A context with a function that names the first of these signals to come, else None; a second acts as usual."""
+    """Catch the first signal; yield a function that returns its name, None before it. A second has its usual effect."""
     asked: list[str] = []
     previous: dict[signal.Signals, Any] = {}
 

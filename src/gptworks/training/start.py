@@ -1,4 +1,4 @@
-"""The weights that a run starts from: random ones, or those of another run."""
+"""Loads the weights of another run, from which a run starts instead of from random weights."""
 
 from pathlib import Path
 
@@ -17,10 +17,11 @@ from gptworks.training.distributed.ranks import ALONE, Ranks
 
 
 def check_start(recipe: Recipe, resume: bool = False) -> None:
-    """Refuse to start from a run with another model, before any work is done. A resumed run needs no other run.
+    """Check that `initialize_from` can be used, before any work is done; in a resumed run, check its own checkpoint.
 
     Raises:
-        UserError: `initialize_from` is not a run folder, has another model, or its weights are quantized.
+        UserError: `initialize_from` is not a run folder, has another model, or is unset though `adapter` is set; the
+            weights to start from are quantized; or embeddings of added tokens would not be trained.
     """
     source = recipe.initialize_from
     if resume and (own := checkpoints(recipe.run_dir)):
@@ -45,7 +46,7 @@ def check_start(recipe: Recipe, resume: bool = False) -> None:
 
 
 def _check_new_tokens(recipe: Recipe, source: Path) -> None:
-    """Refuse tokens that are new to the model and whose embeddings would not be trained: all would stay equal."""
+    """Raise UserError if the recipe adds tokens but trains no embeddings: all new embeddings would stay equal."""
     adapter, freeze = recipe.adapter, recipe.freeze
     if adapter is not None and not adapter.embeddings:
         leaves, change = "an adapter does not train the embeddings", "adapter.embeddings=true"
@@ -65,10 +66,10 @@ def _check_new_tokens(recipe: Recipe, source: Path) -> None:
 
 
 def starting_weights(recipe: Recipe, tokenizer: Tokenizer, report: Report, ranks: Ranks = ALONE) -> dict[str, Tensor]:
-    """The best weights of the run that `initialize_from` names, the same on every rank.
+    """Return the best weights of the run `initialize_from`, the same on every rank, for the recipe's model.
 
     Raises:
-        UserError: the other run's model or tokenizer differs, or its checkpoints are damaged.
+        UserError: the other run's model or tokenizer does not fit, or its checkpoints are damaged.
     """
     source = recipe.initialize_from
     assert source is not None
@@ -97,7 +98,7 @@ def starting_weights(recipe: Recipe, tokenizer: Tokenizer, report: Report, ranks
 
 
 def with_future_heads(weights: dict[str, Tensor], model: ModelConfig, report: Report) -> dict[str, Tensor]:
-    """The weights with the model's heads for tokens beyond the next: surplus heads are dropped, new ones are zero."""
+    """Return the weights with `model`'s heads for tokens after the next one: drop surplus heads, add zero heads."""
     names = [f"{FUTURE_HEADS}{i}.weight" for i in range(model.n_future_tokens - 1)]
     dropped = [name for name in weights if name.startswith(FUTURE_HEADS) and name not in names]
     new = {name: torch.zeros(model.d_model, model.d_model) for name in names if name not in weights}
@@ -108,10 +109,10 @@ def with_future_heads(weights: dict[str, Tensor], model: ModelConfig, report: Re
 
 
 def with_new_tokens(weights: dict[str, Tensor], n_before: int, n_now: int, n_rows: int) -> dict[str, Tensor]:
-    """The weights with embeddings for tokens n_before … n_now - 1, each the mean of the earlier ones (Hewitt, 2021).
+    """Return the weights with new tokens n_before … n_now - 1, embedded as the mean of the earlier ones (Hewitt, 2021).
 
     Args:
-        n_rows: rows of the new embedding, unless the old one has more; rows from n_now on belong to no token.
+        n_rows: number of rows of the new embedding, if the old one has fewer; rows from n_now on belong to no token.
     """
     if n_now == n_before:
         return weights

@@ -1,5 +1,5 @@
-"""The training step: forward and backward over micro-batches, then an update. The loop, the trace and the measurement
-of a step all run it."""
+"""The training step: forward and backward passes over micro-batches, then an update. The training loop runs it, and so
+do the trace and the measurement of a step (rehearsal/)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,17 +20,17 @@ from gptworks.training.record.stopwatch import Stopwatch
 
 @dataclass
 class StepLosses:
-    """Mean losses of a step, over the targets of all ranks."""
+    """Mean losses of a step over the targets of all ranks."""
 
     loss: float
     figures: dict[str, float] = field(default_factory=dict)
-    """Additional means that the objective reports, by name."""
+    """Means of the objective's other figures, by name."""
     expert_tokens: Tensor | None = None
-    """Tokens that each expert of each layer got, int64 [L, E]."""
+    """Number of tokens routed to each expert of each layer on all ranks, int64 [L, E]; None: no experts."""
 
 
 class TrainStep:
-    """A model, its optimizer and a loss. A step is `accumulate`, then `apply`, or `skip` if gradients would do harm."""
+    """Trains a model: a step calls `accumulate` and `gradient_norm`, then `apply` or, if it is anomalous, `skip`."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class TrainStep:
     ) -> None:
         """
         Args:
-            model: the model that `parallel.place` returned.
+            model: the model that `parallel` has built or placed on its device.
         """
         self.model, self.loss, self.precision = model, loss, precision
         self.parallel, self.ranks = parallel, parallel.ranks
@@ -58,14 +58,14 @@ class TrainStep:
         seed: tuple[int, ...] = (0,),
         numbers: Sequence[int] | None = None,
     ) -> StepLosses:
-        """Accumulate the gradients of the step's mean loss over all targets, for any division into micro-batches.
+        """Accumulate the gradients of the mean loss over all of the step's targets, and return the step's losses.
 
         Args:
             micro_batches: this rank's micro-batches, on the model's device.
             n_targets: number of targets in all micro-batches of all ranks.
-            seed: the step's seed. Dropout depends only on it and the micro-batch's number: a resumed run needs no
-                generator state.
-            numbers: the number within the step of each micro-batch; None: 0, 1, ….
+            seed: the step's seed. Dropout depends only on the seed and the micro-batch's number, so that a resumed run
+                needs no generator state.
+            numbers: the number of each micro-batch within the step; None: 0, 1, ….
         """
         total = torch.zeros((), device=self.model.device)
         sums: dict[str, Tensor] = {}
@@ -100,12 +100,12 @@ class TrainStep:
         return StepLosses((self.parallel.all_reduce(total) / max(1, n_targets)).item(), figures, expert_tokens)
 
     def gradient_norm(self) -> float:
-        """Unscale the step's gradients, and return their norm over all ranks."""
+        """Undo the loss scaling of the step's gradients, and return their norm over all ranks."""
         self.optimizer.unscale(self.scaler)
         return self.parallel.gradient_norm()
 
     def apply(self, norm: float, rate_factor: float = 1.0) -> None:
-        """Clip gradients of this norm, and update the parameters with `rate_factor` times their peak learning rate."""
+        """Clip the gradients, whose norm is `norm`, and update the parameters at `rate_factor` · peak learning rate."""
         if self._grad_clip and norm > self._grad_clip:
             self.parallel.clip_gradients(self._grad_clip, norm)
         self.optimizer.set_rate(rate_factor)
@@ -113,6 +113,6 @@ class TrainStep:
         self.optimizer.zero_grad()
 
     def skip(self) -> None:
-        """Drop the gradients and leave the parameters as they are."""
+        """Discard the gradients and leave the parameters unchanged."""
         self.scaler.update()
         self.optimizer.zero_grad()

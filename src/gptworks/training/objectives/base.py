@@ -1,7 +1,7 @@
-"""The interface of training objectives. The loop uses only `Objective`; subclasses contain all differences.
+"""The base class of training objectives. The loop uses only `Objective`; all differences are in its subclasses.
 
-To add one, write its settings in `gptworks.config.objective`, and a subclass of `Objective` that has these `settings`
-in a file here.
+To add an objective, write a class of its settings in `gptworks.config.objective` and, in a file here, a subclass of
+`Objective` that annotates its `settings` with this class.
 """
 
 from collections.abc import Iterator
@@ -37,24 +37,24 @@ class RunContext:
     """The parts of a run that its objective uses."""
 
     model: GPT
-    """The model, with the weights from which training starts or resumes."""
+    """The model to train, with its starting or restored weights."""
     engine: Engine
     precision: Precision
     workers: Workers
     ranks: Ranks
     is_new: bool
-    """Whether the run begins at step 0: `model` then has the starting weights."""
+    """Whether the run begins at step 0, so that `model` has the starting weights."""
     report: Report
 
 
 class Objective:
-    """What a run learns: its batches, its loss and its evaluation."""
+    """Base class of objectives: provides a run's batches, its loss and its evaluation."""
 
     generates = False
-    """Whether a step's batches are made with the current model (`generate`)."""
+    """Whether `generate` makes each step's batches with the current model."""
 
     kept_files: tuple[str, ...] = ()
-    """Files in the run folder that the objective cannot make again: a fork copies them."""
+    """Names of the run folder's files that the objective cannot rebuild; a fork copies them."""
 
     recipe: Recipe
     samples: Samples
@@ -64,36 +64,36 @@ class Objective:
         self._routing = Routing(train.router_balance_weight, train.router_z_weight)
 
     def take_data(self, recipe: Recipe, samples: Samples) -> None:
-        """Use a run's data, which all but `check` and `loss_without_data` need."""
+        """Set the run's data. All other methods need it, except `check` and `loss_without_data`."""
         self.recipe, self.samples, self.context_length = recipe, samples, recipe.model.context_length
 
     def check(self, recipe: Recipe) -> None:
-        """Check the objective's other inputs, such as a run or a file, before any work is done.
+        """Check inputs other than the data, such as a run or a file, before any work is done.
 
         Raises:
             UserError: an input is missing or cannot be used.
         """
 
     def loss_without_data(self, model: GPT) -> LossFunction:
-        """A loss that needs only inputs and targets, to trace or measure a step of a new model."""
+        """Return a loss function that needs only inputs and targets, for tracing or timing a step of a new model."""
         return self.loss
 
     def begin(self, run: RunContext) -> None:
-        """Called once, before the first step of each session.
+        """Called once per session, before its first step.
 
         Raises:
             UserError: an input of the objective is missing or cannot be used.
         """
 
     def begin_step(self, share_done: float) -> None:
-        """Called before each step with the share of the run that is done, from 0 to 1."""
+        """Called before each step; `share_done` is the fraction of the run that is done, from 0 to 1."""
 
     def batch(self, position: int, micro_step: int, size: int) -> Batch:
-        """The batch of `Samples.batch`, with the additional tensors that the loss needs."""
+        """Return the micro-batch that `Samples.batch` gives, with the additional tensors that the loss needs."""
         return self.samples.batch(position, micro_step, size)
 
     def generate(self, position: int, asked: StepBatches) -> StepBatches:
-        """The micro-batches of the step at a position, generated from those of `batch`; called if `generates`."""
+        """Generate the micro-batches of the step at sample `position` from those of `batch`; called if `generates`."""
         raise NotImplementedError
 
     @property
@@ -103,19 +103,19 @@ class Objective:
 
     @property
     def n_evaluated(self) -> int:
-        """Number of validation sequences that an evaluation reads, evenly spaced; 0: all."""
+        """Number of validation sequences in an evaluation, evenly spaced over the split; 0: all of them."""
         return self.train.n_evaluated(self.n_validation, self.context_length)
 
     def count(self, batch: Batch) -> int:
-        """The number of a batch's targets, by which the sum of losses is divided."""
+        """Return the batch's number of targets; the step's sum of losses is divided by their total."""
         return count_targets(batch)
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
-        """The batch's loss and reported figures, as sums over the batch."""
+        """Return the loss and the reported figures, as sums over the batch."""
         raise NotImplementedError
 
     def evaluate(self, model: GPT, workers: Workers, precision: Precision) -> tuple[LossReport, dict[str, float]]:
-        """The loss on the validation split, and additional means by name for the metrics."""
+        """Return the loss on the validation split, and the means of other figures by name, for the metrics."""
         n_sequences = self.n_evaluated
         sequences = self.samples.held_out(n_sequences)
         text_bytes = self.samples.held_out_bytes if n_sequences == 0 else None
@@ -124,7 +124,7 @@ class Objective:
 
 
 class NextToken(Objective):
-    """Prediction of every next token of a text, or of the answers' tokens in conversations."""
+    """Predicts each next token of a text, or, in conversations, each token of the answers."""
 
     settings: NextTokenObjective | InstructionObjective
 
@@ -140,12 +140,12 @@ class NextToken(Objective):
 
 
 def objective_of(settings: ObjectiveSettings, train: TrainConfig) -> Objective:
-    """The objective with these settings, without data."""
+    """Return the objective with these settings; its data is not set yet."""
     return by_settings("gptworks.training.objectives", Objective)[type(settings)](settings, train)
 
 
 def choose_objective(recipe: Recipe, folder: Path, verify: bool = False) -> Objective:
-    """The objective of a recipe, with its samples; arguments and errors as for `open_samples`."""
+    """Return the objective of a recipe, with its samples opened; arguments and errors are those of `open_samples`."""
     objective = objective_of(recipe.objective, recipe.train)
     objective.take_data(recipe, open_samples(recipe, folder, verify))
     return objective
@@ -153,10 +153,10 @@ def choose_objective(recipe: Recipe, folder: Path, verify: bool = False) -> Obje
 
 @contextmanager
 def generating(precision: Precision) -> Iterator[None]:
-    """A context in which an engine may run a model that is being trained.
+    """Return a context in which an engine can generate with a model that is being trained.
 
-    Products are rounded as in a training step, so that answers come from the policy in training. Compiled blocks run
-    uncompiled: a growing cache changes shape at each token.
+    Products are computed in the training step's precision, so that answers come from the policy in training. Compiled
+    blocks run eagerly, because a growing cache changes shape at each token.
     """
     with torch.compiler.set_stance("force_eager"), precision.autocast():
         yield

@@ -21,17 +21,17 @@ from gptworks.training.objectives.base import Objective, RunContext
 from gptworks.training.objectives.next_token import Losses, LossFunction, counted, with_routing
 
 TEACHER = "teacher.json"
-"""The run folder's file that names the teacher's checkpoint."""
+"""The file in the run folder that identifies the teacher's checkpoint."""
 
 
 _MOST_NOTE_BYTES = 1 << 16
 
 
 def _teacher_of_the_start(folder: Path, kept: Path) -> Checkpoint:
-    """The checkpoint of the teacher that the run began with.
+    """Return the checkpoint of the teacher run in `folder` that the file `kept` identifies.
 
     Raises:
-        UserError: the checkpoint or the run's note of it is missing, damaged or changed.
+        UserError: `kept` is missing or damaged, or the checkpoint is missing or has changed.
     """
     try:
         note = unsealed_json(read_regular(kept, _MOST_NOTE_BYTES, inside=kept.parent))
@@ -51,7 +51,7 @@ def _teacher_of_the_start(folder: Path, kept: Path) -> Checkpoint:
 
 
 class Distillation(Objective):
-    """The objective of distillation; teacher and student read the same text or conversations."""
+    """The objective of distillation. Teacher and student read the same text or conversations."""
 
     settings: DistillationObjective
     kept_files = (TEACHER,)
@@ -102,7 +102,7 @@ class Distillation(Objective):
         run.report(f"the teacher is {folder}, step {teacher.step:,}")
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
-        """ce_weight · cross-entropy + kl_weight · temperature² · KL(teacher ‖ model), summed over the targets."""
+        """Return ce_weight · cross-entropy + kl_weight · temperature² · KL(teacher ‖ model), summed over targets."""
         inputs, targets, *positions = batch
         settings, teacher = self.settings, self._teacher
         router_logits: list[Tensor] = []

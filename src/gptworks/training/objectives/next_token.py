@@ -1,4 +1,4 @@
-"""The cross-entropy of the next token, and the parts that all objectives' losses share."""
+"""The cross-entropy of the next token, and the classes and functions that all objectives' losses share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,10 +16,10 @@ from gptworks.model.moe import balance_loss, expert_tokens, z_loss
 
 
 class StepBatches(NamedTuple):
-    """The micro-batches of a step."""
+    """One rank's micro-batches of a step."""
 
     numbers: range
-    """Numbers of this rank's batches within the step."""
+    """The numbers of this rank's micro-batches among all micro-batches of the step."""
     rows: list[Batch]
     n_targets: int
     n_tokens: int
@@ -27,23 +27,23 @@ class StepBatches(NamedTuple):
 
 @dataclass(frozen=True)
 class Losses:
-    """Losses and figures, summed over a batch's targets."""
+    """The losses and reported figures of a batch, as sums over its targets."""
 
     objective: Tensor
-    """The loss to differentiate."""
+    """The loss to differentiate, with auxiliary terms."""
     loss: Tensor
     """The loss to report, without auxiliary terms."""
     expert_tokens: Tensor | None = None
-    """Tokens that each expert of each layer got, int64 [L, E]."""
+    """Number of tokens routed to each expert of each layer, int64 [L, E]; None: no experts."""
     figures: dict[str, Tensor] = field(default_factory=dict)
-    """Additional sums, whose means are reported by name."""
+    """Other figures by name, as sums; their means are reported."""
     counts: dict[str, Tensor] = field(default_factory=dict)
-    """Divisor of a figure, by name, if it is not the number of the batch's targets."""
+    """Divisors of the figures, by name, that are not divided by the number of targets."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The weights of the two losses of experts' routers."""
+    """The weights of the routers' two auxiliary losses, in models with experts."""
 
     balance_weight: float = 0.0
     z_weight: float = 0.0
@@ -53,11 +53,11 @@ LossFunction = Callable[[GPT, Batch], Losses]
 
 
 def next_token(model: GPT, batch: Batch, routing: Routing = Routing(), future_weights: Sequence[float] = ()) -> Losses:
-    """Cross-entropy of each target, in nats; with experts, also the two losses of each layer's router.
+    """Return the targets' cross-entropy in nats; with experts, plus the two losses of each layer's router.
 
     Args:
-        future_weights: weights of the same loss for each token beyond the next, nearest first; empty: their heads are
-            not trained. As in DeepSeek-V3 (2024, section 2.2), their sums are divided by the count of next tokens.
+        future_weights: loss weights of the tokens after the next one, nearest first; empty: their heads are not
+            trained. As in DeepSeek-V3 (2024, section 2.2), all losses are divided by the number of next-token targets.
     """
     inputs, targets, *positions = batch
     router_logits: list[Tensor] = []
@@ -77,12 +77,12 @@ def next_token(model: GPT, batch: Batch, routing: Routing = Routing(), future_we
 
 
 def future_targets(targets: Tensor, n_tokens: int, text_positions: Tensor | None = None) -> Tensor:
-    """Targets of the next token [B, T] → targets of the next `n_tokens`, [n_tokens, B, T]; −100 past a row's end.
-    Targets that are −100 stay −100.
+    """Return the targets of the next `n_tokens` tokens, [n_tokens, B, T], from `targets` of the next token [B, T].
+    A target is −100 if it is −100 in `targets` or lies beyond the row's end.
 
     Args:
-        text_positions: each token's position in its own text, int64 [B, T], if rows hold several texts. Targets in
-            another text than the predicting token are −100.
+        text_positions: each token's position in its own text, int64 [B, T], if rows hold several texts. A target in
+            another text than the input token's is −100 as well.
     """
     ahead_of = [targets]
     for ahead in range(1, n_tokens):
@@ -105,7 +105,7 @@ def with_routing(
     routing: Routing,
     figures: dict[str, Tensor] | None = None,
 ) -> Losses:
-    """The losses of a batch of `count` targets (or pairs, or answers); with experts, also the routers' losses."""
+    """Return the losses of a batch of `count` targets (or pairs, or answers); with experts, add the routers' losses."""
     figures = {name: value.detach() for name, value in (figures or {}).items()}
     if not router_logits:
         return Losses(objective, loss.detach(), figures=figures)
@@ -123,10 +123,10 @@ def with_routing(
 
 
 def counted(batch: Batch) -> Tensor:
-    """The number of a batch's targets with loss, int64 on the batch's device; does not wait for an accelerator."""
+    """Return the number of a batch's targets that are not ignored, int64 on its device, without waiting for a GPU."""
     return (batch[1] != IGNORED).sum()
 
 
 def count_targets(batch: Batch) -> int:
-    """The number of a batch's targets with loss; waits for an accelerator."""
+    """Return the number of a batch's targets that are not ignored; waits for a GPU."""
     return int(counted(batch))

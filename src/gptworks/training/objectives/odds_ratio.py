@@ -12,13 +12,13 @@ from gptworks.training.objectives.pairs import PairsObjective, answer_lengths, a
 
 
 def odds_ratio_loss(weight: float, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The sum of the pairs' losses (eq. 6), and the summed figures to report.
+    """Return the sum of P pairs' losses (eq. 6), and the figures to report, as sums over the pairs.
 
     Args:
         weight: λ of eq. 6.
-        logprobs: log P of each answer, the mean over its tokens (eq. 3), [2P]: chosen answers, then rejected ones.
+        logprobs: mean log-probability of each answer's tokens (eq. 3), [2P]: chosen answers, then rejected ones.
     """
-    below_1 = logprobs.clamp(max=-torch.finfo(logprobs.dtype).eps)  # probability 1 has infinite odds
+    below_1 = logprobs.clamp(max=-torch.finfo(logprobs.dtype).eps)  # a probability of 1 would have infinite odds
     log_odds = below_1 - torch.log(-torch.expm1(below_1))  # eq. 4
     log_ratio = log_odds[: len(log_odds) // 2] - log_odds[len(log_odds) // 2 :]
     nats = -logprobs[: len(log_ratio)]
@@ -31,13 +31,13 @@ def odds_ratio_loss(weight: float, logprobs: Tensor) -> tuple[Tensor, dict[str, 
 
 
 class OddsRatio(PairsObjective):
-    """The objective of ORPO, on pairs of answers without a reference model."""
+    """The objective of ORPO: pairs of answers, no reference model."""
 
     settings: OddsRatioObjective
     figures = ("log_odds_ratio", "chosen_nats_per_token", "accuracy")
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
-        """`odds_ratio_loss` of inputs and targets [2P, T]."""
+        """Return the `odds_ratio_loss` of a batch: inputs and targets, [2P, T]."""
         inputs, targets = batch
         router_logits: list[Tensor] = []
         logprobs = answer_logprobs(model, inputs, targets, router_logits) / answer_lengths(targets)

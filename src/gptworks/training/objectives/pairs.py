@@ -1,4 +1,4 @@
-"""Common code of objectives on pairs of answers: log-probabilities of answers, batches and evaluation.
+"""Base class of objectives on pairs of answers, with its batches and its evaluation; log-probabilities of answers.
 
 Shapes: P pairs, T tokens of their longest conversation.
 """
@@ -19,21 +19,21 @@ from gptworks.training.objectives.base import Objective
 
 
 def answer_logprobs(model: GPT, inputs: Tensor, targets: Tensor, router_logits: list[Tensor] | None = None) -> Tensor:
-    """log π(answer | prompt) of each row, [B]: the sum of its targets' log-probabilities."""
+    """Return log π(answer | prompt) of each row, [B]: the sum of its targets' log-probabilities."""
     features = model.features(inputs, router_logits=router_logits)
     return target_logprobs(features, model.head_weight, targets, model.config.logit_softcap).sum(-1)
 
 
 def answer_lengths(targets: Tensor) -> Tensor:
-    """Number of targets with loss in each row, [B], at least 1."""
+    """Return the number of targets that are not ignored in each row, [B], at least 1."""
     return (targets != IGNORED).sum(-1).clamp(min=1)
 
 
 class PairsObjective(Objective):
-    """Base of objectives on pairs of answers; a step's batch_size counts pairs."""
+    """Base class of objectives on pairs of answers; their `batch_size` is a number of pairs."""
 
     figures: tuple[str, ...]
-    """Names of the figures reported in addition to the loss; each is a mean over pairs."""
+    """Names of the figures reported in addition to the loss, each a mean over pairs."""
 
     @property
     def pairs(self) -> AnswerPairs:
@@ -44,11 +44,11 @@ class PairsObjective(Objective):
         return self.batch_of("train", self.pairs.chosen(position, micro_step, size))
 
     def batch_of(self, split: str, pairs: list[int]) -> Batch:
-        """The batch of the pairs with these numbers: rows of the chosen answers, then of the rejected."""
+        """Return the batch of the pairs with these numbers: rows of the chosen answers, then of the rejected ones."""
         return self.pairs.of(split, pairs)
 
     def _chunks(self, pairs: list[int]) -> Iterator[list[int]]:
-        """The pairs in micro-batches."""
+        """Split pairs into micro-batches."""
         size = self.train.micro_batch_size
         return (pairs[first : first + size] for first in range(0, len(pairs), size))
 
@@ -57,7 +57,7 @@ class PairsObjective(Objective):
 
     @torch.no_grad()
     def evaluate(self, model: GPT, workers: Workers, precision: Precision) -> tuple[LossReport, dict[str, float]]:
-        """The loss on held-out pairs, and the means of the loss's figures."""
+        """Return the mean loss on validation pairs, and the mean of each of `figures`."""
         chosen = evenly_spaced(self.n_validation, self.n_evaluated)
         sums = dict.fromkeys(("loss", *self.figures), 0.0)
         with eval_mode(model):

@@ -1,7 +1,7 @@
 """Preference tuning without a reward model: DPO (Rafailov et al., 2023), cDPO and IPO.
 
-The model's log-probability of an answer is compared with a reference: the starting model's log-probability, computed
-once before the first step and kept in the run folder.
+The loss compares the model's log-probability of an answer with a reference: the starting model's log-probability,
+computed once before the first step and stored in the run folder.
 
 Shapes: P pairs, T tokens of their longest conversation.
 """
@@ -34,18 +34,18 @@ REFERENCE = "reference.safetensors"
 def preference_loss(
     objective: PreferenceObjective, logratios: Tensor, n_tokens: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The sum of the pairs' losses, and the summed figures to report.
+    """Return the sum of the pairs' losses, and the figures to report, as sums over the pairs.
 
     Args:
         logratios: log π(answer) − log π_ref(answer), [2P]: chosen answers, then rejected ones.
         n_tokens: number of targets of each answer, [2P].
     """
     chosen, rejected = logratios.chunk(2)
-    if objective.loss == "ipo":  # Azar et al., 2023, eq. 17, per token, as in its authors' experiments
+    if objective.loss == "ipo":  # Azar et al., 2023, eq. 17, with means over tokens, as in their experiments
         chosen_tokens, rejected_tokens = n_tokens.chunk(2)
         gap = chosen / chosen_tokens - rejected / rejected_tokens
         losses = (gap - 1 / (2 * objective.beta)).square()
-    else:  # Rafailov et al., 2023, eq. 7; with smoothing, Mitchell, 2023, eq. 3
+    else:  # DPO: Rafailov et al., 2023, eq. 7; cDPO, with label smoothing: Mitchell, 2023, eq. 3
         margin, smoothing = objective.beta * (chosen - rejected), objective.label_smoothing
         losses = -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
     figures = {
@@ -58,17 +58,17 @@ def preference_loss(
 
 _MOST_NOTE_BYTES = 1 << 16
 _LOGPROB_BYTES = 8
-"""Bytes of a pair's reference: one float32 for each answer."""
+"""Bytes of a pair's reference log-probabilities: one float32 for each of its two answers."""
 
 
 class Preference(PairsObjective):
-    """The objective of DPO, cDPO and IPO, on pairs of answers."""
+    """The objective of DPO, cDPO and IPO: pairs of answers, compared with the starting model."""
 
     settings: PreferenceObjective
     kept_files = (REFERENCE, "reference.json")
     figures = ("reward_margin", "reward_chosen", "accuracy")
     _reference: dict[str, Tensor]
-    """The reference's log-probabilities by split, [n pairs, 2]."""
+    """Log-probabilities of the chosen and the rejected answer under the starting model, [n pairs, 2], by split."""
 
     def loss_without_data(self, model: GPT) -> LossFunction:
         return lambda model, batch: self.loss(model, (*batch, torch.zeros(len(batch[0]), device=model.device)))
@@ -95,10 +95,10 @@ class Preference(PairsObjective):
             write_whole(path.with_suffix(".json"), sealed_json(described))
 
     def _read_reference(self, path: Path) -> dict[str, Tensor]:
-        """The starting model's log-probabilities, from the run folder.
+        """Read the starting model's log-probabilities from the run folder.
 
         Raises:
-            UserError: the file is missing, damaged or of other data.
+            UserError: the file is missing or damaged, or belongs to other data.
         """
         n_pairs = sum(map(len, self.pairs.pairs.values()))
         try:
@@ -120,9 +120,9 @@ class Preference(PairsObjective):
         return reference
 
     def _logprobs(self, model: GPT, precision: Precision, split: str, workers: Workers) -> Tensor:
-        """log π of both answers of every pair, float32 [n, 2] on the CPU; each process computes a part of the pairs.
+        """Return log π of both answers of every pair, float32 [n, 2] on the CPU. Ranks divide the pairs among them.
 
-        Gradients stay enabled, though unused, so that the kernels are those of training and round alike.
+        Gradients stay enabled, though unused, so that the kernels, and their rounding, are those of training.
         """
         given = torch.zeros(len(self.pairs.pairs[split]), 2, device=model.device)
         chunks = self._chunks(list(range(len(given))))
@@ -133,14 +133,14 @@ class Preference(PairsObjective):
                     logprobs = answer_logprobs(model, inputs.to(model.device), targets.to(model.device))
                 if counts(targets):
                     given[chosen.to(model.device)] = logprobs.detach().view(2, -1).T.float()
-        return workers.all_reduce(given).cpu()  # an answer is zero on all but one process
+        return workers.all_reduce(given).cpu()  # each pair was computed on one rank and is zero on the others
 
     def batch_of(self, split: str, pairs: list[int]) -> Batch:
-        """The batch of these pairs: inputs and targets [2P, T], and each row's reference [2P]."""
+        """Return the batch of the pairs with these numbers: inputs and targets [2P, T], reference logprobs [2P]."""
         return (*self.pairs.of(split, pairs), self._reference[split][pairs].T.flatten())
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
-        """`preference_loss` of a batch as `batch_of` makes it."""
+        """Return the `preference_loss` of a batch from `batch_of`."""
         inputs, targets, reference = batch
         router_logits: list[Tensor] = []
         logprobs = answer_logprobs(model, inputs, targets, router_logits)
@@ -149,11 +149,11 @@ class Preference(PairsObjective):
 
 
 def weights_fingerprint(model: GPT) -> str:
-    """sha256 of a model's weights in the order of their names; if sharded, of this process's shards."""
+    """Return the sha256 of a model's weights, in the order of their names; of this rank's shards, if sharded."""
     digest = hashlib.sha256()
     for name, parameter in sorted(weight_tensors(model).items()):
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         digest.update(name.encode("utf-8"))
-        copied = local.detach().float().cpu().clone()  # FSDP cannot free a storage that numpy refers to
+        copied = local.detach().float().cpu().clone()  # FSDP cannot free a storage that numpy uses
         digest.update(copied.numpy().tobytes())
     return digest.hexdigest()

@@ -1,9 +1,9 @@
-"""GRPO (Shao et al., 2024): raises the probability of answers that a function rewards above others of their group.
+"""GRPO (Shao et al., 2024): raises the probability of answers whose reward exceeds the mean reward of their group.
 
-    prompt ─► a group of answers, by our engine ─► rewards ─► advantages ─► clipped policy gradient
+    prompt ─► our engine generates a group of answers ─► rewards ─► advantages ─► clipped policy gradient
 
-A step's answers depend only on the seed, the batch's number and the weights. Answers that several steps use are kept in
-the run folder, so that a run resumed between these steps reads them again.
+A step's answers depend only on the seed, the micro-batch's number and the weights. Answers that several steps use are
+stored in the run folder, where a run resumed between these steps finds them.
 
 Shapes: B answers, G answers per group, T tokens of the longest prompt with its answer.
 """
@@ -47,14 +47,14 @@ from gptworks.training.objectives.rollouts import ROLLOUTS, RolloutStore
 REFERENCE_MODEL = "reference-model.safetensors"
 
 EVALUATED_AT_ONCE = 64
-"""Number of held-out prompts answered together; between two such groups, a run checks for a signal to stop."""
+"""Number of validation prompts answered together. Before each such group, the run checks for a signal to stop."""
 
 _LEAST_DEVIATION = 1e-6
 
 
 def advantages(rewards: Tensor, group_size: int, scale: bool = True) -> Tensor:
-    """Each reward minus its group's mean, [B]; if `scale`, in the group's standard deviations (Shao et al., 2024,
-    section 4.1.2). 0 where all rewards of a group are equal."""
+    """Return each reward minus its group's mean, [B]; if `scale`, divided by the group's standard deviation (Shao et
+    al., 2024, section 4.1.2). If all rewards of a group are equal, their advantages are 0."""
     groups = rewards.view(-1, group_size)
     above = groups - groups.mean(-1, keepdim=True)
     return (above / (groups.std(-1, keepdim=True) + _LEAST_DEVIATION) if scale else above).flatten()
@@ -68,10 +68,11 @@ def policy_loss(
     advantage: Tensor,
     counted: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The sum of the answers' losses (Shao et al., 2024, eq. 3 and 4), and the summed figures to report.
+    """Return the sum of the answers' losses (Shao et al., 2024, eq. 3 and 4), and the figures to report, as sums.
 
     Args:
-        logprobs, old, reference: each token's log-probability under the current, sampling and starting policy, [B, T].
+        logprobs, old, reference: each token's log-probability under the current policy, the policy that generated the
+            answers, and the starting model, [B, T].
         advantage: each answer's advantage, [B].
         counted: whether a token belongs to the answer, [B, T].
     """
@@ -82,36 +83,36 @@ def policy_loss(
     figures = {"clipped_share": (((ratio != clipped) & counted).sum(-1) / n_tokens).sum()}
     if reference is not None:
         apart = reference - logprobs
-        kl = apart.exp() - apart - 1  # unbiased and never negative (Schulman, 2020)
+        kl = apart.exp() - apart - 1  # an unbiased estimate, never negative (Schulman, 2020)
         gain = gain - objective.beta * kl
         figures["kl"] = (kl.where(counted, 0).sum(-1) / n_tokens).sum()
     return -(gain.where(counted, 0).sum(-1) / n_tokens).sum(), figures
 
 
 def scaled_logprobs(model: GPT, features: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """log π of each target at a sampling temperature, 0 where it is −100; float32 [B, T]."""
+    """Return log π of each target at a sampling temperature, float32 [B, T]; 0 where the target is −100."""
     softcap = (
         model.config.logit_softcap and model.config.logit_softcap / temperature
-    )  # equals capping the logits and then dividing them by the temperature
+    )  # with it, the result equals capping the logits and then dividing them by the temperature
     return target_logprobs(features / temperature, model.head_weight, targets, softcap)
 
 
 def trains_adapters_only(model: GPT) -> bool:
-    """Whether only an adapter is trained, so that the model without it equals the starting model."""
+    """Whether training changes only an adapter: the model without its adapter then equals the starting model."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return all(name.endswith(LORA_PARTS) for name in trained)
 
 
 def sampling_gap(logprobs: Tensor, prompt_tokens: Sequence[int], answers: Sequence[Completion]) -> Tensor:
-    """The mean |difference| between the log-probabilities of the engine and of the training step, over the generated
-    tokens of each answer, in nats; float32 [B].
+    """Return, for each answer, how far the log-probabilities of the engine and of the training step differ: the mean
+    |difference| over the generated tokens, in nats, float32 [B].
 
-    The policy gradient assumes that answers are samples of the policy in training. The engine adds in another order and
-    may round differently; the gap measures the effect.
+    The policy gradient assumes that answers are sampled from the policy in training. But the engine adds in another
+    order and may round differently; the gap measures the effect.
 
     Args:
-        logprobs: training's log-probability of each target at temperature 1, [B, T].
-        prompt_tokens: the length of each answer's prompt.
+        logprobs: the training step's log-probability of each target at temperature 1, [B, T].
+        prompt_tokens: number of tokens in each answer's prompt.
         answers: the engine's answers, with its log-probabilities.
     """
     gaps = torch.zeros(len(answers))
@@ -123,7 +124,7 @@ def sampling_gap(logprobs: Tensor, prompt_tokens: Sequence[int], answers: Sequen
 
 
 class Reward(Objective):
-    """The objective of GRPO, on prompts and generated answers; a step's batch_size counts answers."""
+    """The objective of GRPO: prompts and generated answers; `batch_size` is a number of answers."""
 
     settings: RewardObjective
     generates = True
@@ -135,9 +136,9 @@ class Reward(Objective):
         self._examples = samples.examples
         train, shared = self.train, self.settings.steps_per_rollout
         self._prompts_per_step = train.batch_size // self.settings.group_size
-        n_behind = (train.keep_checkpoints + 2) * -(-train.checkpoint_every // shared)  # a rollback may need these
+        n_behind = (train.keep_checkpoints + 2) * -(-train.checkpoint_every // shared)  # rounds a rollback may need
         self._store = RolloutStore(self.recipe.run_dir, n_behind)
-        self._round: tuple[int, dict[int, Batch]] | None = None  # (number, answers by micro-step)
+        self._round: tuple[int, dict[int, Batch]] | None = None  # (number, batches by micro-step)
         self._start: GPT | None = None
 
     def check(self, recipe: Recipe) -> None:
@@ -168,7 +169,7 @@ class Reward(Objective):
             self._start = self._starting_model()
 
     def _end_token(self, engine: Engine) -> int:
-        """The first token that the chat template writes after an answer."""
+        """Return the id of the token that the chat template writes to end an answer."""
         ends = () if engine.chat_template is None else engine.chat_template.end_token_ids
         if not ends:
             raise UserError(
@@ -178,7 +179,7 @@ class Reward(Objective):
         return ends[0]
 
     def _fitting_prompts(self, split: str) -> dict[int, Prompt]:
-        """The prompts that leave room for an answer of `max_tokens`, by number."""
+        """Return the prompts of a split, by number, after which the context has room for `max_tokens` more tokens."""
         examples, tokenizer, prompts = self._examples[split], self._run.engine.tokenizer, {}
         n_prompts = len(examples.n_tokens)
         for i in range(n_prompts):
@@ -200,7 +201,7 @@ class Reward(Objective):
         return prompts
 
     def _starting_model(self) -> GPT | None:
-        """The starting model; None if it equals the current model without its adapter."""
+        """Return the starting model; None if it equals the current model without its adapter."""
         if trains_adapters_only(self._run.model):
             return None
         path = self.recipe.run_dir / REFERENCE_MODEL
@@ -218,7 +219,7 @@ class Reward(Objective):
     # ------------------------------------------------------------------------------------------------- rollouts
 
     def batch(self, position: int, micro_step: int, size: int) -> Batch:
-        """The numbers of the prompts that a micro-batch answers, int64 [size / G]."""
+        """Return the numbers of the prompts to answer for a micro-batch, int64 [size / G]."""
         number = self._round_of(position)
         n_here = size // self.settings.group_size
         first = number * self._prompts_per_step + micro_step * n_here
@@ -227,7 +228,7 @@ class Reward(Objective):
         return (torch.tensor([numbers[i] for i in chosen.tolist()]),)
 
     def _round_of(self, position: int) -> int:
-        """The number of the round of answers that the step at a position uses; all steps have one batch size."""
+        """Return the number of the round of answers that the step at `position` uses; steps have a fixed batch size."""
         return position // self.train.batch_size // self.settings.steps_per_rollout
 
     def count(self, batch: Batch) -> int:
@@ -249,11 +250,11 @@ class Reward(Objective):
         return StepBatches(asked.numbers, rows, sum(map(self.count, rows)), sum(batch[0].numel() for batch in rows))
 
     def _answered(self, number: int, micro_step: int, chosen: list[int]) -> Batch:
-        """Inputs and targets, int64 [B, T]; rewards, advantages and `sampling_gap`, [B]; log-probabilities under the
-        policy that answered and, with `beta`, the starting model, [B, T].
+        """Generate answers to the `chosen` prompts; return inputs and targets, int64 [B, T]; rewards, advantages and
+        `sampling_gap`, [B]; log-probabilities under the current policy and, with `beta`, the starting model, [B, T].
 
         The policy's log-probabilities are computed as in a training step, not taken from the engine, whose kernels
-        round differently: the first step on these answers has ratios of exactly 1."""
+        round differently. The probability ratios are thus exactly 1 in the first step on these answers."""
         settings, model = self.settings, self._run.model
         prompts = [self._prompts["train"][i] for i in chosen]
         seeds = np.random.SeedSequence((self.recipe.seed, number, micro_step)).generate_state(len(chosen), np.uint32)
@@ -273,11 +274,11 @@ class Reward(Objective):
             return (*batch, self._logprobs(model, inputs, targets)[0])
 
     def _reward(self, prompt: Prompt, answer: Completion) -> float:
-        self._run.ranks.count_work()  # the user's function may take long
+        self._run.ranks.count_work()  # a sign of life for the other ranks: the user's function may be slow
         return reward_of(self._function, self.settings.reward, answer.text, prompt)
 
     def _answers(self, prompts: list[Prompt], seeds: list[int], n_samples: int) -> list[list[Completion]]:
-        """`n_samples` generated answers to each prompt; an answer ends at the chat template's end token."""
+        """Generate `n_samples` answers to each prompt; an answer ends at the chat template's end token."""
         engine, requests = self._run.engine, []
         for prompt, seed in zip(prompts, seeds, strict=True):
             sampling = SamplingSettings(
@@ -298,15 +299,13 @@ class Reward(Objective):
         return [request.completions() for request in requests]
 
     def _row(self, prompt: Prompt, answer: Completion) -> tuple[Int64s, npt.NDArray[np.bool_]]:
-        """The tokens of a prompt with its answer, and a mask of the answer's tokens."""
+        """Return the tokens of a prompt followed by its answer, and a mask of the answer's tokens."""
         ids = np.array([*prompt.ids, *answer.token_ids, *([self._end] if answer.finish_reason == "stop" else [])])
         return ids, np.arange(len(ids)) >= len(prompt.ids)
 
     def _logprobs(self, model: GPT, inputs: Tensor, targets: Tensor, also_plain: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of targets at the sampling temperature and, if `also_plain`, at temperature 1; float32 [B,
-        T] on the CPU.
-
-        Without dropout. Gradients stay enabled, though unused, so that the kernels are those of training.
+        """Return the targets' log-probabilities without dropout, at the sampling temperature and, if `also_plain`, at
+        temperature 1; float32 [B, T] on the CPU. Gradients stay enabled, though unused, to run the kernels of training.
         """
         inputs, targets = inputs.to(model.device), targets.to(model.device)
         with eval_mode(model), self._run.precision.autocast():
@@ -321,7 +320,7 @@ class Reward(Objective):
     def loss_without_data(self, model: GPT) -> LossFunction:
         keeps_start = self.settings.beta > 0 and not trains_adapters_only(model)
         tensors = [*model.parameters(), *model.buffers()] if keeps_start else []
-        held = [torch.zeros_like(each) for each in tensors]  # as large as the starting model
+        held = [torch.zeros_like(each) for each in tensors]  # takes the starting model's memory
 
         def without_answers(model: GPT, batch: Batch, start: list[Tensor] = held) -> Losses:
             of_answers, of_tokens = (torch.zeros(batch[0].shape[:n], device=model.device) for n in (1, 2))
@@ -331,7 +330,7 @@ class Reward(Objective):
         return without_answers
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
-        """`policy_loss` of a batch as `_answered` makes it."""
+        """Return the `policy_loss` of a batch from `_answered`."""
         inputs, targets, rewards, advantage, gap, old, *start = batch
         router_logits: list[Tensor] = []
         counted = targets != IGNORED
@@ -342,8 +341,8 @@ class Reward(Objective):
         return with_routing(loss, loss, router_logits, model, len(inputs), self._routing, figures)
 
     def evaluate(self, model: GPT, workers: Workers, precision: Precision) -> tuple[LossReport, dict[str, float]]:
-        """The mean reward of one answer to each held-out prompt, sampled with the same seeds each time; the loss is its
-        negative. Processes divide the prompts."""
+        """Generate one answer to each validation prompt, always with the same seeds; return the negative mean reward as
+        loss, and the mean reward. Ranks divide the prompts among them."""
         prompts, numbers = self._prompts["validation"], self._numbers["validation"]
         chosen = torch.tensor([numbers[place] for place in evenly_spaced(len(numbers), self.n_evaluated)])
         n_chosen = len(chosen)
@@ -360,7 +359,7 @@ class Reward(Objective):
 
 @contextmanager
 def without_adapter(model: GPT) -> Iterator[None]:
-    """A context in which the model computes without its adapter."""
+    """Return a context in which the model computes without its adapter."""
     adapters = [module for module in model.modules() if isinstance(module, LowRank)]
     factors = [module.factor for module in adapters]
     for module in adapters:

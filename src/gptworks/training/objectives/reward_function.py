@@ -1,4 +1,4 @@
-"""The user's reward function: load it, call it, and copy it to the run folder."""
+"""The user's reward function: loads it, calls it, and copies its file to the run folder."""
 
 import importlib.util
 import math
@@ -12,27 +12,27 @@ from gptworks.errors import RunError, UserError
 from gptworks.files import read_regular, write_whole
 
 REWARD_FILE = "reward.py"
-"""The run folder's copy of the file with the reward function, from the start of the run."""
+"""Name of the copy, in the run folder, of the file with the reward function; made when the run starts."""
 
 RewardFunction = Callable[..., float]
-"""Called as function(completion, prompt=..., answer=...), all strings; `answer` is the answer in the conversation."""
+"""Called as function(completion, prompt=..., answer=...), all strings; `answer` is the answer in the dataset."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The beginning of a conversation, up to its last answer."""
+    """A conversation of the dataset up to its last answer, and that answer."""
 
     ids: list[int]
     text: str
     answer: str
-    """The conversation's answer to the prompt."""
+    """The dataset's answer to the prompt."""
 
 
 def load_reward(name: str) -> RewardFunction:
-    """The function that `path/to/file.py:function` names. Runs the file.
+    """Return the function given as `path/to/file.py:function`, after running the file.
 
     Raises:
-        UserError: the file or the function does not exist, or running the file fails.
+        UserError: the file or the function does not exist, or the file raises an error.
     """
     path, _, function = name.rpartition(":")
     if not Path(path).is_file():
@@ -52,10 +52,10 @@ def load_reward(name: str) -> RewardFunction:
 
 
 def reward_of(function: RewardFunction, name: str, completion: str, prompt: Prompt) -> float:
-    """The reward of an answer.
+    """Return the function's reward for a completion of the prompt; `name` is the function's, for the error message.
 
     Raises:
-        RunError: the function fails or does not return a finite number.
+        RunError: the function raises an error, or returns anything but a finite number.
     """
     try:
         reward = function(completion, prompt=prompt.text, answer=prompt.answer)
@@ -74,7 +74,7 @@ _MOST_BYTES = 1 << 24
 
 
 def keep_reward_file(name: str, run_dir: Path, is_new: bool, writes: bool) -> None:
-    """Copy the function's file into the run folder, or compare it with the copy there.
+    """Copy the function's file into the folder of a new run, if `writes`; in a resumed run, compare it with the copy.
 
     Raises:
         UserError: the file has changed since the run began.

@@ -1,4 +1,4 @@
-"""Generated answers that several steps use, kept in the run folder for a resumed run."""
+"""Stores generated answers that several steps use in the run folder, for a resumed run."""
 
 import contextlib
 from pathlib import Path
@@ -15,12 +15,12 @@ ROLLOUTS = "rollouts"
 
 
 class RolloutStore:
-    """`rollouts/` in a run folder: a file for each micro-step of each round."""
+    """The folder `rollouts/` of a run: one file for each micro-step of each round of answers."""
 
     def __init__(self, run_dir: Path, n_kept: int) -> None:
         """
         Args:
-            n_kept: rounds to keep.
+            n_kept: number of earlier rounds to keep.
         """
         self._folder, self._n_kept = run_dir / ROLLOUTS, n_kept
 
@@ -28,7 +28,7 @@ class RolloutStore:
         return self._folder / f"round-{number:06d}-{micro_step}.safetensors"
 
     def write(self, number: int, made: dict[int, Batch], prompts: dict[int, list[int]]) -> None:
-        """Write a round's batches with the numbers of their prompts, by micro-step, and delete old rounds."""
+        """Write the batches of round `number` and the numbers of their prompts, by micro-step; delete old rounds."""
         self._folder.mkdir(exist_ok=True)
         for micro_step, batch in made.items():
             named = {str(i): x.contiguous() for i, x in enumerate(batch)}
@@ -40,7 +40,7 @@ class RolloutStore:
                     old.unlink()
 
     def read(self, number: int, prompts: dict[int, list[int]]) -> dict[int, Batch] | None:
-        """A round's batches by micro-step; None if one is missing, damaged or answers other prompts."""
+        """Read the batches of round `number`, by micro-step; None if one is missing, damaged or for other prompts."""
         made = {}
         for micro_step, chosen in prompts.items():
             with contextlib.suppress(UserError, KeyError):

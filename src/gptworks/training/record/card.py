@@ -32,12 +32,12 @@ class MemoryPeaks:
     """The peak memory of a run, planned and measured."""
 
     predicted_bytes: int
-    """Predicted peak of tensors, including the copy for a checkpoint."""
+    """Predicted peak memory of tensors, including the copy for a checkpoint."""
     measured_bytes: int | None
-    """Measured peak of tensors: on CUDA during the run, on a CPU in one step. None: not measured."""
+    """Measured peak memory of tensors: on CUDA during the run, on a CPU during one step. None: not measured."""
     grown_bytes: int | None = None
-    """Growth of this process's resident memory during the run, on a CPU. None: unknown, for example because the run fit
-    into memory freed before."""
+    """Growth of the process's resident memory during the run, on a CPU. None: unknown, for example because the run used
+    memory that the process had freed before."""
 
 
 def write_model_card(
@@ -53,8 +53,8 @@ def write_model_card(
     """Write `model-card.md`, with results from the run's metrics, and `outcome.json` into the run folder.
 
     Args:
-        reason: why the run has ended; None: it is still training, and no `outcome.json` is written.
-        epochs: passes over each dataset of a mixture.
+        reason: why the run has ended; None: the run continues, and `outcome.json` is not written.
+        samples_per_epoch: number of samples in the training split. epochs: passes over each dataset of a mixture.
     """
     validation = [record for record in read_metrics(recipe.run_dir / LOG) if record["kind"] == "validation"]
     training = _training(recipe, progress, reason, samples_per_epoch, precision) | _layout(layout) | _memory(memory)
@@ -88,7 +88,7 @@ def write_model_card(
             training=training,
         )  # fmt: skip
         write_whole(recipe.run_dir / FILE, outcome.model_dump_json(indent=2) + "\n")
-    with contextlib.suppress(UserError):  # a damaged evaluation must not end a run
+    with contextlib.suppress(UserError):  # a damaged file of evaluations must not end a run
         write_card_section(recipe.run_dir)
 
 
@@ -162,7 +162,7 @@ def _training(
 
 
 def _mixture(recipe: Recipe, epochs: Mapping[str, float]) -> dict[str, str]:
-    """Rows of the card: weight and number of epochs of each dataset."""
+    """Return the card's rows about a mixture: each dataset's weight and its number of epochs; empty without mixture."""
     if not recipe.data.mixture:
         return {}
     anneal, first = recipe.data.anneal, recipe.anneal_from

@@ -1,4 +1,4 @@
-"""A run's curves: makes series from its records, and draws `curves.svg`."""
+"""A run's curves: turns records of metrics.jsonl into charts, and draws `curves.svg`."""
 
 import math
 from collections.abc import Sequence
@@ -17,18 +17,18 @@ _DRAWN = ("tokens", "step", "loss", "reward", "learning_rate", "unit")
 
 
 def points(records: Sequence[Record], key: str) -> list[Point]:
-    """(tokens, figure) of each record that has the figure `key`."""
+    """Return a point (tokens, figure) for each record that has the figure `key`."""
     return [(record["tokens"], record[key]) for record in records if is_figure(record.get(key))]
 
 
 def dot_titles(records: Sequence[Record], key: str = "loss") -> list[str]:
-    """The text shown at each point of `points`."""
+    """Return the tooltips of the points that `points` returns."""
     drawn = (record for record in records if is_figure(record.get(key)))
     return [f"step {r['step']:,}, {r['tokens']:,} tokens: {r[key]:.4f}" for r in drawn]
 
 
 def smoothed(curve: Sequence[Point]) -> list[Point]:
-    """A smooth curve without lag: the mean of a moving average from the left and one from the right."""
+    """Smooth a curve without lag: average a moving average from the left and one from the right."""
     values = np.array([y for _, y in curve], float)
     pairs = (moving_average(values, 0.8) + moving_average(values[::-1], 0.8)[::-1]) / 2
     return list(zip((x for x, _ in curve), pairs.tolist(), strict=True))
@@ -38,9 +38,9 @@ _BLOCK = 64
 
 
 def moving_average(values: NDArray[np.float64], decay: float) -> NDArray[np.float64]:
-    """Exponential moving average, corrected for the bias of its start (Kingma & Ba, 2015, section 3).
+    """Return the exponential moving average at each value, with Adam's bias correction (Kingma & Ba, 2015, section 3).
 
-    Non-finite values do not change it. Computed by a matrix product within each block, and a loop over blocks.
+    A value that is not finite leaves the average as it was. Blocks are averaged by a matrix product, then joined.
     """
     finite = np.isfinite(values)
     known = values[finite]
@@ -66,7 +66,7 @@ def moving_average(values: NDArray[np.float64], decay: float) -> NDArray[np.floa
 def training_chart(
     train: Sequence[Record], validation: Sequence[Record], title: str, unit: str, *, rewarded: bool, best: str = ""
 ) -> Chart:
-    """A chart of the loss by tokens; if `rewarded`, of the reward, because the loss is then not a likelihood.
+    """Return a chart of the loss over tokens; if `rewarded`, of the reward, because the loss is then no likelihood.
 
     Args:
         best: text appended to the validation curve's name.
@@ -83,12 +83,12 @@ def training_chart(
 
 
 def validation_chart(series: Sequence[Series], unit: str) -> Chart:
-    """A page-wide chart of validation losses by tokens."""
+    """Return a page-wide chart of validation losses over tokens."""
     return Chart("curves", "Validation loss by tokens", series, "tokens", unit, width=WIDE, height=360)
 
 
 def draw_curves(metrics: Path, path: Path, title: str) -> None:
-    """Draw the loss and the learning rate by tokens as an SVG file; without training records, write nothing."""
+    """Draw the loss and the learning rate over tokens as an SVG file; without training records, write nothing."""
     records: dict[str, list[Record]] = {"train": [], "validation": []}
     for record in read_metrics(metrics):
         if record["kind"] in records:
@@ -99,7 +99,7 @@ def draw_curves(metrics: Path, path: Path, title: str) -> None:
 
 
 def curves_picture(train: Sequence[Record], validation: Sequence[Record], title: str) -> str:
-    """The loss and the learning rate by tokens, as an SVG file; empty without points."""
+    """Return the loss and the learning rate over tokens as the text of an SVG file; empty without points."""
     rewarded = any("reward" in record for record in train)
     unit = next((record["unit"] for record in validation if "unit" in record), "nats per token")
     values = [y for _, y in points(validation, "reward" if rewarded else "loss") if math.isfinite(y)]

@@ -1,4 +1,4 @@
-"""The progress of a run: a live line on a terminal, plain lines elsewhere."""
+"""Shows the progress of a run: as a live line on a terminal, as plain lines elsewhere."""
 
 import math
 import time
@@ -14,13 +14,13 @@ from gptworks.terminal import Console
 
 PLAIN_LINE_SECONDS = 10.0
 SLOW_SECONDS = 2.0
-"""The progress line names an activity that takes longer than this, with its duration."""
+"""Seconds after which the progress line shows the current activity and its duration."""
 LOSS_MEMORY = 0.95
-"""Decay of the mean loss in the progress line, a mean over about 20 steps."""
+"""Decay of the progress line's running mean of losses, which covers about 20 steps."""
 
 
 class _Figures(ProgressColumn):
-    """The column of loss, speed and time left, also updated between steps."""
+    """The column of the progress line with loss, speed and time left; updated between steps too."""
 
     max_refresh = None
 
@@ -33,10 +33,10 @@ class _Figures(ProgressColumn):
 
 
 class Display:
-    """Shows a run's progress, with messages above it."""
+    """Shows a run's progress and, above it, messages."""
 
     every_seconds = PLAIN_LINE_SECONDS
-    """Seconds between lines of progress, if the output is not a terminal."""
+    """Seconds between progress lines, if the output is not a terminal."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
@@ -44,7 +44,7 @@ class Display:
         self._last_plain = 0.0
         self._validation = self._speed = ""
         self._loss, self._loss_weight = 0.0, 0.0
-        self._end: float | None = None  # expected end of the run, on the monotonic clock
+        self._end: float | None = None  # expected end of the run, as `time.monotonic()`
         self._doing, self._since = "first step", time.monotonic()
 
     def __enter__(self) -> Self:
@@ -64,11 +64,11 @@ class Display:
             self._progress = None
 
     def message(self, text: str) -> None:
-        """Print a message; on a terminal, above the progress line."""
+        """Print a message, on a terminal above the progress line."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def line(self, text: str) -> None:
-        """Print the progress as a line, if the output is not a terminal."""
+        """Print a progress line. Called only if the output is not a terminal."""
         self.message(text)
 
     def validation(self, step: int, loss: float, note: str) -> None:
@@ -77,7 +77,7 @@ class Display:
         self.message(f"step {step:>6,}  validation loss {loss:.4f}{note}")
 
     def sample(self, step: int, prompt: str, text: str) -> None:
-        """Show a prompt and its continuation, with a mark between."""
+        """Show a prompt and its continuation, with ▸ between them."""
         line = Text(f"step {step:>6,}  ")
         line.append(prompt, style="dim")
         line.append("▸", style="bold")
@@ -86,7 +86,7 @@ class Display:
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """A context in which the progress line names the activity `what`, once it takes long."""
+        """Return a context in which the progress line shows the activity `what` after `SLOW_SECONDS`."""
         self._doing, self._since = what, time.monotonic()
         try:
             yield
@@ -97,10 +97,10 @@ class Display:
         """Show the progress after a step.
 
         Args:
-            where: the progress, as "step 40/500", or "step 40  1:05 of 3:30" if the clock ends the run.
-            share_done: finished share of the run, from 0 to 1.
-            loss: loss of this step; the line shows a running mean.
-            eta: seconds until the end.
+            where: the progress as text: "step 40/500", or "step 40  1:05 of 3:30" if time limits the run.
+            share_done: the fraction of the run that is done, from 0 to 1.
+            loss: this step's loss; the progress line shows a running mean.
+            eta: seconds until the end of the run.
         """
         if math.isfinite(loss):
             self._loss = LOSS_MEMORY * self._loss + (1 - LOSS_MEMORY) * loss
@@ -114,12 +114,12 @@ class Display:
             self.line(f"{where}  {self.figures()}")
 
     def speed(self, tokens_per_second: float, utilization: float | None, note: str = "") -> None:
-        """Set the figures measured over several steps."""
+        """Set the speed to show, measured over several steps; `note` is shown before it."""
         used = "" if utilization is None else f", {utilization:.0%} MFU"
         self._speed = f"{note}  {tokens_per_second:,.0f} tokens/s{used}"
 
     def figures(self) -> str:
-        """The right part of the progress line: loss, speed and the time left now."""
+        """Return the right part of the progress line: loss, speed and the time left."""
         now = time.monotonic()
         waiting = f"{self._doing} {clock(now - self._since)}" if now - self._since >= SLOW_SECONDS else ""
         if self._end is None:
@@ -130,7 +130,7 @@ class Display:
 
 
 def clock(seconds: float) -> str:
-    """A duration as 4:05 or 2:03:11."""
+    """Format a duration as 4:05 or 2:03:11."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -11,21 +11,21 @@ from gptworks.training.progress import Progress
 
 
 class LayerNorms(Listener):
-    """Records norms by block of a model in training, every `every` steps."""
+    """Records the norms of each block of a model in training, every `every` steps."""
 
     def __init__(self, model: GPT, parallel: Parallel, every: int) -> None:
         self._model, self._parallel, self._every = model, parallel, every
 
     def begin_step(self, progress: Progress) -> None:
-        """Watch the outputs of the step's forward passes if the step will be logged."""
+        """Make the model record its blocks' outputs if this step will be logged."""
         self._model.watched = [] if (progress.step + 1) % self._every == 0 else None
 
     def gradients(self, step: Step) -> None:
         step.by_layer = self.finish()
 
     def finish(self) -> dict[str, Any]:
-        """Figures for metrics.jsonl, after the backward passes: root mean squares of the blocks' last outputs in this
-        rank's first micro-batch, and the norms of the whole step's gradients; empty if the step was not watched."""
+        """Return figures for metrics.jsonl, after the backward passes: each block's root mean square of its last output
+        in this rank's first micro-batch, and its gradient norm in the step; empty if the step will not be logged."""
         outputs, self._model.watched = self._model.watched, None
         if not outputs:
             return {}

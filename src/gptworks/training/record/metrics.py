@@ -1,4 +1,4 @@
-"""metrics.jsonl, the source of all displays of a run, and samples.md."""
+"""Writes and reads metrics.jsonl, a run's log, from which all displays of the run are made; writes samples.md."""
 
 import json
 import math
@@ -24,7 +24,7 @@ MEASURED = (
     "seconds", "tokens_per_second", "flops_per_second", "utilization", "seconds_by_part",
     "resident_bytes", "peak_allocated_bytes", "allocated_bytes",
 )  # fmt: skip
-"""Keys that depend on the machine; all others repeat exactly when a run is repeated or resumed."""
+"""Keys whose values depend on the machine; all other values repeat exactly when a run is repeated or resumed."""
 
 
 class Writer(Protocol):
@@ -41,8 +41,8 @@ class MetricsLog:
     def __init__(
         self, path: Path, resume_step: int, writers: Sequence[Writer] = (), *, resume_rollbacks: int = 0
     ) -> None:
-        """Open the log, and remove records that a resumed run will write again: those after `resume_step`, and those of
-        rollbacks after the first `resume_rollbacks`. Writers get the remaining records, then each new one.
+        """Open the log and remove the records that a resumed run will write again: those after `resume_step`, and
+        rollbacks beyond the first `resume_rollbacks`. Writers receive the remaining records, then each new record.
         """
         with replacing(path) as file:
             file.writelines(_line(record).encode("utf-8") for record in self._kept(path, resume_step, resume_rollbacks))
@@ -63,7 +63,7 @@ class MetricsLog:
                 yield record
 
     def write(self, record: Record) -> None:
-        """Append a record."""
+        """Append a record to the file, and pass it to the writers."""
         self._file.write(_line(record).encode("utf-8"))
         self._file.flush()
         self._hand_on(record)
@@ -80,7 +80,7 @@ class MetricsLog:
 
 
 class NoLog:
-    """Discards records: only rank 0 has a log."""
+    """Stands in for the log on ranks other than 0: discards records."""
 
     def write(self, record: Record) -> None: ...
     def close(self) -> None: ...
@@ -88,10 +88,10 @@ class NoLog:
 
 @dataclass
 class Skipped:
-    """Lines of a log that are not records."""
+    """Statistics of the lines that a reader of the log skipped because they are not records."""
 
     reasons: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Number of skipped lines, and the number of the first one, by reason."""
+    """How many lines were skipped, and the line number of the first, by reason."""
 
     def add(self, reason: str, line: int) -> None:
         count, first = self.reasons.get(reason, (0, line))
@@ -109,19 +109,19 @@ class Skipped:
 
 
 def open_log_file(path: Path) -> BufferedReader:
-    """Open a run's log; refuses a link out of the run's folder. Errors: see `open_regular`."""
+    """Open a run's log, unless it is a link to a file outside the run folder. Errors: see `open_regular`."""
     return open_regular(path, inside=path.parent, max_bytes=MOST_LOG_BYTES)
 
 
 def read_metrics(path: Path, skipped: Skipped | None = None) -> Iterator[Record]:
-    """The records of a log, one at a time, checked by their kind.
+    """Yield the records of a log, with their keys and values checked; without a file, yield none.
 
-    A log may be cut short by a crash or damaged: lines that are not records are left out and counted in `skipped`, and
-    values that are not figures are left out of their records. Memory: one line of at most 4 MiB.
+    A crash may have truncated or damaged the log: lines that are not records are left out and counted in `skipped`, and
+    invalid values are left out of their records. At most one line, of up to 4 MiB, is in memory.
     """
     reader = MetricsReader(path, skipped)
     if path.exists():
-        open_log_file(path).close()  # raises an error for anything but a regular file
+        open_log_file(path).close()  # raises an error unless it is a regular file
     while not reader.at_end:
         for _, record in reader.read():
             yield record
@@ -129,30 +129,30 @@ def read_metrics(path: Path, skipped: Skipped | None = None) -> Iterator[Record]
 
 
 MOST_LOG_BYTES = 1 << 34
-"""Larger than the log of ten million steps; only a damaged or sparse file is larger."""
+"""Maximum size of a log, more than ten million steps need; only a damaged or sparse file is larger."""
 _MOST_LINE_BYTES = 1 << 22
 _BLOCK_BYTES = 1 << 18
 _KNOWN_BYTES = 256
-"""Number of bytes kept from before the offset: if they differ in the file, it was rewritten."""
+"""Number of the last bytes read that a reader keeps: if the file has other bytes there, it was rewritten."""
 
 
 class MetricsReader:
-    """Reads a log that may grow: each call continues where the last one stopped.
+    """Reads a log that may grow: each call of `read` continues where the last one stopped.
 
-    A last line without a newline is a record if it is complete JSON; otherwise the reader waits for its rest.
+    A last line without newline is a record if it is complete JSON; otherwise the reader waits for the rest of the line.
     """
 
     def __init__(self, path: Path, skipped: Skipped | None = None) -> None:
         self.path, self.skipped = path, Skipped() if skipped is None else skipped
         self.at_end = False
-        """Whether the last call reached the end of the file."""
+        """Whether the last call of `read` reached the end of the file."""
         self._offset = self._line = 0
         self._rest, self._known = b"", b""
         self._is_too_long = self._ended_open = self._was_no_line = False
         self._inode: int | None = None
 
     def read(self) -> list[tuple[int, Record]]:
-        """The records of the next 256 KiB, each with the offset of its line; empty without a file."""
+        """Read the next 256 KiB; return their records, each with the byte offset of its line; empty without a file."""
         if not self.path.is_file():
             self.at_end = True
             return []
@@ -181,16 +181,16 @@ class MetricsReader:
 
     @property
     def offset(self) -> int:
-        """The offset at which the next call continues: the start of the incomplete line, if any."""
+        """Byte offset at which to continue: the end of the bytes read, or the start of an incomplete last line."""
         return self._offset - len(self._rest)
 
     def finish(self) -> None:
-        """Count a truncated last line as skipped, because the log will not grow any more."""
+        """Count an incomplete last line as skipped. To call when the log grows no more."""
         if self._rest or self._is_too_long:
             self._finished(self._rest)
 
     def continues(self) -> bool:
-        """Whether the file still begins with the bytes already read; if not, a new reader must read it."""
+        """Whether the file is still the one already read, perhaps grown; if not, a new reader must read it."""
         if not self.path.is_file():
             return self._offset == 0
         with open_log_file(self.path) as file:
@@ -199,8 +199,8 @@ class MetricsReader:
             return same and not self._was_no_line and self._inode in (None, os.fstat(file.fileno()).st_ino)
 
     def _finished(self, line: bytes) -> Record | None:
-        """The record of a complete line; None if the line is not a record."""
-        if self._ended_open:  # its record was returned; more text makes the line invalid
+        """Return the record of a complete line; None if it is not a record, or `read` returned it without newline."""
+        if self._ended_open:  # `read` has returned this line's record; any text after that makes the line invalid
             self._ended_open = False
             self._was_no_line = self._is_too_long or bool(line.strip())
             return None
@@ -216,7 +216,7 @@ class MetricsReader:
 
 
 def read_record(path: Path, offset: int) -> Record | None:
-    """The record whose line begins at an offset; None if no record begins there."""
+    """Return the record whose line begins at a byte offset; None if no record begins there."""
     with open_log_file(path) as file:
         file.seek(offset)
         record = _parsed(file.readline(_MOST_LINE_BYTES))
@@ -224,11 +224,11 @@ def read_record(path: Path, offset: int) -> Record | None:
 
 
 _SKIM_BYTES = 1 << 13
-"""Bytes read at each place of a skimmed log; longer lines are skipped."""
+"""Number of bytes that `skim_metrics` reads at each position; it skips longer lines."""
 
 
 def skim_metrics(path: Path, n: int) -> Iterator[tuple[int, Record]]:
-    """At most n records, evenly spaced in the file, each with the offset of its line."""
+    """Yield at most n records, evenly spaced in the file, each with the byte offset of its line."""
     if not path.exists():
         return
     with open_log_file(path) as file:
@@ -243,11 +243,11 @@ def skim_metrics(path: Path, n: int) -> Iterator[tuple[int, Record]]:
 
 
 _TAIL_BYTES = 1 << 16
-"""Size of the end of a log, which usually holds its last record."""
+"""Number of bytes at the end of a log among which `last_step` looks for the last record first."""
 
 
 def last_step(path: Path) -> int:
-    """The step of a log's last record; 0 without one."""
+    """Return the step of a log's last record; 0 if it has no record."""
     try:
         with open_log_file(path) as file:
             size = file.seek(0, os.SEEK_END)
@@ -262,20 +262,20 @@ def last_step(path: Path) -> int:
 
 
 def _parsed(line: bytes) -> Record | str:
-    """The record of a line, or why the line is not a record, worded to follow a number of lines."""
+    """Return the record of a line or, if it is not a record, the reason, worded to follow "3 lines"."""
     try:
         record = from_json(line)
     except ValueError:
         try:
-            record = json.loads(line)  # six times slower; accepts other encodings, and halves of surrogate pairs
-        except (ValueError, RecursionError):  # ValueError: also a number of more than 4,300 digits
+            record = json.loads(line)  # six times slower, but accepts other encodings and lone surrogates
+        except (ValueError, RecursionError):  # a ValueError also for a number of more than 4,300 digits
             return "not whole JSON"
     return _fault(record) or _checked(record)
 
 
 _TEXTS = ("kind", "prompt", "text", "unit")
 _NOT_FINITE = ("nan", "inf", "-inf")
-"""Names in the log of numbers that JSON lacks."""
+"""How the log writes numbers that JSON lacks."""
 
 
 def _is_number(value: Any) -> bool:
@@ -291,7 +291,7 @@ def _is_figure(value: Any) -> bool:
 
 
 def _is_duration(value: Any) -> bool:
-    return _is_number(value) and 0 <= value < 2**63  # neither nan nor inf
+    return _is_number(value) and 0 <= value < 2**63  # false for nan and inf
 
 
 def _is_text(value: Any) -> bool:
@@ -304,11 +304,11 @@ _NEEDED: dict[str, dict[str, Callable[[Any], bool]]] = {
     "sample": {"prompt": _is_text, "text": _is_text},
     "rollback": {"from_step": _is_count},
 }
-"""The keys that a record of each kind must have, each with a check of its value."""
+"""The keys that a record must have, each with a check of its value, by the record's kind."""
 
 
 def _fault(record: Any) -> str | None:
-    """The reason why a value is not a record, worded to follow a number of lines; None if it is a record."""
+    """Return the reason why a value is not a record, worded to follow "3 lines"; None if it is a record."""
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
         return "without a kind"
     if not _is_count(record.get("step")):
@@ -320,7 +320,7 @@ def _fault(record: Any) -> str | None:
 
 
 def _checked(record: Record) -> Record:
-    """The record with figures as numbers and without invalid values; unchanged if its kind is unknown."""
+    """Return the record with its figures as numbers, without invalid values; unchanged if its kind is unknown."""
     if record["kind"] not in (*_NEEDED, "skipped"):
         return record
     for key in [key for key, value in record.items() if type(value) is not float]:  # nearly all values are floats
@@ -328,7 +328,7 @@ def _checked(record: Record) -> Record:
         if key not in _TEXTS and _is_number(value):
             continue
         if isinstance(value, str) and key in _TEXTS:
-            record[key] = value.encode("utf-8", "replace").decode("utf-8")  # replaces halves of surrogate pairs
+            record[key] = value.encode("utf-8", "replace").decode("utf-8")  # replaces lone surrogates
         elif isinstance(value, str) and value in _NOT_FINITE and key not in _TEXTS:
             record[key] = float(value)
         elif key in _TEXTS or not (
@@ -362,7 +362,7 @@ def write_samples(metrics: Path, path: Path) -> None:
 
 
 def fenced(text: str) -> str:
-    """The text in a Markdown code block with a fence longer than any in the text."""
+    """Return the text as a Markdown code block, with a fence longer than any in the text."""
     longest = max((len(ticks) for ticks in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{text}\n{fence}"

@@ -1,4 +1,4 @@
-"""The display of a run in a notebook: one output below the cell, updated during the run."""
+"""Shows a run in a notebook, as one output below the cell that is updated during the run."""
 
 import io
 from collections import deque
@@ -9,9 +9,9 @@ from gptworks.terminal import Console
 from gptworks.training.record.display import Display
 
 MOST_LINES = 30
-"""Number of messages shown, the newest ones; the run folder has all figures."""
+"""Number of message lines shown, the newest; the run folder has all figures."""
 MOST_CHARACTERS = 100
-"""Longest part of a sample that is shown, on one line; the run folder has the whole sample."""
+"""Number of characters of a sample that are shown, on one line; the run folder has the whole sample."""
 
 
 def in_notebook() -> bool:
@@ -20,7 +20,7 @@ def in_notebook() -> bool:
 
 
 class NotebookDisplay(Display):
-    """Shows the newest messages with the progress below, in one output."""
+    """Shows the newest messages and, below them, the progress, in one output."""
 
     every_seconds = 1.0
 
@@ -47,5 +47,5 @@ class NotebookDisplay(Display):
             self._output.update(shown, raw=True)
 
     def preparing(self, stage: str, done_bytes: int, total_bytes: int | None) -> None:
-        """Show the progress of preparing the text."""
+        """Show the progress of a stage of the data's preparation; without a total size, only the stage."""
         self.line(f"{stage}: {done_bytes / total_bytes:.0%}" if total_bytes else stage)

@@ -1,4 +1,4 @@
-"""`outcome.json`: how a run last ended, for programs and for the report."""
+"""`outcome.json`: records how a run last ended, for programs and for the report."""
 
 from pathlib import Path
 
@@ -17,27 +17,27 @@ class RunOutcome(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     reason: str
-    """Reason for the end: "finished", "stopped by SIGTERM", …"""
+    """Why the run ended: "finished", "stopped by SIGTERM", …"""
     step: int = Field(ge=0)
     tokens: int = Field(ge=0)
-    """Tokens read in training, as `Progress.tokens`."""
+    """Number of tokens that the model has read in training, including padding."""
     seconds: float = Field(ge=0, lt=2**63)
-    """Training time of all sessions."""
+    """Training time over all sessions."""
     skipped_steps: int = Field(ge=0)
     best_step: int = Field(ge=0)
     best_validation_loss: float | None
-    """Lowest validation loss; null: no evaluation had a finite loss."""
+    """Lowest validation loss; None: no evaluation had a finite loss."""
     predicted_memory_bytes: int | None
     measured_memory_bytes: int | None
-    """Measured peak of tensors, for comparison with the prediction."""
+    """Measured peak memory of tensors, to compare with the prediction; None: not measured."""
     grown_memory_bytes: int | None = None
     """Growth of resident memory on a CPU: tensors, code, files, and freed memory that the allocator keeps."""
     training: dict[str, str]
-    """The model card's section on training: facts by name."""
+    """The rows of the model card's table on training: text by label."""
 
 
 def read_outcome(run_dir: Path) -> RunOutcome | str:
-    """The last outcome of the run in a folder, or the reason why it is unknown."""
+    """Read the outcome of the run in a folder; return the reason as text if it is unknown."""
     path = run_dir / FILE
     try:
         if path.stat().st_size > _MOST_BYTES:

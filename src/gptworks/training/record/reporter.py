@@ -1,4 +1,4 @@
-"""Reports on a run: on the terminal, in metrics.jsonl and curves.svg, and on the model card."""
+"""Reports on a run: on the terminal, in metrics.jsonl, in curves.svg, and on the model card."""
 
 import math
 import shlex
@@ -23,10 +23,10 @@ from gptworks.training.step import TrainStep
 from gptworks.units import epochs_words, significant
 
 DESCRIBED_EVERY_SECONDS = 60.0
-"""Least time between updates of curves.svg and the card; the first evaluation and the end always update them."""
+"""Minimum time between updates of curves.svg and the card; the first evaluation and the end always update them."""
 
 PACE_KNOWN_SECONDS = 10.0
-"""Seconds after which a session announces when the run will end, unless it is nearly done."""
+"""Seconds after which a session announces when the run will end, unless less time than this is left."""
 
 
 class Reporter(Listener):
@@ -48,12 +48,12 @@ class Reporter(Listener):
         self._layout = step.parallel.layout
         self._throughput = Throughput(recipe.model, self._device, precision, self._ranks.size)
         self._cores, self._advised = BusyCores(), False
-        self._described = -math.inf  # time of the last curves and card, on the monotonic clock
-        self._started: tuple[float, float] | None = None  # session's start, and share of the run done then
+        self._described = -math.inf  # last update of curves and card, as `time.monotonic()`
+        self._started: tuple[float, float] | None = None  # start of the session, and the fraction of the run done then
         self._end_announced = False
 
     def opening(self, model: torch.nn.Module, progress: Progress) -> None:
-        """Print the model, the device, the amount of text and the length of the run."""
+        """Print the model's size, the device, the amount of text and the run's length."""
         total = count_parameters(self.recipe.model).total
         trained = sum(math.prod(p.shape) for p in model.parameters() if p.requires_grad)
         part = "" if trained == total else f", {trained:,} of them trained" if self.recipe.adapter is None else (
@@ -70,7 +70,7 @@ class Reporter(Listener):
         self._started = time.monotonic(), self.length.share_done(progress)
 
     def _epochs(self, progress: Progress) -> str:
-        """A phrase with the number of passes over the text; empty if the number of steps is unknown."""
+        """Return a phrase with the tokens and epochs of the whole run; empty if its number of steps is unknown."""
         steps, objective = self.length.total_steps(progress), self.recipe.objective
         if steps is None:
             return ""
@@ -84,7 +84,7 @@ class Reporter(Listener):
         return before(steps) - before(progress.step)
 
     def _mixture(self, progress: Progress) -> str:
-        """A phrase with the epochs of each dataset, and the sample at which the datasets' weights change."""
+        """Return a line with the epochs of each dataset, and the sample at which the datasets' weights change."""
         total, first = self.length.total_steps(progress), self.recipe.anneal_from
         left = 0 if total is None else self._samples_left(progress, total)
         epochs = self.objective.samples.epochs(progress.position + left)
@@ -100,7 +100,7 @@ class Reporter(Listener):
             self.log = open_log(self.recipe, progress.step, progress.rollbacks)
 
     def _count_short(self, progress: Progress) -> None:
-        """Count a step whose rows are shorter than the context in the throughput."""
+        """Correct the throughput for a step with rows shorter than the context."""
         train, whole, step = self.recipe.train, self.recipe.model.context_length, progress.step - 1
         if (length := train.length_at(step, whole)) < whole:
             self._throughput.count_short(train.batch_size_at(step) * whole, length)
@@ -139,7 +139,7 @@ class Reporter(Listener):
         self.display.step(self.length.reached(progress), done, losses.loss, self._seconds_left(progress, done))
 
     def _seconds_left(self, progress: Progress, done: float) -> float:
-        """Seconds until the run's end at this session's pace, evaluations and samples included; announces it once."""
+        """Return the seconds until the run's end at this session's pace, evaluations included; announce them once."""
         began, done_before = self._started or (0.0, 0.0)
         if self._started is None or done <= done_before:
             return progress.seconds / done * (1 - done) if done else 0.0
@@ -159,7 +159,7 @@ class Reporter(Listener):
             self._advised = advice is not None
 
     def rolled_back(self, progress: Progress, from_step: int) -> None:
-        """Report that the run went back from a step to an earlier checkpoint."""
+        """Report that the run went back from step `from_step` to an earlier checkpoint."""
         self.begin(progress)
         self.log.write({"kind": "rollback", "step": progress.step, "from_step": from_step})
         self.display.message(f"back to step {progress.step:,}, and on past the batches of the skipped steps")
@@ -192,7 +192,7 @@ class Reporter(Listener):
             self._describe(progress)
 
     def _describe(self, progress: Progress, reason: str | None = None, memory: MemoryPeaks | None = None) -> None:
-        """Draw the curves and write the card."""
+        """Draw the curves and write the model card."""
         folder, samples = self.recipe.run_dir, self.objective.samples.per_epoch
         self._described = time.monotonic()
         draw_curves(folder / LOG, folder / "curves.svg", self.recipe.name)
@@ -210,7 +210,7 @@ class Reporter(Listener):
             write_samples(self.recipe.run_dir / LOG, self.recipe.run_dir / "samples.md")
 
     def end(self, progress: Progress, reason: str, memory: MemoryPeaks, talks: bool) -> None:
-        """Report the run's end: write curves and card, print a summary and commands to run next. On rank 0 only.
+        """Report the run's end, on rank 0: write curves and card, print a summary and commands to run next.
 
         Args:
             talks: whether the model has a chat template.

@@ -1,4 +1,4 @@
-"""Time of a run by part: seconds of forward, backward, data and so on."""
+"""Measures how much time the parts of a step take: forward, backward, data and so on."""
 
 import time
 from collections import deque
@@ -11,10 +11,10 @@ from gptworks.device import synchronize
 
 
 class Stopwatch:
-    """Adds up durations by name.
+    """Adds up the seconds of each part of a run, by name.
 
-    On CUDA, a part is timed between two events on the device's stream, so that no step waits for its parts; the
-    device's waits for Python count too. On MPS, whose events lack a time, each part waits for the device.
+    On CUDA, two events on the device's stream time a part, so that steps need not wait for the device; time in which
+    the device waits for Python is included. On MPS, whose events have no times, each part waits for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -25,7 +25,7 @@ class Stopwatch:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A context whose time counts as the part `name`, and not as the enclosing part."""
+        """Return a context whose time is added to the part `name`, and not to the part around it."""
         self._open.append(name)
         on_cuda = self._device.type == "cuda"
         began = self._event() if on_cuda else None
@@ -44,7 +44,7 @@ class Stopwatch:
                 self._add(names, time.perf_counter() - started)
 
     def take(self) -> dict[str, float]:
-        """Seconds by part since the last call, rounded to 0.1 ms. Waits for the device."""
+        """Return the seconds of each part since the last call, rounded to 0.1 ms. Waits for the device."""
         if self._running:
             self._running[-1][2].synchronize()
         while self._running:

@@ -1,4 +1,4 @@
-"""The speed of a run: tokens and model FLOPs per second, and utilization, their share of the device's measured rate."""
+"""Computes a run's speed: tokens per second, model FLOPs per second, and utilization of the device."""
 
 from dataclasses import dataclass
 
@@ -9,26 +9,26 @@ from gptworks.device import Precision, product_rate
 from gptworks.planning.flops import forward_flops
 
 MEASURE_AFTER_SECONDS = 10.0
-"""Training time before the device's rate is measured; shorter runs have no utilization."""
+"""Training time after which the device's rate is measured; shorter runs report no utilization."""
 
 MOST_MEASURED = 4
-"""Most measurements of the device: if training is faster, other programs had slowed the last one, so it is repeated."""
+"""Maximum number of measurements of the device's rate, repeated if training is faster: other programs slowed them."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Speed since the last report."""
+    """A run's speed since its last report."""
 
     tokens_per_second: float
     flops_per_second: float
     """FLOPs of the model's matrix products, forward and backward, with full attention, without recomputation."""
     utilization: float | None
-    """Share of the measured rate of large products in the same precision on all devices. None: not measured yet, or the
-    measured rate is too low to be right."""
+    """`flops_per_second` divided by the devices' measured rate of large products in the same precision. None: not
+    measured yet, or the measured rate is too low to be right."""
 
     @property
     def record(self) -> dict[str, float]:
-        """The throughput's figures for metrics.jsonl."""
+        """The figures for metrics.jsonl, rounded."""
         known = {} if self.utilization is None else {"utilization": round(self.utilization, 4)}
         return {
             "tokens_per_second": round(self.tokens_per_second, 1),
@@ -38,7 +38,7 @@ class Pace:
 
 
 class Throughput:
-    """Turns the tokens and seconds of training steps into rates."""
+    """Computes a run's speed from its totals of tokens and seconds."""
 
     def __init__(self, model: ModelConfig, device: torch.device, precision: Precision, n_devices: int) -> None:
         self._model = model
@@ -50,18 +50,18 @@ class Throughput:
         self.start(0, 0.0)
 
     def count_short(self, tokens: int, length: int) -> None:
-        """Count tokens of rows that are shorter than the context, which take fewer operations each."""
+        """Correct the next `pace` for `tokens` in rows of `length`, shorter than the context: they take fewer FLOPs."""
         self._saved_flops += tokens * (
             self._flops_per_token - forward_flops(self._model, length).training_per_token_dense
         )
 
     def start(self, tokens: int, seconds: float) -> None:
-        """Begin to count from these totals of the run."""
+        """Start to measure at these totals of the run."""
         self._tokens, self._seconds = tokens, seconds
         self._begun_seconds = seconds
 
     def pace(self, tokens: int, seconds: float) -> Pace:
-        """Rates since the last call, from the run's totals."""
+        """Return the speed since the last call, given the run's totals now; measures the device's rate when due."""
         taken = seconds - self._seconds
         speed = (tokens - self._tokens) / taken if taken > 0 else 0.0
         self._tokens, self._seconds = tokens, seconds

@@ -1,4 +1,4 @@
-"""Writers to other programs that display a run; they receive the records of metrics.jsonl and nothing else."""
+"""Writers that pass the records of metrics.jsonl on to other programs: TensorBoard, Weights & Biases."""
 
 import contextlib
 import os
@@ -14,10 +14,10 @@ from gptworks.training.record.metrics import LOG, MetricsLog, Record, Writer
 
 
 def check_writers(names: Sequence[str]) -> None:
-    """Refuse loggers that are not installed, before any work is done.
+    """Check that the loggers are installed, before any work is done.
 
     Raises:
-        UserError: a logger is not installed; the message says how to install it.
+        UserError: a logger is not installed; the message explains how to install it.
     """
     for name in names:
         if find_spec(name) is None:
@@ -25,13 +25,13 @@ def check_writers(names: Sequence[str]) -> None:
 
 
 def open_log(recipe: Recipe, resume_step: int, resume_rollbacks: int = 0) -> MetricsLog:
-    """The log of a run with the recipe's writers, which first get the log's earlier records; see `MetricsLog`."""
+    """Open a run's log with the recipe's writers, which first receive the log's earlier records; see `MetricsLog`."""
     writers = [WRITERS[name](recipe) for name in recipe.train.loggers]
     return MetricsLog(recipe.run_dir / LOG, resume_step, writers, resume_rollbacks=resume_rollbacks)
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The numbers of a record by path, such as train/loss."""
+    """Return the numbers of a record by path, such as train/loss."""
     return dict(_scalars(str(record["kind"]), {k: v for k, v in record.items() if k != "step"}))
 
 
@@ -46,12 +46,12 @@ def _scalars(path: str, values: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def texts(record: Record) -> dict[str, str]:
-    """The text of a sample record by its prompt; empty for other records."""
+    """Return the text of a sample record under a name with its prompt; empty for other records."""
     return {f"sample/{record['prompt']!r}": record["prompt"] + record["text"]} if record["kind"] == "sample" else {}
 
 
 class TensorBoard:
-    """Event files in the run folder's `tensorboard/`. A resumed run writes them again, so that no record is doubled."""
+    """Writes event files to `tensorboard/` in the run folder; a resumed run replaces them, so no record is repeated."""
 
     def __init__(self, recipe: Recipe) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -62,22 +62,22 @@ class TensorBoard:
         self._events: Any = SummaryWriter(str(folder))
 
     def write(self, record: Record) -> None:
-        """Send a record."""
+        """Add a record to the event files."""
         for name, value in scalars(record).items():
             self._events.add_scalar(name, value, record["step"])
         for name, text in texts(record).items():
             self._events.add_text(name, f"```\n{text}\n```", record["step"])
 
     def close(self) -> None:
-        """Write the buffered records."""
+        """Write the buffered records to the files."""
         self._events.close()
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases; a resumed run continues the same one.
+    """Sends records to a run of Weights & Biases; a resumed run continues the same one.
 
     Offline (`WANDB_MODE=offline`), a resumed run writes its files in the run folder's `wandb/` again. A server accepts
-    a step only once: if a step is run again, the server keeps the first record, which differs from the second after a
+    a step only once: if a step runs again, the server keeps the first record, although the second may differ after a
     rollback or a change of the schedule.
     """
 
@@ -102,10 +102,10 @@ class WeightsAndBiases:
                 resume="allow",
                 settings={"quiet": True},
             )
-        self._first_step: int = self._run.step  # 0 for a new run, else the server's last number plus 1
+        self._first_step: int = self._run.step  # 0 for a new run; otherwise the server's last step + 1
 
     def write(self, record: Record) -> None:
-        """Send a record; all records of a step become one point."""
+        """Send a record. All records of a step are combined."""
         if record["step"] >= self._first_step:
             self._run.log({**scalars(record), **texts(record)}, step=record["step"])
 
@@ -118,7 +118,7 @@ class WeightsAndBiases:
 def _clear_errors() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # wandb raises many types of errors, most about the account
+    except Exception as error:  # wandb raises many types of errors, mostly about the account
         raise UserError(
             f"Weights & Biases cannot be used: {' '.join(str(error).split())}. Run `wandb login`, set "
             f"WANDB_MODE=offline, or leave wandb out of train.loggers."

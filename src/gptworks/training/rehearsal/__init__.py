@@ -1,1 +1,1 @@
-"""Rehearsals of a run's training step: check that it fits in memory, trace its memory, or measure it."""
+"""Rehearsals of a run's training step: plans its memory and time, traces its memory, or measures both."""

@@ -1,4 +1,4 @@
-"""The plan of a recipe, with the known size of its data."""
+"""Plans a run from its recipe and the size of its data."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,14 +24,13 @@ def estimate(
     n_ranks: int = 1,
     utilization: float = UTILIZATION,
 ) -> Plan:
-    """The plan of a recipe. If its data is missing, figures that depend on the tokens are unknown.
+    """Return the plan of a recipe's run. If its data is missing, figures that depend on the tokens are unknown.
 
     Args:
-        read: reads the recipe again with overrides, to try advice.
+        read: loads the recipe again with additional overrides; the plan tries its advice with it.
 
     Raises:
-        UserError: for the reasons of `gptworks.planning.run.plan`; or the vocabulary is not known yet and the
-            data is missing.
+        UserError: `gptworks.planning.run.plan` raises it, or the data is missing and the vocabulary's size unknown.
     """
     planned, data, pairs = _with_data(recipe)
 
@@ -45,11 +44,11 @@ def estimate(
 
 
 MOST_SAMPLES = 1_000_000
-"""Largest number of samples whose lengths are read to estimate the mean."""
+"""Maximum number of samples whose lengths are read to estimate the mean length."""
 
 
 def _with_lengths(found: Plan, pairs: AnswerPairs, steps: int) -> Plan:
-    """The plan with tokens and work, attention included, from the pairs' real lengths."""
+    """Return the plan with its tokens per sample and its FLOPs computed from the real lengths of the pairs."""
     n_samples = min(found.train.samples_before(steps), MOST_SAMPLES)
     per_sample = pairs.tokens_read(n_samples, found.setting.micro_batch_size) / n_samples
     model = found.recipe.model
@@ -59,7 +58,8 @@ def _with_lengths(found: Plan, pairs: AnswerPairs, steps: int) -> Plan:
 
 
 def with_what_is_prepared(recipe: Recipe) -> tuple[Recipe, Prepared | None]:
-    """The recipe with the vocabulary of its prepared data, and that data; the same recipe and None if not prepared."""
+    """Return the recipe with the vocabulary's size from its prepared data, and this data; if not prepared, `recipe` and
+    None."""
     prepared = find_prepared(recipe)
     if prepared is None:
         return recipe, None
@@ -67,8 +67,8 @@ def with_what_is_prepared(recipe: Recipe) -> tuple[Recipe, Prepared | None]:
 
 
 def _with_data(recipe: Recipe) -> tuple[Recipe, DataSize, AnswerPairs | None]:
-    """The recipe with its vocabulary, if known; the size of its data, exact if prepared; and its pairs of answers, if
-    they exist and are prepared."""
+    """Return the recipe with its vocabulary's size, if known; the size of its data, exact if prepared; and its pairs of
+    answers, if it has any and they are prepared."""
     recipe, prepared = with_what_is_prepared(recipe)
     if prepared is None:
         size = data_size(recipe)

@@ -1,6 +1,6 @@
-"""The memory of a training step's tensors, counted during the step, to compare with the plan.
+"""Counts the memory of tensors during a step of a run, to compare it with the plan.
 
-The growth of the process is larger: it includes freed memory that the allocator keeps, torch's code, and files.
+The process grows by more than that: by freed memory that the allocator keeps, torch's code, and files.
 """
 
 from collections.abc import Iterator
@@ -13,22 +13,22 @@ from gptworks.training.setup import PreparedRun
 
 
 class StepMemory:
-    """Counts tensor memory during one step of a run; costs some hundredths of a second and changes no result."""
+    """Counts the memory of tensors during one step of a run; takes some hundredths of a second, changes no result."""
 
     def __init__(self, setup: PreparedRun) -> None:
-        """Call before the model is built: the growth of the process is counted from here."""
+        """Start to measure the growth of the process; to call before the model is built."""
         self._setup, self._n_whole = setup, 0
         self._counts = setup.device.type == "cpu" and setup.ranks.size == 1 and setup.recipe.train.compile != "block"
         self._before_bytes = reset_peak(setup.device)
         self.peak_bytes: int | None = None
-        """Peak of the counted step; None before it."""
+        """Peak memory of tensors in the counted step; None before that step."""
 
     @contextmanager
     def counted(self, is_whole: bool) -> Iterator[None]:
-        """A context for each step; memory is counted in the second full step, when the optimizer has its state.
+        """Return a context for a step; in the second full step, when the optimizer has its state, it counts memory.
 
         Args:
-            is_whole: whether the step is full: as large as the plan assumes.
+            is_whole: whether the step is full: it has the batch and row sizes that the plan assumes.
         """
         self._n_whole += is_whole
         if not (self._counts and is_whole and self._n_whole == 2):
@@ -39,14 +39,14 @@ class StepMemory:
         self.peak_bytes = held.found_bytes + held.peak_bytes
 
     def peaks(self, copied_bytes: int) -> MemoryPeaks:
-        """The planned and the measured peak.
+        """Return the run's planned and measured peak memory.
 
         Args:
-            copied_bytes: size of the largest copy for a checkpoint.
+            copied_bytes: size of the largest copy that was made for a checkpoint.
         """
         setup, step_bytes = self._setup, self.peak_bytes
         grown_bytes = peak_growth_bytes(setup.device, self._before_bytes) or None
-        if setup.device.type == "cuda":  # GPU memory grows by tensors only
+        if setup.device.type == "cuda":  # only tensors increase GPU memory
             step_bytes, grown_bytes = grown_bytes, None
         elif step_bytes is not None:
             step_bytes += copied_bytes

@@ -1,4 +1,4 @@
-"""Measure memory and speed of real training steps of a new model; memory in a process of its own.
+"""Measures memory and speed of real training steps of a new model; memory in a separate process:
 
 python -m gptworks.training.rehearsal.measure keep|return < rehearsal.json
 """
@@ -22,14 +22,14 @@ from gptworks.planning.run import Measured
 from gptworks.training.rehearsal.trace import Rehearsal, take
 
 SPEED_SECONDS, SPEED_STEPS = 2.0, 9
-"""Longest duration and largest number of steps if only the speed is measured."""
+"""Maximum seconds and maximum number of steps of `measure_speed`."""
 
 
 def measure_step(rehearsal: Rehearsal) -> Measured:
-    """Measure a step's memory and speed in new processes, so that no other memory is counted.
+    """Measure a step's memory and speed in a new process, so that no other memory is counted.
 
-    On a CPU there are two processes: to measure memory, one returns freed memory at once, so that all its resident
-    memory is in use; to measure speed, one keeps freed memory as `gptworks train` does.
+    On a CPU, there are two processes. The one that measures memory returns freed memory immediately, so that all its
+    resident memory is in use; the one that measures speed keeps freed memory, as `gptworks train` does.
 
     Raises:
         RunError: a process failed, perhaps for lack of memory.
@@ -41,7 +41,7 @@ def measure_step(rehearsal: Rehearsal) -> Measured:
 
 
 def measure_speed(rehearsal: Rehearsal) -> Measured:
-    """Measure only the speed, in this process: the median of the steps within `SPEED_SECONDS`, at least one.
+    """Measure only the speed, in this process: the median over the steps done within `SPEED_SECONDS`, at least one.
 
     Raises:
         RunError: a step failed.
@@ -74,7 +74,7 @@ def _in_new_process(rehearsal: Rehearsal, freed_memory: str) -> Measured:
 def _measure(rehearsal: Rehearsal) -> Measured:
     model, device = rehearsal.model, torch.device(rehearsal.device)
     plain = Rehearsal(_small(model), rehearsal.train, rehearsal.device, rehearsal.precision)
-    next(_step_seconds(plain))  # torch loads code at its first step
+    next(_step_seconds(plain))  # load torch's code before memory is measured
     before = reset_peak(device)
     seconds = next(_step_seconds(rehearsal))
     peak = peak_growth_bytes(device, before) or 0
@@ -87,19 +87,19 @@ WARM_FIELDS = (
     "attention_softcap", "logit_softcap", "tie_embeddings", "n_future_tokens", "n_experts", "n_experts_per_token",
     "dropout_embedding", "dropout_attention", "dropout_residual", "dropout_mlp",
 )  # fmt: skip
-"""Model settings that choose kernels and are valid at any model size."""
+"""Model settings that determine which kernels run and that are valid at any model size."""
 
 
 def _small(model: ModelConfig) -> ModelConfig:
-    """A model of one narrow layer that loads the same code as `model`. Settings that are not in `WARM_FIELDS` have
-    their defaults: some, such as gates, would need more layers or channels."""
+    """Return a model of one narrow layer that loads the same code as `model`. It has defaults for settings outside
+    `WARM_FIELDS`, because some, such as gates, would need more layers or channels."""
     kept = {name: getattr(model, name) for name in WARM_FIELDS}
     shared = {"d_ff_shared": 64} if model.d_ff_shared else {}
     return ModelConfig(vocab_size=64, context_length=64, n_layers=1, d_model=64, n_heads=2, d_ff=64, **kept, **shared)
 
 
 def _step_seconds(rehearsal: Rehearsal) -> Iterator[float]:
-    """Seconds of each step after the first, which makes the optimizer's state."""
+    """Run training steps; yield the seconds of each, except the first, which creates the optimizer's state."""
     model, train, device = rehearsal.model, rehearsal.train, torch.device(rehearsal.device)
     step = rehearsal.new_step()
     tokens = torch.randint(model.vocab_size, (train.batch_size, model.context_length), device=device)

@@ -1,7 +1,7 @@
-"""The memory of a training step, counted from the step itself, with nothing allocated.
+"""Counts the memory of a training step by running it without allocating memory.
 
-The step runs on torch's fake tensors, which have shapes, dtypes and storages but no contents, and every storage is
-counted while it lives. Scratch memory inside kernels, memory that the allocator keeps, and Python are not counted.
+The step runs on torch's fake tensors, which have shapes, dtypes and storages but no contents; each storage is counted
+while it exists. Scratch memory of kernels, freed memory that the allocator keeps, and Python's are not counted.
 """
 
 import math
@@ -31,22 +31,22 @@ from gptworks.training.step import TrainStep
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The training step of a new model on one device, to be traced or measured."""
+    """The settings of a new model's training step on one device, to trace or measure the step."""
 
     model: ModelConfig
     train: TrainConfig
-    """A step reads `batch_size` rows; each answer of a pair is one row."""
+    """The training settings; the step reads `batch_size` rows, and each answer of a pair is a row."""
     device: str = "cpu"
     precision: str = "fp32"
     adapter: LoRAConfig | None = None
     freeze: FreezeConfig | None = None
     objective: ObjectiveConfig = NEXT_TOKEN
     several_texts: bool = False
-    """Whether a row holds several texts, one after the other."""
+    """Whether a row holds several texts, so that batches include the tokens' positions in their texts."""
 
     @classmethod
     def of(cls, plan: Plan, device: str) -> Self:
-        """One step of a planned run, of at most two micro-batches. Needs no data."""
+        """Return the settings of one step of a planned run, with at most two micro-batches. Needs no data."""
         recipe, setting = plan.recipe, plan.setting
         return cls(
             recipe.model, plan.one_step, device, setting.precision, recipe.adapter, recipe.freeze, recipe.objective,
@@ -54,7 +54,7 @@ class Rehearsal:
         )  # fmt: skip
 
     def new_step(self) -> TrainStep:
-        """A training step of a new model, with uncompiled blocks."""
+        """Build a new model and return its training step, with uncompiled blocks."""
         parallel, device = Parallel(self.train), torch.device(self.device)
         with device:
             model = trainable_model(self.model, self.adapter, self.freeze)
@@ -66,7 +66,7 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Trace:
-    """Peak bytes of a training step in each of its two parts, model and optimizer included."""
+    """Peak bytes in the two parts of a training step, including model and optimizer."""
 
     forward_backward_bytes: int
     optimizer_bytes: int
@@ -77,10 +77,10 @@ class Trace:
 
 
 def trace_step(rehearsal: Rehearsal) -> Trace:
-    """The peak of a step after the first, when the optimizer has its state. Experts are assumed to be evenly used.
+    """Count the peak memory of a step in which the optimizer has its state; each expert gets equally many tokens.
 
     Raises:
-        UserError: torch cannot trace on that device: cuda needs a GPU, though nothing runs there.
+        UserError: torch cannot trace steps on this device; cuda needs a GPU, although nothing runs on it.
     """
     train, place = rehearsal.train, torch.device(rehearsal.device)
     if place.type not in ("cpu", "cuda"):
@@ -91,7 +91,7 @@ def trace_step(rehearsal: Rehearsal) -> Trace:
     with FakeTensorMode(), live:
         step = rehearsal.new_step()
         tokens = torch.zeros(train.batch_size, rehearsal.model.context_length, dtype=torch.int64, device=place)
-        for parameter in step.optimizer.parameters.values():  # makes the optimizer's state as a first step would
+        for parameter in step.optimizer.parameters.values():  # create the optimizer's state, as a first step does
             parameter.grad = torch.zeros_like(parameter)
         step.apply(step.gradient_norm())
         live.peak_bytes = 0
@@ -99,27 +99,27 @@ def trace_step(rehearsal: Rehearsal) -> Trace:
         accumulate(step, train, batch)
         forward_backward_bytes, live.peak_bytes = live.peak_bytes, 0
         step.gradient_norm()
-        step.apply(math.inf)  # so that gradients are clipped
+        step.apply(math.inf)  # an infinite norm, so that gradients are clipped
         return Trace(forward_backward_bytes, live.peak_bytes)
 
 
 def accumulate(step: TrainStep, train: TrainConfig, batch: Batch) -> None:
-    """Accumulate the gradients of a batch of `train.batch_size` rows, cut into micro-batches as the recipe says."""
+    """Accumulate the gradients of a batch of `train.batch_size` rows, in micro-batches of `train.micro_batch_size`."""
     micro_batches = list(zip(*(torch.split(tensor, train.micro_batch_size) for tensor in batch), strict=True))
     step.accumulate(micro_batches, count_targets(batch))
 
 
 def take(step: TrainStep, train: TrainConfig, batch: Batch) -> None:
-    """Take a step, update included, on a batch of `train.batch_size` rows."""
+    """Do a whole training step, with its update, on a batch of `train.batch_size` rows."""
     accumulate(step, train, batch)
     step.apply(step.gradient_norm())
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of live storages that operations made, and their peak; and those of storages that operations
-    only read, which are assumed to live throughout.
+    """Counts bytes of storages: now and at the peak, those that operations created and that still exist; in
+    `found_bytes`, those that operations only read, which are assumed to exist throughout.
 
-    `torch.distributed._tools.mem_tracker.MemTracker` counts the same, as a test checks, but takes six times as long.
+    `torch.distributed._tools.mem_tracker.MemTracker` counts the same bytes (a test checks it), but is six times slower.
     """
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _run(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operation; a fake boolean mask selects every element."""
+    """Run an operation; as an index, a boolean mask without contents selects every element."""
     masks = function in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default)
     if masks and isinstance(args[0], torch._subclasses.FakeTensor):
         x, indices, *rest = args
@@ -168,4 +168,4 @@ _ANSWERS: dict[Any, Any] = {
     torch.ops.aten._local_scalar_dense.default: lambda tensor: 1,
     torch.ops.aten.bincount.default: lambda tensor, weights=None, minlength=0: tensor.new_zeros(minlength),
 }
-"""Substitutes for operations that need a fake tensor's values: `.item()`, and the count of each expert's tokens."""
+"""Substitutes for operations that need values, which fake tensors lack: `.item()`, and counting experts' tokens."""
