@@ -120,12 +120,12 @@ def check_known(weights: str, known: Sequence[str], of: str = "weights") -> None
 
 
 def base_kinds(model: GPT, weights: Weights) -> dict[str, Weights]:
-    """Return the kinds of the matrices to pack under an adapter, by module name: only those of the blocks."""
+    """Return the kinds of the matrices to pack if an adapter is trained, by module name: only the blocks' matrices."""
     return {name: kind for name, kind in matrix_kinds(model, weights).items() if name.startswith("blocks.")}
 
 
 def pack_for(model: GPT, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the fp32 `tensors`, with each matrix packed that is packed in `model`; weights round to the nearest value.
+    """Return the fp32 `tensors` after packing those matrices that `model` has packed, rounded to the nearest values.
 
     Raises:
         UserError: a weight is too large for its kind.
@@ -208,10 +208,10 @@ def _check_holds(name: str, matrix: Tensor, weights: Weights) -> None:
 def _calibrated(
     model: GPT, kinds: dict[str, Weights], batches: Sequence[Tensor], step: Callable[[str], None]
 ) -> dict[str, Packed]:
-    """Return the int4 matrices, packed, by module name. GPTQ rounds each block on outputs of the rounded blocks."""
+    """Return the packed int4 matrices by module name. GPTQ rounds each block for inputs from the rounded blocks."""
     packed: dict[str, Packed] = {}
     inputs = _inputs_of_block(model, batches, 0)
-    rounding = copy.deepcopy(model) if model.config.laboratory else None  # its blocks may read several blocks' outputs
+    rounding = copy.deepcopy(model) if model.config.laboratory else None  # a block may read several blocks' outputs
     for i, block in enumerate(model.blocks):
         step(f"block {i + 1} of {len(model.blocks)}")
         rounded = copy.deepcopy(block).eval()
@@ -234,7 +234,7 @@ def _calibrated(
 
 
 def _calibrate_head(packed: Any, whole: Any, model: QuantizedGPT, batches: Iterable[Tensor]) -> None:
-    """Round the fp32 head `whole` by GPTQ, on features of `model` with all other matrices rounded, into `packed`."""
+    """Round the fp32 head `whole` to int4 by GPTQ, for the features of the quantized `model`; store it in `packed`."""
     hessian = whole.weight.new_zeros(packed.columns, packed.columns)
     for tokens in batches:
         features = model.features(tokens.to(model.device)).flatten(0, -2).float()

@@ -74,7 +74,7 @@ def rows_at_once(weight: Tensor, columns: int) -> int:
 
 
 def unpacked(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the values [N, K] of a packed matrix. It unpacks a few rows at a time, to use little memory meanwhile."""
+    """Return the values [N, K] of a packed matrix, unpacked a few rows at a time to save memory."""
     columns = weight.size(1) * (2 if weight.dtype == torch.uint8 else 1)
     n_rows = rows_at_once(weight, columns)
     matrix = torch.empty(weight.size(0), columns, dtype=dtype, device=weight.device)

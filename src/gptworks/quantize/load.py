@@ -1,4 +1,4 @@
-"""Packs a run's weights while loading them: reads one matrix, merges the adapter into it and rounds it, then the next.
+"""Packs a run's weights while loading them, one matrix at a time: reads it, merges the adapter into it, rounds it.
 
 The result equals that of `gptworks quantize --rounding nearest`. GPTQ needs a text, so only that command offers it.
 """
@@ -35,7 +35,7 @@ def kinds_to_pack(model: GPT, weights: LoadedWeights, stored: Mapping[str, Weigh
     if weights == "auto":
         return {}
     asked = {} if weights == "fp32" else matrix_kinds(model, weights)
-    head = head_name(model)  # left out below: in int4 runs, the head is int8 or int4
+    head = head_name(model)  # not compared: int4 runs store the head in int8 or int4
     if stored and {**stored, head: None} != {**asked, head: None}:
         raise UserError(
             f"weights={weights}: {run} is quantized already, to {', '.join(sorted(set(stored.values())))}. Leave "

@@ -37,14 +37,14 @@ def round_int8(matrix: Tensor) -> Rounded:
 
 
 def round_int4(matrix: Tensor) -> Rounded:
-    """Round a matrix to int4. Each group of 32 gets the tried scale with the smallest squared error."""
+    """Round a matrix to int4, with the scale for each group of 32 that gives the smallest squared error."""
     groups = matrix.float().view(len(matrix), -1, GROUP)  # N K/32 32
     scale = best_scales(groups)
     return Rounded(_levels(groups, scale[..., None], "int4").flatten(1), scale)
 
 
 def best_scales(groups: Tensor, importance: Tensor | None = None) -> Tensor:
-    """Return the scale of each group, fp16 [N, G], whose multiples from −8 to 7 round it with the least squared error.
+    """Return each group's scale, fp16 [N, G]: the one whose multiples from −8 to 7 give the smallest squared error.
 
     Args:
         groups: [N, G, 32]. importance: weights of the squared errors, [G, 32]; None: all errors weigh the same.

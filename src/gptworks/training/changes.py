@@ -67,7 +67,7 @@ class History:
     """`key.path=value` settings of the run's command lines, in the order given; each key appears once."""
     changes: list[Change] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
-    """The checkpoint from which the run was forked; if it belongs to a fork, that fork's checkpoint next; and so on."""
+    """The checkpoint from which the run was forked; if its run is a fork too, that run's source next; and so on."""
 
     @property
     def exact(self) -> bool:
@@ -81,7 +81,7 @@ class History:
         return {key: words for key, words in rows.items() if words}
 
     def change_rows(self) -> dict[str, str]:
-        """Return table rows of the changes: step and text. A row has two if the run stopped between two checkpoints."""
+        """Return table rows of the changes, by step. Changes without a checkpoint between them share a row."""
         rows: dict[str, str] = {}
         for change in self.changes:
             step, words = f"from step {change.step:,}", change_words(change.settings)
@@ -120,7 +120,7 @@ def settings_at(run_dir: Path, step: int) -> list[str]:
     """Return overrides that restore, in a run's recipe, the settings that it had at the end of `step`."""
     later = [change.settings for change in read_history(run_dir).changes if change.step > step]
     undone = [(path, old) for settings in reversed(later) for path, (old, _) in settings.items()]
-    return [f"{path}={as_typed(old)}" for path, old in undone if path.partition(".")[0] != "sweep"]  # for sweeps only
+    return [f"{path}={as_typed(old)}" for path, old in undone if path.partition(".")[0] != "sweep"]  # runs ignore sweep
 
 
 def load_to_resume(source: RecipeLike, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
@@ -244,7 +244,7 @@ def inexact(before: Recipe, now: Recipe, changes: Iterable[str], done: int) -> l
         if done
         and _role(now, path) == "recorded"
         and not (path in _LENGTH and _same_rates(before, now, done))
-        and not path.startswith("data.anneal")  # `_check_anneal` protects samples already read
+        and not path.startswith("data.anneal")  # `_check_anneal` refuses changes to samples already read
     ]
 
 

@@ -128,7 +128,7 @@ def _checkpoint_of(source: Path, step: int | None) -> Checkpoint:
 
 
 def _progress_of(checkpoint: Checkpoint, before: Recipe, now: Recipe, changes: Changes) -> Progress:
-    """Return the progress at a checkpoint; raise UserError if no run can continue from there with the new settings."""
+    """Return the progress at a checkpoint; raise UserError if a run cannot continue from it with the new settings."""
     progress, train = Progress.of(checkpoint), now.train
     progress.require_training(before.run_dir)
     if "train.max_minutes" in changes and train.max_minutes and progress.seconds > 60 * train.max_minutes:
@@ -140,7 +140,7 @@ def _progress_of(checkpoint: Checkpoint, before: Recipe, now: Recipe, changes: C
 
 
 def _take_files(source: Path, checkpoint: Checkpoint, progress: Progress, recipe: Recipe, aside: Path) -> None:
-    """Copy or link the source's files into the new folder `aside`, and cut the metrics after the checkpoint."""
+    """Copy or link the source's files into the new folder `aside`; remove the log's records after the checkpoint."""
     best = checkpoint_of_step(source, progress.best_step)
     start = Checkpoint(source / "checkpoints" / "weights-000000")
     for taken in [checkpoint, *(one for one in dict.fromkeys([best, start]) if one != checkpoint and one.is_whole)]:
@@ -164,7 +164,7 @@ def _copy(source: Path, name: str, aside: Path) -> None:
 
 
 def _history(source: Path, checkpoint: Checkpoint, overrides: Sequence[str]) -> History:
-    """Return the source's record of changes up to the checkpoint, with the checkpoint as first origin."""
+    """Return the source's record of changes up to the checkpoint, with the checkpoint as its first origin."""
     history, step = read_history(source), checkpoint.step
     origin = Origin(source.resolve().name, step, checkpoint.weights_sha256)
     given = by_key([*history.overrides, *overrides])

@@ -177,7 +177,7 @@ class Run(Session):
         return step
 
     def evaluate(self) -> bool:
-        """Evaluate on the validation split, or on the part set in the recipe; return False if a signal interrupts."""
+        """Evaluate on the validation split, or on the part set in the recipe; return False if a signal ends it."""
         progress = self.progress
         try:
             with (

@@ -56,10 +56,10 @@ BLOCK = 256
 
 
 def cut_windows(first: int, size: int, n_rows: int) -> Iterator[tuple[int, int, int]]:
-    """Return which rows to read for `size` samples from index `first`, where each sample's window is cut into `n_rows`.
+    """Determine the rows to read for `size` samples from index `first`, if each sample's window is cut into `n_rows`.
 
-    The rows of a step come from different windows, since rows of the same window are similar. The choice depends only
-    on `first` and `size`. A complete block contains each row of its windows once.
+    The rows of a step come from different windows, since rows of the same window are similar. Which row is the k-th of
+    the run depends only on k and `n_rows`. A complete block contains each row of its windows once.
 
     Yields:
         index of a sample, index of a row, and n: read this row in the windows of n samples from this sample on.

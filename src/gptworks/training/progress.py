@@ -143,7 +143,7 @@ class Length:
         self._recipe, self._train, self._samples = recipe, recipe.train, samples
 
     def total_steps(self, progress: Progress) -> int | None:
-        """Return the run's number of steps; None: only time limits it. A changed `batch_size` counts from now on."""
+        """Return the run's number of steps; None: only time limits it. New steps have the present `batch_size`."""
         train, samples = self._train, self._samples.per_epoch
         planned = planned_steps(train, self._samples.context_length, DataSize(samples_per_epoch=samples))[0]
         if train.epochs is None or progress.samples == progress.step * train.batch_size:
@@ -161,7 +161,7 @@ class Length:
         return min(1.0, max(shares))
 
     def due(self, progress: Progress, every: int) -> bool:
-        """Whether an action that is done every `every` steps and at the end is due now; 0: never."""
+        """Whether an action done every `every` steps, and at the end of the run, is due now; if `every` is 0, never."""
         return every > 0 and (progress.step % every == 0 or self.share_done(progress) >= 1)
 
     def end_reason(self, progress: Progress, stop_asked: str | None) -> str | None:
@@ -184,7 +184,7 @@ class Length:
         return " or ".join(length + ([f"{minutes:g} minutes"] if minutes is not None else []))
 
     def reached(self, progress: Progress) -> str:
-        """Return the step reached, with the total steps or the time done and planned, as `Display.step` shows it."""
+        """Return the progress as text: the step and the total steps, or the step and the time taken and planned."""
         total, minutes = self.total_steps(progress), self._train.max_minutes
         if minutes is not None and (not total or progress.seconds / (60 * minutes) >= self.share_done(progress)):
             return f"step {progress.step:,}  {clock(progress.seconds)} of {clock(60 * minutes)}"

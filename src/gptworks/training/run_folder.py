@@ -25,7 +25,7 @@ def open_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ()) 
 
     Raises:
         UserError: another process uses the folder; the folder holds a run and `resume` is false, or holds other files;
-            a changed setting is fixed or missing from `change`; or the tokenizer's files have changed.
+            a changed setting is fixed or must be listed in `change`; or the tokenizer's files have changed.
     """
     folder = recipe.run_dir
     check_run_folder(recipe, resume, change)

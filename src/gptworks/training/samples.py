@@ -49,7 +49,7 @@ def samples_of_step(recipe: Recipe, run_dir: Path, step: int) -> StepSamples:
 
 
 def _batch_sizes(recipe: Recipe, run_dir: Path) -> list[tuple[int, int]]:
-    """Return each batch size of the run with the number of steps before its first one, ascending."""
+    """Return the run's batch sizes in order, each as (number of steps before it applies, size)."""
     try:
         changes = [
             (change.step, *map(int, change.settings[_BATCH_SIZE]))

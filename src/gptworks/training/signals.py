@@ -12,7 +12,7 @@ from typing import Any
 def stop_signals(
     wanted: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
 ) -> Iterator[Callable[[], str | None]]:
-    """Catch the first signal; yield a function that returns its name, None before it. A second has its usual effect."""
+    """Catch signals; yield a function that returns the name of the first, or None. A repeated signal acts as usual."""
     asked: list[str] = []
     previous: dict[signal.Signals, Any] = {}
 

@@ -98,7 +98,7 @@ def starting_weights(recipe: Recipe, tokenizer: Tokenizer, report: Report, ranks
 
 
 def with_future_heads(weights: dict[str, Tensor], model: ModelConfig, report: Report) -> dict[str, Tensor]:
-    """Return the weights with `model`'s heads for tokens after the next one: drop surplus heads, add zero heads."""
+    """Return the weights with `model`'s heads for tokens after the next: drop surplus heads, add others as zeros."""
     names = [f"{FUTURE_HEADS}{i}.weight" for i in range(model.n_future_tokens - 1)]
     dropped = [name for name in weights if name.startswith(FUTURE_HEADS) and name not in names]
     new = {name: torch.zeros(model.d_model, model.d_model) for name in names if name not in weights}

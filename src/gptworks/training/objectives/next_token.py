@@ -38,7 +38,7 @@ class Losses:
     figures: dict[str, Tensor] = field(default_factory=dict)
     """Other figures by name, as sums; their means are reported."""
     counts: dict[str, Tensor] = field(default_factory=dict)
-    """Divisors of the figures, by name, that are not divided by the number of targets."""
+    """Divisors, by name, of those figures that are not divided by the number of targets."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,10 @@ def with_routing(
 
 
 def counted(batch: Batch) -> Tensor:
-    """Return the number of a batch's targets that are not ignored, int64 on its device, without waiting for a GPU."""
+    """Return the number of a batch's targets that are not ignored, int64 on its device, without waiting for it."""
     return (batch[1] != IGNORED).sum()
 
 
 def count_targets(batch: Batch) -> int:
-    """Return the number of a batch's targets that are not ignored; waits for a GPU."""
+    """Return the number of a batch's targets that are not ignored; waits for the device."""
     return int(counted(batch))

@@ -1,4 +1,4 @@
-"""Base class of objectives on pairs of answers, with its batches and its evaluation; log-probabilities of answers.
+"""Code that objectives on pairs of answers share: batches, evaluation, and log-probabilities of answers.
 
 Shapes: P pairs, T tokens of their longest conversation.
 """

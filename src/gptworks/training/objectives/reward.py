@@ -93,7 +93,7 @@ def scaled_logprobs(model: GPT, features: Tensor, targets: Tensor, temperature: 
     """Return log π of each target at a sampling temperature, float32 [B, T]; 0 where the target is −100."""
     softcap = (
         model.config.logit_softcap and model.config.logit_softcap / temperature
-    )  # with it, the result equals capping the logits and then dividing them by the temperature
+    )  # with this softcap, the result equals capping the logits, then dividing them by the temperature
     return target_logprobs(features / temperature, model.head_weight, targets, softcap)
 
 

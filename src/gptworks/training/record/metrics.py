@@ -109,7 +109,7 @@ class Skipped:
 
 
 def open_log_file(path: Path) -> BufferedReader:
-    """Open a run's log, unless it is a link to a file outside the run folder. Errors: see `open_regular`."""
+    """Open a run's log; a link to a file outside the run folder is an error. Errors: see `open_regular`."""
     return open_regular(path, inside=path.parent, max_bytes=MOST_LOG_BYTES)
 
 
@@ -133,7 +133,7 @@ MOST_LOG_BYTES = 1 << 34
 _MOST_LINE_BYTES = 1 << 22
 _BLOCK_BYTES = 1 << 18
 _KNOWN_BYTES = 256
-"""Number of the last bytes read that a reader keeps: if the file has other bytes there, it was rewritten."""
+"""Number of bytes, the last ones read, that a reader remembers: if the file has others there, it was rewritten."""
 
 
 class MetricsReader:
@@ -185,7 +185,7 @@ class MetricsReader:
         return self._offset - len(self._rest)
 
     def finish(self) -> None:
-        """Count an incomplete last line as skipped. To call when the log grows no more."""
+        """Count an incomplete last line as skipped, because the log will not grow any more."""
         if self._rest or self._is_too_long:
             self._finished(self._rest)
 
@@ -243,7 +243,7 @@ def skim_metrics(path: Path, n: int) -> Iterator[tuple[int, Record]]:
 
 
 _TAIL_BYTES = 1 << 16
-"""Number of bytes at the end of a log among which `last_step` looks for the last record first."""
+"""Number of bytes at the end of a log in which `last_step` looks first."""
 
 
 def last_step(path: Path) -> int:
@@ -268,7 +268,7 @@ def _parsed(line: bytes) -> Record | str:
     except ValueError:
         try:
             record = json.loads(line)  # six times slower, but accepts other encodings and lone surrogates
-        except (ValueError, RecursionError):  # a ValueError also for a number of more than 4,300 digits
+        except (ValueError, RecursionError):  # a number of more than 4,300 digits is a ValueError too
             return "not whole JSON"
     return _fault(record) or _checked(record)
 

@@ -12,7 +12,7 @@ _MOST_BYTES = 1 << 20
 
 
 class RunOutcome(BaseModel):
-    """The end of a run, as `outcome.json` records it."""
+    """The contents of `outcome.json`: how a run ended."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 

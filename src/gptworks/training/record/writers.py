@@ -46,7 +46,7 @@ def _scalars(path: str, values: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def texts(record: Record) -> dict[str, str]:
-    """Return the text of a sample record under a name with its prompt; empty for other records."""
+    """Return a sample record's prompt and continuation under a name with the prompt; empty for other records."""
     return {f"sample/{record['prompt']!r}": record["prompt"] + record["text"]} if record["kind"] == "sample" else {}
 
 
@@ -105,7 +105,7 @@ class WeightsAndBiases:
         self._first_step: int = self._run.step  # 0 for a new run; otherwise the server's last step + 1
 
     def write(self, record: Record) -> None:
-        """Send a record. All records of a step are combined."""
+        """Send a record. The records of a step are combined into one."""
         if record["step"] >= self._first_step:
             self._run.log({**scalars(record), **texts(record)}, step=record["step"])
 

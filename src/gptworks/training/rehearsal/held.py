@@ -16,7 +16,7 @@ class StepMemory:
     """Counts the memory of tensors during one step of a run; takes some hundredths of a second, changes no result."""
 
     def __init__(self, setup: PreparedRun) -> None:
-        """Start to measure the growth of the process; to call before the model is built."""
+        """Start to measure the growth of the process; the model must not be built yet."""
         self._setup, self._n_whole = setup, 0
         self._counts = setup.device.type == "cpu" and setup.ranks.size == 1 and setup.recipe.train.compile != "block"
         self._before_bytes = reset_peak(setup.device)

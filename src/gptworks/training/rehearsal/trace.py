@@ -77,7 +77,7 @@ class Trace:
 
 
 def trace_step(rehearsal: Rehearsal) -> Trace:
-    """Count the peak memory of a step in which the optimizer has its state; each expert gets equally many tokens.
+    """Return the peak memory of a step whose optimizer has its state, assuming that experts get equally many tokens.
 
     Raises:
         UserError: torch cannot trace steps on this device; cuda needs a GPU, although nothing runs on it.
@@ -116,8 +116,8 @@ def take(step: TrainStep, train: TrainConfig, batch: Batch) -> None:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts bytes of storages: now and at the peak, those that operations created and that still exist; in
-    `found_bytes`, those that operations only read, which are assumed to exist throughout.
+    """Counts the bytes of storages: in `now_bytes` and `peak_bytes`, those that operations created, while they exist;
+    in `found_bytes`, those that operations only read, which are assumed to exist throughout.
 
     `torch.distributed._tools.mem_tracker.MemTracker` counts the same bytes (a test checks it), but is six times slower.
     """
