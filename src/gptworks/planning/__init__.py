@@ -1,1 +1,1 @@
-"""Parameters, memory, FLOPs and time of an architecture and a run, by arithmetic: nothing is allocated."""
+"""Estimates of a run's parameters, memory, FLOPs and time from its configuration; no model is built."""

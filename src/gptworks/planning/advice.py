@@ -1,5 +1,5 @@
-"""Recommends changes with which a run fits. Each is first applied to the recipe, and the result is arranged and
-planned again."""
+"""Finds changes of a recipe with which the run fits in memory. Each change is applied to the recipe and planned before
+it is recommended."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from gptworks.planning.layout import Layout
 from gptworks.recipe import apply_overrides, parse_recipe
 
 Apply = Callable[[Sequence[str], int], Recipe]
-"""A function from overrides and a number of devices to the changed recipe."""
+"""A function that takes overrides and a number of devices and returns the changed recipe."""
 
 MOST_DEVICES = 4096
 
@@ -23,14 +23,14 @@ LORA_RANK = 8
 
 @dataclass(frozen=True)
 class Change:
-    """Changed settings and devices, and the run's needs with them."""
+    """A change of settings and devices, and the memory that the changed run needs."""
 
     overrides: tuple[str, ...]
-    """Overrides `key.path=value`, as a user writes them."""
+    """Overrides such as `train.precision=bf16`."""
     n_ranks: int
     n_ranks_before: int
     ranks_per_node: int | None
-    """Ranks on each node, if fewer than before; None: as before."""
+    """New number of ranks on each node, if the change reduces it; None: unchanged."""
     costs: str
     """The disadvantage of the change."""
     need: Need
@@ -58,7 +58,7 @@ class Change:
 
 @dataclass(frozen=True)
 class _Remedy:
-    """One way to use less memory."""
+    """Overrides that reduce memory, with their disadvantage."""
 
     overrides: tuple[str, ...]
     costs: str
@@ -67,19 +67,19 @@ class _Remedy:
 
 
 def recipe_with(recipe: Recipe) -> Apply:
-    """A function that applies overrides to a recipe that has been read."""
+    """Return a function that applies overrides to `recipe` and ignores the number of devices."""
     tree = recipe.model_dump(mode="json", exclude_unset=True)
     return lambda overrides, n_ranks: parse_recipe(apply_overrides(tree, overrides))
 
 
 def changes_that_fit(recipe: Recipe, n_ranks: int, device: Device, apply: Apply | None = None) -> list[Change]:
-    """Changes with which the run fits, the cheapest first, more devices last. If none suffices, the largest change
-    tried; empty if every change is refused.
+    """Return changes with which the run fits, the cheapest first, more devices last.
 
-    If only the hosts' memory is too small, fewer ranks per host come first.
+    If only the hosts' memory is too small, changes to fewer ranks per host come first. If no change suffices, return
+    the most extensive one that was tried; if `arrange` refuses all changes, return an empty list.
 
     Args:
-        apply: makes a recipe from overrides; None: applies them to this recipe.
+        apply: returns the recipe with overrides applied; None: applies them to `recipe`.
     """
     search = _Search(n_ranks, device, apply or recipe_with(recipe))
     found: list[tuple[frozenset[_Remedy], Change]] = []
@@ -88,7 +88,7 @@ def changes_that_fit(recipe: Recipe, n_ranks: int, device: Device, apply: Apply 
     for remedies in _on_the_same_devices(recipe, device):
         chosen = frozenset(each for remedy in remedies for each in (remedy, *remedy.beyond))
         if any(given < chosen and _micro(change) == inf for given, change in found):
-            continue  # fewer remedies are enough already
+            continue  # a subset of these remedies already suffices
         change = search.tried(remedies, n_ranks)
         if change is None:
             continue
@@ -110,13 +110,14 @@ def changes_that_fit(recipe: Recipe, n_ranks: int, device: Device, apply: Apply 
 
 
 class _Search:
-    """Tries changes as a user would make them."""
+    """Applies changes to the recipe and estimates the memory that the result needs."""
 
     def __init__(self, n_ranks: int, device: Device, apply: Apply) -> None:
         self.n_ranks, self.device, self.apply = n_ranks, device, apply
 
     def tried(self, remedies: Sequence[_Remedy], n_ranks: int) -> Change | None:
-        """The change with the largest micro-batch that fits, else with the smallest; None if it is refused."""
+        """Return the remedies as a change, with the largest micro-batch that fits on the device, or the smallest one
+        if none fits. None: the recipe cannot run with these overrides."""
         overrides = tuple(override for remedy in remedies for override in remedy.overrides)
         costs = [remedy.costs for remedy in remedies]
         found = self._changed(overrides, n_ranks, costs)
@@ -136,8 +137,8 @@ class _Search:
         return last
 
     def on_fewer_ranks_a_host(self, remedies: Sequence[_Remedy], change: Change) -> list[Change]:
-        """Variants of a change whose devices hold the run but whose hosts do not: with fewer ranks, if there is one
-        host, and with the same ranks on more hosts. Empty if a host cannot hold even one rank."""
+        """Return variants of a change that fits its devices but not its hosts: one with fewer ranks if all are on one
+        host, and one with the same ranks on more hosts. Leave out variants that do not fit either."""
         if change.fits or not change.need.fits_device:
             return []
         n_hosts = -(-change.n_ranks // self.device.per_node)
@@ -170,15 +171,15 @@ class _Search:
 
 
 def _micro(change: Change) -> float:
-    """The micro-batch size that the change sets; infinity if it sets none."""
+    """Return the micro-batch size that the change sets; infinity if it sets none."""
     sizes = [each.partition("=")[2] for each in change.overrides if each.startswith("train.micro_batch_size=")]
     return int(sizes[-1]) if sizes else inf
 
 
 def _on_the_same_devices(recipe: Recipe, device: Device) -> Iterator[tuple[_Remedy, ...]]:
-    """Changes to try on the same devices, the cheapest first. An empty tuple means only a smaller micro-batch.
+    """Yield combinations of remedies to try on the same devices, the cheapest first.
 
-    Smaller chunks of the loss are not included, because all logits are never in memory at once.
+    The first is empty: a smaller micro-batch may suffice. No remedy concerns the logits, which never are all in memory.
     """
     train = recipe.train
     yield ()
@@ -226,8 +227,8 @@ def _on_the_same_devices(recipe: Recipe, device: Device) -> Iterator[tuple[_Reme
 
 
 def _more_devices(recipe: Recipe, n_ranks: int, device: Device) -> Iterator[list[tuple[list[_Remedy], int]]]:
-    """Layouts on more devices, grouped by kind, each with ascending numbers of devices; empty if the ranks of a machine
-    share its memory."""
+    """Yield lists of (remedies, number of devices) to try, one list per kind of layout, in ascending numbers of
+    devices. Yield nothing unless the device is CUDA: ranks on one CPU share its memory."""
     train, tensor = recipe.train, recipe.train.parallel.tensor_parallel
     if device.kind != "cuda":
         return
@@ -258,6 +259,6 @@ def _more_devices(recipe: Recipe, n_ranks: int, device: Device) -> Iterator[list
 
 
 def _whole_batch(recipe: Recipe) -> int:
-    """Number of units that data-parallel ranks divide: sequences, or groups of answers."""
+    """Return the number of units in a batch that data-parallel ranks can divide: sequences, or groups of answers."""
     group = recipe.objective.micro_batch_multiple
     return recipe.train.common_batch_size // gcd(recipe.train.common_batch_size, group)

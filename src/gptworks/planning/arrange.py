@@ -1,6 +1,6 @@
-"""The layout of a run's model and batches on devices, or the rule that forbids one.
+"""Chooses the layout of a run's model and batches on devices, or names the rule that the recipe breaks.
 
-`plan`, its advice, the check before training and `launch` all use it, so that they accept the same recipes.
+`plan`, its advice, the check before training and `launch` all use these functions, so they accept the same recipes.
 """
 
 from dataclasses import dataclass, replace
@@ -21,19 +21,19 @@ class Refusal:
     """The reason why a recipe cannot run on this many devices."""
 
     rule: str
-    """The setting, and the rule that it breaks."""
+    """The setting's value and the rule that it breaks, as a clause."""
     fix: str
-    """Advice on what to change."""
+    """Advice on what to change, as a sentence."""
 
     def __str__(self) -> str:
         return f"{self.rule}: {self.fix}"
 
 
 def arrange(recipe: Recipe, n_ranks: int, device: Device) -> Layout | Refusal:
-    """The layout of the recipe's model and batches on `n_ranks` such devices, following `train.parallel`.
+    """Return the layout of the recipe's model and batches on `n_ranks` such devices, following `train.parallel`.
 
-    With `strategy: auto` the model is whole on each device if a step then fits, else sharded. To check whether a step
-    fits in the returned layout, compute `training_peak` of its `rank_setting`.
+    `strategy: auto` shards the model if a step with the whole model on each device would not fit. The returned layout
+    may not fit either; compare `training_peak` of its `rank_setting` with the device's memory.
 
     Raises:
         UserError: the recipe of a teacher cannot be read.
@@ -58,7 +58,7 @@ def arrange(recipe: Recipe, n_ranks: int, device: Device) -> Layout | Refusal:
 
 
 def layout_of(recipe: Recipe, n_ranks: int, device: Device) -> Layout:
-    """The layout that `arrange` returns.
+    """Return the layout that `arrange` chooses.
 
     Raises:
         UserError: `arrange` refuses the recipe.
@@ -70,10 +70,10 @@ def layout_of(recipe: Recipe, n_ranks: int, device: Device) -> Layout:
 
 
 def refusal(recipe: Recipe, n_ranks: int, precision: str = "auto") -> Refusal | None:
-    """The first rule that the recipe breaks on `n_ranks` devices of any size; None if it breaks no rule.
+    """Return the first rule that the recipe breaks on `n_ranks` devices of any size; None if it breaks no rule.
 
     Args:
-        precision: fp32, bf16 or fp16; auto: not known yet, so that rules on precision do not apply.
+        precision: fp32, bf16 or fp16; auto: unknown, so rules about precision are not checked.
     """
     model, train, tensor = recipe.model, recipe.train, recipe.train.parallel.tensor_parallel
     if n_ranks % tensor:
@@ -97,7 +97,7 @@ def refusal(recipe: Recipe, n_ranks: int, precision: str = "auto") -> Refusal | 
 
 
 def _batch_refusal(recipe: Recipe, n_data: int) -> Refusal | None:
-    """The reason why data-parallel ranks cannot have equally many whole micro-batches; None if they can."""
+    """Refuse a batch that `n_data` data-parallel ranks cannot divide into equally many whole micro-batches."""
     train, objective = recipe.train, recipe.objective
     tensor = train.parallel.tensor_parallel
     micro = train.rank_micro_batch_size(n_data)
@@ -165,7 +165,7 @@ def _tensor_refusal(model: ModelConfig, tensor: int) -> Refusal | None:
 
 
 def _not_in_shares(recipe: Recipe, precision: str, setting: str) -> Refusal | None:
-    """The reason why the recipe's tensors cannot be sharded; None if they can."""
+    """Refuse a recipe whose tensors cannot be sharded; `setting` is the part of `train.parallel` that shards them."""
     if recipe.model.repeats_layers:
         return Refusal(
             f"model.layer_repeats runs blocks several times and train.parallel.{setting} gathers each for one run",
@@ -208,20 +208,21 @@ def _not_in_shares(recipe: Recipe, precision: str, setting: str) -> Refusal | No
 
 
 def planned_precision(name: str, device: Device) -> str:
-    """The precision called `name` on a device, by the rules of `gptworks.device.choose_precision`."""
+    """Return fp32, bf16 or fp16; for `auto`, the choice of `gptworks.device.choose_precision` on this device."""
     if name != "auto":
         return name
     return "bf16" if device.has_bf16 else "fp16" if device.kind == "cuda" else "fp32"
 
 
 def device_setting(recipe: Recipe, device: Device, layout: Layout) -> Setting:
-    """The result of `rank_setting` in the recipe's precision on such a device."""
+    """Return `rank_setting` in the precision that the recipe has on this device."""
     return rank_setting(recipe, planned_precision(recipe.train.precision, device), device.on_cpu, layout)
 
 
 def rank_setting(recipe: Recipe, precision: str, on_cpu: bool, layout: Layout = ONE_DEVICE) -> Setting:
-    """The training step of one device of the layout, with checkpoints; while the vocabulary is not known yet, its
-    memory is a lower bound.
+    """Return the properties of one rank's training step, with checkpoints being written.
+
+    If the vocabulary is unknown, one token is assumed, so estimates from the result are lower bounds.
 
     Raises:
         UserError: a teacher's recipe cannot be read.

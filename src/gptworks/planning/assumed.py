@@ -13,25 +13,25 @@ from gptworks.planning.params import count_parameters
 from gptworks.recipe import apply_overrides, parse_model, parse_recipe
 
 COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER = 20
-"""Hoffmann et al. (2022), table 3: about 20 tokens for each parameter at every size."""
+"""Compute-optimal training takes about 20 tokens per parameter at every size (Hoffmann et al., 2022, table 3)."""
 
 DEFAULT_BATCH_TOKENS = 2**19
-"""Tokens of a step if no recipe sets them: GPT-3's smaller sizes took 0.5M (Brown et al., 2020, table 2.1)."""
+"""Tokens per step if no override sets a batch; GPT-3's smaller sizes used 0.5M (Brown et al., 2020, table 2.1)."""
 
 ASSUMED_STEPS = f"{COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER} tokens a parameter, as no length is given"
 
 _UNSET_STEPS = 10**9
-"""Placeholder for a preset's steps until its batch is known: more than any warmup, and the maximum of a recipe."""
+"""Placeholder for a preset's number of steps until its batch size is known: the largest value that a recipe accepts."""
 
 
 def preset_recipe(name: str, overrides: Sequence[str], device: Device, n_ranks: int = 1) -> tuple[Recipe, str | None]:
-    """The recipe assumed for training a preset on `n_ranks` devices, for settings not in `overrides`.
+    """Return a recipe for training a preset on `n_ranks` devices, and the reason for its number of steps.
 
-    It trains with AdamW on the compute-optimal number of tokens, half a million tokens a step (or one sequence for each
-    rank, if that is more), in the largest micro-batches that fit.
+    Settings not in `overrides` are assumed: AdamW, the compute-optimal number of tokens, half a million tokens per step
+    (or one sequence for each rank, if that is more), and the largest micro-batch that fits.
 
     Returns:
-        The recipe, and the origin of its number of steps if no override gives its length.
+        The recipe, and a clause that explains its number of steps; None if an override sets the length.
     """
     tree: dict[str, Any] = apply_overrides({"model": {"preset": name}}, overrides)
     model, given = parse_model(tree["model"], name), tree.pop("train", {})
@@ -56,7 +56,7 @@ def preset_recipe(name: str, overrides: Sequence[str], device: Device, n_ranks: 
 
 
 def _largest_that_fits(recipe: Recipe, device: Device, n_ranks: int) -> int:
-    """A rank's largest micro-batch that fits; 1 if none does; all samples if the recipe cannot be arranged."""
+    """Return the largest micro-batch that fits on a rank; 1 if none fits; the recipe's if `arrange` refuses it."""
     layout = arrange(_with(recipe, micro_batch_size=1), n_ranks, device)
     if isinstance(layout, Refusal):
         return recipe.train.micro_batch_size

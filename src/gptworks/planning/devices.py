@@ -1,7 +1,7 @@
-"""Memory and speed of devices, from vendors' datasheets; and a description of this machine, without torch.
+"""Memory and speed of known devices, from vendors' datasheets, and of this machine's CPU, without torch.
 
-Rates are dense: without the structured sparsity that doubles printed ones, and accumulating in float32. Memory is the
-printed number of gigabytes, 10⁹ bytes each; a GPU has up to 7% more, which its driver's context takes.
+Rates are for dense matrices and sums in float32; datasheets also print doubled rates, for structured sparsity. Memory
+is the printed number of gigabytes of 10⁹ bytes; a GPU has up to 7% more, which its driver's context takes.
 """
 
 import re
@@ -13,33 +13,33 @@ from gptworks.errors import UserError, did_you_mean
 from gptworks.machine import NATIVE_BF16, available_memory_bytes, cpu_flags, cpu_name
 
 UTILIZATION = 0.4
-"""Share of a device's rate that training is assumed to reach by default. PaLM's 46% was among the highest
+"""Share of a device's FLOP/s that training is assumed to reach by default. PaLM's 46% was among the highest
 published (Chowdhery et al., 2022); small models on one device reach less."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device. Rates are FLOP/s and bytes/s; None where the vendor prints none."""
+    """A device's memory and speed, and its node. Rates are in FLOP/s and bytes/s; None: the vendor publishes none."""
 
     name: str
     kind: str
-    """cpu, cuda (AMD's too, as torch calls it) or mps."""
+    """Device type in torch: cpu, cuda (also for AMD's GPUs) or mps."""
     memory_bytes: int
     half_flops: float | None
-    """Rate of bf16, or of fp16 on a device without bf16."""
+    """FLOP/s in bf16, or in fp16 on a device without bf16."""
     float_flops: float | None
-    """Rate of float32, without TF32."""
+    """FLOP/s in float32, without TF32."""
     bandwidth: float | None
     source: str
     has_bf16: bool = True
     intra_node: float = 32e9
     """Bandwidth within a node, in bytes/s and per direction."""
     inter_node: float = 12.5e9
-    """Bytes/s that a device sends to other nodes: the rate of a node's network cards, divided by its devices."""
+    """Bytes/s that one device sends to other nodes: the node's network bandwidth divided by its devices."""
     per_node: int = 8
     """Devices in a node."""
     host_bytes: int | None = None
-    """Memory of a node's host; None: unknown, and not checked."""
+    """Host memory of a node; None: unknown, so plans do not check it."""
     network_source: str = "assumed: PCIe 4.0 ×16, 100 Gb/s Ethernet for each device"
 
     @property
@@ -47,13 +47,13 @@ class Device:
         return self.kind == "cpu"
 
     def flops(self, precision: str) -> float | None:
-        """Rate of matrix products in fp32, bf16 or fp16."""
+        """Return the FLOP/s of matrix products in fp32, bf16 or fp16; None if unknown."""
         return self.float_flops if precision == "fp32" else self.half_flops
 
 
 def _node(intra: float, inter: float, per_node: int, host: int, source: str) -> dict[str, Any]:
-    """A node's figures as fields of `Device`, from GB/s in one direction within the node and of each device's network
-    card, the number of devices, and GB of host memory."""
+    """Return a node's fields of `Device`. `intra` and `inter` are one device's GB/s in one direction, within the node
+    and to other nodes; `host` is in GB."""
     return {
         "intra_node": intra * 1e9, "inter_node": inter * 1e9, "per_node": per_node, "host_bytes": host * 10**9,
         "network_source": source,
@@ -72,7 +72,7 @@ _SERVER = _node(32, 3.125, 4, 192, "PCIe 4.0 ×16; 4 to a node with 100 Gb/s and
 _OLD_SERVER = _node(16, 3.125, 4, 192, "PCIe 3.0 ×16; 4 to a node with 100 Gb/s and 192 GB of host memory assumed")
 _DESKTOP = _node(32, 0.625, 2, 64, "PCIe 4.0 ×16; 2 to a node with 10 Gb/s and 64 GB of host memory assumed")
 _NEW_DESKTOP = _node(64, 0.625, 2, 64, "PCIe 5.0 ×16; 2 to a node with 10 Gb/s and 64 GB of host memory assumed")
-"""Rates of NVLink and PCIe here are for one direction; vendors print them for both together."""
+"""The rates of NVLink and PCIe in these nodes are for one direction; vendors print the sum of both directions."""
 
 
 def _gpu(
@@ -85,14 +85,14 @@ def _gpu(
     node: dict[str, Any],
     has_bf16: bool = True,
 ) -> Device:
-    """A GPU from its datasheet's figures: memory in GB, both rates in TFLOP/s, bandwidth in GB/s."""
+    """Return a GPU. `half` and `single` are the TFLOP/s in half and single precision; `bandwidth` is in GB/s."""
     return Device(
         name, "cuda", gigabytes * 10**9, half * 1e12, single * 1e12, bandwidth * 1e9, source, has_bf16, **node
     )  # fmt: skip
 
 
 def _apple(name: str, gigabytes: int, single: float, bandwidth: float) -> Device:
-    """A chip of Apple's, which publishes float32 rates only, with the largest memory sold; the CPU shares it."""
+    """Return an Apple chip with the largest memory sold, which its CPU shares. Apple publishes only float32 rates."""
     rate = single * 1e12
     return Device(name, "mps", gigabytes * 10**9, rate, rate, bandwidth * 1e9, "Apple, press release", has_bf16=False)
 
@@ -124,13 +124,13 @@ DEVICES: dict[str, Device] = {
     "m2": _apple("Apple M2", 24, 3.6, 100),
     "m2-ultra": _apple("Apple M2 Ultra", 192, 27.2, 800),
 }
-"""Every known device by the name that `--device` takes."""
+"""Known devices by the names that `--device` accepts."""
 
 ALIASES = {"a100": "a100-80gb", "h100": "h100-sxm", "v100": "v100-16gb"}
 
 
 def find_device(name: str) -> Device:
-    """The device called `name`, spelled loosely: h100, H100-SXM, rtx 4090.
+    """Return the device called `name`, in any usual spelling: h100, H100-SXM, rtx 4090.
 
     Raises:
         UserError: no device has this name; the nearest one is suggested.
@@ -150,33 +150,33 @@ def find_device(name: str) -> Device:
 
 
 def custom_device(memory_gib: float, flops: float | None, bandwidth: float | None) -> Device:
-    """A device with the given memory in GiB, FLOP/s in the training precision, and bandwidth in bytes/s."""
+    """Return a device with this memory, FLOP/s in every precision, and memory bandwidth in bytes/s; None: unknown."""
     return Device("custom", "cuda", round(memory_gib * 2**30), flops, flops, bandwidth, "given")
 
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """A device as a user describes it: its name, or its figures, and figures of its node; None: not given."""
+    """A user's description of a device, by name or by its figures, and of its node; None: not given."""
 
     device: str | None = None
-    """A name such as h100; `this`: this machine's device, measured. Without name and memory: this machine's CPU."""
+    """A name such as h100; `this`: this machine's device, measured; None without `memory_gib`: this machine's CPU."""
     memory_gib: float | None = None
-    """Memory of a device without a name."""
+    """Memory in GiB of a device described by figures."""
     flops: float | None = None
     bandwidth: float | None = None
-    """FLOP/s of a device without a name, and bytes/s of its memory."""
+    """`flops` and `bandwidth`: FLOP/s of a device described by figures, and bytes/s of its memory."""
     utilization: float | None = None
-    """Share of the device's FLOP/s that training reaches while it computes; None: 0.4."""
+    """Share of the device's FLOP/s that training reaches while it computes; None: `UTILIZATION`."""
     intra_node_gb_s: float | None = None
     inter_node_gb_s: float | None = None
-    """GB/s that a device sends within its node, and to other nodes."""
+    """`intra_node_gb_s` and `inter_node_gb_s`: GB/s that a device sends within its node, and to other nodes."""
     gpus_per_node: int | None = None
-    """Number of devices, and so of ranks, in a node."""
+    """Number of devices in a node, each with one rank."""
     host_memory_gib: float | None = None
-    """Memory of a node's host."""
+    """Host memory of a node in GiB."""
 
     def __post_init__(self) -> None:
-        """Check that figures are above 0, and that they describe one device."""
+        """Raise a UserError if a figure is not above 0, or if the options contradict each other."""
         for name, figure in asdict(self).items():
             if name != "device" and figure is not None and not figure > 0:
                 raise UserError(f"--{name.replace('_', '-')} {figure:g} is not above 0.")
@@ -192,10 +192,10 @@ class DeviceOptions:
             raise UserError("--flops or --bandwidth without --memory-gib: give the device's memory too, or its name.")
 
     def found(self, measured: Callable[[], Device]) -> Device:
-        """The device in its usual node.
+        """Return the described device, without the options about its node; see `in_node`.
 
         Args:
-            measured: measures this machine's device, for the name `this`.
+            measured: measures and returns this machine's device; called for the name `this`.
         """
         if self.memory_gib is not None:
             return custom_device(self.memory_gib, self.flops, self.bandwidth)
@@ -204,11 +204,11 @@ class DeviceOptions:
         return measured() if self.device == "this" else find_device(self.device)
 
     def in_node(self, device: Device, n_ranks: int) -> Device:
-        """The device in a node with the given figures. By default, ranks on a CPU share one machine and its memory."""
+        """Return the device with the options about its node. By default, ranks on a CPU share one machine's memory."""
         node = (self.intra_node_gb_s, self.inter_node_gb_s, self.gpus_per_node, self.host_memory_gib)
         intra, inter, per_node, host = node
         memory = device.memory_bytes
-        if device.on_cpu:  # `gptworks.device.rank_memory_bytes` divides memory likewise
+        if device.on_cpu:  # the ranks share it, as in `gptworks.device.rank_memory_bytes`
             memory //= min(per_node or n_ranks, n_ranks)
         source = device.network_source
         if any(node):
@@ -230,11 +230,11 @@ class DeviceOptions:
 LOOPBACK: dict[str, Any] = {
     "intra_node": 1.5e9, "inter_node": 0.125e9, "network_source": "assumed: gloo over loopback, 1 Gb/s Ethernet",
 }  # fmt: skip
-"""Network figures of ranks on CPUs."""
+"""Network fields of `Device` for ranks on CPUs."""
 
 
 def this_cpu() -> Device:
-    """This machine's processor with the memory that is free for a run; its rates are unknown until measured."""
+    """Return this machine's CPU with the memory available now; its rates are None, because they are not measured."""
     return Device(
         cpu_name() or "this machine", "cpu", available_memory_bytes(), None, None, None,
         "this machine", has_bf16=bool(cpu_flags() & NATIVE_BF16), **LOOPBACK,

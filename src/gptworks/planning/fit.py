@@ -1,4 +1,4 @@
-"""Whether a run fits on its devices and hosts, the largest micro-batch, and the same step in other arrangements."""
+"""Checks whether a run fits on its devices and hosts, and estimates other micro-batches, precisions and layouts."""
 
 from dataclasses import dataclass, replace
 
@@ -12,22 +12,21 @@ from gptworks.planning.setting import Setting
 from gptworks.units import readable
 
 LARGEST_BATCH = 4096
-"""Largest micro-batch that is tried, in sequences, unless a step of a device has more."""
+"""Largest micro-batch to try, in sequences, unless a device has more of them in a step."""
 
 COMPARED_DEVICES = 8
-"""Number of devices for which sharding is shown if the plan has only one."""
+"""Number of devices for which `alternatives` shards the model if the plan has only one device."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """Memory that a run needs on each device and on a node's host, compared with their memory. The plan, its advice
-    and the check before training all use it."""
+    """Memory that a run needs on each device and on a node's host, compared with the memory that they have."""
 
     device: Device
     peak: Peak
-    """Peak memory of each device."""
+    """Peak memory use of each device."""
     host: HostMemory | None
-    """Memory of the fullest node's host; None on a CPU, which is both device and host."""
+    """Memory use of the fullest node's host; None on a CPU, which is both device and host."""
 
     @property
     def fits_device(self) -> bool:
@@ -35,12 +34,12 @@ class Need:
 
     @property
     def fits(self) -> bool:
-        """Whether device and host hold the run."""
+        """Whether the run fits both on each device and on each host."""
         return self.fits_device and (self.host is None or self.host.fits)
 
     @property
     def missing(self) -> str:
-        """A sentence naming the memory that is too small; empty if everything fits."""
+        """Clauses that explain which memory is too small; empty if the run fits."""
         held, there = readable(self.peak.total_bytes, "B"), readable(self.device.memory_bytes, "B")
         device = f"it holds {held} at its peak, and {there} are available on {self.device.name}"
         host = f"memory of the host: {self.host.words}" if self.host is not None and not self.host.fits else ""
@@ -48,30 +47,30 @@ class Need:
 
 
 def need(setting: Setting, device: Device) -> Need:
-    """The memory needs of a run with this step on such devices."""
+    """Estimate the memory that a run with this training step needs on such devices and their hosts."""
     return Need(device, training_peak(setting), host_memory(setting, device))
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another way to run the same step, with the peak memory of each device."""
+    """The same training step in another precision or layout, with the peak memory of each device."""
 
     setting: Setting
     peak_bytes: int
 
 
 def divisors(n: int) -> list[int]:
-    """The divisors of n, the largest first."""
+    """Return the divisors of n, the largest first."""
     small = [size for size in range(1, int(n**0.5) + 1) if n % size == 0]
     return sorted({*small, *(n // size for size in small)}, reverse=True)
 
 
 def largest_micro_batch(setting: Setting, capacity_bytes: int, sequences: int | None = None) -> int:
-    """The largest micro-batch whose step fits; 0 if even one sequence does not.
+    """Return the largest micro-batch whose step fits into `capacity_bytes`; 0 if even one sequence does not fit.
 
     Args:
-        sequences: their number per step on one device. Smaller micro-batches accumulate gradients, which are then held
-            during the forward pass. None: use the setting's own `accumulates` at any size.
+        sequences: sequences per step on one device. Smaller micro-batches accumulate gradients, so gradients are held
+            during the forward pass. None: the setting's `accumulates` decides this for every size.
     """
 
     def fits(size: int) -> bool:
@@ -80,7 +79,7 @@ def largest_micro_batch(setting: Setting, capacity_bytes: int, sequences: int | 
         return training_peak(tried).total_bytes <= capacity_bytes
 
     def last(low: int, high: int) -> int:
-        """The largest size below `high` that fits; `low` if no larger one does."""
+        """Return the largest size below `high` that fits; `low` if no size above it fits."""
         step = 1
         while low + step < high and fits(low + step):
             low, step = low + step, 2 * step
@@ -90,14 +89,14 @@ def largest_micro_batch(setting: Setting, capacity_bytes: int, sequences: int | 
             low, top = (middle, top) if fits(middle) else (low, middle)
         return low
 
-    if sequences is not None and fits(sequences):  # one micro-batch holds no gradients in the forward pass
+    if sequences is not None and fits(sequences):  # one micro-batch per step: no gradients are accumulated
         return last(sequences, max(LARGEST_BATCH, sequences) + 1)
     return last(0, LARGEST_BATCH + 1 if sequences is None else sequences)
 
 
 def alternatives(recipe: Recipe, n_ranks: int, device: Device) -> list[Alternative]:
-    """The recipe's step in each precision, with and without checkpointing, in each layout that it may have, at the same
-    micro-batch."""
+    """Estimate the recipe's step in each precision and possible layout, with and without activation checkpointing, at
+    the same micro-batch."""
     n = n_ranks if n_ranks > 1 else COMPARED_DEVICES
     own = planned_precision(recipe.train.precision, device)
     micro = arrange(recipe, n_ranks, device)
@@ -113,7 +112,7 @@ def alternatives(recipe: Recipe, n_ranks: int, device: Device) -> list[Alternati
 
 
 def _layouts(recipe: Recipe, n: int, precision: str, device: Device) -> list[Layout]:
-    """The layout of one device, and those that `arrange` returns for n devices with each `train.parallel`."""
+    """Return the layout of one device, and the sharded and tensor-parallel ones on n devices that `arrange` accepts."""
     layouts = [Layout()]
     train = recipe.train.model_copy(update={"precision": precision, "batch_size": n * recipe.train.batch_size})
     for settings in ({"reshard_after_forward": False}, {"reshard_after_forward": True}, {"tensor_parallel": n}):
@@ -127,7 +126,7 @@ def _layouts(recipe: Recipe, n: int, precision: str, device: Device) -> list[Lay
 
 
 def layout_words(layout: Layout) -> str:
-    """The layout in words, such as `8 × FSDP`."""
+    """Return the layout in words, such as `8 × FSDP`."""
     name = {"none": "DDP", "zero2": "FSDP without resharding", "fsdp": "FSDP"}[layout.sharding]
     parts = [f"{layout.data_parallel:,} × {name}"] if layout.data_parallel > 1 else []
     parts += [f"{layout.tensor_parallel} × tensor"] if layout.tensor_parallel > 1 else []

@@ -1,7 +1,7 @@
-"""Floating-point operations of a forward pass, from the configuration only.
+"""FLOPs of a model's forward and backward pass, computed from its configuration.
 
-A multiply-add is two operations. Matrix products are counted; norms, activations, softmax, rotation and the embedding
-lookup are not: together they are a few thousandths of the work.
+A multiply-add is two operations. Only matrix products are counted. Norms, activations, softmax, rotation and the
+embedding lookup are together a few thousandths of the work.
 """
 
 from collections import defaultdict
@@ -15,19 +15,19 @@ from gptworks.planning.params import require_vocab_size
 from gptworks.planning.trained import trains
 
 BACKWARD_PER_FORWARD = 2
-"""Each product's gradient is two products of its size (Kaplan et al., 2020, section 2.1)."""
+"""The backward pass of a matrix product has two products of the same size (Kaplan et al., 2020, section 2.1)."""
 
 TRAINING_PER_FORWARD = 1 + BACKWARD_PER_FORWARD
 
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """Operations of one forward pass over one sequence of `length` tokens, all layers together.
+    """FLOPs of one forward pass over one sequence of `length` tokens, all layers together.
 
-    The two attention figures count scores and weighted sum. `attention_dense` counts all pairs that plain products
-    compute, like `torch.utils.flop_counter`: T × T, or, in a layer whose window is at most half the text, each block
-    of `window` tokens with itself and the block before. `attention_causal` counts only visible pairs: the work of a
-    kernel that skips all others.
+    `attention_dense` and `attention_causal` count the scores and the weighted sums of values. `attention_dense` counts
+    all (query, key) pairs that plain products compute, as `torch.utils.flop_counter` does: T × T, or in a layer whose
+    window is at most half the text, each block of `window` tokens with itself and the block before. `attention_causal`
+    counts only pairs that the mask allows: the work of a kernel that skips all others.
     """
 
     length: int
@@ -36,13 +36,13 @@ class ForwardFlops:
     attention_dense: int
     attention_causal: int
     mlp: int
-    """FLOPs of the MLP. With experts: of a token's experts, the shared expert and the router."""
+    """FLOPs of the MLP; in a mixture of experts, of each token's chosen experts, the shared expert and the router."""
     head: int
     laboratory: int = 0
-    """FLOPs of gates and of the projections of value embeddings."""
+    """FLOPs of attention's gates, of the gates of values and of the projections added to values."""
     future: int = 0
-    """FLOPs of the heads of tokens beyond the next, each with its unembedding: only training computes them, and the
-    totals exclude them."""
+    """FLOPs of the heads that predict tokens beyond the next, each with its product with the unembedding. Only training
+    uses them, and the totals exclude them."""
 
     @property
     def projections(self) -> int:
@@ -51,12 +51,12 @@ class ForwardFlops:
 
     @property
     def total_dense(self) -> int:
-        """FLOPs of all parts with dense attention."""
+        """FLOPs of the pass with `attention_dense`."""
         return self.projections + self.attention_dense + self.mlp + self.head + self.laboratory
 
     @property
     def total_causal(self) -> int:
-        """FLOPs of all parts, with attention counted for visible pairs only."""
+        """FLOPs of the pass with `attention_causal`."""
         return self.projections + self.attention_causal + self.mlp + self.head + self.laboratory
 
     @property
@@ -69,21 +69,21 @@ class ForwardFlops:
 
     @property
     def training_per_token_dense(self) -> float:
-        """FLOPs a token, forward and backward: three times the forward pass, with heads of tokens beyond the next."""
+        """FLOPs per token of a forward and a backward pass with dense attention, including the heads in `future`."""
         return TRAINING_PER_FORWARD * (self.per_token_dense + self.future / self.length)
 
 
 def visible_pairs(length: int, window: int | None) -> int:
-    """Number of (query, key) pairs under a causal mask: Σ min(i, window) for i from 1 to length."""
+    """Return the number of (query, key) pairs that a causal mask allows: Σ min(i, window) for i from 1 to length."""
     band = length if window is None else min(window, length)
     return band * (band + 1) // 2 + (length - band) * band
 
 
 def forward_flops(config: ModelConfig, length: int | None = None) -> ForwardFlops:
-    """Operations of one forward pass over `length` tokens (default: the full context), logits at every position.
+    """Count the FLOPs of one forward pass over `length` tokens (default: the full context), with all logits.
 
     Raises:
-        UserError: the vocabulary is not known yet, or `length` is not between 1 and the context.
+        UserError: the vocabulary size is unknown, or `length` is not between 1 and the context.
     """
     require_vocab_size(config)
     length = config.context_length if length is None else length
@@ -105,10 +105,10 @@ def forward_flops(config: ModelConfig, length: int | None = None) -> ForwardFlop
 
 
 class Products(Outline):
-    """FLOPs of one text's forward and backward pass, by part and by module, where parts of the model may be frozen.
+    """FLOPs of one text's forward and backward pass by part and by module, for a model that may be partly frozen.
 
-    The backward pass of y = x·W has a product of the same size for the gradient of x if something before it is trained,
-    and one for the gradient of W if W is trained.
+    The backward pass of y = x·W has a product of the same size for the gradient of x if x depends on a trained
+    parameter, and another for the gradient of W if W is trained.
     """
 
     def __init__(
@@ -120,20 +120,20 @@ class Products(Outline):
         freeze: FreezeConfig | None = None,
         by_expert: bool = True,
     ) -> None:
-        """by_expert: whether each expert is a separate module; if not, all count as their block's first expert, unless
-        patterns may freeze some by name. One by one, 1,000 layers of 4,096 experts take minutes."""
+        """by_expert: whether each expert is a module. If not, all experts count as the block's first one, which saves
+        minutes for 1,000 layers of 4,096 experts; patterns in `freeze` may name experts, so they override this."""
         super().__init__(config, n_future)
         if config.n_experts and not by_expert and (freeze is None or not freeze.patterns):
             self.experts_a_visit = config.n_experts
         self.length, self.lora, self.freeze = length, adapter, freeze
         self.parts = config.n_experts or 1
-        """`forward`, `backward` and `modules` count FLOPs times this, since an expert has a share of the tokens."""
+        """`forward`, `backward` and `modules` hold FLOPs times this number, so an expert's share is an integer."""
         self.forward: defaultdict[str, int] = defaultdict(int)
         self.backward: defaultdict[str, int] = defaultdict(int)
         self.modules: dict[str, tuple[int, int]] = {}
-        """Forward and backward FLOPs by module; `blocks.0.attention` counts scores and weighted sum only."""
+        """(forward, backward) FLOPs by module; `blocks.0.attention` has only the scores and weighted sums."""
         self.causal = 0
-        """Forward FLOPs of attention over visible pairs only."""
+        """Forward FLOPs of attention for only the pairs that the causal mask allows."""
         self.walk()
 
     def tensor(self, group: str, name: str, *shape: int) -> bool:
@@ -151,7 +151,7 @@ class Products(Outline):
         return True
 
     def scores(self, module: str, window: int | None, q: bool, k: bool, v: bool) -> None:
-        per_pair = 2 * self.config.n_heads * self.config.d_head  # for the scores, and again for the weighted sum
+        per_pair = 2 * self.config.n_heads * self.config.d_head  # of one product: scores or weighted sum
         n = per_pair * formed_pairs(self.length, window) * self.parts
         self._note("attention_scores", module, 2 * n, n * (q + k + (q or k) + v))
         self.causal += 2 * per_pair * visible_pairs(self.length, window)

@@ -1,4 +1,4 @@
-"""Memory of an operation's saved tensors if its matrices are packed, gathered at use, or frozen next to an adapter."""
+"""Reduces an operation's saved tensors to those that a run keeps if it freezes, packs or shards its matrices."""
 
 from collections import Counter
 from dataclasses import replace
@@ -8,12 +8,13 @@ from gptworks.planning.trained import Trained
 
 
 def as_trained(stage: Stage, trained: Trained, shapes: Shapes, layer: int, no_copies: bool) -> Stage:
-    """The stage of a block as a run trains it: it does not save tensors that only gradients of frozen parameters need.
+    """Return a block's stage without the saved tensors that only gradients of frozen parameters need.
+
     A matrix's input is saved if this matrix, or another that reads the same input, is trained or has an adapter without
-    dropout; an adapter with dropout saves its own input.
+    dropout. An adapter with dropout saves its own input.
 
     Args:
-        no_copies: whether products read the matrices as they are stored, without copies in another dtype.
+        no_copies: whether products read the matrices as they are stored, so autocast makes no copies.
     """
     saved, module = dict(stage.saved), stage.module or stage.name
     if no_copies:
@@ -29,12 +30,12 @@ def as_trained(stage: Stage, trained: Trained, shapes: Shapes, layer: int, no_co
     if module in trained.targets:
         saved[ADAPTER] = _adapter_bytes(stage, trained, shapes)
     stage = replace(stage, saved=saved, scratch=stage.scratch - stage.own_scratch)
-    return stage if trained.rank else replace(stage, matrices=0, vectors=0)  # see `_Step._gain` for the adapter's
+    return stage if trained.rank else replace(stage, matrices=0, vectors=0)  # `_Step._gain` adds an adapter's gradients
 
 
 def as_first(stage: Stage, trained: Trained, shapes: Shapes, layer: int) -> Stage:
-    """The stage of the first block with a backward pass, if nothing before the block is trained: the block's input gets
-    no gradient."""
+    """Return a stage of the first block with a backward pass if no parameter before it is trained: the block's input
+    then needs no gradient."""
     if not stage.reads_entry or trained.moves("norm1", layer):  # torch's norm saves the normalized input instead
         return stage
     saved = dict(stage.saved)
@@ -47,7 +48,7 @@ def as_first(stage: Stage, trained: Trained, shapes: Shapes, layer: int) -> Stag
 
 
 def _adapter_bytes(stage: Stage, trained: Trained, shapes: Shapes) -> int:
-    """Bytes that a matrix's adapter saves: r numbers per token, and with dropout its input and mask too."""
+    """Return the bytes that a matrix's adapter saves: x·Aᵀ ([N, rank]), and with dropout its input and mask."""
     width = stage.n_in or shapes.config.d_model
     own = shapes.products(width) + shapes.mask(width) if trained.dropout else 0
     return round(stage.share * (shapes.products(trained.rank) + own))

@@ -1,9 +1,9 @@
-"""Memory that training holds on the host, in addition to its steps.
+"""Host memory that training needs to build the model, to read starting weights and to write checkpoints.
 
-Each rank builds the model in float32 on the host and moves it to its device. Of a model that ranks divide, it makes one
-whole tensor after the other on the host, and keeps its part on its device. It reads the starting weights whole. Rank 0
-gathers and copies a whole checkpoint, and writes the copy while training continues. On a CPU, device and host share one
-memory, so that these moments are part of a device's peak.
+Each rank builds the model in float32 on the host and moves it to its device. If ranks divide the model, each rank makes
+one whole tensor at a time on the host and keeps its part on its device. Each rank reads all starting weights. Rank 0
+gathers a complete checkpoint, copies it and writes the copy while training continues. A CPU is both device and host, so
+its peak includes these bytes.
 """
 
 from dataclasses import dataclass
@@ -18,26 +18,26 @@ from gptworks.planning.trained import Trained, everything
 from gptworks.units import readable
 
 PROCESS_BYTES, CUDA_PROCESS_BYTES = 400 * 10**6, 10**9
-"""Approximate memory of a training process without a model: Python, torch and their libraries. 320 MB with the imports
-and 400 MB in a run, as measured on Linux with torch 2.13 for CPUs (docs/benchmarks.md); with CUDA's libraries about 1
-GB, an assumption."""
+"""Approximate memory of a training process without a model, on a CPU and with CUDA: Python, torch and their libraries.
+Measured on Linux with torch 2.13 for CPUs: 320 MB after the imports, 400 MB in a run (docs/benchmarks.md). 1 GB with
+CUDA's libraries is an assumption."""
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Host memory used by the ranks of the fullest node, which is the node of rank 0."""
+    """Peak host memory of the ranks on the fullest node, which is the node of rank 0."""
 
     moment: str
-    """`building the model`, `starting weights` or `checkpoint`."""
+    """When the peak occurs: `building the model`, `starting weights` or `checkpoint`."""
     n_ranks: int
     rank_bytes: int
-    """Bytes of each rank at that moment, with its process."""
+    """Bytes of each rank at the peak, including its process."""
     first_rank_bytes: int
-    """Additional bytes of rank 0."""
+    """Additional bytes of rank 0 at the peak."""
     limit_bytes: int | None
-    """The host's memory; None: unknown, and not checked."""
+    """The host's memory; None: unknown, so `fits` is true."""
     one_rank_bytes: int
-    """Peak `total_bytes` of a node with rank 0 only: the least memory that a host must have."""
+    """Peak bytes of a node that runs only rank 0: the smallest host memory that suffices."""
 
     @property
     def total_bytes(self) -> int:
@@ -49,7 +49,7 @@ class HostMemory:
 
     @property
     def words(self) -> str:
-        """A sentence with a node's needs and its host's memory, for the plan and the check before training."""
+        """Text that compares a node's need with its host's memory, for the plan and the check before training."""
         first = f" and {readable(self.first_rank_bytes, 'B')} of rank 0" if self.first_rank_bytes else ""
         parts = f"{self.n_ranks} × {readable(self.rank_bytes, 'B')}{first}, {self.moment}"
         if self.limit_bytes is None:
@@ -64,7 +64,7 @@ class HostMemory:
 
 
 def host_memory(setting: Setting, device: Device) -> HostMemory | None:
-    """Memory that training needs on the host; None on a CPU, which is both device and host."""
+    """Return the memory that training needs on the host; None on a CPU, which is both device and host."""
     if device.on_cpu:
         return None
     n = min(device.per_node, setting.layout.world_size)
@@ -77,13 +77,13 @@ def host_memory(setting: Setting, device: Device) -> HostMemory | None:
 
 
 def whole_model(setting: Setting) -> tuple[ParameterCount, Trained]:
-    """The parameters of the model of all tensor-parallel ranks together, and the trained part."""
+    """Return the parameters of the whole model, not of one tensor-parallel rank, and its trained part."""
     parameters = count_parameters(setting.model)
     return parameters, setting.trained or everything(parameters)
 
 
 def building_bytes(setting: Setting) -> int:
-    """Bytes on the host while a new model is built, in float32 except for the packed base of an adapter."""
+    """Return the host bytes of a rank that builds the model, in float32 except for the packed base of an adapter."""
     layout, (parameters, trained) = setting.layout, whole_model(setting)
     if layout.n_parts == 1:
         return held_weights_bytes(parameters, trained)
@@ -92,7 +92,8 @@ def building_bytes(setting: Setting) -> int:
 
 
 def starting_bytes(setting: Setting) -> int:
-    """Bytes of the weights of the run that this run starts from, in float32 and packed; 0 without such a run."""
+    """Return the bytes of the starting weights in float32, plus a packed copy for an adapter's packed base; 0 if the
+    run does not start from another run's weights."""
     if not setting.starts_from:
         return 0
     parameters, trained = whole_model(setting)
@@ -100,7 +101,7 @@ def starting_bytes(setting: Setting) -> int:
 
 
 def checkpoint_copy_bytes(setting: Setting) -> int:
-    """Bytes of rank 0's copy of a whole checkpoint: all ranks' weights, their average and the optimizer's state."""
+    """Return the bytes of rank 0's copy of a checkpoint: all ranks' weights, their average and optimizer state."""
     parameters, trained = whole_model(setting)
     average = 4 * trained.parameters if setting.averages else 0
     state = trained_state_bytes(parameters, setting.optimizer, trained, setting.optimizer_state)
@@ -108,7 +109,7 @@ def checkpoint_copy_bytes(setting: Setting) -> int:
 
 
 def placed_bytes(setting: Setting) -> int:
-    """Bytes of a rank's weights after the model is placed."""
+    """Return the bytes of a rank's weights once the model is divided among the ranks."""
     layout = setting.layout
     parameters = count_parameters(rank_config(setting.model, layout.tensor_parallel))
     held = held_weights_bytes(parameters, setting.trained or everything(parameters))
@@ -116,14 +117,14 @@ def placed_bytes(setting: Setting) -> int:
 
 
 ONEDNN_KERNEL_BYTES, ONEDNN_KEEPS = 555_000, 1024
-"""Bytes of a compiled bfloat16 product, measured on AVX-512; and the number of kernels that oneDNN keeps."""
+"""Bytes of a compiled bfloat16 product, measured on AVX-512, and the number of such kernels that oneDNN keeps."""
 
 
 def expert_kernels_bytes(setting: Setting) -> int:
-    """Most bytes of the kernels that oneDNN compiles on a CPU for each number of rows of a bf16 expert: two products
-    forward, and four backward. 0: the model needs no such kernels."""
+    """Return the largest memory of the kernels that oneDNN compiles for experts in bf16 on a CPU: six per number of
+    rows, two products forward and four backward. 0: the model has no experts, or runs without bf16 or a CPU."""
     if not (setting.on_cpu and setting.precision == "bf16" and setting.model.n_experts):
         return 0
     n_tokens = setting.micro_batch_size * setting.objective.rows_per_sample * setting.model.context_length
-    n_rows = min(n_tokens, 31 + 16 * max(0, n_tokens.bit_length() - 5))  # `expert_rows` rounds to five binary digits
+    n_rows = min(n_tokens, 31 + 16 * max(0, n_tokens.bit_length() - 5))  # distinct values of `expert_rows`
     return ONEDNN_KERNEL_BYTES * min(6 * n_rows, ONEDNN_KEEPS)

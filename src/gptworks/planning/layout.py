@@ -1,4 +1,4 @@
-"""The layout of a model and its batches on devices, and the sizes that ranks hold, gather and reduce."""
+"""The layout of a model and its batches on devices, and the sizes of the tensors that ranks hold, gather and reduce."""
 
 from dataclasses import dataclass
 from math import prod
@@ -9,7 +9,7 @@ from gptworks.planning.params import ParameterCount
 from gptworks.planning.trained import Trained
 
 BUCKET_BYTES = 32 * 2**20
-"""Gradients that are whole on each rank are added up in buckets of about this size: fewer messages, little memory."""
+"""Approximate bytes of gradients in one all-reduce: few messages, and little memory."""
 
 
 @dataclass(frozen=True)
@@ -17,16 +17,16 @@ class Layout:
     """The arrangement of a model and its batches on devices."""
 
     sharding: str = "none"
-    """none: all on each device (DDP if there are several); fsdp: weights, gradients and optimizer state in equal
-    shares, each block gathered as it is used (Zhao et al., 2023); zero2: the same, but a block that was gathered in the
-    forward pass stays gathered until its backward pass."""
+    """none: each device holds everything (DDP with several devices). fsdp: weights, gradients and optimizer state are
+    sharded, and each block is gathered for its forward and again for its backward pass (Zhao et al., 2023). zero2: like
+    fsdp, but a block stays gathered until its backward pass."""
     data_parallel: int = 1
-    """Ranks that see different sequences."""
+    """Number of ranks, or groups of tensor-parallel ranks, that read different sequences."""
     tensor_parallel: int = 1
-    """Ranks that share each matrix: heads and inner width (Shoeybi et al., 2019)."""
+    """Number of ranks that divide each block's heads and inner width (Shoeybi et al., 2019)."""
     gathers: str = "fp32"
-    """Precision in which sharded matrices of a block are gathered: fp32 or bf16. The shards, parameters outside the
-    blocks, vectors and routers are always float32."""
+    """Precision in which a block's sharded matrices are gathered: fp32 or bf16. The shards themselves, parameters
+    outside the blocks, vectors and routers are always fp32."""
 
     @property
     def world_size(self) -> int:
@@ -34,13 +34,13 @@ class Layout:
 
     @property
     def n_parts(self) -> int:
-        """Number of ranks that divide each matrix of a block; 1: each rank holds it whole."""
+        """Number of ranks that divide each matrix of a block; 1: each rank holds whole matrices."""
         return (1 if self.sharding == "none" else self.data_parallel) * self.tensor_parallel
 
     @property
     def sums_in_backward(self) -> bool:
-        """Whether the backward pass overlaps with the all-reduce of gradients that each rank has in full;
-        tensor-parallel ranks have to agree on theirs first."""
+        """Whether DDP all-reduces gradients during the backward pass. With tensor parallelism it waits until the end,
+        because tensor-parallel ranks first have to agree on their gradients."""
         return self.data_parallel > 1 and self.tensor_parallel == 1 and self.sharding == "none"
 
 
@@ -48,7 +48,7 @@ ONE_DEVICE = Layout()
 
 
 def parallel_overrides(sharding: Sharding | None, tensor_parallel: int | None) -> list[str]:
-    """The recipe's overrides for the options `--sharding` and `--tensor-parallel`."""
+    """Return the overrides of a recipe that the options `--sharding` and `--tensor-parallel` mean."""
     strategies = {
         "auto": ["train.parallel.strategy=auto"],
         "none": ["train.parallel.strategy=ddp"],
@@ -61,24 +61,24 @@ def parallel_overrides(sharding: Sharding | None, tensor_parallel: int | None) -
 
 @dataclass(frozen=True)
 class Shards:
-    """Number of elements in each group that is gathered or reduced at once, on one tensor-parallel rank."""
+    """Sizes of the groups of tensors that FSDP gathers and reduces together, in elements on a tensor-parallel rank."""
 
     block: int
-    """Elements of the matrices of a block, an adapter's included."""
+    """Elements of one block's matrices, including an adapter's."""
     outside: int
     """Elements of all tensors outside the blocks."""
     whole: int
-    """Elements of the vectors and routers of all blocks, which are not sharded."""
+    """Elements of the vectors and routers of all blocks together, which are not sharded."""
     trained_block: int
     trained_outside: int
     trained_whole: int
-    """Trained elements of `block`, `outside` and `whole`; the blocks' trained share is assumed equal in all groups."""
+    """Trained elements of `block`, `outside` and `whole`, assuming the same trained share in `block` and `whole`."""
     largest: int
     """Elements of the largest tensor."""
 
 
 def shards_of(parameters: ParameterCount, model: ModelConfig, trained: Trained) -> Shards:
-    """Sizes of the groups that `gptworks.training.distributed.parallel.ManyDevices.place` makes."""
+    """Return the sizes of the groups that `gptworks.training.distributed.parallel.ManyDevices.place` makes."""
     groups = parameters.groups.values()
     in_blocks = sum(group.total for group in groups if group.in_block)
     whole = sum(
@@ -103,7 +103,7 @@ def shards_of(parameters: ParameterCount, model: ModelConfig, trained: Trained) 
 
 
 def rank_config(config: ModelConfig, tensor_parallel: int) -> ModelConfig:
-    """The model that one tensor-parallel rank holds: its share of heads and inner width, and all of the vocabulary."""
+    """Return the configuration of one tensor-parallel rank's part: a share of heads and inner width, all vocabulary."""
     if tensor_parallel == 1:
         return config
     return config.model_copy(

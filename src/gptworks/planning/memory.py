@@ -1,11 +1,11 @@
-"""Memory of a training step and of inference, by part, from the configuration only.
+"""Peak memory of a training step, by part, computed from the configuration.
 
-A step's peak is the largest sum on its timeline: model, optimizer state and tokens are held throughout; saved tensors
-of the blocks add up in the forward pass; then come the loss's buffers; in the backward pass, each operation has its own
-buffers, while saved tensors are freed and gradients are made; the optimizer is last. See `gptworks.model.cost`.
+The peak is the largest sum on a step's timeline. Weights, optimizer state and tokens are held throughout. The blocks'
+saved tensors accumulate in the forward pass; the loss then needs its buffers. In the backward pass each operation needs
+buffers, frees its saved tensors and makes gradients. The optimizer comes last. See `gptworks.model.cost`.
 
-These figures exclude the process itself (Python and torch: about 400 MB on a CPU, the CUDA context on a GPU), memory
-inside kernels, and the memory that an allocator keeps between blocks of different sizes.
+The estimates exclude the process itself (Python and torch: about 400 MB on a CPU; the CUDA context on a GPU), memory
+inside kernels, and memory that the allocator cannot use between allocations of different sizes.
 """
 
 from collections import Counter
@@ -31,12 +31,12 @@ WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER = "weights", "weights_average", "gradient
 LOSS, TEMPORARY, COMMUNICATION, TOKENS = "logits_and_loss", "temporary", "communication", "tokens"
 CACHE = "keys_and_values_of_answers"
 CHECKPOINT, OTHER_MODELS, STARTING = "checkpoint_being_written", "other_models", "starting_weights"
-"""Parts of the memory in addition to the kinds of saved tensors in `gptworks.model.cost`."""
+"""Keys of `Peak.parts`, in addition to the kinds of saved tensors in `gptworks.model.cost`."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment of the most memory in use."""
+    """The moment at which most memory is in use, and the bytes in use by part."""
 
     moment: str
     parts: dict[str, int]
@@ -47,7 +47,7 @@ class Peak:
 
 
 def training_peak(setting: Setting) -> Peak:
-    """Peak memory of one device during a training step after the first; on a CPU, of rank 0 during the run."""
+    """Estimate the peak memory of a device in a training step after the first; on a CPU, of rank 0 in the whole run."""
     lengths = (setting.model.context_length, *setting.shorter_lengths)
     moments = [_Step(setting, length).run() for length in lengths]
     if setting.on_cpu and setting.saves:
@@ -58,7 +58,7 @@ def training_peak(setting: Setting) -> Peak:
 
 
 def _beginning(setting: Setting) -> list[Peak]:
-    """Memory on a CPU before the first step, while each rank builds the whole model and reads the starting weights; see
+    """Return the memory in use on a CPU while each rank builds the model and while it reads starting weights; see
     `gptworks.planning.host`."""
     moments = [Peak("building the model", {WEIGHTS: building_bytes(setting)})]
     if setting.starts_from:
@@ -68,7 +68,7 @@ def _beginning(setting: Setting) -> list[Peak]:
 
 
 class _Step:
-    """The timeline of one micro-batch and of the optimizer's step that follows, with the held memory and its peak."""
+    """Follows the memory in use through one micro-batch and the optimizer's update, and records the peak."""
 
     def __init__(self, setting: Setting, length: int) -> None:
         self.setting, self.layout = setting, setting.layout
@@ -86,16 +86,16 @@ class _Step:
             on_cpu=setting.on_cpu,
             several_texts=setting.several_texts,
         )
-        self.uses = self.model.layer_uses  # the block that each step of the forward pass runs
-        self.layers = range(self.trained.n_still, len(self.uses))  # steps with a backward pass
-        self.element_bytes = 2 if self.layout.gathers == "bf16" else 4  # size of an element of gathered matrices
+        self.uses = self.model.layer_uses  # the block that runs at each position of the forward pass
+        self.layers = range(self.trained.n_still, len(self.uses))  # positions with a backward pass
+        self.element_bytes = 2 if self.layout.gathers == "bf16" else 4  # of gathered matrices
         self.gathered_bytes = self.element_bytes * self.shards.block if self.sharded else 0
         self.no_copies = (
             self.sharded and self.element_bytes == self.shapes.product_bytes
-        )  # products read the gathered weights
-        self.reducing_bytes = 0  # size of the input of a reduction that may still run
-        self.bucket_bytes = 0  # size of gradients that wait to be sent to other ranks
-        self.block_gradients_bytes = 0  # size of a block's whole gradients, not yet reduced
+        )  # autocast makes no copies of gathered weights in its own dtype
+        self.reducing_bytes = 0  # input of the latest reduce-scatter, which may still be running
+        self.bucket_bytes = 0  # gradients collected for the next all-reduce
+        self.block_gradients_bytes = 0  # one block's gradients before their reduce-scatter
         self.packed = self.trained.base != "full"
         modules = self.trained.modules or (None,) * self.model.n_layers
         self.kinds = [(self.model.layer_kind(layer), modules[layer]) for layer in range(self.model.n_layers)]
@@ -105,7 +105,7 @@ class _Step:
         entry = GPT.entry_cost(self.shapes) if self.trained.embedding else []
         self.entry = [stage for stage in entry if not stage.module or f"{stage.module}.weight" in self.trained.outside]
         self.final_norm, *self.future = GPT.exit_cost(self.shapes, setting.n_future)
-        self.held: Counter[str] = Counter()  # bytes by part
+        self.held: Counter[str] = Counter()  # bytes in use by part
         self.total_bytes = 0
         self.peak = Peak("start", {})
         self.peak_bytes = 0
@@ -120,17 +120,17 @@ class _Step:
         return self.costs[self.kinds[self.uses[use]]]
 
     def hold(self, part: str, n_bytes: int) -> None:
-        """Add held bytes; a negative number frees them."""
+        """Add `n_bytes` to the bytes held by `part`; a negative number frees them."""
         self.held[part] += n_bytes
         self.total_bytes += n_bytes
 
     def hold_saved(self, stage: Stage, sign: int = 1) -> None:
-        """Hold what an operation saves, or free it with `sign` -1."""
+        """Hold the tensors that an operation saves; `sign=-1` frees them."""
         for part, n_bytes in stage.saved.items():
             self.hold(part, sign * n_bytes)
 
     def mark(self, moment: str, momentary: int = 0, part: str = TEMPORARY) -> None:
-        """Compare this moment, at which `momentary` more bytes are held, with the peak so far."""
+        """Record a new peak if the held bytes and `momentary` more of `part` exceed the peak so far."""
         if self.total_bytes + momentary > self.peak_bytes:
             self.peak_bytes = self.total_bytes + momentary
             parts = self.held + Counter({part: momentary})
@@ -152,7 +152,7 @@ class _Step:
         return self.peak
 
     def answering(self) -> Peak:
-        """The peak between steps, when an engine generates answers: one in each slot, as long as the context."""
+        """Return the memory between steps, while an engine generates an answer as long as the context in each slot."""
         self._start()
         self.hold(GRADIENTS, -self.held[GRADIENTS])
         self.hold(CACHE, ANSWERS_AT_ONCE * kv_cache_bytes(self.model, bytes_per_value=self.shapes.product_bytes))
@@ -171,45 +171,45 @@ class _Step:
         self.hold(OPTIMIZER, state)
         self.hold(AVERAGE, average)
         if self.setting.saves and self.setting.on_cpu:
-            self.hold(CHECKPOINT, checkpoint_copy_bytes(self.setting))  # rank 0 holds a whole copy
+            self.hold(CHECKPOINT, checkpoint_copy_bytes(self.setting))  # rank 0's copy of the previous checkpoint
         self.hold(TOKENS, (3 if self.setting.several_texts else 2) * 8 * self.shapes.n_tokens)
         self.hold(ATTENTION, rotary_tables_bytes(replace(self.shapes, length=self.model.context_length)))
         if self.setting.accumulates:
             self.hold(GRADIENTS, gradients)
 
     def _shared(self, n_bytes: int, whole_bytes: int) -> int:
-        """The part of `n_bytes` on this rank: `whole_bytes` of them are on each rank, and the rest may be sharded."""
+        """Return this rank's part of `n_bytes`: `whole_bytes` that every rank holds, and its shard of the rest."""
         return (n_bytes - whole_bytes) // self.layout.data_parallel + whole_bytes if self.sharded else n_bytes
 
     def _block(self, use: int) -> list[Stage]:
         stages = self._cost(use).stages
         if use == self.layers[0] and not self.trained.embedding:
             stages = [as_first(stage, self.trained, self.shapes, self.uses[use]) for stage in stages]
-        makes = self.trained.rank or self._computes_again(use)  # autocast caches no copies of frozen weights
+        makes = self.trained.rank or self._computes_again(use)  # autocast caches copies of trained weights only
         if not makes and use != self._first_kept(use):
             return [replace(s, saved={**s.saved, COPIES: 0}) if s.matrices else s for s in stages]
         return stages
 
     def _reads_apart(self, use: int) -> bool:
-        """Whether a block saves a tensor computed from its input, but not the input itself.
+        """Return whether a block saves a tensor computed from its input, but not the input itself.
 
-        The first block with a backward pass may save only its normalized input: if nothing before it is trained, the
-        RMSNorm of torch on a CPU needs no more for the gradient of its weight.
+        A block with a skip connection saves the sum. The first block with a backward pass saves its normalized input if
+        no parameter before it is trained: torch's RMSNorm on a CPU needs no more for the gradient of its weight.
         """
         layer, first = self.uses[use], use == self.layers[0]
         norm = self.shapes.on_cpu and self.model.norm == "rmsnorm" and self.trained.moves("norm1", layer)
         return self.model.layer_skips(layer) or (first and norm and not self.trained.embedding)
 
     def _kept_next_to_stream(self, use: int) -> int:
-        """Bytes kept in addition to the stream for a block that is computed again: also an earlier block's output, if
-        the block after that one does not save it."""
+        """Return the bytes kept next to a recomputed block's input. They include the output that a skip connection
+        adds, unless the block that follows its producer saves it."""
         after = self.model.n_layers - use
         reads = self.model.layer_skips(use) and after != use
         skipped = reads and self._reads_apart(after) and not self._computes_again(after)
         return self._cost(use).kept_bytes + skipped * self.shapes.floats(self.model.d_model)
 
     def _first_kept(self, use: int) -> int | None:
-        """The first run of a block that is not computed again: autocast keeps its copies of the matrices."""
+        """Return the first run of this block without recomputation, whose matrix copies autocast keeps for all runs."""
         layer = self.uses[use]
         return next((u for u in self.layers if self.uses[u] == layer and not self._computes_again(u)), None)
 
@@ -218,7 +218,7 @@ class _Step:
 
     def _forward(self) -> None:
         self.hold(ATTENTION, bias_bytes(self.shapes))
-        if self.sharded:  # embedding, head and last norm: gathered until the end of the backward pass
+        if self.sharded:  # embedding, head and last norm stay gathered until the backward pass ends
             self.mark("embedding, gathered", 2 * 4 * self.shards.outside, COMMUNICATION)
             self.hold(COMMUNICATION, 4 * self.shards.outside)
         for stage in self.entry:
@@ -230,13 +230,13 @@ class _Step:
         for layer in self.layers:
             self.hold(COMMUNICATION, kept)
             if self._computes_again(layer):
-                self._hold_copies(layer)  # autocast caches the copies until it ends
+                self._hold_copies(layer)  # autocast keeps them until it exits, after the loss
                 self.hold(RESIDUAL, self.shapes.floats(self.model.d_model))
                 self.hold(ATTENTION, self._kept_next_to_stream(layer))
             else:
                 for stage in self._block(layer):
                     self.hold_saved(stage)
-            arriving = 2 * self.gathered_bytes - kept  # the gathered weights, and the buffer in which they arrived
+            arriving = 2 * self.gathered_bytes - kept  # gathered weights, and the buffer that received them
             self.mark(f"layer {layer + 1}, forward", arriving, COMMUNICATION)
             self._mark_unpacked(layer, f"layer {layer + 1}, forward")
         if not self._keeps_bias:
@@ -244,38 +244,38 @@ class _Step:
         self.hold_saved(self.final_norm)
 
     def _hold_copies(self, layer: int, sign: int = 1) -> None:
-        if self.trained.rank:  # autocast caches no copies of frozen weights
+        if self.trained.rank:  # an adapter's base is frozen, and autocast caches copies of trained weights only
             return
-        if self._first_kept(layer) is not None or self._runs(layer)[0] != layer:  # another run holds the copies
+        if self._first_kept(layer) is not None or self._runs(layer)[0] != layer:  # another run of the block holds them
             return
         copied = (stage.saved.get(COPIES, 0) for stage in self._block(layer) if stage.matrices)
         self.hold(COPIES, sign * sum(copied))
 
     def _loss(self) -> None:
-        """Account for `gptworks.model.loss`: logits by chunks of tokens, with the gradients of features and head."""
+        """Account for a chunk's logits and the gradients of features and head, as `gptworks.model.loss` makes them."""
         shapes, vocabulary, width = self.shapes, self.model.vocab_size, self.model.d_model
         objective, taught = self.setting.objective, self.setting.objective.teacher_run is not None
         for stage in self.future:
             self.hold_saved(stage)
-        n_tokens = 1 + len(self.future)  # number of tokens predicted from each position
+        n_tokens = 1 + len(self.future)  # predicted from each position
         features = n_tokens * shapes.products(width)
-        head = vocabulary * width if self.trained.head else 0  # a frozen matrix gets no gradient
-        self.hold(LOSS, features)  # the features' gradient; with scored targets, first their features
+        head = vocabulary * width if self.trained.head else 0  # elements of its gradient; a frozen head has none
+        self.hold(LOSS, features)  # the features' gradient; if targets are scored, first a copy of the features
         copy = shapes.product_bytes * vocabulary * width if shapes.autocast else 0
         several = replace(shapes, batch_size=n_tokens * shapes.batch_size)
-        if objective.scores_targets:  # gradients are computed in the backward pass, after autocast
+        if objective.scores_targets:  # their gradients are computed in the backward pass, after autocast
             self.mark("loss", scoring_bytes(several, vocabulary) + copy + features, LOSS)
             self._drop_copies()
         chunk = loss_chunk_bytes(several, vocabulary, head, taught)
-        also = features  # the features, or copies of those at scored positions
-        if taught:  # the teacher has features and a head too
+        also = features  # the features, or a copy of those at scored positions
+        if taught:  # the teacher's features, and its head as a copy in the products' dtype
             theirs = self.setting.teacher_width or width
             also += features + 2 * shapes.products(theirs) + copy * theirs // width
         self.mark("loss", chunk + copy + also, LOSS)
         self.hold(LOSS, 4 * head)
-        if objective.scores_targets:  # the scored positions' gradient is copied into one for all
+        if objective.scores_targets:  # the gradient at scored positions is copied into one for all positions
             self.mark("loss, backward", features)
-        else:  # each gradient is scaled into a new tensor
+        else:  # the gradients are scaled into new tensors
             self._drop_copies()
             self.mark("loss, backward", features + 4 * head)
         self.hold(LOSS, -features)
@@ -285,10 +285,10 @@ class _Step:
             self._gain(head)
         for stage in reversed(self.future):
             self._go_back(stage, f"{stage.name}, backward")
-        self.hold(TEMPORARY, -features if self.future else 0)  # only the sum of the gradients remains
+        self.hold(TEMPORARY, -features if self.future else 0)  # only the sum of the heads' feature gradients remains
 
     def _drop_copies(self) -> None:
-        """Free the copies of blocks that are computed again, since autocast has ended."""
+        """Free the matrix copies of recomputed blocks, as autocast does when it exits."""
         for layer in filter(self._computes_again, self.layers):
             self._hold_copies(layer, -1)
 
@@ -298,7 +298,7 @@ class _Step:
             self._gather(layer)
             apart, stream = self._reads_apart(layer), self.shapes.floats(self.model.d_model)
             if self._computes_again(layer):
-                self.hold(RESIDUAL, 0 if apart else -stream)  # the stages below save it
+                self.hold(RESIDUAL, 0 if apart else -stream)  # the recomputed stages save this input
                 for stage in self._block(layer):
                     self.hold_saved(stage)
                     self.mark(f"{stage.name} of layer {layer + 1}, computed again", stage.unsaved)
@@ -315,7 +315,7 @@ class _Step:
                 self._reduce(self.shards.trained_block, self.gathered_bytes, f"layer {layer + 1}, gradients reduced")
         if self._keeps_bias:
             self.hold(ATTENTION, -bias_bytes(self.shapes))
-        tied = self.held[LOSS] if self.entry else 0  # the gradient of a tied head
+        tied = self.held[LOSS] if self.entry else 0  # bytes of a tied head's gradient
         self.hold(LOSS, -tied)
         self.hold(TEMPORARY, tied)
         for stage in reversed(self.entry):
@@ -327,22 +327,22 @@ class _Step:
         self._add_up_over_ranks()
 
     def _gather(self, layer: int) -> None:
-        """Hold the weights that FSDP2 gathers before a block's backward pass: the block's and the next one's."""
+        """Hold the weights that FSDP2 gathers for a block's backward pass, and prefetches for the next block's."""
         if self.sharded and self.layout.sharding == "fsdp":
-            if layer == self.model.n_layers - 1:  # other blocks were prefetched
+            if layer == self.model.n_layers - 1:  # every other block was prefetched before
                 self.hold(COMMUNICATION, self.gathered_bytes)
             self.mark(f"layer {layer + 1}, gathered", self.gathered_bytes, COMMUNICATION)
             self.hold(COMMUNICATION, self.gathered_bytes if layer > 0 else 0)
 
     def _reduce(self, elements: int, gathered_bytes: int, moment: str) -> None:
-        """Free a group's weights after its backward pass and reduce its gradients to float32 shards, as FSDP2 does."""
+        """Free a group's gathered weights after its backward pass and reduce its gradients to float32 shards."""
         self.hold(COMMUNICATION, -gathered_bytes)
         self._end_reduction()
         whole, share = 4 * elements, 4 * elements // self.layout.data_parallel
         self.mark(moment, whole, COMMUNICATION)
         self.hold(GRADIENTS, -self.block_gradients_bytes)
         self.block_gradients_bytes = 0
-        copy = whole if self.shapes.on_cpu else 0  # gloo adds up in a copy
+        copy = whole if self.shapes.on_cpu else 0  # gloo reduces in a copy of its input
         self.mark(moment, whole + copy + share, COMMUNICATION)
         self.hold(GRADIENTS, 0 if self.setting.accumulates else share)
         self.hold(COMMUNICATION, whole)
@@ -353,7 +353,7 @@ class _Step:
         self.reducing_bytes = 0
 
     def _add_up_over_ranks(self) -> None:
-        """All-reduce gradients that each rank has in full, a bucket at a time."""
+        """Account for the all-reduce of unsharded gradients, one bucket at a time."""
         if self.layout.data_parallel > 1:
             there = 4 * (self.shards.trained_whole if self.sharded else self.trained.parameters)
             largest = 0 if self.sharded else 4 * self.shards.largest
@@ -362,17 +362,17 @@ class _Step:
             self.mark("gradients added up over ranks", min(there, BUCKET_BYTES + largest), COMMUNICATION)
 
     def _runs(self, use: int) -> list[int]:
-        """All runs, with a backward pass, of the block of run `use`."""
+        """Return the runs of the block of run `use` that have a backward pass."""
         return [u for u in self.layers if self.uses[u] == self.uses[use]]
 
     def _go_back(self, stage: Stage, moment: str, use: int | None = None) -> None:
-        """Account for a stage's backward pass, see `Stage`. Gradients of a block's runs are added up before they
-        become the gradients of its weights."""
+        """Account for a stage's backward pass; see `Stage`. If a block runs several times, the gradients of all its
+        runs are added up before the gradients of its weights are made."""
         product = self.shapes.product_bytes
-        gradient = product * stage.matrices if self.packed or not self.trained.rank else 0  # or the unpacked matrix
+        gradient = product * stage.matrices if self.packed or not self.trained.rank else 0  # or unpacked matrices
         momentary = gradient + max(stage.leaves + stage.scratch + 4 * stage.table, self._unpacking_bytes(stage))
-        if (stage.module or stage.name) in self.trained.targets:  # the arriving gradient is scaled, leaving ones added
-            dropped = 3 * stage.leaves - stage.arrives if self.trained.dropout else 0  # three gradients of the input
+        if (stage.module or stage.name) in self.trained.targets:  # an adapter scales the arriving gradient
+            dropped = 3 * stage.leaves - stage.arrives if self.trained.dropout else 0  # 3 gradients of the input
             momentary = max(momentary, stage.arrives, 2 * stage.leaves, dropped)
         self.mark(moment, momentary)
         self.hold_saved(stage, -1)
@@ -391,18 +391,19 @@ class _Step:
         self._gain(stage.matrices + stage.table, stage.vectors, in_block=use is not None)
 
     def _has_gradients(self, in_block: bool) -> bool:
-        """Whether a stage's matrices and vectors have gradients; a block's stage does not count frozen ones."""
+        """Return whether the matrices and vectors in a stage get gradients; `as_trained` has removed frozen ones."""
         return not self.trained.rank if in_block else bool(self.trained.outside)
 
     @property
     def _keeps_bias(self) -> bool:
-        """Whether the backward pass needs the attention bias of rows with several texts."""
+        """Whether the attention bias that separates a row's texts is kept for the backward pass."""
         return self.setting.checkpointing != "none" or not is_blocked(self.shapes)
 
     def _gain(self, matrices: int, vectors: int = 0, in_block: bool = False) -> None:
-        """Count new gradients, kept or added to those of earlier micro-batches; sharded ones are whole until reduced.
+        """Hold a stage's new gradients, or add them to those of earlier micro-batches.
 
-        A block's vectors and router are never sharded. Gradients of its adapters are counted with its matrices.
+        Gradients of a block's matrices include those of adapters. They are whole until `_reduce` if they are sharded; a
+        block's vectors and router are never sharded.
         """
         added = self.trained.added * matrices // self.parameters.block_matrices if in_block else 0
         if not self._has_gradients(in_block):
@@ -417,7 +418,7 @@ class _Step:
         if not self.setting.accumulates:
             self.hold(GRADIENTS, 4 * (matrices + vectors))
         self.bucket_bytes += 4 * (matrices + vectors)
-        if self.layout.sums_in_backward and self.bucket_bytes >= BUCKET_BYTES:  # the previous bucket's sum has arrived
+        if self.layout.sums_in_backward and self.bucket_bytes >= BUCKET_BYTES:  # replaces the previous bucket
             self.hold(COMMUNICATION, self.bucket_bytes - self.held[COMMUNICATION])
             self.mark("gradients added up over ranks")
             self.bucket_bytes = 0
@@ -427,6 +428,6 @@ class _Step:
         self.mark(moment, max(product * stage.matrices + self._unpacking_bytes(stage) for stage in self._block(use)))
 
     def _unpacking_bytes(self, stage: Stage) -> int:
-        """Bytes to unpack a stage's matrix, some rows at a time; 0 if it is not packed."""
+        """Return the bytes needed to unpack a stage's matrix, some rows at a time; 0 if the base is not packed."""
         at_once = UNPACKED_ON_CPU if self.shapes.on_cpu else UNPACKED_ELSEWHERE
         return (6 if self.shapes.autocast else 5) * min(stage.matrices, at_once) if self.packed else 0

@@ -1,26 +1,25 @@
 """Communication between ranks in a training step: bytes, time, and the part that overlaps with computing.
 
-Collectives are rings, as NCCL's are for large tensors. For a tensor of S bytes, each of n ranks sends and receives
+Collectives are assumed to run as rings, as NCCL's do for large tensors. For S bytes, each of n ranks sends and receives
 
-    all_gather, reduce_scatter, broadcast    (n - 1) / n · S
-    all_to_all, of S bytes of each rank      (n - 1) / n · S
+    all_gather, reduce_scatter, broadcast    (n - 1) / n · S bytes
+    all_to_all (S: bytes of one rank)        (n - 1) / n · S
     all_reduce                               2 (n - 1) / n · S
 
 ("bus bandwidth" in nccl-tests' PERFORMANCE.md; Patarasuk & Yuan, 2009). A ring over several nodes enters and leaves
-each node once, and NCCL makes one ring for each network card, so that the members of a group in one node share its
-cards: with k members in each node, a group takes
+each node once, and NCCL makes a ring for each network card, so a group uses the cards of all its members: with k
+members in each node, a collective takes
 
-    max(sent / intra, sent / (k · inter))
+    max(sent / intra, sent / (k · inter)) seconds
 
-where intra is the bytes/s of a device within its node and inter the bytes/s of its network card. If all
-members are in one node, it takes sent / intra. Latency is not counted: with many ranks and small tensors, a step takes
-longer.
+where intra is the bytes/s of a device within its node and inter the bytes/s of its network card. In a single node it
+takes sent / intra. Latency is ignored, so a step with many ranks and small tensors takes longer than estimated.
 
-    ddp      gradients of the whole model, float32, once a step, while the last backward pass makes them
-    fsdp     each block and the root gathered in the forward pass, blocks again in the backward pass, gradients reduced
-             in float32; all in each micro-batch (Rajbhandari et al., 2020, section 7; Zhao et al., 2023)
-    tensor   4 all-reduces of the stream in each block and micro-batch, 2 more where it is computed again (Shoeybi et
-             al., 2019, section 3)
+    ddp      all gradients are reduced in float32 once per step, during its last backward pass
+    fsdp     in each micro-batch, blocks and the root are gathered in the forward pass, blocks again in the backward
+             pass, and gradients are reduced in float32 (Rajbhandari et al., 2020, section 7; Zhao et al., 2023)
+    tensor   in each micro-batch, each block all-reduces the residual stream 4 times, and 2 more times if it is
+             recomputed (Shoeybi et al., 2019, section 3)
 """
 
 from collections.abc import Iterator
@@ -38,33 +37,33 @@ from gptworks.planning.trained import everything
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of message of a step."""
+    """A collective operation of a step, or several of the same kind added up."""
 
     what: str
-    """An identifier for the tensors that it transfers."""
+    """Identifier of the transferred tensors, such as `gradients`."""
     kind: str
-    """all_gather, reduce_scatter, all_reduce, broadcast or all_to_all."""
+    """The operation: all_gather, reduce_scatter, all_reduce, broadcast or all_to_all."""
     dimension: str
-    """The dimension of the mesh that the ranks of a group share: data, tensor or all."""
+    """Mesh dimension along which ranks communicate: data, tensor or all."""
     n_bytes: int
-    """Bytes of the whole tensors, or with all_to_all of one rank's, in a micro-batch or, if it happens once a step, in
-    the step."""
+    """Bytes of the unsharded tensors (of one rank's with all_to_all), per micro-batch if `in_each_micro_batch`, else
+    per step."""
     when: str
-    """forward, backward (both overlap with computing in each micro-batch), last_backward (likewise, in the last
-    micro-batch) or exposed (nothing is computed meanwhile)."""
+    """The computation with which it overlaps: forward or backward (of each micro-batch), last_backward (of the last
+    micro-batch), or exposed (none)."""
     exposed_bytes: int = 0
-    """The part of `n_bytes` that is sent before or after all computing."""
+    """The part of `n_bytes` sent before or after all computation, so that it overlaps with none."""
     in_each_micro_batch: bool = True
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step on each of several ranks."""
+    """Seconds per step of computation and communication on one rank."""
 
     compute: float
     communication: float
     exposed: float
-    """The part of the communication that computing does not hide."""
+    """The part of `communication` that does not overlap with computation."""
 
     @property
     def total(self) -> float:
@@ -72,7 +71,7 @@ class StepTime:
 
 
 def collectives(s: Setting) -> Iterator[Collective]:
-    """The collectives of a step; none for one rank."""
+    """Yield the collectives of a step; none for a single rank."""
     layout = s.layout
     model = rank_config(s.model, layout.tensor_parallel)
     parameters = count_parameters(model)
@@ -105,7 +104,8 @@ def _of_shares(layout: Layout, shards: Shards, n_layers: int) -> Iterator[Collec
 
 
 def _of_owners(s: Setting) -> Iterator[Collective]:
-    """The exchange of the directions that an owner orthogonalizes, in bf16; see `training.distributed.owners`."""
+    """Yield the exchange, in bf16, of the directions that each owner orthogonalizes for other ranks, and of its
+    updates; see `gptworks.training.distributed.owners`."""
     layout, n_parts = s.layout, s.layout.n_parts
     n_copies = layout.world_size // n_parts
     matrices = (s.trained or everything(count_parameters(s.model))).matrices
@@ -130,10 +130,10 @@ def _of_tensor_parallel(s: Setting, shards: Shards, sharded: bool) -> Iterator[C
 
 
 def sent_bytes(collective: Collective, layout: Layout, micro_steps: int, n_bytes: int | None = None) -> float:
-    """Bytes that a rank sends, and receives, in a step.
+    """Return the bytes that a rank sends, and also receives, in a step.
 
     Args:
-        n_bytes: bytes of the tensors to send; None: all of the collective's.
+        n_bytes: bytes of the tensors to send; None: the collective's `n_bytes`.
     """
     n = _group_size(collective, layout)
     times = micro_steps if collective.in_each_micro_batch else 1
@@ -147,12 +147,12 @@ def _group_size(collective: Collective, layout: Layout) -> int:
 
 
 def ring_bandwidth(collective: Collective, layout: Layout, device: Device) -> float:
-    """Bytes/s that a rank sends in the slowest group of the collective's mesh dimension.
+    """Return the bytes/s that each rank sends, in the slowest group of ranks along the collective's mesh dimension.
 
     Tensor-parallel ranks are neighbours; the members of a data-parallel group are `tensor_parallel` ranks apart.
     """
     tensor, size = layout.tensor_parallel, _group_size(collective, layout)
-    alike = tensor if collective.dimension == "data" else 1  # ranks of a node that belong to other groups
+    alike = tensor if collective.dimension == "data" else 1  # distance between neighbouring members of a group
     in_node = min(size, max(1, device.per_node // alike))
     if size <= in_node:
         return device.intra_node
@@ -163,14 +163,14 @@ def ring_bandwidth(collective: Collective, layout: Layout, device: Device) -> fl
 def step_time(
     setting: Setting, device: Device, micro_steps: int, forward_seconds: float, backward_seconds: float
 ) -> StepTime:
-    """The times of a step.
+    """Estimate the seconds of a step on each rank.
 
-    FSDP gathers a block while the one before is computed: each pass takes the longer of the two, plus transfers that
-    no computing hides (of the root and the first block, and the last reduction). DDP adds up gradients while the last
-    micro-batch's backward pass makes the next ones. Ranks wait for tensor-parallel sums.
+    FSDP gathers a block while the previous one is computed, so each pass takes the longer of gathering and computing,
+    plus the transfers without overlap: of the root, of the first block and of the last gradients. DDP reduces gradients
+    during the last micro-batch's backward pass. Tensor-parallel ranks wait for their sums.
 
     Args:
-        forward_seconds, backward_seconds: seconds to compute these passes of all micro-batches of a step.
+        forward_seconds, backward_seconds: seconds of computation in these passes, of all micro-batches of a step.
     """
     layout = setting.layout
     spent = dict.fromkeys(("forward", "backward", "last_backward", "exposed"), 0.0)
@@ -187,5 +187,5 @@ def step_time(
 
 
 def machines(layout: Layout, device: Device) -> int:
-    """Number of nodes for the ranks of a layout."""
+    """Return the number of nodes that the ranks of a layout occupy."""
     return ceil(layout.world_size / device.per_node)

@@ -1,4 +1,4 @@
-"""The other models that a run's objective reads: a teacher, or the starting model."""
+"""The second model that some objectives need: a teacher, or a frozen copy of the starting model."""
 
 from gptworks.config import ModelConfig, Recipe
 from gptworks.errors import UserError
@@ -11,10 +11,10 @@ from gptworks.recipe import load_recipe
 
 
 def teacher_config(recipe: Recipe) -> ModelConfig | None:
-    """The teacher model of the run; None if the run learns from data only.
+    """Return the configuration of the run's teacher; None if the objective has no teacher.
 
     Raises:
-        UserError: the teacher's run does not exist.
+        UserError: the teacher's run folder has no recipe, or its recipe cannot be read.
     """
     folder = recipe.objective.teacher_run
     if folder is None:
@@ -25,8 +25,8 @@ def teacher_config(recipe: Recipe) -> ModelConfig | None:
 
 
 def other_models_bytes(recipe: Recipe) -> int:
-    """Bytes of weights and position tables in memory next to the trained model's: a teacher's, or the starting
-    model's."""
+    """Return the bytes of weights and position tables of the objective's second model; 0 if there is none, or if the
+    starting model is the trained one without its adapter."""
     if (model := teacher_config(recipe)) is not None:
         return 4 * count_parameters(model).total + _tables_bytes(model)
     if not recipe.objective.keeps_start or (recipe.adapter is not None and not recipe.adapter.embeddings):
@@ -37,5 +37,5 @@ def other_models_bytes(recipe: Recipe) -> int:
 
 
 def _tables_bytes(model: ModelConfig) -> int:
-    """Bytes of the cosines and sines of every position."""
+    """Return the bytes of the rotary tables: the cosines and sines of every position."""
     return rotary_tables_bytes(Shapes(model, batch_size=0, length=0, product_bytes=4, on_cpu=True))

@@ -1,4 +1,4 @@
-"""Every parameter of a model, from its configuration only: names, shapes and counts."""
+"""Names, shapes and numbers of a model's parameters, computed from its configuration."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Tensors of one purpose, with the built model's names and shapes; a matrix is [out, in]."""
+    """Tensors with the same purpose, under their names in the model; the shape of a matrix is (outputs, inputs)."""
 
     name: str
     tensors: dict[str, Shape]
-    """Tensors of one layer if the group is in blocks, else of the model."""
+    """Shapes by name: within one block if the group is in blocks, else within the model."""
     layers: tuple[int, ...] | None = None
-    """The blocks that have the tensors; None: the tensors are outside the blocks."""
+    """Indices of the blocks that have these tensors; None: the tensors are outside the blocks."""
 
     @property
     def in_block(self) -> bool:
@@ -28,57 +28,57 @@ class ParameterGroup:
 
     @property
     def repeats(self) -> int:
-        """Number of layers that have the group; 1 outside the blocks."""
+        """Number of blocks that have the group; 1 for a group outside the blocks."""
         return 1 if self.layers is None else len(self.layers)
 
     @property
     def per_layer(self) -> int:
-        """Parameters of the group in one layer."""
+        """Number of parameters of the group in one block."""
         return sum(map(prod, self.tensors.values()))
 
     @property
     def total(self) -> int:
-        """Parameters of the group in all layers."""
+        """Number of parameters of the group in all blocks that have it."""
         return self.repeats * self.per_layer
 
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """A model's parameters by group. Twelve groups are always present, without tensors where a model lacks the part;
-    groups of the laboratory's settings are present if the settings are on."""
+    """A model's parameters by group. The twelve groups in `GROUPS` are always present, without tensors if the model
+    lacks the part. Groups of experimental settings are present only if the settings are on."""
 
     groups: dict[str, ParameterGroup]
     active_share: float = 1.0
-    """Fraction of the experts that process a token; 1 without experts."""
+    """Fraction of a layer's experts that process each token; 1 without experts."""
 
     @property
     def total(self) -> int:
-        """Number of parameters; a tied head is not counted again."""
+        """Number of parameters; a tied head counts once, as the embedding."""
         return sum(group.total for group in self.groups.values())
 
     @property
     def active(self) -> int:
-        """Parameters used for one token: all except those of the experts that it is not sent to."""
+        """Number of parameters that process a token: all except those of experts not chosen for it."""
         experts = self.groups["mlp_weights"].total + self.groups["mlp_biases"].total
         return self.total - round((1 - self.active_share) * experts)
 
     @property
     def embedding(self) -> int:
-        """Parameters of the embedding tables: of tokens, positions, token pairs and values."""
+        """Number of parameters in the embeddings of tokens, positions, token pairs and values."""
         return sum(self.groups[name].total for name in EMBEDDING_TABLES if name in self.groups)
 
     def tensors_of(self, group: str) -> dict[str, Shape]:
-        """The tensors of a group, in a block or outside; empty if the model has no such group."""
+        """Return the shapes of the group's tensors by name; empty if the model has no such group."""
         return self.groups[group].tensors if group in self.groups else {}
 
     @property
     def non_embedding(self) -> int:
-        """Number of parameters without the embedding tables; an untied head, which is a matrix product, is included."""
+        """Number of parameters outside the embedding tables, including an untied head."""
         return self.total - self.embedding
 
     @cached_property
     def block_matrices(self) -> int:
-        """Number of weights in the blocks' linear layers, which Muon optimizes."""
+        """Number of elements in the blocks' matrices, which Muon and similar optimizers train."""
         return sum(
             group.repeats * prod(shape)
             for group in self.groups.values()
@@ -88,7 +88,7 @@ class ParameterCount:
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Shape of each tensor by its name in the built model's `named_parameters`."""
+        """Shape of each tensor by its name in the model's `named_parameters`."""
         return {
             f"blocks.{i}.{name}" if group.in_block else name: shape
             for group in self.groups.values()
@@ -98,7 +98,7 @@ class ParameterCount:
 
 
 def require_vocab_size(config: ModelConfig) -> int:
-    """The model's vocabulary size; raises a UserError if it is not known yet."""
+    """Return the model's vocabulary size; raise a UserError if it is unknown (0)."""
     if not config.vocab_size:
         raise UserError(
             "model.vocab_size=0: nothing can be counted before the vocabulary is known. "
@@ -107,12 +107,12 @@ def require_vocab_size(config: ModelConfig) -> int:
     return config.vocab_size
 
 
-@lru_cache(maxsize=16)  # with 4,096 experts, each result has 4 MB
+@lru_cache(maxsize=16)  # a result takes 4 MB with 4,096 experts
 def count_parameters(config: ModelConfig) -> ParameterCount:
     """Count the parameters of the model that `config` describes, exactly.
 
     Raises:
-        UserError: the vocabulary is not known yet.
+        UserError: the vocabulary size is unknown.
     """
     require_vocab_size(config)
     found = _Tensors(config, config.n_future_tokens - 1).shapes
@@ -126,7 +126,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
 
 
 class _Tensors(Outline):
-    """The shapes of a model's tensors, by group and by name; of equal blocks, only the first is listed."""
+    """The shapes of a model's tensors, by group and name within the block; it visits only the first block."""
 
     def __init__(self, config: ModelConfig, n_future: int) -> None:
         super().__init__(config, n_future)

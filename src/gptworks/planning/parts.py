@@ -1,4 +1,4 @@
-"""Parameters, FLOPs and bytes of each module of a model; their sums are the plan's totals."""
+"""Parameters, FLOPs and bytes of each module of a model, which add up to the totals in the plan."""
 
 from dataclasses import dataclass, fields
 from math import prod
@@ -15,21 +15,21 @@ from gptworks.planning.work import work_of_modules
 
 @dataclass(frozen=True)
 class Figures:
-    """Parameters, memory and FLOPs of a part of a model. The token embedding's figures include a tied head's."""
+    """Parameters, memory and FLOPs of a part of a model. A tied head has only FLOPs: the embedding has the weights."""
 
     parameters: int = 0
     adapter_parameters: int = 0
-    """Parameters of the part's adapter."""
+    """Number of parameters of the part's adapter."""
     forward: float = 0.0
-    """FLOPs a token in training, over the full context with dense attention and heads of tokens beyond the next."""
+    """FLOPs per token of the forward pass in training, at the full context with dense attention."""
     backward: float = 0.0
-    """FLOPs a token of the backward pass: fewer if something is frozen."""
+    """FLOPs per token of the backward pass; fewer if parameters are frozen."""
     weights_bytes: int = 0
-    """Bytes of the weights in training, including its adapter's."""
+    """Bytes of the weights in training, including the adapter's."""
     gradients_bytes: int = 0
     optimizer_bytes: int = 0
     kv_cache_bytes_per_token: int = 0
-    """Bytes of a token in the KV cache, in fp16."""
+    """Bytes that each token adds to a KV cache in fp16."""
 
     def __add__(self, other: Self) -> Self:
         both = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
@@ -37,10 +37,10 @@ class Figures:
 
 
 def module_figures(recipe: Recipe) -> dict[str, Figures]:
-    """Figures by module name, such as `blocks.0.attention.query`; see `work_of_modules`.
+    """Return the figures of each module by name, such as `blocks.0.attention.query`; see `work_of_modules`.
 
     Raises:
-        UserError: the vocabulary is not known yet.
+        UserError: the vocabulary size is unknown.
     """
     model, cached = recipe.model, ("attention.key", "attention.value")
     ids = kept_ids_bytes(model, length=1)
@@ -60,7 +60,7 @@ def module_figures(recipe: Recipe) -> dict[str, Figures]:
 
 
 def _of_tensor(recipe: Recipe, name: str, shape: Shape) -> Figures:
-    """Parameters and bytes of a tensor and of its adapter."""
+    """Return the parameters and bytes of a tensor and its adapter, without FLOPs."""
     adapter, size = recipe.adapter, prod(shape)
     is_matrix = len(shape) == 2 and name.startswith("blocks.")
     packs = adapter is not None and adapter.base != "full" and is_matrix and not stays_whole(name)

@@ -1,4 +1,4 @@
-"""Estimate of a training run before it starts: parameters, FLOPs, memory, steps, time and bytes on disk."""
+"""Estimates a training run before it starts: parameters, FLOPs, memory, steps, time and disk space."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,43 +24,43 @@ from gptworks.planning.work import Work, training_work
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured figures of a step."""
+    """Memory and speed of a training step, as measured."""
 
     peak_bytes: int | None
-    """Peak memory: of tensors on CUDA; on a CPU, the growth of the process's resident memory if freed memory is
-    returned at once. None: only the speed was measured."""
+    """Peak memory: on CUDA, of tensors; on a CPU, the growth of the process's resident memory, with an allocator that
+    returns freed memory to the system immediately. None: only the speed was measured."""
     kept_bytes: int | None
-    """Peak memory if the allocator keeps freed memory, as in `gptworks train`."""
+    """Peak memory with an allocator that keeps freed memory, as in `gptworks train`; None: not measured."""
     tokens_per_second: float
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Estimate of a run before it starts."""
+    """Estimates for a run; see `plan`."""
 
     recipe: Recipe
     parameters: ParameterCount
     work: Work
     steps: int | None
-    """Number of optimizer steps; None if no known setting limits it."""
+    """Number of optimizer steps; None if it depends on the unknown size of the data or on the speed."""
     steps_reason: str
-    """The setting that decides the number of steps, or why it is unknown."""
+    """A clause: the setting that decides the number of steps, or the reason why it is unknown."""
     data: DataSize
     setting: Setting
-    """The properties of the step on each device."""
+    """Properties of the training step on each device."""
     device: Device
     utilization: float
-    """Assumed share of the device's rate that the step reaches, recomputation included."""
+    """Assumed share of the device's FLOP/s that the step reaches, counting recomputed FLOPs."""
     apply: Apply | None = None
-    """A function that makes a recipe from overrides; None: they are applied to this recipe."""
+    """Returns the recipe with overrides applied, for `changes`; None: apply them to `recipe`."""
     tokens_per_sample: float | None = None
-    """Average number of tokens read of a pair of answers, with padding, if the rows are known; None: rows of the whole
-    context, or rows of unknown lengths."""
+    """Average number of tokens in a sample, padding included, if its rows are shorter than the context and their
+    lengths are known; None: count each row as a whole context."""
     traced_bytes: int | None = None
-    """Peak memory of the step, traced on fake tensors."""
+    """Peak memory of the step in bytes, traced with fake tensors; None: not traced."""
     measured: Measured | None = None
 
-    # ------------------------------------------------------------------------------------------ work
+    # ----------------------------------------------------------------------------------------- FLOPs
 
     @property
     def train(self) -> TrainConfig:
@@ -73,14 +73,14 @@ class Plan:
 
     @property
     def flops_per_token(self) -> float:
-        """FLOPs of forward and backward pass at the training length with dense attention, plus the objective's own
-        operations."""
+        """FLOPs per token of the forward and backward pass at the full context with dense attention, and of the
+        objective's additional passes."""
         return self.work.per_token
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens in a step of `batch_size` samples. A pair counts both answers; rows of unknown length count as full
-        contexts."""
+        """Number of tokens in a step of `batch_size` samples. A preference pair has the tokens of both answers. Rows of
+        unknown length count as whole contexts."""
         return round(self.train.batch_size * self._tokens_per_sample)
 
     @property
@@ -91,18 +91,18 @@ class Plan:
 
     @property
     def at_most(self) -> bool:
-        """Whether tokens, FLOPs and time are upper bounds: rows end with their texts, whose lengths are unknown or
-        depend on the model's answers."""
+        """Whether tokens, FLOPs and time are upper bounds, because rows end with their texts and the lengths of the
+        texts are unknown."""
         return self.setting.objective.varying_widths and self.tokens_per_sample is None
 
     @property
     def tokens(self) -> int | None:
-        """Tokens that the run reads, repeats included."""
+        """Number of tokens that the run reads in all epochs; None if its length is unknown."""
         return None if self.steps is None else round(self.train.samples_before(self.steps) * self._tokens_per_sample)
 
     @property
     def epochs_by_dataset(self) -> dict[str, float]:
-        """Number of passes over each dataset of a mixture; empty if unknown."""
+        """Number of passes over each dataset of a mixture, by name; empty without a mixture or if unknown."""
         if self.steps is None or not self.data.datasets:
             return {}
         from gptworks.data.batches import Shares, weights_over_run, windows_per_epoch
@@ -118,7 +118,8 @@ class Plan:
 
     @property
     def flops_before_first_step(self) -> float | None:
-        """FLOPs computed once, over the training split; None if its size is unknown."""
+        """FLOPs of the starting model's pass over the training split before the first step; 0 if the objective needs
+        no such pass; None if the size of the split is unknown."""
         if not self.work.before_first_step_per_token:
             return 0.0
         if self.data.samples_per_epoch is None:
@@ -133,11 +134,8 @@ class Plan:
         return before + self.full_steps * self.flops_per_step - self._flops_less(again=False)
 
     def _flops_less(self, again: bool) -> float:
-        """FLOPs that shorter rows save, compared with the same tokens in rows of the whole context.
-
-        Args:
-            again: whether to include the FLOPs that activation checkpointing recomputes.
-        """
+        """Return the FLOPs that `train.shorter_contexts` saves, compared with the same tokens in rows of the full
+        context. again: include the FLOPs that activation checkpointing recomputes."""
         assert self.steps is not None
         less, model = 0.0, self.recipe.model
         for length, samples in self.train.samples_by_length(self.steps, model.context_length).items():
@@ -152,12 +150,12 @@ class Plan:
 
     @property
     def full_steps(self) -> float | None:
-        """Number of steps of `batch_size` that read the run's samples; None if its length is unknown."""
+        """Samples of the run divided by `train.batch_size`, which some steps may not reach; None if unknown."""
         return None if self.steps is None else self.train.samples_before(self.steps) / self.train.batch_size
 
     @property
     def flops_by_part(self) -> dict[str, tuple[float, float]]:
-        """FLOPs a token of each kind of work, forward and backward; together `flops_per_token`."""
+        """(forward, backward) FLOPs per token by part of the work; all of them add up to `flops_per_token`."""
         return {part: (n, self.work.backward[part]) for part, n in self.work.forward.items()}
 
     @property
@@ -166,58 +164,58 @@ class Plan:
 
     @property
     def compute_optimal_tokens(self) -> int:
-        """Compute-optimal number of training tokens for this size (Hoffmann et al., 2022)."""
+        """Compute-optimal number of training tokens for a model of this size (Hoffmann et al., 2022)."""
         return COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER * self.parameters.total
 
     # ---------------------------------------------------------------------------------------- memory
 
     @cached_property
     def need(self) -> Need:
-        """Memory that the run needs on its devices and their hosts."""
+        """Memory that the run needs on its devices and hosts, compared with the memory that they have."""
         return need(self.setting, self.device)
 
     @property
     def peak(self) -> Peak:
-        """Peak memory of each device."""
+        """Peak memory use of each device."""
         return self.need.peak
 
     @property
     def step_bytes(self) -> int:
-        """Peak memory of a step that writes no checkpoint, as a trace or measurement of `one_step` should show it."""
+        """Peak memory of a step without checkpoint and average, for comparison with a traced or measured `one_step`."""
         return training_peak(replace(self.setting, saves=False, averages=False, shorter_lengths=())).total_bytes
 
     @property
     def one_step(self) -> TrainConfig:
-        """The training section cut down to one micro-batch, or to two if a step has several."""
+        """The training settings with a step of one micro-batch, or of two if the run accumulates gradients."""
         micro = self.setting.micro_batch_size * self.setting.objective.rows_per_sample
         batch = micro * (2 if self.setting.accumulates else 1)
         return self.train.model_copy(update={"batch_size": batch, "micro_batch_size": micro})
 
     @property
     def host(self) -> HostMemory | None:
-        """The memory of the fullest node's host; None on a CPU, which is both device and host."""
+        """Memory use of the fullest node's host; None on a CPU, which is both device and host."""
         return self.need.host
 
     @property
     def fits(self) -> bool:
-        """Whether device and host hold the run."""
+        """Whether the run fits both on each device and on each host."""
         return self.need.fits
 
     @cached_property
     def largest_micro_batch_size(self) -> int:
-        """The largest micro-batch whose step fits on the device; 0 if even one sequence does not."""
+        """Largest micro-batch whose step fits on the device; 0 if even one sequence does not fit."""
         sequences = self.train.common_batch_size // self.setting.layout.data_parallel
         return largest_micro_batch(self.setting, self.device.memory_bytes, sequences)
 
     @cached_property
     def changes(self) -> list[Change]:
-        """Changes with which the run would fit; empty if it fits."""
+        """Changes with which the run would fit, the cheapest first; empty if the run fits as it is."""
         ranks = self.setting.layout.world_size
         return [] if self.fits else changes_that_fit(self.recipe, ranks, self.device, self.apply)
 
     @cached_property
     def alternatives(self) -> list[Alternative]:
-        """The same step in each precision, with and without checkpointing, sharded and not."""
+        """The same step in each precision and layout, with and without activation checkpointing."""
         return alternatives(self.recipe, self.setting.layout.world_size, self.device)
 
     @cached_property
@@ -228,20 +226,20 @@ class Plan:
 
     @property
     def _rate(self) -> float | None:
-        """FLOP/s of all devices together at the utilization. Ranks on one machine's CPU share its rate."""
+        """FLOP/s that all devices reach together at `utilization`; ranks on one machine's CPU share its FLOP/s."""
         rate, layout = self.device.flops(self.setting.precision), self.setting.layout
         n = machines(layout, self.device) if self.device.on_cpu else layout.world_size
         return None if rate is None else rate * self.utilization * n
 
     @property
     def micro_steps(self) -> int:
-        """Number of micro-batches of a step on each rank."""
+        """Number of micro-batches per step on each rank."""
         return max(1, self.train.batch_size // (self.setting.layout.data_parallel * self.setting.micro_batch_size))
 
     @cached_property
     def step_time(self) -> StepTime | None:
-        """Seconds of computing and communication of a step on each rank, without sampling; None if the device's rate is
-        unknown."""
+        """Seconds per step of computation and communication on each rank, without generating answers; None if the
+        device's FLOP/s are unknown."""
         if self._rate is None:
             return None
         tokens = self.tokens_per_step
@@ -251,16 +249,16 @@ class Plan:
 
     @cached_property
     def sent_bytes(self) -> dict[str, float]:
-        """Bytes that each rank sends, and receives, in a step, by kind of tensor; empty for one rank."""
+        """Bytes that each rank sends, and also receives, per step, by kind of tensor; empty for one rank."""
         sent: dict[str, float] = {}
-        for one in collectives(self.setting):  # several may send parts of one kind of tensor
+        for one in collectives(self.setting):  # two collectives may send the same kind of tensor
             sent[one.what] = sent.get(one.what, 0) + sent_bytes(one, self.setting.layout, self.micro_steps)
         return sent
 
     @property
     def sampling_seconds_per_step(self) -> float | None:
-        """Seconds to sample the answers of a step; None if the device's bandwidth is unknown. Each token of each
-        round of answers reads all the weights, in float32, once; its FLOPs are counted with those of the step."""
+        """Seconds per step to read the weights while answers are generated: all of them in fp32, for each token of each
+        batch of answers. None: the device's bandwidth is unknown. `step_time` includes the FLOPs of generation."""
         rollouts = self.recipe.objective.rollouts
         if rollouts is None:
             return 0.0
@@ -272,7 +270,7 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens/s: measured, or of all devices at the utilization; None if the device's rate is unknown."""
+        """Training tokens per second of all devices, measured or estimated; None if the device's rates are unknown."""
         if self.measured is not None:
             return self.measured.tokens_per_second
         sampling = self.sampling_seconds_per_step
@@ -282,8 +280,8 @@ class Plan:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds for all training steps and the single computation before them, without evaluation, samples and
-        checkpoints."""
+        """Seconds of all training steps and of `flops_before_first_step`, without evaluations, samples of text and
+        checkpoints; None if unknown."""
         before = self.flops_before_first_step
         if self.tokens is None or self.tokens_per_second is None or before is None:
             return None
@@ -296,7 +294,7 @@ class Plan:
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of the weights in training, with an adapter's; a tied head counts once. A file adds some kB."""
+        """Bytes of the weights in training, including an adapter's; a tied head counts once."""
         return held_weights_bytes(self.parameters, self.trained)
 
     @property
@@ -305,13 +303,13 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Size of a checkpoint: weights, optimizer state and, if kept, the weights' average."""
+        """Bytes of a checkpoint: weights, optimizer state and, if the run keeps one, the weights' average."""
         return checkpoint_copy_bytes(self.setting)
 
     @property
     def most_checkpoints(self) -> int | None:
-        """Maximum number of checkpoints with optimizer state on disk: the newest, the best, one being written, and with
-        `keep_every` the permanent ones at its multiples; None if this depends on an unknown length."""
+        """Maximum number of checkpoints with optimizer state on disk: the newest, the best, one being written, and the
+        permanent ones at multiples of `keep_every`. None: `keep_every` is set and the run's length is unknown."""
         train = self.train
         moving = train.keep_checkpoints + 2
         if not train.keep_every:
@@ -324,9 +322,9 @@ class Plan:
 
     @property
     def most_weights_only(self) -> int:
-        """Maximum number of checkpoints on disk with weights only. If evaluations fall between saves: the best so far,
-        and the best recorded by each of the newest checkpoints, except by the oldest one, whose best is among
-        `most_checkpoints`. With `keep_every`, also the weights of step 0."""
+        """Maximum number of weights-only checkpoints on disk. If evaluations fall between saves, these are the best so
+        far and, for each newest checkpoint except the oldest, the best when it was written; `most_checkpoints` includes
+        the oldest one's best. With `keep_every`, the weights of step 0 are one more."""
         train = self.train
         return bool(train.keep_every) + (train.keep_checkpoints if train.evaluate_every % train.checkpoint_every else 0)
 
@@ -342,7 +340,7 @@ class Plan:
 
     @property
     def shards_bytes(self) -> int | None:
-        """Bytes of the training tokens on disk; None if their number is unknown."""
+        """Bytes of the training tokens in shards on disk; None if their number is unknown."""
         return None if self.data.train_tokens is None else self.data.train_tokens * self.shard_bytes_per_token
 
 
@@ -359,19 +357,19 @@ def plan(
     """Estimate the FLOPs, memory, time and disk space of training `recipe`.
 
     Args:
-        data: the size of the training split.
-        steps_reason: the origin of the number of steps, if no setting decides it.
+        data: size of the training split.
+        steps_reason: clause that explains the number of steps; None: it names the setting that limits them.
         device: the kind of device; None: this machine's CPU.
-        n_ranks: number of devices; `train.parallel` decides how model and batches are divided among them.
-        utilization: share of the device's rate that the step reaches.
-        apply: makes a recipe from recommended overrides; None: applies them to this recipe.
+        n_ranks: number of devices; `train.parallel` decides how they divide model and batches.
+        utilization: share of the device's FLOP/s that the step reaches.
+        apply: returns the recipe with recommended overrides applied; None: applies them to `recipe`.
 
     Raises:
-        UserError: the vocabulary is not known yet, the training split is shorter than one window, or the recipe cannot
-            be arranged on this many devices.
+        UserError: the vocabulary size is unknown, the training split is shorter than one window, or the recipe cannot
+            run on this many devices.
     """
     device, model, train = device or this_cpu(), recipe.model, recipe.train
-    counted = replace(data, train_tokens=None) if recipe.data.records else data  # an epoch is all records
+    counted = replace(data, train_tokens=None) if recipe.data.records else data  # steps count records, not windows
     steps, reason = planned_steps(train, model.context_length, counted)
     parameters, layout = count_parameters(model), layout_of(recipe, n_ranks, device)
     return Plan(

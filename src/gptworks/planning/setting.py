@@ -8,10 +8,10 @@ from gptworks.planning.layout import ONE_DEVICE, Layout
 from gptworks.planning.trained import Trained
 
 ANSWERS_AT_ONCE = 32
-"""Number of texts generated at once if none is given."""
+"""Largest number of texts that an engine generates in one batch if its number of slots is not set."""
 
 UNPACKED_ON_CPU, UNPACKED_ELSEWHERE = 2**18, 2**22
-"""Number of weights that are unpacked at once: on a CPU, they are used while they are in its cache."""
+"""Number of weights that a packed matrix unpacks at a time: on a CPU few enough for its cache, and on other devices."""
 
 
 @dataclass(frozen=True)
@@ -20,43 +20,43 @@ class Setting:
 
     model: ModelConfig
     micro_batch_size: int
-    """Sequences on one device at a time."""
+    """Samples in one forward and backward pass on a device."""
     precision: str = "fp32"
-    """fp32, bf16 or fp16."""
+    """Precision of matrix products: fp32, bf16 or fp16."""
     on_cpu: bool = True
     checkpointing: str = "none"
     accumulates: bool = False
-    """Whether a step has several micro-batches, so that gradients are held during the forward pass."""
+    """Whether a step has several micro-batches, so that gradients are in memory during the forward pass."""
     optimizer: str = "adamw"
     optimizer_state: str = "fp32"
     decays_cautiously: bool = False
     shorter_lengths: tuple[int, ...] = ()
-    """Lengths of rows into which some steps cut the context's windows."""
+    """Row lengths in `train.shorter_contexts`; early steps cut each window into rows of these lengths."""
     n_future: int = 0
-    """Number of tokens beyond the next that the loss has terms for."""
+    """Number of tokens beyond the next that the loss covers."""
     averages: bool = False
-    """Whether a moving average of the weights is kept."""
+    """Whether the run keeps an average of the weights."""
     saves: bool = False
-    """Whether checkpoints are written during training, from a copy in the host's memory; then the plan includes the
-    start of the run."""
+    """Whether the run writes checkpoints, from a copy in host memory. If so, estimates cover the whole run with its
+    start; if not, only a step."""
     starts_from: bool = False
     """Whether the run starts from another run's weights."""
     layout: Layout = ONE_DEVICE
     trained: Trained | None = None
-    """The part of the model that is trained; None: all."""
+    """The part of the model that is trained; None: the whole model."""
     objective: ObjectiveSettings = NEXT_TOKEN
     several_texts: bool = False
-    """Whether rows hold texts one after the other, which a bias on the scores keeps apart."""
+    """Whether a row may hold several texts, which a bias on the attention scores separates."""
     other_models_bytes: int = 0
-    """Weights and tables of other models that the objective reads: a teacher, or the starting model."""
+    """Bytes of the objective's second model, a teacher or the starting model: its weights and rotary tables."""
     teacher_width: int = 0
-    """Width of the teacher's features; 0: the model's width."""
+    """Width of the teacher's features; 0: the same as the trained model's."""
 
     @staticmethod
     def of(
         model: ModelConfig, train: TrainConfig, precision: str, on_cpu: bool, trained: Trained | None = None
     ) -> "Setting":
-        """The step that a recipe's training section asks for, on one device, with no checkpoint being written."""
+        """Return the step on one device that a recipe's training settings describe, without checkpoints."""
         return Setting(
             model=model,
             micro_batch_size=train.micro_batch_size,

@@ -1,4 +1,4 @@
-"""Bytes of weights and of the optimizer's state, held throughout a run, and of the scratch memory of an update."""
+"""Bytes of the weights, of the optimizer's state and of the scratch memory of an update."""
 
 from collections import Counter
 from math import prod
@@ -10,14 +10,14 @@ from gptworks.planning.trained import Trained, everything
 
 
 def held_weights_bytes(parameters: ParameterCount, trained: Trained) -> int:
-    """Bytes of all weights, an adapter's included: fp32, except for an adapter's packed base."""
+    """Return the bytes of all weights in training, including an adapter's: fp32, except for a packed base."""
     base = 4 * parameters.total if trained.base == "full" else weights_bytes(parameters, trained.base, outside=False)
     return base + 4 * trained.added
 
 
 def trained_state_bytes(parameters: ParameterCount, optimizer: str, trained: Trained, moments: str = "fp32") -> int:
-    """Bytes of the optimizer's state, for the parameters that are trained and an adapter's: AdamW's two moments, or,
-    for the blocks' matrices, the state of another optimizer."""
+    """Return the bytes of the optimizer's state of all trained parameters, including an adapter's. `moments` is the
+    format of AdamW's moments: fp32 or int8. Another optimizer applies only to the blocks' matrices."""
     n_small, n_scales = trained.in_8_bits if moments == "int8" else (0, 0)
     by_adamw = 8 * trained.added + round(8 * trained.share * parameters.total) - 6 * n_small + 4 * n_scales
     if optimizer == "adamw":
@@ -26,7 +26,7 @@ def trained_state_bytes(parameters: ParameterCount, optimizer: str, trained: Tra
 
 
 def matrix_state_bytes(optimizer: str, shape: Shape) -> int:
-    """Bytes of the optimizer's state, in fp32, for one matrix of a block, without its step count."""
+    """Return the bytes of the optimizer's fp32 state for one parameter of a block, without its step count."""
     kept = OPTIMIZERS[optimizer if len(shape) == 2 else "adamw"].state(shape).values()
     return sum(4 * prod(tensor.shape) for tensor in kept if tensor.shape)
 
@@ -40,13 +40,14 @@ def optimizer_scratch_bytes(
     cautious: bool = False,
     n_shares: int = 1,
 ) -> int:
-    """Peak memory of an update, beyond weights, gradients and state. Fused AdamW needs none; with 8-bit moments
-    it holds both moments and a third tensor in fp32 for a piece of a matrix. Cautious decay holds the signs of a piece
-    of a matrix, after an optimizer other than AdamW in fp32 has freed its buffers.
+    """Return the peak memory of an update, in bytes beyond weights, gradients and state.
+
+    Fused AdamW needs none. With 8-bit moments it has both moments and a third tensor in fp32 for a part of a matrix.
+    Cautious decay has the signs of a part of a matrix; optimizers other than AdamW free their buffers before it.
 
     Args:
-        cautious: whether the matrices are decayed cautiously.
-        n_shares: number of ranks that each hold a part of every tensor.
+        cautious: whether weight decay of the matrices is cautious.
+        n_shares: number of ranks that shard every tensor; 1: not sharded.
     """
     by_adamw = {
         prod(shape)

@@ -11,27 +11,27 @@ class DataSize:
     """The size of a training split."""
 
     train_tokens: int | None = None
-    """Number of training tokens; None if a source is missing, or its size is unknown before it is fetched."""
+    """Number of training tokens; None if a source is missing, or if its size is unknown until it is downloaded."""
     samples_per_epoch: int | None = None
-    """Number of rows of examples or pairs of answers; None: the samples are windows of the text, or unknown."""
+    """Rows of conversations, preference pairs, or windows of a mixture. None: unknown, or windows of one dataset."""
     estimated: bool = False
-    """Whether the numbers are estimates from the size of the files."""
+    """Whether the numbers are estimated from the sizes of files."""
     missing: str | None = None
-    """The missing source, with advice; None if all are present."""
+    """A sentence that names a missing source, with advice; None if all sources are present."""
     datasets: dict[str, int] = field(default_factory=dict)
-    """Training tokens of each dataset of a mixture; empty if unknown, or without a mixture."""
+    """Number of training tokens of each dataset of a mixture, by name; empty if unknown, or without a mixture."""
     vocab_size: int | None = None
-    """Vocabulary size of the tokenizer, if a dataset of the mixture has one."""
+    """Vocabulary size of a mixture's tokenizer, if at least one of its datasets has been built; else None."""
 
 
 UNKNOWN_SIZE = DataSize()
 
 
 def planned_steps(train: TrainConfig, context_length: int, data: DataSize = UNKNOWN_SIZE) -> tuple[int | None, str]:
-    """The number of optimizer steps, None if unknown, and the setting that limits it first: max_steps or epochs.
+    """Return the number of optimizer steps, None if unknown, and a clause that names the setting that limits it first.
 
-    An epoch visits each window of `gptworks.data.batches.Batches` once, or `samples_per_epoch` rows that are cut
-    otherwise; a run is a whole number of steps.
+    An epoch has `samples_per_epoch` samples, or if that is None, each window of `gptworks.data.batches.Batches` once.
+    The number is rounded to whole steps.
     """
     n_train_tokens, windows = data.train_tokens, data.samples_per_epoch
     if windows is None and n_train_tokens is not None and n_train_tokens <= context_length:

@@ -1,4 +1,4 @@
-"""An estimate of the tokens in a recipe's data, from the size of its files."""
+"""Estimates the number of tokens in a recipe's data from the sizes of its files."""
 
 from gptworks.config import Recipe
 from gptworks.data.batches import windows_per_epoch
@@ -8,12 +8,12 @@ from gptworks.errors import UserError
 from gptworks.planning.steps import DataSize
 
 BYTES_PER_TOKEN = 4.0
-"""Bytes a token of English text in byte-level BPE with tens of thousands of tokens; a smaller vocabulary has fewer."""
+"""Bytes per token of English text in byte-level BPE with tens of thousands of tokens; fewer in a smaller vocabulary."""
 
 
 def data_size(recipe: Recipe) -> DataSize:
-    """The estimated size of the training split: its tokens are the bytes of the sources, without the held-out part,
-    divided by bytes per token (1 for a tokenizer of characters, else 4)."""
+    """Estimate the size of the training split: bytes of the sources, without the held-out share, divided by the bytes
+    per token (1 for a character tokenizer, else `BYTES_PER_TOKEN`). Sizes of built datasets of a mixture are exact."""
     if recipe.data.mixture:
         return _mixture_size(recipe)
     try:
@@ -30,7 +30,7 @@ def data_size(recipe: Recipe) -> DataSize:
 
 
 def _mixture_size(recipe: Recipe) -> DataSize:
-    """The sum of the datasets' sizes; the sizes of built ones are exact."""
+    """Return the size of a mixture: exact for built datasets, estimated for sources."""
     data, sizes, vocab_size = recipe.data, {}, None
     for member in data.mixture:
         if member.dataset is None:
@@ -51,6 +51,6 @@ def _mixture_size(recipe: Recipe) -> DataSize:
 
 
 def of_datasets(recipe: Recipe, sizes: dict[str, int], estimated: bool, vocab_size: int | None = None) -> DataSize:
-    """The size of a mixture, by the training tokens of each dataset."""
+    """Return the size of a mixture from the number of training tokens of each dataset."""
     samples = sum(windows_per_epoch(n, recipe.model.context_length) for n in sizes.values())
     return DataSize(sum(sizes.values()), samples, estimated, datasets=sizes, vocab_size=vocab_size)

@@ -1,4 +1,4 @@
-"""The part of a model that a run trains: frozen parameters have no gradient and no optimizer state."""
+"""The part of a model that a run trains; frozen parameters have no gradient and no optimizer state."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -15,48 +15,48 @@ class Trained:
     """The part of a model that is trained."""
 
     parameters: int
-    """Parameters with a gradient, an adapter's included."""
+    """Number of parameters with a gradient, including an adapter's."""
     added: int
-    """Parameters of an adapter, in addition to the model's own."""
+    """Number of parameters that an adapter adds to the model's own."""
     share: float
-    """Share of the model's own parameters that are trained."""
+    """Trained share of the model's own parameters, from 0 to 1."""
     matrices: tuple[Shape, ...]
-    """The trained matrices of the blocks: the ones that an optimizer other than AdamW updates."""
+    """Shapes of the blocks' trained matrices; an optimizer other than AdamW updates only these."""
     head: bool
-    """Whether the head's matrix, or the embedding that it is tied to, is trained."""
+    """Whether the matrix of the head is trained; a tied head has the embedding's."""
     embedding: bool
-    """Whether something before the first block is trained, so that the backward pass reaches the embeddings."""
+    """Whether a parameter before the first block is trained, so that the backward pass reaches the embeddings."""
     outside: frozenset[str] = frozenset()
-    """The trained tensors outside the blocks, by name."""
+    """Names of the trained tensors outside the blocks."""
     modules: tuple[frozenset[str], ...] | None = None
-    """The modules of each layer with trained parameters of their own, by the last part of their names; None: all."""
+    """For each layer, the last name parts of the modules whose own parameters are trained; None: all modules."""
     rank: int = 0
     """Rank of the adapter; 0: no adapter."""
     dropout: bool = False
-    """Whether each adapter keeps a copy of its input."""
+    """Whether the adapter has dropout, so that it saves its own input."""
     targets: frozenset[str] = frozenset()
-    """The layers of a block that have adapters, by the last part of their names."""
+    """Last name parts of a block's linear layers that have adapters, such as `query`."""
     base: str = "full"
-    """The precision of the blocks' frozen matrices beneath an adapter: full, int8 or int4."""
+    """Format of the blocks' frozen matrices if there is an adapter: full, int8 or int4."""
     in_8_bits: tuple[int, int] = (0, 0)
-    """Number of elements whose moments are in 8 bits with `optimizer_state: int8`, and of both moments' scales."""
+    """Number of elements with 8-bit moments, and number of these moments' scales, if `optimizer_state` is int8."""
     n_still: int = 0
-    """Number of first block runs with nothing trained in or before them: they have no backward pass."""
+    """Number of first block runs without a backward pass, because no parameter in or before them is trained."""
 
     def moves(self, module: str, layer: int) -> bool:
-        """Whether a block's module of this name has trained parameters of its own."""
+        """Return whether a layer's module with this last name part has trained parameters of its own."""
         return self.modules is None or module in self.modules[layer]
 
 
 def trains(parameter: str, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> bool:
-    """Whether a parameter of the model itself is trained, by its name."""
+    """Return whether the model's own parameter of this name is trained."""
     if adapter is not None:
         return adapter.trains(parameter)
     return freeze is None or not freeze.freezes(parameter)
 
 
 def everything(count: ParameterCount) -> Trained:
-    """The whole model as the trained part."""
+    """Return the description of a model that is trained as a whole."""
     matrices = tuple(
         shape
         for group in count.groups.values()
@@ -77,13 +77,14 @@ def everything(count: ParameterCount) -> Trained:
 
 
 def moments_in_8_bits(sizes: Iterable[int]) -> tuple[int, int]:
-    """Number of elements, in matrices of these sizes, whose moments AdamW keeps in 8 bits; and of their scales."""
+    """Return the number of elements whose moments AdamW keeps in 8 bits, in matrices of these sizes, and the number of
+    scales of both moments."""
     large = [size for size in sizes if size >= LEAST_IN_8_BITS]
     return sum(large), 2 * sum(-(-size // SCALED_TOGETHER) for size in large)
 
 
 def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> Trained | None:
-    """The trained part of a model; None if all of it is trained."""
+    """Return the trained part of a model; None if the whole model is trained."""
     if adapter is None and freeze is None:
         return None
     count = count_parameters(model)

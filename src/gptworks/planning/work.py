@@ -1,4 +1,4 @@
-"""FLOPs of training, by part: an objective may need more than a forward and a backward pass."""
+"""FLOPs of training by part, including the additional passes that an objective needs."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from gptworks.planning.trained import trained
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs a token of a training step, with rows of the full context and dense attention."""
+    """FLOPs per token of a training step, with rows of the full context and dense attention."""
 
     forward: dict[str, float]
-    """FLOPs a token by the part's identifier."""
+    """Forward FLOPs per token by part, such as `mlp` or `teacher`."""
     backward: dict[str, float]
     again_per_token: float
-    """FLOPs a token that activation checkpointing recomputes; totals exclude them, as in PaLM's MFU."""
+    """FLOPs per token that activation checkpointing recomputes. `per_token` excludes them, as PaLM's MFU does."""
     before_first_step_per_token: float = 0.0
-    """FLOPs a token of one forward pass over each sample, before training."""
+    """FLOPs per token of the pass that scores each sample once before training; 0 if the objective needs none."""
 
     @property
     def per_token(self) -> float:
@@ -27,10 +27,10 @@ class Work:
 
 
 def training_work(recipe: Recipe) -> Work:
-    """The FLOPs of the recipe's training.
+    """Count the FLOPs per token of training with this recipe.
 
     Raises:
-        UserError: the vocabulary is not known yet, or a teacher's recipe cannot be read.
+        UserError: the vocabulary size is unknown, or a teacher's recipe cannot be read.
     """
     length, model = recipe.model.context_length, recipe.model
     products = _products(recipe, by_expert=False)
@@ -44,7 +44,7 @@ def training_work(recipe: Recipe) -> Work:
         forward["teacher"] = forward_flops(teacher, length).per_token_dense
     if rollouts := recipe.objective.rollouts:
         answered = min(1.0, rollouts.max_tokens / length)
-        prompts = (1 - answered) / rollouts.group_size  # a group's answers share one reading of the prompt
+        prompts = (1 - answered) / rollouts.group_size  # a group's answers share one prefill
         forward["sampling"] = plain * (answered + prompts) / rollouts.steps
         forward["sampling_policy"] = plain / rollouts.steps
         if recipe.objective.keeps_start:
@@ -58,8 +58,8 @@ def training_work(recipe: Recipe) -> Work:
 
 
 def _computed_again(recipe: Recipe, products: Products, n_still: int) -> float:
-    """FLOPs of a text's forward passes through blocks that are computed again, up to the last tensor that each saves:
-    an MLP's last product is not computed if no tensor after it is saved."""
+    """Return the FLOPs that activation checkpointing recomputes for a text. A recomputed block stops at the last tensor
+    that it saves, so the MLP's last product is left out if no tensor after it is saved."""
     model, train = recipe.model, recipe.train
     saves_behind = model.norm_placement != "before" or model.n_experts or model.dropout_residual or recipe.adapter
     whole = saves_behind or train.parallel.tensor_parallel > 1
@@ -74,9 +74,9 @@ def _computed_again(recipe: Recipe, products: Products, n_still: int) -> float:
 
 
 def work_of_modules(recipe: Recipe) -> dict[str, tuple[float, float]]:
-    """FLOPs a token, forward and backward, of each module that computes products; an adapter is counted with its layer.
+    """Return the (forward, backward) FLOPs per token of each module with matrix products, by its name in the model.
 
-    The modules' names are the model's; `blocks.0.attention` counts scores and weighted sum only.
+    An adapter counts with its layer. `blocks.0.attention` has only the scores and weighted sums.
     """
     products = _products(recipe, by_expert=True)
     n = recipe.model.context_length * products.parts
