@@ -1,4 +1,4 @@
-"""Every setting: typed, validated, frozen. Independent of torch and of files; gptworks/recipe.py reads recipes."""
+"""All settings as typed, validated, frozen classes, without torch or files; gptworks/recipe.py reads recipes."""
 
 from gptworks.config.architecture import EARLIER_DEFAULTS
 from gptworks.config.base import (

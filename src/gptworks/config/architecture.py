@@ -1,4 +1,4 @@
-"""Settings of the architecture, without those of the laboratory (model.py)."""
+"""Settings of the architecture; model.py adds the experimental ones."""
 
 from typing import Literal, Self
 
@@ -8,13 +8,13 @@ from gptworks.config.base import Fixed, Fraction, PositiveInt, Repeat, Section, 
 from gptworks.config.rope_scaling import RopeScaling
 
 MOST_LAYERS = 1000
-"""Most layers of a model, counting repeated ones."""
+"""Maximum number of layers that a forward pass may run, repeated ones included."""
 
 GATED = ("swiglu", "geglu", "geglu_tanh")
-"""Kinds of MLP with a gate matrix."""
+"""Values of `mlp` with a gate matrix."""
 
 EARLIER_DEFAULTS = {"norm": "layernorm", "mlp": "gelu", "qk_norm": False, "zero_init_projections": False}
-"""Settings of older architectures, which presets and imported models start from."""
+"""Defaults of older architectures, used instead of those below for presets and imported models."""
 
 
 def _inner_width(width: int, mlp: str) -> int:
@@ -137,12 +137,12 @@ class Architecture(Section):
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP has a gate (three matrices, not two)."""
+        """Whether the MLP has a gate: three matrices instead of two."""
         return self.mlp in GATED
 
     @property
     def norms_behind(self) -> tuple[str, str] | None:
-        """The names of the norms after attention and after the MLP; None: neither has one."""
+        """Names of the norms after attention and after the MLP; None: the block has no such norms."""
         names = {"before": None, "after": ("norm1", "norm2"), "both": ("norm1_after", "norm2_after")}
         return names[self.norm_placement]
 
@@ -158,7 +158,7 @@ class Architecture(Section):
 
     @property
     def score_scale(self) -> float:
-        """The factor of q·k."""
+        """Factor by which attention multiplies q·k."""
         return self.d_head**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
@@ -167,12 +167,12 @@ class Architecture(Section):
         return int(self.d_head * self.rope_fraction)
 
     def layer_rotates(self, layer: int) -> bool:
-        """Whether a layer rotates its queries and keys."""
+        """Return whether a layer has rotary positions."""
         return self.position == "rope" and self.rope_pattern[layer % len(self.rope_pattern)] == "rope"
 
     @property
     def rotating_windows(self) -> Self | None:
-        """These settings with the windowed layers' rotation in all layers; None if all layers rotate alike."""
+        """A copy whose base is `window_rope_theta`, without scaling; None if windowed layers rotate like the others."""
         if self.window_rope_theta is None:
             return None
         return self.model_copy(
@@ -181,7 +181,7 @@ class Architecture(Section):
 
     @property
     def original_context_length(self) -> int:
-        """The context that the rotary frequencies were made for; less than the context if they are scaled."""
+        """Context length for which the rotary frequencies were made, before `rope_scaling` extends it."""
         context, scaling = self.context_length, self.rope_scaling
         if scaling is None:
             return context
@@ -193,7 +193,7 @@ class Architecture(Section):
         return tuple(map(self.layer_window, range(self.n_layers)))
 
     def layer_window(self, layer: int) -> int | None:
-        """Number of tokens that a layer attends to; None: all."""
+        """Return the number of tokens that a layer attends to; None: all."""
         return self.window if self.window_pattern[layer % len(self.window_pattern)] == "window" else None
 
     @model_validator(mode="after")

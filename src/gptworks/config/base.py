@@ -1,4 +1,4 @@
-"""Building blocks of settings: bounds, sections, roles and places."""
+"""Base classes and types of settings: bounds, sections, roles and places."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchem
 from pydantic_core import CoreSchema
 
 MOST_NAME_CHARACTERS = 200
-"""Most characters of a folder's name; file systems allow 255 bytes."""
+"""Maximum length of a name that becomes a folder's name; file systems allow 255 bytes."""
 MOST_PATH_CHARACTERS = 4096
 
 
@@ -20,7 +20,7 @@ def _short(path: Any) -> Any:
     return path
 
 
-# These bounds exceed every real run; they catch typing errors that would cost hours or all memory.
+# The bounds below exceed every real run; they catch typing errors that would cost hours or all memory.
 PositiveInt = Annotated[int, Field(gt=0, le=10**9)]
 ShortPath = Annotated[
     Path,
@@ -28,20 +28,20 @@ ShortPath = Annotated[
     WithJsonSchema({"type": "string", "format": "path", "maxLength": MOST_PATH_CHARACTERS}),
 ]
 PositiveTime = Annotated[float, Field(gt=0, le=10**9)]
-"""Seconds or minutes; 10^9 seconds are 30 years, and systems refuse longer timeouts."""
+"""A number of seconds or minutes, at most 10⁹: 30 years in seconds, and systems refuse longer timeouts."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 _INNER = {"schema", "fields", "choices", "items_schema", "keys_schema", "values_schema", "lax_schema", "strict_schema",
           "json_schema", "python_schema", "steps"}  # fmt: skip
-"""Keys of a core schema whose values contain schemas."""
+"""Keys of a pydantic core schema whose values contain schemas."""
 _TIGHTER: dict[str, Callable[[Any, Any], Any]] = {
     "le": min, "lt": min, "max_length": min, "ge": max, "gt": max, "min_length": max
 }  # fmt: skip
 
 
 def _tightest(metadata: list[Any]) -> list[Any]:
-    """A field's metadata with only the tightest bound of each kind."""
+    """Return a field's metadata with only the tightest bound of each kind."""
     found: dict[str, Any] = {}
     for one in metadata:
         for name, tighter in _TIGHTER.items():
@@ -53,18 +53,18 @@ def _tightest(metadata: list[Any]) -> list[Any]:
 
 
 class Bounded(BaseModel):
-    """A model in which every number, text and list is bounded at any depth, also in its JSON schema.
+    """A pydantic model in which every number, text and list has a bound, at any depth and in the JSON schema too.
 
-    A type without a bound gets the bound of this class. If a type and its `Field` both declare a bound, the tighter
-    one counts; pydantic would take the last.
+    Types without a bound get the bounds of this class. If a type and its `Field` both declare a bound, the tighter one
+    applies; pydantic alone would apply the last one.
     """
 
     most_number: ClassVar[int] = 10**15
     """Largest absolute value of a number, so that results computed from it stay finite."""
     most_characters: ClassVar[int] = 100_000
-    """Most characters of a text."""
+    """Largest number of characters in a text."""
     most_items: ClassVar[int] = 10_000
-    """Most items of a list or mapping."""
+    """Largest number of items in a list or mapping."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -76,7 +76,7 @@ class Bounded(BaseModel):
 
     @classmethod
     def _bound(cls, part: Any) -> None:
-        """Add missing bounds to a part of a core schema."""
+        """Add missing bounds to a part of a pydantic core schema, in place."""
         if isinstance(part, list | tuple):
             for inner in part:
                 cls._bound(inner)
@@ -104,7 +104,7 @@ class Section(Bounded):
 
 
 def derived(name: str, function: Callable[[Any], Any] = lambda value: value) -> Any:
-    """A default factory that applies `function` to a field declared earlier."""
+    """Return a default factory that applies `function` to the value of `name`, a field declared earlier."""
     return lambda data: function(data[name])
 
 
@@ -114,26 +114,25 @@ def derived(name: str, function: Callable[[Any], Any] = lambda value: value) -> 
 class Role(Enum):
     """A setting's role: whether a resumed run may change it, and whether runs that differ in it are comparable.
 
-    Each setting declares its role with its type: `batch_size: Steering[PositiveInt]`. The values are clauses for
-    messages.
+    Each setting declares its role with its type: `batch_size: Steering[PositiveInt]`. Messages quote the values.
     """
 
     MEASURED = "it decides what the validation loss measures"
-    """Decides the data or unit of the validation loss: losses of runs that differ in it are not comparable."""
+    """The setting decides the data or unit of the validation loss: runs that differ in it have incomparable losses."""
     FIXED = "the weights, the optimizer's state or the order of the samples depend on it"
-    """Decides the weights, the optimizer's state or the order of samples, from the first step on."""
+    """The setting decides the weights, the optimizer's state or the order of samples from the first step on."""
     STEERING = "the loss curve depends on it"
-    """Decides the loss curve from now on. A resumed run may change it, and the run folder records the change."""
+    """The setting decides the further loss curve. A resumed run may change it; the run folder records the change."""
     START = "it says where the run started from"
-    """Decides the starting point. Changing it after the first step has no effect."""
+    """The setting decides where the run starts. Changing it after the first step has no effect."""
     REPEAT = "the weights and the order of the samples depend on it"
-    """Distinguishes repeats of an experiment, or follows from other settings."""
+    """The setting distinguishes repetitions of an experiment, like the seed, or follows from other settings."""
     FREE = "nothing that is learned depends on it"
-    """Affects only rounding, place, time and records."""
+    """The setting affects only rounding, where and how fast the run computes, and what it records."""
 
     @property
     def on_resume(self) -> Literal["refused", "recorded", "allowed"]:
-        """The effect of changing the setting in a resumed run. `recorded`: the loss curve depends on the change."""
+        """How a resumed run treats a change of the setting. `recorded`: allowed, and noted in the run folder."""
         if self in (Role.MEASURED, Role.FIXED, Role.REPEAT):
             return "refused"
         return "recorded" if self is Role.STEERING else "allowed"
@@ -150,20 +149,20 @@ class Role(Enum):
 
 
 class Place(Enum):
-    """The kind of outside resource that a setting names. Programs that run other people's recipes must check it.
+    """The kind of outside resource that a setting names. Programs that run other people's recipes must check these.
 
-    A setting that names a place declares it: `path: Free[Annotated[str, Place.PATH]]`.
+    A setting declares it with its type: `path: Free[Annotated[str, Place.PATH]]`.
     """
 
     PATH = "path"
-    """A file, a folder or a glob."""
+    """A file, a folder or a glob pattern."""
     URL = "url"
     DATASET = "dataset"
-    """A dataset of the Hugging Face hub, or a folder."""
+    """The name of a dataset on the Hugging Face hub, or a folder."""
     TEMPLATE = "template"
     """The name of a chat template, or a file."""
     CODE = "code"
-    """A Python file, which is executed."""
+    """A Python file, which training executes."""
 
 
 T = TypeVar("T")
@@ -177,19 +176,19 @@ Free = Annotated[T, Role.FREE]
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a recipe."""
+    """One setting of a recipe, with its value."""
 
     path: str
-    """The path as in an override, such as `train.batch_size` or `data.sources.0.path`."""
+    """Path of the setting as an override names it, such as `train.batch_size` or `data.sources.0.path`."""
     value: Any
     role: Role
     place: Place | None = None
 
 
 def settings(section: Section, path: str = "") -> Iterator[Setting]:
-    """Every setting of a section and its inner sections, in order of declaration.
+    """Yield every setting of a section and its inner sections, in order of declaration.
 
-    An absent optional section is one setting with the value None.
+    An optional section that is not set counts as one setting with the value None.
     """
     for name, field in type(section).model_fields.items():
         value, where = getattr(section, name), f"{path}.{name}" if path else name
@@ -204,7 +203,7 @@ def settings(section: Section, path: str = "") -> Iterator[Setting]:
 
 
 def role_of(section: Section, path: str) -> Role:
-    """The role of the setting at a path; for a path into a value, such as `train.betas.0`, the whole value's.
+    """Return the role of the setting at a path, which may lead into its value, such as `train.betas.0`.
 
     Raises:
         KeyError: no setting has this path.

@@ -1,4 +1,4 @@
-"""Settings of a run's length and of the batches of its steps."""
+"""Settings of a run's length and batches."""
 
 import math
 from typing import Annotated, Any, Literal, Self
@@ -8,22 +8,22 @@ from pydantic import Field, model_validator
 from gptworks.config.base import Fixed, Free, PositiveInt, PositiveTime, Section, Steering
 
 IGNORED = -100
-"""The target of a token without loss, the default of `torch.nn.functional.cross_entropy`."""
+"""Target of a token that the loss ignores, as `torch.nn.functional.cross_entropy` has it by default."""
 
 
 FUTURE_WEIGHT = 0.3
-"""Default weight of the loss of each token beyond the next; DeepSeek-V3's training began with it."""
+"""Default loss weight of each token beyond the next; DeepSeek-V3's training began with this weight."""
 
 Weight = Annotated[float, Field(ge=0, le=1000)]
 
 
 def computes_again(activation_checkpointing: str, layer: int) -> bool:
-    """Whether the backward pass recomputes a block from its input: with `block` each, with `selective` every second."""
+    """Return whether the backward pass recomputes a layer: each one with `block`, each second one with `selective`."""
     return activation_checkpointing == "block" or (activation_checkpointing == "selective" and layer % 2 == 0)
 
 
 class ParallelConfig(Section):
-    """Strategy by which processes share a run; the launcher sets their number."""
+    """How the processes of a run divide its work; the launcher sets their number."""
 
     strategy: Free[Literal["auto", "ddp", "fsdp"]] = Field(
         "auto",
@@ -49,7 +49,7 @@ def _least_batch(given: dict[str, Any]) -> Any:
 
 
 class BatchSettings(Section):
-    """Length and batches of a run. The run ends at the first reached of max_steps, epochs and max_minutes."""
+    """Length and batches of a run, which ends at max_steps, epochs or max_minutes, whichever comes first."""
 
     max_steps: Steering[PositiveInt | None] = Field(None, description="Optimizer steps.")
     epochs: Steering[float | None] = Field(
@@ -145,16 +145,16 @@ class BatchSettings(Section):
             until, size = step, smaller
 
     def future_weights_at(self, share_done: float) -> tuple[float, ...]:
-        """Loss weights of the tokens beyond the next when `share_done` of the run, from 0 to 1, is done."""
+        """Return the loss weights of the tokens beyond the next, after a share of the run (0 to 1)."""
         factor = 1 - share_done if self.future_weights_fall else 1.0
         return tuple(factor * weight for weight in self.future_weights)
 
     def length_at(self, step: int, context_length: int) -> int:
-        """Length of a row in tokens in optimizer step `step`, counted from 0."""
+        """Return the length of a row, in tokens, in optimizer step `step`, counted from 0."""
         return next((length for until, length in self.shorter_contexts if step < until), context_length)
 
     def samples_by_length(self, steps: int, context_length: int) -> dict[int, int]:
-        """Number of sequences of `context_length` tokens in the first `steps` optimizer steps, by length of a row."""
+        """Return, by row length, the number of windows of `context_length` tokens that the first `steps` steps read."""
         found, before = dict[int, int](), 0
         for until, length in (*self.shorter_contexts, (steps, context_length)):
             samples = self.samples_before(min(until, steps))
@@ -162,11 +162,11 @@ class BatchSettings(Section):
         return found
 
     def batch_size_at(self, step: int) -> int:
-        """Number of sequences in optimizer step `step`, counted from 0."""
+        """Return the number of samples in optimizer step `step`, counted from 0."""
         return next((size for until, size in self.smaller_batches if step < until), self.batch_size)
 
     def samples_before(self, step: int) -> int:
-        """Number of sequences in the first `step` optimizer steps."""
+        """Return the number of samples in the first `step` optimizer steps."""
         samples = first = 0
         for until, size in self.smaller_batches:
             samples += size * (min(until, step) - min(first, step))
@@ -174,7 +174,7 @@ class BatchSettings(Section):
         return samples + self.batch_size * max(0, step - first)
 
     def steps_with(self, samples: int) -> int:
-        """The fewest optimizer steps that read this many sequences."""
+        """Return the smallest number of optimizer steps that reads this many samples."""
         steps = 0
         for until, size in self.smaller_batches:
             needed = steps + max(0, math.ceil((samples - self.samples_before(steps)) / size))
@@ -185,14 +185,14 @@ class BatchSettings(Section):
 
     @property
     def common_batch_size(self) -> int:
-        """The greatest common divisor of the batch sizes of all steps."""
+        """Greatest common divisor of the batch sizes of all steps."""
         return math.gcd(self.batch_size, *(size for _, size in self.smaller_batches))
 
     @property
     def accumulation_steps(self) -> int:
-        """Number of micro-batches in one optimizer step."""
+        """Number of micro-batches in one optimizer step on one device."""
         return self.batch_size // self.micro_batch_size
 
     def rank_micro_batch_size(self, n_ranks: int) -> int:
-        """Number of sequences in one pass on one device, if `n_ranks` devices divide the batch."""
+        """Return the micro-batch size of each device if `n_ranks` devices divide the batch."""
         return max(1, min(self.micro_batch_size, self.common_batch_size // n_ranks))

@@ -69,7 +69,7 @@ class GopherQuality(Section):
 
 
 class GopherRepetition(Section):
-    """Drop documents that break the repetition rules of Gopher: each limit is a share of the document."""
+    """Drop documents that break the repetition rules of Gopher. Each limit is a share of the document."""
 
     type: Measured[Literal["gopher-repetition"]]
     max_duplicate_lines: Measured[Ratio] = Field(0.30, description="Repeated lines.")
@@ -86,7 +86,7 @@ class GopherRepetition(Section):
 
 
 class C4Rules(Section):
-    """Remove lines that are not sentences, then pages with few left: C4's rules for English (Raffel et al., 2020)."""
+    """Remove lines that are not sentences, and pages with too few left: C4's English rules (Raffel et al., 2020)."""
 
     type: Measured[Literal["c4"]]
     require_punctuation: Measured[bool] = Field(True, description="Remove lines without final punctuation.")
@@ -122,7 +122,7 @@ class LanguageFilter(Section):
 
 
 class GeneratedCode(Section):
-    """Drop files that say at their beginning that a program wrote them."""
+    """Drop files whose first lines say that a program generated them."""
 
     type: Measured[Literal["generated-code"]]
     lines: Measured[PositiveInt] = Field(10, description="Number of lines to read from the beginning.")
@@ -143,7 +143,7 @@ class LicenceHeaders(Section):
 
 
 class MinifiedCode(Section):
-    """Drop files with very long lines or few letters."""
+    """Drop files with very long lines, or with few letters and digits."""
 
     type: Measured[Literal["minified-code"]]
     max_line_characters: Measured[PositiveInt] = Field(1000, description="Most characters of the longest line.")
@@ -152,7 +152,7 @@ class MinifiedCode(Section):
 
 
 class Decontaminate(Section):
-    """Drop documents that contain a part of an evaluation task."""
+    """Drop documents that share a sequence of words with an evaluation task."""
 
     type: Measured[Literal["decontaminate"]]
     tasks: Measured[Annotated[tuple[ShortPath, ...], Place.PATH]] = Field(
@@ -180,15 +180,15 @@ class MaskPersonalData(Section):
 
 
 class ExactDuplicates(Section):
-    """Keep the first of equal documents."""
+    """Keep only the first of equal documents."""
 
     type: Measured[Literal["exact-duplicates"]]
 
 
 class NearDuplicates(Section):
-    """Keep the first of documents that share most of their word sequences, by MinHash. Needs the `clean` extra.
+    """Keep only the first of documents that share most word sequences, found by MinHash. Needs the `clean` extra.
 
-    Two documents whose sets of word sequences have the Jaccard similarity s are found with probability
+    If the sets of word sequences of two documents have Jaccard similarity s, MinHash finds the pair with probability
     1 - (1 - s^rows)^bands.
     """
 
@@ -226,7 +226,7 @@ def check_order(filters: tuple[FilterConfig, ...]) -> tuple[FilterConfig, ...]:
     """Check the order of the filters and return them unchanged.
 
     Raises:
-        ValueError: a filter that compares documents occurs twice, or comes before one that does not.
+        ValueError: a filter in `GlobalFilter` occurs twice, or comes before a filter of single documents.
     """
     found = [one.type for one in filters if isinstance(one, GlobalFilter)]
     if len(set(found)) < len(found):

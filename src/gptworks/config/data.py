@@ -40,7 +40,7 @@ class DataConfig(Section):
     processes: Free[int] = Field(0, ge=0, le=1024, description="Worker processes that prepare data. 0: one per core.")
 
     def of_member(self, member: MixtureMember) -> Self:
-        """The settings that build one dataset of the mixture."""
+        """Return the settings to build one dataset of the mixture."""
         return self.model_copy(update={"sources": member.sources, "clean": member.clean, "mixture": (), "anneal": None})
 
     @property
@@ -55,12 +55,12 @@ class DataConfig(Section):
 
     @property
     def preferences(self) -> tuple[PreferencesSource, ...]:
-        """The sources of pairs of answers."""
+        """The sources of preference pairs."""
         return tuple(source for source in self.sources if isinstance(source, PreferencesSource))
 
     @property
     def records(self) -> tuple[ConversationsSource | PreferencesSource, ...]:
-        """The sources of conversations and pairs of answers, whose turns a chat template renders."""
+        """The sources of conversations and preference pairs, whose turns a chat template renders."""
         return (*self.conversations, *self.preferences)
 
     @model_validator(mode="after")

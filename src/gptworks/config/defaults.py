@@ -1,7 +1,7 @@
-"""Defaults of training that depend on the rest of the recipe.
+"""Defaults of training settings that depend on the rest of the recipe.
 
-Constant defaults are in train.py and model.py. docs/experiments.md and docs/benchmarks.md have the experiments behind
-them.
+Constant defaults are in train.py and model.py. docs/experiments.md and docs/benchmarks.md give the experiments behind
+the defaults.
 """
 
 from collections.abc import Mapping
@@ -13,24 +13,24 @@ from gptworks.config.objective import ObjectiveConfig
 from gptworks.config.optimizers import OPTIMIZERS
 
 RATE, RATE_WIDTH = 0.02, 512
-"""AdamW's rate for embeddings, head and vectors if Muon trains the matrices, and the width of the widest model tried.
-In wider models the rate falls with the root of the width, as a precaution. Muon's rate is the same at every width."""
+"""AdamW's learning rate if Muon trains the matrices, and the width of the widest model in our experiments. In wider
+models the rate is divided by the square root of the ratio of widths, as a precaution; Muon's rate is constant."""
 
 ADAMW_RATE_TIMES_WIDTH, HIGHEST_ADAMW_RATE = 0.5, 0.003
-"""AdamW's rate for all weights, times the width, and the highest rate. Inverse to the width (Yang et al., 2022), rates
-are 0.7 to 1.6 times those in table 2.1 of Brown et al. (2020)."""
+"""AdamW's learning rate for all weights, multiplied by the width, and its maximum. A rate inverse to the width (Yang et
+al., 2022) is 0.7 to 1.6 times that in table 2.1 of Brown et al. (2020)."""
 
 TUNING_RATE_TIMES_WIDTH, HIGHEST_TUNING_RATE = 0.0768, 1e-3
-"""The same two values for training from trained weights: the rate is 1e-4 at a width of 768."""
+"""AdamW's learning rate from trained weights, multiplied by the width, and its maximum: 1e-4 at a width of 768."""
 
 ADAPTER_TIMES = 10
-"""Ratio of an adapter's rate to the rate for all weights (Schulman et al., 2025)."""
+"""Ratio of an adapter's learning rate to the rate for all weights (Schulman et al., 2025)."""
 
 JUDGED_SHARE = 0.2
-"""Factor of the rate for preferences and rewards: a policy that moves fast forgets its language."""
+"""Factor of the learning rate for preferences and rewards: at a higher rate, the model loses its fluency."""
 
 EPOCHS = 4
-"""Default number of epochs: up to 4, repeated text is almost as useful as new text (Muennighoff et al., 2023)."""
+"""Default number of epochs: for 4 epochs, repeated text is almost as useful as new text (Muennighoff et al., 2023)."""
 
 TUNING_EPOCHS = 2
 
@@ -39,7 +39,7 @@ ENDS = frozenset({"max_steps", "epochs", "max_minutes"})
 
 
 def tuning_rate(d_model: int, judged: bool, adapter: bool) -> float:
-    """AdamW's rate for fine-tuning.
+    """Return AdamW's default learning rate for fine-tuning.
 
     Args:
         judged: whether the objective compares or rewards answers.
@@ -54,10 +54,10 @@ def tuning_rate(d_model: int, judged: bool, adapter: bool) -> float:
 def train_defaults(
     given: Mapping[str, Any], model: ModelConfig, objective: ObjectiveConfig, tunes: bool, adapter: bool
 ) -> dict[str, Any]:
-    """Defaults for the settings of `train`.
+    """Return defaults for the settings of `train` that depend on the rest of the recipe.
 
     Args:
-        given: the settings in the recipe.
+        given: the settings of `train` in the recipe.
         tunes: whether training starts from trained weights.
         adapter: whether only an adapter is trained.
     """
@@ -80,9 +80,9 @@ def train_defaults(
 
 
 def _by_length(steps: Any, samples: bool) -> dict[str, int]:
-    """Defaults by the run's steps: warmup of a fiftieth; at least 5 evaluations, 4 checkpoints, 4 samples of text."""
+    """Return defaults for a run of `steps` steps: a fiftieth for warmup, at least 5 evaluations and 4 checkpoints."""
     if not isinstance(steps, int) or steps < 1:
-        steps = 500  # the length is not known yet
+        steps = 500  # the number of steps is unknown or invalid
     return {
         "warmup_steps": min(1000, steps // 50),
         "evaluate_every": max(1, min(250, steps // 5)),
@@ -92,5 +92,5 @@ def _by_length(steps: Any, samples: bool) -> dict[str, int]:
 
 
 def _rounded(rate: float) -> float:
-    """The rate rounded to two significant digits."""
+    """Round a rate to two significant digits."""
     return float(f"{rate:.2g}")

@@ -1,4 +1,4 @@
-"""Convert pydantic's errors to messages that name each setting as the user wrote it."""
+"""Converts pydantic's errors to messages that name each setting as the user wrote it."""
 
 import json
 import types
@@ -12,15 +12,15 @@ from gptworks.errors import did_you_mean
 
 _SHOWN_CHARACTERS = 200
 MOST_FAULTS = 50
-"""Most faults that are explained: each unknown name is compared with all known ones."""
+"""Maximum number of errors to explain; comparing each unknown name with all known ones takes time."""
 
 
 def explain(error: ValidationError, root: type[Section], origin: str, overrides: Mapping[str, str]) -> str:
-    """The errors of a section as text, one per line.
+    """Return the errors of a section as text, one per line.
 
     Args:
-        origin: the name of the file.
-        overrides: applied overrides by key; a message about such a setting names its override, not the file.
+        origin: where the settings come from, such as a file's name.
+        overrides: applied overrides by key; a message about such a setting names the override instead of `origin`.
     """
     lines = []
     for key, message in faults(error, root):
@@ -31,13 +31,13 @@ def explain(error: ValidationError, root: type[Section], origin: str, overrides:
 
 
 def faults(error: ValidationError, root: type[Section]) -> list[tuple[str, str]]:
-    """The first `MOST_FAULTS` errors, each as the setting's key (empty for the section itself) and a message;
-    if there are more, a last item with an empty key says how many."""
+    """Return (key of the setting, message) for the first `MOST_FAULTS` errors; an empty key means the section itself.
+    If there are more errors, a last item with an empty key states their number."""
     items: list[dict[str, Any]] = [
         dict(item) for item in error.errors(include_url=False) if item["type"] != "default_factory_not_called"
     ]
     inner = {item["loc"][:depth] for item in items for depth in range(len(item["loc"]))}
-    # An error inside a list also makes the list too short: only the inner one is reported.
+    # An invalid item also makes its list too short for pydantic: report only the item's error.
     items = [item for item in items if not (item["type"] == "too_short" and item["loc"] in inner)]
     found = [(_key(item, root), _explain_one(item, root)) for item in items[:MOST_FAULTS]]
     n_more = len(items) - len(found)
@@ -78,7 +78,7 @@ def _explain_one(item: dict[str, Any], root: type[Section]) -> str:
 
 
 def _elsewhere(name: str, root: type[Section], path: str = "") -> str | None:
-    """The path of a setting of this name in an inner section: `learning_rate` → `train.learning_rate`."""
+    """Return the path of a setting with this name in an inner section: `learning_rate` → `train.learning_rate`."""
     for field_name, field in root.model_fields.items():
         for leaf in leaves(field.annotation):
             if isinstance(leaf, type) and issubclass(leaf, Section) and "type" not in leaf.model_fields:
@@ -91,7 +91,7 @@ def _elsewhere(name: str, root: type[Section], path: str = "") -> str | None:
 
 
 def _visible(location: tuple[Any, ...], root: type[Section]) -> Iterator[Any]:
-    """The parts of a location that are keys, without the `type` that pydantic adds for a union."""
+    """Yield the parts of an error's location that are keys, without the `type` that pydantic adds in a union."""
     for depth, part in enumerate(location):
         before = sections_at(location[:depth], root)
         if not (isinstance(part, str) and len(before) > 1 and part != "type"):
@@ -99,7 +99,7 @@ def _visible(location: tuple[Any, ...], root: type[Section]) -> Iterator[Any]:
 
 
 def sections_at(location: tuple[Any, ...], root: type[Section]) -> list[type[Section]]:
-    """The section types possible at a location; several if a union is undecided."""
+    """Return the section types that may be at a location; several if the location leaves a union's `type` open."""
     current: list[Any] = [root]
     for part in location:
         sections = [c for c in current if isinstance(c, type) and issubclass(c, Section)]
@@ -110,7 +110,7 @@ def sections_at(location: tuple[Any, ...], root: type[Section]) -> list[type[Sec
             current = tagged
         elif isinstance(part, int):
             continue
-        elif any(get_origin(c) is dict for c in current):  # the user chose this key
+        elif any(get_origin(c) is dict for c in current):  # a mapping, whose keys users choose
             current = [leaf for c in current for leaf in leaves(get_args(c)[1])]
         else:
             current = [
@@ -120,7 +120,7 @@ def sections_at(location: tuple[Any, ...], root: type[Section]) -> list[type[Sec
 
 
 def leaves(annotation: Any) -> Iterator[Any]:
-    """The types inside unions, tuples and annotations."""
+    """Yield the types inside an annotation's unions, tuples and `Annotated`."""
     if get_origin(annotation) is Annotated:
         yield from leaves(get_args(annotation)[0])
     elif get_origin(annotation) in (Union, types.UnionType, tuple):

@@ -1,4 +1,4 @@
-"""Settings of a mixture: several weighted datasets in one run."""
+"""Settings of a mixture, which trains one run on several weighted datasets."""
 
 from collections import Counter
 from typing import Annotated, Self
@@ -42,7 +42,7 @@ class MixtureMember(Section):
 
 
 class Anneal(Section):
-    """New weights from one sample on, near the end of the run. A resumed run cannot change what it has read."""
+    """New weights of the datasets near the end of the run. Resuming cannot change those of samples already read."""
 
     weights: Steering[dict[str, Weight]] = Field(
         description="The new weights by dataset name. A dataset that is not named is no longer read."
@@ -62,10 +62,10 @@ class Anneal(Section):
 
 
 def check_mixture(members: tuple[MixtureMember, ...], anneal: Anneal | None) -> None:
-    """Refuse contradictory names or weights.
+    """Check that names are unique and that every dataset is read.
 
     Raises:
-        ValueError: a name occurs twice or is unknown, or one or all datasets would get no samples.
+        ValueError: a name occurs twice or is unknown, or a dataset has no weight above 0, or all weights are 0.
     """
     names = [member.name for member in members]
     if twice := [name for name, n in Counter(names).items() if n > 1]:

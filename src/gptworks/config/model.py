@@ -1,6 +1,6 @@
-"""Settings of a model: its architecture and the laboratory, with the tensors that the laboratory adds.
+"""Settings of a model: its architecture and experimental additions (`LABORATORY`), with the tensors that these add.
 
-To add a setting of the laboratory, add the setting and its tensors here, and its computation in `gptworks.model.lab`.
+To add an experimental setting, write the setting and its tensors here, and its computation in `gptworks.model.lab`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,12 +18,12 @@ LABORATORY = (
     "unet_skips", "value_residual", "value_embeddings", "attention_gate", "smear", "bigram_vocab_size",
     "layer_repeats",
 )  # fmt: skip
-"""Settings from speedruns and recent papers that no architecture of transformers or llama.cpp has. Neither the C++
-engine nor tensor parallelism supports them."""
+"""Experimental settings from speedruns and recent papers, which no architecture of transformers or llama.cpp has.
+Neither the C++ engine nor tensor parallelism supports them."""
 
 
 class ModelConfig(Architecture):
-    """A decoder-only transformer, including the laboratory's settings."""
+    """A decoder-only transformer, with experimental settings."""
 
     bigram_vocab_size: Fixed[int] = Field(
         0,
@@ -78,35 +78,35 @@ class ModelConfig(Architecture):
 
     @property
     def laboratory(self) -> tuple[str, ...]:
-        """Names of the settings in LABORATORY that are on."""
+        """Names of the settings in `LABORATORY` that differ from their defaults."""
         return tuple(name for name in LABORATORY if getattr(self, name) != type(self).model_fields[name].default)
 
     @property
     def d_gate(self) -> int:
-        """Number of channels that gates read."""
+        """Number of channels of their input that gates read."""
         return self.gate_channels or self.d_model
 
     def layer_value_embedding(self, layer: int) -> str:
-        """The embedding added to a layer's values: none, table or projected."""
+        """Return the kind of embedding added to a layer's values: none, table or projected."""
         return self.value_embeddings[layer % len(self.value_embeddings)]
 
     def layer_skips(self, layer: int) -> bool:
-        """Whether a layer adds the output of layer n_layers - 1 - layer."""
+        """Return whether a skip connection adds the output of layer n_layers - 1 - layer to this layer's input."""
         return self.unet_skips and layer >= self.n_layers - self.n_layers // 2
 
     def layer_is_skipped_to(self, layer: int) -> bool:
-        """Whether a later layer adds this layer's output."""
+        """Return whether a skip connection adds this layer's output to a later layer's input."""
         return self.unet_skips and layer < self.n_layers // 2
 
     def layer_kind(self, layer: int) -> tuple[int | None, str, bool, bool, bool]:
-        """A key that is equal for layers with equal memory and compute."""
+        """Return a key that is equal for layers with the same memory and FLOPs."""
         skips, is_skipped_to = self.layer_skips(layer), self.layer_is_skipped_to(layer)
         first_values = self.value_residual and layer > 0
         return self.layer_window(layer), self.layer_value_embedding(layer), first_values, skips, is_skipped_to
 
     @property
     def layer_uses(self) -> tuple[int, ...]:
-        """The blocks in the order in which a forward pass runs them: 0 … n_layers - 1 if none repeats."""
+        """Block indices in the order in which a forward pass runs the blocks: 0 … n_layers - 1 without repeats."""
         layers = range(self.n_layers)
         if isinstance(self.layer_repeats, int):
             return tuple(layers) * self.layer_repeats
@@ -119,12 +119,12 @@ class ModelConfig(Architecture):
 
     @property
     def reads_previous_token(self) -> bool:
-        """Whether a token's embedding depends on the previous token, so that a cache must also keep tokens."""
+        """Whether a token's embedding depends on the previous token, so that a KV cache must also keep token ids."""
         return self.smear or self.bigram_vocab_size > 0
 
     def laboratory_tensors(self) -> Iterator[tuple[str, dict[str, Shape], tuple[int, ...] | None]]:
-        """Groups of tensors that the laboratory adds: the group's name, the shapes by tensor name, and the layers with
-        these tensors; None: the tensors are outside the blocks."""
+        """Yield each group of tensors that experimental settings add: its name, the shapes by tensor name, and the
+        layers that have these tensors; None: the tensors are outside the blocks."""
         layers, key_width = tuple(range(self.n_layers)), self.n_kv_heads * self.d_head
         tables, projected = (
             tuple(i for i in layers if self.layer_value_embedding(i) == kind) for kind in ("table", "projected")
@@ -154,7 +154,7 @@ class ModelConfig(Architecture):
     @model_validator(mode="before")
     @classmethod
     def _drop_removed(cls, settings: Any) -> Any:
-        """Accept `residual_scalars: false`, which run folders of earlier versions record."""
+        """Drop `residual_scalars: false`, which run folders of earlier versions contain; refuse true."""
         if not isinstance(settings, Mapping) or "residual_scalars" not in settings:
             return settings
         if settings["residual_scalars"]:

@@ -13,14 +13,14 @@ DataFault = Literal[
     "template-changed", "no-base-run", "duplicates", "validation-overlap", "one-answer", "unknown-tokens",
     "answers-alike", "keys-not-read",
 ]  # fmt: skip
-"""Faults of conversations and pairs of answers that stop a run before its first step."""
+"""Faults of conversations or preference pairs that stop a run before its first step."""
 
 
 class Rollouts(NamedTuple):
     """Settings for generating the answers that an objective learns from."""
 
     max_tokens: int
-    """Most tokens of an answer."""
+    """Maximum number of tokens in an answer."""
     group_size: int
     """Number of answers to each prompt."""
     steps: int
@@ -28,32 +28,32 @@ class Rollouts(NamedTuple):
 
 
 class ObjectiveSettings(Section):
-    """Settings of an objective, and properties that other packages read instead of its type."""
+    """Settings of an objective, and its properties, which other packages read instead of checking its type."""
 
     sources: ClassVar[tuple[str, ...]] = ("text", "conversations")
     """Kinds of sources that the objective can learn from."""
     rows_per_sample: ClassVar[int] = 1
     """Number of rows in a batch for each sample of `train.batch_size`."""
     varying_widths: ClassVar[bool] = False
-    """Whether a batch is as long as its longest row, not as the context."""
+    """Whether rows of a batch are padded to the longest row, instead of to the context."""
     several_texts: ClassVar[bool] = False
     """Whether a row may hold several conversations, each with its own positions."""
     learns_prompts: ClassVar[bool] = False
-    """Whether every token of a conversation is learned, not only the answers."""
+    """Whether the loss covers every token of a conversation, not only the answers."""
     trains_future_heads: ClassVar[bool] = False
     """Whether the loss can cover tokens beyond the next (model.n_future_tokens)."""
     scores_targets: ClassVar[bool] = False
-    """Whether the loss needs each target's log-probability (`target_logprobs`), not only the sum."""
+    """Whether the loss needs the log-probability of each target (`target_logprobs`), not only their sum."""
     scores_start: ClassVar[bool] = False
     """Whether the starting model scores every sample before the first step."""
     fixed_settings: ClassVar[dict[str, str]] = {}
-    """Settings outside this section that a resumed run may not change: path → reason."""
+    """Settings outside this section that a resumed run may not change: reasons by path."""
 
     allow: Free[tuple[DataFault, ...]] = Field((), description="Faults of the data, by name, that do not stop the run.")
 
     @property
     def loss_unit(self) -> str:
-        """The unit of the validation loss."""
+        """Unit of the validation loss."""
         return "nats per token"
 
     @property
@@ -63,12 +63,12 @@ class ObjectiveSettings(Section):
 
     @property
     def teacher_run(self) -> Path | None:
-        """The run folder of a second model that also reads each batch."""
+        """Run folder of the teacher, which also reads each batch; None if the objective has no teacher."""
         return None
 
     @property
     def keeps_start(self) -> bool:
-        """Whether the starting weights stay in memory during training."""
+        """Whether the starting weights stay in memory during training, as a reference."""
         return False
 
     @property
@@ -78,7 +78,7 @@ class ObjectiveSettings(Section):
 
     @property
     def micro_batch_multiple(self) -> int:
-        """The number that must divide the samples of a micro-batch."""
+        """The micro-batch size must be a multiple of this number."""
         return self.rollouts.group_size if self.rollouts else 1
 
 
@@ -95,7 +95,7 @@ NEXT_TOKEN = NextTokenObjective()
 
 
 class InstructionObjective(ObjectiveSettings):
-    """Learn the answers of conversations; other turns carry no loss. Needs sources of type conversations."""
+    """Learn the answers of conversations; other turns have no loss. Needs sources of type conversations."""
 
     sources = ("conversations",)
     several_texts = True
@@ -121,8 +121,8 @@ class _PairsObjective(ObjectiveSettings):
 
 
 class PreferenceObjective(_PairsObjective):
-    """Raise the chosen answer's probability over the rejected one's; beta limits the drift from the starting model. The
-    step's batch_size counts pairs. Needs sources of type preferences."""
+    """Raise the chosen answer's probability over the rejected one's; beta limits the drift from the starting model.
+    `train.batch_size` counts pairs. Needs sources of type preferences."""
 
     scores_start = True
 
@@ -150,7 +150,7 @@ class PreferenceObjective(_PairsObjective):
 
 class OddsRatioObjective(_PairsObjective):
     """Learn the chosen answers and raise their odds over the rejected ones, without a reference model: ORPO (Hong et
-    al., 2024). The step's batch_size counts pairs. Needs sources of type preferences."""
+    al., 2024). `train.batch_size` counts pairs. Needs sources of type preferences."""
 
     type: Measured[Literal["odds_ratio"]]
     weight: Measured[float] = Field(0.1, gt=0, description="Weight of the odds ratio, added to the answer's loss (λ).")
@@ -161,8 +161,8 @@ class OddsRatioObjective(_PairsObjective):
 
 
 class DistillationObjective(ObjectiveSettings):
-    """Learn a teacher's distribution and the text (Hinton et al., 2015):
-    ce_weight · cross-entropy + kl_weight · temperature² · KL(teacher ‖ student), with softened distributions."""
+    """Learn a teacher's distribution and the text (Hinton et al., 2015). The loss is ce_weight · cross-entropy +
+    kl_weight · temperature² · KL(teacher ‖ student), with logits divided by the temperature in the KL term."""
 
     several_texts = True
 
@@ -180,9 +180,9 @@ class DistillationObjective(ObjectiveSettings):
 
 
 class RewardObjective(ObjectiveSettings):
-    """Raise the probability of answers that a function rewards: GRPO (Shao et al., 2024). Each prompt gets a group of
-    sampled answers, whose advantages are their rewards less the group's mean. The step's batch_size counts answers.
-    The prompts are conversations without their last answer."""
+    """Raise the probability of answers that a function rewards: GRPO (Shao et al., 2024). The model samples a group of
+    answers to each prompt; an answer's advantage is its reward minus the group's mean. `train.batch_size` counts
+    answers. The prompts are conversations without their last answer."""
 
     sources = ("conversations",)
     varying_widths = True
@@ -233,4 +233,4 @@ ObjectiveConfig = Annotated[
 OBJECTIVE_SETTINGS: dict[str, type[ObjectiveSettings]] = {
     get_args(kind.model_fields["type"].annotation)[0]: kind for kind in get_args(get_args(ObjectiveConfig)[0])
 }
-"""Settings class of each objective by `objective.type`."""
+"""Settings classes of the objectives by `objective.type`."""

@@ -1,7 +1,7 @@
-"""Every optimizer: its settings, its state for a parameter, and its scratch memory.
+"""Settings, state and scratch memory of every optimizer.
 
-Training, checkpoints and the plan read this one table. To add an optimizer, write its name, settings and entry of
-`OPTIMIZERS` here, and what it computes in a file of its name in `gptworks.training.optim`.
+Training, checkpoints and the plan read the table `OPTIMIZERS`. To add an optimizer, write its name, settings and table
+entry here, and its computation in a file with its name in `gptworks.training.optim`.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,13 +16,13 @@ from gptworks.config.batches import BatchSettings
 from gptworks.config.model import Shape
 
 MUON_TOGETHER = 2**22
-"""Most elements that Muon orthogonalizes at once: batching larger matrices is no faster and needs scratch memory."""
+"""Muon orthogonalizes matrices in batches of up to this many elements; larger batches only need more scratch memory."""
 
 CPU_AT_ONCE, AT_ONCE = 2**18, 2**22
-"""Number of elements that 8-bit AdamW and cautious decay process at once: on a CPU, and on other devices."""
+"""Number of elements that 8-bit AdamW and cautious decay process at a time, on a CPU and on other devices."""
 
 LEAST_IN_8_BITS = 4096
-"""Fewest elements of a matrix that gets 8-bit moments."""
+"""Smallest number of elements with which a matrix gets 8-bit moments."""
 
 SCALED_TOGETHER = 256
 """Number of consecutive elements of an 8-bit tensor that share a scale."""
@@ -40,18 +40,18 @@ class StateTensor:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Properties of an optimizer that other packages use."""
+    """An optimizer's properties, which other packages read instead of checking its name."""
 
     name: str
-    """Name to show, which includes the optimizer of the parameters that this one does not train."""
+    """Display name, including the optimizer of the other parameters, such as `Muon and AdamW`."""
     state: Callable[[Shape], dict[str, StateTensor]]
-    """Returns the state of a parameter with this shape, by key."""
+    """Returns the state tensors, by key, of a parameter with this shape."""
     scratch_bytes: Callable[[dict[Shape, int]], int] = lambda _: 0
-    """Returns the peak scratch memory of an update in bytes, from the number of matrices of each shape."""
+    """Returns the peak scratch memory of an update in bytes, given the number of matrices of each shape."""
     whole_matrices: bool = False
-    """Whether each rank must hold the matrices that this optimizer updates, and their state, as a whole."""
+    """Whether the matrices that this optimizer updates, and their state, cannot be sharded."""
     orthogonalizes: bool = False
-    """Whether updates are orthogonal matrices times `muon_learning_rate`; ranks divide the work of such updates."""
+    """Whether updates are orthogonal matrices times `muon_learning_rate`; ranks divide the work among themselves."""
 
 
 def _adamw(shape: Shape) -> dict[str, StateTensor]:
@@ -75,7 +75,7 @@ def _muon(shape: Shape) -> dict[str, StateTensor]:
 
 
 def _muon_scratch(matrices: dict[Shape, int]) -> int:
-    """Peak scratch bytes of Muon, which updates several matrices of one shape at a time, in bf16."""
+    """Return the peak scratch bytes of Muon, which updates several matrices of one shape at a time, in bf16."""
     most = 0
     for (a, b), n in matrices.items():
         together = min(n, max(1, MUON_TOGETHER // (a * b)))
@@ -85,8 +85,8 @@ def _muon_scratch(matrices: dict[Shape, int]) -> int:
 
 
 def gathered_bytes(matrices: dict[Shape, int], n_owners: int) -> int:
-    """Peak scratch bytes of an owner that gathers the parts of Muon's directions and sends those of the updates: in
-    bf16, what this rank sends, a copy of it, what it receives, and whole matrices."""
+    """Return the peak scratch bytes of a rank that orthogonalizes matrices gathered from several ranks. In bf16 it
+    holds the parts that it sends, a copy of these, the parts that it receives, and the whole matrices."""
     together = (min(-(-n // n_owners), max(1, MUON_TOGETHER // prod(shape))) for shape, n in matrices.items())
     return max((8 * n * prod(shape) for n, shape in zip(together, matrices, strict=True)), default=0)
 
@@ -102,7 +102,7 @@ def _soap(shape: Shape) -> dict[str, StateTensor]:
 
 
 def _soap_scratch(matrices: dict[Shape, int]) -> int:
-    """Peak scratch bytes of SOAP, which multiplies a preconditioner by its basis, sorts and factors it."""
+    """Return the peak scratch bytes of SOAP, while it updates the eigenbasis of its widest preconditioner."""
     widest = max(map(max, matrices), default=0)
     return 4 * 4 * widest**2 + 8 * widest
 
@@ -114,11 +114,11 @@ OPTIMIZERS = {
     "normuon": Optimizer("NorMuon and AdamW", _normuon, _muon_scratch, orthogonalizes=True),
     "soap": Optimizer("SOAP and AdamW", _soap, _soap_scratch, whole_matrices=True),
 }
-"""Optimizers by `train.optimizer`; adamw_int8 is AdamW with `train.optimizer_state=int8`."""
+"""Optimizers by `train.optimizer`; adamw_int8: `train.optimizer=adamw` with `train.optimizer_state=int8`."""
 
 
 def n_scales(shape: Iterable[int]) -> int:
-    """Number of scales of an 8-bit tensor."""
+    """Return the number of scales of an 8-bit tensor with this shape."""
     return -(-prod(shape) // SCALED_TOGETHER)
 
 
@@ -132,7 +132,7 @@ class RateFactors(Section):
 
 
 class OptimizerSettings(BatchSettings):
-    """Settings of the optimizer and its update."""
+    """Settings of the optimizer and of its updates."""
 
     optimizer: Fixed[Literal["adamw", "muon", "normuon", "soap"]] = Field(
         "muon",

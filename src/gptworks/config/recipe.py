@@ -1,4 +1,4 @@
-"""A recipe: every setting of a run, and the rules across its sections."""
+"""A recipe: all settings of a run, and the rules that concern several sections."""
 
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -73,7 +73,7 @@ class Recipe(Section):
     def _fill_in(cls, given: Any, info: ValidationInfo) -> Any:
         rest = info.data
         if not isinstance(given, dict) or not {"model", "objective", "adapter", "initialize_from"} <= rest.keys():
-            return given  # validated already, or another section is wrong and will be reported
+            return given  # a validated section, or an invalid one elsewhere that will be reported
         tunes, adapter = rest["initialize_from"] is not None, rest["adapter"] is not None
         return train_defaults(given, rest["model"], rest["objective"], tunes, adapter) | given
 
@@ -114,7 +114,7 @@ class Recipe(Section):
                 f"give sources of type {' or '.join(self.objective.sources)}"
             )
         check_tokenizer(self.tokenizer, self.data)
-        assert self.anneal_from is None or self.anneal_from > 0  # the property raises on a wrong share
+        assert self.anneal_from is None or self.anneal_from > 0  # evaluated to check `data.anneal.share`
         self._check_groups(self.objective.micro_batch_multiple)
         self._check_adapter()
         self._check_packing()
@@ -135,7 +135,7 @@ class Recipe(Section):
 
     @property
     def anneal_from(self) -> int | None:
-        """The index of the first sample with the weights of `data.anneal`; None: `data.anneal` is not set."""
+        """Index of the first sample drawn with the weights of `data.anneal`; None if that is not set."""
         anneal, train = self.data.anneal, self.train
         if anneal is None or anneal.share is None:
             return None if anneal is None else anneal.from_sample
@@ -214,10 +214,10 @@ class Recipe(Section):
 
 
 def check_tokenizer(tokenizer: TokenizerConfig, data: DataConfig) -> None:
-    """Refuse a tokenizer that does not fit the data.
+    """Check that the tokenizer fits the data.
 
     Raises:
-        ValueError: type=dataset is set without a built dataset, or a tokenizer would be trained despite built ones.
+        ValueError: type=dataset without a built dataset, or a tokenizer to train although a dataset is already built.
     """
     built = [member.name for member in data.mixture if member.dataset is not None]
     if isinstance(tokenizer, DatasetTokenizer) and not built:

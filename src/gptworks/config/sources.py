@@ -1,4 +1,4 @@
-"""Settings of each kind of source of text and examples."""
+"""Settings of the sources of text, conversations and preference pairs."""
 
 from typing import Annotated, Literal, Self
 
@@ -14,7 +14,7 @@ LANGUAGES: dict[str, tuple[str, ...]] = {
     "julia": (".jl",), "haskell": (".hs",), "ocaml": (".ml", ".mli"), "sql": (".sql",), "zig": (".zig",),
     "dart": (".dart",), "elixir": (".ex", ".exs"), "clojure": (".clj",), "cuda": (".cu", ".cuh"),
 }  # fmt: skip
-"""Programming languages and the extensions of their files."""
+"""Extensions of source files by programming language."""
 
 
 class PythonStdlibSource(Section):
@@ -68,31 +68,31 @@ class FileSource(Section):
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """The sha256 of each url; empty if not stated."""
+        """The sha256 of each URL; empty if not given."""
         return _several(self.sha256)
 
     @property
     def downloads(self) -> tuple[tuple[str, str], ...]:
-        """Each url with its sha256."""
+        """(URL, sha256) of each file to download."""
         return tuple(zip(_several(self.url), self.sums, strict=False))
 
 
 class TextSource(FileSource):
-    """UTF-8 text; each file is one document."""
+    """Files of UTF-8 text. Each file is one document."""
 
     type: Measured[Literal["text"]]
     extensions: Measured[tuple[str, ...]] = Field((".txt", ".md", ".text"), description="Files to read from a folder.")
 
 
 class JSONLSource(FileSource):
-    """One JSON object per line, each one document."""
+    """Files with a JSON object on each line. Each object is one document."""
 
     type: Measured[Literal["jsonl"]]
     field: Measured[str] = TEXT_FIELD
 
 
 class JSONSource(FileSource):
-    """JSON files that hold one list of objects, each one document. They are streamed."""
+    """JSON files with one list of objects, read as streams. Each object is one document."""
 
     type: Measured[Literal["json"]]
     field: Measured[str] = TEXT_FIELD
@@ -115,7 +115,7 @@ class CSVSource(FileSource):
 
 
 class ArchiveSource(FileSource):
-    """ZIP and tar archives (.zip, .tar, .tar.gz, .tgz …), read as streams: nothing is unpacked to the disk."""
+    """ZIP and tar archives (.zip, .tar, .tar.gz, .tgz …), read as streams without unpacking them to disk."""
 
     type: Measured[Literal["archive"]]
     format: Measured[Literal["text", "jsonl", "csv"]] = Field(
@@ -128,7 +128,7 @@ class ArchiveSource(FileSource):
 
 
 class ParquetSource(FileSource):
-    """Parquet files; each row is one document. Needs the `data` extra."""
+    """Parquet files. Each row is one document. Needs the `data` extra."""
 
     type: Measured[Literal["parquet"]]
     field: Measured[str] = TEXT_FIELD
@@ -147,7 +147,7 @@ class WARCSource(FileSource):
 
 
 class PDFSource(FileSource):
-    """The text of PDF files, each one document. Needs the `sources` extra."""
+    """The text of PDF files. Each file is one document. Needs the `sources` extra."""
 
     type: Measured[Literal["pdf"]]
     broken: Measured[Literal["refuse", "skip"]] = Field(
@@ -156,8 +156,8 @@ class PDFSource(FileSource):
 
 
 class CodeSource(Section):
-    """The code in a folder; each file is one document. Files that are not UTF-8 text, or that `.gitignore` names, are
-    left out; the latter needs the `sources` extra."""
+    """The code in a folder. Each file is one document. Files are left out if they are not UTF-8 text, or if
+    `.gitignore` names them, which needs the `sources` extra."""
 
     type: Measured[Literal["code"]]
     path: Free[Annotated[str, Place.PATH]] = Field(description="A folder.")
@@ -194,7 +194,7 @@ class HuggingFaceSource(Section):
 
 
 class RecordsSource(FileSource):
-    """Records from files or a dataset."""
+    """Conversations or preference pairs from files, or from a Hugging Face dataset."""
 
     dataset: Measured[Annotated[str | None, Place.DATASET]] = Field(
         None, description="A dataset of the Hugging Face hub, or a local dataset folder."
@@ -211,9 +211,9 @@ class RecordsSource(FileSource):
 class ConversationsSource(RecordsSource):
     """Conversations, or instructions with answers. Each record is one example.
 
-    Files of .jsonl, .json (one list) or .parquet, or a Hugging Face dataset. The shape of each file is recognized:
-    alpaca (instruction, input, output), sharegpt (conversations of from and value) or messages (messages of role and
-    content).
+    Records come from .jsonl, .json (one list) or .parquet files, or from a Hugging Face dataset. Each file's shape is
+    recognized by the keys of its records: alpaca (`instruction`, `input`, `output`), sharegpt (`conversations` of
+    `from` and `value`) or messages (`messages` of `role` and `content`).
     """
 
     type: Measured[Literal["conversations"]]
@@ -225,8 +225,9 @@ class ConversationsSource(RecordsSource):
 class PreferencesSource(RecordsSource):
     """Prompts with a chosen and a rejected answer. Each record is one pair.
 
-    Files as for conversations. A record has `chosen` and `rejected`, each an answer or a list of messages, and the
-    prompt as `prompt` (text or messages), as `instruction` and `input`, or as the beginning of both lists.
+    Records come from the same kinds of files as conversations. A record has `chosen` and `rejected`, each an answer or
+    a list of messages, and the prompt as `prompt` (text or messages), as `instruction` and `input`, or as the beginning
+    of both lists.
     """
 
     type: Measured[Literal["preferences"]]

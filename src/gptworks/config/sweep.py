@@ -1,4 +1,4 @@
-"""Settings of a search for better settings."""
+"""Settings of a sweep, which searches for better settings of a recipe."""
 
 from typing import Annotated, Literal, Self
 
@@ -26,7 +26,7 @@ class SweepRange(Section):
 
     @property
     def whole(self) -> bool:
-        """Whether only integers are tried."""
+        """Whether the sweep tries only integers."""
         return all(isinstance(value, int) for value in (self.low, self.high, 1 if self.step is None else self.step))
 
     @model_validator(mode="after")

@@ -26,7 +26,7 @@ class _Tokenizer(Section):
 
 
 class BPETokenizer(_Tokenizer):
-    """Byte-level byte-pair encoding trained on the recipe's training text. Every byte sequence round-trips."""
+    """Byte-level byte-pair encoding, trained on the recipe's training text. It encodes any bytes without loss."""
 
     type: Measured[Literal["bpe"]]
     vocab_size: Measured[int] = Field(
@@ -40,13 +40,13 @@ class BPETokenizer(_Tokenizer):
 
 
 class CharTokenizer(_Tokenizer):
-    """One token per character of the training text."""
+    """One token for each distinct character of the training text."""
 
     type: Measured[Literal["char"]]
 
 
 class WordTokenizer(_Tokenizer):
-    """Lower-case words and punctuation, most frequent first; <pad>, <unk>, <bos> and <eos> are 0 to 3."""
+    """Lower-case words and punctuation marks, by frequency; <pad>, <unk>, <bos> and <eos> have the ids 0 to 3."""
 
     type: Measured[Literal["word"]]
     vocab_size: Measured[int] = Field(
@@ -55,7 +55,7 @@ class WordTokenizer(_Tokenizer):
 
 
 class GPT2Tokenizer(_Tokenizer):
-    """GPT-2's 50,257 tokens."""
+    """GPT-2's tokenizer, with 50,257 tokens."""
 
     type: Measured[Literal["gpt2"]]
     path: Measured[Annotated[ShortPath | None, Place.PATH]] = Field(
@@ -64,7 +64,7 @@ class GPT2Tokenizer(_Tokenizer):
 
 
 class FileTokenizer(_Tokenizer):
-    """An existing `tokenizer.json`."""
+    """An existing `tokenizer.json` file."""
 
     type: Measured[Literal["file"]]
     path: Measured[Annotated[ShortPath, Place.PATH]] = Field(description="A `tokenizer.json`, or its folder.")

@@ -9,14 +9,14 @@ from gptworks.config.base import Fixed, Fraction, Free, Measured, PositiveInt, S
 from gptworks.config.optimizers import OptimizerSettings
 
 EVALUATED_TOKENS = 2**17
-"""Most tokens that an evaluation reads by default."""
+"""Maximum number of tokens that an evaluation reads by default."""
 
 
 class TrainConfig(OptimizerSettings):
-    """One training run.
+    """Settings of one training run.
 
-    The defaults of optimizer, rates, weight decay, length, warmup and of the intervals to evaluate, sample and save
-    depend on the rest of the recipe (`gptworks.config.defaults`); the other defaults are fixed.
+    Defaults of the optimizer, rates, weight decay, length and warmup, and of the intervals between evaluations, samples
+    and checkpoints, depend on the rest of the recipe (`gptworks.config.defaults`). Other defaults are fixed.
     """
 
     schedule: Steering[Literal["cosine", "wsd", "constant"]] = Field(
@@ -121,12 +121,12 @@ class TrainConfig(OptimizerSettings):
         return self
 
     def is_whole_step(self, step: int) -> bool:
-        """Whether optimizer step `step`, counted from 0, has the batch shape and cost of the run's last steps."""
+        """Return whether step `step`, counted from 0, has the same batch shape and cost as the run's last steps."""
         last_change = max((until for until, _ in (*self.smaller_batches, *self.shorter_contexts)), default=0)
         return step >= max(last_change, self.untie_after_steps)
 
     def n_evaluated(self, n_there: int, context_length: int) -> int:
-        """Number of validation sequences, out of `n_there`, that an evaluation reads; 0: all."""
+        """Return the number of validation sequences that an evaluation reads, out of `n_there`; 0: all."""
         wanted = self.evaluate_sequences
         if wanted is None:
             wanted = max(1, EVALUATED_TOKENS // context_length)
@@ -134,5 +134,5 @@ class TrainConfig(OptimizerSettings):
 
     @property
     def averages(self) -> bool:
-        """Whether an average of the weights is evaluated and published."""
+        """Whether the run evaluates and publishes an average of the weights."""
         return self.ema_decay > 0 or self.average_last > 0

@@ -1,4 +1,4 @@
-"""Settings that train only a part of a model: an adapter, or everything that is not frozen."""
+"""Settings for training only an adapter, or only the parameters that are not frozen."""
 
 import fnmatch
 from typing import Literal
@@ -12,7 +12,7 @@ ADAPTED_MODULES = {"attention": ("query", "key", "value", "out"), "mlp": ("gate"
 
 
 class LoRAConfig(Section):
-    """Low-rank adaptation (Hu et al., 2021): W + alpha/rank · B·A. Only A and B are trained."""
+    """Low-rank adaptation (Hu et al., 2021): matrices W become W + alpha/rank · B·A. Only A and B are trained."""
 
     type: Fixed[Literal["lora"]] = "lora"
     base: Fixed[Literal["full", "int8", "int4"]] = Field(
@@ -36,15 +36,15 @@ class LoRAConfig(Section):
 
     @property
     def scale(self) -> float:
-        """The factor of B·A."""
+        """Factor by which B·A is multiplied."""
         return self.alpha / self.rank
 
     def trains(self, parameter: str) -> bool:
-        """Whether the base model's parameter of this name is trained too."""
+        """Return whether the base model's parameter with this name is trained too."""
         return self.embeddings and parameter in ("token_embedding.weight", "untied_head.weight")
 
     def adapts(self, module: str) -> bool:
-        """Whether the module of this name, such as `blocks.0.mlp.up`, has an adapter."""
+        """Return whether the module with this name, such as `blocks.0.mlp.up`, has an adapter."""
         part = module.rpartition(".")[2]
         family = next((family for family, parts in ADAPTED_MODULES.items() if part in parts), None)
         return family is not None and not {"all", family, part}.isdisjoint(self.targets)
@@ -62,7 +62,7 @@ class FreezeConfig(Section):
     )
 
     def freezes(self, parameter: str) -> bool:
-        """Whether the parameter of this name, such as `blocks.0.mlp.up.weight`, is frozen."""
+        """Return whether the parameter with this name, such as `blocks.0.mlp.up.weight`, is frozen."""
         first, _, rest = parameter.partition(".")
         if first == "blocks" and int(rest.partition(".")[0]) < self.first_blocks:
             return True
