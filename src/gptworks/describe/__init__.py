@@ -1,1 +1,1 @@
-"""Show architectures and plans: sheets, tables, figures and pages."""
+"""Shows architectures, plans and datasets as text, tables, diagrams and HTML pages."""

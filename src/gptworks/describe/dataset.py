@@ -1,4 +1,4 @@
-"""Show the contents of a dataset at a terminal and as a page."""
+"""Shows the contents of a dataset on a terminal and as an HTML page."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ Row = tuple[html.Cell, ...]
 
 
 def printed(info: Info) -> Group:
-    """The contents of a dataset as tables for a terminal."""
+    """Return the contents of a dataset as tables for a terminal."""
     copied, languages, cleaned = _copied(info), _languages(info), _cleaning(info)
     tables = [_amounts(info), _percentiles(info), *_histograms(info).values(), copied, languages, cleaned]
     lines = (Text(info.folder, "bold"), *(Text(line) for line in _lines(info)))
@@ -27,7 +27,7 @@ def printed(info: Info) -> Group:
 
 
 def to_html(info: Info) -> str:
-    """The contents of a dataset as an HTML page. Numbers are in <data> elements with their exact values."""
+    """Return the contents of a dataset as an HTML page, with the exact value of each number in a <data> element."""
     train = next((one for one in info.amounts if one.split == "train" and one.name is None), None)
     tiles: list[tuple[str, Markup, str]] = []
     if train is not None:
@@ -85,7 +85,7 @@ def _percentiles(info: Info) -> Table:
 
 
 def _histograms(info: Info) -> dict[str, Table]:
-    """A table of the number of documents by length, for each split."""
+    """Return a histogram for each split, as a table: the number of documents by length in tokens."""
     return {
         split: Table((f"{split}, tokens", "documents", ""), "lrt", list(_bars(lengths)))
         for split, lengths in info.lengths.items()
@@ -116,7 +116,7 @@ def _languages(info: Info) -> Table:
 
 
 def _cleaning(info: Info) -> Table:
-    """A table of the documents that each filter read, changed, and dropped by reason."""
+    """Return a table of the documents that each filter read, changed, and dropped for each reason."""
     rows: list[Row] = []
     for cleaned in info.cleaning:
         name = cleaned.dataset

@@ -1,4 +1,4 @@
-"""A forward pass of a model with random weights: its input, its output, and its time on this machine."""
+"""Runs a model with random weights on random tokens, to show its shapes, its loss and its speed on this machine."""
 
 import math
 import time
@@ -16,23 +16,23 @@ from gptworks.planning.params import count_parameters, require_vocab_size
 from gptworks.units import counted, readable
 
 DEFAULT_LENGTH = 16
-"""Default number of tokens, as in reference document 002."""
+"""Default number of tokens; reference document 002 uses as many."""
 REPEATS = 5
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """The shapes, the loss and the time of a forward pass."""
+    """Shapes, loss and time of a forward pass with random weights."""
 
     input_shape: tuple[int, int]
-    """(B, T) of the token ids."""
+    """Shape of the token ids: (B, T)."""
     output_shape: tuple[int, ...]
-    """(B, T, V) of the logits."""
+    """Shape of the logits: (B, T, V)."""
     parameters: int
     loss: float
-    """Mean cross-entropy of random tokens in nats; about log(V) for an untrained model."""
+    """Mean cross-entropy of the random tokens, in nats; about log(V), because the model is untrained."""
     seconds: float
-    """Median seconds of the timed passes."""
+    """Median duration of the timed forward passes, in seconds."""
     threads: int
 
     def lines(self) -> list[str]:
@@ -52,13 +52,10 @@ class Demonstration:
 
 
 def demonstrate(config: ModelConfig, length: int = DEFAULT_LENGTH) -> Demonstration:
-    """Run a model with random weights on a text of random tokens, on the CPU in fp32.
-
-    Args:
-        length: number of tokens of the text.
+    """Run a model with random weights on `length` random tokens, on the CPU in fp32.
 
     Raises:
-        UserError: the text is longer than the context, or this machine has too little memory for the model.
+        UserError: `length` is not between 1 and the context, or this machine has too little memory for the model.
     """
     if not 1 <= length <= config.context_length:
         raise UserError(f"--length {length}: the model reads 1 to {config.context_length:,} tokens.")
@@ -75,7 +72,7 @@ def demonstrate(config: ModelConfig, length: int = DEFAULT_LENGTH) -> Demonstrat
         model = GPT(config).eval()
         tokens = torch.randint(vocab_size, (1, length + 1))
         seconds = []
-        for _ in range(1 + REPEATS):  # the first pass warms up
+        for _ in range(1 + REPEATS):  # the first pass is a warmup
             start = time.perf_counter()
             logits = model(tokens[:, :-1])
             seconds.append(time.perf_counter() - start)

@@ -1,6 +1,6 @@
-"""A drawing in text of a model's data flow: the operations of its parts (parts.py).
+"""Draws a model's data flow with text characters, from the operations of its parts (parts.py).
 
-Pages draw the same flow (page.py).
+HTML pages draw the same flow with boxes (page.py).
 """
 
 from collections.abc import Iterator
@@ -11,21 +11,21 @@ from gptworks.describe.parts import Row, parts
 from gptworks.describe.words import on_the_way, stack
 
 Line = tuple[str, str]
-"""A line of the drawing and the shape to its right."""
+"""A line of the drawing, and the tensor shape to print to its right."""
 
 MIN_WIDTH = 80
-"""Width in columns that the longest rows need."""
+"""Smallest width of a drawing, in columns; the longest rows need it."""
 
 _SHAPE_WIDTH = 20
 
 
 @dataclass(frozen=True)
 class Flow:
-    """The operations from token ids to logits."""
+    """The operations of a model from token ids to logits, in the order of the data flow."""
 
     embedding: list[Row]
     entry: list[Row]
-    """Operations on the residual stream as it enters a block."""
+    """Operations on the residual stream when it enters a block: the skip connection, if there is one."""
     attention: list[Row]
     """Operations of a block's attention, whose output is added to the residual stream."""
     mlp: list[Row]
@@ -33,7 +33,7 @@ class Flow:
 
 
 def flow(c: ModelConfig) -> Flow:
-    """The operations of the model and of one of its blocks."""
+    """Return the operations of the model, with one block as an example for all blocks."""
     stream = f"B × T × {c.d_model:,}"
     described = parts(c, None)
     dropped, residual = (
@@ -54,7 +54,7 @@ def flow(c: ModelConfig) -> Flow:
 
 
 def diagram(config: ModelConfig, width: int = MIN_WIDTH) -> list[str]:
-    """The lines of the drawing, `width` columns wide."""
+    """Return the lines of the drawing, `width` columns wide."""
     frame_width = max(width, MIN_WIDTH) - _SHAPE_WIDTH
     lines = _lines(config, frame_width)
     return [f"{line:<{frame_width}}{shape:>{_SHAPE_WIDTH}}".rstrip() for line, shape in lines]
@@ -78,7 +78,7 @@ def _lines(c: ModelConfig, width: int) -> Iterator[Line]:
 
 
 def _box(rows: list[Row], width: int) -> Iterator[Line]:
-    """The lines of a box around the residual stream."""
+    """Yield the lines of a box outside the blocks, which the residual stream passes through."""
     yield f"╭─────▼{'─' * (width - 8)}╮", ""
     for text, shape in _fitted(rows, width - 6):
         yield f"│  {text}  │", shape
@@ -86,14 +86,14 @@ def _box(rows: list[Row], width: int) -> Iterator[Line]:
 
 
 def _serial(attention: list[Row], mlp: list[Row], width: int) -> Iterator[Line]:
-    """Two boxes inside the block, each fed from the residual stream on its left and added back to it."""
+    """Yield the lines of two boxes inside the block, each of which reads the residual stream and adds to it."""
     for rows in (attention, mlp):
         yield f"║     ├────╮{' ' * (width - 13)}║", ""
         yield from _branch(rows, width - 14, "║")
 
 
 def _parallel(attention: list[Row], mlp: list[Row], width: int) -> Iterator[Line]:
-    """Two boxes that both read the block's input: the second box's line passes to the right of the first box."""
+    """Yield the lines of two boxes that both read the block's input; a line to the second passes right of the first."""
     yield f"║     ├────┬{'─' * (width - 15)}╮ ║", ""
     yield from _branch(attention, width - 16, "│ ║")
     yield f"║     │    ╭{'─' * (width - 15)}╯ ║", ""
@@ -101,7 +101,7 @@ def _parallel(attention: list[Row], mlp: list[Row], width: int) -> Iterator[Line
 
 
 def _branch(rows: list[Row], width: int, right: str) -> Iterator[Line]:
-    """The lines of a box of `width` columns inside the block, with `right` after it."""
+    """Yield the lines of a box inside the block whose rows have `width` columns; `right` is printed after each line."""
     yield f"║     │ ╭──▼{'─' * (width - 1)}╮ {right}", ""
     for text, shape in _fitted(rows, width):
         yield f"║     │ │ {text} │ {right}", shape
@@ -110,7 +110,7 @@ def _branch(rows: list[Row], width: int, right: str) -> Iterator[Line]:
 
 
 def _fitted(rows: list[Row], width: int) -> Iterator[Line]:
-    """Each row on one line, or with its weights on a second line if one line is too short."""
+    """Yield each row as one line, or as two with the weights on the second if one line is too short."""
     for operation, weights, shape in rows:
         if len(operation) + 1 + len(weights) <= width:
             yield f"{operation}{weights:>{width - len(operation)}}", shape

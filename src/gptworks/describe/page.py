@@ -1,4 +1,4 @@
-"""A model's data sheet as a page: one file that needs no network or script, for light and dark screens and for A4."""
+"""Writes a model's data sheet as an HTML page without scripts or downloads, for light and dark screens and A4 paper."""
 
 from markupsafe import Markup
 
@@ -13,13 +13,13 @@ from gptworks.pages.page import page
 from gptworks.units import readable
 
 SHORT = {"query_key_value": "q, k, v", "attention_scores": "scores", "output_projection": "output"}
-"""Short names of parts, for bars."""
+"""Short names of parts, for labels inside bars."""
 
 NAMES = {"embedding": "embedding", "attention": "attention", "mlp": "MLP", "norm": "norms", "head": "head"}
 
 
 def to_html(sheet: Sheet) -> str:
-    """A data sheet as an HTML page. Numbers are in <data> elements with their exact values."""
+    """Return a data sheet as an HTML page, with the exact value of each number in a <data> element."""
     parts = (
         _key_figures(sheet),
         html.section("Architecture", architecture(sheet.config)),
@@ -37,7 +37,7 @@ def to_html(sheet: Sheet) -> str:
 
 
 def architecture(c: ModelConfig) -> Markup:
-    """The data flow of the model and of one block, as `diagram` draws it on a terminal."""
+    """Return a drawing of the data flow through the model and one block, like that of `diagram` for a terminal."""
     return html.flow_boxes(flow(c), stack(c), f"B × T × {c.vocab_size:,}", c.parallel_residual)
 
 
@@ -67,11 +67,11 @@ def _memory(sheet: Sheet) -> Markup:
 
 
 Share = tuple[str, str, float]
-"""A part's kind (its colour), its name, and its amount."""
+"""A segment of a bar: the part's kind, which decides the colour; its name; its amount."""
 
 
 def _shares(sheet: Sheet) -> Markup:
-    """Bars with the shares of parts in the parameters, in those active for one token, and in the operations."""
+    """Draw bars of each part's share of the parameters, of the parameters active for a token, and of the FLOPs."""
     count, flops = sheet.parameters, sheet.flops
     stored = dict.fromkeys(NAMES, 0)
     for group in count.groups.values():

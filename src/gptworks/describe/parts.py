@@ -1,5 +1,5 @@
-"""An architecture's parts in the order of its data flow: name, weights, function, source, and the operations that a
-drawing shows (diagram.py).
+"""Describes an architecture's parts in the order of the data flow: name, weights, function, source, and the operations
+that a drawing shows (diagram.py).
 
 Shapes: B sequences of T tokens; weights are [out × in].
 """
@@ -26,48 +26,48 @@ from gptworks.describe.words import (
 )
 
 Row = tuple[str, str, str]
-"""An operation as it is drawn: its name, the shape of its weights, the shape of its output."""
+"""An operation in a drawing: its name, the shape of its weights, the shape of its output."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A step on the way from token ids to logits."""
+    """A part of an architecture, such as an embedding, a norm, a projection or the scores of attention."""
 
     key: str
     name: str
     kind: str
-    """The kind, which decides the colour on pages: embedding, attention, mlp, norm or head."""
+    """embedding, attention, mlp, norm or head; it decides the colour on pages."""
     place: str
-    """`input` or `output` of the model, or `attention` or `mlp` of a block."""
+    """Where the part is: `input` or `output` of the model, or `attention` or `mlp` of a block."""
     weights: str
-    """The shapes of the part's weights; empty without weights."""
+    """Shapes of the part's weights, as text; empty if it has no weights."""
     shape: str
-    """The shape of the part's output."""
+    """Shape of the part's output, as text."""
     words: str
-    """The part's function, in a sentence or two."""
+    """What the part does, in a sentence or two."""
     source: str
-    """The paper that introduced the part."""
+    """The publication that introduced the part."""
     modules: tuple[str, ...] = ()
-    """Module names, without the block's prefix for parts of a block."""
+    """Names of the part's modules, within the block if the part is in blocks."""
     tensors_of: tuple[str, ...] = ()
-    """Other modules whose tensors the part uses, such as the embedding of a tied head."""
+    """Other modules whose tensors the part uses: a tied head uses the token embedding's."""
     drawn: str = ""
-    """The part's operation in a drawing, with its weights and its output; empty: none, or only `more_rows`."""
+    """Name of the part's operation in a drawing, with `weights` and `shape`; empty: a drawing has only `more_rows`."""
     more_rows: tuple[Row, ...] = ()
-    """Further operations in a drawing; a row may stand for several parts."""
+    """Further operations in a drawing. One row may cover several parts, such as query, key and value."""
 
     @property
     def in_block(self) -> bool:
-        """Whether each block has such a part."""
+        """Whether the part is in blocks."""
         return self.place in ("attention", "mlp")
 
     @property
     def rows(self) -> list[Row]:
-        """The part's operations as a drawing shows them."""
+        """The part's operations in a drawing."""
         return [*([(self.drawn, self.weights, self.shape)] if self.drawn else []), *self.more_rows]
 
     def in_layer(self, modules: Iterable[str], layer: int) -> list[str]:
-        """Full names of modules of this part in one layer."""
+        """Return the full names of this part's `modules`; for a part in blocks, those in layer `layer`."""
         return [f"blocks.{layer}.{name}" if self.in_block else name for name in modules]
 
 
@@ -96,10 +96,10 @@ _ACTIVATIONS = {
 
 
 def parts(c: ModelConfig, layer: int | None = 0) -> list[Part]:
-    """The parts of the model and of one of its blocks, in the order of the data flow.
+    """Return the parts of the model and of one of its blocks, in the order of the data flow.
 
     Args:
-        layer: the block; None: the parts that any block has, with the words of the first.
+        layer: index of the block; None: the parts that any block has, described as in the first block.
     """
     return [*_input(c), *_attention(c, layer), *_mlp(c), *_output(c)]
 
@@ -295,7 +295,7 @@ def _mlp(c: ModelConfig) -> Iterator[Part]:
 
 
 def _rows_of_mlp(c: ModelConfig, d_ff: int, tokens: str, indent: str = "") -> Iterator[Row]:
-    """The operations of an MLP of inner width `d_ff`; `tokens` has the leading dimensions of its input's shape."""
+    """Yield the operations of an MLP with inner width `d_ff`; `tokens` are the leading dimensions of its shapes."""
     inner, up = f"{tokens} × {d_ff:,}", matrix(d_ff, c.d_model, c.mlp_bias)
     yield (f"{indent}gate, up", f"2 of {up}", inner) if c.gated else (f"{indent}up", up, inner)
     for words in (activation(c), *on_the_way(1, c.dropout_mlp)):

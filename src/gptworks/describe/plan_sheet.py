@@ -1,4 +1,4 @@
-"""A plan that prints as text, and as tables in a notebook."""
+"""A plan that a terminal prints as text and a notebook shows as tables."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,10 @@ from gptworks.terminal import lines_of
 
 @dataclass(frozen=True, repr=False)
 class PlanSheet(Plan):
-    """A plan that prints as text, and as tables in a notebook."""
+    """A plan that a terminal prints as text and a notebook shows as tables."""
 
     details: bool = False
-    """Whether to show also FLOPs by part, other precisions and layouts, and inference."""
+    """Whether to show also the FLOPs by part, other precisions and layouts, and the memory of inference."""
 
     def __repr__(self) -> str:
         lines = lines_of(printed(self, self.details))

@@ -1,4 +1,4 @@
-"""The output of `gptworks plan`, as tables and as JSON. Bytes and FLOPs are decimal (1 GB is 10⁹ bytes)."""
+"""Formats the output of `gptworks plan` as tables and as JSON. Units are decimal (1 GB is 10⁹ bytes)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -34,19 +34,20 @@ _UNMEASURED = "--device this measures this machine's speed"
 
 
 def words(part: str) -> str:
-    """The name of a part in words."""
+    """Return the displayed name of a part of the memory, the FLOPs or the communication."""
     return _WORDS.get(part, part.replace("_", " "))
 
 
 def printed(plan: Plan, details: bool = False) -> Group:
-    """The tables of a plan for a terminal; with `details`, all of them."""
+    """Return the tables of a plan for a terminal; `details` adds further tables and figures."""
     return Group(*(table.rich() for table in tables(plan, details)))
 
 
 def tables(plan: Plan, details: bool = False, unmeasured: str = _UNMEASURED) -> Iterator[Table]:
-    """Tables on whether the run fits, what to change, and what it costs; with `details`, every figure.
+    """Yield tables of the plan's main figures, of its memory, and of changes if the run does not fit.
 
     Args:
+        details: add FLOPs by part, other precisions and layouts, and the memory of inference.
         unmeasured: advice to print if the machine's speed is unknown.
     """
     yield Table((plan.recipe.name, "plan"), "ll", _facts(plan, details, unmeasured))
@@ -144,7 +145,7 @@ def _checkpoints(plan: Plan) -> str:
 
 
 def _objective(plan: Plan) -> str:
-    """The objective, and the extra computation and memory that the figures count; empty without any extra."""
+    """Return the objective and the additional passes and weights in the figures; empty if there are none."""
     objective = plan.recipe.objective
     paired, answers = objective.rows_per_sample == 2, "text" not in objective.sources
     counted = {
@@ -182,7 +183,7 @@ def _device(plan: Plan) -> str:
 
 
 def _many_ranks(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Facts on the network of several devices and on the parts of a step's time; none for one device."""
+    """Yield (label, text) facts about the network and the parts of a step's time; none for one device."""
     device, layout = plan.device, plan.setting.layout
     if layout.world_size == 1:
         return
@@ -221,7 +222,7 @@ def _time(plan: Plan, unmeasured: str) -> str:
 
 
 def readable_seconds(seconds: float) -> str:
-    """A rounded duration, such as `45 s`, `12 min`, `3.4 h`, `12 days`, `1.5 years`."""
+    """Return a rounded duration, such as `45 s`, `12 min`, `3.4 h`, `12 days`, `1.5 years`."""
     year = 365.25 * 86_400
     for unit, size, least in (("years", year, 1), ("days", 86_400, 2), ("h", 3600, 2), ("min", 60, 2)):
         if seconds >= least * size:
@@ -241,7 +242,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _checks(plan: Plan) -> Table:
-    """A table of the predicted, the traced and the measured peak of a step."""
+    """Return a table that compares the predicted peak memory of a step with the traced and the measured one."""
     rows = [("predicted", plan.step_bytes)]
     rows += [] if plan.traced_bytes is None else [("traced", plan.traced_bytes)]
     if plan.measured is not None:
@@ -252,7 +253,7 @@ def _checks(plan: Plan) -> Table:
 
 
 def _alternatives(plan: Plan) -> Table:
-    """A table of peaks with the same micro-batch: rows are precision and checkpointing, columns are layouts."""
+    """Return a table of peak memory by precision and checkpointing (rows) and layout (columns)."""
     layouts = list(dict.fromkeys(layout_words(each.setting.layout) for each in plan.alternatives))
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for each in plan.alternatives:
@@ -279,7 +280,7 @@ def _inference(plan: Plan) -> Table:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON with stable keys; figures that are unknown before the run are null."""
+    """Return the plan as JSON with stable keys; unknown figures are null."""
     setting, device, layout = plan.setting, plan.device, plan.setting.layout
     return {
         "name": plan.recipe.name,
@@ -337,7 +338,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def _network_json(plan: Plan) -> dict[str, Any] | None:
-    """The network's part of the JSON; null for one device."""
+    """Return the `network` part of `plan_json`; None for one device."""
     device, times = plan.device, plan.step_time
     if plan.setting.layout.world_size == 1:
         return None
@@ -359,5 +360,5 @@ def _step_json(setting: Setting) -> dict[str, Any]:
 
 
 def _named(thing: object, *names: str) -> dict[str, Any]:
-    """The named attributes of an object, by name."""
+    """Return an object's attributes with these names, by name."""
     return {name: getattr(thing, name) for name in names}

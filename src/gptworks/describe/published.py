@@ -1,4 +1,4 @@
-"""Compare figures that documents print about their models (`published.json`) with the exact ones."""
+"""Compares the figures that documents print about models (`published.json`) with exact ones."""
 
 import json
 from collections.abc import Mapping
@@ -17,16 +17,16 @@ from gptworks.units import readable
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure that a document prints, and its exact value."""
+    """A figure that a document prints about a model, and its exact value."""
 
     document: str
-    """The number of one of the five reference documents, or a publication."""
+    """Number of one of the five reference documents, such as 002, or a publication."""
     quantity: str
     unit: str
     published: float | str
-    """Number of units, not of thousands or millions; text if the document prints a range."""
+    """The printed figure in `unit`, without prefixes such as kilo or mega; text if the document prints a range."""
     exact: float | None
-    """The exact value; None if it must be measured, by the command that the note names."""
+    """The exact value in `unit`; None if it must be measured, with the command in `note`."""
     note: str = ""
 
     @property
@@ -35,7 +35,7 @@ class Figure:
 
     @property
     def error_text(self) -> str:
-        """The error of the published figure: in percent, or as a factor below one half and above two."""
+        """Error of the published figure in percent, or as a factor if that is at most 0.5 or at least 2, as text."""
         if isinstance(self.published, str) or not self.exact:
             return ""
         ratio = self.published / self.exact
@@ -45,7 +45,7 @@ class Figure:
 
     @property
     def cells(self) -> tuple[str, str, str, str, str]:
-        """Quantity, published, exact, error and note, for a table."""
+        """Cells of a table row: quantity, published figure, exact figure, error and note."""
         published = self.published if isinstance(self.published, str) else _text(self.published, self.unit)
         exact = "to measure" if self.exact is None else _text(self.exact, self.unit)
         return self.quantity, published, exact, self.error_text, self.note
@@ -61,7 +61,7 @@ def _text(value: float, unit: str) -> str:
 
 
 def published_figures(config: ModelConfig) -> tuple[Figure, ...]:
-    """The figures printed about the preset that has these settings; empty for other models."""
+    """Return the figures printed about the preset whose settings equal `config`; empty for other models."""
     for name, found in _published().items():
         if preset(name) == config:
             exact = _exact(config)
@@ -73,7 +73,7 @@ def published_figures(config: ModelConfig) -> tuple[Figure, ...]:
 
 
 def _exact(config: ModelConfig) -> Mapping[str, Mapping[str, float]]:
-    """The exact figures, by unit and key."""
+    """Compute the exact figures, by unit and by the key in `published.json`."""
     count, flops = count_parameters(config), forward_flops(config)
     step = flops.per_token_dense * 512 * 2048
     table = require_vocab_size(config) * config.d_model
@@ -118,14 +118,14 @@ def _exact(config: ModelConfig) -> Mapping[str, Mapping[str, float]]:
 
 @cache
 def _sizes() -> dict[str, int]:
-    """Numbers of parameters of the models with which documents compare theirs."""
+    """Return the numbers of parameters of the models with which the documents compare their own."""
     return {name: count_parameters(preset(name)).total
             for name in ("gpt2", "gpt2-medium", "gpt2-large", "llama-2-7b")}  # fmt: skip
 
 
 @cache
 def _published() -> dict[str, Any]:
-    """The `source` and its `figures` for each preset: the unit and key of the exact figure, its name in the source, the
-    printed value, and a note. Without a key, the exact figure must be measured."""
+    """Read `published.json`. By preset, it has a `source` and `figures`: unit, key of the exact figure, name in the
+    source, printed value, note. Figures without a key must be measured."""
     tree: dict[str, Any] = json.loads((files("gptworks.describe") / "published.json").read_text(encoding="utf-8"))
     return tree

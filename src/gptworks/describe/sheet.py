@@ -1,6 +1,6 @@
-"""The data sheet of `gptworks describe`: as data, for a terminal and as Markdown; page.py makes a page of it.
+"""The data sheet of `gptworks describe`, as JSON, for a terminal and as Markdown; page.py writes it as HTML.
 
-Bytes and FLOPs are decimal (1 GB is 10⁹ bytes).
+Units are decimal (1 GB is 10⁹ bytes).
 """
 
 import re
@@ -27,7 +27,7 @@ from gptworks.planning.params import ParameterCount, ParameterGroup, Shape, coun
 from gptworks.units import readable
 
 WIDTH = 100
-"""Widest layout of a sheet, in columns."""
+"""Maximum width of a sheet on a terminal, in columns."""
 
 
 KINDS = {
@@ -40,15 +40,15 @@ KINDS = {
     "query_key_value": "attention", "attention_scores": "scores", "output_projection": "attention",
     "laboratory": "attention", "future_heads": "head",
 }  # fmt: skip
-"""Colour of each group of parameters and of each part of the operations; by default the MLP's."""
+"""Kind, which decides the colour, of each group of parameters and part of the FLOPs; mlp if not listed."""
 
 WORDS = {"query_key_value": "query, key, value", "attention_scores": "scores and weighted sum", "mlp": "MLP"}
-"""Names of parts of the computation that differ from their keys."""
+"""Displayed names of parts of the FLOPs, if they differ from the keys."""
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """A model's data sheet, which can be printed with rich and converted to Markdown and JSON."""
+    """A model's data sheet, which rich can print; it converts to Markdown and JSON."""
 
     name: str
     config: ModelConfig
@@ -59,22 +59,22 @@ class Sheet:
 
     @property
     def kv_cache_bytes_per_token(self) -> int:
-        """Bytes of the fp16 KV cache for each token of a sequence."""
+        """Bytes that each token of a sequence takes in an fp16 KV cache."""
         return kv_cache_bytes(self.config, length=1)
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Bytes of the fp16 KV cache for one sequence at full context."""
+        """Bytes of an fp16 KV cache for one sequence as long as the context."""
         return kv_cache_bytes(self.config)
 
     @property
     def groups(self) -> list[ParameterGroup]:
-        """The groups of parameters that the model has, and its head even if it is tied."""
+        """Groups of parameters that are not empty, and always the head, which is empty if it is tied."""
         return [group for group in self.parameters.groups.values() if group.total or group.name == "head"]
 
     @property
     def totals(self) -> list[tuple[str, int, int]]:
-        """Parameters of one block and of the model; with experts, also those active for one token."""
+        """(label, parameters of one block, parameters of the model): all, and with experts those active for a token."""
         count, per_layer = self.parameters, sum(group.per_layer for group in self.groups if group.in_block)
         idle = (count.total - count.active) // self.config.n_layers
         for_a_token = [("for a token", per_layer - idle, count.active)] if self.config.n_experts else []
@@ -82,7 +82,7 @@ class Sheet:
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        """The main figures, each with its label."""
+        """(label, text) of the model's main figures."""
         total, active, length = self.parameters.total, self.parameters.active, self.config.context_length
         return [
             ("parameters", f"{total:,}"),
@@ -100,7 +100,7 @@ class Sheet:
 
     @property
     def flops_by_part(self) -> dict[str, float]:
-        """Forward FLOPs per token of each kind of product, with attention counted over all pairs."""
+        """Forward FLOPs per token by part, at the full context with dense attention."""
         flops, length = self.flops, self.flops.length
         return {
             "query_key_value": flops.query_key_value / length,
@@ -112,7 +112,7 @@ class Sheet:
         }
 
     def words_of(self, part: str) -> str:
-        """The name of a part of the computation in words."""
+        """Return the displayed name of a part of the FLOPs."""
         if part == "experts":
             return f"{self.config.n_experts_per_token:,} of {self.config.n_experts:,} experts"
         return WORDS.get(part, part.replace("_", " "))
@@ -130,7 +130,7 @@ class Sheet:
             yield "shared_expert", shared
 
     def to_json(self) -> dict[str, Any]:
-        """The sheet as JSON with stable keys. Counts are exact integers; FLOPs are floats per token at full context."""
+        """Return the sheet as JSON with stable keys: exact integer counts, and FLOPs per token at the full context."""
         sheet = {
             "name": self.name,
             "model": self.config.model_dump(mode="json"),
@@ -154,7 +154,7 @@ class Sheet:
 
     @property
     def parameters_table(self) -> Table:
-        """A table of the groups of parameters and their shares of all."""
+        """Table of the groups of parameters, with each group's share of all parameters."""
         total, largest = self.parameters.total, max(group.total for group in self.groups)
         rows: list[tuple[html.Cell, ...]] = [
             (
@@ -172,7 +172,7 @@ class Sheet:
 
     @property
     def flops_table(self) -> Table:
-        """A table of the FLOPs of each part and their share of all."""
+        """Table of the forward FLOPs of each part, with its share of all."""
         total, parts = self.flops.per_token_dense, self.flops_by_part
         rows: list[tuple[html.Cell, ...]] = [
             (
@@ -190,7 +190,7 @@ class Sheet:
 
     @property
     def published_table(self) -> Table:
-        """A table of published and exact figures and remarks; it has no rows if nothing was published."""
+        """Table of published and exact figures with notes; without rows if `published` is empty."""
         rows: list[tuple[html.Cell, ...]] = []
         for each in self.published:
             quantity, published, exact, error, note = each.cells
@@ -203,11 +203,11 @@ class Sheet:
     @property
     def _tables(self) -> tuple[Table, ...]:
         facts = Table((f"at {self.flops.length:,} tokens", ""), "lr", self.facts)
-        total = ("total", readable(self.flops.per_token_dense, "FLOP"), "")  # the other totals are among the facts
+        total = ("total", readable(self.flops.per_token_dense, "FLOP"), "")  # `facts` has the other totals
         return self.parameters_table.first(4), facts, replace(self.flops_table.first(3), foot=[total])
 
     def to_markdown(self) -> str:
-        """The sheet for a document: the diagram as a code block, the tables as tables."""
+        """Return the sheet as Markdown, with the diagram in a code block."""
         drawing = "\n".join(("```text", *diagram(self.config), "```"))
         lines = (summary(self), traits(self.config), drawing)
         tables = self._tables + ((self.published_table,) if self.published else ())
@@ -231,16 +231,16 @@ class Sheet:
 
 
 def describe(config: ModelConfig, name: str | None = None) -> Sheet:
-    """The data sheet of a model, with published figures if the settings are exactly a preset's.
+    """Return the data sheet of a model, with published figures if its settings equal a preset's.
 
     Raises:
-        UserError: the vocabulary is not known yet.
+        UserError: the vocabulary size is unknown.
     """
     return Sheet(name or "model", config, count_parameters(config), forward_flops(config), published_figures(config))
 
 
 def parameters_json(parameters: ParameterCount) -> dict[str, Any]:
-    """Parameter counts as JSON, in total and by group, with the shape of each tensor."""
+    """Return the parameter counts as JSON, in total and by group, with the shape of each tensor."""
     groups = {
         group.name: {
             "per_layer": group.per_layer if group.in_block else None,
@@ -255,7 +255,7 @@ def parameters_json(parameters: ParameterCount) -> dict[str, Any]:
 
 
 def summary(sheet: Sheet) -> str:
-    """The model's size and dimensions in one line."""
+    """Return the model's size and dimensions in one line."""
     c, count = sheet.config, sheet.parameters
     parts = [
         f"{count.total:,} parameters" + (f", {count.active:,} for a token" if c.n_experts else ""),
@@ -270,7 +270,7 @@ def summary(sheet: Sheet) -> str:
 
 
 def traits(c: ModelConfig) -> str:
-    """The model's design in one line."""
+    """Return the model's design choices in one line: positions, norms, activation, biases and so on."""
     biased = [name for name, there in (("qkv", c.qkv_bias), ("output", c.out_bias), ("MLP", c.mlp_bias)) if there]
     parts = [
         POSITIONS[c.position][0]
@@ -296,12 +296,12 @@ def traits(c: ModelConfig) -> str:
 
 
 def label(group: ParameterGroup) -> str:
-    """A group's name in words."""
+    """Return the displayed name of a group of parameters."""
     return group.name.replace("_", " ").replace("qk", "query/key").replace("mlp", "MLP")
 
 
 def tensors_text(group: ParameterGroup) -> str:
-    """A group's tensors by shape, such as `query out [768 × 768] · key value [256 × 768]`; equal experts once."""
+    """Return a group's tensors by shape, such as `query out [768 × 768] · key value [256 × 768]`; experts only once."""
     if not group.tensors:
         return "tied to the token embedding"
     tensors = {name: shape for name, shape in group.tensors.items() if not re.search(r"experts\.[1-9]", name)}
@@ -318,7 +318,7 @@ def tensors_text(group: ParameterGroup) -> str:
 
 
 def _wrapped(text: str, width: int) -> str:
-    """The text with line breaks only between its parts."""
+    """Break the text into lines of at most `width` columns, only between the parts that ` · ` separates."""
     first, *rest = text.split(" · ")
     lines = [first]
     for part in rest:

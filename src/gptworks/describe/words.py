@@ -1,4 +1,4 @@
-"""Names, formulas and shapes in words, for drawings and descriptions of an architecture."""
+"""Formats names, formulas and shapes as text, for drawings and descriptions of an architecture."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ POSITIONS = {
     "rope": ("rotary positions", ""),
     "none": ("no positions", ""),
 }
-"""The kind of positions, and what is added to the tokens' embeddings."""
+"""By `model.position`: its displayed name, and the operation that adds an embedding (empty: none)."""
 
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 _ACTIVATIONS = {"gelu": "GELU", "gelu_tanh": "GELU (tanh)", "relu2": "ReLU²", "swiglu": "SiLU", "geglu": "GELU",
@@ -17,12 +17,12 @@ _ACTIVATIONS = {"gelu": "GELU", "gelu_tanh": "GELU (tanh)", "relu2": "ReLU²", "
 
 
 def dims(shape: Iterable[int]) -> str:
-    """A shape as text, such as `50,257 × 768`."""
+    """Return a shape as text, such as `50,257 × 768`."""
     return " × ".join(f"{size:,}" for size in shape)
 
 
 def matrix(out: int, into: int, bias: bool = False) -> str:
-    """The shape of a linear layer's weights as text; its bias, if any, has `out` elements."""
+    """Return the shape of a linear layer's weights as text, such as `3,072 × 768 + bias`."""
     return dims((out, into)) + (" + bias" if bias else "")
 
 
@@ -35,7 +35,7 @@ def norm_weights(c: ModelConfig) -> str:
 
 
 def head_norms(c: ModelConfig) -> str:
-    """The numbers of weights of the norms of queries and keys, as text."""
+    """Return the numbers of weights of the norms of queries and keys, as text."""
     if c.qk_norm == "whole":
         return f"{c.n_heads * c.d_head:,} + {c.n_kv_heads * c.d_head:,}"
     return f"2 of {c.d_head:,}"
@@ -46,20 +46,20 @@ def activation(c: ModelConfig) -> str:
 
 
 def turned(c: ModelConfig) -> str:
-    """The layers and the part of each head that are rotated by position, as text; empty if all are."""
+    """Return as text how many layers, and which channels of a head, have rotary positions; empty if all have."""
     layers = sum(map(c.layer_rotates, range(c.n_layers)))
     part = "" if c.d_rotary == c.d_head else f"first {c.d_rotary:,} of {c.d_head:,}"
     return ", ".join(filter(None, (f"{layers} of {c.n_layers} layers" if layers < c.n_layers else "", part)))
 
 
 def base(c: ModelConfig) -> str:
-    """The base of the rotary frequencies as text, and the base of windowed layers if it differs."""
+    """Return the base of the rotary frequencies as text, and the base of windowed layers if they have another."""
     own = c.window_rope_theta
     return f"θ = {c.rope_theta:,.10g}" + ("" if own is None else f", {own:,.10g} in windows")
 
 
 def scaled(c: ModelConfig) -> str:
-    """The scaling of the rotary frequencies as text; empty if they are not scaled."""
+    """Return the scaling of the rotary frequencies as text; empty if they are not scaled."""
     if c.rope_scaling is None:
         return ""
     factor, where = c.rope_scaling.factor, "" if c.window_rope_theta is None else ", not in windows"
@@ -72,34 +72,34 @@ def scores(c: ModelConfig) -> str:
 
 
 def capped(words: str, softcap: float | None) -> str:
-    """The formula `words` with the soft cap applied, if there is one."""
+    """Return the formula `words` with a soft cap applied; unchanged if `softcap` is None."""
     return words if softcap is None else f"{softcap:g} tanh({words} / {softcap:g})"
 
 
 def logits(c: ModelConfig) -> str:
-    """The formula of the logits from the head's product; empty if they are equal."""
+    """Return the operations that turn the head's product into logits, as a formula; empty if there are none."""
     divided = f"/ {c.logit_divisor:g}" if c.logit_divisor != 1 else ""
     return divided if c.logit_softcap is None else capped(f"logits {divided}".strip(), c.logit_softcap)
 
 
 def on_the_way(factor: float, dropout: float) -> list[str]:
-    """Names of the operations on a tensor before it begins or is added to the residual stream."""
+    """Return the names of the operations (scaling, dropout) on a tensor before it enters the residual stream."""
     return [f"× {factor:g}"] * (factor != 1) + [f"dropout {dropout:g}"] * (dropout > 0)
 
 
 def future_weights(c: ModelConfig) -> str:
-    """The shapes of the heads for tokens beyond the next."""
+    """Return the shapes of the heads that predict tokens beyond the next, as text."""
     n, square = c.n_future_tokens - 1, dims((c.d_model, c.d_model))
     return square if n == 1 else f"{n:,} of {square}"
 
 
 def n_banded(c: ModelConfig) -> int:
-    """Number of layers that see only a window."""
+    """Return the number of layers whose attention has a window."""
     return sum(window is not None for window in c.layer_windows)
 
 
 def stack(c: ModelConfig) -> str:
-    """The number of blocks, and how often they run."""
+    """Return the number of blocks as text, and how often they run if they repeat."""
     blocks = f"{c.n_layers:,} × block"
     if not c.repeats_layers:
         return blocks
