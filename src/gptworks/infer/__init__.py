@@ -1,4 +1,4 @@
-"""Inference: logits to tokens (sampling), prompts to text (engine), many at once (scheduler, loop), talk (chat)."""
+"""Inference: sampling tokens, generating many texts together (engine, scheduler, loop), and chat sessions."""
 
 from gptworks.infer.chat import ChatSession, TurnSession, chat_session
 from gptworks.infer.engine import Engine, load

@@ -1,4 +1,4 @@
-"""Makes requests from prompts and settings, and checks them."""
+"""Check prompts and settings, and make requests of them."""
 
 import threading
 import warnings
@@ -19,10 +19,10 @@ from gptworks.tokenizer import encodings, prompt_ids, vocabulary_size
 
 
 class Admission:
-    """Makes an engine's requests, and refuses those that it cannot serve. Thread-safe."""
+    """Makes an engine's requests, and refuses those that the engine cannot serve. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, room: Room) -> None:
-        """Raises a UserError if the tokenizer has ids that the model lacks."""
+        """Raises a UserError if the tokenizer or the drafter does not fit the model."""
         self.n_ids, n_rows = vocabulary_size(tokenizer), room.model.config.vocab_size
         if self.n_ids > n_rows:
             raise UserError(
@@ -48,15 +48,15 @@ class Admission:
         listener: Listener | None = None,
         **changes: Any,
     ) -> Request:
-        """A new request.
+        """Check the arguments and return a new request, which is not queued yet.
 
         Args:
             prompt, settings, n_samples, overflow, changes: as in `Engine.pieces`.
             prompt_logprobs: report in `Request.prompt_logprobs` the log-probabilities of the prompt's tokens, and of
-                this many of the likeliest tokens at each position.
-            score_from: the first token of the prompt to report; tokens before it may be reused from other texts.
+                this many most likely tokens at each position. None: report nothing.
+            score_from: index of the first prompt token to report; tokens before it may be reused from other texts.
             generates: False: score the prompt only; see `Request`.
-            listener: called with each piece in the thread that steps, or with an error that ends the request.
+            listener: called in the engine's thread, with each piece, or with the error that ends the request.
 
         Raises:
             UserError: for the reasons of `Engine.pieces`.
@@ -92,7 +92,7 @@ class Admission:
         return Request(ids, samples, overflow, scores, listener)
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt, after the token that begins a document if the tokenizer has one.
+        """Return a prompt's token ids; a text is preceded by the token that begins a document, if there is one.
 
         Warns (UserWarning) of characters or words that the tokenizer does not know.
 
@@ -113,10 +113,10 @@ class Admission:
         return ids
 
     def constraints(self) -> Constraints:
-        """The compiler of grammars for this tokenizer.
+        """Return the grammar compiler for this tokenizer; the first call makes it.
 
         Raises:
-            UserError: llguidance is not installed, or the tokens do not spell text by themselves.
+            UserError: llguidance is not installed, or the tokenizer's tokens do not spell text by themselves.
         """
         with self._constraints_lock:
             if self._constraints is None:

@@ -1,10 +1,10 @@
-"""Continues the prompts of a file, and writes the texts to another. An interrupted batch continues where it stopped.
+"""Continue the prompts of a file and write the texts to another file. A second call resumes an interrupted batch.
 
-Input, one JSON object a line: `prompt`, a text; `id`, a string or whole number (default: the line's number, from 1);
-`settings`, an object that overrides the settings of the call (`{"max_tokens": 20}`). Other keys are ignored.
+Input: one JSON object per line, with `prompt`, a text; optionally `id`, a string or whole number (default: the line
+number, from 1), and `settings`, an object that overrides the call's (`{"max_tokens": 20}`). Other keys are ignored.
 
-Output, one line for each prompt as it finishes: `id`; `completions`, each with its text, finish_reason and number of
-tokens; `prompt_tokens`. A prompt that cannot be continued gets `id` and `error`.
+Output: one line per prompt, written when it finishes, with `id`, `prompt_tokens` and `completions`, each of which has
+`text`, `finish_reason` and `tokens` (their number). A prompt that fails gets `id` and `error` only.
 """
 
 import itertools
@@ -23,16 +23,16 @@ from gptworks.infer.sampling import SamplingSettings
 J = TypeVar("J", bound=Hashable)
 
 _IN_FLIGHT = 64
-"""Number of requests in the engine at once: enough that no slot is ever idle."""
+"""Maximum number of requests in the engine at a time: enough that no slot is idle."""
 _MOST_BYTES = 1 << 38
-"""Size limit of a file of prompts."""
+"""Maximum size of the input file."""
 
 _BEGINNING = b'{"id": '
 
 
 @dataclass
 class BatchReport:
-    """The outcome of a batch."""
+    """The progress of a batch, and finally its outcome."""
 
     total: int
     """Number of prompts in the input."""
@@ -43,7 +43,7 @@ class BatchReport:
     """Number of prompts that ended in an error."""
     generated_tokens: int = 0
     errors: list[str] = field(default_factory=list)
-    """The first few failures, with their ids."""
+    """Messages of the first three failed prompts, each after the prompt's id."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,12 +56,12 @@ class _Task:
 def run_many(
     engine: Engine, next_jobs: Callable[[int], Iterable[J]], submit: Callable[[J], Request], most: int
 ) -> Generator[tuple[J, Request | Exception]]:
-    """Each job with its finished request, or with its error, as they end.
+    """Submit jobs and take the engine's steps; yield each job when it ends, with its finished request or its error.
 
     Args:
-        next_jobs: called with a number before each step; returns at most this many jobs to submit.
-        submit: makes a job's request; it may raise a UserError, which ends only this job.
-        most: maximum number of requests in the engine at a time; enough that it is never idle.
+        next_jobs: called with a number before each step; returns at most that many new jobs.
+        submit: submits a job's request to the engine. A UserError that it raises ends only this job.
+        most: maximum number of requests in the engine at a time; choose enough that no slot is idle.
     """
     running: dict[J, Request] = {}
     try:
@@ -91,16 +91,16 @@ def generate_file(
     encode: Callable[[str], Prompt] = lambda text: text,
     report: Callable[[BatchReport], None] = lambda _: None,
 ) -> BatchReport:
-    """Continue every prompt of a file that is not yet in the output; lines are appended as prompts finish.
+    """Continue each prompt in `source` that `target` lacks; append a line to `target` when a prompt finishes.
 
     Args:
-        source, target: the input and output files; the module describes them.
+        source, target: the input and output files, in the formats that this module's docstring describes.
         settings, n_samples, overflow: as in `Engine.complete`, for all prompts.
         encode: turns a line's text into a prompt for the engine; default: the text itself.
-        report: called after each prompt.
+        report: called with the progress after each prompt.
 
     Raises:
-        UserError: an input line breaks the format, two have the same id, or the output file has other content.
+        UserError: an input line is invalid, two lines have the same id, or `target` is not the output of a batch.
     """
     source, target, defaults = Path(source), Path(target), settings or SamplingSettings()
 
@@ -133,7 +133,7 @@ def generate_file(
 
 
 def _outcome(request: Request | Exception) -> dict[str, Any]:
-    """The content of an output line."""
+    """Return the content of an output line, without the id."""
     if isinstance(request, Exception):
         return {"error": str(request)}
     return {
@@ -176,7 +176,7 @@ def _task(line: str, number: int, place: str, settings: SamplingSettings) -> _Ta
 
 
 def _finished(target: Path) -> set[str | int]:
-    """The ids of a file's complete lines; an incomplete last line is removed."""
+    """Return the ids of the complete lines of an output file; remove an incomplete last line from the file."""
     if not target.exists():
         return set()
     finished, complete_bytes = set(), 0

@@ -1,4 +1,4 @@
-"""Conversations: turns if the run has a chat template; otherwise a transcript that a base model continues."""
+"""Chat sessions: turns if the run has a chat template, otherwise a transcript that a base model continues."""
 
 import json
 from collections import deque
@@ -17,20 +17,19 @@ from gptworks.infer.text import FinishReason, Pace, Piece
 from gptworks.tokenizer import encode_text
 
 MOST_FILE_BYTES = 1 << 24
-"""Size limit of a file of conversations that a chat reads."""
+"""Maximum size of a conversation file that `ChatSession.load` reads."""
 
 
 class ChatSession:
-    """A transcript of the user's and the model's texts.
+    """A chat with a base model, which has no turns: it continues the transcript of all texts as plain text.
 
-    A base model has no turns: it continues the transcript as plain text. When the transcript outgrows the context, its
-    oldest tokens are removed, down to half the context.
+    When the transcript outgrows the context, its oldest tokens are removed until it fills half the context.
     """
 
     system = ""
 
     def __init__(self, engine: Engine, settings: SamplingSettings | None = None, **changes: Any) -> None:
-        """settings, changes: see `Engine.generate`.
+        """settings, changes: see `Engine.pieces`.
 
         Raises:
             UserError: a setting is unknown or impossible.
@@ -40,27 +39,27 @@ class ChatSession:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the transcript."""
+        """Begin an empty conversation."""
         self.token_ids: list[int] = []
         self.said: list[Message] = []
-        """All texts as messages of user and assistant."""
+        """The conversation as messages of user and assistant."""
         self.n_turns = 0
         self.n_forgotten_tokens = 0
-        """Tokens removed from the transcript; the caller should warn the user when it is no longer 0."""
+        """Number of tokens removed from the transcript; the caller should warn the user once it is above 0."""
         self.pace = Pace()
-        """The speed of the last answer, as far as it was read."""
+        """Decoding speed of the last answer, up to the part that the caller has read."""
         self.finish_reason: FinishReason | None = None
-        """The finish reason of the last answer; None if it was not read to its end."""
-        self._n_hidden = 0  # number of first messages that do not fit into the context
+        """The finish reason of the last answer; None if the caller has not read the answer to its end."""
+        self._n_hidden = 0  # number of oldest messages that do not fit into the context
         self._before: tuple[int, list[int], int, int] | None = None
 
     def send(self, text: str) -> Iterator[str]:
-        """Append text to the transcript and stream the model's continuation, which is appended as it arrives.
+        """Append text to the transcript and yield the model's continuation in parts; each part read is also appended.
 
-        With an empty text, the model continues the transcript. If the stream is left early, the text so far stays.
+        With an empty text, the model continues its own. If the caller stops reading early, the parts read so far stay.
 
         Raises:
-            UserError: the first text has no tokens, or the tokenizer cannot read the text.
+            UserError: the first text has no tokens, or the tokenizer cannot encode the text.
         """
         before = self._state()
         if not self.token_ids:
@@ -83,7 +82,7 @@ class ChatSession:
         return str(self.said[-2]["content"])
 
     def take_back(self) -> str:
-        """Remove the user's last text and its answer; returns the text.
+        """Remove the user's last text and the model's answer; return the text.
 
         Raises:
             UserError: the user has written no text, or has taken it back.
@@ -104,7 +103,7 @@ class ChatSession:
         raise UserError("a base model has no system message: it continues what you write.")
 
     def save(self, path: Path) -> int:
-        """Append the conversation to a .jsonl file, as a record of `messages`; returns its number of messages.
+        """Append the conversation to a .jsonl file, as a record with `messages`; return the number of messages.
 
         Raises:
             UserError: the conversation is empty; or the file is not a .jsonl file, or cannot be written.
@@ -125,10 +124,10 @@ class ChatSession:
         return len(system) + len(self.said)
 
     def load(self, path: Path) -> int:
-        """Continue the last conversation of a .jsonl file in any known format; returns its number of messages.
+        """Continue the last conversation of a .jsonl file, in any known format; return its number of messages.
 
         Raises:
-            UserError: the file is missing, too large or broken, or turns do not alternate; the session is unchanged.
+            UserError: the file is missing, too large or broken, or its turns do not alternate; nothing has changed.
         """
         _check_name(path)
         try:
@@ -141,7 +140,7 @@ class ChatSession:
         self._restore(last.messages, path)
         return len(last.messages)
 
-    # ----------------------------------------------------------------------------------------------- inside
+    # --------------------------------------------------------------------------------------- internal parts
 
     def _restore(self, messages: Sequence[Message], path: Path) -> None:
         n_system = int(messages[0]["role"] == "system")
@@ -161,7 +160,7 @@ class ChatSession:
         self._before = len(said) - 2, before[-self.engine.context :], 0, 0
 
     def _encoded(self, said: Sequence[Message]) -> list[int]:
-        """The token ids of a transcript; empty for an empty one."""
+        """Return the token ids of a transcript; an empty list for an empty transcript."""
         text = "".join(message["content"] for message in said)
         return self.engine.encode_prompt(text) if text else []
 
@@ -172,7 +171,7 @@ class ChatSession:
         return None if self.settings.seed is None else self.settings.seed + self.n_turns
 
     def _answer(self, text: str, before: tuple[int, list[int], int, int], pieces: Iterator[Piece]) -> Iterator[str]:
-        """Begin a turn that `take_back` can undo, and stream its answer."""
+        """Add a turn that `take_back` can undo, and yield its answer, made of `pieces`, in parts."""
         answer: Message = {"role": "assistant", "content": ""}
         self.said += [{"role": "user", "content": text}, answer]
         self._before, self.pace, self.finish_reason = before, Pace(), None
@@ -194,7 +193,7 @@ class ChatSession:
         self._forget()
 
     def _forget(self) -> None:
-        """Drop the tokens that the engine's window drops, so that the next turn continues the tokens in the cache."""
+        """Drop the tokens that the engine's sliding window drops, so that the next turn can reuse the cached tokens."""
         if len(self.token_ids) > self.engine.context:
             n_dropped = len(self.token_ids) - self.engine.restart_tokens
             self.token_ids = self.token_ids[n_dropped:]
@@ -202,15 +201,15 @@ class ChatSession:
 
 
 class TurnSession(ChatSession):
-    """Turns of a user and an assistant, in the format of the run's chat template.
+    """A chat in turns of user and assistant, rendered by the run's chat template.
 
-    When a conversation outgrows the context, its oldest turns are removed, but not the system message.
+    When the conversation outgrows the context, the model no longer reads its oldest turns, except the system message.
     """
 
     def __init__(
         self, engine: Engine, settings: SamplingSettings | None = None, *, system: str = "", **changes: Any
     ) -> None:
-        """settings, changes: see `Engine.generate`. system: the system message, before the first turn.
+        """settings, changes: see `Engine.pieces`. system: the system message, before the first turn.
 
         Raises:
             UserError: the run has no chat template, or a setting is unknown or impossible.
@@ -223,7 +222,7 @@ class TurnSession(ChatSession):
 
     @property
     def messages(self) -> list[Message]:
-        """The messages that the model reads, the system message first."""
+        """The messages that the model reads: the system message, if any, and the turns that fit into the context."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *self.said[self._n_hidden :]]
 
@@ -232,7 +231,7 @@ class TurnSession(ChatSession):
         self.system = text
 
     def send(self, text: str) -> Iterator[str]:
-        """Add the user's turn and stream the assistant's answer; the part that is read is added to the conversation.
+        """Add the user's turn and yield the assistant's answer in parts; each part read is added to the conversation.
 
         Raises:
             UserError: the template refuses the turns, or this turn is longer than the context.
@@ -246,13 +245,13 @@ class TurnSession(ChatSession):
         return self._answer(text, before, pieces)
 
     def _encoded(self, said: Sequence[Message]) -> list[int]:
-        return []  # each turn encodes all turns before it
+        return []  # `send` encodes all messages again
 
     def _written(self, token: int) -> None:
-        """Do nothing: the next turn encodes this answer."""
+        """Do nothing: the next `send` encodes this answer."""
 
     def _fitting(self, messages: list[Message]) -> tuple[int, list[int], int]:
-        """The number of oldest messages to hide so that an answer fits, the ids of the rest, and the number dropped."""
+        """Drop the oldest messages until an answer fits; return their number, the rest's ids, and the ids' decrease."""
         room = self.engine.context - min(self.settings.max_tokens, self.engine.context // 2)
         ids = self._template.encode(messages, add_generation_prompt=True)
         n_before, n_hidden, first = len(ids), 0, 1 if self.system else 0
@@ -271,7 +270,7 @@ def _check_name(path: Path) -> None:
 def chat_session(
     engine: Engine, settings: SamplingSettings | None = None, system: str = "", **changes: Any
 ) -> ChatSession:
-    """A TurnSession if the run has a chat template, otherwise a ChatSession.
+    """Return a TurnSession if the run has a chat template, otherwise a ChatSession.
 
     Raises:
         UserError: a setting is unknown or impossible, or a base model is given a system message.

@@ -1,8 +1,8 @@
-"""Constrains text to a JSON schema or a regular expression: llguidance finds the tokens that may come next.
+"""Constrain text to a JSON schema or a regular expression: llguidance finds the tokens that may come next.
 
-The extra `constrain` installs llguidance, which limits neither time nor memory of a compilation, and cannot stop
-one. Each grammar is therefore compiled first in a process with limits (`gptworks.confined`), which dies if it exceeds
-them. A grammar within the limits is compiled again here, at the same cost, once for each tokenizer, and kept.
+The extra `constrain` installs llguidance, which can neither limit the time and memory of a compilation nor stop it.
+Each grammar is therefore first compiled in a process with limits (`gptworks.confined`), which dies if it exceeds them.
+A grammar within the limits is compiled again in this process, once for each tokenizer, and kept.
 """
 
 import hashlib
@@ -27,22 +27,22 @@ from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import encode_text, token_spellings, vocabulary_size
 
 _SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""The spacing of `json.dumps`. If any white space were allowed, a small model might write nothing else."""
+"""White space in JSON, as `json.dumps` writes it. If any were allowed, a small model might write nothing else."""
 
 COMPILE_LIMITS = Limits(seconds=2, n_bytes=1 << 27)
-"""Limits of one grammar's compilation."""
+"""Limits for compiling one grammar."""
 _START_LIMITS = Limits(seconds=60, n_bytes=1 << 31)
-"""Limits of reading the model's vocabulary."""
+"""Limits for reading the tokenizer's vocabulary in the compiling process."""
 MAX_LIVE_BYTES = 1 << 29
-"""Memory limit of all grammars in use; a new one that would exceed it is refused with QueueFull."""
+"""Memory limit of all grammars in use; a new grammar that would exceed it is refused with QueueFull."""
 _MAX_KEPT_BYTES = 1 << 26
 _MAX_KEPT = 64
-"""Limits, in bytes and in number, of unused grammars that are kept for later requests."""
+"""Limits, in bytes and in number, of the grammars kept for later requests."""
 _MAX_REFUSALS = 256
-"""Number of refused grammars that are remembered."""
+"""Maximum number of refused grammars that are remembered."""
 _MASK_SECONDS = 1.0
 _MASK_SECONDS_PER_TOKEN = 0.02
-"""CPU seconds for the masks of a text, at first and for each token: all texts wait while masks are computed."""
+"""Limit of CPU time for a text's masks: seconds at its start, and seconds added per token. All texts wait for masks."""
 
 
 class Grammar:
@@ -57,14 +57,14 @@ class Grammar:
 
 
 class Constraint:
-    """Follows one text, and finds the tokens that may continue it. V: size of the tokenizer's vocabulary."""
+    """Follows one text and finds the tokens that may continue it. V: size of the tokenizer's vocabulary."""
 
     def __init__(self, matcher: Any, n_tokens: int) -> None:
         self._matcher, self._n_tokens = matcher, n_tokens
         self._seconds_left = _MASK_SECONDS
 
     def allowed(self) -> Tensor:
-        """A mask of the tokens that may come next, bool [V], with the end-of-text token if the text may end here.
+        """Return a mask of the tokens that may come next, bool [V]; end-of-text is one if the text may end here.
 
         Raises:
             UserError: no token may follow, or the computation exceeds a limit of llguidance or of this module.
@@ -82,13 +82,13 @@ class Constraint:
         return mask
 
     def push(self, token: int) -> bool:
-        """Add a token; returns whether the text is complete, so that no token may follow."""
+        """Add a token; return whether the text is complete, so that no token may follow."""
         if not self._matcher.consume_token(token):
             raise UserError(f"the constraint failed: {reason_of(self._matcher.get_error())}")
         return bool(self._matcher.is_stopped())
 
     def accepts(self, tokens: list[int]) -> int:
-        """The number of these tokens, from the first on, that may follow."""
+        """Return how many of the tokens, from the first on, the constraint allows to follow."""
         n: int = self._matcher.validate_tokens(tokens)
         return n
 
@@ -97,7 +97,7 @@ class Constraints:
     """Compiles grammars for one tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raises a UserError if llguidance is not installed, or the tokens do not spell text by themselves."""
+        """Raises a UserError if llguidance is missing, or the tokenizer's tokens do not spell text by themselves."""
         try:
             import llguidance
         except ImportError:
@@ -115,7 +115,7 @@ class Constraints:
         self._refusals: OrderedDict[str, str] = OrderedDict()
 
     def grammar(self, settings: SamplingSettings, task: Task | None = None) -> Grammar:
-        """The grammar of the settings, compiled if necessary, and shared while it is in use.
+        """Return the grammar for `json_schema` or `regex` in the settings; compile it if it is new.
 
         Args:
             task: lets another thread abandon the compilation.
@@ -141,7 +141,7 @@ class Constraints:
         raise _unfollowable(settings, refusal)
 
     def find(self, settings: SamplingSettings, source: str | None = None) -> Grammar | None:
-        """The grammar of the settings if it has been compiled; None if not.
+        """Return the grammar of the settings if it is already compiled; None if not.
 
         Raises:
             UserError: the schema or expression is invalid, or was refused before.
@@ -170,7 +170,7 @@ class Constraints:
         return grammar
 
     def _source(self, settings: SamplingSettings) -> str:
-        """The settings' schema or expression in llguidance's form."""
+        """Return the settings' schema or expression in llguidance's format."""
         matcher = self._library.LLMatcher
         if settings.regex is not None:
             source: str = matcher.grammar_from_regex(settings.regex)
@@ -189,7 +189,7 @@ class Constraints:
 
 
 def _setup(tokenizer: Tokenizer, n_tokens: int) -> dict[str, Any]:
-    """The tokenizer as `read_tokenizer` takes it, with an end-of-text token added if it has none."""
+    """Return the tokenizer in the form that `read_tokenizer` takes; add an end-of-text token if it has none."""
     special, spellings = special_tokens(tokenizer), token_spellings(tokenizer)
     if spellings is not None:
         added = tokenizer.get_added_tokens_decoder()

@@ -1,8 +1,8 @@
-"""Uses a step's logits: scores prompts, draws the next tokens of all texts together, and ends finished texts.
+"""Use the logits of a step: score prompts, draw the next tokens of all texts together, and end finished texts.
 
-A prompt is read once; its other samples begin from the same logits. With a drafter, draft tokens are computed with a
-text's last token (speculative decoding). A draft token is accepted if the model draws the same token itself, so that
-the draws of a step continue as long as they equal the draft.
+A prompt is computed once; all samples of it begin from the same logits. In speculative decoding, a step computes a
+text's last token together with draft tokens. A draft token is accepted if the model draws the same token, so a step
+draws tokens of a text until one differs from the draft.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ from gptworks.infer.text import Piece
 
 
 def use_logits(work: Work, logits: Tensor, requests: OpenRequests) -> list[Draw]:
-    """Score the prompt's tokens by a work's logits [n_logits, V]; return the draws that are now possible."""
+    """Score prompt tokens with a work's logits [n_logits, V]; return the draws for which logits are now known."""
     job, request = work.job, work.job.request
     request.scores.read(work, logits)
     if not work.n_draft:
@@ -36,13 +36,13 @@ def use_logits(work: Work, logits: Tensor, requests: OpenRequests) -> list[Draw]
     if request.first_logits is None and len(request.samples) > 1:
         request.first_logits = logits[-1:].clone()
         others = [Job(list(job.tokens), knows_logits=True, request=request, sample=one) for one in request.samples[1:]]
-        requests.add(*others, first=True)  # these samples continue the prompt that the first has read
+        requests.add(*others, first=True)  # these samples reuse the prompt that the first one has computed
         draws += requests.admit()
     return draws
 
 
 def draft_tokens(requests: OpenRequests) -> None:
-    """Let the drafter propose draft tokens for the texts in generation."""
+    """Let the drafter, if there is one, propose draft tokens for each text in generation."""
     room = requests.room
     if room.drafter is None:
         return
@@ -55,24 +55,24 @@ def draft_tokens(requests: OpenRequests) -> None:
 
 
 def _n_wanted(job: Job, requests: OpenRequests) -> int:
-    """The most draft tokens for a running job; 0 if it is not generating, or is about to end."""
+    """Return the maximum number of draft tokens for a running job; 0 if it is not generating or is about to end."""
     one, room, length = job.sample, requests.room, len(job.tokens)
     if one is None or not one.sampler.n_generated or length != job.n_computed + 1:
         return 0
     assert room.backend is not None
     capacity = room.backend.capacity
     if room.turns_at is not None and length <= room.turns_at:
-        capacity = min(capacity, room.turns_at)  # LongRoPE computes longer texts with other factors
+        capacity = min(capacity, room.turns_at)  # LongRoPE uses other factors for longer texts
     n_left: int = one.settings.max_tokens - one.sampler.n_generated - 1
     return min(n_left, capacity - length)
 
 
 def draw_tokens(draws: list[Draw], requests: OpenRequests) -> None:
-    """Draw the next token of each sample, and further ones while they equal the draft."""
+    """Draw the next token of each sample, and further tokens as long as each drawn token equals its draft token."""
     live = draws
     while live:
         tokens = _sample(live, requests)
-        # Requests that failed while their tokens were sampled are left out.
+        # `_sample` returns no tokens for requests that it has failed.
         drawn = list(zip([draw for draw in live if not draw.request.done], tokens, strict=True))
         for draw, (token, processed) in drawn:
             _push(draw, token, processed, requests)
@@ -93,7 +93,7 @@ def draw_tokens(draws: list[Draw], requests: OpenRequests) -> None:
 
 
 def _end_step(draw: Draw, requests: OpenRequests) -> None:
-    """Finish a draw's step: keep the cached keys and values of accepted draft tokens, and end finished texts."""
+    """Commit a draw's accepted draft tokens to the cache; then end a finished text, or restart one that is full."""
     request, job, one, room = draw.request, draw.job, draw.sample, requests.room
     if draw.work is not None and draw.draft:
         n_accepted = draw.n_drawn - 1
@@ -114,8 +114,8 @@ def _end_step(draw: Draw, requests: OpenRequests) -> None:
 
 
 def _sample(draws: list[Draw], requests: OpenRequests) -> list[tuple[int, TokenLogprob | None]]:
-    """A token for each draw, with its processed log-probabilities if wanted. Draws of requests that fail, for example
-    because a logit is NaN, are left out."""
+    """Return a token for each draw, with its processed log-probabilities if wanted. A request that fails here, for
+    example because a logit is NaN, gets no tokens."""
     masks = [_allowed(draw, requests) for draw in draws]
     live = [(draw, mask) for draw, mask in zip(draws, masks, strict=True) if not draw.request.done]
     if not live:
@@ -135,7 +135,7 @@ def _sample(draws: list[Draw], requests: OpenRequests) -> list[tuple[int, TokenL
 
 
 def _allowed(draw: Draw, requests: OpenRequests) -> Tensor | None:
-    """A mask of the tokens that a draw's constraint allows; None: all. If the constraint fails, the request fails."""
+    """Return a mask of the tokens that a draw's constraint allows; None: all. If this fails, the request fails."""
     if draw.sample.constraint is None or draw.request.done:
         return None
     try:
@@ -146,7 +146,7 @@ def _allowed(draw: Draw, requests: OpenRequests) -> Tensor | None:
 
 
 def _push(draw: Draw, token: int, processed: TokenLogprob | None, requests: OpenRequests) -> None:
-    """Append a token to its text, and deliver the resulting piece."""
+    """Append a token to the sample's text, and deliver the resulting piece."""
     if draw.request.done:  # another sample of the request has failed
         return
     one, row = draw.sample, draw.row

@@ -6,18 +6,18 @@
 
 For one text at a time: `generate`, `stream`, `complete`, `chat`, `pieces` and `score`. For many:
 
-    request = engine.submit(prompt, settings, n_samples=1)    # from any thread; checked at once (admission.py)
+    request = engine.submit(prompt, settings, n_samples=1)    # from any thread; checks the request (admission.py)
     while engine.step():                                      # one step of all requests; False: all have ended
-        for piece in request.take(): ...                      # or submit(..., listener=function of a Piece or an error)
-    engine.cancel(request)                                    # from any thread; its slots are free at once
+        for piece in request.take(): ...                      # or give `submit` a listener, which gets each piece
+    engine.cancel(request)                                    # from any thread; frees the request's slots
 
 `EngineLoop` (loop.py) runs the steps in a thread, for readers in asyncio. drawing.py draws tokens from the logits.
 
-The prompt and its continuation together may fill the context. When it is full, a request ends (`overflow="error"`), or
-its window restarts (`overflow="slide"`): the last half of the context is computed again, from position 0. So positions
-stay those that the model was trained with, and each token is computed about twice.
+When a prompt and its continuation fill the context, the text ends (`overflow="error"`), or its window restarts
+(`overflow="slide"`): the last half of the context is computed again, from position 0. Positions therefore stay within
+those that the model was trained with, and each token is computed about twice.
 
-A request's tokens depend on other requests only as far as the backend's numbers do (see `Backend`).
+A request's tokens do not depend on other requests, except for rounding in some backends (`Backend.invariant`).
 """
 
 import contextlib
@@ -73,8 +73,8 @@ class Engine:
     ) -> None:
         """
         Args:
-            max_waiting: texts that may wait for a slot; with more, requests are refused. None: any number.
-            chat_template: turns conversations into text; None: the model is a base model.
+            max_waiting: maximum number of texts that wait for a slot; further requests are refused. None: no limit.
+            chat_template: renders conversations; None: the model is a base model.
             slots: arguments of `Room`, such as n_slots=8.
 
         Raises:
@@ -86,7 +86,7 @@ class Engine:
         self.context, self.restart_tokens = self._room.context, self._room.restart_tokens
         self.most_texts = self._room.most_texts
         self._requests = OpenRequests(self._room)
-        self._inbox: deque[tuple[bool, Request]] = deque()  # (True: submit it, False: cancel it; the request)
+        self._inbox: deque[tuple[bool, Request]] = deque()  # (True to submit or False to cancel, the request)
         self._inbox_lock, self._stepping = threading.Lock(), threading.Lock()
         self.failure: EngineFailed | None = None
         """The error that ended the engine; None while it runs. See `fail`."""
@@ -94,27 +94,27 @@ class Engine:
     # --------------------------------------------------------------------------------------------- one text at a time
 
     def generate(self, prompt: Prompt, settings: SamplingSettings | None = None, **arguments: Any) -> str:
-        """The text that follows the prompt: `engine.generate("def ", max_tokens=50, temperature=0.8, seed=1)`.
+        """Return the text that continues the prompt: `engine.generate("def ", max_tokens=50, temperature=0.8, seed=1)`.
 
         Arguments and errors are those of `pieces`.
         """
         return "".join(self.stream(prompt, settings, **arguments))
 
     def stream(self, prompt: Prompt, settings: SamplingSettings | None = None, **arguments: Any) -> Iterator[str]:
-        """The text that follows the prompt, in parts, as they arrive. Arguments and errors are those of `pieces`."""
+        """Yield the text that continues the prompt in parts, as it is generated. Arguments and errors: see `pieces`."""
         return (piece.text for piece in self.pieces(prompt, settings, **arguments) if piece.text)
 
     def complete(
         self, prompt: Prompt, settings: SamplingSettings | None = None, *, n_samples: int = 1, **arguments: Any
     ) -> list[Completion]:
-        """`n_samples` finished continuations, with their tokens and finish reasons. See `pieces`."""
+        """Return `n_samples` finished continuations of the prompt. Arguments and errors: see `pieces`."""
         request = self.admission.request(prompt, settings, n_samples=n_samples, **arguments)
         return request.completions(self._run(request))
 
     def chat(
         self, messages: str | Sequence[Message], settings: SamplingSettings | None = None, **arguments: Any
     ) -> str:
-        """The assistant's answer to a conversation: `engine.chat([{"role": "user", "content": "Hello"}])`.
+        """Return the assistant's answer to a conversation: `engine.chat([{"role": "user", "content": "Hello"}])`.
 
         A plain text is one user message. Arguments and errors are those of `pieces`.
 
@@ -126,7 +126,7 @@ class Engine:
     def stream_chat(
         self, messages: str | Sequence[Message], settings: SamplingSettings | None = None, **arguments: Any
     ) -> Iterator[str]:
-        """The answer of `chat` in parts, as they arrive."""
+        """Yield the answer of `chat` in parts, as it is generated."""
         if self.chat_template is None:
             raise UserError(
                 "this run has no chat template: it is a base model, which has no turns. Let it continue a text, with "
@@ -146,19 +146,19 @@ class Engine:
         overflow: Overflow = "error",
         **changes: Any,
     ) -> Iterator[Piece]:
-        """The pieces of the generated texts, step by step; `generate`, `stream` and `complete` use it.
+        """Yield the pieces of the generated texts, step by step. `generate`, `stream` and `complete` use this.
 
-        The request is checked at once, before the first piece is read.
+        The call itself checks the request, before the first piece is read.
 
         Args:
             prompt: text, or token ids. Empty text starts a new document, if the tokenizer has a token for that.
-            settings: settings of sampling; default: SamplingSettings().
-            n_samples: continuations of the prompt, which is computed once. With a seed, the random numbers of sample i
-                do not depend on n_samples.
-            overflow: what happens when the context is full. error: a longer prompt is refused, and a sample ends with
-                the reason "context". slide: the window restarts from the last context_length / 2 tokens, recomputed;
-                a prompt longer than the context is cut to its last context_length / 2 tokens.
-            changes: settings by name, such as temperature=0.8.
+            settings: sampling settings; default: SamplingSettings().
+            n_samples: number of continuations of the prompt, which is computed once. With a seed, the random numbers of
+                sample i do not depend on n_samples.
+            overflow: error: a prompt longer than the context is refused, and a sample that fills the context ends with
+                finish reason "context". slide: a sample that fills the context continues from its last context_length
+                / 2 tokens, recomputed; a longer prompt is cut to its last context_length / 2 tokens.
+            changes: settings by name that replace those of `settings`, such as temperature=0.8.
 
         Raises:
             UserError: a setting is unknown or impossible, or the prompt has no tokens or exceeds the context.
@@ -167,7 +167,7 @@ class Engine:
         return self._run(self.admission.request(prompt, settings, n_samples=n_samples, overflow=overflow, **changes))
 
     def score(self, prompt: Prompt, *, top: int = 0) -> list[TokenLogprob | None]:
-        """Log-probabilities, in nats, of each token of a text and of the `top` likeliest; None for the first token.
+        """Return each token's log-probability, in nats, and the `top` most likely tokens; None for the first token.
 
         Raises:
             UserError: for the reasons of `pieces`.
@@ -179,11 +179,11 @@ class Engine:
         return request.prompt_logprobs
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt; see `Admission.encode_prompt`."""
+        """Return the token ids of a prompt; see `Admission.encode_prompt`."""
         return self.admission.encode_prompt(prompt)
 
     def _run(self, request: Request) -> Iterator[Piece]:
-        """Enqueue a request and take steps until it is done; cancel it if the reader stops early."""
+        """Enqueue a request, take steps until it is done, and yield its pieces; cancel it if the reader stops early."""
         self.enqueue(request)
         try:
             while not request.done:
@@ -199,7 +199,7 @@ class Engine:
     # ------------------------------------------------------------------------------------------------- many requests
 
     def submit(self, prompt: Prompt, settings: SamplingSettings | None = None, **arguments: Any) -> Request:
-        """Queue a request, with the arguments of `Admission.request`; `step` makes its pieces. Thread-safe.
+        """Check and queue a request, with the arguments of `Admission.request`; `step` computes it. Thread-safe.
 
         Raises:
             UserError: for the reasons of `pieces`.
@@ -225,7 +225,7 @@ class Engine:
             self._inbox.append((True, request))
 
     def cancel(self, request: Request) -> None:
-        """End a request without more pieces. Its slots are free by the next step. Thread-safe."""
+        """Cancel a request now, or before the next step if another thread is in one. Frees its slots. Thread-safe."""
         with self._inbox_lock:
             if self.failure is not None:
                 return
@@ -239,13 +239,13 @@ class Engine:
                 self._stepping.release()
 
     def step(self, on_failure: Callable[[BaseException], None] = lambda _: None) -> bool:
-        """Take one step with all requests; return whether any request is left.
+        """Take one step with all requests; return whether any request is unfinished.
 
         on_failure: called with the error that ended the step, before any request receives it.
 
         Raises:
             EngineFailed: the step failed, and the engine cannot continue; see `fail`.
-            Exception: the backend's error, with which every request has ended.
+            Exception: another error of the step; every request has ended with it.
         """
         with self._stepping:
             if self.failure is not None:
@@ -271,11 +271,11 @@ class Engine:
 
     @contextlib.contextmanager
     def _failing(self, on_failure: Callable[[BaseException], None]) -> Iterator[None]:
-        """A context that ends all requests with any error raised inside, so that none is left without an answer.
+        """End all requests with any error raised in this context, so that none is left without an answer.
 
-        After an `Exception` the next requests may succeed; computed keys and values are discarded. After a MemoryError,
-        or an error that is not an `Exception`, such as a panic of a Rust library, the engine has failed. A
-        KeyboardInterrupt ends only the requests, since an interactive session continues after it.
+        After an `Exception`, cached keys and values are discarded, and later requests may succeed. A MemoryError, or an
+        error that is not an `Exception`, such as a panic in a Rust library, also ends the engine. A KeyboardInterrupt
+        ends only the requests, since an interactive session continues after it.
         """
         try:
             yield
@@ -296,7 +296,7 @@ class Engine:
             raise
 
     def _step(self) -> None:
-        """Allocate slots, draft, admit, plan, compute, use the logits, and draw the next tokens."""
+        """Compute one step: draft tokens, admit jobs, compute the planned work, and draw the next tokens."""
         room, requests = self._room, self._requests
         requests.make_room()
         draft_tokens(requests)
@@ -314,7 +314,7 @@ class Engine:
         draw_tokens(draws + ready, requests)
 
     def _receive(self) -> None:
-        """Open the submitted requests and end the cancelled ones."""
+        """Empty the inbox: open the submitted requests, and end those to cancel."""
         while True:
             with self._inbox_lock:  # take one request at a time: if it fails, the rest stay in the inbox
                 if not self._inbox:
@@ -326,17 +326,17 @@ class Engine:
                 self._requests.cancel(request)
 
     def _rest(self) -> None:
-        """Release the slots of a model in training when there are no requests: its weights are about to change."""
+        """Release the slots of a model in training if no requests are left, because its weights are about to change."""
         if not self._requests and self.model.training:
             self._room.release()
 
     def _n_waiting(self) -> int:
-        """Number of texts without a slot: in the inbox, waiting for their prompt to be read, or waiting for a slot."""
+        """Return the number of texts without a slot: in the inbox, in the queue, or waiting for their prompt."""
         submitted = sum(request.n_samples for is_new, request in tuple(self._inbox) if is_new)
         return submitted + self._requests.n_to_come + len(self._room.scheduler.waiting)
 
     def statistics(self) -> Statistics:
-        """Counts of the engine's current and past work."""
+        """Return counts of the engine's current and past work."""
         scheduler = self._room.scheduler
         return dataclasses.replace(
             self._requests.statistics,
@@ -355,25 +355,23 @@ class Engine:
 
     @property
     def weights(self) -> str:
-        """Storage of the matrices: `fp32`, or how they are quantized, such as `int4, int8`."""
+        """Storage formats of the weight matrices, such as `fp32`, or `int4, int8` if quantized."""
         return weights_of(self.model)
 
     def reader(self) -> Backend:
-        """A separate backend of the model, for one thread: `read` returns the features of a text."""
+        """Return a separate backend of the model, for use in one thread; its `read` returns the features of a text."""
         return self._room.reader()
 
     @property
     def backend_description(self) -> str | None:
-        """The backend in words; None before anything was computed."""
+        """The backend's name, for people to read; None before the first computation."""
         return None if self._room.backend is None else self._room.backend.description
 
     def warm_up(self, *, promised_bytes: int = 0) -> int:
-        """Allocate all slots, each as long as a text may become, and compute a token.
-
-        No later request allocates memory or waits for it.
+        """Allocate all slots at full length and compute a token, so that no later request waits for an allocation.
 
         Args:
-            promised_bytes: memory that is still available, but that other processes have allocated for later use.
+            promised_bytes: bytes allocated for other engines that the system still reports as available.
 
         Returns:
             Bytes of all slots' keys and values.
@@ -387,7 +385,7 @@ class Engine:
         return needed_bytes
 
     def begin(self) -> None:
-        """Make the backend and compute a token, so that the first request does not wait for it."""
+        """Make the backend and compute a token, so that the first request does not have to wait for the backend."""
         self.generate([0], max_tokens=1)
         self._requests.statistics = Statistics()
 
@@ -402,19 +400,19 @@ def load(
     report: Report = lambda _: None,
     **options: Any,
 ) -> Engine:
-    """The engine of a run folder: its tokenizer, and the model as it was at a checkpoint.
+    """Load the tokenizer of a run folder and the model of a checkpoint in it; return an engine for them.
 
     Args:
-        checkpoint: best, last, or a step.
+        checkpoint: best, last, or a step number.
         overrides: settings that replace the run's, such as `model.context_length=1024` for a longer context.
         device: auto, cpu, cuda or mps.
         weights: storage of the matrices: auto (as in the run), fp32, bf16, int8 or int4. Weights of a run that is not
             quantized are rounded to the nearest value while they are loaded; no file is written.
-        report: called with a message for each fallback, such as from a damaged checkpoint.
+        report: called with a message for each fallback, such as when a checkpoint is damaged.
         options: arguments of `Engine`, such as n_slots=8.
 
     Raises:
-        UserError: the run, checkpoint or device does not exist, a file is damaged, or the run has other packed weights.
+        UserError: the run, checkpoint or device does not exist, a file is damaged, or the run is quantized differently.
     """
     run = load_run(
         run_dir, str(checkpoint), overrides=overrides, device=choose_device(device), weights=weights, report=report

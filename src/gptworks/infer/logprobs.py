@@ -11,17 +11,17 @@ from gptworks.infer.scheduler import Work
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token's log-probability, in nats, and those of the likeliest tokens (token id, log-probability)."""
+    """A token's log-probability, in nats; `top` has the most likely tokens as (token id, log-probability)."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     rank: int | None = None
-    """The token's rank by probability; 1: no token is likelier. None: not computed."""
+    """The token's rank by probability; 1: no token is more likely. None: not computed."""
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], n_top: int) -> list[TokenLogprob]:
-    """Log-probabilities of each row's token and of its `n_top` likeliest tokens, from logits [T, V]."""
+    """Return the log-probabilities of each row's token and of its `n_top` most likely tokens, from logits [T, V]."""
     logits = logits.float()
     normalizer = logits.logsumexp(-1, keepdim=True)
     of_chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])  # T 1
@@ -38,7 +38,7 @@ class PromptScores:
     """Collects the log-probabilities of a prompt's tokens while its logits are computed."""
 
     def __init__(self, prompt_ids: list[int], first: int, n_top: int | None) -> None:
-        """Score the tokens from index `first` (≥ 1) on, each with the `n_top` likeliest; n_top None: score none."""
+        """Score tokens from index `first` (≥ 1) on, and list the `n_top` most likely at each; None scores nothing."""
         self._prompt_ids, self._n_top = prompt_ids, n_top or 0
         self.score_from = None if n_top is None else first - 1
         self.logprobs: list[TokenLogprob | None] | None = None
@@ -46,10 +46,10 @@ class PromptScores:
             self.logprobs = [None] * min(first, len(prompt_ids))
 
     def read(self, work: Work, logits: Tensor) -> None:
-        """Score the tokens that the logits [n_logits, V] of a work predict."""
+        """Score the prompt tokens that a work's logits [n_logits, V] predict."""
         if self.logprobs is None or work.job.score_from is None:
             return
-        first = work.start + len(work.tokens) - len(logits) + 1  # the token that the first row predicts
+        first = work.start + len(work.tokens) - len(logits) + 1  # index of the token that the first row predicts
         tokens = self._prompt_ids[first : first + len(logits)]
         if tokens:
             self.logprobs[first:] = token_logprobs(logits[: len(tokens)], tokens, self._n_top)

@@ -1,9 +1,9 @@
-"""Runs an engine in its own thread, for programs that wait for many texts at once (asyncio).
+"""Run an engine in its own thread, so that asyncio programs can wait for many texts.
 
 with EngineLoop(engine) as loop:
-    stream = loop.open(max_unread=1000)         # one reader's requests, read together
-    stream.submit(prompt, settings)             # from any thread, since reading a prompt may take long
-    async for batch in stream.batches(): ...    # lists of (number of the request, piece, time); leaving cancels
+    stream = loop.open(max_unread=1000)         # for the requests of one reader
+    stream.submit(prompt, settings)             # from any thread, since tokenizing a long prompt takes time
+    async for batch in stream.batches(): ...    # lists of (request number, piece, time); `break` cancels the requests
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.text import Piece
 
 Batch = list[tuple[int, Piece, float]]
-"""Pieces, each with the number of its request and the time at which it arrived."""
+"""Pieces, each as (its request's number in the stream, the piece, its arrival time by `time.monotonic`)."""
 
 _LOG = logging.getLogger("gptworks.engine")
 
@@ -38,27 +38,27 @@ class SlowReader(RunError):
 
 
 class EngineLoop:
-    """Runs an engine's steps while it has requests, and sleeps otherwise."""
+    """Runs an engine's steps in a thread while the engine has requests; otherwise the thread sleeps."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._wake, self._ending = threading.Event(), False
         self._streams: set[Stream] = set()
         self._to_wake: deque[Stream] = deque()
-        self._left: deque[Stream] = deque()  # streams whose readers have left
+        self._left: deque[Stream] = deque()  # streams to cancel: their readers have left
         self._thread = threading.Thread(target=self._run, name="gptworks engine", daemon=True)
 
     def start(self) -> Self:
-        """Start the engine's thread; returns this loop."""
+        """Start the engine's thread; return this loop."""
         self._thread.start()
         return self
 
     def close(self, *, drain: bool = True) -> None:
-        """Stop, and wait until no step runs.
+        """Accept no more requests, end the current ones, and wait until the engine's thread has stopped.
 
-        drain: finish the requests that have a reader, or may still get one; False: end them with a RunError. If this
-        call blocks an asyncio loop, that loop cannot read or finalize abandoned generators: each text of its readers
-        continues for one context at most, and then ends with a SlowReader.
+        drain: let requests finish, unless their reader has left; False: end them with an EngineStopped. If this call
+        blocks an asyncio loop, readers in that loop cannot read meanwhile: each of their texts gets at most one context
+        of further pieces, and then ends with a SlowReader.
         """
         if not drain:
             for stream in list(self._streams):
@@ -84,23 +84,23 @@ class EngineLoop:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs and accepts requests."""
+        """Whether the engine's thread runs and accepts requests."""
         return self._thread.is_alive() and not self._ending and self.engine.failure is None
 
     def check(self) -> EngineFailed | None:
-        """The error that ended the engine; None while it runs. Also ends an engine whose thread has died silently."""
+        """Return the error that ended the engine, or None. If its thread has died silently, end the engine first."""
         has_begun = self._thread.ident is not None
         if has_begun and not self._thread.is_alive() and not self._ending and self.engine.failure is None:
             self._fail(RuntimeError("its thread has ended"))
         return self.engine.failure
 
     def open(self, *, max_unread: int | None = None, patience: int = 1) -> "Stream":
-        """A new stream, still without requests. Call this inside a running asyncio loop.
+        """Return a new stream without requests. Call this inside a running asyncio loop.
 
         Args:
-            max_unread: pieces that may wait for the reader; with more, the stream is cancelled (SlowReader).
-            patience: pieces after which the reader is woken, unless a text ends earlier. Waking it costs a step's CPU;
-                raise this if only the final text matters.
+            max_unread: maximum number of unread pieces; with more, the stream is cancelled (SlowReader).
+            patience: wake the reader when this many pieces are unread or a text ends. Waking takes as much CPU time as
+                a step; raise this if only complete texts matter.
 
         Raises:
             EngineStopped: the loop is closed.
@@ -115,7 +115,7 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             self._steps()
-        except BaseException as error:  # any error ends the thread, and all requests need an answer
+        except BaseException as error:  # whatever the error, every request needs an answer
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
@@ -132,7 +132,7 @@ class EngineLoop:
                 busy = self.engine.step(on_failure=_log_failure)
             except EngineFailed:
                 raise
-            except Exception:  # every request has received the error, and later ones may succeed
+            except Exception:  # every request has received the error; later requests may succeed
                 busy = True
             self._wake_readers()
             if busy:
@@ -143,7 +143,7 @@ class EngineLoop:
             self._wake.clear()
 
     def _wake_readers(self) -> None:
-        """Wake the readers of new pieces, once a step: a call to another thread's loop costs as much as a step."""
+        """Wake the readers of new pieces with one call per asyncio loop, since such a call takes as long as a step."""
         together: dict[asyncio.AbstractEventLoop, list[Stream]] = {}
         while self._to_wake:
             stream = self._to_wake.popleft()
@@ -158,7 +158,7 @@ class EngineLoop:
 
 def _log_failure(error: BaseException) -> None:
     _LOG.error("a step failed, and with it its requests", exc_info=error)
-    with contextlib.suppress(AttributeError):  # types defined in C may not accept attributes
+    with contextlib.suppress(AttributeError):  # exception types defined in C may not accept attributes
         error.is_logged = True  # type: ignore[attr-defined]
 
 
@@ -170,12 +170,12 @@ def _wake_all(streams: list["Stream"]) -> None:
 
 
 class Stream:
-    """The pieces of some requests, for one reader. Leaving the iteration cancels them; `cancel` does so at any time."""
+    """One reader's requests and their pieces. Leaving the iteration early cancels the requests, like `cancel`."""
 
     def __init__(self, loop: EngineLoop, max_unread: int | None = None, patience: int = 1) -> None:
         self._loop, self._max_unread, self._patience = loop, max_unread, patience
         self._asyncio = asyncio.get_running_loop()
-        self._waiter: asyncio.Future[None] | None = None  # the reader while it waits
+        self._waiter: asyncio.Future[None] | None = None  # set while the reader waits for it
         self._woken = False
         self._unread: deque[tuple[int, Piece | Exception, float]] = deque()
         self._n_unfinished = 0
@@ -184,7 +184,7 @@ class Stream:
         loop._streams.add(self)
 
     def submit(self, prompt: Prompt, settings: SamplingSettings | None = None, **arguments: Any) -> Request:
-        """Add a request, with the arguments of `Engine.submit`. Any thread may call this, one at a time.
+        """Submit a request, with the arguments of `Engine.submit`. Any thread may call this, but only one at a time.
 
         Raises:
             UserError, QueueFull: as `Engine.submit`.
@@ -199,7 +199,7 @@ class Stream:
         return request
 
     def hand(self, number: int, piece: Piece | Exception) -> None:
-        """For the engine: pass a piece to the reader, which is woken after the step. Thread-safe."""
+        """For the engine: queue a piece or error of a request; the reader is woken after the step. Thread-safe."""
         full = self._max_unread is not None and len(self._unread) >= self._max_unread
         if full and isinstance(piece, Piece):
             if self.cancelled:
@@ -213,12 +213,12 @@ class Stream:
             self._loop._to_wake.append(self)
 
     def bound(self, n_pieces: int) -> None:
-        """Cancel the stream if the reader leaves more than this many further pieces of each text unread."""
+        """Limit the unread pieces to those now unread plus `n_pieces` for each unfinished text; see `max_unread`."""
         most = len(self._unread) + n_pieces * max(1, self._n_unfinished)
         self._max_unread = most if self._max_unread is None else min(most, self._max_unread)
 
     def cancel(self) -> None:
-        """End the requests; may be called repeatedly. Thread-safe."""
+        """Cancel the unfinished requests; may be called repeatedly. Thread-safe."""
         self.cancelled = True
         self._loop._streams.discard(self)
         for request in list(self.requests):
@@ -227,12 +227,12 @@ class Stream:
         self._loop._wake.set()
 
     def leave(self) -> None:
-        """Stop reading: the engine cancels before its next step. Takes no lock, so that a finalizer may call it."""
+        """Have the engine cancel the requests before its next step. Takes no lock, so a finalizer may call this."""
         if self._n_unfinished and not self.cancelled:
             self._loop._left.append(self)
 
     def batches(self) -> "_Reading":
-        """An iterator over the pieces since the last batch, until all requests have ended."""
+        """Return an asynchronous iterator of batches, each with the pieces since the last, until all requests end."""
         return _Reading(self, self._batches())
 
     async def _batches(self) -> AsyncGenerator[Batch]:
@@ -257,9 +257,9 @@ class Stream:
 
 
 class _Reading(AsyncIterator[Batch]):
-    """The reader's iterator. Deleting it, as after `break`, leaves the stream.
+    """The iterator that `Stream.batches` returns. Deleting it, as happens after `break`, leaves the stream.
 
-    asyncio's loop would finalize a bare generator later, and never while `EngineLoop.close` blocks that loop.
+    An asyncio loop would finalize a bare generator later, and never while `EngineLoop.close` blocks that loop.
     """
 
     def __init__(self, stream: Stream, generator: AsyncGenerator[Batch]) -> None:
@@ -269,7 +269,7 @@ class _Reading(AsyncIterator[Batch]):
         return anext(self._generator)
 
     async def aclose(self) -> None:
-        """Leave the stream now."""
+        """End the iteration, and cancel unfinished requests."""
         await self._generator.aclose()
 
     def __del__(self) -> None:

@@ -1,4 +1,4 @@
-"""A request to the engine, which its caller holds, and the set of all requests that have not ended."""
+"""`Request`, which the engine's caller holds, and `OpenRequests`, the set of all requests that have not ended."""
 
 import contextlib
 import logging
@@ -17,7 +17,7 @@ from gptworks.infer.scheduler import Job, Work
 from gptworks.infer.text import FinishReason, Piece, Sample
 
 Prompt = str | Sequence[int]
-"""Text, or token ids."""
+"""A prompt as text or as token ids."""
 
 _LOG = logging.getLogger("gptworks.engine")
 
@@ -26,12 +26,12 @@ Overflow = Literal["error", "slide"]
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished sample."""
+    """One finished continuation of a prompt."""
 
     text: str
-    """The text after the prompt, up to the stop string and without it."""
+    """The generated text, cut before a stop string."""
     token_ids: list[int]
-    """Every generated token, including those of a stop string, without the end-of-text token."""
+    """All generated tokens, including those of a stop string, but not the token that ended the text."""
     finish_reason: FinishReason
     prompt_tokens: int
     logprobs: list[TokenLogprob] | None = None
@@ -41,7 +41,7 @@ class Completion:
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], n_prompt_tokens: int) -> Self:
-        """The sample that these pieces make."""
+        """Join all pieces of one sample into a completion."""
         reason = pieces[-1].finish_reason
         assert reason is not None, "a sample's last piece says why it ended"
         return cls(
@@ -56,7 +56,7 @@ class Completion:
 
 @dataclass
 class Statistics:
-    """Counts since an engine was made; running, waiting and slots are current numbers."""
+    """An engine's counts since it was made; `running`, `waiting`, `slots` and `slots_used` are current numbers."""
 
     running: int = 0
     """Number of texts that have a slot."""
@@ -71,13 +71,13 @@ class Statistics:
     generated_tokens: int = 0
     steps: int = 0
     prefix_hits: int = 0
-    """Number of prompts whose first tokens were found in a slot."""
+    """Number of prompts whose first tokens were reused from a slot."""
     reused_tokens: int = 0
-    """Prompt tokens that were reused from slots, not computed."""
+    """Number of prompt tokens reused from slots instead of computed."""
     draft_tokens: int = 0
     """Number of draft tokens that the model has checked."""
     accepted_tokens: int = 0
-    """Draft tokens that the model also drew."""
+    """Number of draft tokens that were accepted, because the model drew the same token."""
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -86,15 +86,14 @@ class Statistics:
 
 
 Listener = Callable[[Piece | Exception], None]
-"""A function that the stepping thread calls with each piece, or with an error, after which no more pieces come."""
+"""A function that the engine's thread calls with each piece, or with the error that ends the request."""
 
 
 class Request:
-    """A submitted request: `take` returns its pieces as they come, unless it has a listener.
+    """A submitted request: `take` returns its new pieces, unless a listener gets them.
 
-    It has samples, which continue the prompt. Without samples, only the log-probabilities of the prompt's tokens are
-    computed, and one piece reports that this is done; the last token is not read, so that the prompt may be one token
-    longer than the context.
+    Each of its samples is a continuation of the prompt. A request without samples only scores the prompt, and gets one
+    piece when this is done; the prompt may be one token longer than the context, since its last token is not computed.
     """
 
     def __init__(
@@ -107,36 +106,36 @@ class Request:
     ) -> None:
         self.prompt_ids, self.samples, self.overflow = prompt_ids, samples, overflow
         self.done = False
-        """Whether all pieces were delivered."""
+        """Whether the request has ended: finished, cancelled or failed."""
         self.error: Exception | None = None
         """The error that ended the request, if any."""
         self.prompt_logprobs = scores.logprobs
-        """Log-probabilities of the prompt's tokens (None before `score_from`), if requested; set by the first piece."""
+        """Log-probability of each prompt token, None before `score_from`; complete when the first piece comes."""
         self.n_reused_tokens = 0
-        """Prompt tokens that were reused from a slot, not computed (prefix reuse)."""
+        """Number of prompt tokens reused from a slot instead of computed (prefix reuse)."""
         self.admitted_at: float | None = None
-        """The time at which the request first got a slot, by `time.monotonic`."""
+        """The time, by `time.monotonic`, at which the request first got a slot; None before that."""
         self._pieces: deque[Piece] = deque()
         self._listener, self.scores = listener, scores
         self.jobs: list[Job] = []
         """For the engine: the request's unfinished jobs."""
         self.first_logits: Tensor | None = None
-        """For the engine: logits [1, V] after the prompt, from which the other samples begin."""
+        """For the engine: logits [1, V] after the prompt, from which the samples after the first begin."""
 
     @property
     def n_samples(self) -> int:
-        """Number of texts to compute: one for each sample, or the prompt only."""
+        """Number of texts to compute: the number of samples, or 1 if the request only scores the prompt."""
         return len(self.samples) or 1
 
     def take(self) -> list[Piece]:
-        """The pieces since the last call."""
+        """Return the pieces since the last call."""
         pieces = []
         while self._pieces:
             pieces.append(self._pieces.popleft())
         return pieces
 
     def completions(self, pieces: Iterable[Piece] | None = None) -> list[Completion]:
-        """The finished samples. pieces: all pieces of the request; None: `take` has not been called yet."""
+        """Return a completion for each sample. pieces: all pieces of the request; None: those that `take` returns."""
         made: list[list[Piece]] = [[] for _ in self.samples]
         for piece in self.take() if pieces is None else pieces:
             made[piece.sample].append(piece)
@@ -147,7 +146,7 @@ class Request:
         (self._pieces.append if self._listener is None else self._listener)(piece)
 
     def fail(self, error: Exception) -> None:
-        """For the engine: end the request with an error. An error that its listener raises is only logged."""
+        """For the engine: give the request and its listener an error. An error that the listener raises is logged."""
         self.error = error
         if self._listener is not None:
             try:
@@ -161,13 +160,13 @@ class Request:
 
     @property
     def n_to_come(self) -> int:
-        """Number of jobs that start when the first job has read the prompt."""
+        """Number of jobs that start only when the first job has computed the prompt."""
         return max(0, sum(one.finish_reason is None for one in self.samples) - len(self.jobs))
 
 
 @dataclass
 class Draw:
-    """Rows of logits from which a sample draws its next token and, if draft tokens were checked, those after it."""
+    """The logits from which a sample draws its next token and, if there are draft tokens, the tokens after it."""
 
     job: Job
     logits: Tensor  # [1 + number of draft tokens, V]
@@ -181,12 +180,12 @@ class Draw:
 
     @property
     def row(self) -> Tensor:
-        """The logits [1, V] of the next token."""
+        """The logits [1, V] for the next token."""
         return self.logits[self.n_drawn : self.n_drawn + 1] if self.draft else self.logits
 
 
 class WorkClock:
-    """Counts the seconds spent inside `running`, in which an engine takes its steps."""
+    """Measures the total time spent inside `running`; the engine takes its steps there."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now, self._before = now, 0.0
@@ -194,7 +193,7 @@ class WorkClock:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """A context whose seconds are counted."""
+        """Count the time spent in this context."""
         self._since = self._now()
         try:
             yield
@@ -208,7 +207,7 @@ class WorkClock:
 
 
 class OpenRequests:
-    """The requests that have not ended, and their jobs. Not thread-safe, except as stated."""
+    """The requests that have not ended, and their jobs. Not thread-safe, except for `n_to_come`."""
 
     def __init__(self, room: Room) -> None:
         self.room, self.statistics = room, Statistics()
@@ -221,25 +220,25 @@ class OpenRequests:
 
     @property
     def n_to_come(self) -> int:
-        """Number of texts without a job, because their prompt has not been read. Thread-safe."""
+        """Number of texts without a job, because their prompt is not computed yet. Thread-safe."""
         return sum(request.n_to_come for request in tuple(self._open))
 
     def most_tokens(self, job: Job) -> int:
-        """Number of tokens that a job's text may reach in its slot."""
+        """Return the maximum number of tokens that a job's text may reach in its slot."""
         sample: Sample | None = job.sample
         n_left = 0 if sample is None else sample.settings.max_tokens - sample.sampler.n_generated
         return min(self.room.context, len(job.tokens) + n_left)
 
     def rotary_length(self, job: Job) -> int:
-        """The length that rotary scaling uses. LongRoPE: the original context if the text is within it, else the full
-        context. Dynamic: the length that the text may reach, for which all its cached keys are rotated."""
+        """Return the length that rotary scaling uses. LongRoPE: the original context if the text fits, else the full
+        context. Dynamic: the maximum length that the text may reach, for which all its cached keys are rotated."""
         turns_at = self.room.turns_at
         if turns_at is None:
             return self.most_tokens(job)
         return turns_at if len(job.tokens) <= turns_at else self.room.model.config.context_length
 
     def make_room(self) -> None:
-        """Allocate slots for all jobs if there are new ones; the needs of a running job do not grow."""
+        """Allocate slots for all jobs if jobs were added since the last call; a running job never needs more room."""
         if not self._has_new_jobs:
             return
         jobs = [*self.room.scheduler.running, *self.room.scheduler.waiting]
@@ -247,8 +246,8 @@ class OpenRequests:
         self._has_new_jobs = False
 
     def admit(self) -> list[Draw]:
-        """Assign free slots to the jobs that wait, and copy the prefixes that they reuse; return the draws of those
-        whose logits are known."""
+        """Assign free slots to waiting jobs, and copy the prefixes that they reuse; return the draws of those jobs
+        whose logits are already known."""
         admitted, copies = self.room.scheduler.admit()
         for copy in copies:
             assert self.room.backend is not None
@@ -265,7 +264,7 @@ class OpenRequests:
     # -------------------------------------------------------------------------------------------- open and end requests
 
     def open(self, request: Request) -> None:
-        """Add a submitted request."""
+        """Add a submitted request and queue its first job, which computes the prompt."""
         is_first = not self._open
         self._open.append(request)  # first, so that the request receives any later error
         self.statistics.requests += 1
@@ -279,14 +278,14 @@ class OpenRequests:
         self.add(first)
 
     def add(self, *jobs: Job, first: bool = False) -> None:
-        """Queue jobs of open requests. first: before all others."""
+        """Queue jobs of open requests. first: ahead of the waiting jobs."""
         for job in jobs:
             job.request.jobs.append(job)
         self._has_new_jobs = True
         self.room.scheduler.add(*jobs, first=first)
 
     def drop(self, job: Job) -> None:
-        """End a job; its slot is free at once."""
+        """End a job and free its slot."""
         self.room.scheduler.finish(job)
         job.request.jobs.remove(job)
 
@@ -300,12 +299,12 @@ class OpenRequests:
             self.fail(request, failure)
 
     def finish(self, request: Request) -> None:
-        """End a request that has received all its pieces."""
+        """End a request whose pieces are all delivered."""
         self.statistics.finished += 1
         self._close(request)
 
     def cancel(self, request: Request) -> None:
-        """End a request, unless it has ended."""
+        """End a request early; do nothing if it has ended."""
         if request in self._open:
             self.statistics.cancelled += 1
             self._close(request)

@@ -1,6 +1,6 @@
 """The slots of an engine: the backend that computes and caches texts in them, and the scheduler that assigns them.
 
-The number and capacity of slots grow with the texts. They are released when the weights change.
+The number and capacity of slots grow with the texts. The slots are released when the weights change.
 """
 
 import torch
@@ -18,12 +18,12 @@ from gptworks.units import readable
 
 LEAST_CAPACITY = 256
 LEAST_CAPACITY_CPU = 2048
-"""Minimum tokens of a slot if `slot_tokens` is not given. Capacities are powers of two, so that slots seldom grow. A
-CPU allocates only pages in use, so that its minimum may be large."""
+"""Minimum capacity of a slot, in tokens, if `slot_tokens` is not given. Capacities are powers of two, so that slots
+seldom grow. The minimum on a CPU may be large, because memory is committed only for pages in use."""
 
 
 class Room:
-    """A backend and its scheduler, with slots that are enough, in number and length, for the current texts."""
+    """A backend and its scheduler. Their slots grow, in number and length, as the current texts need."""
 
     def __init__(
         self,
@@ -37,14 +37,14 @@ class Room:
         backend: BackendName = "auto",
         cache_dtype: torch.dtype | None = None,
     ) -> None:
-        """Allocates nothing before the first text.
+        """Allocate nothing yet: slots are allocated when the first text needs one.
 
         Args:
-            n_slots: texts generated at once. None: as many as requested, up to 32; slots are allocated when needed.
-            slot_tokens: most tokens of a text with its prompt; None: as needed, up to the model's context.
+            n_slots: maximum number of texts generated together. None: as many as requested, up to 32.
+            slot_tokens: maximum tokens of a text with its prompt; None: as needed, up to the model's context.
             reuse: whether a prompt that begins like an earlier text reuses its keys and values; see `scheduler.Reuse`.
-                Off for a model in training.
-            prefill_tokens: prompt tokens computed at once; exact reuse shares complete parts of this length.
+                Off if the model has rotary scaling by length.
+            prefill_tokens: maximum prompt tokens per step. Exact reuse shares complete chunks of this length.
             drafter: proposes draft tokens (speculate.py); it does not change the texts.
             backend, cache_dtype: see `choose_backend`.
 
@@ -58,9 +58,9 @@ class Room:
         self.context = min(slot_tokens or model.config.context_length, model.config.context_length)
         """Maximum number of tokens of a text."""
         self.restart_tokens = max(1, self.context // 2)
-        """Tokens that a full sliding window keeps: the last half of the context."""
+        """Number of last tokens that a full sliding window keeps: half the context."""
         self.most_texts = n_slots or ANSWERS_AT_ONCE
-        """Maximum number of texts generated at once."""
+        """Maximum number of texts generated together."""
         self._n_slots, self._slot_tokens = n_slots, slot_tokens
         self._backend_name: BackendName = backend
         self._cache_dtype, self._prefill_tokens = cache_dtype, prefill_tokens
@@ -68,17 +68,17 @@ class Room:
         by_length = scaling is not None and scaling.by_length  # a token's keys depend on the text's length
         self._reuse: Reuse = "off" if by_length else reuse
         self.turns_at = model.config.original_context_length if scaling is not None and scaling.long_factors else None
-        """LongRoPE: a text that outgrows this length is computed again, with the long factors."""
+        """A text that outgrows this length is computed again, with LongRoPE's long factors. None: no LongRoPE."""
         self._weights: object = None
         self.release()
 
     def reader(self) -> Backend:
-        """A separate backend with one slot, for texts that are only read."""
+        """Return a separate backend with one slot, for `Backend.read`."""
         on_cpu = self.model.device.type == "cpu"  # CPU memory is committed only for pages in use
         return choose_backend(self.model, 1, self.context if on_cpu else 1, name=self._backend_name)
 
     def window(self, ids: list[int]) -> list[int]:
-        """The prompt tokens to compute: all, or those that a sliding window keeps."""
+        """Return the prompt tokens to compute: all, or only the last `restart_tokens` if they exceed the context."""
         return list(ids if len(ids) <= self.context else ids[-self.restart_tokens :])
 
     def release(self) -> None:
@@ -92,19 +92,19 @@ class Room:
             self.release()
 
     def forget(self) -> None:
-        """Discard the caches after a failed step, and a backend that failed to grow."""
+        """After a failed step, discard the caches, and also the backend if it failed to grow."""
         self.scheduler.forget()
         if self.backend is None:
             self.release()
 
     def fit(self, n_texts: int, longest_tokens: int) -> None:
-        """Make slots for `n_texts` texts of up to `longest_tokens` tokens, if necessary."""
+        """Grow, if necessary, to slots for `n_texts` texts of up to `longest_tokens` tokens."""
         least = LEAST_CAPACITY_CPU if self.model.device.type == "cpu" else LEAST_CAPACITY
         capacity = min(self._slot_tokens or _power_of_two(max(least, longest_tokens)), self.context)
         self._grow(self._n_slots or _power_of_two(min(n_texts, ANSWERS_AT_ONCE)), capacity)
 
     def fill(self, *, promised_bytes: int = 0) -> int:
-        """Allocate all slots with the capacity of a full text; arguments and errors: see `Engine.warm_up`."""
+        """Allocate all slots at full length; arguments, result and errors: see `Engine.warm_up`."""
         n_slots = self.most_texts
         self._grow(1, 1)
         assert self.backend is not None
@@ -126,7 +126,7 @@ class Room:
         return needed_bytes
 
     def _grow(self, n_slots: int, capacity: int) -> None:
-        """Make the backend, or grow it to at least this many slots and tokens in each. It keeps its contents."""
+        """Make the backend, or grow it to at least `n_slots` slots of `capacity` tokens; slots keep their contents."""
         backend = self.backend
         if backend is None:
             backend = choose_backend(self.model, n_slots, capacity, dtype=self._cache_dtype, name=self._backend_name)
@@ -145,10 +145,10 @@ class Room:
 
 
 def _versions(model: GPT) -> tuple[tuple[int, int], ...]:
-    """Address and version of each weight, which are equal until a weight changes."""
+    """Return the address and version of each weight; the result differs after any weight has changed."""
     return tuple((parameter.data_ptr(), parameter._version) for parameter in model.parameters())
 
 
 def _power_of_two(n: int) -> int:
-    """The least power of two ≥ n."""
+    """Return the smallest power of two ≥ n."""
     return 1 << max(0, n - 1).bit_length()

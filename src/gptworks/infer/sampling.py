@@ -1,9 +1,9 @@
-"""Sampling of tokens from logits, for many texts at once, each with its own settings and random numbers.
+"""Sample the next tokens of many texts from their logits, each text with its own settings and random numbers.
 
-    logits ─► bias, penalties, bans ─► greedy: the likeliest
+    logits ─► bias, penalties, bans ─► greedy: the most likely token
                                     └► temperature ─► top-k ─► top-p ─► min-p ─► draw
 
-The order is Hugging Face's. Rows are computed independently, so that a text's tokens do not depend on other texts.
+The steps follow Hugging Face's order. Rows are computed independently, so a text's tokens do not depend on other texts.
 
 Shapes: B texts, V vocabulary, K candidates.
 """
@@ -25,16 +25,16 @@ from gptworks.errors import RunError, UserError, did_you_mean
 from gptworks.infer.logprobs import TokenLogprob
 
 _GREEDY_BELOW = 1e-5
-"""Temperatures below this one would overflow float32, and mean the greedy choice, which is their limit."""
+"""Temperatures below this select the most likely token, as in the limit: dividing by them might overflow float32."""
 
 CANDIDATES = 256
-"""Number of likeliest tokens that filters search first. If they keep more, all tokens are sorted."""
+"""Number of most likely tokens that the filters search first. All tokens are sorted only if a filter keeps more."""
 
 _BLOCK = 256
-"""Weights in a block: a draw first finds the block by the blocks' sums, then the token within it."""
+"""Number of weights in a block. `draw` first finds the block, by the sums of the blocks, then the token within it."""
 
 _LOGITS_AT_ONCE = 2**18
-"""Number of logits that a CPU samples from at once: they stay in its cache (32 texts of 50,257: 7 ms, not 27)."""
+"""Maximum logits that a CPU samples from in one pass, so that they stay in its cache (32 × 50,257: 7 ms, not 27)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,39 +46,39 @@ class SamplingSettings:
     """
 
     temperature: float = 0.8
-    """Divides the logits. 0 (or below 1e-5): greedy, always the likeliest token."""
+    """Divides the logits. 0 (or below 1e-5): greedy, always the most likely token."""
     top_k: int = 0
-    """Keep the k likeliest tokens and those tied with the last. 0: all."""
+    """Keep the k most likely tokens, and tokens tied with the k-th. 0: keep all."""
     top_p: float = 1.0
-    """Keep the fewest likeliest tokens whose probabilities reach top_p (Holtzman et al., 2020). 1: all."""
+    """Keep the smallest set of most likely tokens with a total probability ≥ top_p (Holtzman et al., 2020). 1: all."""
     min_p: float = 0.0
-    """Keep tokens at least min_p times as likely as the likeliest (Nguyen et al., 2024). 0: all."""
+    """Keep tokens at least min_p times as likely as the most likely one (Nguyen et al., 2024). 0: keep all."""
     repetition_penalty: float = 1.0
-    """Above 1, tokens in the prompt or the text become less likely (Keskar et al., 2019). 1: off."""
+    """Above 1: tokens of the prompt and of the generated text become less likely (Keskar et al., 2019). 1: off."""
     frequency_penalty: float = 0.0
     """Number subtracted from a token's logit for each time it was generated (OpenAI's definition). 0: off."""
     presence_penalty: float = 0.0
-    """Number subtracted once from the logits of generated tokens (OpenAI's definition). 0: off."""
+    """Number subtracted once from the logit of each token that was already generated (OpenAI's definition). 0: off."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Numbers added to the logits of these token ids. −inf: never chosen; a large number: nearly always."""
+    """Number to add to a token's logit, by token id. −inf: the token is never chosen; a large number: nearly always."""
     seed: int | None = None
     """The same seed gives the same text. None: a random seed."""
     max_tokens: int = 200
     """Maximum number of generated tokens."""
     min_tokens: int = 0
-    """Tokens that end the text are not chosen until this many tokens are generated. Stop strings still end it."""
+    """Tokens that end the text are banned until this many tokens are generated. Stop strings still end the text."""
     ignore_eos: bool = False
     """Treat the end-of-text token like any other."""
     stop: tuple[str, ...] = ()
     """The text ends before the first of these strings that appears in it."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the text like the end-of-text token, such as those that end a turn in a chat."""
+    """Further tokens that end the text like the end-of-text token, such as the token that ends a chat turn."""
     logprobs: int | None = None
-    """Report the model's log-probabilities of each token and of this many likeliest tokens, before penalties,
-    temperature and filters. None: report nothing."""
+    """Report the model's log-probability of each generated token, and of this many most likely tokens at its position,
+    before penalties, temperature and filters. None: report nothing."""
     processed_logprobs: int | None = None
-    """Like `logprobs`, but of the distribution that each token was drawn from: after bias, penalties, bans, grammar,
-    temperature and filters, without dropped tokens. If greedy, it has one token. None: report nothing."""
+    """Like `logprobs`, but in the distribution that the token was drawn from: after bias, penalties, bans, grammar,
+    temperature and filters. It has no dropped tokens, and only one token if greedy. None: report nothing."""
     json_schema: str | Mapping[str, Any] | None = None
     """The text is JSON that satisfies this schema ({}: any JSON). Needs the `constrain` extra."""
     regex: str | None = None
@@ -109,17 +109,17 @@ class SamplingSettings:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is always chosen."""
+        """Whether the most likely token is always chosen."""
         return self.temperature < _GREEDY_BELOW
 
     @property
     def filtered(self) -> bool:
-        """Whether filters drop tokens before the draw."""
+        """Whether top-k, top-p or min-p is on."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @classmethod
     def of(cls, settings: Self | None = None, **changes: Any) -> Self:
-        """A copy of `settings` (default: SamplingSettings()) with the changes given as keywords.
+        """Return a copy of `settings` (default: SamplingSettings()) with the changes given as keywords.
 
         Raises:
             UserError: a keyword is unknown, or a value is outside its range.
@@ -132,13 +132,13 @@ class SamplingSettings:
         return dataclasses.replace(settings or cls(), **changes)
 
     def ending_at(self, tokens: Sequence[int]) -> Self:
-        """The settings with further tokens that end the text, unless `ignore_eos` is set."""
+        """Return the settings with `tokens` added to `stop_token_ids`, unless `ignore_eos` is set."""
         ends = () if self.ignore_eos else tokens
         return dataclasses.replace(self, stop_token_ids=tuple(dict.fromkeys((*self.stop_token_ids, *ends))))
 
 
 class Sampler:
-    """One text's settings, its random numbers, and the counts of tokens that its settings need."""
+    """The sampling state of one text: its settings, its random numbers, and the token counts for penalties."""
 
     def __init__(
         self, settings: SamplingSettings, prompt: Sequence[int] = (), index: int = 0, ends: tuple[int, ...] = ()
@@ -159,32 +159,32 @@ class Sampler:
         self.generated = Counter[int]() if settings.frequency_penalty or settings.presence_penalty else None
 
     def push(self, token: int) -> None:
-        """Add the text's next token."""
+        """Count the text's next token."""
         self.n_generated += 1
         for counts in (self.seen, self.generated):
             if counts is not None:
                 counts[token] += 1
 
     def share(self, ahead: int = 0) -> float:
-        """The random number in (0, 1] of the draw after the next `ahead` draws."""
+        """Return the random number, in (0, 1], that the draw after the next `ahead` draws will use."""
         while len(self._drawn) <= ahead:
             self._drawn.append(1 - self._chance.random())
         return self._drawn[ahead]
 
     def next_share(self) -> float:
-        """Take the random number of the next draw, in (0, 1]."""
+        """Return the random number of the next draw, in (0, 1], and use it up."""
         share = self.share()
         self._drawn.popleft()
         return share
 
     @property
     def banned(self) -> tuple[int, ...]:
-        """Tokens that may not come next: those that end the text, until min_tokens tokens are generated."""
+        """Tokens that may not come next: `ends`, until `min_tokens` tokens are generated; none after that."""
         return self.ends if self.n_generated < self.settings.min_tokens else ()
 
     @property
     def adjusts(self) -> bool:
-        """Whether the logits are adjusted before the choice."""
+        """Whether a bias, a penalty or a ban changes the next logits."""
         return bool(self.seen or self.generated or self.settings.logit_bias or self.banned)
 
 
@@ -194,14 +194,14 @@ def sample(
     allowed: Sequence[Tensor | None] | None = None,
     processed: dict[int, TokenLogprob] | None = None,
 ) -> list[int]:
-    """Choose the next token of each text. The caller pushes it into the text's sampler.
+    """Return the next token of each text. The caller then pushes it into the text's sampler.
 
-    One random number from the CPU decides each draw, so that a seed gives the same draws on every device.
+    Each draw uses one random number, made on the CPU, so that a seed gives the same draws on every device.
 
     Args:
         logits: [B, V] or its rows, each [1, V]; any float dtype; converted to float32.
         allowed: for each text, a mask of the tokens that may come next, bool [V]; None: all.
-        processed: filled with log-probabilities, by row, for texts whose settings have `processed_logprobs`.
+        processed: the function adds the log-probabilities of texts that set `processed_logprobs`, by row number.
 
     Raises:
         RunError: a logit is NaN.
@@ -225,10 +225,10 @@ def pick(
     shares: Sequence[float],
     processed: dict[int, TokenLogprob] | None = None,
 ) -> list[int]:
-    """The token of each row [B, V] at which the cumulative probability, after temperature and filters, reaches its
-    share in (0, 1]. Probabilities are summed in the order of token ids.
+    """Choose a token for each row of logits [B, V] by the row's random number in `shares`, each in (0, 1].
 
-    processed: see `sample`.
+    It is the first token id at which the cumulative probability, after temperature and filters, reaches the random
+    number. processed: see `sample`.
     """
     tokens = torch.empty(len(settings), dtype=torch.int64)
     share = torch.tensor(shares, dtype=torch.float64)
@@ -250,7 +250,7 @@ def pick(
 
 
 Pools = Callable[[int], tuple[Tensor, Tensor]]
-"""Gives the distribution that a row's token was drawn from: tokens [K] and weights [K]."""
+"""A function from a row number to the distribution that the row's token was drawn from: token ids [K], weights [K]."""
 
 
 def _pick_likeliest(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> tuple[Tensor, Pools]:
@@ -259,9 +259,9 @@ def _pick_likeliest(logits: Tensor, settings: Sequence[SamplingSettings], share:
 
 
 def _likeliest(logits: Tensor) -> tuple[int, float]:
-    """The likeliest token of logits [V], the first of tied ones, and its logit, which is NaN if any logit is NaN.
+    """Return the most likely token of logits [V], the lowest id if tied, and its logit, which is NaN if any is NaN.
 
-    Numpy takes a tenth of torch's time.
+    numpy's argmax takes a tenth of the time of torch's.
     """
     scores = logits.float().cpu().numpy()
     token = int(scores.argmax())
@@ -279,7 +279,7 @@ def _pick_of_all(logits: Tensor, settings: Sequence[SamplingSettings], share: Te
 
 
 def _pick_of_candidates(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> tuple[Tensor, Pools]:
-    """Filter and draw among the likeliest tokens; a row that keeps more tokens is filtered over the vocabulary."""
+    """Filter and draw among the `CANDIDATES` most likely tokens; rows whose filters keep more use all tokens."""
     scores = logits / _column([s.temperature for s in settings], logits)
     size = scores.size(-1)
     n = min(CANDIDATES, size)
@@ -306,7 +306,7 @@ def _report(
     tokens: Sequence[int] | Tensor,
     pools: Pools,
 ) -> None:
-    """Add to `processed` the distributions of the rows whose settings have `processed_logprobs`."""
+    """Add to `processed` the log-probabilities of the rows whose settings have `processed_logprobs`."""
     for i, row in enumerate(rows if processed is not None else ()):
         n_top = settings[row].processed_logprobs
         if processed is not None and n_top is not None:
@@ -318,9 +318,10 @@ def _report(
 
 
 def _filter(scores: Tensor, values: Tensor, settings: Sequence[SamplingSettings]) -> tuple[Tensor, Tensor]:
-    """Masks of the K best `values` in each row that filters keep, [B, K], and of the rows where no other is kept, [B].
+    """Filter the K best scores of each row: `values` [B, K], in descending order, from `scores` [B, V].
 
-    A row of the scores [B, V] is not in the second mask if a filter ends beyond its K best, or at tied values.
+    Returns a mask of the values to keep, [B, K], and a mask of the rows where this result is certain, [B]: no score
+    outside the K best is kept, and top-p does not separate tied values.
     """
     size, n = scores.size(-1), values.size(-1)
     rank = torch.arange(n, device=values.device)
@@ -348,21 +349,21 @@ def _filter(scores: Tensor, values: Tensor, settings: Sequence[SamplingSettings]
 
 
 def filter_whole(scores: Tensor, settings: SamplingSettings) -> Tensor:
-    """Apply the filters to all tokens; [B, V] → [B, V], −inf for dropped tokens."""
+    """Return the scores [B, V] with −inf for each token that the filters drop."""
     values, order = scores.sort(descending=True, stable=True)
     kept, _ = _filter(scores, values, [settings] * len(scores))
     return scores.masked_fill(torch.zeros_like(kept).scatter(1, order, ~kept), -math.inf)
 
 
 def weigh(scores: Tensor) -> Tensor:
-    """Unnormalized probabilities [B, V] of scores."""
+    """Return unnormalized probabilities of scores [B, V], on the CPU; the largest of each row is 1."""
     return (scores - scores.amax(-1, keepdim=True)).exp().cpu()
 
 
 def draw(weights: Tensor, share: Tensor) -> Tensor:
-    """The first token of each row [B, V] at which the cumulative weight reaches its share in (0, 1] of the sum; [B].
+    """Return the first token of each row of weights [B, V] at which the cumulative weight reaches `share` of the sum.
 
-    The blocks' sums are accumulated first, so that no row is summed token by token in double precision.
+    share: [B], in (0, 1]. Only the blocks' sums and one block of weights are accumulated in double precision.
     """
     blocks = F.pad(weights, (0, -weights.size(-1) % _BLOCK)).view(len(weights), -1, _BLOCK)  # B n b
     ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)  # B n
@@ -375,12 +376,12 @@ def draw(weights: Tensor, share: Tensor) -> Tensor:
 
 
 def adjust(logits: Tensor, samplers: Sequence[Sampler], allowed: Sequence[Tensor | None] | None = None) -> Tensor:
-    """Apply each text's bias, penalties and bans to its logits; [B, V] → [B, V], −inf for banned tokens."""
+    """Return a copy of the logits [B, V] with each text's bias and penalties, and −inf for tokens not allowed next."""
     logits = logits.clone()
     device = logits.device
 
     def places(parts: Callable[[Sampler], Any]) -> Iterator[list[Tensor]]:
-        """Rows, token ids and amounts, concatenated over all texts; empty without any."""
+        """Yield the row numbers, token ids and amounts of all texts as three tensors; nothing if there are none."""
         found = [(row, *part) for row, sampler in enumerate(samplers) if (part := parts(sampler)) and len(part[0])]
         if found:
             rows = np.repeat([row for row, _, _ in found], [len(ids) for _, ids, _ in found])
@@ -416,5 +417,5 @@ def _frequency_and_presence(sampler: Sampler) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _column(numbers: Sequence[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The numbers as a tensor [B, 1] on the device of `like`, in its dtype if none is given."""
+    """Return the numbers as a tensor [B, 1] with the device of `like`, and with its dtype unless `dtype` is given."""
     return torch.tensor(numbers, dtype=dtype or like.dtype, device=like.device)[:, None]

@@ -1,14 +1,14 @@
-"""Decides which tokens are computed next, and in which slot: plain Python, without a model or tensors.
+"""Decide which tokens the next step computes, and in which slots: plain Python, without a model or tensors.
 
     add ─► waiting (first come, first served) ─► running, each in its slot ─► finish: the slot is free
 
-Texts join and leave between steps. A step computes one token of each text in generation, with its draft tokens, and
+Texts join and leave between steps. A step computes one token of each text in generation, plus its draft tokens, and
 up to `prefill_tokens` tokens of prompts, so that a long prompt does not delay the other texts. Prompts are cut at
 multiples of `prefill_tokens`, whatever else the step computes.
 
 A slot keeps its tokens when its text ends, and a new text with the same beginning starts from them (prefix reuse). The
-scheduler's record of a slot never exceeds its contents: `plan` removes what a work will overwrite, and `commit` adds
-what it has computed. So a text may be admitted, and copied from, at any time.
+scheduler's record of a slot lists only tokens that the slot really has: `plan` removes tokens that a work will
+overwrite, and `commit` adds tokens that it has computed. So texts may be admitted, and slots copied, at any time.
 """
 
 import itertools
@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 PREFILL_TOKENS = 512
-"""Number of prompt tokens computed at once. It limits the memory of a long prompt, and the delay of other texts."""
+"""Default maximum of prompt tokens per step. It limits the memory of a long prompt, and the delay of other texts."""
 
 Reuse = Literal["exact", "all", "off"]
-"""exact: reuse a prefix only if computing it again would give the same bits. all: reuse every common prefix; if the
-backend is not invariant, numbers may differ in their last digits. off: reuse nothing."""
+"""Which cached prefixes a new text reuses. exact: those that would have the same bits if computed again. all: every
+common prefix; if the backend is not invariant, numbers may differ in their last digits. off: none."""
 
 
 class QueueFull(RuntimeError):
@@ -31,31 +31,31 @@ class QueueFull(RuntimeError):
 
 @dataclass(eq=False)
 class Job:
-    """One text that is being computed."""
+    """One text to compute: a prompt, or a prompt with its continuation."""
 
     tokens: list[int]
-    """The tokens that belong in the slot; the owner appends generated ones."""
+    """The tokens of the text; the engine appends generated tokens."""
     score_from: int | None = None
-    """Logits are needed from this token on; tokens before it may be reused. None: only for the last token."""
+    """Index of the first token whose logits are needed; tokens before it may be reused. None: only the last token's."""
     knows_logits: bool = False
-    """The owner has the logits after `tokens`: if all tokens can be reused, none is computed."""
+    """Whether the engine has the logits after `tokens` already: if all tokens can be reused, none is computed."""
     draft: list[int] = field(default_factory=list)
-    """Draft tokens, which the next step computes with the last token."""
+    """Draft tokens, which the next step computes together with the last token."""
     n_wanted: int = 0
-    """Most draft tokens that the owner wants."""
+    """Maximum number of draft tokens for the next step."""
     slot: int | None = None
     n_computed: int = 0
-    """Tokens whose keys and values are in the slot."""
+    """Number of tokens whose keys and values are in the slot."""
     n_reused: int = 0
     """Number of the job's tokens that were reused when it was admitted."""
     request: Any = None
     sample: Any = None
-    """For the owner: the request of the job, and the sample that it computes; None: it only scores the prompt."""
+    """For the engine: the job's request, and the sample that it computes; None: the job only scores the prompt."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Tokens of a job that this step computes."""
+    """The tokens of a job that one step computes."""
 
     job: Job
     slot: int
@@ -63,17 +63,17 @@ class Work:
     tokens: list[int]
     n_logits: int
     n_draft: int = 0
-    """Number of draft tokens at the end of `tokens`, which may not belong to the text."""
+    """Number of draft tokens, which the model may reject, at the end of `tokens`."""
 
     @property
     def is_last(self) -> bool:
-        """Whether this work completes the job's tokens."""
+        """Whether all tokens of the job are computed after this work."""
         return self.start + len(self.tokens) - self.n_draft >= len(self.job.tokens)
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy of a slot's first tokens into another slot."""
+    """A copy to make: the first `n_tokens` of slot `source` into slot `target`."""
 
     source: int
     target: int
@@ -82,11 +82,11 @@ class Copy:
 
 @dataclass
 class _Slot:
-    tokens: list[int] = field(default_factory=list)  # the tokens whose keys and values it holds
-    n_whole: int = 0  # number of its first tokens that complete prefill chunks computed
-    end: int = 0  # number of tokens read as one prompt: an equal prompt would have the same bits
+    tokens: list[int] = field(default_factory=list)  # tokens whose keys and values the slot holds
+    n_whole: int = 0  # number of first tokens that were computed in complete prefill chunks
+    end: int = 0  # number of first tokens computed as a prompt; an equal prompt would give the same bits
     job: Job | None = None
-    used: int = 0  # the time of its last assignment or release
+    used: int = 0  # time of the slot's last assignment or release
 
     def truncate(self, n_tokens: int) -> None:
         """Forget all but the first `n_tokens`."""
@@ -97,7 +97,7 @@ class _Slot:
 
 
 class Scheduler:
-    """Assigns a backend's slots and each step's work to jobs. Not thread-safe."""
+    """Assigns a backend's slots to jobs, and plans the work of each step. Not thread-safe."""
 
     def __init__(self, n_slots: int, *, prefill_tokens: int = PREFILL_TOKENS, reuse: Reuse = "exact") -> None:
         self.prefill_tokens, self.reuse = prefill_tokens, reuse
@@ -107,10 +107,10 @@ class Scheduler:
         self._slots = [_Slot() for _ in range(n_slots)]
         self._clock = itertools.count(1)
 
-    # ------------------------------------------------------------------------------------------- coming and going
+    # ---------------------------------------------------------------------------------- adding and removing jobs
 
     def add(self, *jobs: Job, first: bool = False) -> None:
-        """Queue jobs, in this order. first: before those that are waiting."""
+        """Queue jobs in this order. first: ahead of the waiting jobs."""
         assert all(job.tokens for job in jobs), "a job has at least one token"
         if first:
             self.waiting.extendleft(reversed(jobs))
@@ -118,7 +118,7 @@ class Scheduler:
             self.waiting.extend(jobs)
 
     def finish(self, job: Job) -> None:
-        """Remove a job, waiting or running; its slot is free at once and keeps its tokens."""
+        """Remove a waiting or running job. Its slot becomes free and keeps its tokens for reuse."""
         if job in self.waiting:
             self.waiting.remove(job)
         if job in self.running:
@@ -129,24 +129,24 @@ class Scheduler:
         job.slot = None
 
     def restart(self, job: Job, tokens: list[int]) -> None:
-        """Replace a job's tokens; all of them are computed again in its slot."""
+        """Replace a job's tokens by `tokens`, to be computed from the beginning of its slot."""
         job.tokens, job.n_computed, job.draft = tokens, 0, []
 
     def forget(self) -> None:
-        """Discard all that was computed: running jobs start again, and no text is reused."""
+        """Forget the contents of all slots: running jobs start again, and no prefix is reused."""
         for slot in self._slots:
             slot.truncate(0)
         for job in self.running:
             job.n_computed = 0
 
     def grow(self, n_slots: int) -> None:
-        """Add empty slots up to this number."""
+        """Add empty slots until there are `n_slots`."""
         self._slots += [_Slot() for _ in range(n_slots - self.n_slots)]
 
     # -------------------------------------------------------------------------------------------------- a step
 
     def admit(self) -> tuple[list[Job], list[Copy]]:
-        """Assign free slots to waiting jobs; return the jobs and their copies, in order."""
+        """Assign free slots to waiting jobs; return these jobs and the slot copies to make for them, both in order."""
         admitted, copies = [], []
         while self.waiting and self.n_slots_used < self.n_slots:
             admitted.append(self.waiting.popleft())
@@ -154,7 +154,7 @@ class Scheduler:
         return admitted, copies
 
     def plan(self) -> list[Work]:
-        """The works of this step. Tokens that they overwrite leave the record now; call `commit` after each work."""
+        """Return the works of the next step, and forget the tokens they overwrite. Call `commit` after each work."""
         plan, budget = [], self.prefill_tokens
         for job in self.running:
             n_left = len(job.tokens) - job.n_computed
@@ -186,7 +186,7 @@ class Scheduler:
 
     @property
     def held(self) -> list[int]:
-        """Number of tokens in each slot."""
+        """Number of cached tokens in each slot."""
         return [len(slot.tokens) for slot in self._slots]
 
     @property
@@ -199,7 +199,7 @@ class Scheduler:
         return sum(slot.job is not None for slot in self._slots)
 
     def _next(self, job: Job) -> Work:
-        """The next work of a job that has tokens to compute."""
+        """Return the next work of a job that has tokens to compute."""
         assert job.slot is not None
         start, end = job.n_computed, len(job.tokens)
         if end - start == 1:
@@ -229,11 +229,11 @@ class Scheduler:
         return copies
 
     def _eviction_key(self, index: int) -> tuple[bool, int]:
-        """A sort key for eviction: empty slots first, then the least recently used."""
+        """Return a sort key for eviction: empty slots first, then the least recently used."""
         return bool(self._slots[index].tokens), self._slots[index].used
 
     def _longest_prefix(self, job: Job) -> tuple[int, int]:
-        """The slot with the job's longest reusable prefix, preferably a free slot, and the length of the prefix."""
+        """Return the slot with the longest prefix that the job can reuse (a free slot if tied), and its length."""
         best, n_best = 0, 0
         if self.reuse == "off":
             return best, n_best
@@ -264,9 +264,9 @@ class Scheduler:
 
 
 def n_common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
+    """Return the length of the longest common prefix."""
     low, high = 0, min(len(one), len(other))
-    while low < high:  # bisect: Python compares slices fast
+    while low < high:  # bisect, since Python compares slices fast
         middle = (low + high + 1) // 2
         if one[low:middle] == other[low:middle]:
             low = middle

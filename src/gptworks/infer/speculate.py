@@ -1,7 +1,7 @@
-"""Speculative decoding: draft tokens, which the model checks in one step instead of several (Leviathan et al., 2023).
+"""Speculative decoding: a drafter proposes tokens, which the model checks in one step (Leviathan et al., 2023).
 
 A draft token is accepted if the model draws the same token with the text's own random number. So drafts change only the
-speed, not the text, greedy or sampled.
+speed, not the text, whether it is greedy or sampled.
 """
 
 from collections.abc import Sequence
@@ -29,25 +29,25 @@ class Drafter:
         self.n_tokens = n_tokens
 
     def draft(self, texts: Sequence[Job]) -> list[list[int]]:
-        """Draft tokens for each text in generation, at most its `n_wanted`; its last token is computed next."""
+        """Return draft tokens to follow each text, at most its `n_wanted`. Its last token is not computed yet."""
         raise NotImplementedError
 
     def check(self, n_ids: int, model: GPT) -> None:
-        """Check the number of the tokenizer's ids and the model; the engine calls this once.
+        """Check the drafter against the tokenizer's number of ids and the model; the engine calls this once.
 
         Raises:
             UserError: the drafter does not fit the tokenizer or the model.
         """
 
     def reset(self, backend: Backend) -> None:
-        """Called when the engine has a new backend, whose slots are empty."""
+        """Prepare for the engine's new backend, whose slots are empty; the engine calls this."""
 
     def grow(self, n_slots: int, capacity: int) -> None:
-        """Called when the engine has more or longer slots, which have kept their contents."""
+        """Prepare for more or longer slots, which have kept their contents; the engine calls this."""
 
 
 class PromptLookup(Drafter):
-    """Drafts the tokens that followed the last ones' previous occurrence (Saxena, 2023): fast; good if texts repeat."""
+    """Drafts what followed an earlier occurrence of the last tokens (Saxena, 2023). Fast; suits repetitive texts."""
 
     def __init__(self, n_tokens: int = 8, ngram: int = 3) -> None:
         """
@@ -75,7 +75,7 @@ class PromptLookup(Drafter):
 
 
 def _drawn(logits: Tensor, texts: Sequence[Job], ahead: int) -> list[int]:
-    """A token of each row [n, V], drawn with the random number that will check draft token `ahead`."""
+    """Draw a token from each row of logits [n, V], with the random number that will check draft token `ahead`."""
     settings = [text.sample.settings for text in texts]
     shares = [1.0 if text.sample.settings.greedy else text.sample.sampler.share(ahead) for text in texts]
     return pick(logits, settings, shares)
@@ -87,7 +87,7 @@ def _slot_of(text: Job) -> int:
 
 
 def _last_place(tokens: list[int], n: int) -> int | None:
-    """Start of the last previous occurrence of the last n tokens."""
+    """Return the start index of the most recent earlier occurrence of the last n tokens; None: there was none."""
     if len(tokens) <= n:
         return None
     end, last = tokens[-n:], tokens[-1]
@@ -98,7 +98,7 @@ def _last_place(tokens: list[int], n: int) -> int | None:
 
 
 class DraftModel(Drafter):
-    """Drafts with a smaller model of the same tokenizer, drawing each token with the random number that checks it."""
+    """Drafts with a smaller model of the same tokenizer. Draws each token with the random number that will check it."""
 
     def __init__(self, model: GPT, n_tokens: int = 4, *, backend: BackendName = "auto") -> None:
         """
@@ -109,7 +109,7 @@ class DraftModel(Drafter):
         super().__init__(n_tokens)
         self.model, self._backend_name = model, backend
         self._backend: Backend | None = None
-        self._held: list[list[int]] = []  # the tokens in each slot; slots are numbered as in the engine
+        self._held: list[list[int]] = []  # tokens in each slot; slots are numbered as in the engine
         self._n_ids = 0
 
     def check(self, n_ids: int, model: GPT) -> None:
@@ -149,16 +149,16 @@ class DraftModel(Drafter):
 
     @property
     def capacity(self) -> int:
-        """Tokens of a text that the draft model can read."""
+        """Maximum number of a text's tokens that the draft model can read."""
         return 0 if self._backend is None else self._backend.capacity
 
     def _read(self, texts: list[tuple[int, list[int]]]) -> Tensor:
-        """The logits [n, V] after each text, given with its slot; tokens that the slot lacks are computed."""
+        """Return the logits [n, V] after each of the texts (slot, tokens); compute the tokens that its slot lacks."""
         assert self._backend is not None
         last = []
         for slot, tokens in texts:
             start = min(n_common_tokens(self._held[slot], tokens), len(tokens) - 1)
-            self._held[slot] = tokens[:start]  # if computing fails, the rest is overwritten
+            self._held[slot] = tokens[:start]  # remains true if the computation below fails
             while len(tokens) - start > PREFILL_TOKENS:
                 self._backend.compute([Chunk(slot, start, tokens[start : start + PREFILL_TOKENS], 0)])
                 start += PREFILL_TOKENS
@@ -170,11 +170,11 @@ class DraftModel(Drafter):
 
 
 class HeadsDraft(Drafter):
-    """The model's own heads of tokens beyond the next (model.n_future_tokens; Gloeckle et al., 2024): each draws a
-    draft token from the features that the last token was drawn from. No other model is run."""
+    """Drafts with the model's own heads for tokens beyond the next (model.n_future_tokens; Gloeckle et al., 2024). Each
+    head draws a token from the features that the text's last token was drawn from. No other model is run."""
 
     def __init__(self, n_tokens: int = 4) -> None:
-        """n_tokens and errors: see `Drafter`; the number of the model's heads also limits it."""
+        """n_tokens and errors: see `Drafter`. The model's number of heads also limits the number of draft tokens."""
         super().__init__(n_tokens)
         self._n_ids = 0
         self._backend: Backend | None = None
@@ -209,7 +209,7 @@ class HeadsDraft(Drafter):
         return drafts
 
     def _features(self, text: Job) -> Tensor | None:
-        """The features [C] that a text's last token was drawn from; None: its slot was copied, without features."""
+        """Return the features [C] that a text's last token was drawn from; None if its slot is a copy without them."""
         assert self._backend is not None and self._backend.features is not None
         first, rows = self._backend.features.get(_slot_of(text), (0, ()))
         row = len(text.tokens) - 2 - first

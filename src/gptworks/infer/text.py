@@ -1,4 +1,4 @@
-"""One sample: turns tokens into pieces of final text, until a stop string, a token or a limit ends it."""
+"""Turn a sample's tokens into pieces of final text, until a stop string, a token or a limit ends the sample."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,37 +12,37 @@ from gptworks.infer.sampling import Sampler, SamplingSettings
 from gptworks.tokenizer import StreamDecoder
 
 FinishReason = Literal["stop", "length", "context"]
-"""stop: a token that ends the text, a stop string, or a completed constraint. length: max_tokens. context: the context
-is full."""
+"""Why a text ended. stop: by a token that ends texts, a stop string, or a completed constraint. length: at max_tokens.
+context: the context is full."""
 
 DECODER_CONTEXT_TOKENS = 16
-"""Number of last prompt tokens that the decoder reads: a token's text may depend on the previous one (a space)."""
+"""Number of last prompt tokens given to the decoder, since a token's text (a space) may depend on the token before."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One step of one sample. Only the last piece of a sample has a `finish_reason`."""
+    """The result of one step for one sample. Only the last piece of a sample has a `finish_reason`."""
 
     sample: int
     """Index of the sample within its request."""
     text: str
-    """Text that is now final; often empty, after part of a character or of a possible stop string."""
+    """Text that is now final; empty while it ends in part of a character or of a possible stop string."""
     token_id: int | None
-    """The generated token; None if the step ends the sample without one (end-of-text, a full context)."""
+    """The generated token; None if the step ends the sample without a new token (end-of-text, a full context)."""
     finish_reason: FinishReason | None = None
     logprob: TokenLogprob | None = None
     """The token's log-probability, if `logprobs` is set."""
     processed: TokenLogprob | None = None
     """The token's log-probability in the distribution that it was drawn from, if `processed_logprobs` is set."""
     worked: float = field(default=0.0, compare=False)
-    """Seconds that the engine's steps had taken when the token was drawn."""
+    """Seconds that the engine had spent in steps when the token was drawn."""
 
 
 @dataclass
 class Pace:
-    """The decoding speed of one sample, over the time of the engine's steps, without its reader's time between them.
+    """The decoding speed of one sample: tokens per time in the engine's steps, without the reader's time between steps.
 
-    The first token does not count: the prefill computes it.
+    The first token does not count, because the prefill computes it.
     """
 
     n_tokens: int = 0
@@ -67,7 +67,7 @@ class Pace:
 
 
 class Sample:
-    """A continuation of a prompt: its tokens, its sampler, and text that is not yet final."""
+    """One continuation of a prompt: its tokens, its sampler, and the text that is not yet final."""
 
     def __init__(
         self,
@@ -86,10 +86,10 @@ class Sample:
         self._stops = StopStrings(settings.stop)
         self._decoder = StreamDecoder(tokenizer)
         for token_id in prompt[-DECODER_CONTEXT_TOKENS:]:
-            self._decoder.push(token_id)  # the prompt's text is not part of the sample's
+            self._decoder.push(token_id)  # drop the text that it returns: it belongs to the prompt
 
     def push(self, token_id: int) -> Piece:
-        """Add the next token; returns the resulting piece."""
+        """Add the next token; return the resulting piece."""
         if token_id in self.sampler.ends:
             return self.finish("stop")
         self.ids.append(token_id)
@@ -104,7 +104,7 @@ class Sample:
         return Piece(self.index, text, token_id)
 
     def finish(self, reason: FinishReason, token_id: int | None = None, text: str = "") -> Piece:
-        """End the sample with the held-back text, cut before a stop string."""
+        """End the sample; return its last piece, with the held-back text up to a stop string."""
         if not self._stops.found:
             text += self._stops.push(self._decoder.flush())
         text += self._stops.flush()
@@ -114,10 +114,10 @@ class Sample:
 
 @dataclass
 class StopStrings:
-    """Passes text up to the first completed stop string, holding back a possible beginning of one.
+    """Cuts a streamed text before the first stop string; holds back text that may be the beginning of a stop string.
 
-    The result does not depend on how the text is cut into parts. If a character completes several strings, the longest
-    counts.
+    The result does not depend on how the text is split into parts. If one character completes several stop strings, the
+    text ends before the longest.
     """
 
     strings: tuple[str, ...]
@@ -125,7 +125,7 @@ class StopStrings:
     held: str = field(default="", init=False)
 
     def push(self, text: str) -> str:
-        """Add text; returns the text that is now final."""
+        """Add text; return the text that is now final."""
         if not self.strings:
             return text
         text, self.held = self.held + text, ""
@@ -138,11 +138,11 @@ class StopStrings:
         return text[: len(text) - n_held]
 
     def flush(self) -> str:
-        """The text that is still held back, at the end of the sample."""
+        """Return the text that is still held back; call this at the end of the sample."""
         text, self.held = self.held, ""
         return text
 
     @staticmethod
     def _n_begun(text: str, stop: str) -> int:
-        """Length of the longest beginning of `stop` with which the text ends."""
+        """Return the length of the longest proper prefix of `stop` that `text` ends with."""
         return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

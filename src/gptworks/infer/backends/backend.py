@@ -3,8 +3,8 @@
     chunks ─┬─► long ones (prefill), one at a time ─────────────────────┬─► logits wanted
             └─► short ones (decode, speculation), as one flat batch ────┘
 
-`TorchBackend` runs the model itself, on any device, also during training. The native backend (native.py) computes the
-same in C++ on a CPU; `choose_backend` (there too) uses it where it can.
+`TorchBackend` runs the model itself, on any device, also during training. `NativeBackend` (native.py) computes the same
+in C++ on a CPU; `choose_backend`, in the same file, prefers it if it can compute the model.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ from gptworks.infer.backends.cache import SlotCache
 from gptworks.model.gpt import GPT, eval_mode
 
 SHORT_TOKENS = 16
-"""Chunks of up to this many tokens, which decode or check draft tokens, are computed together."""
+"""Maximum tokens of a short chunk (decoding, checking draft tokens). Short chunks are computed together."""
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,18 @@ class Chunk:
 
     slot: int
     start: int
-    """Number of tokens that the slot keeps; later ones are overwritten (a rollback)."""
+    """Number of cached tokens that the slot keeps; later tokens in the slot are overwritten (a rollback)."""
     tokens: Sequence[int]
     n_logits: int = 1
-    """Number of last tokens whose logits are wanted."""
+    """Number of last tokens whose logits are returned."""
     room: int | None = None
-    """Number of tokens that the text may reach; only rotary scaling by length uses it. None: the slot's capacity."""
+    """Maximum tokens that the text may reach; only rotary scaling by length uses this. None: the slot's capacity."""
 
 
 class Backend(ABC):
-    """A model and the caches of `n_slots` texts.
+    """Computes a model, and holds the key/value caches of `n_slots` texts.
 
-    A slot appears at most once in a call. The result for a token depends only on its own text.
+    Each call of `compute` has at most one chunk per slot. The result for a token depends only on its own text.
     """
 
     description: str
@@ -46,24 +46,24 @@ class Backend(ABC):
     model: GPT
     cache: SlotCache
     invariant: bool
-    """Whether a token's numbers are the same, bit for bit, however its text is cut into chunks and whatever else is
-    computed. If so, any common prefix of two texts can be shared, otherwise only complete prefill chunks."""
+    """Whether a token's results are bit-identical however its text is split into chunks, and whatever is computed with
+    it. If so, two texts can share any common prefix; otherwise, only complete prefill chunks."""
 
     features: dict[int, tuple[int, Tensor]] | None = None
-    """If a dictionary, `compute` stores in it, for each slot, the position of the first of its latest logits, and the
-    features [n_logits, C] of all of them. See `gptworks.infer.speculate.HeadsDraft`."""
+    """By slot, the position of the first of its latest logits, and the features [n_logits, C] behind these logits.
+    None: `compute` stores no features. For `gptworks.infer.speculate.HeadsDraft`."""
 
     @abstractmethod
     def compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
-        """Compute the chunks and extend their slots; returns each chunk's logits, float32 [n_logits, V], on the CPU."""
+        """Compute the chunks and extend their slots; return each chunk's logits, float32 [n_logits, V], on the CPU."""
 
     def logits(self, features: Tensor) -> Tensor:
-        """The logits of features [..., C]: float32 [..., V], on the CPU."""
+        """Return the logits of features [..., C]: float32 [..., V], on the CPU."""
         with torch.inference_mode():
             return self.model.logits(features.to(self.model.dtype)).float().cpu()
 
     def read(self, tokens: Sequence[int]) -> Tensor:
-        """The features [T, C] of a text's tokens, float32, on the CPU. Overwrites slot 0."""
+        """Return the features [T, C] of a text's tokens, float32, on the CPU. May overwrite slot 0."""
         with eval_mode(self.model), torch.inference_mode():
             return self.model.features(torch.tensor([tokens], device=self.model.device))[0].float().cpu()
 
@@ -73,25 +73,25 @@ class Backend(ABC):
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit into a slot."""
+        """Number of tokens that fit into a slot."""
         return self.cache.capacity
 
     def copy(self, source: int, target: int, n_tokens: int) -> None:
-        """Copy the keys and values of a slot's first n tokens into another slot."""
+        """Copy the keys and values of the first `n_tokens` of slot `source` into slot `target`."""
         with torch.inference_mode():
             self.cache.copy(source, target, n_tokens)
         if self.features is not None:
             self.features.pop(target, None)
 
     def _keep(self, chunks: Sequence[Chunk], features: Tensor) -> None:
-        """Keep the features [n, C] of the chunks' logits."""
+        """Store the features [n, C] of the chunks' logits in `self.features`, if it is not None."""
         parts = torch.split(features, [chunk.n_logits for chunk in chunks])
         for chunk, part in zip(chunks, parts, strict=True):
             if self.features is not None and chunk.n_logits:
                 self.features[chunk.slot] = chunk.start + len(chunk.tokens) - chunk.n_logits, part
 
     def grow(self, n_slots: int, capacity: int, held: Sequence[int]) -> None:
-        """Make more and longer slots, and keep the first `held[i]` tokens of each old slot i.
+        """Grow to `n_slots` slots of `capacity` tokens, and keep the first `held[i]` tokens of each old slot i.
 
         If this fails, the backend is unusable.
         """
@@ -100,12 +100,12 @@ class Backend(ABC):
 
 
 class TorchBackend(Backend):
-    """The model's own forward pass, on its device and in its dtype. Uses the current weights at each call."""
+    """Runs the model's own forward pass, on its device and in its dtype. Uses the current weights at each call."""
 
     invariant = False
 
     def __init__(self, model: GPT, n_slots: int, capacity: int, *, dtype: torch.dtype | None = None) -> None:
-        """Slots for `n_slots` texts of `capacity` tokens, in `dtype` (default: the model's)."""
+        """Allocate `n_slots` slots of `capacity` tokens, with caches in `dtype` (default: the model's)."""
         self.model = model
         self.description = f"torch on {model.device}"
         self.cache = SlotCache(model.config, n_slots, capacity, dtype=dtype or model.dtype, device=model.device)
@@ -119,7 +119,7 @@ class TorchBackend(Backend):
         return [results[chunk.slot] for chunk in chunks]
 
     def _batches(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-        """Groups of chunks to compute together: long ones singly, short ones by `room` if rotary tables need that."""
+        """Group the chunks to compute together: all short ones, or those of one `room` if it matters; each long one."""
         together: dict[int | None, list[Chunk]] = {}
         long = []
         for chunk in chunks:

@@ -1,6 +1,6 @@
-"""The key/value cache of texts: an explicit argument of the model.
+"""The key/value cache of many texts.
 
-Keys are stored after the rotary embedding. The model takes `SlotCache.rows`: the places of new tokens in the cache.
+Keys are stored after the rotary embedding. The model takes the result of `SlotCache.rows` as an explicit argument.
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ from gptworks.model.cache import SlotRows
 
 
 class Vectors:
-    """Keys or values of one layer and many texts, [n_slots, G, capacity, D]; in int8, each vector has a scale.
+    """Keys or values of one layer for many texts, [n_slots, G, capacity, D]; in int8, each vector has a scale.
 
-    Read and written by slot, head and position, like a tensor. int8 is read in the dtype in which it was written.
+    Indexed by slot, head and position, like a tensor. int8 vectors are read in the dtype in which they were written.
 
-    In the layout of the native kernels (cached_attention.h), only they read and write it. Positions are in blocks of 16
-    (`unit`). A word of four bytes has one number in fp32, two in bf16, four in int8. Keys are in panels of 16
-    (quantize/panels.py). A word of the values has numbers of one element, at several positions.
+    If `unit` is 16, only the native kernels read and write the data, in the layout of cached_attention.h: positions are
+    in blocks of 16; a word of four bytes has one number in fp32, two in bf16, four in int8; keys are in panels of 16
+    (quantize/panels.py); a word of the values has the same element of vectors at consecutive positions.
     """
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, unit: int) -> None:
-        # A CPU never reads positions that were not written. Elsewhere products read all of them, under a mask, and
-        # uninitialized memory may hold NaN.
+        # On a CPU, positions that were not written are never read. On other devices, products read all positions, under
+        # a mask, which does not hide a NaN in uninitialized memory.
         make = torch.empty if device.type == "cpu" else torch.zeros
         self.unit = unit
         shape = (*shape[:2], self.room(shape[2]), shape[3])
@@ -34,11 +34,11 @@ class Vectors:
         self.scale = make(shape[:3], device=device) if dtype == torch.int8 else None
 
     def room(self, n_tokens: int) -> int:
-        """Number of positions that this many tokens take."""
+        """Return the number of positions to allocate for `n_tokens`: a multiple of `unit`."""
         return -(-n_tokens // self.unit) * self.unit
 
     def grown(self, n_slots: int, capacity: int, held: Sequence[int]) -> "Vectors":
-        """A copy with more and longer slots, and the first `held[i]` tokens of each old slot i."""
+        """Return a larger copy, with the first `held[i]` tokens of each old slot i."""
         groups, width = self.data.size(1), self.data.size(3)
         new = Vectors((n_slots, groups, capacity, width), self.data.dtype, self.data.device, self.unit)
         new.dtype = self.dtype
@@ -65,7 +65,7 @@ class Vectors:
         return (data * self.scale[place][..., None]).to(self.dtype)
 
     def copy(self, source: int, target: int, n_tokens: int) -> None:
-        """Copy the first `n_tokens` of a slot into another."""
+        """Copy the first `n_tokens` of slot `source` into slot `target`."""
         n = self.room(n_tokens)
         for tensor in (self.data, self.scale):
             if tensor is not None:
@@ -73,11 +73,11 @@ class Vectors:
 
 
 class SlotCache:
-    """Keys and values of many texts: each has a slot, [G, capacity, D] in each layer, and its own length.
+    """Keys and values of many texts. Each text has a slot, [G, capacity, D] in each layer, and its own length.
 
-    A block that is run several times has keys and values for each run. Windowed layers use masks and keep all tokens,
-    so that a text can be rolled back to any length. If embeddings depend on the previous token, the ids are kept too,
-    int32.
+    A block that a pass runs several times has keys and values for each run. Windowed layers keep all tokens and use
+    masks, so that a text can be rolled back to any length. If embeddings depend on the previous token, token ids are
+    cached too, in int32.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class SlotCache:
         device: torch.device | str = "cpu",
         unit: int = 1,
     ) -> None:
-        """Slots for `n_slots` texts of `capacity` tokens (at most the context).
+        """Allocate `n_slots` slots of `capacity` tokens, or of the model's context if that is shorter.
 
         dtype: floating point, or int8. unit: positions in a block, see `Vectors`; 1: no blocks.
         """
@@ -107,7 +107,7 @@ class SlotCache:
         return torch.zeros(self.n_slots, self.capacity, dtype=torch.int32, device=self.device)
 
     def bytes_of(self, n_slots: int, capacity: int) -> int:
-        """Bytes of all buffers of such a cache with `n_slots` slots of `capacity` tokens."""
+        """Return the bytes that this cache would take with `n_slots` slots of `capacity` tokens."""
         config, capacity = self.config, min(capacity, self.config.context_length)
         vector_bytes = config.d_head * self.dtype.itemsize + (4 if self.dtype == torch.int8 else 0)
         slot_bytes = config.n_kv_heads * self.keys[0].room(capacity) * vector_bytes
@@ -115,9 +115,9 @@ class SlotCache:
         return n_slots * (2 * len(config.layer_uses) * slot_bytes + tokens_bytes)
 
     def grow(self, n_slots: int, capacity: int, held: Sequence[int]) -> None:
-        """Make more and longer slots, and keep the first `held[i]` tokens of each old slot i.
+        """Grow to `n_slots` slots of `capacity` tokens, and keep the first `held[i]` tokens of each old slot i.
 
-        One layer at a time is in memory twice.
+        Only one layer at a time is in memory twice.
         """
         assert n_slots >= self.n_slots and capacity >= self.capacity
         capacity = min(capacity, self.config.context_length)
@@ -130,18 +130,18 @@ class SlotCache:
             self.tokens[: len(tokens), : tokens.size(1)] = tokens
 
     def copy(self, source: int, target: int, n_tokens: int) -> None:
-        """Copy the first `n_tokens` of a slot into another."""
+        """Copy the first `n_tokens` of slot `source` into slot `target`."""
         for vectors in (*self.keys, *self.values):
             vectors.copy(source, target, n_tokens)
         if self.tokens is not None:
             self.tokens[target, :n_tokens] = self.tokens[source, :n_tokens]
 
     def rows(self, parts: Sequence[tuple[int, int, int]], room: int | None = None) -> "SlotRows":
-        """The places of new tokens of several texts, which the model computes as one flat batch [1, N].
+        """Return the cache positions for the new tokens of several texts, which form one flat batch [1, N].
 
         Args:
-            parts: of each text, in the batch's order, the slot, the number of cached tokens, and of new ones.
-            room: number of tokens that the texts may reach, for rotary scaling by length; None: the capacity.
+            parts: (slot, number of cached tokens, number of new tokens) of each text, in the batch's order.
+            room: maximum tokens that the texts may reach, for rotary scaling by length; None: the capacity.
 
         Raises:
             ValueError: a text has more tokens than a slot holds.

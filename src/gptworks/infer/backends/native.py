@@ -1,11 +1,11 @@
-"""The native backend, a GPT's step in C++ (step.cpp; library.py builds and loads it), and the choice between backends.
+"""The native backend, which computes steps in C++ (step.cpp; library.py builds and loads it), and the backend's choice.
 
-Decoding, checking drafts and prefill are the same call, over all rows of all texts; a long chunk takes several calls. A
-row's result depends neither on other rows nor on how its text is cut into chunks, bit for bit.
+Prefill, decoding and checking draft tokens are the same call, with a row for each token of any text; a long chunk takes
+several calls. Bit for bit, a row's result depends neither on other rows nor on how its text is split into chunks.
 
-Activations are float32. They are rounded if the processor multiplies narrower numbers: for weights in bf16 to bf16,
-like torch's (AVX512_BF16, AMX); for weights of 8 and 4 bits to 16 bits with one scale a row, which is finer (AVX2,
-AVX512_VNNI; AMX for int8). For a cache in bf16, queries and attention weights are rounded to bf16.
+Activations are float32, and rounded if the processor multiplies narrower numbers: to bf16, as in torch, with weights in
+bf16 (AVX512_BF16, AMX); to 16 bits with one scale per row, which is finer, with 8-bit and 4-bit weights (AVX2,
+AVX512_VNNI; AMX for int8). With a bf16 cache, queries and attention weights are rounded to bf16.
 """
 
 import ctypes
@@ -33,27 +33,27 @@ from gptworks.quantize.panels import UNIT, panel_of, size_in_panels, to_panels
 from gptworks.units import counted
 
 STEP_TOKENS, STEP_TOKENS_WITH_AMX = 128, 512
-"""Most tokens of a chunk in one step: enough that reading the weights again for the chunk's rest costs little."""
+"""Maximum tokens of a chunk in one call: enough that reading the weights again in the next call costs little."""
 
 _ACTIVATIONS = ("gelu", "gelu_tanh", "relu2", "swiglu", "geglu")
 WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8)
 """The dtypes of matrices that the kernels multiply."""
 
 _AT_ONCE_BYTES = 64
-"""Bytes of a row that a product reads at once; rows are padded to a multiple of this."""
+"""Bytes of a matrix row that a product reads together; rows are padded to a multiple of this."""
 
 
 def choose_backend(
     model: GPT, n_slots: int, capacity: int, *, dtype: torch.dtype | None = None, name: BackendName = "auto"
 ) -> Backend:
-    """The backend for a model on its device: native on a CPU if the model is not in training, otherwise torch.
+    """Return a backend for a model on its device: native on a CPU if the model is not in training, otherwise torch.
 
     Warns (UserWarning), once, if torch replaces the native backend. The result's `description` names the backend.
 
     Args:
-        n_slots, capacity: number of texts at once, and of tokens of each.
+        n_slots, capacity: number of slots, and of tokens in each slot.
         dtype: the caches' dtype; None: the backend's default.
-        name: native: the native backend, or an error. torch: the model's own forward pass.
+        name: auto: as above. native: the native backend, or an error. torch: the model's own forward pass.
 
     Raises:
         UserError: name="native", and the native backend is unavailable.
@@ -83,7 +83,7 @@ _warned: set[str] = set()
 
 
 def refusal(model: GPT) -> str | None:
-    """The reason why the kernels cannot compute a model; None if they can."""
+    """Return the reason why the kernels cannot compute a model; None if they can."""
     config = model.config
     if model.device.type != "cpu":
         return f"the model is on {model.device}."
@@ -114,20 +114,20 @@ def refusal(model: GPT) -> str | None:
 
 
 class NativeBackend(Backend):
-    """Decodes in C++ on the CPU. Moves the model's matrices (placement.py) and keeps their addresses: afterwards, fp32
-    matrices may be changed in place, and none may be replaced."""
+    """Computes a model in C++ on the CPU. Moves the model's matrices (placement.py) and keeps their addresses, so that
+    no matrix may be replaced later; fp32 matrices may be changed in place."""
 
     invariant = True
 
     def __init__(self, model: GPT, n_slots: int, capacity: int, *, dtype: torch.dtype | None = None) -> None:
-        """Slots for `n_slots` texts of `capacity` tokens.
+        """Allocate `n_slots` slots of `capacity` tokens, and move the model's matrices.
 
         Args:
             model: a model in fp32, or with matrices in bf16, fp16, int8 or int4 (gptworks.quantize).
             dtype: the cache's dtype: fp32, bf16 or int8; None: fp32 for a model in fp32, else bf16.
 
         Raises:
-            Unavailable: see `refusal` and `library`.
+            Unavailable: the kernels cannot compute the model (see `refusal`), or cannot be built or loaded.
         """
         if reason := refusal(model):
             raise Unavailable(reason)
@@ -179,7 +179,7 @@ class NativeBackend(Backend):
         self._model = self._structure(self.model)
 
     def _compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
-        """Compute one step over all rows of the chunks; returns each chunk's logits, fp32 [n, V]."""
+        """Compute one step over all rows of the chunks; return each chunk's logits, fp32 [n, V]."""
         n_wanted = sum(chunk.n_logits for chunk in chunks)
         logits = torch.empty(n_wanted, self.vocab_size)
         features = None if self.features is None else torch.empty(n_wanted, self.model.config.d_model)
@@ -189,7 +189,7 @@ class NativeBackend(Backend):
         return list(torch.split(logits, [chunk.n_logits for chunk in chunks]))
 
     def _run(self, chunks: Sequence[Chunk], logits: Tensor | None, features: Tensor | None) -> None:
-        """Compute a step over all rows of the chunks. Fills `logits` and `features`, if given, with the wanted rows."""
+        """Compute a step over all rows of the chunks; fill `logits` and `features`, if given, for the wanted rows."""
         tokens, slots, positions, wanted = (array("q") for _ in range(4))
         for chunk in chunks:
             n = len(chunk.tokens)
@@ -263,14 +263,14 @@ class NativeBackend(Backend):
         return Norm(self._vector(norm.weight, width), self._vector(getattr(norm, "bias", None), width), width)
 
     def _matrix(self, module: Any, rows: int, columns: int) -> Matrix:
-        """The structure of a matrix [rows, columns]: in panels, or with rows padded to a multiple of _AT_ONCE_BYTES."""
+        """Return a matrix [rows, columns] for the kernels: in panels, or with rows padded to `_AT_ONCE_BYTES`."""
         if module is None:
             return Matrix()
         bias = self._vector(getattr(module, "bias", None), rows)
         weight: Tensor = module.weight.detach()
         scale: Any = getattr(module, "scale", None)
         kind, panel = weight.dtype, getattr(module, "panel", 0)
-        each = 2 if kind == torch.uint8 else 1  # columns in one element
+        each = 2 if kind == torch.uint8 else 1  # columns packed into one element
         in_panels = kind in self._widest
         line = 1 if in_panels and each == 2 else _AT_ONCE_BYTES // kind.itemsize
         n_elements = -(-columns // (each * line)) * line
@@ -299,7 +299,7 @@ class NativeBackend(Backend):
         return None if tensor is None else self._address(tensor.detach().float(), torch.float32, *shape)
 
     def _address(self, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:
-        """Address of a tensor of this dtype and shape, made contiguous; the tensor is kept alive."""
+        """Check a tensor's dtype and shape, make it contiguous and keep it alive; return its address, or None."""
         if tensor is None:
             return None
         tensor = tensor.contiguous()
@@ -313,7 +313,7 @@ def _check(tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> None:
     """Refuse a tensor that the kernels, which receive only its address, would read wrongly or beyond its end.
 
     Raises:
-        TypeError: its dtype, shape or device differs from the expected one.
+        TypeError: the tensor is missing, or its dtype, shape or device is not the expected one.
     """
     if tensor is None or tensor.dtype != dtype or tuple(tensor.shape) != shape or tensor.device.type != "cpu":
         found = "no tensor" if tensor is None else f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
@@ -321,7 +321,7 @@ def _check(tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> None:
 
 
 def _part(chunk: Chunk, first: int, n: int) -> Chunk:
-    """`n` of the chunk's tokens from `first` on, for one step, with their share of the logits."""
+    """Return the part of a chunk with up to `n` tokens from index `first` on, for one call of the kernels."""
     tokens = chunk.tokens[first : first + n]
     after = len(chunk.tokens) - first - len(tokens)
     n_logits = min(len(tokens), max(0, chunk.n_logits - after))

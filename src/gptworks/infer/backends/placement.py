@@ -1,4 +1,4 @@
-"""Places a model's matrices in one block of large pages, and in panels if the kernels multiply panels."""
+"""Move a model's matrices into one block of large memory pages, and into panels if the kernels multiply panels."""
 
 import contextlib
 import mmap
@@ -20,13 +20,13 @@ _PLACING = threading.Lock()
 
 
 def widest_panels(kernels: Library) -> dict[torch.dtype, int]:
-    """The largest number of rows in a panel, for each dtype whose matrices are multiplied in panels."""
+    """Return the maximum number of rows in a panel, for each dtype whose matrices the kernels multiply in panels."""
     widest = {dtype: kernels.functions.gptworks_widest_panel(kind) for dtype, kind in NUMBERS.items()}
     return {dtype: rows for dtype, rows in widest.items() if rows}
 
 
 def matrices(model: GPT) -> Iterator[Any]:
-    """The modules whose matrices a step reads, in the order in which it reads them."""
+    """Yield the modules whose matrices a step reads, in the order in which it reads them."""
     for module in model.blocks.modules():
         weight = getattr(module, "weight", None)
         if isinstance(module, PackedMatrix) or (weight is not None and weight.dim() == 2):
@@ -37,9 +37,9 @@ def matrices(model: GPT) -> Iterator[Any]:
 
 
 def settle(modules: Sequence[Any], widest: Mapping[torch.dtype, int]) -> None:
-    """Move the matrices of modules into one block in large pages; packed ones in panels, as `widest_panels` says.
+    """Move the modules' matrices into one block of large pages, packed ones into panels of up to `widest` rows.
 
-    A step reads every weight once. With pages of 4 KiB, not 2 MiB, the processor looks up 512 times as many addresses.
+    A step reads every weight once. Pages of 4 KiB instead of 2 MiB would need 512 times as many address translations.
     """
     with _PLACING:
         panels = []
@@ -61,7 +61,7 @@ def settle(modules: Sequence[Any], widest: Mapping[torch.dtype, int]) -> None:
 
 
 def _place(module: Any, panel: int, rooms: Iterator[Tensor]) -> None:
-    """Move a module's parts into the next rooms. Their old memory is freed when this returns."""
+    """Copy a module's tensors into the next tensors of `rooms`, and replace them; this frees their old memory."""
     parts = _parts(module, panel > 0)
     if isinstance(module, PackedMatrix):
         module.panel = panel
@@ -75,7 +75,7 @@ def _place(module: Any, panel: int, rooms: Iterator[Tensor]) -> None:
 
 
 def _parts(module: Any, in_panels: bool) -> dict[str, Tensor]:
-    """The tensors of a module that a step reads, row by row: its matrix, and the scales of int4."""
+    """Return the module's tensors to move, with rows in order: its matrix, and the scales of an int4 matrix."""
     if not isinstance(module, PackedMatrix):
         return {"weight": module.weight.detach()}
     weight, scale = module.row_by_row
@@ -84,17 +84,17 @@ def _parts(module: Any, in_panels: bool) -> dict[str, Tensor]:
 
 
 def rooms_in_large_pages(wanted: Sequence[tuple[torch.dtype, int]]) -> list[Tensor]:
-    """Zeroed tensors [n] of these dtypes and sizes, consecutive in a `large_block`."""
+    """Return zeroed tensors [n] of these dtypes and sizes, consecutive in a `large_block`."""
     sizes = [-(-size * dtype.itemsize // 64) * 64 for dtype, size in wanted]
     parts = torch.split(large_block(sum(sizes)), sizes)
     return [part[: size * dtype.itemsize].view(dtype) for part, (dtype, size) in zip(parts, wanted, strict=True)]
 
 
 def large_block(n_bytes: int) -> Tensor:
-    """Zeroed memory, uint8 [n_bytes], with pages of 2 MiB if the system supports requests for them.
+    """Return zeroed memory, uint8 [n_bytes], with pages of 2 MiB if the system accepts requests for them.
 
-    The memory is private: for shared memory, large pages have another switch (`shmem_enabled`), nearly always off.
-    Linux gives large pages to complete aligned ranges of 2 MiB, and does not report whether it did.
+    The memory is private because a separate switch (`shmem_enabled`) nearly always turns large pages off for shared
+    memory. Linux uses large pages only for complete aligned ranges of 2 MiB, and does not report whether it did.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(n_bytes, dtype=torch.uint8)
