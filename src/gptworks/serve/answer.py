@@ -1,4 +1,4 @@
-"""Code shared by completions and chat: sampling settings from a request, and its answer as a whole or in chunks."""
+"""Shared by completions and chat: reads a request's sampling settings, and makes its answer, whole or in chunks."""
 
 import json
 import time
@@ -15,11 +15,11 @@ from gptworks.serve import openai
 from gptworks.serve.generate import Delta, Entry, Generation
 
 _PASSED_ON = openai.SamplingFields.model_fields.keys() & {field.name for field in fields(SamplingSettings)}
-"""Fields of a request that are settings of the same name."""
+"""Names of request fields that are also names of sampling settings."""
 
 
 def sampling_settings(body: openai.SamplingFields, **more: Any) -> SamplingSettings:
-    """The sampling settings of a request.
+    """Return the sampling settings of a request, with those of `more` added.
 
     Raises:
         UserError: settings of the request contradict each other.
@@ -27,7 +27,7 @@ def sampling_settings(body: openai.SamplingFields, **more: Any) -> SamplingSetti
     given = {"temperature": 1.0} | {name: value for name in _PASSED_ON if (value := getattr(body, name)) is not None}
     if given.get("top_k") == -1:  # vLLM's value for no limit
         given["top_k"] = 0
-    if given.get("top_p") == 0:  # the request asks for only the likeliest token
+    if given.get("top_p") == 0:  # 0 means only the most likely token
         given |= {"top_p": 1.0, "top_k": 1}
     return SamplingSettings(**given, **more)
 
@@ -58,14 +58,14 @@ class Answer(ABC, Generic[Body]):
 
     @abstractmethod
     def choices(self, entries: list[list[Entry]]) -> list[Any]:
-        """The endpoint's `choices` for the finished texts. `entries`: the tokens of each choice of the generation."""
+        """Return the endpoint's `choices` for the finished texts. entries: the tokens of each text."""
 
     @abstractmethod
     def chunk_choices(self, delta: Delta) -> list[Any]:
-        """The `choices` that a stream sends for a delta, each in a separate chunk."""
+        """Return the `choices` that a stream sends for a delta, each in a separate chunk."""
 
     async def whole(self) -> BaseModel:
-        """The complete answer, once all texts are finished."""
+        """Return the complete answer once all texts are finished."""
         entries: list[list[Entry]] = [[] for _ in self.generation.choices]
         async for deltas in self.generation.deltas():
             for delta in deltas:
@@ -75,14 +75,14 @@ class Answer(ABC, Generic[Body]):
         )
 
     async def chunks(self) -> AsyncGenerator[list[str]]:
-        """Chunks as JSON texts, as they arrive. If the last chunk has the usage, `usage` is null in the others."""
+        """Yield chunks as JSON texts, as they come. If the last chunk has the usage, `usage` is null in the others."""
         async for deltas in self.generation.deltas():
             yield [chunk for delta in deltas for chunk in self._chunks(delta)]
         if self._with_usage:
             yield [self._chunk([], self.generation.usage())]
 
     def _chunks(self, delta: Delta) -> list[str]:
-        """A delta's chunks as JSON texts. Most chunks differ only in their text, so the JSON around it is kept."""
+        """Return a delta's chunks as JSON texts. Most chunks differ only in `text`, so the JSON around it is cached."""
         if not delta.text or delta.entries or delta.first or delta.finish_reason is not None:
             return [self._chunk([choice]) for choice in self.chunk_choices(delta)]
         around = self._around_text.get(delta.choice)

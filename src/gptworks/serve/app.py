@@ -37,12 +37,12 @@ def create_app(
     routers: Iterable[APIRouter] = (),
     home: Callable[[Request], Awaitable[Response]] | None = None,
 ) -> FastAPI:
-    """The server's ASGI app; `app.state.service` is its state.
+    """Return the server's ASGI app; `app.state.service` is its state.
 
     Args:
-        engines: engines by the model's name; the first answers requests without a name, where a name is optional.
+        engines: engines by model name; the first answers requests without a model name, where it is optional.
         routers: further routes, for pages in a browser.
-        home: answers browsers at `/`.
+        home: answers requests of browsers for `/`.
     """
     service = Service(engines, settings or ServerSettings())
 
@@ -72,13 +72,13 @@ async def _for_a_page(request: Request) -> None:
 
 
 def service_of(request: Request) -> Service:
-    """The state of the server that received a request."""
+    """Return the state of the server that received a request."""
     service: Service = request.app.state.service
     return service
 
 
 async def body_of(request: Request, kind: type[_Wire]) -> _Wire:
-    """A request's JSON body, validated as `kind`.
+    """Return a request's JSON body, validated as `kind`.
 
     Raises:
         APIError: the body is not JSON, or not of this kind.
@@ -93,7 +93,7 @@ async def body_of(request: Request, kind: type[_Wire]) -> _Wire:
 
 
 def caller_of(request: Request) -> Caller:
-    """The sender of a request."""
+    """Return the sender of a request."""
     caller: Caller = request.state.caller
     return caller
 
@@ -212,5 +212,5 @@ async def metrics(request: Request) -> Response:
 
 
 async def in_thread(request: Request, work: Callable[[], _Result]) -> _Result:
-    """The result of slow work, run in one of the service's threads."""
+    """Run slow work in one of the service's threads, and return its result."""
     return await asyncio.get_running_loop().run_in_executor(service_of(request).threads, work)

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: the run's chat template renders the conversation."""
+"""/v1/chat/completions: continue a conversation, which the run's chat template renders."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ class ChatAnswer(Answer[openai.ChatRequest]):
         ]
 
     def chunk_choices(self, delta: Delta) -> list[Any]:
-        """Separate choices for the role, the text and the finish reason of a delta."""
+        """Return separate choices for the role, the text and the finish reason of a delta."""
 
         def chunk(part: openai.Delta, logprobs: Any = None, finish_reason: Any = None) -> openai.ChatChunkChoice:
             return openai.ChatChunkChoice(
@@ -75,7 +75,7 @@ async def begin_chat(service: Service, body: openai.ChatRequest, caller: Caller)
 def conversation_ids(
     model: ServedModel, messages: list[openai.ChatMessage], task: Task, *, add_generation_prompt: bool = True
 ) -> list[int]:
-    """The token ids of a conversation. Slow: call it in a thread.
+    """Return the token ids of a conversation. Slow: call it in a thread.
 
     Raises:
         APIError: the conversation is too long or empty, or the template refuses it.

@@ -17,7 +17,7 @@ class CompletionAnswer(Answer[openai.CompletionRequest]):
     whole_object = chunk_object = "text_completion"
 
     def choices(self, entries: list[list[Entry]]) -> list[Any]:
-        """Every text; with `best_of`, for each prompt the n texts with the highest mean log-probability."""
+        """Return all texts; with `best_of`, only the n texts of each prompt with the highest mean log-probability."""
         made, n_made, n_wanted = self.generation.choices, self.generation.order.n, self.body.n or 1
         kept: list[Choice] = []
         for start in range(0, len(made), n_made):
@@ -75,7 +75,7 @@ def _logprobs(entries: list[Entry]) -> openai.CompletionLogprobs:
 
 
 def _alternatives(entry: Entry) -> dict[str, float] | None:
-    """Log-probabilities of the likeliest tokens and of the chosen one, by text; None: the entry has none."""
+    """Return log-probabilities by token: the most likely ones and the chosen one; None if the entry has none."""
     if entry.top is None or entry.logprob is None:
         return None
     return {text: logprob for text, _, logprob in entry.top} | {entry.text: entry.logprob}

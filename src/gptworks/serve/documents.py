@@ -1,4 +1,4 @@
-"""/openapi.json: FastAPI's description of the routes, plus the schemas of the bodies, which the routes parse."""
+"""/openapi.json: FastAPI's description of the routes, plus the schemas of request bodies, which the routes parse."""
 
 from typing import Any, Literal
 
@@ -28,10 +28,10 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
-"""The `responses` of a route that answers with events, each with a chunk, if `stream` is true."""
+"""The `responses` of a route that answers with server-sent events, one for each chunk, if `stream` is true."""
 
 _bodies: list[type[BaseModel]] = []
-"""Types of the routes' bodies; `takes` adds each."""
+"""Types of the request bodies; each call of `takes` adds one."""
 
 
 class Health(BaseModel):
@@ -52,7 +52,7 @@ class About(BaseModel):
 
 
 def takes(kind: type[BaseModel]) -> dict[str, Any]:
-    """The `openapi_extra` of a route whose JSON body has this type."""
+    """Return the `openapi_extra` of a route whose JSON body has this type."""
     _bodies.append(kind)
     schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -13,7 +13,7 @@ from gptworks.serve.service import Caller, Service
 
 
 def embed(reader: Backend, ids: list[int]) -> list[float]:
-    """The last norm's output, averaged over a text's tokens and normalized to length 1: a list of C numbers.
+    """Return a text's embedding, C numbers: the last norm's output, averaged over the tokens and scaled to length 1.
 
     Raises:
         RunError: the hidden states are not finite.
@@ -26,7 +26,7 @@ def embed(reader: Backend, ids: list[int]) -> list[float]:
 
 
 async def embeddings(service: Service, body: openai.EmbeddingRequest, caller: Caller) -> openai.EmbeddingResponse:
-    """Embed a request's texts one by one in the embedding thread; stops early if the client leaves."""
+    """Embed a request's texts one by one in the embedding thread; stop early if the client leaves."""
     model, gone = await service.model(body.model, caller), threading.Event()
     service.take_places(caller, len(body.input))
 
@@ -57,5 +57,5 @@ async def embeddings(service: Service, body: openai.EmbeddingRequest, caller: Ca
 
 
 def _base64(numbers: list[float]) -> str:
-    """Little-endian float32 numbers as base64."""
+    """Encode the numbers as little-endian float32, in base64."""
     return base64.b64encode(torch.tensor(numbers).numpy().astype("<f4").tobytes()).decode()

@@ -36,7 +36,7 @@ class ErrorResponse(BaseModel):
 
 
 class APIError(Exception):
-    """An error answer: its status, message, field and code."""
+    """An error to answer with: its HTTP status, message, request field (`param`) and code."""
 
     def __init__(
         self,
@@ -54,12 +54,12 @@ class APIError(Exception):
             self.headers.setdefault("retry-after", str(RETRY_AFTER_SECONDS))
 
     def tree(self) -> dict[str, Any]:
-        """The error as the JSON of its answer."""
+        """Return the error as a JSON object."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def event(self) -> bytes:
-        """The error as an event of a stream that has begun."""
+        """Return the error as a server-sent event, for a stream that has begun."""
         return b"data: " + json.dumps(self.tree()).encode() + b"\n\n"
 
     def response(self) -> JSONResponse:
@@ -67,7 +67,7 @@ class APIError(Exception):
 
 
 def invalid(param: str, message: str, code: str | None = None) -> APIError:
-    """A 400 error about a field of a request."""
+    """Return a 400 error about the field `param` of a request."""
     return APIError(400, f"{param}: {message}", param=param, code=code)
 
 
@@ -87,7 +87,7 @@ def log_unforeseen(error: Exception) -> None:
 
 
 def as_api_error(error: Exception) -> APIError:
-    """The error answer for an exception; the message of an unforeseen exception is left out."""
+    """Return the error answer for an exception, without the message of an unforeseen one."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, EngineFailed):  # its message is only for the log
@@ -101,12 +101,12 @@ def as_api_error(error: Exception) -> APIError:
 
 
 def _shortened(message: str) -> str:
-    """A message without its middle if it is long, since it may repeat the request."""
+    """Cut the middle out of a long message, which may repeat the request."""
     return message if len(message) <= 600 else f"{message[:250]} … {message[-250:]}"
 
 
 def from_validation(error: ValidationError) -> APIError:
-    """The answer for an invalid body: its deepest error, which in a union is that of the member that fits best."""
+    """Return the answer for an invalid body. Reports the most deeply nested error: in a union, of the best fit."""
     first = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
     place = ".".join(str(part) for part in first["loc"] if not _is_type_name(part)) or None
     message = first["msg"].removeprefix("Value error, ")
@@ -120,7 +120,7 @@ def from_validation(error: ValidationError) -> APIError:
 
 
 def _is_type_name(part: int | str) -> bool:
-    """Whether a part of an error's location is a union's member, such as `list[str]`, which pydantic adds."""
+    """Return whether a part of an error's location is a type that pydantic adds for a union, such as `list[str]`."""
     return isinstance(part, str) and ("[" in part or part in ("str", "int", "function-plain"))
 
 

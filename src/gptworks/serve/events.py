@@ -11,7 +11,7 @@ from gptworks.serve.errors import APIError, as_api_error, log_unforeseen
 
 
 class EventStream(StreamingResponse):
-    """Sends chunks as they come, all that are ready in one write. Calls `cancel` at the end, also after an error."""
+    """Sends chunks when they come; one write has all that are ready. Calls `cancel` at the end, also after an error."""
 
     last: ClassVar[bytes] = b"data: [DONE]\n\n"
 
@@ -32,12 +32,12 @@ class EventStream(StreamingResponse):
 
     @staticmethod
     def json_of(chunk: Any) -> str:
-        """A chunk as JSON in one line."""
+        """Return a chunk as JSON in one line."""
         return str(chunk)
 
     @staticmethod
     def error_event(error: APIError) -> bytes:
-        """The event that ends the stream after an error."""
+        """Return the event that ends the stream after an error."""
         return error.event()
 
     async def _events(self, chunks: AsyncGenerator[Sequence[Any]]) -> AsyncGenerator[bytes]:

@@ -44,7 +44,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Order:
-    """The options of a request."""
+    """A request's options for all of its prompts."""
 
     settings: SamplingSettings
     n: int = 1
@@ -53,7 +53,7 @@ class Order:
     echo: bool = False
     prompt_logprobs: int | None = None
     streams: bool = False
-    """Whether pieces are sent as they come, not complete texts."""
+    """Whether pieces are sent as they come, instead of complete texts at the end."""
 
     @property
     def n_made(self) -> int:
@@ -62,18 +62,18 @@ class Order:
 
 
 class Entry(NamedTuple):
-    """A token with its log-probability and alternatives, as an answer has them."""
+    """A token of an answer, with its bytes, its log-probability and its alternatives."""
 
     text: str
     bytes: list[int] | None
     logprob: float | None
     top: list[tuple[str, list[int] | None, float]] | None
     offset: int
-    """Index in the choice's text of the first character of the token's text."""
+    """Index of the token's first character in the choice's text."""
 
 
 class Delta(NamedTuple):
-    """The part that a piece adds to a choice."""
+    """The text and entries that one piece adds to a choice."""
 
     choice: int
     text: str
@@ -148,7 +148,7 @@ class Choice:
         return [speller.entry(token, one) for token, one in zip(request.prompt_ids, given, strict=True)]
 
     def _settled(self, piece: Piece) -> list[Entry]:
-        """Remove and return the held entries whose text is sent; entries of a stop string are never sent."""
+        """Remove and return the held entries whose text has been sent; entries of a stop string are never sent."""
         n = len(self._held)
         ended_by_text = piece.finish_reason == "stop" and piece.token_id is not None
         if piece.finish_reason is None or ended_by_text:
@@ -160,7 +160,7 @@ class Choice:
 
 @dataclass
 class Generation:
-    """A request's choices, `order.n` for each prompt, in the prompts' order."""
+    """The generation of a request's texts: `order.n` choices for each prompt, in the prompts' order."""
 
     model: ServedModel
     order: Order
@@ -189,7 +189,7 @@ class Generation:
             )  # fmt: skip
 
     async def deltas(self) -> AsyncGenerator[list[Delta]]:
-        """The deltas of all choices, in lists as they come. Leaving the loop cancels the rest."""
+        """Yield the deltas of all choices, in lists, as they come. Leaving the loop cancels the rest."""
         clock = RequestClock(self.metrics, self.began)
         async with aclosing(self.stream.batches()) as batches:
             async for batch in batches:
@@ -221,7 +221,7 @@ class Generation:
 
 
 def check_size(service: Service, model: ServedModel, order: Order, n_prompts: int) -> tuple[int, int]:
-    """The number of a request's texts, and the most log-probabilities that its answer may have.
+    """Return the number of a request's texts, and the maximum number of log-probabilities in its answer.
 
     Raises:
         APIError: the request's texts or log-probabilities exceed a limit.
@@ -234,7 +234,7 @@ def check_size(service: Service, model: ServedModel, order: Order, n_prompts: in
         raise invalid("prompt", f"{n_texts} texts of {n_prompts} prompts, and {most} may wait.")
     n_each = sum(1 + n for n in (settings.logprobs, settings.processed_logprobs) if n is not None)
     n_tokens = min(settings.max_tokens, model.engine.context)
-    if order.streams:  # only unread pieces are held
+    if order.streams:  # only unread pieces stay in memory
         n_tokens = min(n_tokens, service.settings.max_unread_pieces)
     n_tokens += model.engine.context if order.prompt_logprobs is not None else 0
     if (n_numbers := n_choices * n_tokens * n_each) > MAX_LOGPROB_NUMBERS:
@@ -247,7 +247,7 @@ def check_size(service: Service, model: ServedModel, order: Order, n_prompts: in
 
 
 async def compiled(service: Service, model: ServedModel, settings: SamplingSettings, caller: Caller) -> Grammar | None:
-    """The grammar that constrains a request's texts, compiled if it is new; None: the texts are not constrained.
+    """Return the grammar that constrains a request's texts, compiled if it is new; None: they are not constrained.
 
     Raises:
         APIError, UserError: the grammar cannot be compiled, or too many schemas wait.
@@ -289,7 +289,7 @@ async def begin(
         APIError, UserError, QueueFull: the request is not accepted, and no part of it continues.
     """
     service.take_places(caller, *check_size(service, model, order, len(prompts)))
-    grammar = await compiled(service, model, order.settings, caller)  # keeps a reference until the engine has one
+    grammar = await compiled(service, model, order.settings, caller)  # keeps it alive until the engine refers to it
     stream = model.loop.open(
         max_unread=service.settings.max_unread_pieces * len(prompts) * order.n,
         patience=1 if order.streams else PIECES_AT_ONCE,

@@ -1,7 +1,7 @@
-"""The checks before the routes: the key, the body's size and time, the number of requests, and clients that left.
+"""Check requests before their routes: the key, the body's size and time, and the number of requests.
 
 A route gets a request only when its body is complete. While the route works, the guard watches the connection: if the
-client leaves or the time is over, it cancels the work, and with it the texts that the engine generates.
+client leaves or the time is over, the guard cancels the route, and with it the texts that the engine generates.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class _Gone(Exception):
 
 
 class Guard:
-    """ASGI middleware that makes the checks of this module."""
+    """ASGI middleware that checks requests, and cancels a route if its client leaves or the time is over."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
@@ -60,7 +60,7 @@ class Guard:
             if not answer.started:
                 service.metrics.answered(500)
                 answer.status = 500
-            raise  # an outer handler answers and logs it
+            raise  # an outer handler answers and logs the error
         finally:
             service.in_flight -= 1
             service.n_answered += 1
@@ -69,7 +69,7 @@ class Guard:
             log_request(scope, answer.status, time.monotonic() - began, caller.n_tokens)
 
     def _client(self, scope: Scope) -> str:
-        """The name of the client whose share a request uses: its key's digest if keys are needed, else its address."""
+        """Return the client whose share a request uses: the digest of its key if keys are needed, or its address."""
         authorization = Headers(scope=scope).get("authorization")
         if self._keys and authorization:
             return _digest(authorization.partition(" ")[2]).hex()
@@ -119,7 +119,7 @@ class Guard:
             raise self._too_large()
 
     def _is_same_site(self, headers: Headers) -> bool:
-        """Whether a request comes from a page of this server or of an allowed origin, or not from a page."""
+        """Return whether a request comes from a page of this server, a page of an allowed origin, or no page."""
         origin, allowed = headers.get("origin", ""), self._service.settings.cors_origins
         if origin and (origin in allowed or "*" in allowed):
             return True
@@ -127,8 +127,8 @@ class Guard:
         return (same_host or not origin) and headers.get("sec-fetch-site") not in ("cross-site", "same-site")
 
     def _has_key(self, scope: Scope, headers: Headers) -> bool:
-        """Whether a request has a valid API key or both values of a session, or the server needs neither. The check
-        takes the same time for every key."""
+        """Return whether a request has a valid API key or both values of a session, or the server needs neither. The
+        check takes the same time for every key."""
         service = self._service
         if not self._keys and service.sign_in is None:
             return True
@@ -169,7 +169,7 @@ class Guard:
         return bytes(body)
 
     async def _discard(self, headers: Headers, incoming: "_Body", answer: "_Answer") -> None:
-        """Read a refused body to its end, so that the client gets the answer; close after that if it is too long."""
+        """Read a refused body, so that the client reads the answer; have the connection closed if it takes too long."""
         settings = self._service.settings
         left = settings.max_discarded_bytes
         answer.closes = True
@@ -248,10 +248,10 @@ class _Body:
         self.begun = self.complete = False
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """The parts of the body that were not read yet, as they arrive.
+        """Yield the parts of the body that were not read yet, as they arrive.
 
         Raises:
-            _Gone: the client closed the connection before the end.
+            _Gone: the client closed the connection before the end of the body.
         """
         while not self.complete:
             self.begun = True
@@ -276,7 +276,7 @@ async def _until_gone(receive: Receive) -> None:
 
 
 def _replay(body: bytes) -> Receive:
-    """An ASGI `receive` that returns a body once, and then waits for ever."""
+    """Return an ASGI `receive` that returns `body` once and then waits forever."""
     given = False
 
     async def receive() -> Message:

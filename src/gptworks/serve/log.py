@@ -13,9 +13,9 @@ from starlette.types import Scope
 _REQUESTS = logging.getLogger("gptworks.requests")
 _ALL = logging.getLogger("gptworks")
 _MAX_LINES = 10_000
-"""Most lines that wait to be written; further ones are lost."""
+"""Maximum number of lines that wait to be written; further lines are lost."""
 _LAST_LINES_SECONDS = 2.0
-"""Longest time to write the waiting lines at the end."""
+"""Maximum time for writing the waiting lines at the end."""
 
 
 def log_request(scope: Scope, status: int | None, seconds: float, n_tokens: int) -> None:

@@ -1,6 +1,6 @@
-"""/metrics in Prometheus' text format. Names and meanings are vLLM's, whose dashboards need only another prefix.
+"""/metrics in Prometheus' text format. Names and meanings are vLLM's, so its dashboards need only another prefix.
 
-The engines' counters are read when Prometheus asks; the times of requests are recorded when they occur.
+The engines' counters are read when Prometheus asks; the latencies of requests are recorded when they occur.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,7 +34,7 @@ _COUNTED: tuple[tuple[type[_Family], str, str, Callable[[Statistics], float]], .
      lambda s: s.cancelled),
     (CounterMetricFamily, "requests_failed", "Requests that ended with an error.", lambda s: s.failed),
 )  # fmt: skip
-"""An engine's counters: the kind, the name, the help text, and the value."""
+"""An engine's gauges and counters: the type of metric, its name, its help text, and a function for its value."""
 
 
 class ModelMetrics(NamedTuple):
@@ -73,7 +73,7 @@ class Metrics(Collector):
                 f"gptworks:{name}", help_text, ["model_name"], buckets=buckets, registry=self._registry
             )
         self.of: dict[str, ModelMetrics] = {}
-        """Metrics by the model's name."""
+        """The functions that record metrics, by model name."""
 
     def add(self, model: str, statistics: Callable[[], Statistics]) -> None:
         """Start reporting a model."""
@@ -94,11 +94,11 @@ class Metrics(Collector):
         self._responses.labels(str(status)).inc()
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """The current counters of the engines, for Prometheus' library."""
+        """Yield the engines' current gauges and counters; Prometheus' library calls this."""
         now = {name: read() for name, read in tuple(self._statistics.items())}
         for kind, name, help_text, value in _COUNTED:
             family = kind(f"gptworks:{name}", help_text, labels=["model_name"])
@@ -124,7 +124,7 @@ class RequestClock:
         self._first: dict[int, float] = {}
 
     def tick(self, now: float, text: int, request: Request, n_tokens: int, finish_reason: str | None) -> None:
-        """Record that a piece of a text, which has `n_tokens` now, came at `now` by `time.monotonic`."""
+        """Record a piece of a text that came at `now` (by `time.monotonic`), after which the text has `n_tokens`."""
         observe = self._observe
         if text not in self._first:
             admitted = request.admitted_at or now

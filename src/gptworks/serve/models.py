@@ -19,7 +19,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 @dataclass
 class ServedModel:
-    """A model, its engine and its tokenizer."""
+    """A served model: its name, its engine, the engine's thread and the tokenizer."""
 
     name: str
     engine: Engine

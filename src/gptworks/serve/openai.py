@@ -1,7 +1,7 @@
-"""Requests and responses of OpenAI's API, and of vLLM's if OpenAI has none.
+"""Requests and responses of OpenAI's API, and vLLM's for what OpenAI's lacks.
 
-Unknown fields are refused, not ignored. Every number and list is bounded. Responses are dumped without unset fields, so
-constants such as `object` are set too.
+Unknown fields are refused, not ignored. Every number and list is bounded. Answers leave out fields that were not set,
+so constants such as `object` are set explicitly.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -32,9 +32,9 @@ from gptworks.serve.settings import (
 )
 
 MAX_CHARACTERS = 1 << 24
-"""Longest text of a field, even if the server's limits on bytes are larger."""
+"""Maximum number of characters of a text field, even if the server's limits on bytes are larger."""
 MAX_TOKENS = 1 << 20
-"""Largest number of tokens in a request; a model's context ends a text much earlier."""
+"""Maximum number of tokens in a request, and bound of token ids; a model's context ends a text much earlier."""
 
 REFUSED = {
     "suffix": "text is only continued, not filled in",
@@ -56,7 +56,7 @@ REFUSED = {
 
 
 class Wire(Bounded):
-    """A request or a part of one. An error names only one field, so that the answer to a long body is short."""
+    """A request or a part of a request. An error names only one field, so that the answer to a long body is short."""
 
     most_number = 2**53
     most_characters = MAX_CHARACTERS
@@ -92,7 +92,7 @@ _Lists = Annotated[list[TokenIds], _SEVERAL]
 
 
 def _as_prompts(value: Any) -> Any:
-    """Prompts as a list: a single text, or the token ids of a single text, becomes a list of one."""
+    """Return prompts as a list: a single prompt, given as text or token ids, becomes a list of one."""
     is_ids = isinstance(value, list) and value and type(value[0]) is int
     prompts = [value] if is_ids or isinstance(value, str) else value
     if _kind(prompts) is None:
@@ -101,12 +101,12 @@ def _as_prompts(value: Any) -> Any:
 
 
 def _kind(value: Any) -> str | None:
-    """The type of a list of prompts, by its first element; None: not a list of texts or of lists."""
+    """Return the type of a list of prompts, judged by its first element; None: not a list of texts or of lists."""
     first = value[0] if isinstance(value, list) and value else None
     return "list[str]" if isinstance(first, str) else "list[list[int]]" if isinstance(first, list) else None
 
 
-# With tags, an error names the rule for the kind of prompt in the request; a plain union could name the other kind's.
+# With tags, an error names the rule for the type of the request's prompt; a plain union may name the other type's rule.
 Prompts = Annotated[
     Annotated[_Texts, Tag("list[str]")] | Annotated[_Lists, Tag("list[list[int]]")],
     Discriminator(_kind),
@@ -144,7 +144,7 @@ class StreamOptions(Wire):
 
 
 class SamplingFields(Wire):
-    """The fields that completions and chat share. Those after `user` are vLLM's."""
+    """The fields that completion and chat requests share. Fields after `user` are vLLM's."""
 
     model: ModelName
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -251,7 +251,7 @@ Nothing = Annotated[Any, AfterValidator(_nothing), WithJsonSchema({"type": "null
 
 
 class ChatMessage(Wire):
-    """A turn of a conversation. Clients that send an answer back also send its empty fields: those after `name`."""
+    """A turn of a conversation. Fields after `name` must be empty: clients that send an answer back include them."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
@@ -267,7 +267,7 @@ class ChatMessage(Wire):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
     def turn(self) -> dict[str, str]:
-        """The turn for the template. Templates know the role `system`; OpenAI's newer name for it is `developer`."""
+        """Return the turn for a chat template; the role `developer`, OpenAI's newer name, becomes `system`."""
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": self.text} | ({"name": self.name} if self.name is not None else {})
 
@@ -391,7 +391,7 @@ class EmbeddingResponse(BaseModel):
 
 
 class TokenizeRequest(Wire):
-    """A text, or a conversation as the model reads it."""
+    """A text or a conversation to tokenize."""
 
     model: ModelName | None = None
     prompt: str | None = None

@@ -23,16 +23,16 @@ KERNEL_BYTES = 1 << 17
 """Size of a connection's send buffer; the system's default takes megabytes for each slow reader."""
 
 _LOOKS = (0.02, 0.1)
-"""Seconds after which a connection is checked whose client sends no more; later, each sweep checks it."""
+"""Seconds after a client stops sending at which its connection is checked; later, each sweep checks it."""
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """A client's connection. `bounded_by` makes the class for a server's settings."""
+    """A client's connection, with the limits in `settings`; `bounded_by` makes a class for given settings."""
 
     settings: ServerSettings
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._waiting_since: float | None = time.monotonic()  # start of the wait for headers
+        self._waiting_since: float | None = time.monotonic()  # when the wait for headers began
         self._idle_since: float | None = self._waiting_since
         self._stuck_since: float | None = None
         self._in_headers, self._too_long = True, False
@@ -65,13 +65,13 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Send the current answer to a client that sends no more but may still read, then close the connection.
+        """When the client stops sending, finish the current answer, since the client may still read; then close.
 
-        A client that closed the connection looks the same. So `100 Continue` is sent, which clients ignore: if the
-        connection is closed, the client's system answers with a reset.
+        A client that closed the connection looks the same. To find out, the server sends `100 Continue`, which clients
+        ignore: if the client closed the connection, its system answers with a reset.
         """
         if self._idle or self.cycle.more_body or self.transport.is_closing():
-            return False  # False: the transport closes
+            return False  # asyncio then closes the transport
         caller = self.cycle.scope.get("state", {}).get("caller")
         if caller is not None and (caller.is_page or caller.watches):
             return False
@@ -83,7 +83,7 @@ class GuardedProtocol(HttpToolsProtocol):
         return True
 
     def _leave_if_gone(self) -> None:
-        """End a half-closed connection after a reset, which asyncio does not report without reads or writes."""
+        """End a half-closed connection after a reset, which asyncio would notice only when it reads or writes."""
         socket_ = self.transport.get_extra_info("socket")
         with contextlib.suppress(OSError):
             if self._half_closed and socket_ is not None and socket_.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -105,7 +105,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def _count(self, n_bytes: int) -> None:
-        """Count bytes of headers as the parser reads them, since even a long header may arrive at once."""
+        """Count header bytes as the parser reads them, since headers of any length may arrive in one part."""
         self._n_header_bytes += n_bytes
         if self._n_header_bytes > self.settings.max_header_bytes:
             self._too_long = True
@@ -131,7 +131,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(len(name) + len(value) + len(": \r\n"))
-        if self._in_headers:  # trailers come later and are not used
+        if self._in_headers:  # ignore trailers, which come after the body
             lower = name.lower()
             self._n_hosts += lower == b"host"
             if self._n_hosts > 1:
@@ -176,7 +176,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def bounded_by(settings: ServerSettings) -> type[GuardedProtocol]:
-    """The protocol class for a server with these settings."""
+    """Return the protocol class for a server with these settings."""
     return type("BoundedProtocol", (GuardedProtocol,), {"settings": settings})
 
 

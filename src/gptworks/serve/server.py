@@ -1,4 +1,4 @@
-"""Start and end of the server: uvicorn with our protocol, which finishes requests after the first signal."""
+"""Start and end the server: uvicorn with our protocol. After a first signal, it finishes the current requests."""
 
 import asyncio
 import contextlib
@@ -26,14 +26,14 @@ _CLOSING_SECONDS = 2
 _SPARE_FILES = 128
 """Number of open files reserved for other uses than connections."""
 _BACKLOG = 100
-"""Most connections that wait to be accepted; each takes an open file."""
+"""Maximum number of connections that wait to be accepted; each takes an open file."""
 _FEWEST_FILES = 16
 _SHORT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Server(uvicorn.Server):
-    """Serves until a signal comes or an engine dies; then refuses new requests and lets the others finish within
-    `drain_seconds`. A second signal ends it at once."""
+    """Serves until a signal comes or an engine fails; then refuses new requests and lets the others finish within
+    `drain_seconds`. A second signal ends the server immediately."""
 
     def __init__(self, config: uvicorn.Config, service: Service, started: Callable[[int], None]) -> None:
         super().__init__(config)
@@ -88,10 +88,10 @@ class Server(uvicorn.Server):
 
 
 def make_server(app: FastAPI, host: str, port: int, started: Callable[[int], None] = lambda port: None) -> Server:
-    """A server for the app; its `run` starts it.
+    """Return a server for the app; its `run` starts it.
 
     Args:
-        port: 0: any free port.
+        port: 0 means any free port.
         started: called with the port once the server listens.
     """
     service: Service = app.state.service
@@ -115,8 +115,8 @@ def make_server(app: FastAPI, host: str, port: int, started: Callable[[int], Non
 
 
 def _connections(most: int) -> tuple[int, int]:
-    """The number of connections that the limit of open files allows, at most `most`, and the number that may wait to be
-    accepted. The process's limit is raised as far as needed and allowed.
+    """Return the number of connections that the limit of open files allows, at most `most`, and the number that may
+    wait to be accepted. If needed, raise the process's limit as far as allowed.
 
     Raises:
         UserError: the limit is too low for any connection.

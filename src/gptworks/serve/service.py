@@ -17,33 +17,33 @@ from gptworks.serve.sign_in import SignIn
 from gptworks.serve.tokens import Tokens
 
 _NEED_NO_SLOT = 16
-"""Requests accepted in addition to the engines' texts: tokenizing, embeddings, lists of models."""
+"""Number of requests accepted beyond the engines' texts, because some need no slot: tokenizing, embeddings, models."""
 
 
 @dataclass(eq=False)
 class Caller:
-    """The sender of one request; `request.state.caller`."""
+    """The sender of one request, and what the request uses; routes find it in `request.state.caller`."""
 
     client: str
-    """The client's API key's digest, or its address."""
+    """The client's name: the digest of its API key, or its address."""
     n_texts: int = 0
-    """Texts of this request that count for its client: each choice of a prompt, or each text to embed."""
+    """Number of texts that this request adds to its client's: the choices of each prompt, or the texts to embed."""
     works: bool = False
     """Whether the request counts as work: its body is complete, and it is not a stream that only watches."""
     watches: bool = False
     is_page: bool = False
-    """Whether a page sent the request. If its browser closes the connection, the answer ends at once."""
+    """Whether a web page sent the request. If its browser closes the connection, the answer ends immediately."""
     n_numbers: int = 0
-    """Most log-probabilities that the request's answer may have."""
+    """Maximum number of log-probabilities in the request's answer."""
     n_tokens: int = 0
-    """Tokens read and written for the request."""
+    """Number of tokens read and written for the request."""
     tasks: set[Task] = field(default_factory=set)
-    """The request's work in other processes; abandoned with the request."""
+    """The request's work in other processes, abandoned when the request ends."""
     on_leave: list[Callable[[], None]] = field(default_factory=list)
     """Functions that are called when the request is answered or its client has gone."""
 
     def task(self) -> Task:
-        """A new task, abandoned if the request ends early."""
+        """Return a new task, which is abandoned when the request ends."""
         task = Task()
         self.tasks.add(task)
         return task
@@ -76,10 +76,10 @@ class Service:
         self.n_working = 0
         """Number of requests that count as work; see `Caller.works`."""
         self.bodies_bytes = 0
-        """Bytes of the bodies that are being read."""
+        """Total bytes of the request bodies that are being read."""
         self.callers: set[Caller] = set()
         self.schemas: Counter[str] = Counter()
-        """Number of schemas that are being compiled or wait, for each client."""
+        """For each client, the number of its schemas that wait or are being compiled."""
         self.n_answered = 0
         self._began = time.monotonic()
         self._texts: Counter[str] = Counter()
@@ -96,7 +96,7 @@ class Service:
             model.loop.start()
 
     def add(self, name: str, engine: Engine) -> ServedModel:
-        """Serve one more model."""
+        """Serve one more model; return it."""
         engine.max_waiting = self.settings.max_waiting
         tokens = Tokens(engine.tokenizer, engine.context, self.settings)
         model = self._models[name] = ServedModel(name, engine, EngineLoop(engine), tokens)
@@ -106,7 +106,7 @@ class Service:
         return model
 
     def remove(self, name: str) -> None:
-        """Stop serving a model once its unfinished texts have ended. Slow: call it in a thread."""
+        """Stop serving a model, and wait until its unfinished texts have ended. Slow: call it in a thread."""
         self._models.pop(name).loop.close()
         self.metrics.remove(name)
 
@@ -116,7 +116,7 @@ class Service:
         return tuple(self._models.values())
 
     def get(self, name: str | None) -> ServedModel:
-        """The model of that name; the first if `name` is None.
+        """Return the model with this name, or the first model if `name` is None.
 
         Raises:
             APIError: no model has that name.
@@ -129,14 +129,14 @@ class Service:
         return model
 
     async def model(self, name: str | None, caller: Caller) -> ServedModel:
-        """The model with this name, loaded if needed; see `load` and `get`."""
+        """Return the model with this name, loaded if needed; see `load` and `get`."""
         if self.load is not None and name is not None:
             return await self.load(name, caller)
         return self.get(name)
 
     @property
     def max_texts(self) -> int:
-        """Most texts that may run or wait, over all models."""
+        """Maximum number of texts that run or wait, over all models."""
         return sum(self.settings.max_waiting + model.engine.most_texts for model in self.models)
 
     @property
@@ -145,11 +145,11 @@ class Service:
 
     @property
     def max_texts_each(self) -> int:
-        """Most texts of one client that may run or wait."""
+        """Maximum number of one client's texts that run or wait."""
         return max(1, round(self.settings.client_share * self.max_texts))
 
     def close(self) -> None:
-        """End all texts; their readers get a RunError."""
+        """End all texts, whose readers get a RunError, and stop the engines' and the service's threads."""
         self.runs = False
         for model in self.models:
             model.loop.close(drain=False)
@@ -190,7 +190,7 @@ class Service:
         caller.works, caller.watches = False, True
 
     def take_places(self, caller: Caller, n_texts: int, n_numbers: int = 0) -> None:
-        """Count a request's texts and log-probabilities for its client, until `leave`.
+        """Reserve a request's texts and log-probabilities from its client's share, until `leave`.
 
         Raises:
             APIError: the client or all clients together would have too many.
@@ -215,7 +215,7 @@ class Service:
         caller.n_numbers += n_numbers
 
     def summary(self) -> str:
-        """One line with the number of requests and tokens so far."""
+        """Return one line with the number of requests and tokens so far."""
         found = [model.engine.statistics() for model in self.models]
         n_tokens = sum(one.prompt_tokens + one.generated_tokens for one in found)
         seconds = time.monotonic() - self._began
@@ -223,7 +223,7 @@ class Service:
 
     @property
     def failure(self) -> str | None:
-        """The name and error of a failed engine, after which no new request is accepted; None: no engine has failed."""
+        """The name and error of a failed engine; None: no engine has failed. After a failure, requests are refused."""
         for model in self.models:
             if (failure := model.loop.check()) is not None:
                 return f"the engine of {model.name} has failed ({type(failure.error).__name__})"

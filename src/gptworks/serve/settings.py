@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from gptworks.errors import UserError
 
 MAX_N = 32
-"""Most continuations of one prompt (`n`, `best_of`)."""
+"""Maximum number of continuations of one prompt (`n`, `best_of`)."""
 MAX_PROMPTS = 64
-"""Most prompts in a request."""
+"""Maximum number of prompts in a request."""
 MAX_TEXTS = 128
-"""Most texts of one request: prompts times continuations. Each text has its own copy of its prompt."""
+"""Maximum number of texts of one request: prompts times continuations. Each text has its own copy of its prompt."""
 MAX_LOGPROB_NUMBERS = 1 << 20
-"""Most log-probabilities in an answer: tokens times (1 + alternatives). Each takes about 220 bytes of memory."""
+"""Maximum log-probabilities in an answer: tokens times (1 + alternatives). Each takes about 220 bytes of memory."""
 MAX_WATCHING, MAX_WATCHING_EACH = 64, 32
-"""Most streams that report changes while a page is open: of all clients, and of one client."""
+"""Maximum number of streams that keep open pages up to date: of all clients, and of one client."""
 MAX_MESSAGES = 1024
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -27,7 +27,7 @@ class ServerSettings:
     """Access to the server, and its limits.
 
     Raises:
-        UserError: a number is not above 0 or is absurdly large, or a header cannot carry an API key.
+        UserError: a number is not above 0 or is absurdly large, or an API key has characters that a header cannot have.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -36,42 +36,42 @@ class ServerSettings:
     """Origins whose web pages may call the server."""
     local_names_only: bool = True
     """Answer only requests whose Host is a name of this machine. A web page whose domain name was redirected to this
-    machine after loading (DNS rebinding) sends another Host. For a loopback address without API keys."""
+    machine after loading (DNS rebinding) sends another Host. Use this with a loopback address and no API keys."""
     max_waiting: int = 128
-    """Texts that may wait for a slot of a model; the next is answered with 429."""
+    """Maximum number of texts that wait for a slot of one model; further requests are answered with 429."""
     max_logprob_numbers: int = 1 << 21
-    """Most log-probabilities in all unfinished answers; see MAX_LOGPROB_NUMBERS."""
+    """Maximum log-probabilities in all unfinished answers together; see MAX_LOGPROB_NUMBERS."""
     client_share: float = 0.8
-    """Largest share of the slots, the waiting places and `max_logprob_numbers` that one client may hold. A client is an
-    API key, or an address if no keys are needed. 1: no limit, for use behind a proxy."""
+    """Maximum share of the slots, of the queue and of `max_logprob_numbers` that one client may use. A client is an API
+    key, or an address if no keys are needed. 1: no limit, for use behind a proxy."""
     max_schemas: int = 16
-    """Schemas that may wait or be compiled, two at a time; the next is answered with 429."""
+    """Maximum number of schemas that wait or are being compiled (two at a time); further ones are answered with 429."""
     max_schemas_each: int = 4
-    """Schemas of one client that may wait or be compiled."""
+    """Maximum number of one client's schemas that wait or are being compiled."""
     max_body_bytes: int = 1 << 20
     max_prompt_bytes: int = 1 << 18
-    """Most bytes of a prompt's text, checked before the text is tokenized."""
+    """Maximum bytes of a prompt's text, checked before the text is tokenized."""
     max_bodies_bytes: int = 1 << 26
-    """Most bytes of all bodies that are being read."""
+    """Maximum total bytes of the request bodies that are being read."""
     max_header_bytes: int = 1 << 15
-    """Most bytes of a request's first line and headers."""
+    """Maximum bytes of a request's first line and headers."""
     max_discarded_bytes: int = 1 << 24
-    """Most bytes of a refused body that are read and dropped, so that the client reads the answer."""
+    """Maximum bytes of a refused body that are read and dropped, so that the client reads the answer."""
     max_connections: int = 1024
     max_pipelined: int = 8
-    """Requests that a connection may send ahead of their answers."""
+    """Maximum number of requests that a connection may send before they are answered."""
     max_unread_pieces: int = 1024
-    """Tokens that may wait for a slow reader; with more, the request is cancelled."""
+    """Maximum number of unread tokens for each text of a request; with more, the request is cancelled."""
     header_seconds: float = 10.0
-    """Time for a request's headers to arrive."""
+    """Maximum time for a request's headers to arrive."""
     body_seconds: float = 20.0
     request_seconds: float = 600.0
-    """Time from a request's last byte to the end of its answer."""
+    """Maximum time from a request's last byte to the end of its answer."""
     stall_seconds: float = 20.0
-    """Time that a client may leave the connection's buffers full."""
+    """Maximum time for which a client may leave the connection's buffers full."""
     keep_alive_seconds: int = 15
     drain_seconds: float = 30.0
-    """Time for requests to finish after SIGTERM."""
+    """Maximum time for requests to finish after SIGTERM."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

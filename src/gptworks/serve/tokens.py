@@ -1,4 +1,4 @@
-"""Text to token ids and back. Routes call this in a thread, so that a long prompt does not delay other requests."""
+"""Convert text to token ids and back. Routes call this in a thread, so that a long prompt delays no other request."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -13,26 +13,26 @@ from gptworks.tokenizer import StreamDecoder, prompt_ids, token_bytes, vocabular
 
 
 class Tokens:
-    """A model's tokenizer for requests; checks a text's length before it is tokenized."""
+    """Tokenizes prompts for one model, and checks their length. `param` names the request's field in errors."""
 
     def __init__(self, tokenizer: Tokenizer, context: int, settings: ServerSettings) -> None:
         """
         Args:
-            context: most tokens that the model can read.
+            context: maximum number of tokens that the model can read.
         """
         self.tokenizer, self.context = tokenizer, context
         self.n_ids = vocabulary_size(tokenizer)
         sizes = token_bytes(tokenizer)
         fitting = settings.max_prompt_bytes if sizes is None else context * max(1, *sizes)
         self.max_bytes = min(settings.max_prompt_bytes, fitting)
-        """Most bytes of a text: a longer one has too many tokens for the context, or is above the server's limit."""
+        """Maximum bytes of a text; a longer text has too many tokens for the context, or exceeds the server's limit."""
 
     def read(self, prompt: str | list[int], param: str) -> list[int]:
-        """The token ids of a prompt that is given as text or ids; see `encode` and `check`."""
+        """Return the token ids of a prompt given as text or ids; see `encode` and `check`."""
         return self.encode(prompt, param) if isinstance(prompt, str) else self.check(prompt, param)
 
     def encode(self, text: str, param: str) -> list[int]:
-        """The token ids of a prompt, as from `Engine.encode_prompt` without its warnings. Slow: call it in a thread.
+        """Return a prompt's token ids, like `Engine.encode_prompt` but without warnings. Slow: call it in a thread.
 
         Raises:
             APIError: the text is too long or has no tokens.
@@ -57,7 +57,7 @@ class Tokens:
             )
 
     def check(self, ids: list[int], param: str) -> list[int]:
-        """The given ids, if they are valid.
+        """Return the given ids if they are valid.
 
         Raises:
             APIError: `ids` is too long, or has an id outside the vocabulary.
@@ -71,12 +71,12 @@ class Tokens:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids without special tokens, equal to the streamed text."""
+        """Return the text of token ids, without special tokens, as it would be streamed."""
         decoder = StreamDecoder(self.tokenizer)
         return "".join([*map(decoder.push, ids), decoder.flush()])
 
     def spell(self, token: int) -> tuple[str, list[int] | None]:
-        """A token's spelling, which no other token has, and its bytes; None: the token has no bytes."""
+        """Return a token's spelling, which no other token has, and its bytes; None: the token has no bytes."""
         return self._speller.spell(token)
 
     @cached_property
