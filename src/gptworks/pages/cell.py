@@ -1,4 +1,4 @@
-"""Parts of pages in a notebook; their style does not affect the rest of the notebook."""
+"""Show parts of pages in a notebook, without affecting the style of the rest of the notebook."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from gptworks.pages.parts import environment, image, paragraph, printable
 
 
 def cell(*parts: Markup) -> str:
-    """The HTML of the non-empty parts, for a `_repr_html_` to return. Text is escaped as on a page."""
+    """Return the HTML of the non-empty parts, for a `_repr_html_` to return. Text is escaped as on a page."""
     return printable(environment().get_template("cell.html").render(parts=parts))
 
 
@@ -29,7 +29,7 @@ class Figure:
         return cell(self.markup())
 
     def markup(self) -> Markup:
-        """The drawing as a part of a page."""
+        """Return the drawing as a part of a page."""
         return image(self.svg, self.title) if self.svg else paragraph(f"{self.title}: nothing yet", "note")
 
     def save(self, path: str | Path) -> None:

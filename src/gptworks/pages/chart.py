@@ -1,4 +1,4 @@
-"""Curves and points over axes, in SVG and in the colours of the page."""
+"""Charts of curves and points, in SVG and in the page's colours."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ MARGIN = 24.0
 
 
 def compact(value: float) -> str:
-    """A short form of a number, such as 1.5M for 1,500,000."""
+    """Return a short form of a number, such as 1.5M for 1,500,000."""
     for power, letter in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
         if abs(value) >= 10**power:
             return f"{value / 10**power:.4g}{letter}"
@@ -74,19 +74,19 @@ class Chart:
     """Whether the y axis begins at 0."""
 
     def svg(self) -> Markup:
-        """The drawing, or a line of text if no point is finite."""
+        """Return the chart as SVG, or a line of text if no point is finite."""
         drawing = self.draw()
         if drawing is None:
             return paragraph(f"{self.y_label}: nothing yet", "note")
         return drawing.svg(self.width, self.height, self.title, self.words(), self.name)
 
     def words(self) -> str:
-        """A description of the curves in words."""
+        """Return a description of the curves in words."""
         placed = (_drawable(s, self.log_x) for s in self.series if s.style != "area")
         return "; ".join(f"{s.name or self.y_label}: {_words(s)}" for s in placed)
 
     def draw(self) -> Drawing | None:
-        """The chart's elements; None if no point is finite."""
+        """Return the drawing of the chart; None if no point is finite."""
         series = [_drawable(s, self.log_x) for s in self.series]
         points = [(x, y) for s in series for x, y in s.points if math.isfinite(x) and math.isfinite(y)]
         if not points:
@@ -127,7 +127,7 @@ class Chart:
         return d
 
     def _x_axis(self, xs: list[float]) -> tuple[float, float, list[float]]:
-        """Both ends of the x axis, and its ticks."""
+        """Return both ends of the x axis, and its ticks."""
         low, high, n_ticks = min(xs), max(xs), 7 if self.width > NARROW else 4
         if self.x_names is not None:
             return -0.5, len(self.x_names) - 0.5, [float(i) for i in range(len(self.x_names))]
@@ -144,7 +144,7 @@ class Chart:
 
 
 def picture(charts: Sequence[Chart], title: str) -> str:
-    """Charts of one width, one below the other, as an SVG file with its own style; empty if no chart has a point."""
+    """Return an SVG file, with its own style, of charts of equal width in a column; empty if no chart has a point."""
     drawn = [(chart, drawing) for chart in charts if (drawing := chart.draw()) is not None]
     if not drawn:
         return ""
@@ -159,16 +159,16 @@ def picture(charts: Sequence[Chart], title: str) -> str:
 
 
 def colour(i: int) -> str:
-    """The class of the i-th of several series."""
+    """Return the stylesheet's class for series number i."""
     return f"series-{i % N_COLOURS}" + (" dashed" if i // N_COLOURS % 2 else "")
 
 
 MOST, LEAST = 1e150, 1e-150
-"""Range of the values that are drawn: outside of it, differences and ratios overflow or underflow."""
+"""Largest and smallest magnitudes that are drawn: beyond them, differences and ratios would overflow or underflow."""
 
 
 def _drawable(s: Series, log_x: bool) -> Series:
-    """The series without points whose x cannot be drawn; a y that cannot be drawn becomes NaN and breaks the curve."""
+    """Return the series without points whose x cannot be drawn. A y that cannot be drawn becomes NaN: a gap."""
     placed, titles = [], []
     for i, (x, y) in enumerate(s.points):
         if _placed(x) is not None and not (log_x and x < LEAST):
@@ -178,19 +178,19 @@ def _drawable(s: Series, log_x: bool) -> Series:
 
 
 def _placed(value: float) -> float | None:
-    """The value; 0 if it is tiny; None if it is too large or NaN."""
+    """Return the value; 0 if it is tiny; None if it is too large or NaN."""
     return None if not abs(value) < MOST else 0.0 if abs(value) < LEAST else value
 
 
 def _apart(low: float, high: float) -> tuple[float, float]:
-    """The range, widened if its ends agree to nine digits."""
+    """Return the range, widened if its ends agree to nine digits."""
     if high - low > 1e-9 * max(abs(low), abs(high)):
         return low, high
     return low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
 
 
 def _limits(values: list[float]) -> tuple[float, float, int]:
-    """Lowest and highest value on the axis, and the number of values above it."""
+    """Return the lowest and highest value on the axis, and the number of values above it."""
     values = sorted(values)
     low, high = values[0], values[-1]
     most = values[min(len(values) - 1, int(0.98 * len(values)))]
@@ -200,7 +200,7 @@ def _limits(values: list[float]) -> tuple[float, float, int]:
 
 
 def _ticks(low: float, high: float, n: int) -> list[float]:
-    """About n round numbers that enclose the range, or almost."""
+    """Return about n round numbers that enclose the range, or nearly do."""
     low, high = _apart(low, high)
     rough = (high - low) / n
     power = 10.0 ** math.floor(math.log10(rough))
@@ -210,7 +210,7 @@ def _ticks(low: float, high: float, n: int) -> list[float]:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """Logarithms of powers of ten, and of 2 and 5 times them if there are fewer than three."""
+    """Return the logarithms of powers of ten, and of 2 and 5 times these if there are fewer than three."""
     powers = range(math.floor(low), math.ceil(high) + 1)
     tens = [float(power) for power in powers if low <= power <= high]
     return tens if len(tens) > 2 else [power + math.log10(b) for power in powers for b in (1, 2, 5)]
@@ -237,7 +237,7 @@ def _draw(d: Drawing, s: Series, place: Callable[[float, float], Point], columns
 
 
 def _unbroken(points: Sequence[Point]) -> Iterator[list[Point]]:
-    """The parts of a curve between non-finite values."""
+    """Yield the parts of a curve between points whose y is not finite."""
     run: list[Point] = []
     for x, y in points:
         if math.isfinite(y):
@@ -250,7 +250,7 @@ def _unbroken(points: Sequence[Point]) -> Iterator[list[Point]]:
 
 
 def _thinned(points: list[Point], columns: int) -> list[Point]:
-    """A long curve reduced to the lowest and the highest point of each column, and both ends."""
+    """Reduce a long curve to its ends, and the lowest and the highest point in each of `columns` parts."""
     if len(points) <= 4 * columns:
         return points
     size, kept = len(points) / columns, [points[0]]

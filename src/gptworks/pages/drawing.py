@@ -1,7 +1,7 @@
-"""Drawing in SVG: boxes, lines, and text that is measured before it is set.
+"""Drawing in SVG: boxes, lines, and text that is measured to fit its room.
 
-Lengths are in the drawing's own units, y grows downwards. Colours come from the page's style by class. Elements are
-those of ElementTree, which escapes every text and attribute.
+Lengths are in the drawing's own units; y grows downwards. Classes of the page's stylesheet give the colours. Elements
+are ElementTree's, which escapes every text and attribute.
 """
 
 from typing import Literal
@@ -15,7 +15,7 @@ LABEL, SMALL = 14.0, 12.0
 """Font sizes of bold and of regular text."""
 
 _MOST_CHARACTERS = 2_000
-"""Longest text in a drawing; longer ones are cut."""
+"""Maximum number of characters of a text in a drawing; longer texts are cut."""
 
 _WIDTHS = {
     **dict.fromkeys("ijl'", 0.31),
@@ -26,7 +26,7 @@ _DIGIT, _LOWER, _OTHER = 0.64, 0.64, 0.84
 
 
 def text_width(text: str, size: float, bold: bool = False) -> float:
-    """An upper bound on the width of a text, from the widest of the usual sans-serif fonts (DejaVu Sans)."""
+    """Return an upper bound on the width of a text, from DejaVu Sans, the widest of the usual sans-serif fonts."""
     ems = 0.0
     for letter in text:
         plain = _DIGIT if letter.isdigit() else _LOWER if letter.islower() else _OTHER
@@ -41,24 +41,24 @@ class Drawing:
         self.elements: list[ElementTree.Element] = []
 
     def add(self, tag: str, content: str | None = None, *, title: str = "", **attributes: str | float) -> None:
-        """Add an element: `class_` becomes class, and text_anchor text-anchor. The title is shown under the pointer."""
+        """Add an element. `class_` becomes the attribute class, and text_anchor text-anchor; `title` is a tooltip."""
         element = _element(tag, content, **attributes)
         if title:
             element.append(_element("title", title))
         self.elements.append(element)
 
     def style(self, sheet: str) -> None:
-        """Add a stylesheet, for a drawing in a file of its own."""
+        """Add a stylesheet, for a drawing in a separate file."""
         self.elements.append(_element("style"))
         self.elements[-1].text = sheet
 
     def group(self, inside: "Drawing", **attributes: str) -> None:
-        """Add a drawing as a group."""
+        """Add another drawing as a group."""
         self.elements.append(_element("g", None, **attributes))
         self.elements[-1].extend(inside.elements)
 
     def clip(self, inside: "Drawing", name: str, x: float, y: float, width: float, height: float) -> None:
-        """Add a drawing clipped to a rectangle. `name` makes the id of the clip path unique."""
+        """Add another drawing, clipped to a rectangle. `name` makes the id of the clip path unique."""
         self.elements.append(_element("clipPath", id=f"{name}-clip"))
         self.elements[-1].append(_element("rect", x=x, y=y, width=width, height=height))
         self.group(inside, clip_path=f"url(#{name}-clip)")
@@ -84,7 +84,7 @@ class Drawing:
         self.add("path", class_=kind, d="M" + " L".join(f"{x:.6g} {y:.6g}" for x, y in points))
 
     def svg(self, width: float, height: float, title: str, description: str, name: str) -> Markup:
-        """The drawing as an SVG element as wide as the page. `name` distinguishes the title's id from others'."""
+        """Return the drawing as an SVG element. `name` makes the ids of its title and description unique."""
         root = _element(
             "svg", xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {width:.6g} {height:.6g}", role="img",
             aria_labelledby=f"{name}-title {name}-description",

@@ -1,4 +1,4 @@
-"""The layout of every page: one file that needs no network or script, for light and dark screens and for A4."""
+"""The layout of every HTML page: one file without scripts or network access, for light and dark screens and for A4."""
 
 import base64
 import hashlib
@@ -16,7 +16,7 @@ from gptworks.pages.parts import environment, printable, stylesheet
 def page(
     title: str, lines: Sequence[str], parts: Sequence[Markup], footer: str, refresh_seconds: int | None = None
 ) -> str:
-    """A complete HTML page of the parts that are not empty; `lines` follow the title.
+    """Return a complete HTML page: the title, `lines` of text, the parts that are not empty, and the footer.
 
     Text is escaped, markup comes only from templates and drawings, and the page's policy forbids a browser to load or
     run anything. Characters that cannot be shown are replaced by U+FFFD.
@@ -30,16 +30,16 @@ def page(
 
 @cache
 def content_security_policy() -> str:
-    """A policy that allows only the page's own stylesheet."""
+    """Return a content security policy that allows only the page's own stylesheet and embedded images."""
     digest = base64.b64encode(hashlib.sha256(stylesheet().encode("utf-8")).digest()).decode("ascii")
     return f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
 def write_page(text: str, path: Path, option: str) -> None:
-    """Write a page atomically, replacing an older one. Errors name the path by `option`, the command's option for it.
+    """Write a page atomically, replacing an older one. Errors name `option`, the command's option for the path.
 
     Raises:
-        UserError: `path` is a folder, or lies in one that does not exist.
+        UserError: `path` is a folder, or its own folder does not exist.
     """
     if path.is_dir():
         raise UserError(f"{option} {path} is a folder: name a file, such as {path / 'page.html'}")

@@ -1,4 +1,4 @@
-"""The parts of pages. A `str` is text and is escaped; only these functions make `Markup`."""
+"""Functions that make the parts of pages. A `str` is text and will be escaped; a `Markup` is HTML and will not."""
 
 import base64
 import json
@@ -15,14 +15,14 @@ from gptworks.terminal import UNPRINTABLE
 from gptworks.units import readable
 
 MOST_CHARACTERS = 20_000
-"""Most characters of one text on a page."""
+"""Maximum number of characters of one text on a page; the rest is cut."""
 
 _COUNTS = {"k": "thousand", "M": "million", "G": "billion", "T": "trillion"}
 
 
 @cache
 def environment() -> jinja2.Environment:
-    """The environment of the templates, which escape everything that is not `Markup`."""
+    """Return the Jinja environment of the templates, which escape everything that is not `Markup`."""
     return jinja2.Environment(
         loader=jinja2.PackageLoader("gptworks.pages"),
         autoescape=True,
@@ -34,17 +34,17 @@ def environment() -> jinja2.Environment:
 
 
 def stylesheet() -> str:
-    """The style of every page and picture."""
+    """Return the stylesheet of every page and picture."""
     return environment().get_template("style.css").render()
 
 
 def printable(text: str) -> str:
-    """The text with U+FFFD for each character that cannot be shown."""
+    """Return the text with U+FFFD for each character that cannot be shown."""
     return text.translate(UNPRINTABLE)
 
 
 def shortened(value: Any) -> Any:
-    """A long text cut short, with the number of characters left out; any other value unchanged."""
+    """Return a long text cut short, with the number of characters left out, and any other value unchanged."""
     if isinstance(value, str) and not isinstance(value, Markup) and len(value) > MOST_CHARACTERS:
         return f"{value[:MOST_CHARACTERS]}… ({len(value) - MOST_CHARACTERS:,} more characters)"
     return value
@@ -60,18 +60,18 @@ def _macro(name: str) -> Callable[..., Markup]:
 
 bold = _macro("bold")
 columns = _macro("columns")
-"""Sections side by side where there is room."""
+"""Returns sections side by side, where there is room."""
 figure = _macro("figure")
 figures = _macro("figures")
-"""Drawings two by two where there is room."""
+"""Returns drawings in rows of two, where there is room."""
 key_figures = _macro("key_figures")
-"""Tiles of a name, a large figure, and a note."""
+"""Returns tiles, each with a name, a large figure and a note."""
 key = _macro("key")
-"""A text after a dot in its curve's colour, which is a class of the stylesheet."""
+"""Returns an entry of a chart's key: a dot in the curve's colour, given as a class of the stylesheet, and a text."""
 exact = _macro("exact")
-"""An exact value, in bold, next to a published one."""
+"""Returns an exact value in bold, for a table that also has published, rounded values."""
 samples = _macro("samples")
-"""Texts that a model wrote: the step, the prompt, the continuation of each."""
+"""Returns texts that a model wrote, each with its step, prompt and continuation."""
 
 
 @cache
@@ -80,45 +80,45 @@ def _macros() -> Any:
 
 
 def unbroken(text: str) -> str:
-    """The text with no-break spaces, so that lines break only after a `·`."""
+    """Return the text with no-break spaces, so that lines break only after a `·`."""
     return text.replace(" ", "\xa0").replace("\xa0·\xa0", "\xa0· ")
 
 
 def paragraph(text: str, kind: str = "") -> Markup:
-    """A paragraph; `kind` is a class of the stylesheet, such as note or verdict."""
+    """Return a paragraph; `kind` is a class of the stylesheet, such as note or verdict."""
     return _made("paragraph", text, kind)
 
 
 def section(title: str, *parts: str | Markup) -> Markup:
-    """Parts of a page under a heading, which may be empty; empty if all parts are empty."""
+    """Return the parts under a heading, which may be empty. The result is empty if all parts are."""
     return _made("section", title, parts) if any(parts) else Markup("")
 
 
 def image(svg: str, words: str) -> Markup:
-    """An SVG file as an image with the alternative text `words`; the surrounding style does not affect it."""
-    data = Markup(base64.b64encode(svg.encode("utf-8")).decode("ascii"))  # noqa: S704  letters, which are not cut short
+    """Return an SVG file as an image with the alternative text `words`. The page's style does not affect the image."""
+    data = Markup(base64.b64encode(svg.encode("utf-8")).decode("ascii"))  # noqa: S704  base64 is safe, and not shortened
     return _made("image", data, words)
 
 
 def large(value: float, unit: str = "") -> Markup:
-    """A number in short form: `265.2 million` without a unit, `530.3 MB` with one."""
+    """Return a number in short form: `265.2 million` without a unit, `530.3 MB` with a unit."""
     text, _, prefixed = readable(value, unit).partition(" ")
     return number(value, text, prefixed if unit else _COUNTS.get(prefixed, prefixed))
 
 
 def number(value: float, text: str | None = None, unit: str = "") -> Markup:
-    """A number with its exact value, shown as `text` or with thousands separators, and its unit in small type."""
+    """Return a number, shown as `text` or else with thousands separators, its unit, and its exact value as data."""
     exact = str(int(value)) if math.isfinite(value) and value == int(value) else repr(value)
     return _made("number", exact, f"{value:,}" if text is None else text, unit)
 
 
 def rounded(value: object, form: str = ".4f", unit: str = "") -> Markup:
-    """A figure of a record, rounded; empty if it is not a number."""
+    """Return a record's figure in the given format; empty if it is not a number."""
     return number(value, format(value, form), unit) if is_figure(value) else Markup("")
 
 
 def is_figure(value: object) -> TypeGuard[float]:
-    """Whether a value of a record is a number."""
+    """Return whether a value of a record is a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -143,7 +143,7 @@ Cell = str | Bar
 def table(
     header: Sequence[Cell], align: str, rows: Iterable[Sequence[Cell]], foot: Iterable[Sequence[Cell]] = ()
 ) -> Markup:
-    """Rows under a header; empty without rows. The first cell of a row is its header.
+    """Return a table of rows under a header; empty without rows. The first cell of a row is its header.
 
     Args:
         align: a letter for each column: l, r (numbers), q (muted), t (a bar), n (a note).
@@ -155,12 +155,12 @@ def table(
 
 
 def percent(share: float) -> str:
-    """A share in percent: empty for 0, and `< 0.1%` for less than 0.05%."""
+    """Return a share in percent: empty for 0, and `< 0.1%` for less than 0.05%."""
     return "" if not share else "< 0.1%" if share < 0.0005 else f"{share:.1%}"
 
 
 def byte_table(sizes: Iterable[tuple[str, int]]) -> Markup:
-    """Amounts of memory by name, with bars; empty without amounts."""
+    """Return a table of memory sizes by name, with bars; empty without sizes."""
     named = list(sizes)
     largest = max((n for _, n in named), default=0) or 1
     rows = [(name, number(n, readable(n, "B")), Bar(n / largest)) for name, n in named]
@@ -168,7 +168,7 @@ def byte_table(sizes: Iterable[tuple[str, int]]) -> Markup:
 
 
 def flow_boxes(boxes: Any, stack: str, logits: str, parallel: bool) -> Markup:
-    """A model's operations from token ids to logits, in boxes along its residual stream.
+    """Return a diagram of a model's operations, from token ids to logits, in boxes along its residual stream.
 
     Args:
         boxes: a `gptworks.describe.diagram.Flow`.
@@ -180,7 +180,7 @@ def flow_boxes(boxes: Any, stack: str, logits: str, parallel: bool) -> Markup:
 
 
 def settings(tree: dict[str, Any]) -> Markup:
-    """A list of all settings by their paths, each with its value as in a recipe."""
+    """Return a list of all settings by their paths, each with its value as in a recipe."""
     return _made("settings", list(_flat(tree)))
 
 

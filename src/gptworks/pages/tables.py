@@ -1,4 +1,4 @@
-"""A table that prints on a terminal, as Markdown, and on a page."""
+"""A table that can be shown on a terminal, in Markdown and on a page."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from gptworks.pages import parts as html
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under a header. Cells that are `Markup` lose their tags outside a page."""
+    """Rows under a header. In Markdown and on a terminal, cells that are `Markup` lose their tags."""
 
     header: Sequence[html.Cell]
     align: str
@@ -23,12 +23,12 @@ class Table:
     """Rows of totals, below the others."""
 
     def first(self, n: int) -> "Table":
-        """The table's first n columns."""
+        """Return a table of this table's first n columns."""
         rows, foot = ([row[:n] for row in part] for part in (self.rows, self.foot))
         return Table(self.header[:n], self.align[:n], rows, foot)
 
     def html(self) -> Markup:
-        """The table as HTML for a page; empty if it has no rows."""
+        """Return the table as HTML for a page; empty if the table has no rows."""
         return html.table(self.header, self.align, self.rows, self.foot)
 
     def markdown(self) -> str:
@@ -51,5 +51,5 @@ def _text(cell: html.Cell) -> str:
 
 
 def in_a_cell(text: str) -> str:
-    """A text for a cell of a Markdown table: on one line, with `|` and `<` escaped."""
+    """Return the text for a cell of a Markdown table: on one line, with `|` and `<` escaped."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
