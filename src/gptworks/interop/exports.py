@@ -1,4 +1,4 @@
-"""Steps shared by all exports: parts of a model that no export keeps, and the architectures that nearly fit a model."""
+"""Steps shared by all exports: remove heads that other programs lack, and name the architectures nearest to a model."""
 
 from collections.abc import Mapping
 
@@ -7,19 +7,19 @@ from gptworks.model.gpt import GPT
 
 
 def leave_out_heads(model: GPT) -> list[str]:
-    """Remove the heads that predict tokens beyond the next: no other program has them, and the next token's logits do
-    not depend on them."""
+    """Remove the heads that predict tokens beyond the next, which other programs lack; return a note if there were any.
+    The next token's logits do not change."""
     n = model.drop_future_heads()
     what = "the head of 1 token" if n == 1 else f"the heads of {n} tokens"
     return [f"{what} beyond the next (model.n_future_tokens={n + 1}) left out"] if n else []
 
 
 def nearest_architectures(config: ModelConfig, obstacles: Mapping[str, list[str]]) -> str:
-    """A text that names the architectures that lack the fewest of a model's settings, and these settings.
+    """Return a text that names the architectures that lack the fewest of a model's settings, and those settings.
 
     Args:
-        obstacles: the settings that each architecture lacks, by its name. Of architectures that lack the same settings,
-            only the first is named.
+        obstacles: architecture name → the settings that it lacks. If several lack the same settings, the text names
+            only the first.
     """
     fewest = min(map(len, obstacles.values()))
     nearest: dict[str, str] = {}

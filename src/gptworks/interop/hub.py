@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub: fetch one at a commit into the cache, or push an exported folder.
+"""Models on the Hugging Face hub: fetch a model into the cache, or push an exported folder.
 
 huggingface_hub does the transfers, so its cache, `HF_ENDPOINT`, `HF_HOME` and `HF_TOKEN` work as usual. Progress is
 shown if stderr is a terminal.
@@ -82,13 +82,13 @@ def _fetch(name: str, revision: str | None, report: Report) -> Fetched:
             _check_room(n_bytes, cache, where)
             report(f"fetching {n_bytes:,} bytes of {where}, commit {commit[:12]}")
             bars = None if sys.stderr.isatty() else _quiet()
-            with unguarded():  # progress bars move the cursor
+            with unguarded():  # let the progress bars move the cursor
                 snapshot_download(name, revision=commit, allow_patterns=missing, tqdm_class=bars, **_USER)
     return Fetched(folder, f"{name} at commit {commit}")
 
 
 def _needed(name: str, folder: Path) -> list[str]:
-    """Names of a model's weight files, by the settings that were fetched to `folder`.
+    """Return the names of a model's weight files, according to the settings already fetched to `folder`.
 
     Raises:
         UserError: gptworks does not support the model.
@@ -108,7 +108,7 @@ def _needed(name: str, folder: Path) -> list[str]:
 
 
 def _check_files(name: str, needed: list[str], there: dict[str, int]) -> None:
-    """Refuse a model without the `needed` files; if its weights are pickled, explain how to convert them."""
+    """Raise UserError if a needed file is missing or not safetensors; it explains how to convert pickled weights."""
     absent = [file for file in needed if file not in there or not file.endswith(".safetensors")]
     if not absent:
         return
@@ -134,7 +134,7 @@ def _check_room(n_bytes: int, cache: Path, where: str) -> None:
 
 
 def check_push(name: str) -> None:
-    """Refuse a push that cannot succeed, before any work.
+    """Check, before an export begins, that its push can succeed.
 
     Raises:
         UserError: `name` is not valid on the hub, or no token is set.
@@ -152,7 +152,7 @@ def check_push(name: str) -> None:
 
 
 def push_folder(folder: Path, name: str, report: Report = lambda _: None) -> str:
-    """Upload a folder as a model in one commit, replacing its weights. A new model is created private.
+    """Upload a folder to the model `name` in one commit that replaces its weights. A new model is created private.
 
     Returns:
         The commit's URL.
@@ -184,7 +184,7 @@ def _endpoint() -> str:
 
 
 def _quiet() -> Any:
-    """A class of progress bars that show nothing."""
+    """Return a class of progress bars that show nothing."""
     bar: Any = importlib.import_module("huggingface_hub.utils").tqdm
 
     def disabled(self: Any, *args: Any, **options: Any) -> None:
@@ -199,7 +199,7 @@ def _explaining(name: str, where: str, place: Path, done: str = "fetched") -> It
 
     Args:
         where: the model's name with the requested revision.
-        place: the local folder that is read or written.
+        place: the local folder that the transfer reads or writes.
         done: the word for the transfer in messages: fetched or uploaded.
     """
     from huggingface_hub import errors, get_token

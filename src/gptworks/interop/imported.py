@@ -1,4 +1,4 @@
-"""Steps shared by all imports: write a run folder at step 0."""
+"""Steps shared by all imports: write a run folder at step 0, with settings for further training."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +22,6 @@ def write_run(folder: Path, recipe: Recipe, tensors: dict[str, Tensor], card: st
 
 
 def further_training(model: ModelConfig, adapter: bool = False) -> TrainConfig:
-    """Training settings for an imported model's recipe, with which the model can be trained further."""
+    """Return settings for an imported model's recipe, with which the model can be trained further."""
     length = {"max_steps": 1000, "batch_size": 8}
     return TrainConfig(**train_defaults(length, model, NEXT_TOKEN, tunes=True, adapter=adapter) | length)

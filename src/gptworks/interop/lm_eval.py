@@ -1,4 +1,4 @@
-"""Runs of gptworks as models of lm-evaluation-harness (EleutherAI), computed by our engine.
+"""A gptworks run as a model for lm-evaluation-harness (EleutherAI), computed by our engine.
 
     gptworks evaluate runs/mine --harness lambada_openai                                       # or a task's YAML file
     python -m gptworks.interop.lm_eval --model gptworks --model_args run=runs/mine --tasks …   # the harness's command
@@ -42,7 +42,7 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 @register_model("gptworks")
 class GptworksLM(TemplateLM):  # type: ignore[misc]
-    """A run as a model of lm-evaluation-harness."""
+    """A run as a model for lm-evaluation-harness."""
 
     def __init__(
         self,
@@ -59,14 +59,14 @@ class GptworksLM(TemplateLM):  # type: ignore[misc]
             run: a run folder, or an engine.
             checkpoint, device, backend: as on the command line.
             max_gen_toks: default number of tokens to generate.
-            batch_size, max_batch_size: ignored; the engine decides.
+            batch_size, max_batch_size: ignored; the engine chooses its own batches.
         """
         super().__init__()
         options: Any = {"backend": backend, "n_slots": SLOTS}
         self.engine = run if isinstance(run, Engine) else load(run, checkpoint, device=device, **options)
         self.max_gen_toks = int(max_gen_toks)
         self._tokenizer = unpack_tokenizer(pack_tokenizer(self.engine.tokenizer))
-        self._tokenizer.encode_special_tokens = False  # a token's name in text is that token, as in transformers
+        self._tokenizer.encode_special_tokens = False  # read a token's name as that token, as transformers does
         self._special = special_tokens(self._tokenizer)
         self._begin = [] if self._special.separator else document_frame(self._tokenizer)[0]
 
@@ -76,7 +76,7 @@ class GptworksLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that is put before a text without a context."""
+        """Id of the token that precedes a text without a context."""
         found = self._special.eos if self._special.bos is None else self._special.bos
         if found is None:
             raise UserError("this tokenizer has no token that begins a text: choose tasks without empty contexts.")
@@ -181,7 +181,7 @@ def run_harness(
 
     Args:
         tasks: names of the harness's tasks, or YAML files of tasks.
-        limit: number of items to evaluate, from the first; None: all.
+        limit: evaluate only this many items of each task, from the first; None: all.
 
     Raises:
         UserError: the harness does not have one of the tasks, or its file is missing.
@@ -209,7 +209,7 @@ def run_harness(
 
 def _name_in(path: Path) -> str:
     try:
-        node = compose_yaml(read_text(path, MAX_BYTES), str(path))  # only parsed: YAML tags could run functions
+        node = compose_yaml(read_text(path, MAX_BYTES), str(path))  # parse, do not load: YAML tags could run functions
     except FileNotFoundError:
         raise UserError(f"--harness {path}: no such file.") from None
     named = [value for key, value in (node.value if isinstance(node, yaml.MappingNode) else []) if key.value == "task"]
@@ -217,7 +217,7 @@ def _name_in(path: Path) -> str:
 
 
 def _evaluation(name: str, found: dict[str, Any], run: str, step: int) -> Evaluation:
-    """The result of one task; each metric that is a mean over items gets a confidence interval."""
+    """Return the result of one task, with a confidence interval for each metric that is a mean over items."""
     samples, metrics = found["samples"][name], {}
     for key, value in found["results"][name].items():
         metric, _, filtered = key.partition(",")

@@ -3,8 +3,8 @@
     adapter_config.json           rank, alpha and the adapted modules of transformers
     adapter_model.safetensors     base_model.model.<module>.lora_A.weight [r, I], lora_B.weight [O, r]
 
-If transformers joins several of our matrices (query, key and value of a GPT-2), their adapters become one adapter. Its
-rank is the sum of theirs, its A is stacked and its B block-diagonal, so the result is exact. I: inputs; O: outputs.
+If transformers joins several of our matrices into one (query, key and value of a GPT-2), their adapters become one. Its
+rank is the sum of their ranks, its A is stacked and its B block-diagonal: an exact result. I: inputs; O: outputs.
 """
 
 import json
@@ -57,10 +57,10 @@ TENSORS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
 UPRIGHT = (TRANSPOSED, TRANSPOSED_THIRDS)
-"""Layouts of matrices that transformers stores as [I, O]; PEFT stores their A as [r, I] and B as [O, r] even so."""
+"""Layouts of matrices that transformers stores as [I, O] (inputs, outputs). PEFT's A is [r, I] and B [O, r] for all."""
 
 Pair = tuple[Tensor, Tensor]
-"""A [r, I] and B [O, r] of one matrix; the adapter adds its scale · B·A to the matrix."""
+"""A [r, I] and B [O, r] of one matrix, to which the adapter adds scale · B·A."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class AdapterExport:
 
     folder: Path
     base: str
-    """The Hugging Face folder of the adapter's base model, or its name on the hub."""
+    """The Hugging Face folder of the adapter's base model, or the model's name on the hub."""
     modules: int
     parameters: int
     logit_difference: float | None
-    """The largest difference between the logits of the run and of PEFT; None: they were not compared."""
+    """Largest difference between the run's logits and those in PEFT; None if they were not compared."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class AdapterImport:
     adapter: LoRAConfig
     parameters: int
     logit_difference: float | None
-    """The largest difference between the logits of the run and of PEFT; None: they were not compared."""
+    """Largest difference between the run's logits and those in PEFT; None if they were not compared."""
 
 
 def export_adapter(
@@ -99,12 +99,12 @@ def export_adapter(
     """Write a run's adapter as a folder that PEFT loads with a Hugging Face model.
 
     Args:
-        base: the Hugging Face folder of the base, or its name on the hub. None: also write the base to `out/base`.
+        base: the base model's Hugging Face folder, or its name on the hub. None: also write the base to `out/base`.
         verify: compare base and adapter in PEFT with our model; not possible with a name on the hub.
 
     Raises:
         UserError: the run has no adapter, or one that PEFT's format cannot represent; or `out` is not empty.
-        RunError: PEFT's logits differ from the run's, or the disk is full or fails. Nothing is kept.
+        RunError: PEFT's logits differ from the run's, or the disk is full or fails. No partial folder is left.
     """
     out = Path(out).absolute()
     check_free(out)
@@ -145,10 +145,10 @@ def export_adapter(
 
 
 def to_peft(family: Family, config: ModelConfig, adapter: LoRAConfig, tensors: Mapping[str, Tensor]) -> dict[str, Pair]:
-    """A and B of each adapted module, by the module's name in transformers.
+    """Return A and B of each adapted module, by the module's name in transformers.
 
     Raises:
-        UserError: PEFT's format cannot represent an adapter.
+        UserError: PEFT's format cannot represent one of the adapters.
     """
     adapters = [name.removesuffix(".lora_a") for name in tensors if name.endswith(".lora_a")]
     ours = {module: (tensors[f"{module}.lora_a"], tensors[f"{module}.lora_b"]) for module in adapters}
@@ -168,7 +168,7 @@ def to_peft(family: Family, config: ModelConfig, adapter: LoRAConfig, tensors: M
 
 
 def _places(family: Family, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Place, list[str]]]:
-    """Yield the place in transformers of each weight that may have an adapter, with our modules in it.
+    """Yield the place in transformers of each weight that may have an adapter, and the names of our modules in it.
 
     Raises:
         UserError: an adapter belongs to experts that transformers stores as one tensor, not as modules.
@@ -185,7 +185,7 @@ def _places(family: Family, config: ModelConfig, tensors: Mapping[str, Tensor]) 
 
 
 def _joined(parts: list[Pair | None], place: Place, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Pair:
-    """A and B of a matrix in transformers, from those of our matrices in it; None in `parts`: no adapter."""
+    """Return A and B of a matrix in transformers, from A and B of our matrices in it (`parts`; None: no adapter)."""
     there = [pair for pair in parts if pair is not None]
     rank, at = sum(len(a) for a, _ in there), 0
     columns = []
@@ -229,7 +229,7 @@ def _write(folder: Path, pairs: dict[str, Pair], adapter: LoRAConfig, base: str,
 
 
 def _verify(folder: Path, base: Path, loaded: LoadedRun, tokenizer: Tokenizer) -> float:
-    """The largest difference between the logits of our model and of base and adapter in PEFT."""
+    """Compare our model with base and adapter in PEFT; return the largest difference between their logits."""
     with quiet():
         theirs = require("peft").PeftModel.from_pretrained(load_theirs(base), folder, local_files_only=True).eval()
         sequences = sequences_for(loaded.model, tokenizer, loaded.recipe.train.sample_prompts)
@@ -256,7 +256,7 @@ def import_adapter(
     Raises:
         UserError: the folder has no LoRA adapter, or one that does more than LoRA or does not fit the base; or
             `run_dir` is not empty.
-        RunError: the logits differ from PEFT's, or the disk is full or fails. Nothing is kept.
+        RunError: the logits differ from PEFT's, or the disk is full or fails. No partial folder is left.
     """
     folder, run_dir, base = Path(folder), Path(run_dir), Path(base)
     check_free(run_dir)
@@ -281,7 +281,7 @@ def import_adapter(
 
 
 def _load_base(base: Path, aside: Path, report: Report) -> tuple[LoadedRun, Family]:
-    """Load the base, imported to `aside` if it is not a run; also return its architecture in transformers."""
+    """Load the base, and choose its architecture in transformers. A base that is not a run is imported to `aside`."""
     if (base / "recipe.yaml").exists():
         loaded = load_run(base, full=True, report=report)
         return loaded, choose_family(loaded.model.config, load_tokenizer(loaded.tokenizer_folder))[0]
@@ -369,7 +369,7 @@ def from_peft(
 
 
 def _check_shapes(module: str, a: Tensor, b: Tensor, rank: int, shape: torch.Size) -> None:
-    """Refuse A and B that do not have this rank or do not fit a matrix of this shape, [O, I]."""
+    """Raise UserError unless A is [rank, I] and B [O, rank], for a matrix of `shape` [O, I] (outputs, inputs)."""
     given, expected = (tuple(a.shape), tuple(b.shape)), ((rank, shape[1]), (shape[0], rank))
     if given != expected:
         raise UserError(
@@ -379,7 +379,7 @@ def _check_shapes(module: str, a: Tensor, b: Tensor, rank: int, shape: torch.Siz
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The adapter's tensors by name, without PEFT's prefix."""
+    """Read the adapter's tensors, by their names without PEFT's prefix."""
     path = folder / TENSORS_FILE
     if not path.exists():
         raise UserError(f"{folder} has no {TENSORS_FILE}: gptworks reads only safetensors.")

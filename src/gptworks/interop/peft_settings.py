@@ -26,8 +26,8 @@ WITHOUT_EFFECT = frozenset({
     "task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping",
     "megatron_core", "runtime_config", "qalora_group_size", "eva_config", "ensure_weight_tying", "fan_in_fan_out",
 })  # fmt: skip
-"""Settings without effect on a finished adapter: notes, settings of training, options of features that are refused
-below, and `fan_in_fan_out`, which PEFT sets itself by the kind of each layer."""
+"""Settings without effect on a finished adapter: metadata, training settings, options of features in `REFUSED`, and
+`fan_in_fan_out`, which PEFT sets itself by each layer's kind."""
 
 REFUSED: Mapping[str, str] = {
     "use_dora": "DoRA scales each row of the merged matrix",
@@ -48,12 +48,11 @@ REFUSED: Mapping[str, str] = {
     "corda_config": "CorDA changes the base by activations that the adapter's folder does not hold",
     "lora_ga_config": "LoRA-GA changes the base by gradients that the adapter's folder does not hold",
 }
-"""Settings of features beyond plain LoRA → the reason why gptworks refuses them. Empty values are accepted."""
+"""Settings of features beyond plain LoRA → the reason why gptworks refuses them, unless their values are empty."""
 
 INITS = frozenset({"gaussian", "orthogonal", "eva", "pissa", "olora"})
-"""Accepted values of `init_lora_weights` besides true and false. They leave the base unchanged, or move a part of it
-into the adapter; `part_of_base` computes that part.
-"""
+"""Accepted values of `init_lora_weights` besides true and false. Each leaves the base unchanged, or moves a part of it
+into the adapter, which `part_of_base` computes."""
 
 _CONVERT = (
     "Save the adapter again with PEFT's `save_pretrained(path_initial_model_for_weight_conversion=...)`, which makes "
@@ -61,12 +60,12 @@ _CONVERT = (
 )
 _QUANTIFIERS = 8
 _SECONDS = 0.1
-"""Most seconds of processor time for matching a pattern with a module's name."""
+"""Limit on seconds of processor time for matching a pattern with a module's name."""
 _PATTERN_CHARACTERS = 2000
 
 
 def _check_pattern(pattern: str) -> str:
-    """Refuse untrusted regular expressions that may take very long or do not compile."""
+    """Return an untrusted regular expression; refuse one that may take very long to match or does not compile."""
     repeated_group = re.search(r"\)[*+{]", pattern)
     if repeated_group or len(re.findall(r"(?<!\\)[*+{]", pattern)) > _QUANTIFIERS or len(pattern) > _PATTERN_CHARACTERS:
         raise ValueError(f"the pattern {_short(pattern)} may take very long to match: name the modules in a list")
@@ -82,11 +81,11 @@ _Whole = Annotated[int, Field(strict=True, gt=0)]
 _Number = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 _Pattern = Annotated[str, AfterValidator(_check_pattern)]
 _Names = _Pattern | list[_Pattern] | None
-"""A regular expression, or a list of suffixes of names."""
+"""A regular expression for module names, or a list of names or of their last parts."""
 
 
 class LoraSettings(BaseModel):
-    """The settings that determine the meaning of an adapter's tensors."""
+    """The settings in `adapter_config.json` that determine what an adapter's tensors mean."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -105,11 +104,11 @@ class LoraSettings(BaseModel):
     layers_pattern: _Names = None
 
     def targets(self, module: str) -> bool:
-        """Whether the settings select a module, which must be of a kind that PEFT can adapt."""
+        """Whether the settings select a module, given that PEFT can adapt modules of its kind."""
         if self.exclude_modules and _named(self.exclude_modules, module):
             return False
         names = self.target_modules
-        if names is None or names == "all-linear":  # all modules are allowed: the saved tensors decide
+        if names is None or names == "all-linear":  # any module may be adapted: the saved tensors decide
             return True
         if isinstance(names, str) or module in names:
             return _named(names, module)
@@ -129,24 +128,24 @@ class LoraSettings(BaseModel):
         return False
 
     def rank_of(self, module: str) -> int:
-        """The rank of a module's adapter."""
+        """Return the rank of a module's adapter."""
         return _of_pattern(self.rank_pattern, module, self.r)
 
     def scale_of(self, module: str) -> float:
-        """The factor of B·A in a module's adapter."""
+        """Return the factor of B·A in a module's adapter."""
         alpha, rank = _of_pattern(self.alpha_pattern, module, self.lora_alpha), self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def part_of_base(self, module: str, weight: Tensor, transposed: bool) -> Tensor | None:
-        """The part of a base matrix that the initialization moved into the adapter; None: it moved nothing.
+        """Return the part of a base matrix that the initialization moved into the adapter; None if it moved nothing.
 
         PiSSA (Meng et al., 2024) initializes with the largest singular components of W, OLoRA (Büyükakyüz, 2024) with
         the first columns of its QR decomposition.
 
         Args:
             weight: the base's matrix in transformers' layout, fp32.
-            transposed: the layout is [in, out]. PEFT's PiSSA transposes it and its OLoRA does not, so an untrained
-                OLoRA of a square GPT-2 matrix changes the model in PEFT.
+            transposed: whether `weight` is [in, out]. PEFT transposes it for PiSSA but not for OLoRA, so an
+                untrained OLoRA of a square GPT-2 matrix changes the model in PEFT.
 
         Returns:
             The part to subtract from the base, in fp32 and in the shape of `weight`.
@@ -170,7 +169,7 @@ def _named(names: str | list[str], module: str) -> bool:
 
 
 def _of_pattern(patterns: Mapping[str, Number], module: str, otherwise: Number) -> Number:
-    """The value of the first pattern that matches the module by PEFT's rule; `otherwise` if none matches."""
+    """Return the value of the first pattern that matches the module by PEFT's rule, or `otherwise` if none matches."""
     for pattern, value in patterns.items():
         if find(rf"(.*\.)?({pattern})$", [module], "match", _SECONDS)[0] is not None:
             return value
@@ -178,7 +177,7 @@ def _of_pattern(patterns: Mapping[str, Number], module: str, otherwise: Number) 
 
 
 def read_settings(folder: Path) -> LoraSettings:
-    """The checked settings of an adapter.
+    """Read and check the settings of an adapter.
 
     Raises:
         UserError: the file is not readable, or describes another kind of adapter.
@@ -217,7 +216,7 @@ def _check_init(init: Any, path: Path) -> None:
 
 
 def _start(init: Any) -> Any:
-    """A value of `init_lora_weights`, in lower case if PEFT ignores its case."""
+    """Return a value of `init_lora_weights`, in lower case if PEFT ignores its case."""
     return init.lower() if isinstance(init, str) and init.lower() in ("olora", "gaussian") else init
 
 

@@ -16,7 +16,7 @@ from gptworks.model.gpt import GPT
 
 @dataclass(frozen=True)
 class Layout:
-    """A rule that joins our tensors into one of theirs; `split` is the exact inverse of `join`."""
+    """A pair of functions: `join` makes one tensor of theirs from ours, and `split` is its exact inverse."""
 
     join: Callable[[Sequence[Tensor], ModelConfig], Tensor]
     split: Callable[[Tensor, ModelConfig], Sequence[Tensor]]
@@ -33,7 +33,7 @@ def _rows(x: Tensor, n: int) -> Tensor:
 
 
 def _join_heads(parts: Sequence[Tensor], config: ModelConfig) -> Tensor:
-    """Join query, key and value, each [H·D, ...], to [H·3·D, ...]: all three of the first head come first."""
+    """Join query, key and value, each [H·D, ...], to [H·3·D, ...]: q, k and v of head 0, of head 1, and so on."""
     return torch.stack([_rows(part, config.n_heads) for part in parts], dim=1).flatten(0, 2)
 
 
@@ -43,9 +43,9 @@ def _split_heads(whole: Tensor, config: ModelConfig) -> Sequence[Tensor]:
 
 PLAIN = Layout(lambda parts, _: parts[0], lambda whole, _: [whole])
 LESS_ONE = Layout(lambda parts, _: parts[0] - 1, lambda whole, _: [whole + 1])
-"""Gemma's norms multiply by 1 + w, ours by w. In fp32, 1 + w equals transformers' sum bit for bit."""
+"""Norms of Gemma multiply by 1 + w, ours by w. In fp32, our 1 + w equals the sum in transformers bit for bit."""
 TRANSPOSED = Layout(lambda parts, _: _swapped(parts[0]), lambda whole, _: [_swapped(whole)])
-"""GPT-2 stores its matrices as [in, out], gptworks as [out, in]."""
+"""A matrix as in GPT-2's files, [in, out]; in gptworks it is [out, in]."""
 TRANSPOSED_THIRDS = Layout(lambda parts, _: _swapped(torch.cat(list(parts))), lambda whole, _: _swapped(whole).chunk(3))
 """One matrix with query, key and value side by side, [C, 3·C]."""
 QUERY_KEY_VALUE = Layout(
@@ -54,25 +54,25 @@ QUERY_KEY_VALUE = Layout(
 )
 """One matrix with all queries, then all keys, then all values, [(H + 2·G)·D, C]."""
 HEAD_BY_HEAD = Layout(_join_heads, _split_heads)
-"""One matrix with query, key and value of each head in turn, [H·3·D, C]."""
+"""One matrix with query, key and value of head 0, then of head 1, and so on, [H·3·D, C]."""
 HALVES = Layout(lambda parts, _: torch.cat(list(parts)), lambda whole, _: whole.chunk(2))
 """One matrix with the MLP's gate, then its up projection, [2·F, C]."""
 STACKED = Layout(lambda parts, _: torch.stack(list(parts)), lambda whole, _: whole.unbind())
-"""One tensor that stacks a matrix of all experts, [E, out, in]."""
+"""One tensor that stacks the same matrix of all experts, [E, out, in]."""
 STACKED_HALVES = Layout(
     lambda parts, config: _rows(torch.cat(list(parts)), config.n_experts),
     lambda whole, config: whole.flatten(0, 1).chunk(2 * config.n_experts),
 )
-"""One tensor that stacks gate and up of all experts, [E, 2·F, C]."""
+"""One tensor that stacks the joined gate and up projections of all experts, [E, 2·F, C]."""
 
 
 def interleaved(x: Tensor, n_heads: int) -> Tensor:
-    """Reorder the rows of each head, [n·D, ...], so that rows i and i + D/2 become neighbours."""
+    """Reorder the rows of each head in `x` [n_heads·D, ...] so that rows i and i + D/2 become neighbours."""
     return x.reshape(n_heads, 2, -1, *x.shape[1:]).transpose(1, 2).flatten(0, 2)
 
 
 def _halved(x: Tensor, n_heads: int) -> Tensor:
-    """The inverse of `interleaved`."""
+    """Invert `interleaved`."""
     return x.reshape(n_heads, -1, 2, *x.shape[1:]).transpose(1, 2).flatten(0, 2)
 
 
@@ -80,7 +80,7 @@ QUERY_IN_PAIRS = Layout(
     lambda parts, config: interleaved(parts[0], config.n_heads),
     lambda whole, config: [_halved(whole, config.n_heads)],
 )
-"""Layout for files whose rotary pairs are elements 2i and 2i + 1 of a head; in gptworks they are i and i + D/2."""
+"""Query whose rotary pairs are elements 2i and 2i + 1 of a head; in gptworks they are elements i and i + D/2."""
 KEY_IN_PAIRS = Layout(
     lambda parts, config: interleaved(parts[0], config.n_kv_heads),
     lambda whole, config: [_halved(whole, config.n_kv_heads)],
@@ -89,7 +89,7 @@ KEY_IN_PAIRS = Layout(
 
 @dataclass(frozen=True)
 class Place:
-    """A module of their file and our modules in it. `{layer}` and `{expert}` stand for every layer and every expert."""
+    """A module of their file and the modules of ours that it holds; `{layer}` and `{expert}` are placeholders."""
 
     theirs: str
     ours: tuple[str, ...]
@@ -97,12 +97,12 @@ class Place:
 
 
 def places(names: Mapping[str, str], norms: Layout = PLAIN) -> tuple[Place, ...]:
-    """Places from `names` (their module → ours). Norms get the layout `norms`; other modules are unchanged."""
+    """Return a `Place` for each of `names` (their module → ours). Norms get the layout `norms`, others `PLAIN`."""
     return tuple(Place(theirs, (ours,), norms if "norm" in ours else PLAIN) for theirs, ours in names.items())
 
 
 def tensor_places(rules: Collection[Place], config: ModelConfig, names: Collection[str]) -> Iterator[Place]:
-    """Apply the rules to each layer, expert, weight and bias: yields the place of every tensor, block by block.
+    """Yield the place of every tensor, block by block: apply the rules to each layer, expert, weight and bias.
 
     Args:
         names: names of the model's tensors, as in `expected_tensors`.
@@ -120,7 +120,7 @@ def tensor_places(rules: Collection[Place], config: ModelConfig, names: Collecti
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, Tensor]:
-    """The tensors of a model by name, on the meta device."""
+    """Return the tensors of a model by name, on the meta device."""
     with torch.device("meta"):
         return GPT(config).state_dict()
 
@@ -128,7 +128,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, Tensor]:
 def each_tensor(
     rules: Collection[Place], config: ModelConfig, ours: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Convert our tensors to theirs, one at a time: yields the name in their file and the tensor."""
+    """Convert our tensors to theirs, one at a time; yield the name in their file and the tensor."""
     there = list(tensor_places(rules, config, ours))
     assert {name for place in there for name in place.ours} == set(ours), "every tensor has a place"
     for place in there:
@@ -136,12 +136,12 @@ def each_tensor(
 
 
 def their_tensors(rules: Collection[Place], config: ModelConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors of their file by name, converted from ours."""
+    """Return all tensors of their file by name, converted from ours."""
     return dict(each_tensor(rules, config, ours))
 
 
 def our_tensors(rules: Collection[Place], config: ModelConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our tensors by name, in fp32, converted from those of their file: the inverse of `their_tensors`."""
+    """Return our tensors by name, in fp32, converted from those of their file: the inverse of `their_tensors`."""
     ours: dict[str, Tensor] = {}
     for place in tensor_places(rules, config, expected_tensors(config)):
         parts = place.layout.split(theirs[place.theirs].float(), config)
@@ -150,5 +150,5 @@ def our_tensors(rules: Collection[Place], config: ModelConfig, theirs: Mapping[s
 
 
 def their_shape(place: Place, config: ModelConfig, expected: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """The shape of a place's tensor in their file."""
+    """Return the shape of a place's tensor in their file."""
     return tuple(place.layout.join([expected[name] for name in place.ours], config).shape)

@@ -1,6 +1,6 @@
 """GGUF files: `export_gguf` writes one that llama.cpp loads, including the tokenizer.
 
-architectures   llama.cpp's architectures: the models that each computes, their settings and tensors
+architectures   llama.cpp's architectures: which models each supports, and how a file stores them
 vocabulary      the tokenizer in llama.cpp's form, refused if its ids would differ
 exporting       run folder → GGUF file with rounded or quantized tensors
 """

@@ -1,6 +1,6 @@
-"""The architectures of llama.cpp that gptworks exports to: the models that each computes, their settings and tensors.
+"""The architectures of llama.cpp that gptworks exports to: which models each supports, and how a file stores them.
 
-The table follows llama.cpp's sources; test_gguf.py compares each entry with llama.cpp itself.
+`ARCHITECTURES` follows llama.cpp's sources; test_gguf.py compares each entry with llama.cpp itself.
 """
 
 import math
@@ -29,7 +29,7 @@ from gptworks.interop.tensors import (
 Bias = Literal["qkv", "out", "mlp"]
 ALL_BIASES: tuple[Bias, ...] = ("qkv", "out", "mlp")
 GELU = ("gelu_tanh", "gelu")
-"""Both forms of GELU; llama.cpp computes only the tanh form."""
+"""Names of GELU's two forms. llama.cpp computes the tanh form for both."""
 
 APPROXIMATE_GELU = (
     "llama.cpp computes model.mlp=gelu in its tanh form, which differs by at most 0.0005; on a CPU it also rounds GELU "
@@ -39,7 +39,7 @@ APPROXIMATE_GELU = (
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture of llama.cpp: the settings of models that it computes, and the layout of their tensors."""
+    """An architecture of llama.cpp: the model settings that it supports, and the layout of its tensors."""
 
     name: str
     norm: Literal["layernorm", "rmsnorm"]
@@ -49,23 +49,23 @@ class Architecture:
     biases: tuple[Bias, ...] = ()
     """Linear layers that may have biases."""
     always_biased: bool = False
-    """Whether a file must have all biases; those that the model lacks are written as zeros."""
+    """Whether a file must have all biases; an export writes zeros for those that the model lacks."""
     joined: bool = False
-    """Whether query, key and value are one tensor."""
+    """Whether the file stores query, key and value as one tensor."""
     interleaved: bool = False
-    """Whether rotary pairs are elements 2i and 2i + 1 of a head; in gptworks they are i and i + D/2."""
+    """Whether rotary pairs are elements 2i and 2i + 1 of a head (of width D); in gptworks they are i and i + D/2."""
     free_head_width: bool = False
     """Whether the width of a head may differ from d_model / n_heads."""
     partial_rotation: bool = False
     parallel: bool = False
-    """Whether attention and MLP may be parallel, each with its norm."""
+    """Whether attention and MLP may be parallel, each with its own norm."""
     tied: bool = True
     """Whether a file may leave out a tied head; if False, the head is stored as a copy of the embedding."""
     experts: Literal["none", "routed", "shared"] = "none"
     attention_scale: bool = False
 
     def obstacles(self, config: ModelConfig) -> list[str]:
-        """The settings of a model that this architecture cannot compute."""
+        """Return the names of a model's settings that this architecture does not support."""
         used = {"qkv": config.qkv_bias, "out": config.out_bias, "mlp": config.mlp_bias}
         held = {bias: bias in self.biases and not (bias == "mlp" and config.n_experts) for bias in ALL_BIASES}
         wide = config.n_heads * config.d_head != config.d_model
@@ -122,11 +122,11 @@ ARCHITECTURES = (
         "qwen3moe", "rmsnorm", ("swiglu",), qk_norm=True, biases=("qkv",), free_head_width=True, experts="routed"
     ),
 )  # fmt: skip
-"""The first architecture that fits is used. `llama` covers Qwen2 (with biases) and Mixtral (with experts)."""
+"""An export uses the first architecture that fits. `llama` covers Qwen2 (with biases) and Mixtral (with experts)."""
 
 
 def choose_architecture(config: ModelConfig) -> Architecture:
-    """The architecture of llama.cpp for a model.
+    """Return the first architecture of llama.cpp that supports a model.
 
     Raises:
         UserError: no architecture fits; the message names the nearest ones and what they lack.
@@ -172,7 +172,7 @@ def add_settings(writer: GGUFWriter, architecture: Architecture, config: ModelCo
         writer.add_attention_scale(config.score_scale)
         writer.add_logit_scale(1.0)
     if "none" in architecture.position:
-        writer.add_rope_scaling_finetuned(config.position == "rope")  # llama.cpp's switch for rotation
+        writer.add_rope_scaling_finetuned(config.position == "rope")  # llama.cpp reads this as: rotate positions
 
 
 def _add_rotation(writer: GGUFWriter, config: ModelConfig) -> None:
@@ -184,7 +184,7 @@ def _add_rotation(writer: GGUFWriter, config: ModelConfig) -> None:
     writer.add_rope_scaling_type(RopeScalingType(scaling.type))
     writer.add_rope_scaling_factor(scaling.factor)
     writer.add_rope_scaling_orig_ctx_len(config.original_context_length)
-    if scaling.attention_factor is not None:  # llama.cpp multiplies it by 0.1 ln(factor) + 1
+    if scaling.attention_factor is not None:  # undo llama.cpp's multiplication by 0.1 ln(factor) + 1
         writer.add_rope_scaling_attn_factors(scaling.attention_factor / (0.1 * math.log(scaling.factor) + 1))
 
 
@@ -211,7 +211,7 @@ _EXPERTS = tuple(
 
 
 def _places(architecture: Architecture, config: ModelConfig) -> tuple[Place, ...]:
-    """The places of a model's tensors, in the order of the file."""
+    """Return the modules of a file in their order, each with the modules of ours that it holds."""
     interleaves = architecture.interleaved and config.position == "rope"
     apart = (
         Place("blk.{layer}.attn_q", (_QUERY,), QUERY_IN_PAIRS if interleaves else PLAIN),
@@ -232,13 +232,13 @@ def _places(architecture: Architecture, config: ModelConfig) -> tuple[Place, ...
 def file_tensors(
     architecture: Architecture, config: ModelConfig, weights: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and data of every tensor of the file, block by block; meta weights give meta tensors."""
+    """Yield the name and data of each tensor of the file, block by block. `weights` may be on the meta device."""
     always = {"attention_bias": True, "mlp_bias": True} if architecture.always_biased else {}
     tied = config.tie_embeddings and architecture.tied
     held = config.model_copy(update=always | {"norm_bias": config.norm == "layernorm", "tie_embeddings": tied})
     embedding = weights["token_embedding.weight"]
     absent = {name: x for name, x in expected_tensors(held).items() if name not in weights}
-    filled = {name: embedding.new_zeros(x.shape) for name, x in absent.items()}  # biases, as zeros
+    filled = {name: embedding.new_zeros(x.shape) for name, x in absent.items()}  # missing biases are zeros
     if "untied_head.weight" in absent:
         filled["untied_head.weight"] = embedding
     return each_tensor(_places(architecture, held), held, {**filled, **weights})

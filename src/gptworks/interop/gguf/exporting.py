@@ -31,7 +31,7 @@ class Export:
     tokenizer: str | None
     """llama.cpp's name for the tokenizer; None if the file has no tokenizer."""
     notes: tuple[str, ...]
-    """Differences between llama.cpp and the run."""
+    """Differences between the run and llama.cpp's behaviour with the file."""
 
 
 def export_gguf(
@@ -47,14 +47,14 @@ def export_gguf(
 
     Args:
         quantization: format of the matrices. q8_0: 8.5 bits per weight. q4_0: 4.5, with embedding and head in q8_0.
-            A matrix whose row length is not a multiple of 32 is stored in f16; norms, biases, positions and routers in
-            f32.
+            A matrix whose row length is not a multiple of 32 is stored in f16; norms, biases, position embeddings
+            and routers in f32.
         tokenizer: also write the tokenizer. Without it, the file works only with token ids.
         report: called with a message about each damaged checkpoint that is skipped.
 
     Raises:
         UserError: the run does not exist; `out` exists; llama.cpp lacks the run's architecture or tokenizer.
-        RunError: the disk is full or fails. Nothing is kept.
+        RunError: the disk is full or fails. No partial file is left.
     """
     out = Path(out)
     if out.exists():
@@ -100,7 +100,7 @@ def export_gguf(
 
 
 def stored_as(name: str, shape: tuple[int, ...], quantization: GGUFType) -> gguf.GGMLQuantizationType:
-    """The format to store a tensor in: as llama.cpp's converter chooses, but never 4 bits for embedding and head."""
+    """Return a tensor's format: what llama.cpp's converter chooses, but q8_0, not q4_0, for embedding and head."""
     if len(shape) == 1 or name == "position_embd.weight" or name.endswith("ffn_gate_inp.weight"):
         return gguf.GGMLQuantizationType.F32
     if quantization == "q4_0" and name in ("token_embd.weight", "output.weight"):

@@ -1,4 +1,4 @@
-"""Convert a tokenizer to llama.cpp's form: tokens, merges, pattern's name. Refuse it if the ids would differ there."""
+"""Convert a tokenizer to llama.cpp's form (tokens, merges, pattern name); refuse one whose ids would differ there."""
 
 import json
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from gptworks.errors import UserError
 from gptworks.special_tokens import special_tokens
 
-# Patterns of byte-level BPE in `tokenizer.json` → llama.cpp's two names for them: without and with `ignore_merges`,
-# by which a word that is itself a token is not split.
+# PATTERNS: splitting patterns of byte-level BPE in `tokenizer.json` → llama.cpp's names (None: it has none) without and
+# with `ignore_merges`, which leaves a word whole if it is itself a token.
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -28,7 +28,7 @@ _BPE_WITHOUT = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_wor
 
 _CHARACTERS = r"[\s\S]"
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""The character for a space in tokens of llama.cpp's `t5`."""
+"""The character that represents a space in tokens of llama.cpp's `t5` tokenizer."""
 
 _RUNS_OF_UNKNOWN = "llama.cpp reads consecutive unknown characters as one <unk>, the run as one each"
 _UNNORMALIZED = "llama.cpp does not normalize text to Unicode's NFC form, and the run does"
@@ -36,7 +36,7 @@ _UNNORMALIZED = "llama.cpp does not normalize text to Unicode's NFC form, and th
 _KNOWN_ENDS = frozenset(
     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>"}
 )
-"""Names of tokens at which every version of llama.cpp since 2024 ends a text."""
+"""Tokens at which every version of llama.cpp since 2024 ends a text because of their names."""
 
 _FURTHER_ENDS = frozenset(
     {"</s>", "<eos>", "<|end_of_text|>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>", "<turn|>",
@@ -44,11 +44,11 @@ _FURTHER_ENDS = frozenset(
      "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>",
      "<reponame>", "<|file_sep|>"}
 )  # fmt: skip
-"""Names that newer versions add to `_KNOWN_ENDS`, including separators of files (llama.cpp, src/llama-vocab.cpp)."""
+"""Tokens, including file separators, at which newer versions of llama.cpp also end a text (src/llama-vocab.cpp)."""
 
 _END_IS_NONE = ({"<|return|>", "<|call|>"}, {"<|call|>", "<|flush|>"}, {"<|calls|>", "<|flush|>"},
                 {"<|return|>", "<|calls|>"})  # fmt: skip
-"""If a vocabulary has both names of a pair, newer versions do not end a text at <|end|>."""
+"""Pairs of tokens: with both of a pair in the vocabulary, newer versions of llama.cpp do not end a text at <|end|>."""
 
 
 @dataclass(frozen=True)
@@ -56,21 +56,21 @@ class Vocabulary:
     """The tokenizer of a GGUF file."""
 
     model: str
-    """gpt2: byte-level BPE. t5: unigrams, used for single-character tokens, where a text has only one segmentation."""
+    """gpt2: byte-level BPE. t5: unigrams, used for single-character tokens, which can split a text in only one way."""
     pattern: str | None
     tokens: tuple[str, ...]
     types: tuple[TokenType, ...]
     merges: tuple[str, ...]
     special_ids: Mapping[str, int]
-    """Ids of bos, eos, unk and pad, and of eot and eom (other tokens that end a text); missing tokens are left out."""
+    """Token ids by name: bos, eos, unk, pad, and eot and eom (further tokens that end a text), without missing ones."""
     begins_with_bos: bool
     ends_with_eos: bool
     notes: tuple[str, ...]
-    """Remaining differences from the run: texts with other ids, and tokens that end a text in only one program."""
+    """Remaining differences from the run: texts that get other ids, and tokens that end a text only in one program."""
 
 
 def read_vocabulary(tokenizer: Tokenizer, n_rows: int, turn_end: int | None = None) -> Vocabulary:
-    """A run's tokenizer in llama.cpp's form, for a model with `n_rows` token ids; the last ids may be unused.
+    """Convert a run's tokenizer to llama.cpp's form, filled with unused tokens up to the embedding's `n_rows` rows.
 
     Args:
         turn_end: the id of the token that the chat template puts after an answer.
@@ -142,7 +142,7 @@ def _is_by_character(tree: Mapping[str, Any]) -> bool:
 
 
 def _bpe_pattern(tree: Mapping[str, Any]) -> str:
-    """llama.cpp's name for the pattern of a byte-level BPE.
+    """Return llama.cpp's name for the splitting pattern of a byte-level BPE.
 
     Raises:
         UserError: the tokenizer is not a byte-level BPE, or llama.cpp lacks its pattern or one of its settings.
@@ -170,7 +170,7 @@ def _bpe_pattern(tree: Mapping[str, Any]) -> str:
 
 
 def _pattern(step: Mapping[str, Any]) -> str | None:
-    """The splitting pattern of a pre-tokenizer's step; None: the step does not split; "": the step is unknown."""
+    """Return the splitting pattern of a pre-tokenizer's step; None: it does not split; "": its kind is unknown."""
     if step["type"] == "ByteLevel":
         return _GPT2 if step["use_regex"] else None
     if step["type"] == "Digits" and step["individual_digits"]:
@@ -188,7 +188,7 @@ def _refusal(reason: str) -> UserError:
 
 
 def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary | None) -> None:
-    """Write the tokenizer, so that prompts begin as in gptworks; None: write that the file has no tokenizer."""
+    """Write the tokenizer, and whether a text begins with bos and ends with eos. None: mark the file as having none."""
     if vocabulary is None:
         writer.add_tokenizer_model("no_vocab")
         return

@@ -3,16 +3,15 @@
 settings       the clauses of `config.json`: each writes and reads a part of it
 layers         clauses for settings that differ between layers
 rotary         the clause of rotary positions
-tensors        names and layouts of tensors, in both directions
-family         an architecture of transformers: its clauses and the places of its tensors
+family         an architecture of transformers: its clauses, and the places of its tensors (interop/tensors.py)
 architectures  all architectures: a new one is one entry here
 keys           the keys of the other JSON files, and their effects in gptworks
 fitting        chooses the architecture that a model is exported as, and rewrites the weights for it
-exporting      run folder → Hugging Face folder, kept only if `verify` finds it equal
+exporting      run folder → Hugging Face folder, kept only if `verify` finds that it computes the same
 verify         compares a folder with our model: logits, greedy tokens, token ids
 importing      Hugging Face folder → run folder, without transformers
 original       facts of an imported folder that its exports are compared with
-kinds          reasons why model types cannot be read
+kinds          reasons why gptworks cannot read some model types
 """
 
 from gptworks.interop.huggingface.exporting import export_huggingface

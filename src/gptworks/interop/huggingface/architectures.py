@@ -56,7 +56,7 @@ _PHI3_ALONE = (
 )  # fmt: skip
 _UNGATED = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
 _UNGATED_NEW = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu2": "relu2"}
-"""`_UNGATED` with `gelu_new`, the name of the tanh form in GPT-2's files."""
+"""`_UNGATED` with `gelu_new`, GPT-2's name for the tanh form of GELU."""
 _GATES = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh"}
 _SILU = activation("hidden_act", _GATES, "silu")
 _LAYER_NORM = fixed(norm="layernorm", norm_bias=True)
@@ -152,13 +152,13 @@ def like_llama(
     dropout: float = 0.0,
     **more: Any,
 ) -> Family:
-    """An architecture like Llama: rotary positions, RMSNorm, and Llama's names of settings and tensors.
+    """Return an architecture like Llama: rotary positions, RMSNorm, and Llama's names of settings and tensors.
 
     Args:
         clauses: clauses in addition to Llama's.
-        width: the name of the setting for the MLP's inner width.
-        modules: modules in addition to those of `block`: their name → ours.
-        joined: places of their tensors that hold several of ours.
+        width: name of the setting for the MLP's inner width.
+        modules: modules in addition to those in `block`: name in transformers → our name.
+        joined: modules of transformers that hold several of our modules.
     """
     return Family(
         model_type, architecture, "model.",
@@ -173,7 +173,7 @@ def like_llama(
 
 
 def _gemma(model_type: str, architecture: str, *clauses: Clause, rope: Clause, **more: Any) -> Family:
-    """An architecture like Gemma 2: norms (of 1 + w) before and after each sublayer, a scaled embedding, GEGLU."""
+    """Return an architecture like Gemma 2: scaled embedding, GEGLU, norms by 1 + w before and after each sublayer."""
     return like_llama(
         model_type, architecture, fixed(norm_placement="both"), _ATTENTION_FLAG, QUERY_SCALAR, EMBEDDING_ROOT,
         *clauses, only("use_bidirectional_attention", False, absent=False),
@@ -254,7 +254,7 @@ _ALL = (
             "model.layers.{layer}.mlp.c_proj": "blocks.{layer}.mlp.down",
         }),
         harmless=frozenset({"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "scale_attn_weights",
-                            "mlp_type", "norm_type", "activation_function", "layer_norm_epsilon"}),  # for other models
+                            "mlp_type", "norm_type", "activation_function", "layer_norm_epsilon"}),  # not used here
     ),
     Family(
         "stablelm", "StableLmForCausalLM", "model.",
@@ -266,7 +266,7 @@ _ALL = (
             _more("layer_norm_eps", 1e-5, tied=False), _dropouts(attention_dropout="attention"),
         ),
         places(_LLAMA_BLOCK | _GATED_MLP),
-        harmless=frozenset({"hidden_dropout"}),  # used in training only, after the MLP
+        harmless=frozenset({"hidden_dropout"}),  # dropout after the MLP, used only in training
     ),
     Family(
         "gpt_neox", "GPTNeoXForCausalLM", "gpt_neox.",
@@ -293,7 +293,7 @@ _ALL = (
             Place("gpt_neox.layers.{layer}.attention.query_key_value", _QUERY_KEY_VALUE, HEAD_BY_HEAD),
         ),
         other_names={"lm_head": "embed_out"},
-        harmless=frozenset({"attention_probs_dropout_prob", "hidden_dropout_prob"}),  # training settings in older files
+        harmless=frozenset({"attention_probs_dropout_prob", "hidden_dropout_prob"}),  # dropouts in older files
     ),
     like_llama("llama", "LlamaForCausalLM", _BOTH_FLAGS, heads=heads(whole=True)),
     like_llama(
@@ -332,14 +332,14 @@ _ALL = (
         only("use_bidirectional_attention", False, absent=False),
         heads=heads(kv_absent=16, width_absent=256), norms=LESS_ONE, tied=True,
         mlp=activation("hidden_act", {"geglu_tanh": "gelu_pytorch_tanh"}, "gelu_pytorch_tanh",
-                       other_names={"gelu": "gelu_pytorch_tanh"}),  # in Gemma's first releases
+                       other_names={"gelu": "gelu_pytorch_tanh"}),  # as Gemma's first releases mean it
     ),
     _gemma(
         "gemma2", "Gemma2ForCausalLM",
         optional({"final_logit_softcapping": ("logit_softcap", 30.0),
                   "attn_logit_softcapping": ("attention_softcap", 50.0)}, nullable=True),
         window_by_layer(switched=False, full_every=2), rope=rope(), modules=_GATED_MLP,
-        harmless=frozenset({"hidden_act", "cache_implementation", "sliding_window_size"}),  # two are older names
+        harmless=frozenset({"hidden_act", "cache_implementation", "sliding_window_size"}),  # old names; a cache's kind
     ),
     _gemma(
         "gemma3_text", "Gemma3ForCausalLM", _QK_NORM,
@@ -369,7 +369,7 @@ _ALL = (
             Place("model.layers.{layer}.mlp.gate_up_proj",
                   ("blocks.{layer}.mlp.gate", "blocks.{layer}.mlp.up"), HALVES),
         ),
-        harmless=frozenset({"embd_pdrop"}),  # the model does not use it
+        harmless=frozenset({"embd_pdrop"}),  # Phi-3's class does not use it
     ),
     like_llama(
         "mixtral", "MixtralForCausalLM", _NO_BIASES, window_everywhere(),
@@ -395,7 +395,7 @@ _ALL = (
             "model.layers.{layer}.mlp.experts.{expert}.up_proj": "blocks.{layer}.mlp.experts.{expert}.up",
             "model.layers.{layer}.mlp.experts.{expert}.down_proj": "blocks.{layer}.mlp.experts.{expert}.down",
         },
-        harmless=frozenset({"intermediate_size", "max_window_layers"}),  # settings of dense layers, and an unused one
+        harmless=frozenset({"intermediate_size", "max_window_layers"}),  # for dense layers; not used
     ),
     like_llama(
         "granitemoeshared", "GraniteMoeSharedForCausalLM", _ATTENTION_FLAG, SCALE_FACTOR,

@@ -52,7 +52,7 @@ class Export:
     parameters: int
     step: int
     verification: Verification | None
-    """The comparison with the run; None: it was skipped (`--no-verify`)."""
+    """Result of the comparison with the run; None if it was skipped (`--no-verify`)."""
     notes: tuple[str, ...]
     """Differences between the folder and the run."""
 
@@ -72,13 +72,13 @@ def export_huggingface(
     Args:
         precision: dtype of the stored weights. The comparison uses our model with the same rounded weights.
         verify: compare the folder with the model before renaming it to `out`.
-        merge: merge a run's adapter into its weights; False: export the base without it.
+        merge: merge the run's adapter into its weights; False: export the base without the adapter.
         report: called with messages about progress and about damaged checkpoints that are skipped.
 
     Raises:
         UserError: the run does not exist; `out` is not empty; no architecture of transformers fits the model;
             transformers is not installed and `verify` is true.
-        RunError: the folder differs from the model, or the disk is full or fails. Nothing is kept.
+        RunError: the folder differs from the model, or the disk is full or fails. No partial folder is left.
     """
     out = Path(out)
     check_free(out)
@@ -120,7 +120,7 @@ def export_huggingface(
 
 
 def model_of(config: ModelConfig, tensors: Mapping[str, Tensor]) -> GPT:
-    """A model with these weights, in eval mode."""
+    """Return a model with these weights, in eval mode."""
     with torch.device("meta"):
         model = GPT(config)
     model.load_state_dict(tensors, assign=True)
@@ -130,7 +130,7 @@ def model_of(config: ModelConfig, tensors: Mapping[str, Tensor]) -> GPT:
 
 @torch.no_grad()
 def _check_adapted(ours: GPT, adapted: GPT) -> None:
-    """Compare our model before and after `adapt_weights`, in fp32: the folder is compared only with `adapted`.
+    """Check in fp32 that `adapt_weights` kept the logits: the folder is later compared only with `adapted`.
 
     Raises:
         RunError: their logits differ.
@@ -144,7 +144,7 @@ def _check_adapted(ours: GPT, adapted: GPT) -> None:
 
 
 def _rounded(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights in another dtype.
+    """Convert the weights to another dtype.
 
     Raises:
         UserError: a value is too large for the dtype.
@@ -174,7 +174,7 @@ def _write_settings(
 ) -> None:
     """Write config.json and generation_config.json.
 
-    Generation ends at the tokenizer's end tokens; for a model that was not imported, also at those that end a turn in
+    Generation ends at the tokenizer's end tokens and, unless the model was imported, at the tokens that end a turn in
     its chat template.
     """
     stated, special = stated_of(tokenizer), special_tokens(tokenizer)
@@ -192,7 +192,7 @@ def _write_settings(
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig) -> None:
-    """Write the run's tokenizer, which also adds the special tokens that gptworks puts before a text."""
+    """Write the run's tokenizer so that transformers puts the same special tokens before a text as gptworks."""
     exported = tokenizer_from_json(tokenizer.to_str())
     prefix, sample = prompt_ids(tokenizer, ""), "a"
     if encodings(exported, [sample], add_special_tokens=True)[0].ids != prompt_ids(tokenizer, sample):
@@ -217,8 +217,8 @@ def _write_templates(folder: Path, template: ChatTemplate | None, others: Mappin
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int = 5_000_000_000) -> None:
-    """Write tensors to one file, or several with an index. A file has at most `shard_bytes`, or one larger tensor."""
-    from huggingface_hub import split_torch_state_dict_into_shards  # reads HF_HOME and HF_ENDPOINT when it is imported
+    """Write tensors to one file, or to shards with an index. A shard has at most `shard_bytes` or holds one tensor."""
+    from huggingface_hub import split_torch_state_dict_into_shards  # imported late, as it then reads HF_HOME
 
     split = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=shard_bytes)
     for file, names in split.filename_to_tensors.items():
@@ -253,7 +253,7 @@ print(tokenizer.decode(model.generate(ids, max_new_tokens=50)[0]))
 
 
 def _write_card(folder: Path, export: Export, recipe: Recipe, family: Family) -> None:
-    """Write README.md, with the tables of the run's own card at its end if the run has one."""
+    """Write README.md; it ends with the tables of the run's own model card, if the run has one."""
     text = _HEAD.format(
         model_type=family.model_type, name=recipe.name, parameters=export.parameters, version=__version__,
         step=export.step, precision=export.precision, architecture=export.architecture,

@@ -1,4 +1,4 @@
-"""One architecture of transformers, as data: the clauses of its `config.json` and the places of its tensors."""
+"""Data about one architecture of transformers: rules for its `config.json`, and where its files hold our tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ PLAIN_FIELDS: Values = EARLIER_DEFAULTS | {
     "init": "normal", "dropout_embedding": 0.0, "dropout_attention": 0.0, "dropout_residual": 0.0,
     "dropout_mlp": 0.0,
 } | {name: ModelConfig.model_fields[name].default for name in LABORATORY}  # fmt: skip
-"""Values of ModelConfig's fields that an architecture's clauses do not set."""
+"""Values of the fields of ModelConfig that no clause of an architecture sets."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Family:
     model_type: str
     architecture: str
     prefix: str
-    """Prefix of all tensor names but the head's; files of a model without a head leave it out."""
+    """Prefix of all tensor names except the head's. Files that were saved from a model without a head lack it."""
     clauses: tuple[Clause, ...]
     places: tuple[Place, ...]
     other_names: Mapping[str, str] = field(default_factory=dict)
@@ -34,25 +34,25 @@ class Family:
     harmless: frozenset[str] = frozenset()
     """Settings of `config.json` that do not change logits."""
     moves_value_bias: bool = False
-    """Whether attention has a bias only in its output projection, which then absorbs the value's bias."""
+    """Whether attention has a bias only in its output projection, so that an export moves the value's bias there."""
     written: Values = field(default_factory=dict)
-    """Settings that exports add to `config.json` and that do not describe the model."""
+    """Fixed settings that exports add to `config.json`; none describes the model."""
     own_split: str | None = None
-    """AutoTokenizer's own pattern for this architecture, which replaces the pattern of the folder's tokenizer."""
+    """Splitting pattern that AutoTokenizer uses for this architecture instead of the pattern in the folder."""
     exported: bool = True
-    """False: exports use an earlier architecture, which holds the same models and which more programs read."""
+    """Whether exports use this architecture. False if another one holds the same models and more programs read it."""
     advice: str = ""
-    """Advice for the users of an exported folder."""
+    """Advice in README.md for the users of an exported folder."""
 
     def write(self, config: ModelConfig) -> Values:
-        """The `config.json` of a model."""
+        """Return the `config.json` of a model."""
         values = {"model_type": self.model_type, "architectures": [self.architecture], **self.written}
         for clause in self.clauses:
             values |= clause.write(config)
         return values
 
     def read(self, theirs: Settings) -> Values:
-        """Fields of ModelConfig from a `config.json`.
+        """Return the fields of ModelConfig that a `config.json` describes.
 
         Raises:
             UserError: a setting is missing, or has an unsupported value.
@@ -63,11 +63,11 @@ class Family:
         return ours
 
     def adapted(self, config: ModelConfig) -> ModelConfig:
-        """The configuration of the nearest model that this architecture can hold; it is not validated."""
+        """Return the configuration, not validated, of the nearest model that this architecture can hold."""
         return config.model_copy(update=self.read(Settings(self.write(config))))
 
     def obstacles(self, config: ModelConfig) -> list[str]:
-        """The fields of a model that this architecture cannot hold."""
+        """Return the names of a model's settings that this architecture cannot hold."""
         adapted = self.adapted(config)
         ours, theirs = what_decides(config), what_decides(adapted)
         missing = [name for name in ours if ours[name] != theirs.get(name)]
@@ -78,8 +78,8 @@ class Family:
 
 
 def what_decides(config: ModelConfig) -> Values:
-    """The settings that decide what a model computes, equal for models that compute the same. Biases and the scale of
-    attention are left out, since fitting.py can change the weights to fit them."""
+    """Return the settings that decide what a model computes, in a form that is equal for models that compute the same.
+    It leaves out biases and the attention scale, since fitting.py can change the weights to fit them."""
     always = ("vocab_size", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_head", "d_ff", "position", "norm",
               "norm_eps", "norm_placement", "mlp", "qk_norm", "tie_embeddings", "parallel_residual", "n_experts",
               "embedding_scale", "residual_scale", "logit_divisor", "attention_softcap", "logit_softcap",

@@ -17,7 +17,7 @@ from gptworks.interop.tensors import expected_tensors
 
 
 def choose_family(config: ModelConfig, tokenizer: Tokenizer) -> tuple[Family, ModelConfig]:
-    """The fitting architecture that adds the fewest zero biases, and the model's configuration in it.
+    """Return the fitting architecture that adds the fewest zero biases, and the model's configuration in it.
 
     Raises:
         UserError: no architecture fits; the message names the settings that the nearest ones lack.
@@ -44,7 +44,7 @@ def choose_family(config: ModelConfig, tokenizer: Tokenizer) -> tuple[Family, Mo
 
 
 def _split_pattern(tokenizer: Tokenizer) -> str | None:
-    """The splitting pattern of a tokenizer that normalizes text to NFC, as Qwen's does; None for others."""
+    """Return a tokenizer's splitting pattern if it normalizes text to NFC, as Qwen's tokenizer does; else None."""
     kind = json.loads(tokenizer.to_str())
     steps = (kind["pre_tokenizer"] or {}).get("pretokenizers", [{}])
     normalized = (kind["normalizer"] or {}).get("type")
@@ -55,10 +55,10 @@ def _split_pattern(tokenizer: Tokenizer) -> str | None:
 def adapt_weights(
     family: Family, config: ModelConfig, adapted: ModelConfig, tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Weights for the model `adapted` that compute what `tensors` compute in `config`, and notes about changes.
+    """Return weights with which `adapted` computes what `config` computes with `tensors`, and notes about the changes.
 
     Raises:
-        UserError: a query has nonzero biases, which the architecture lacks.
+        UserError: the query's biases are not zero, and the architecture has none.
     """
     weights, changes = dict(tensors), []
     if "qkv" in biases(config) - biases(adapted):
@@ -101,7 +101,7 @@ def _move_value_biases(family: Family, config: ModelConfig, weights: dict[str, T
 
 
 def _scale_queries(adapted: ModelConfig, weights: dict[str, Tensor], factor: float) -> None:
-    """Multiply q·k by `factor`: scale the query norm's weight, or the query weights, which commutes with rotation."""
+    """Multiply q·k by `factor`: scale the query norm's weight or, without that norm, the query's weight and bias."""
     for layer in range(adapted.n_layers):
         attention = f"blocks.{layer}.attention"
         scaled = ("query_norm.weight",) if adapted.qk_norm else ("query.weight", "query.bias")

@@ -1,6 +1,6 @@
 """Import a Hugging Face folder as a run: read `config.json` and safetensors without transformers.
 
-Nothing is guessed: unknown settings, unused tensors and missing tensors are refused by name.
+Nothing is guessed: each unknown setting, unused tensor or missing tensor is an error that names it.
 """
 
 import re
@@ -40,11 +40,11 @@ from gptworks.tensors import stored_tensors
 from gptworks.tokenizer import library_panics, load_tokenizer, save_tokenizer, vocabulary_size
 
 _BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$")
-"""Names of masks and frequencies that older versions saved with the weights; the settings determine both."""
+"""Tensors that older versions of transformers saved (masks, rotary frequencies) and that the settings determine."""
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-"""Names of files that can run code when they are read."""
+"""Names of pickled files, which can run code when they are read."""
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -62,7 +62,7 @@ class Import:
     notes: tuple[str, ...]
     """Differences from the original that users should know."""
     logit_difference: float | None
-    """The largest difference between the logits of the run and of transformers; None: they were not compared."""
+    """Largest difference between the run's logits and those in transformers; None if they were not compared."""
 
 
 def import_huggingface(
@@ -77,7 +77,7 @@ def import_huggingface(
     Raises:
         UserError: the folder is missing, has no safetensors, or contains an unknown setting or tensor; or `run_dir` is
             not empty. The message names it.
-        RunError: the logits differ from transformers', or the disk is full or fails. Nothing is kept.
+        RunError: the logits differ from transformers', or the disk is full or fails. No partial folder is left.
     """
     folder, run_dir = Path(folder), Path(run_dir)
     check_free(run_dir)
@@ -109,12 +109,12 @@ def _read_config_file(folder: Path) -> Values:
 
 
 def read_folder_config(folder: Path) -> tuple[Family, ModelConfig]:
-    """The architecture and the model of a Hugging Face folder; see `read_config`."""
+    """Return the architecture and the model configuration of a Hugging Face folder; see `read_config`."""
     return read_config(_read_config_file(folder))
 
 
 def read_config(values: Values) -> tuple[Family, ModelConfig]:
-    """The architecture that a `config.json` names, and the model that it describes.
+    """Return the architecture that a `config.json` names, and the configuration of the model that it describes.
 
     Raises:
         UserError: the architecture or a setting is unknown, or a value is unsupported.
@@ -145,7 +145,7 @@ def read_config(values: Values) -> tuple[Family, ModelConfig]:
 
 
 def read_tensors(files: Mapping[str, Path], family: Family, config: ModelConfig) -> dict[str, Tensor]:
-    """Every tensor of the model by our name, in fp32. `files` maps each tensor's name in the folder to its file.
+    """Return the model's tensors by our names, in fp32. `files` maps each tensor's name in the folder to its file.
 
     Raises:
         UserError: a tensor is missing or unused, or has a wrong shape or a dtype that fp32 cannot represent.
@@ -182,7 +182,7 @@ def read_tensors(files: Mapping[str, Path], family: Family, config: ModelConfig)
 
 
 def _by_known_name(files: Mapping[str, Path], family: Family) -> dict[str, str]:
-    """Names of the weights in this version of transformers → their names in the files.
+    """Return a map: a weight's name in this version of transformers → its name in the files.
 
     Raises:
         UserError: two names mean the same weight.
@@ -202,7 +202,7 @@ def _by_known_name(files: Mapping[str, Path], family: Family) -> dict[str, str]:
 
 
 def _known_as(name: str, family: Family) -> str:
-    """A tensor's name in this version of transformers, with the prefix that the bare model leaves out."""
+    """Return a tensor's name in this version of transformers, with the prefix that files without a head lack."""
     module, _, kind = name.rpartition(".")
     if module in family.other_names:
         return f"{family.other_names[module]}.{kind}"
@@ -211,7 +211,7 @@ def _known_as(name: str, family: Family) -> str:
 
 
 def _head(family: Family) -> str:
-    """The name of the head's matrix in Hugging Face's weights."""
+    """Return the name of the head's matrix in Hugging Face's weights."""
     return next(f"{place.theirs}.weight" for place in family.places if place.ours == ("untied_head",))
 
 
@@ -219,7 +219,7 @@ def _head(family: Family) -> str:
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor by name, read from the only safetensors file or from the index of several."""
+    """Return a map: tensor name → the only safetensors file, or the file that the index of several files names."""
     single, index = folder / WEIGHTS, folder / INDEX
     if not single.exists() and not index.exists():
         others = sorted(path.name for kind in PICKLED for path in folder.glob(kind))
@@ -242,7 +242,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """The name of each tensor's file in a folder with several files of tensors.
+    """Return a map: tensor name → name of its file, from the index of a folder with several files.
 
     Raises:
         UserError: the index is damaged.
@@ -272,7 +272,7 @@ def _read_tokenizer(folder: Path, model: ModelConfig) -> Tokenizer:
 def _compiled(
     templates: FolderTemplates, tokenizer: Tokenizer
 ) -> tuple[FolderTemplates, ChatTemplate | None, list[str]]:
-    """The templates, the compiled default one, and a note if it was left out because it does not compile."""
+    """Return the templates, the compiled default, and a note if the default does not compile and is left out."""
     if templates.default is None:
         return templates, None, []
     try:
@@ -283,7 +283,7 @@ def _compiled(
 
 
 def _notes(folder: Path, tokenizer: Tokenizer, templates: FolderTemplates) -> Iterator[str]:
-    """Notes for the run's users: settings of the folder that gptworks ignores, missing end tokens, chat templates."""
+    """Yield notes for the run's users on ignored settings of the folder, missing end tokens and chat templates."""
     stated = stated_of(tokenizer)
     yield from stated.notes if stated is not None else ()
     for keys in (TOKENIZER_CONFIG_KEYS, TOKENS_MAP_KEYS, GENERATION_KEYS):
@@ -307,7 +307,7 @@ def _notes(folder: Path, tokenizer: Tokenizer, templates: FolderTemplates) -> It
 
 
 def _differences(folder: Path, original: Original) -> list[str]:
-    """A note if transformers is installed and its AutoTokenizer fails or reads a text differently; else empty."""
+    """Return a note if AutoTokenizer fails or encodes a text differently; none if transformers is not installed."""
     try:
         require("transformers")
     except UserError:
@@ -333,7 +333,7 @@ def _differences(folder: Path, original: Original) -> list[str]:
 
 
 def _recipe(run_dir: Path, model: ModelConfig) -> Recipe:
-    """A recipe for the run folder. Data and training are placeholders, since nothing was trained here."""
+    """Return a recipe for the run folder. Data and training are placeholders, as gptworks did not train the model."""
     return Recipe(
         name=run_name(run_dir),
         run_dir=run_dir,

@@ -1,6 +1,6 @@
-"""The keys of a Hugging Face folder's JSON files: honoured, harmless for a reason, or named in a note.
+"""Which keys in the JSON files of a Hugging Face folder gptworks honours, may ignore, or names in a note.
 
-The honoured keys of config.json are in the clauses of each architecture (architectures.py).
+The clauses of each architecture (architectures.py) contain the honoured keys of config.json.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,17 +12,17 @@ from gptworks.special_tokens import GENERATION_CONFIG, ROLES, TOKENIZER_CONFIG, 
 
 @dataclass(frozen=True)
 class Keys:
-    """The known keys of one file. A note also names each key that is in none of these lists."""
+    """The known keys of one file. Any other key also gets a note."""
 
     file: str
     honoured: frozenset[str]
     harmless: frozenset[str]
     """Keys without effect in gptworks."""
     noted: Mapping[str, frozenset[str]]
-    """Keys that a note names: the reason → the keys. Null, false and empty values are ignored."""
+    """Keys that get a note: its reason → the keys. Null, false and empty values get none."""
 
     def notes(self, values: Mapping[str, Any]) -> Iterator[str]:
-        """A note for each key that is set and neither honoured nor harmless."""
+        """Yield a note for each key that is set and neither honoured nor harmless."""
         for key in sorted(values.keys() - self.honoured - self.harmless):
             if values[key] in (None, False, [], {}):
                 continue
@@ -35,54 +35,54 @@ def _keys(*names: str) -> frozenset[str]:
 
 
 CONFIG_HARMLESS = _keys(
-    # a name, a place or a version
+    # names, paths and versions
     "architectures transformers_version name_or_path _name_or_path transformers.js_config tokenizer_class "
     "prefix finetuning_task is_llama_config unsloth_version unsloth_fixed model_name",
-    # tokens: read by special_tokens.py, or for other kinds of model
+    # special tokens, which special_tokens.py reads or which only other kinds of model use
     "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id unk_token_id mask_token_id "
     "cls_token_id",
-    # how logits are computed, not which
+    # how transformers computes the logits, with the same result
     "dtype torch_dtype use_cache cache_implementation attn_implementation pretraining_tp "
     "_attn_implementation_autoset _attn_implementation torchscript chunk_size_feed_forward "
     "gradient_checkpointing output_hidden_states output_attentions output_router_logits return_dict "
     "use_return_dict use_flash_attn use_bfloat16",
-    # training only
+    # used only in training
     "router_aux_loss_coef router_jitter_noise classifier_dropout id2label label2id num_labels _num_labels "
     "problem_type task_specific_params is_decoder tf_legacy_loss loss_type",
-    # generation, which each request states
+    # sampling and length, which each request sets
     "max_length min_length do_sample num_beams temperature top_k top_p repetition_penalty length_penalty "
     "no_repeat_ngram_size num_return_sequences early_stopping num_beam_groups diversity_penalty typical_p "
     "encoder_no_repeat_ngram_size output_scores return_dict_in_generate remove_invalid_values",
 )
 """Settings of any `config.json` that do not change logits. An import refuses any other setting that no clause reads: it
-may belong to a newer class that computes something else."""
+may belong to a newer model class that computes something else."""
 
 _MEDIA_TOKENS = _keys(
     "image_token audio_token video_token boi_token eoi_token soi_token boa_token eoa_token vision_start_token "
     "vision_end_token image_token_id"
 )
-"""Names of tokens for images and sounds, which no model here reads."""
+"""Keys for image, audio and video tokens, which no model of gptworks reads."""
 
 TOKENIZER_CONFIG_KEYS = Keys(
     TOKENIZER_CONFIG,
     _keys(*ROLES, "chat_template add_bos_token add_eos_token added_tokens_decoder tokenizer_class "
           "additional_special_tokens extra_special_tokens"),
     _keys(
-        # a name, a place or a version
+        # names, paths and versions
         "name_or_path tokenizer_file special_tokens_map_file vocab_file merges_file files_loaded auto_map "
         "processor_class transformers_version backend is_local local_files_only _commit_hash trust_remote_code "
         "tokenizer_type model_type fast_tokenizer_files",
-        # tokenizer.json decides it
+        # tokenizer.json already contains the effect of these
         "add_prefix_space legacy sp_model_kwargs errors trim_offsets do_lower_case strip_accents "
         "tokenize_chinese_chars keep_accents remove_space model_specific_special_tokens "
         "spaces_between_special_tokens from_slow use_fast fix_mistral_regex unk_id",
-        # the model's context and the request limit the length of a text
+        # limits of length; in gptworks, the model's context and the request set them
         "model_max_length max_length max_len stride truncation truncation_strategy truncation_side",
-        # texts are not padded
+        # padding, which gptworks does not do
         "padding padding_side pad_to_multiple_of pad_token_type_id pad_token_type",
-        # transformers ignores it for BPE, and gptworks for every tokenizer
+        # transformers ignores this key for BPE, gptworks for every tokenizer
         "clean_up_tokenization_spaces",
-        # a default of code that does not run
+        # defaults of code that gptworks does not run
         "use_default_system_prompt model_input_names verbose init_inputs return_token_type_ids "
         "chat_control_tokens response_schema response_template",
     ) | _MEDIA_TOKENS,
@@ -105,15 +105,15 @@ GENERATION_KEYS = Keys(
     GENERATION_CONFIG,
     _keys("bos_token_id eos_token_id pad_token_id"),
     _keys(
-        # a name or a version
+        # names and versions
         "transformers_version _from_model_config _name_or_path model_type trust_remote_code",
-        # sampling, which each request states (exports write it again)
+        # sampling settings, which each request sets (an export writes them again)
         "do_sample temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty "
         "no_repeat_ngram_size num_beams num_beam_groups diversity_penalty length_penalty early_stopping "
         "num_return_sequences penalty_alpha dola_layers renormalize_logits remove_invalid_values max_time",
-        # length, which each request states (exports write it again)
+        # length limits, which each request sets (an export writes them again)
         "max_length max_new_tokens min_length min_new_tokens max_context_size max_window_size chat_format",
-        # how transformers computes, and what it returns
+        # how transformers computes and what it returns
         "use_cache cache_implementation cache_config max_cache_len compile_config disable_compile low_memory "
         "prefill_chunk_size return_dict_in_generate output_attentions output_hidden_states output_scores "
         "output_logits return_legacy_cache continuous_batching_config use_mtp is_assistant num_assistant_tokens "

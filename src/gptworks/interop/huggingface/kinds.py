@@ -1,4 +1,4 @@
-"""Reasons why model types cannot be read. They come from a list of types, never from the spelling of a name."""
+"""Reasons why gptworks cannot read some model types, listed by the types' exact names."""
 
 import difflib
 import re
@@ -23,13 +23,13 @@ _KINDS = {
 }
 REASONS = {kind: reason for reason, names in _KINDS.items() for kind in names.split()}
 _ONE_LETTER = 0.85
-"""Least similarity, by difflib, of two names that differ by one missing letter."""
+"""Smallest similarity (by difflib) at which a name counts as another one with a letter missing."""
 
 
 def about(kind: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown model type: the reason, the known type that was probably meant, or "".
+    """Return the end of an error about an unknown model type: a reason, the known type that was probably meant, or "".
 
-    Only a missing letter counts as a typing error: another number or an additional letter is another model.
+    Only a missing letter counts as a typing error: a different number or an extra letter means another model.
     """
     if kind in REASONS:
         return f": {REASONS[kind]}"

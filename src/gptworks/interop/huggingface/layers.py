@@ -1,4 +1,4 @@
-"""Clauses (settings.py) for settings that differ between layers: windows and rotation."""
+"""Clauses (see settings.py) for settings that differ between layers: attention windows and rotary positions."""
 
 from gptworks.config import ModelConfig
 from gptworks.config.architecture import MOST_LAYERS
@@ -7,7 +7,7 @@ from gptworks.interop.huggingface.settings import Clause, Settings, Values, refu
 
 
 def shortest_period(layers: tuple[str, ...]) -> tuple[str, ...]:
-    """The shortest pattern that, repeated, equals these layers."""
+    """Return the shortest pattern that gives `layers` when repeated; the last repeat may be cut off."""
     lengths = range(1, len(layers) + 1)
     return next(layers[:n] for n in lengths if all(kind == layers[i % n] for i, kind in enumerate(layers)))
 
@@ -17,7 +17,7 @@ def _rotates(pattern: tuple[str, ...], layer: int) -> bool:
 
 
 def _n_layers(ours: Values) -> int:
-    """The number of layers, checked before a list of that length is made."""
+    """Return the number of layers; refuse a huge one, of which a list would fill the memory."""
     n_layers = ours["n_layers"]
     if not isinstance(n_layers, int) or n_layers > MOST_LAYERS:
         raise refusal("num_hidden_layers", n_layers, f"a number up to {MOST_LAYERS:,} is expected")
@@ -25,8 +25,8 @@ def _n_layers(ours: Values) -> int:
 
 
 def _windowed(window: int | None, layers: list[bool], ours: Values) -> Values:
-    """Fields of ModelConfig for `layers`, each windowed or not. A window as long as the context is dropped, unless
-    windowed layers rotate with another base."""
+    """Return ModelConfig's window fields; `layers` says whether each layer has the window. A window as long as the
+    context is dropped, unless windowed layers have a rotary base of their own."""
     context = ours["context_length"]
     if ours["window_rope_theta"] is not None and any(layers):
         window = context if window is None else min(window, context)
@@ -37,7 +37,7 @@ def _windowed(window: int | None, layers: list[bool], ours: Values) -> Values:
 
 
 def window_everywhere(absent: int | None = None, switch: str | None = None) -> Clause:
-    """A clause for a window in every layer, or in none.
+    """Return a clause for a window in every layer, or in none.
 
     Args:
         switch: name of the flag that turns the window on; a missing flag means false.
@@ -56,7 +56,7 @@ def window_everywhere(absent: int | None = None, switch: str | None = None) -> C
 
 
 def _check_layers(name: str, n_kinds: int, n_layers: int, kinds: set[str], known: tuple[str, str]) -> None:
-    """Refuse unknown kinds of layers, and lists without exactly one entry per layer."""
+    """Refuse a list with unknown kinds of layers, or without exactly one entry per layer."""
     if unknown := kinds.difference(known):
         raise UserError(f"config.json has `{name}` with {min(unknown)!r}: gptworks supports {' and '.join(known)}.")
     if n_kinds != n_layers:
@@ -75,21 +75,21 @@ def window_by_layer(
     pattern: str | None = None,
     window_absent: int | None = 4096,
 ) -> Clause:
-    """A clause for a window in some layers, by a list with a type for each layer (`layer_types`).
+    """Return a clause for a window in some layers, which `layer_types` lists (one type per layer).
 
     Args:
-        switched: `use_sliding_window` turns windows on; without types, they begin at layer `max_window_layers`.
-        by_rotation: without types, the windowed layers are those that are not rotated.
-        full_every: without types, one of this many layers is not windowed.
-        full_is: the position of that layer among them: 0 first, -1 last.
-        pattern: name of the setting for `full_every`, if there is one.
+        switched: `use_sliding_window` turns windows on; without `layer_types`, they begin at layer `max_window_layers`.
+        by_rotation: without `layer_types`, the layers without rotary positions are windowed.
+        full_every: without `layer_types`, one layer in this many is not windowed.
+        full_is: index of that layer among `full_every` layers: 0 first, -1 last.
+        pattern: name of the setting that replaces `full_every`; None: there is no such setting.
     """
     known = _LAYER_TYPES
 
     def write(config: ModelConfig) -> Values:
         layers = [window is not None for window in config.layer_windows]
         types = [known[0] if windowed else known[1] for windowed in layers]
-        window = config.window or (config.context_length if full_every else None)  # some classes require a number
+        window = config.window or (config.context_length if full_every else None)  # some model classes require a number
         values: Values = {"sliding_window": window, "layer_types": types}
         first = layers.index(True) if any(layers) else config.n_layers
         values |= {"use_sliding_window": any(layers)} if switched else {}
@@ -126,7 +126,7 @@ def _read_rotated(theirs: Settings, ours: Values) -> Values:
 
 
 ROTATED_LAYERS = Clause(_write_rotated, _read_rotated)
-"""The clause for SmolLM3's layers without rotation."""
+"""The clause for SmolLM3, some of whose layers have no rotary positions."""
 
 
 def _write_pattern(config: ModelConfig) -> Values:
@@ -153,4 +153,4 @@ def _read_pattern(theirs: Settings, ours: Values) -> Values:
 
 
 WINDOW_BY_PATTERN = Clause(_write_pattern, _read_pattern)
-"""The clause for GPT-Neo's layers, [[pattern, repeats], ...]. Its window includes the current token, like ours."""
+"""The clause for GPT-Neo's windowed layers, [[pattern, repeats], ...]. A window includes the token itself, as ours."""

@@ -2,7 +2,7 @@
 
 `tokenizer/original.json` of an imported run:
 
-texts      text → token ids, including those of the post-processor, for texts on which tokenizers differ
+texts      text → token ids, including the post-processor's, for texts on which tokenizers often differ
 ends       the ids that end generation
 names      bos_token, eos_token, … as in the folder
 template   sha256 of the chat template; null: the folder has no template
@@ -33,12 +33,12 @@ TEXTS = (
     "Zoe\u0308 naïvely paid 1,234.50 € for 東京 🗼👩‍👩‍👧!",
     "I'll we've 'tis\u00a0\u3000x\u200b0123456789",
 )
-"""Texts with words, outer spaces, indentation, composed and decomposed characters, contractions and runs of digits."""
+"""Samples: words, leading and trailing spaces, indentation, decomposed characters, contractions, runs of digits."""
 
 
 @dataclass(frozen=True)
 class Original:
-    """Facts of an imported folder, as the module's docstring describes them."""
+    """Facts of an imported folder; the module's docstring describes each field."""
 
     texts: Mapping[str, list[int]]
     ends: list[int]
@@ -51,7 +51,7 @@ class Original:
 
 
 def original_of(tokenizer: Tokenizer, templates: FolderTemplates) -> Original:
-    """Facts of a folder. Names of special tokens in a text become those tokens, as in transformers."""
+    """Collect the facts of a folder. A special token's name in a text is read as that token, as in transformers."""
     special = special_tokens(tokenizer)
     names = [f"a{name} b" for name in dict.fromkeys(special.names.values())]
     reader = unpack_tokenizer(pack_tokenizer(tokenizer))
@@ -66,7 +66,7 @@ def original_of(tokenizer: Tokenizer, templates: FolderTemplates) -> Original:
 
 
 def read_original(tokenizer_folder: Path) -> Original | None:
-    """The facts in a run's tokenizer folder; None: the run was not imported.
+    """Read the facts in a run's tokenizer folder; None: the run was not imported.
 
     Raises:
         UserError: the file is damaged.

@@ -1,4 +1,4 @@
-"""The clause (settings.py) of rotary positions and their scaling."""
+"""The clause (see settings.py) for rotary positions and their scaling."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,16 +23,16 @@ def rope(
     original_absent: int | None = None,
     absent: Mapping[str, Any] | None = None,
 ) -> Clause:
-    """A clause for rotary positions, their scaling and the context length.
+    """Return a clause for rotary positions, their scaling and the context length.
 
     transformers 5 reads `rope_parameters`; earlier versions and other tools read `rope_theta` and `rope_scaling`. With
     dynamic scaling, `max_position_embeddings` is the original context.
 
     Args:
         theta: name of the setting for the base, whose default is `theta_absent`.
-        fraction: name of the setting for the rotated share of a head, by default `fraction_absent`; None: all of it.
+        fraction: name of the setting for the rotated share of a head (default `fraction_absent`); None: all is rotated.
         kinds: kinds of scaling that gptworks supports in this architecture.
-        window_theta: name of the setting for the windowed layers' base in earlier versions.
+        window_theta: name of the setting for the windowed layers' base in earlier versions of transformers.
         window_theta_absent: default base of windowed layers; None: they rotate like other layers.
         absent: default of `rope_parameters`.
         original_absent: default of a separate `original_max_position_embeddings`, which has precedence; None: the
@@ -98,7 +98,7 @@ def rope(
 
 
 def _written(scaling: RopeScaling, original: int) -> Values:
-    """The entries of `rope_parameters` for a scaling. `original`: the context that the frequencies were made for."""
+    """Return the entries of `rope_parameters` for a scaling. `original`: the context length before scaling."""
     values: Values = {"rope_type": scaling.type, "factor": scaling.factor}
     if scaling.short_factors and scaling.long_factors:
         values |= {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
@@ -113,7 +113,7 @@ def _written(scaling: RopeScaling, original: int) -> Values:
 
 
 def _older(parameters: Values, context: int) -> Values:
-    """`rope_scaling` for earlier versions; for LongRoPE only the three values that they accept, if these suffice."""
+    """Return `rope_scaling` for earlier versions; for LongRoPE only the three keys that they accept, if possible."""
     factors = {name: parameters[name] for name in ("short_factor", "long_factor") if name in parameters}
     if not factors or "attention_factor" in parameters:
         return dict(parameters)
@@ -123,8 +123,8 @@ def _older(parameters: Values, context: int) -> Values:
 
 
 def _read(given: Any, plain: Values, context: int, kinds: tuple[str, ...]) -> Values:
-    """Fields of ModelConfig from one set of `rope_parameters`. `plain` has defaults of base and rotated share, and
-    maybe an original context, which has precedence."""
+    """Return fields of ModelConfig from `given`, one set of `rope_parameters`. `plain` has defaults for the base and
+    the rotated share; its original context, if any, has precedence over that in `given`."""
     parameters = Settings(given)
     fields: Values = {
         "rope_theta": parameters.take("rope_theta", plain["rope_theta"]),

@@ -1,6 +1,6 @@
-"""Clauses, each of which writes a part of a model's settings to `config.json` and reads it back.
+"""Clauses: each writes some of a model's settings to `config.json` and reads them back.
 
-A clause replaces a value that its architecture cannot hold by the nearest one that it can. Reading it back then gives
+If an architecture cannot hold a value, the clause writes the nearest value that it can. Reading this back then gives
 another model, and the differences are the obstacles to an export (family.py).
 """
 
@@ -16,19 +16,19 @@ Values = dict[str, Any]
 
 
 class Settings:
-    """A `config.json` being read. It records which settings were taken, so that the others can be refused."""
+    """The settings in a `config.json`, and which of them were taken, so that the others can be refused."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = dict(values)
         self._taken: set[str] = set()
 
     def take(self, name: str, absent: Any = None) -> Any:
-        """The value of a setting, which may be null; `absent` if the file does not have it."""
+        """Return the value of a setting, which may be null, or `absent` if the file does not have the setting."""
         self._taken.add(name)
         return self._values.get(name, absent)
 
     def need(self, name: str) -> Any:
-        """The value of a required setting.
+        """Return the value of a required setting.
 
         Raises:
             UserError: the setting is missing or null.
@@ -38,36 +38,36 @@ class Settings:
         return value
 
     def left(self) -> Values:
-        """Settings that were never taken, without null and empty values."""
+        """Return the settings that were never taken, without null and empty values."""
         left = {name: value for name, value in self._values.items() if name not in self._taken}
         return {name: value for name, value in left.items() if value not in (None, [], {})}
 
 
 @dataclass(frozen=True)
 class Clause:
-    """A rule that writes and reads a part of a model's settings."""
+    """A pair of functions that write and read a part of a model's settings."""
 
     write: Callable[[ModelConfig], Values]
-    """Returns the part of `config.json` for a model."""
+    """Returns this clause's part of `config.json` for a model."""
     read: Callable[[Settings, Values], Values]
-    """Returns the part as fields of ModelConfig; the second argument holds the fields that earlier clauses read."""
+    """Returns this part as fields of ModelConfig. The second argument holds the fields that earlier clauses read."""
 
 
 def refusal(name: str, value: Any, rule: str) -> UserError:
-    """The error for a setting with an unsupported value."""
+    """Return the error for a setting with an unsupported value."""
     return UserError(f"config.json has `{name}`={value!r}: {rule}.")
 
 
-# --------------------------------------------------------------------------------------------- any settings
+# ------------------------------------------------------------------------------------------- general clauses
 
 
 def fixed(**fields: Any) -> Clause:
-    """A clause for fields with one value in this architecture, which `config.json` does not mention."""
+    """Return a clause for fields that are constant in an architecture and not part of its `config.json`."""
     return Clause(lambda config: {}, lambda theirs, ours: dict(fields))
 
 
 def only(name: str, value: Any, absent: Any) -> Clause:
-    """A clause for a setting with only one supported value. `absent`: the meaning of a missing setting."""
+    """Return a clause for a setting with only one supported value. `absent`: the value if the setting is missing."""
 
     def read(theirs: Settings, ours: Values) -> Values:
         given = theirs.take(name, absent)
@@ -79,7 +79,7 @@ def only(name: str, value: Any, absent: Any) -> Clause:
 
 
 def own_code(name: str) -> Clause:
-    """A clause for a folder's remote code, which is never run: only `name` is accepted, since transformers has it."""
+    """Return a clause that accepts remote code only if its class is `name`, which transformers has. It is never run."""
 
     def read(theirs: Settings, ours: Values) -> Values:
         code = (theirs.take("auto_map") or {}).get("AutoModelForCausalLM", name)
@@ -91,7 +91,7 @@ def own_code(name: str) -> Clause:
 
 
 def needed(**names: str) -> Clause:
-    """A clause for required settings: name in `config.json` → our field."""
+    """Return a clause for required settings, given as name in `config.json` = our field."""
     return Clause(
         lambda config: {theirs: getattr(config, ours) for theirs, ours in names.items()},
         lambda theirs, ours: {our_name: theirs.need(name) for name, our_name in names.items()},
@@ -99,10 +99,11 @@ def needed(**names: str) -> Clause:
 
 
 def optional(names: Mapping[str, tuple[str, Any]], *, nullable: bool = False) -> Clause:
-    """A clause for optional settings: name in `config.json` → our field and default, or a function of earlier fields.
+    """Return a clause for optional settings.
 
     Args:
-        nullable: null switches a setting off; otherwise null means the default.
+        names: name in `config.json` → our field and its default, or a function of earlier fields that returns it.
+        nullable: whether null switches a setting off; if not, null means the default.
     """
 
     def read(theirs: Settings, ours: Values) -> Values:
@@ -116,7 +117,7 @@ def optional(names: Mapping[str, tuple[str, Any]], *, nullable: bool = False) ->
     return Clause(lambda config: {theirs: getattr(config, ours) for theirs, (ours, _) in names.items()}, read)
 
 
-# --------------------------------------------------------------------------------------- attention and MLP
+# ------------------------------------------------------------------------- clauses for attention and MLP
 
 
 def heads(
@@ -128,10 +129,11 @@ def heads(
     width_absent: int | None = None,
     whole: bool = False,
 ) -> Clause:
-    """A clause for query heads, key/value heads and head width; None as a name: the setting does not exist.
+    """Return a clause for the number of query heads and of key/value heads and for their width.
 
     Args:
-        whole: the number of heads must divide the model's width even if `width` is given.
+        heads, kv_heads, width: names of the settings; None: no such setting.
+        whole: whether the number of heads must divide the model's width even if `config.json` has `width`.
     """
 
     def write(config: ModelConfig) -> Values:
@@ -156,7 +158,7 @@ SCALE_SWITCH = Clause(
     lambda config: {"scale_attn_weights": config.attention_scale != 1.0},
     lambda theirs, ours: {"attention_scale": None if theirs.take("scale_attn_weights", True) else 1.0},
 )
-"""The clause for GPT-2's flag that divides q·k by √D."""
+"""The clause for GPT-2's flag that divides q·k by the square root of the head width."""
 
 
 def _read_scale_factor(theirs: Settings, ours: Values) -> Values:
@@ -165,7 +167,7 @@ def _read_scale_factor(theirs: Settings, ours: Values) -> Values:
 
 
 SCALE_FACTOR = Clause(lambda config: {"attention_multiplier": config.score_scale}, _read_scale_factor)
-"""The clause for Granite's factor of q·k."""
+"""The clause for the factor by which Granite multiplies q·k."""
 
 
 def _read_query_scalar(theirs: Settings, ours: Values) -> Values:
@@ -176,25 +178,26 @@ def _read_query_scalar(theirs: Settings, ours: Values) -> Values:
 QUERY_SCALAR = Clause(
     lambda config: {"query_pre_attn_scalar": max(1, round(config.score_scale**-2))}, _read_query_scalar
 )
-"""The clause for Gemma's setting, an integer: q·k is divided by its root."""
+"""The clause for Gemma's integer setting by whose square root q·k is divided."""
 
 EMBEDDING_ROOT = Clause(lambda config: {}, lambda theirs, ours: {"embedding_scale": ours["d_model"] ** 0.5})
-"""Gemma multiplies the embedding by √C, which transformers rounds to the weights' dtype; in fp32 it equals ours."""
+"""The clause for Gemma's embedding, multiplied by √C (C: width). transformers rounds √C to the weights' dtype."""
 
 _ACTIVATION_ALIASES = {
     "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh", "gelu_accurate": "gelu_pytorch_tanh",
     "gelu_python_tanh": "gelu_pytorch_tanh", "gelu_python": "gelu", "swish": "silu",
 }  # fmt: skip
-"""Names of activations in transformers → another name of the same function, for comparisons."""
+"""Names of activations in transformers → one name for each function, so that names can be compared."""
 
 
 def activation(
     name: str, choices: Mapping[str, str], absent: str, other_names: Mapping[str, str] = MappingProxyType({})
 ) -> Clause:
-    """A clause for the MLP's activation. `choices`: our name → theirs; one that is missing is written as the first.
+    """Return a clause for the MLP's activation.
 
     Args:
-        other_names: names that this architecture reads as another name → that name.
+        choices: our name → theirs. An activation that is missing here is written as the first one.
+        other_names: name in `config.json` → the name that this architecture reads it as.
     """
 
     def read(theirs: Settings, ours: Values) -> Values:
@@ -213,10 +216,10 @@ AttentionBias = bool | Literal["qkv", "out"]
 
 
 def bias_flags(absent: Mapping[str, bool], choices: Mapping[Flags, tuple[AttentionBias, bool]]) -> Clause:
-    """A clause for the flags that give linear layers biases.
+    """Return a clause for the flags that give linear layers biases.
 
     Args:
-        absent: the flags with their defaults.
+        absent: the flags' names → their defaults.
         choices: values of the flags → our `attention_bias` and `mlp_bias`.
     """
 
@@ -242,17 +245,17 @@ def bias_flags(absent: Mapping[str, bool], choices: Mapping[Flags, tuple[Attenti
 
 
 def biases(config: ModelConfig) -> set[str]:
-    """The kinds of bias that a model has, of qkv, out, mlp and norm."""
+    """Return which of the biases qkv, out, mlp and norm a model has."""
     kinds = {"qkv": config.qkv_bias, "out": config.out_bias, "mlp": config.mlp_bias, "norm": config.norm_bias}
     return {kind for kind, there in kinds.items() if there}
 
 
 def experts(*count: str, count_absent: int, per_token_absent: int, shared: str | None = None) -> Clause:
-    """A clause for the number of experts, experts per token and the shared expert's width. A dense model is written
-    with one expert, so that it is read as another model and does not fit.
+    """Return a clause for the number of experts, experts per token and the shared expert's width. It writes a dense
+    model as one with one expert, which then differs when read back, so that the architecture does not fit.
 
     Args:
-        count: names of the setting for the number of experts; the first is written.
+        count: names of the setting for the number of experts; exports write the first one.
     """
 
     def write(config: ModelConfig) -> Values:

@@ -1,6 +1,6 @@
 """Compare a Hugging Face folder with our model: logits, greedy tokens from a cache, and token ids.
 
-The folder is loaded by stock transformers, without remote code, in fp32.
+Stock transformers loads the folder in fp32, without remote code.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from gptworks.model.gpt import GPT
 from gptworks.tokenizer import load_tokenizer, prompt_ids
 
 TOLERANCE = 1e-4
-"""Largest accepted difference of two logits, relative to the largest logit or to 1, whichever is larger."""
+"""Largest accepted difference between two logits, relative to the largest logit or to 1, whichever is larger."""
 
 GREEDY_TOKENS = 64
 
@@ -54,19 +54,19 @@ class Verification:
 
     transformers_version: str
     logit_difference: float
-    """The largest difference between two logits, over all positions of all sequences."""
+    """Largest difference between a logit of ours and of theirs, over all positions of all sequences."""
     largest_logit: float
     tokens: int
     """Number of positions compared."""
     greedy_tokens: int
     """Number of greedy tokens compared."""
     ties: int
-    """Greedy tokens where both sides chose differently between logits that are equal up to rounding."""
+    """Number of greedy tokens where the models chose differently between logits that are equal up to rounding."""
     texts: int
 
 
 def require(library: str) -> Any:
-    """Import the library for a comparison: transformers or peft.
+    """Import and return the library for a comparison: transformers or peft.
 
     Raises:
         UserError: the library is not installed.
@@ -109,7 +109,7 @@ def verify_folder(
     """Compare a folder with our model and tokenizer.
 
     Args:
-        model: in fp32 and eval mode, with the weights of the folder.
+        model: our model in fp32 and eval mode, with the folder's weights.
         texts: texts to compare in addition to `TEXTS`.
         template: the run's chat template, whose rendering is compared.
         original: facts of the folder that the run was imported from.
@@ -144,7 +144,7 @@ def verify_folder(
 
 
 def load_theirs(folder: Path) -> Any:
-    """The model of a Hugging Face folder in transformers, in fp32, from safetensors and without remote code.
+    """Load the model of a Hugging Face folder in transformers, in fp32, from safetensors and without remote code.
 
     Raises:
         UserError: a link leads out of the folder, or the folder contains anything but regular files.
@@ -156,16 +156,16 @@ def load_theirs(folder: Path) -> Any:
 
 
 def load_their_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a Hugging Face folder in transformers, without remote code."""
+    """Load the tokenizer of a Hugging Face folder in transformers, without remote code."""
     return require("transformers").AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def verify_import(run_dir: Path, library: str, load: Callable[[], Any], report: Report) -> float | None:
-    """The largest difference between the logits of an imported run and of the original in its library; None: the
-    library is not installed.
+    """Compare the logits of an imported run with those of the original in its library; return their largest difference,
+    or None if the library is not installed.
 
     Args:
-        load: loads the original in transformers or PEFT.
+        load: function that loads the original in transformers or PEFT.
 
     Raises:
         RunError: the difference is above the bound.
@@ -191,7 +191,7 @@ def verify_import(run_dir: Path, library: str, load: Callable[[], Any], report: 
 
 
 def logit_bound(largest_logit: float) -> float:
-    """The largest accepted difference between two models' logits, given the largest absolute logit."""
+    """Return the largest accepted difference between two models' logits, given the largest absolute logit."""
     return TOLERANCE * max(1.0, largest_logit)
 
 
@@ -243,7 +243,7 @@ def _compare_original(original: Original, tokenizer: Any, generation: Any) -> No
 
 
 def sequences_for(model: GPT, tokenizer: Tokenizer, texts: Sequence[str] = ()) -> list[list[int]]:
-    """Token ids to compare, shortest first: those of `TEXTS` and further texts, and random ones beyond any window."""
+    """Return token ids to compare, shortest first: of `TEXTS`, of `texts`, and random ones longer than any window."""
     config = model.config
     context, beyond = config.context_length, 96
     if config.window is not None:
@@ -258,7 +258,7 @@ def sequences_for(model: GPT, tokenizer: Tokenizer, texts: Sequence[str] = ()) -
 
 
 def _prompt(sequence: list[int], config: ModelConfig) -> list[int]:
-    """The start of a sequence, as a prompt for greedy decoding: so long that the new tokens pass the window."""
+    """Return the start of a sequence as a prompt for greedy decoding, so long that the new tokens exceed the window."""
     length = max(8, (config.window or 0) - GREEDY_TOKENS // 2)
     return sequence[: max(1, min(length, config.context_length - GREEDY_TOKENS))]
 
@@ -267,7 +267,7 @@ def _prompt(sequence: list[int], config: ModelConfig) -> list[int]:
 def compare_logits(
     model: GPT, theirs: Any, sequences: Sequence[list[int]], what: str = "the export", original: str = "the model"
 ) -> tuple[float, float]:
-    """The largest difference between the logits of our model and of a transformers model, and the largest logit.
+    """Return the largest difference between the logits of our model and of a transformers model, and the largest logit.
 
     Raises:
         RunError: the difference is above the bound.
@@ -289,7 +289,7 @@ def compare_logits(
 def _compare_greedy(model: GPT, theirs: Any, prompt: list[int]) -> tuple[int, int]:
     """Compare greedy decoding from a prompt in both models, each with its cache.
 
-    If two tokens are equally likely up to rounding, both sides continue with ours.
+    If the models choose different tokens that are equally likely up to rounding, both continue with our choice.
 
     Returns:
         The number of new tokens, and the number of such ties.
