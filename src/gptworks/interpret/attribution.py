@@ -1,9 +1,9 @@
 """Direct logit attribution (Elhage et al., 2021): what each part of a model adds to a token's logit.
 
-The residual stream is a sum: the embedding, and what each head and each MLP adds. The head reads it through the final
-norm, which is linear once its divisor is known. With the divisors of this position, the logit is the sum of what the
-parts add to it. Norms after attention and the MLP are treated the same way, and a skip connection counts
-what was added before it again, times its scalar. Computed in float64.
+The residual stream is the sum of the embedding and the outputs of all attention heads and MLPs. The language-model head
+reads it through the final norm, which is linear once its divisor is known. With the divisor at this position, the
+logit is the sum of the parts' contributions. Norms after attention and the MLP are treated the same way. A skip
+connection adds earlier outputs again, times its scalar. Computed in float64.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,13 +41,13 @@ class Attribution:
     parts: tuple[Part, ...]
     """All parts; their values add up to `logit`."""
     logit: float
-    """The logit before any cap."""
+    """The logit before the model's soft cap, if it has one."""
     capped_logit: float
-    """The model's output; differs from `logit` only if the model caps its logits, which is not linear."""
+    """The model's output, which differs from `logit` only if the model caps its logits (a cap is not linear)."""
 
 
 def attribute(model: GPT, recording: Recording, row: int, token: int, against: int | None = None) -> Attribution:
-    """The contribution of each part of the model to a token's logit at a recorded position.
+    """Split a token's logit at a recorded position into the contributions of the model's parts.
 
     Args:
         row: index of the position in `recording.rows`.
@@ -81,7 +81,7 @@ Place = tuple[int | None, int | None]
 
 
 def _parts(model: GPT, recording: Recording, row: int) -> Iterator[tuple[Kind, Place, Tensor]]:
-    """All terms of the residual stream at a position, float64 [C] each, with their kind, layer and head."""
+    """Yield each term of the residual stream at a position, float64 [C], with its kind, layer and head."""
     position, config = recording.rows[row], model.config
     ids = torch.as_tensor(recording.ids[: position + 1], device=model.device)[
         None, -2:
@@ -109,7 +109,7 @@ def _parts(model: GPT, recording: Recording, row: int) -> Iterator[tuple[Kind, P
 
 
 def _shares(model: GPT) -> tuple[float, list[float]]:
-    """How many times the embedding, and each block's update, count in the last block's output."""
+    """Return the factors of the embedding and of each block's update in the last block's output."""
     blocks = blocks_of(model)
     share, shares, skipped = 1.0, [0.0] * len(blocks), [0.0] * len(blocks)
     for i in reversed(range(len(blocks))):
@@ -121,15 +121,15 @@ def _shares(model: GPT) -> tuple[float, list[float]]:
 
 
 def _heads(out: nn.Module, mixed: Tensor, n_heads: int) -> tuple[Tensor, Tensor]:
-    """Each head's update of the stream [H, C] and the projection's bias [C], from the outputs of all heads [H·D]."""
+    """Return each head's update of the stream [H, C] and the projection's bias [C], given all heads' outputs [H·D]."""
     chosen = torch.eye(n_heads + 1, n_heads, dtype=mixed.dtype, device=mixed.device)
     alone = chosen[:, :, None] * mixed.view(n_heads, -1)
-    given = _wide(out(alone.flatten(1)))  # the last row is the bias only
+    given = _wide(out(alone.flatten(1)))  # the last row is only the bias
     return given[:-1] - given[-1], given[-1]
 
 
 def _linear(norm: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
-    """The norm without its shift as a linear map, which uses the divisor that the norm computes for x [C]."""
+    """Return the norm without its shift as a linear map, with the divisor that the norm computes for x [C]."""
     assert isinstance(norm, LayerNorm | RMSNorm)
     weight, eps, centred = _wide(norm.weight), norm.eps, isinstance(norm, LayerNorm)
     wide = _wide(x)
@@ -147,5 +147,5 @@ def _plus(x: Tensor, shift: Tensor | None) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """The tensor in float64 on the CPU, because not every accelerator has float64."""
+    """Convert to float64 on the CPU, because not every accelerator has float64."""
     return x.cpu().double()

@@ -1,4 +1,4 @@
-"""A text at each checkpoint of a run: the loss of each token, and when the run learned it."""
+"""The loss of each token of a text at each checkpoint of a run, and the step at which the run learned the token."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class AtStep:
 
 
 def chosen_steps(run_dir: Path, most: int = MOST_CHECKPOINTS) -> list[int]:
-    """The steps of a run's checkpoints, ascending; at most `most`, evenly chosen and with the first and the last."""
+    """Return the steps of a run's checkpoints, ascending: all, or `most` evenly chosen ones from first to last."""
     steps = sorted({checkpoint.step for checkpoint in all_checkpoints(run_dir)})
     if len(steps) <= most:
         return steps
@@ -38,7 +38,7 @@ def through_checkpoints(
     device: torch.device | str = "cpu",
     check: Check = never,
 ) -> Iterator[AtStep]:
-    """The loss of a text's tokens at each step, with one model in memory at a time.
+    """Yield the loss of a text's tokens at each step, with one model in memory at a time.
 
     Raises:
         UserError: a checkpoint is gone or damaged, or the text's ids are not the model's.
@@ -50,7 +50,7 @@ def through_checkpoints(
 
 
 def learned_at(steps: Sequence[int], probabilities: Sequence[float], threshold: float = 0.5) -> int | None:
-    """The first step from which the probability stays at the threshold or above; None if the last is lower or NaN."""
+    """Return the first step from which on the probability is at least `threshold`; None if the last is lower or NaN."""
     learned = None
     for step, probability in sorted(zip(steps, probabilities, strict=True), reverse=True):
         if not probability >= threshold:  # also true of NaN, for a token that is not predicted

@@ -19,7 +19,7 @@ def never() -> None:
 
 @contextmanager
 def stoppable(model: GPT, check: Check) -> Iterator[None]:
-    """Call `check` before each block that this thread computes."""
+    """Within the context, call `check` before each block that this thread computes."""
     with ExitStack() as hooks:
         for block in model.blocks:
             hooks.enter_context(before(block, lambda *_: check()))
@@ -27,12 +27,12 @@ def stoppable(model: GPT, check: Check) -> Iterator[None]:
 
 
 def before(module: nn.Module, call: Callable[[Any, tuple[Any, ...]], None]) -> AbstractContextManager[None]:
-    """A context in which `call` gets the module and its inputs each time before it is computed."""
+    """Return a context in which `call(module, inputs)` runs each time before `module` is computed."""
     return _hooked(module.register_forward_pre_hook, call)
 
 
 def after(module: nn.Module, call: Callable[[Any], None]) -> AbstractContextManager[None]:
-    """A context in which `call` gets the module's output each time it is computed."""
+    """Return a context in which `call(output)` runs each time after `module` is computed."""
     return _hooked(module.register_forward_hook, lambda of, inputs, output: call(output))
 
 

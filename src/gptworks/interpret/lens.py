@@ -19,18 +19,18 @@ class Guess:
     """One layer's prediction at one position."""
 
     top: tuple[tuple[int, float], ...]
-    """The likeliest tokens and their probabilities."""
+    """The most probable tokens with their probabilities, highest first."""
     probability: float
     """Probability of the given token."""
     rank: int
-    """Rank of the given token; 1 is the likeliest."""
+    """Rank of the given token by probability; 1 is the highest."""
 
 
 def logit_lens(model: GPT, recording: Recording, tokens: Sequence[int], n_top: int = 5) -> list[list[Guess]]:
-    """Guesses after the embedding and after each block, at each recorded position: [L + 1][R].
+    """Return a guess after the embedding and after each of L blocks, at each of R recorded positions: [L + 1][R].
 
     Args:
-        tokens: for each recorded position, the token whose probability and rank are wanted, such as the next one.
+        tokens: for each recorded position, the token to give the probability and rank of, such as the next token.
     """
     n_layers, n_rows, width = recording.residual.shape
     stream = recording.residual.reshape(-1, width)

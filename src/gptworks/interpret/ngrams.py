@@ -35,9 +35,9 @@ class NGrams:
     by_length: tuple[NGram, ...]
     """One n-gram for each n = 1, 2, … as long as its context occurs."""
     places: tuple[int, ...]
-    """Positions in the split at which the first occurrences of the longest n-gram begin."""
+    """Positions in the data at which the first occurrences of the longest n-gram begin."""
     searched_tokens: int
-    """Number of tokens searched, from the beginning of the split."""
+    """Number of tokens searched, from the beginning of the data."""
 
     @property
     def longest(self) -> int:
@@ -54,9 +54,9 @@ def find_ngrams(
     most_tokens: int = 1 << 30,
     check: Check = never,
 ) -> NGrams:
-    """Count the n-grams that end in the last of `ids` in the first `most_tokens` tokens of the training data.
+    """Count, in the first `most_tokens` tokens of the training data, the n-grams that end in the last of `ids`.
 
-    The data is read once: for each longer n-gram, only those places stay at which one more preceding token matches.
+    This reads the data once: the matches of each longer n-gram are among those of the shorter one's context.
     """
     *before, token = ids[-LONGEST:]
     before.reverse()
@@ -68,7 +68,7 @@ def find_ngrams(
         check()
         first = max(0, start - len(before))
         tokens = training.read(first, min(start + _PIECE_TOKENS, searched) - first)
-        ends = np.arange(start - first, len(tokens))  # places in the piece at which n-grams end
+        ends = np.arange(start - first, len(tokens))  # indices in `tokens` at which n-grams end
         for i in range(len(before) + 1):
             if i:
                 ends = ends[ends >= i]

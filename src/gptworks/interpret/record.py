@@ -1,7 +1,7 @@
 """Record a model's intermediate results on a text, at chosen positions.
 
-Hooks on the model's modules record inputs and outputs and change nothing. Attention's weights are computed from the
-model's own queries and keys.
+Hooks on the model's modules record inputs and outputs and change nothing. Attention weights are computed again from
+the model's queries and keys.
 
 Shapes: L layers, R recorded positions, S positions read, H heads, D head width, C width.
 """
@@ -49,7 +49,7 @@ class Recording:
 
 
 def blocks_of(model: GPT) -> list[Block]:
-    """The model's blocks, typed as `Block`."""
+    """Return the model's blocks, typed as `Block`."""
     return [block for block in model.blocks if isinstance(block, Block)]
 
 

@@ -30,7 +30,7 @@ class TokenizedText:
     pieces: tuple[str, ...]
     """Text of each token; empty if the token ends within a character. Joined, the pieces are the whole text."""
     framed: bool
-    """Whether the first token begins a document and has no text."""
+    """Whether the first token marks the beginning of a document, so that it has no text."""
     predicted_bytes: int | None
     """UTF-8 bytes of the text of all tokens but the first; None if decoding does not restore the text."""
     split: str = "given"
@@ -44,7 +44,7 @@ class TokenizedText:
 
     @classmethod
     def of_text(cls, tokenizer: Tokenizer, text: str) -> Self:
-        """A text as `evaluate_text` reads it: after the token that begins a document, if there is one.
+        """Tokenize a text as `evaluate_text` does: after the token that begins a document, if the tokenizer has one.
 
         Raises:
             UserError: the text is empty or has too many tokens, or the tokenizer cannot read it.
@@ -59,10 +59,10 @@ class TokenizedText:
 
     @classmethod
     def of_document(cls, tokenizer: Tokenizer, shards: TokenShards, number: int) -> Self:
-        """A document of a split, by its number from 0, cut to its first MOST_TOKENS tokens.
+        """Read document `number` of a split (0 is the first), cut to its first MOST_TOKENS tokens.
 
         Raises:
-            UserError: the document does not exist, or has one token.
+            UserError: the document does not exist.
         """
         starts = shards.document_starts()
         if not 0 <= number < len(starts):
@@ -77,8 +77,8 @@ class TokenizedText:
 
     @classmethod
     def of_tokens(cls, tokenizer: Tokenizer, ids: list[int]) -> Self:
-        """A text as the tokens that a model wrote or read; their bytes are known only if the tokenizer cuts the text
-        into exactly these tokens.
+        """Make a text of the token ids that a model wrote or read. Its bytes are known only if the tokenizer splits the
+        text into exactly these tokens.
 
         Raises:
             UserError: `ids` has too many tokens.
@@ -93,18 +93,17 @@ class TokenizedText:
         return cls(given, pieces, framed, None)
 
     def token_nats(self, model: GPT, check: Check = never) -> Costs:
-        """The loss of each token in nats, [T], as `evaluate --text` counts it; NaN for the first token.
+        """Return the loss of each token in nats, [T], as `evaluate --text` computes it; NaN for the first token.
 
         Raises:
-            UserError: the text has fewer than two tokens, or ids that the model lacks.
+            UserError: the text has fewer than two tokens, or ids outside the model's vocabulary.
         """
         check_ids(model, self.ids)
         with stoppable(model, check):
             return np.concatenate([[math.nan], text_nats(model, self)])
 
     def window(self, context: int, index: int) -> tuple[int, int]:
-        """The window in which `token_nats` predicted token `index`, as the range of the tokens that the model read:
-        the first, and the one after the last."""
+        """Return the range (first, end) of the tokens that the model read when `token_nats` predicted token `index`."""
         if not 1 <= index < self.n_tokens:
             raise UserError(f"token {index} is not predicted: choose one from 1 to {self.n_tokens - 1}.")
         stride = default_stride(context)
@@ -113,7 +112,7 @@ class TokenizedText:
 
 
 def _decoded(tokenizer: Tokenizer, ids: list[int]) -> tuple[tuple[str, ...], bool]:
-    """The text that each token adds, and whether the first token begins a document."""
+    """Return the text that each token adds, and whether the first token marks the beginning of a document."""
     stream = StreamDecoder(tokenizer)
     pieces = [stream.push(token) for token in ids]
     pieces[-1] += stream.flush()
@@ -121,7 +120,7 @@ def _decoded(tokenizer: Tokenizer, ids: list[int]) -> tuple[tuple[str, ...], boo
 
 
 def check_ids(model: GPT, ids: Int64s) -> None:
-    """Raises a UserError if the model lacks one of the ids."""
+    """Raise a UserError if one of the ids is not in the model's vocabulary."""
     if (largest := int(ids.max(initial=0))) >= model.config.vocab_size:
         raise UserError(f"token id {largest} is not among the model's {model.config.vocab_size}: not its tokenizer.")
 
@@ -135,21 +134,21 @@ def _check_length(n_tokens: int) -> None:
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a text between borders that the tokens of both readings share."""
+    """A part of a text, read by two models, that begins and ends where tokens of both begin and end."""
 
     text: str
     tokens: tuple[int, int]
-    """Range of tokens in the first reading: first token, and the one after the last."""
+    """Range (first, end) of the first model's tokens."""
     other_tokens: tuple[int, int]
     nats: float | None
-    """The first model's loss on the segment; None if a part of it is not predicted."""
+    """The first model's loss; None if a token in the range is not predicted."""
     other_nats: float | None
 
 
 def segments(text: TokenizedText, nats: Costs, other: TokenizedText, other_nats: Costs) -> list[Segment]:
     """Divide a text that two models read into the smallest parts whose loss is known for both.
 
-    If both have the same tokens, these are the parts. Else a part ends where a token of each model ends.
+    If both read the same tokens, each token is a part. Else a part ends where a token of each model ends.
 
     Raises:
         UserError: the texts differ.
@@ -169,7 +168,7 @@ def segments(text: TokenizedText, nats: Costs, other: TokenizedText, other_nats:
 
 
 def _last_at(text: TokenizedText) -> dict[int, int]:
-    """A map from the end of each token, in characters, to the token. The text's end maps to the last token of all."""
+    """Return a map: position in characters at which a token ends → the token. The text's end maps to the last token."""
     ends = itertools.accumulate(map(len, text.pieces))
     found = {end: i for i, (end, piece) in enumerate(zip(ends, text.pieces, strict=True)) if piece}
     return found | {max(found, default=0): text.n_tokens - 1}
@@ -195,7 +194,7 @@ class Stretch:
 
 
 def along(text: TokenizedText, nats: Costs, n_parts: int = 32) -> list[Stretch]:
-    """The loss on consecutive parts of a text of about equal size; a token belongs to the part in which it begins."""
+    """Return the loss on consecutive, equally long parts of a text. A token belongs to the part in which it begins."""
     sizes = [len(piece.encode("utf-8")) for piece in text.pieces]
     begins = [0, *itertools.accumulate(sizes)]
     found = []

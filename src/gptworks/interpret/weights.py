@@ -1,4 +1,4 @@
-"""Statistics of a checkpoint's weights, which are read in parts of one tensor at a time.
+"""Statistics of a checkpoint's weights, which are read one part of one tensor at a time.
 
 The weights are those that the model computes with: packed tensors are unpacked, and adapters merged.
 """
@@ -29,13 +29,13 @@ AT_ONCE = 2**18
 BINS = 100
 
 MOST_TENSORS = 200_000
-"""Most tensors of a model whose weights are shown."""
+"""Limit on the number of tensors of a model whose weights can be shown."""
 
 MOST_SIDE = 4096
-"""Most rows or columns, whichever are fewer, of a matrix for singular values, which then take 20 s on one core."""
+"""Limit on the shorter side of a matrix for singular values, which then take 20 s on one core."""
 
 MOST_PRODUCTS = 2**38
-"""Most multiplications for a matrix times its transpose, for the singular values: a minute on one core."""
+"""Limit on the multiplications in a matrix times its transpose, for singular values: a minute on one core."""
 
 Floats = NDArray[np.float64]
 
@@ -50,7 +50,7 @@ class StoredWeights:
     kind: str
     """The storage format: fp32, or packed as bf16, fp16, int8 or int4."""
     stored_bytes: int
-    """Stored bytes, including scales but not the adapter."""
+    """Bytes in the file, including scales but not the adapter."""
     adapter: LoRAConfig | None
     """Settings of the LoRA matrices that are added to the tensor; None without an adapter."""
 
@@ -59,7 +59,7 @@ class StoredWeights:
         return math.prod(self.shape)
 
     def parts(self, check: Check = never) -> Iterator[Tensor]:
-        """The whole tensor in float32, part by part: whole rows of a tall matrix, whole columns of a wide one."""
+        """Yield the whole tensor in float32, part by part: whole rows of a tall matrix, whole columns of a wide one."""
         with open_tensors(self.path) as opened:
             if len(self.shape) == 1:
                 for first in range(0, self.size, AT_ONCE):
@@ -89,7 +89,7 @@ class StoredWeights:
 
 
 def _cuts(n_rows: int, n_columns: int) -> Iterator[tuple[slice, slice]]:
-    """Parts of a matrix, cut along its longer side; columns are cut between groups of int4."""
+    """Yield slices of rows and columns that cut a matrix along its longer side, between groups of int4."""
     if n_rows >= n_columns:
         step = max(1, AT_ONCE // n_columns)
         for first in range(0, n_rows, step):
@@ -101,7 +101,7 @@ def _cuts(n_rows: int, n_columns: int) -> Iterator[tuple[slice, slice]]:
 
 
 def count_tensors(recipe: Recipe) -> ParameterCount:
-    """The parameters of a run's model.
+    """Count the parameters of a run's model.
 
     Raises:
         UserError: the model has too many tensors to be shown, or its vocabulary is not known.
@@ -117,7 +117,7 @@ def count_tensors(recipe: Recipe) -> ParameterCount:
 
 
 def stored_weights(checkpoint: Checkpoint, recipe: Recipe, names: Sequence[str]) -> list[StoredWeights]:
-    """Tensors of a run's model in one of its checkpoints.
+    """Return the tensors `names` of a run's model in one of its checkpoints.
 
     Raises:
         UserError: the model has no such tensor; the file is missing or damaged, or does not match the recipe.
@@ -181,7 +181,7 @@ class Moments:
 
 
 def moments(weights: StoredWeights, check: Check = never) -> Moments:
-    """The moments of a tensor, from one pass in float64; sums of squares are merged as by Chan et al. (1983)."""
+    """Compute the moments of a tensor in one pass in float64, merging sums of squares as Chan et al. (1983) do."""
     n, n_zero, n_finite, mean, squares = 0, 0, 0, 0.0, 0.0
     least, most = math.inf, -math.inf
     for part in weights.parts(check):
@@ -203,7 +203,7 @@ def moments(weights: StoredWeights, check: Check = never) -> Moments:
 
 
 def bin_edges(of: Sequence[Moments]) -> Floats:
-    """Edges of equally wide bins over all finite weights; empty without finite weights."""
+    """Return edges of equally wide bins over the finite weights of all tensors; empty without finite weights."""
     ends = [(one.least, one.most) for one in of if one.least is not None and one.most is not None]
     if not ends:
         return np.empty(0)
@@ -212,7 +212,7 @@ def bin_edges(of: Sequence[Moments]) -> Floats:
 
 
 def histogram(weights: StoredWeights, edges: Floats, check: Check = never) -> NDArray[np.int64]:
-    """Number of finite weights in each bin; the last bin includes its upper edge."""
+    """Count the finite weights in each bin; the last bin includes its upper edge."""
     counts = np.zeros(max(0, len(edges) - 1), np.int64)
     for part in weights.parts(check):
         values = part.double().numpy().ravel()
@@ -222,7 +222,7 @@ def histogram(weights: StoredWeights, edges: Floats, check: Check = never) -> ND
 
 
 def relative_change(before: StoredWeights, after: StoredWeights, check: Check = never) -> float | None:
-    """The norm of the difference over the norm of `before`; None if that is zero or a weight is not finite."""
+    """Return ‖after − before‖ / ‖before‖; None if ‖before‖ is zero or a weight is not finite."""
     changed, whole = 0.0, 0.0
     for old, new in zip(before.parts(check), after.parts(check), strict=True):
         changed += float((new.double() - old.double()).square().sum())
@@ -235,20 +235,20 @@ def relative_change(before: StoredWeights, after: StoredWeights, check: Check = 
 class Spectrum:
     """A matrix's singular values, the largest first.
 
-    They are the square roots of the eigenvalues of the matrix times its transpose, in float64. Values below rounding
-    error, a millionth of the largest or less, count as zero.
+    They are the square roots of the eigenvalues of the matrix times its transpose, in float64. Values below
+    rounding error (at most a millionth of the largest value) are set to zero.
     """
 
     values: Floats
 
     @property
     def stable_rank(self) -> float:
-        """The sum of the squares over the largest square (Rudelson & Vershynin, 2007); 0 for a zero matrix."""
+        """Sum of squared values divided by the largest square (Rudelson & Vershynin, 2007); 0 for a zero matrix."""
         return float(np.square(self.values / self.values[0]).sum()) if self.values[0] else 0.0
 
     @property
     def effective_rank(self) -> float:
-        """e to the entropy of the values over their sum (Roy & Vetterli, 2007); 0 for a zero matrix."""
+        """exp(entropy of the values divided by their sum) (Roy & Vetterli, 2007); 0 for a zero matrix."""
         if not self.values[0]:
             return 0.0
         shares = self.values[self.values > 0] / self.values.sum()
@@ -256,7 +256,7 @@ class Spectrum:
 
 
 def spectrum(weights: StoredWeights, check: Check = never) -> Spectrum:
-    """Singular values of a matrix of bounded size.
+    """Compute the singular values of a matrix of bounded size.
 
     Raises:
         UserError: the tensor is not a matrix, is too large, or holds weights that are not finite.
