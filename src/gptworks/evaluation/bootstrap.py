@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Figure = Callable[[Floats], Floats]
-"""A function that maps sums of items' statistics, float64 [R, S], to the figure of each row, float64 [R]."""
+"""A function from R sums of the items' S statistics, float64 [R, S], to a figure for each sum, float64 [R]."""
 
 RESAMPLES = 2000
 _COUNTS_AT_ONCE = 1 << 22
@@ -16,7 +16,7 @@ _COUNTS_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure, or a difference of two, with the 95% bootstrap interval over resampled items."""
+    """A figure, or the difference of two figures, with the 95% bootstrap interval over resampled items."""
 
     value: float
     low: float
@@ -24,14 +24,14 @@ class Interval:
 
 
 def interval(statistics: Floats, figure: Figure) -> Interval:
-    """The figure of all items' statistics [N, S], and its percentile interval over items drawn with replacement."""
+    """Return the figure for the statistics [N, S] of N items, and its percentile interval over resampled items."""
     value = figure(statistics.sum(0, keepdims=True))
     low, high = np.nanquantile(np.concatenate([figure(sums) for sums in _sums(statistics)]), [0.025, 0.975])
     return Interval(float(value[0]), float(low), float(high))
 
 
 def paired_difference(first: Floats, second: Floats, figure: Figure) -> Interval:
-    """The figure of `second` minus the figure of `first`, both [N, S] over the same items, with the same resamples."""
+    """Return the figure of `second` minus that of `first`, both [N, S] over the same items and resampled together."""
     assert first.shape == second.shape
     width = first.shape[1]
 
@@ -42,7 +42,7 @@ def paired_difference(first: Floats, second: Floats, figure: Figure) -> Interval
 
 
 def _sums(statistics: Floats) -> Iterator[Floats]:
-    """Sums over items drawn with replacement, in chunks [rows, S]. The draws depend only on N."""
+    """Yield sums over N items drawn with replacement, in chunks [rows, S]. The draws depend only on N."""
     n = len(statistics)
     random = np.random.default_rng(0)
     at_once = max(1, _COUNTS_AT_ONCE // n)

@@ -17,7 +17,7 @@ from gptworks.model.gpt import GPT, eval_mode
 
 @dataclass(frozen=True)
 class Bin:
-    """The tokens for which the model's guess, the likeliest token, had a probability within (low, high]."""
+    """The targets at which the model's guess, its most probable token, had a probability within (low, high]."""
 
     low: float
     high: float
@@ -30,10 +30,10 @@ class Bin:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A reliability table: the statistics of its bins, from which the calibration error follows."""
+    """A reliability table: the statistics of its bins, which determine the calibration error."""
 
     statistics: Floats
-    """float64 [N, 3·B]: for each window, the tokens, confidences and hits in each bin."""
+    """float64 [N, 3·B]: for each of N windows, number of tokens, sum of confidences and number of hits in B bins."""
 
     @property
     def bins(self) -> list[Bin]:
@@ -45,7 +45,7 @@ class Calibration:
         ]
 
     def measured(self) -> dict[str, Measured]:
-        """The expected calibration error and the accuracy of the likeliest token, with intervals over windows."""
+        """Return the expected calibration error and the accuracy of the guesses, with intervals over windows."""
         tokens, _, hits = np.split(self.statistics, 3, axis=1)
         return {
             "calibration error": Measured.of("calibration", self.statistics),
@@ -54,7 +54,7 @@ class Calibration:
 
 
 def measure_calibration(model: GPT, windows: Iterable[tuple[Tensor, Tensor]], n_bins: int = 15) -> Calibration:
-    """Compare the probability of the likeliest next token with its frequency (Guo et al., 2017), in equal bins.
+    """Compare the probability of the most probable next token with its accuracy, in equal bins (Guo et al., 2017).
 
     Args:
         windows: pairs (inputs, targets) as for `evaluate_loss`; targets of −100 are not counted.
@@ -76,14 +76,14 @@ def measure_calibration(model: GPT, windows: Iterable[tuple[Tensor, Tensor]], n_
 
 
 def _likeliest(model: GPT, features: Tensor) -> tuple[Tensor, Tensor]:
-    """Probability and id of the likeliest token for each row of features [N, C], a few rows at a time."""
+    """Return probability and id of the most probable token for each row of features [N, C], a few rows at a time."""
     parts = torch.split(features, max(1, LOGITS_AT_ONCE // model.config.vocab_size))
     best = [model.logits(part).float().softmax(-1).max(-1) for part in parts]
     return torch.cat([one.values for one in best]), torch.cat([one.indices for one in best])
 
 
 def _binned(confidence: Floats, hit: np.ndarray, n_bins: int) -> Floats:
-    """Numbers of tokens, sums of confidences and numbers of hits in each bin (low, high], [3·B]."""
+    """Return the number of tokens, sum of confidences and number of hits in each bin (low, high], [3·B]."""
     place = np.clip(np.ceil(confidence * n_bins).astype(np.int64) - 1, 0, n_bins - 1)
     weights = (np.ones_like(confidence), confidence, hit.astype(np.float64))
     return np.concatenate([np.bincount(place, weight, n_bins) for weight in weights])

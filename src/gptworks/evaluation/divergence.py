@@ -22,7 +22,7 @@ class Divergence:
     kl_nats: float
     """Mean over the tokens of KL(reference ‖ model) = Σ p·ln(p/q), in nats; 0 if the predictions are equal."""
     agreement: float
-    """Share of targets for which both models predict the same likeliest token."""
+    """Share of targets at which both models have the same most probable token."""
 
 
 def measure_divergence(
@@ -31,7 +31,7 @@ def measure_divergence(
     windows: Iterable[tuple[Tensor, Tensor]],
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Divergence:
-    """Compare two models of one vocabulary, in their own dtypes, without dropout.
+    """Compare two models with the same vocabulary, in their own dtypes, without dropout.
 
     Args:
         windows: pairs (inputs, targets), as for `evaluate_loss`; targets of −100 are not counted.
@@ -40,7 +40,7 @@ def measure_divergence(
     Raises:
         UserError: the text has no target to count.
     """
-    sums = torch.zeros(4, dtype=torch.float64)  # nats of the model, of the reference, divergence, agreements
+    sums = torch.zeros(4, dtype=torch.float64)  # the four sums of `_compare`
     n_tokens = 0
     with eval_mode(model), eval_mode(reference), torch.inference_mode():
         for inputs, targets in batches_of(windows):
@@ -56,7 +56,7 @@ def measure_divergence(
 
 
 def _compare(model: GPT, reference: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Sums over a batch, float64 [4]: nats of the model, nats of the reference, divergence, agreements."""
+    """Return sums over a batch, float64 [4]: nats of the model, nats of the reference, divergence, agreements."""
     n_rows = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
     rows = zip(
         torch.split(model.features(inputs).flatten(0, 1), n_rows),

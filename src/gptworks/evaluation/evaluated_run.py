@@ -1,4 +1,4 @@
-"""A run to evaluate: loaded once for all measurements."""
+"""A run to evaluate, loaded once for all measurements."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -54,7 +54,7 @@ class EvaluatedRun:
         Args: as for `gptworks.evaluate`; `precision` applies to losses, since the engine chooses its own for tasks.
 
         Raises:
-            UserError: the run, checkpoint or device is missing, files are damaged, or the run is quantized otherwise.
+            UserError: the run, checkpoint or device is missing, files are damaged, or the run has another quantization.
         """
         self.folder = Path(run_dir)
         chosen = choose_checkpoint(self.folder, checkpoint, report)
@@ -72,7 +72,7 @@ class EvaluatedRun:
 
     @cached_property
     def prepared(self) -> Prepared:
-        """The run's own text: the shards that it was trained on if they still exist, else its recipe's text.
+        """The run's own text: the shards that it was trained on if they still exist, else the text of its recipe.
 
         Raises:
             UserError: the run was imported without data; the data is missing; or its tokens are not the model's.
@@ -104,8 +104,8 @@ class EvaluatedRun:
     def validation(
         self, stride: int | None = None, by_position: bool = False, compressors: bool = False
     ) -> dict[str, Any]:
-        """Loss, perplexity and bits per byte over the entire validation split, as JSON. Arguments as for
-        `gptworks.evaluate`.
+        """Compute loss, perplexity and bits per byte over the entire validation split, as JSON. The arguments are those
+        of `gptworks.evaluate`.
 
         Raises:
             UserError: the stride is not between 1 and the context length.
@@ -142,7 +142,7 @@ class EvaluatedRun:
         return result
 
     def _of_dataset(self, shards: TokenShards, part: Stretch, round_trips: bool) -> dict[str, Any]:
-        """The loss on the held-out text of one dataset of a mixture, as JSON."""
+        """Compute the loss on the held-out text of one dataset of a mixture, as JSON."""
         if part.n_tokens < 2:
             return {"name": part.name, "loss": None, "bits_per_byte": None, "tokens": 0}
         windows = evaluation_windows(shards, self.model.config.context_length, part=part)
@@ -153,12 +153,12 @@ class EvaluatedRun:
         return {"name": part.name, **figures}
 
     def text(self, path: Path, text: str, stride: int | None = None) -> Evaluation:
-        """Loss, perplexity and bits per byte of a text; see `evaluate_text`."""
+        """Compute loss, perplexity and bits per byte of a text; see `evaluate_text`."""
         with self.precision.autocast():
             found = evaluate_text(self.model, self.tokenizer, text, stride=stride, progress=self._progress)
         notes = () if found.report.text_bytes else ("the tokenizer does not keep the whole text: no bits per byte",)
         details = {"tokens": found.report.n_tokens, "positions": positions_table(found.positions)}
-        questions = sha256(text.encode("utf-8")).hexdigest()  # a text has the same passages with every tokenizer
+        questions = sha256(text.encode("utf-8")).hexdigest()  # passages do not depend on the tokenizer
         return self._evaluation(
             "text", found.measured(), len(found.passages), questions, name=f"text-{path.stem}", notes=notes,
             details=details, stride=stride,
@@ -184,7 +184,7 @@ class EvaluatedRun:
         return self._evaluation("memorization", found.measured(), found.n_texts, self.prepared.manifest.fingerprint)
 
     def of_these_weights(self, found: Evaluation) -> Evaluation:
-        """The result; if the weights were rounded while loading, its name, settings and a note say so."""
+        """Return the result; if loading rounded the weights, its name, settings and notes say so."""
         if self.rounded_to is None:
             return found
         note = f"weights rounded to {self.rounded_to} as they were loaded; the run's own are in fp32"

@@ -17,10 +17,10 @@ from gptworks.model.gpt import GPT, eval_mode
 from gptworks.model.loss import linear_cross_entropy, token_nats
 
 BATCH_TOKENS = 4096
-"""Windows of equal shape are evaluated together, in batches of up to about this many tokens."""
+"""Limit on the tokens of a batch, which consists of windows of equal length; a longer window is a batch of its own."""
 
 LOGITS_AT_ONCE = 2**22
-"""Most elements of a logits matrix in memory, where all logits are needed. A few such matrices exist at a time."""
+"""Limit on the elements of a logits matrix, in measurements that need all logits. A few such matrices exist at once."""
 
 NO_TOKEN = "there is no token to evaluate: the split is empty or shorter than two tokens."
 
@@ -30,12 +30,12 @@ class LossReport:
     """The loss over a set of targets, and the figures that follow from it."""
 
     total_nats: float
-    """Sum of −ln p(target)."""
+    """Sum of −ln p(target) over the targets."""
     n_tokens: int
     text_bytes: int | None = None
     """UTF-8 bytes of the text; None if the targets do not cover all of it."""
     unit: str = "nats per token"
-    """The unit of `loss`; other units have no perplexity."""
+    """The unit of `loss`; perplexity has a meaning only in nats per token."""
 
     @property
     def loss(self) -> float:
@@ -54,14 +54,14 @@ class LossReport:
 
 
 class Workers(Protocol):
-    """Several processes that divide an evaluation, each of which gets the sums over all."""
+    """Several processes that divide an evaluation; each process gets the sums over all of them."""
 
     def split_batches(self, batches: Iterator[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
-        """This process's part of all batches. A process without a batch of its own gets one with only IGNORED targets,
-        so that it runs as many forward passes as the others."""
+        """Yield this process's part of the batches. A process without a batch of its own gets one with only IGNORED
+        targets, so that all processes run the same number of forward passes."""
 
     def all_reduce_numbers(self, numbers: list[float]) -> list[float]:
-        """The sum of each number over the processes."""
+        """Return the sum of each number over the processes."""
 
     def all_reduce(self, value: Tensor) -> Tensor:
         """Sum a tensor on the model's device over the processes, in place."""
@@ -74,14 +74,14 @@ def evaluate_loss(
     text_bytes: int | None = None,
     workers: Workers | None = None,
 ) -> LossReport:
-    """The cross-entropy of the targets of all windows, without dropout; the model's mode is restored.
+    """Compute the cross-entropy of the targets of all windows, without dropout; afterwards restore the model's mode.
 
     Args:
         windows: pairs (inputs, targets), each int64 [T] or [B, T] with T ≤ context_length, as `evaluation_windows`
             makes them; targets of −100 are not counted. Rows of several texts have a third tensor, positions, as
             `examples_of_rows` makes it.
-        text_bytes: bytes of the original text. Give it only if the windows count each of its tokens once: with a
-            sample of the windows, bits per byte would be too low.
+        text_bytes: bytes of the original text. Give it only if the windows have each of its tokens as a target
+            once: with a sample of the windows, bits per byte would be too low.
         workers: the processes that divide the work; None: this process does all of it.
 
     Raises:
@@ -106,7 +106,7 @@ def evaluate_loss(
 
 
 def each_nats(model: GPT, windows: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each batch of windows, the loss of each target in nats, float64 [B, T], and the targets, int64 [B, T]."""
+    """Yield, for each batch of windows, its targets' losses in nats, float64 [B, T], and the targets, int64 [B, T]."""
     for inputs, targets in batches_of(windows):
         with eval_mode(model), torch.inference_mode():
             features = model.features(inputs.to(model.device))
@@ -130,7 +130,7 @@ def evaluate_by_position(
     *,
     token_bytes: Sequence[int] | None = None,
 ) -> list[PositionLoss]:
-    """The loss in each of `n_parts` equal parts of the context, which shows whether a model uses a longer context.
+    """Compute the loss in each of `n_parts` equal parts of the context, to see whether a model uses a long context.
 
     Args:
         windows: as for `evaluate_loss`; those shorter than the context are left out, so that each part covers the same
@@ -163,7 +163,7 @@ def evaluate_by_position(
 def watched(
     windows: Iterable[tuple[Tensor, ...]], n_tokens: int, stride: int | None, progress: Callable[[int, int], None]
 ) -> Iterator[Any]:
-    """The windows of `n_tokens` tokens; after each, `progress` is called with the number of targets done and of all."""
+    """Yield the windows of `n_tokens` tokens; after each, call `progress(targets done, all targets)`."""
     done, n_targets = 0, n_tokens - 1
     for window in windows:
         yield window
@@ -172,7 +172,7 @@ def watched(
 
 
 def batches_of(windows: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
-    """Batches of consecutive windows of equal length, of up to BATCH_TOKENS tokens."""
+    """Yield batches of consecutive windows of equal length, of up to BATCH_TOKENS tokens."""
     held: list[tuple[Tensor, ...]] = []
     for window in windows:
         inputs = window[0]
@@ -191,7 +191,7 @@ def _stack(windows: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 
 
 def compressor_bits_per_byte(text: bytes) -> dict[str, float]:
-    """Bits per byte of `gzip -9` and `xz -9e`, including their containers, as a baseline.
+    """Compute the bits per byte of `gzip -9` and `xz -9e`, including their containers, as a baseline.
 
     Raises:
         UserError: the text is empty.

@@ -28,7 +28,7 @@ class Measurements:
     """The format to which weights were rounded while loading; None if they were not rounded."""
 
     def to_json(self) -> Any:
-        """The figures as JSON with stable keys: a dict for the validation split, else a list of evaluations."""
+        """Return the figures as JSON with stable keys: a dict for the validation split, else a list of evaluations."""
         return self.validation if self.validation is not None else [one.summary() for one in self.evaluations]
 
     @property

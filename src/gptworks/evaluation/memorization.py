@@ -24,11 +24,11 @@ SIZES = (8, 16, 32, 64)
 """Lengths of the n-grams, in tokens: powers of two."""
 
 _WINDOWS = 64
-"""Most windows of each split on which losses are measured."""
+"""Limit on the windows of each split on which the loss is measured."""
 _PIECE_TOKENS = 1 << 22
 _MULTIPLIERS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
 Copied = dict[int, list[npt.NDArray[np.bool_]]]
-"""Flags by n, one array per text, that say whether each of the text's n-grams was found."""
+"""n → one array of flags per text: whether each n-gram of the text was found."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Memorization:
     """The n-grams that generated and held-out texts share with the training text, and the losses of both splits."""
 
     copied: dict[int, tuple[Floats, Floats]]
-    """Counts by n, [copied n-grams, n-grams] of each text, [N, 2], for the generated and for the real continuations."""
+    """n → counts [N, 2] of copied and of all n-grams in each text, for the generated and for the real continuations."""
     training: Floats
-    """[nats, tokens] of each window of the training text, [W, 2]."""
+    """Nats and tokens of each window of the training text, [W, 2]."""
     held_out: Floats
 
     @property
@@ -46,7 +46,7 @@ class Memorization:
         return len(next(iter(self.copied.values()))[0])
 
     def measured(self) -> dict[str, Measured]:
-        """The shares of copied n-grams and the losses, with intervals over texts and windows."""
+        """Return the shares of copied n-grams and the losses, with intervals over texts and windows."""
         found = {}
         for n, (written, real) in self.copied.items():
             found[f"generated {n}-grams copied"] = Measured.of("mean", written)
@@ -72,8 +72,8 @@ def measure_memorization(
     The real continuations are looked up as well, because similar texts share n-grams without copying.
 
     Args:
-        n_texts: texts to generate. prompt_tokens: prompt length. text_tokens: length of a continuation.
-        autocast: function that makes the context in which the losses are computed.
+        n_texts, prompt_tokens, text_tokens: number of texts, tokens of each prompt, tokens of each continuation.
+        autocast: function that returns the context in which to compute the losses.
 
     Raises:
         UserError: the held-out text is shorter than one prompt and its continuation.
@@ -106,23 +106,23 @@ def measure_memorization(
 
 
 def _window_losses(model: GPT, tokens: Tokens) -> Floats:
-    """The [nats, tokens] of each of some evenly spaced windows, [W, 2]."""
+    """Return nats and tokens of each of some evenly spaced windows, [W, 2]."""
     windows = evaluation_windows(tokens, model.config.context_length, _WINDOWS)
     parts = [np.stack([c.sum(1), (t != IGNORED).sum(1)], axis=1) for c, t in each_nats(model, windows)]
     return np.concatenate(parts).astype(np.float64)
 
 
 def find_copied(training: Tokens, texts: Sequence[Int64s], sizes: Sequence[int] = SIZES) -> Copied:
-    """Flags by n for each text [T]: whether each of its n-grams [T − n + 1] occurs in the training tokens.
+    """Return, by n and text [T], whether each of the text's n-grams [T − n + 1] occurs in the training tokens.
 
-    It reads the training text once. An n-gram's hash combines the hashes of its halves, and n-grams with equal hashes
+    This reads the training text once. An n-gram's hash combines the hashes of its halves, and n-grams with equal hashes
     are compared token by token, so the answer is exact.
 
     Args:
         sizes: powers of two, ascending.
     """
     longest = max(sizes)
-    missing: dict[int, dict[bytes, int]] = {n: {} for n in sizes}  # the hash of each n-gram not yet found, by n
+    missing: dict[int, dict[bytes, int]] = {n: {} for n in sizes}  # n → n-gram not yet found → hash
     for text in texts:
         for n, hashes in _hashes(text, longest):
             if n in missing:
@@ -143,7 +143,7 @@ def find_copied(training: Tokens, texts: Sequence[Int64s], sizes: Sequence[int] 
 
 
 def _hashes(tokens: Int64s, longest: int) -> Iterator[tuple[int, Hashes]]:
-    """A hash of each n-gram [T − n + 1], for n = 1, 2, 4 … `longest`."""
+    """Yield n and the hashes [T − n + 1] of all n-grams, for n = 1, 2, 4 … `longest`."""
     hashes = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(_MULTIPLIERS[0])
     n = 1
     yield n, hashes

@@ -1,6 +1,6 @@
 """Metrics of texts against references. Each is stored as statistics of the items, whose sums give the figure.
 
-Intervals and item-by-item comparisons of runs need these. sacrebleu computes BLEU and chrF, rouge-score ROUGE.
+Intervals and comparisons of runs need the statistics. sacrebleu computes BLEU and chrF, rouge-score ROUGE.
 """
 
 import importlib
@@ -15,12 +15,12 @@ from gptworks.evaluation.bootstrap import Figure, Floats
 
 
 def means(values: Sequence[float]) -> Floats:
-    """Statistics [N, 2] of a figure that is the mean of the items' values."""
+    """Return the statistics [N, 2] of a figure that is the mean of the items' values."""
     return np.stack([np.asarray(values, dtype=np.float64), np.ones(len(values))], axis=1)
 
 
 def figure_of(kind: str) -> Figure:
-    """The function that computes a figure from sums of statistics.
+    """Return the function that computes a figure from sums of statistics.
 
     Args:
         kind: `mean` from [total, items]; `perplexity` from [nats, tokens]; `bits` per byte from [nats, bytes];
@@ -44,7 +44,7 @@ def figure_of(kind: str) -> Figure:
 
 
 def calibration_error(sums: Floats) -> Floats:
-    """Calibration error [R] of sums [R, 3·B]: Σ over bins |hits − confidences| / tokens (Guo et al., 2017, eq. 3)."""
+    """Compute the error [R] of sums [R, 3·B]: Σ over bins |hits − confidences| / tokens (Guo et al., 2017, eq. 3)."""
     tokens, confidences, hits = np.split(sums, 3, axis=1)
     error: Floats = np.abs(hits - confidences).sum(1) / tokens.sum(1)
     return error
@@ -56,7 +56,7 @@ def _ratio(sums: Floats) -> Floats:
 
 
 def text_statistics(metric: str, hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> tuple[str, Floats]:
-    """The `figure_of` kind of a metric, and the statistics [N, S] of texts, each with one or more references.
+    """Return a metric's kind for `figure_of`, and the statistics [N, S] of texts with one or more references each.
 
     Raises:
         UserError: the library is not installed.
@@ -81,7 +81,7 @@ def check_libraries(metrics: Sequence[str]) -> None:
 
 
 def _scorer(metric: str) -> Any:
-    """The scorer of a metric from sacrebleu or rouge-score."""
+    """Return the scorer of a metric from sacrebleu or rouge-score."""
     in_sacrebleu = {"bleu": "BLEU", "chrf": "CHRF"}.get(metric)
     try:
         if in_sacrebleu:
@@ -92,5 +92,5 @@ def _scorer(metric: str) -> Any:
 
 
 def pass_at_k(n_samples: int, n_right: int, k: int) -> float:
-    """Unbiased estimate of P(one of k samples is right): 1 − C(n − c, k) / C(n, k) (Chen et al., 2021, eq. 1)."""
+    """Estimate P(one of k samples is right) without bias: 1 − C(n − c, k) / C(n, k) (Chen et al., 2021, eq. 1)."""
     return 1 - math.comb(n_samples - n_right, k) / math.comb(n_samples, k)

@@ -1,7 +1,7 @@
 """The results of evaluations, kept in the run folder as JSON, and shown as a table and in the model card.
 
 RUN/evaluations/capitals-3-shot.json      figures with intervals, and each item's statistics
-RUN/model-card.md                         its section "Evaluations" is rewritten from all of them
+RUN/model-card.md                         its section "Evaluations" lists all results
 """
 
 import json
@@ -31,7 +31,7 @@ _WIDTHS = {
     "mean": (range(2, 3), 1), "perplexity": (range(2, 3), 1), "bits": (range(2, 3), 1),
     "calibration": (range(3, 3_000), 3), "bleu": (range(10, 11), 1), "chrf": (range(1, 1_000), 1),
 }  # fmt: skip
-"""The numbers of columns that statistics of each kind may have, and the step between these numbers."""
+"""Kind of figure → the numbers of columns that its statistics may have, as a range and a step."""
 
 _Number = Annotated[float, Strict()]
 _Count = Annotated[int, Strict(), Field(ge=0, lt=2**63)]
@@ -40,7 +40,7 @@ _FORBID_EXTRA = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
 
 def _array(rows: Any) -> Floats:
-    """The statistics in a file as an array [N, S]."""
+    """Convert the statistics in a file to an array [N, S]."""
     found = _ROWS.validate_python(rows)
     if len(set(map(len, found))) > 1:
         raise ValueError("the rows have different numbers of columns")
@@ -56,7 +56,7 @@ class Measured:
     kind: str
     """The rule that computes the figure from statistics; see `metrics.figure_of`."""
     statistics: Annotated[Floats, BeforeValidator(_array)]
-    """float64 [N, S]; empty if another program measured the figure."""
+    """float64 [N, S] for N items; empty if another program measured the figure."""
     value: _Number
     low: _Number | None
     high: _Number | None
@@ -68,7 +68,7 @@ class Measured:
 
     @classmethod
     def of(cls, kind: str, statistics: Floats) -> "Measured":
-        """The figure and its interval from the statistics [N, S] of its items."""
+        """Compute the figure and its interval from the statistics [N, S] of N items."""
         found = interval(statistics, figure_of(kind))
         return cls(kind, statistics, found.value, found.low, found.high)
 
@@ -86,7 +86,7 @@ def _with_positions(details: Any) -> Any:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The figures of a run on one task or one text. The types also validate files, which may be from anyone."""
+    """The figures of a run on one task or one text. The field types also validate files, which may be from anyone."""
 
     __pydantic_config__ = _FORBID_EXTRA
 
@@ -108,12 +108,12 @@ class Evaluation:
     """The model's answer to each item."""
 
     def to_json(self) -> dict[str, Any]:
-        """The entire evaluation as JSON, which `read_evaluations` reads."""
+        """Return the entire evaluation as JSON, which `read_evaluations` reads."""
         metrics = {name: {**vars(one), "statistics": one.statistics.tolist()} for name, one in self.metrics.items()}
         return {**vars(self), "metrics": metrics, "notes": list(self.notes), "items": list(self.items)}
 
     def summary(self) -> dict[str, Any]:
-        """The evaluation as JSON without items and statistics; a figure's key is an identifier made from its name."""
+        """Return the evaluation as JSON without items and statistics; a figure's key is its name made an identifier."""
         tree = self.to_json()
         del tree["items"]
         tree["metrics"] = {
@@ -129,7 +129,7 @@ _STORED = TypeAdapter(Evaluation)
 
 
 def table(evaluations: Iterable[Evaluation]) -> Table:
-    """A table with a row for each figure of the evaluations."""
+    """Return a table with a row for each figure of the evaluations."""
     rows = []
     for one in evaluations:
         shots = "" if one.shots is None else str(one.shots)
@@ -141,12 +141,12 @@ def table(evaluations: Iterable[Evaluation]) -> Table:
 
 
 def number(value: float) -> str:
-    """The value with four decimals; from 10 up with two, from 1,000 up with five significant digits."""
+    """Format a value with four decimals; from 10 up with two, from 1,000 up with five significant digits."""
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}" if abs(value) < 1000 else significant(value, 5)
 
 
 def save_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
-    """Write evaluations into the run folder, over older ones of the same names, and rewrite the card's section."""
+    """Write evaluations to the run folder, replacing those of the same names, and rewrite the model card's section."""
     folder = run_dir / FOLDER
     make_folder(folder)
     for one in evaluations:
@@ -156,7 +156,7 @@ def save_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
 
 
 def read_evaluations(run_dir: Path) -> dict[str, Evaluation]:
-    """The evaluations saved in a run folder, by name.
+    """Read the evaluations saved in a run folder; return them by name.
 
     Raises:
         UserError: a file there is not an evaluation.

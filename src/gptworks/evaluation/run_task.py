@@ -28,7 +28,7 @@ def run_task(
     chat: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Evaluation:
-    """Ask a model the items of a task.
+    """Ask a model the items of a task, and score its answers.
 
     An item whose shots exceed the context gets as many as fit; a note of the result counts such items.
 
@@ -77,7 +77,7 @@ class Asked:
         self._n_short = 0
 
     def context(self, item: Item, room: int) -> tuple[str, list[int]]:
-        """The text and the tokens before an answer, with as many shots as leave room for `room` tokens.
+        """Return the text and the tokens before an answer, with as many shots as leave room for `room` tokens.
 
         Raises:
             UserError: the item does not fit even without shots.
@@ -104,7 +104,7 @@ class Asked:
         return "", self.template.encode(messages, add_generation_prompt=True)
 
     def pairs(self, item: Item, choices: Sequence[str]) -> list[tuple[list[int], list[int]]]:
-        """The token ids of context and continuation for each choice; all choices have the same shots."""
+        """Return the token ids of context and continuation for each choice; all choices have the same shots."""
         longest = max(len(encode_text(self.engine.tokenizer, choice)) for choice in choices)
         text, ids = self.context(item, longest + 1)  # one more token in case the border is encoded differently
         if self.template is not None:
@@ -113,7 +113,7 @@ class Asked:
         return [encode_pair(self.engine.encode_prompt, text, delimiter + choice) for choice in choices]
 
     def write(self, settings: Sampled, n_samples: int, progress: Progress) -> list[list[str]]:
-        """The model's continuations of each item, `n_samples` texts each."""
+        """Generate `n_samples` continuations of each item."""
         prompts = [self.context(item, settings.max_tokens)[1] for item in self.items]
         ends = () if self.template is None else self.template.end_token_ids
         sampling = [
@@ -171,7 +171,7 @@ def _exact_match(asked: Asked, settings: ExactMatch, progress: Progress) -> Foun
 
 
 def _extracted(texts: list[str], settings: ExactMatch, task: Task) -> list[str]:
-    """The first group of `extract` in each text, "" without a match; the texts themselves without `extract`.
+    """Return the first group of `extract` in each text ("" without a match), or the texts if `extract` is None.
 
     Raises:
         UserError: the regular expression takes too long on a text.

@@ -1,4 +1,4 @@
-"""Scores and continuations of many texts, batched by the engine, which computes common beginnings once."""
+"""Score or continue many texts; the engine batches them and computes common prefixes once."""
 
 import itertools
 from collections import deque
@@ -13,7 +13,7 @@ from gptworks.infer.request import Completion, Request
 from gptworks.infer.sampling import SamplingSettings
 
 SLOTS = 16
-"""Number of slots of the engine, and most requests submitted at a time."""
+"""Number of slots of the engine, and limit on the requests submitted at a time."""
 
 _CONTEXTS = SLOTS // 2
 """Number of contexts scored at a time. Spare slots let a context stay cached until all its continuations are scored."""
@@ -27,14 +27,14 @@ class Scored:
     """The score of a continuation."""
 
     logprob: float
-    """Sum of the log-probabilities of its tokens, in nats."""
+    """Sum of the log-probabilities of the continuation's tokens, in nats."""
     n_tokens: int
     greedy: bool
-    """Whether each token was the likeliest one."""
+    """Whether each token of the continuation was the most probable one."""
 
 
 def encode_pair(encode: Callable[[str], list[int]], context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """The token ids of a context and of its continuation, split as lm-evaluation-harness splits them.
+    """Return the token ids of a context and of its continuation, split as lm-evaluation-harness splits them.
 
     Spaces at the end of the context belong to the continuation. Both are encoded together, and split after as many
     tokens as the context has by itself. If a token crosses the border, the split is not exactly at the border.
@@ -58,7 +58,7 @@ def score_pairs(
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
     progress: Progress = lambda done, total: None,
 ) -> list[Scored]:
-    """The log-probability of each continuation after its context.
+    """Compute the log-probability of each continuation after its context.
 
     If a pair is longer than the model's context plus one token, its first tokens are dropped.
 
@@ -114,7 +114,7 @@ def complete_all(
     n_samples: int = 1,
     progress: Progress = lambda done, total: None,
 ) -> list[list[Completion]]:
-    """`n_samples` continuations of each prompt, given as token ids, with its own settings.
+    """Generate `n_samples` continuations of each prompt (token ids), with the settings at the prompt's index.
 
     Raises:
         UserError: a prompt is longer than the context.
@@ -135,7 +135,7 @@ def complete_all(
 def finished(
     engine: Engine, next_jobs: Callable[[int], Iterable[int]], submit: Callable[[int], Request]
 ) -> Iterator[tuple[int, Request]]:
-    """Finished requests with their job numbers, as from `run_many`; the first error is raised."""
+    """Yield finished requests with their job numbers, as `run_many` does, but raise the first error."""
     with closing(run_many(engine, next_jobs, submit, SLOTS)) as ended:
         for i, request in ended:
             if isinstance(request, Exception):

@@ -50,7 +50,7 @@ class TaskFile(Section):
 
 
 class Sampled(Section):
-    """Settings by which a task's answers are generated."""
+    """Settings for generating a task's answers."""
 
     max_tokens: PositiveInt = 64
     stop: tuple[str, ...] = Field(("\n",), description="An answer ends before the first of these.")
@@ -59,7 +59,7 @@ class Sampled(Section):
 
 
 class MultipleChoice(TaskFile):
-    """Multiple choice: score the choice with the highest log-probability, also per token and per byte."""
+    """Multiple choice: score whether the right choice has the highest log-probability; also per token and per byte."""
 
     type: Literal["multiple_choice"]
     choices: str | tuple[str, ...]
@@ -135,7 +135,7 @@ class Task:
     ) -> None:
         """
         Args:
-            shot_items: items to take shots from; None: the task's other items.
+            shot_items: items to take shots (solved examples) from; None: the task's other items.
 
         Raises:
             UserError: there are fewer items to take shots from than `shots`.
@@ -154,7 +154,7 @@ class Task:
         self._rendered: dict[tuple[int, str], tuple[Item, str | expressions.Fault]] = {}
 
     def shots_for(self, item: Item) -> list[Item]:
-        """The shots before an item: the first items of the shuffled pool, except the item itself.
+        """Return the shots before an item: the first items of the shuffled pool, except the item itself.
 
         They are nearly the same for all items, so the engine computes them only once.
         """
@@ -166,13 +166,13 @@ class Task:
 
     @property
     def fingerprint(self) -> str:
-        """A sha256 of all that decides the questions. Results with equal fingerprints are comparable item by item."""
+        """sha256 of all that determines the questions. Results with equal fingerprints are comparable item by item."""
         settings = self.settings.model_dump(mode="json", exclude={"name", "data", "shots_data"})
         tree = [settings, self.items_asked, self._pool[: self.settings.shots + 1] if self.settings.shots else []]
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode("utf-8")).hexdigest()
 
     def text(self, item: Item, key: str) -> str:
-        """The value of the setting `key` for an item, as text.
+        """Return the value of the setting `key` for an item, as text.
 
         Raises:
             UserError: the item lacks the field.
@@ -180,7 +180,7 @@ class Task:
         return str(self.value(item, key))
 
     def value(self, item: Item, key: str, wanted: str | None = None) -> Any:
-        """The value of a setting for an item: the field that the setting names, or its template filled in.
+        """Return the value of a setting for an item: the field that the setting names, or its template filled in.
 
         Args:
             wanted: the field name or template; None: the value of the setting `key`.
@@ -200,7 +200,7 @@ class Task:
         return item[wanted]
 
     def _render(self, template: str, item: Item) -> str | expressions.Fault:
-        """A template's text for an item. The next items are rendered in the same call, and their texts are cached."""
+        """Return a template's text for an item. The same call renders the next items too, and caches their texts."""
         if (id(item), template) not in self._rendered:
             place = self._places.get(id(item))
             near = [item] if place is None else self.items_asked[place : place + expressions.PER_QUESTION] or [item]
@@ -209,7 +209,7 @@ class Task:
         return self._rendered[id(item), template][1]
 
     def texts(self, item: Item, key: str) -> list[str]:
-        """The value of the setting `key` for an item, as a list of at least one text.
+        """Return the value of the setting `key` for an item, as a list of at least one text.
 
         Raises:
             UserError: the list is empty.
@@ -225,7 +225,7 @@ class Task:
         return f"{self.origin}: `{key}: {shown!r}`, item {self._number(item)}"
 
     def choices(self, item: Item) -> list[str]:
-        """The choices of a multiple-choice item, two or more."""
+        """Return the choices of a multiple-choice item, two or more."""
         assert isinstance(self.settings, MultipleChoice)
         wanted = self.settings.choices
         if isinstance(wanted, str):
@@ -241,7 +241,7 @@ class Task:
         return texts
 
     def right_choice(self, item: Item) -> int:
-        """The index of an item's right choice."""
+        """Return the index of an item's right choice."""
         assert isinstance(self.settings, MultipleChoice)
         choices, answer = self.choices(item), self.value(item, "answer")
         if isinstance(answer, str) and answer in choices:
@@ -254,7 +254,7 @@ class Task:
         )
 
     def answer(self, item: Item) -> str:
-        """The answer that a shot shows after its prompt and the delimiter."""
+        """Return the answer that a shot shows after its prompt and the delimiter."""
         if isinstance(self.settings, MultipleChoice):
             return self.choices(item)[self.right_choice(item)]
         if isinstance(self.settings, Code):
@@ -262,12 +262,12 @@ class Task:
         return self.texts(item, "answer" if isinstance(self.settings, ExactMatch) else "references")[0]
 
     def turns(self, item: Item, n_shots: int) -> list[tuple[str, str]]:
-        """Pairs of prompt and answer: `n_shots` shots, then the item with an empty answer."""
+        """Return pairs of prompt and answer: `n_shots` shots, then the item with an empty answer."""
         solved = [(self.text(one, "prompt"), self.answer(one)) for one in self.shots_for(item)]
         return [*solved[len(solved) - n_shots :], (self.text(item, "prompt"), "")]
 
     def prompt(self, item: Item, n_shots: int) -> str:
-        """The text that the model continues: description, shots, and the item's own prompt."""
+        """Return the text that the model continues: description, shots, and the item's own prompt."""
         delimiter, separator = self.settings.delimiter, self.settings.shots_separator
         *solved, (question, _) = self.turns(item, n_shots)
         shown = "".join(prompt + delimiter + answer + separator for prompt, answer in solved)
@@ -294,7 +294,7 @@ def load_task(path: Path, *, shots: int | None = None, limit: int | None = None)
     """Load and check the task of a file.
 
     Args:
-        shots, limit: override those of the file.
+        shots, limit: override the file's settings of these names; None: keep them.
 
     Raises:
         UserError: a file is missing or unreadable, a key is unknown, a type is wrong, or an item lacks a field.
@@ -319,7 +319,7 @@ def load_task(path: Path, *, shots: int | None = None, limit: int | None = None)
 
 
 def read_items(path: Path) -> list[Item]:
-    """The objects of a JSONL file.
+    """Read the objects in a JSONL file.
 
     Raises:
         UserError: the file does not exist or is empty, or a line is not a JSON object.

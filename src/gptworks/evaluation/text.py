@@ -20,7 +20,7 @@ from gptworks.model.gpt import GPT
 from gptworks.tokenizer import document_frame, encodings, token_bytes
 
 PASSAGE_CHARACTERS = 1000
-"""Length of the passages into which a text is cut; the intervals resample these."""
+"""Length of the passages into which a text is cut; the bootstrap intervals resample passages."""
 
 
 class TextTokens:
@@ -29,14 +29,14 @@ class TextTokens:
     split = "given"
 
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
-        """Raises a UserError if the text is empty or the tokenizer cannot read it."""
+        """Tokenize the text; raise a UserError if it is empty or the tokenizer cannot read it."""
         encoding = encodings(tokenizer, [text], offsets=True)[0]
         if not encoding.ids:
             raise UserError("the text is empty: give one with words in it.")
         begin = document_frame(tokenizer)[0]
         self.tokens: Int64s = np.array([*begin, *encoding.ids], dtype=np.int64)
         self.starts: Int64s = np.array([0] * len(begin) + [start for start, _ in encoding.offsets], dtype=np.int64)
-        """The character of the text at which each token begins."""
+        """Index of the character of the text at which each token begins."""
         self.n_tokens = len(self.tokens)
         self.round_trips = tokenizer.decode(encoding.ids, skip_special_tokens=False) == text
         sizes = token_bytes(tokenizer)
@@ -59,7 +59,7 @@ class TextEvaluation:
     """The loss by position in the context; empty if the text is shorter than the context."""
 
     def measured(self) -> dict[str, Measured]:
-        """The figures with their intervals over passages."""
+        """Return the figures with their intervals over passages."""
         found = {
             "loss": Measured.of("mean", self.passages[:, [0, 1]]),
             "perplexity": Measured.of("perplexity", self.passages[:, [0, 1]]),
@@ -77,14 +77,14 @@ def evaluate_text(
     stride: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> TextEvaluation:
-    """Loss, perplexity and bits per byte of a text; each of its tokens is predicted once.
+    """Compute loss, perplexity and bits per byte of a text; each of its tokens is predicted once.
 
     The first token is predicted from the token that begins a document. If the tokenizer has none, the first token is
     not predicted, and its bytes are not counted.
 
     Args:
-        stride: tokens from one window to the next; each token sees at least context − stride earlier ones, if any.
-            None: half the context.
+        stride: tokens from one window to the next; each token sees at least context − stride earlier tokens, if the
+            text has as many. None: half the context.
         progress: called with the number of tokens done and of all.
 
     Raises:
@@ -109,7 +109,7 @@ def text_nats(
     stride: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> npt.NDArray[np.float64]:
-    """The loss of each token but the first, in nats, [T − 1]. Arguments and errors are those of `evaluate_text`."""
+    """Return the loss of each token but the first, in nats, [T − 1]; arguments and errors as for `evaluate_text`."""
     context = model.config.context_length
     stride = default_stride(context) if stride is None else stride
     windows = watched(evaluation_windows(tokens, context, stride=stride), tokens.n_tokens, stride, progress)
@@ -118,12 +118,12 @@ def text_nats(
 
 
 def default_stride(context: int) -> int:
-    """Default number of tokens from one window to the next: half the context."""
+    """Return the default number of tokens from one window to the next: half the context."""
     return max(1, context // 2)
 
 
 def _passages(text: str, tokens: TextTokens, nats: npt.NDArray[np.float64]) -> Floats:
-    """Nats, tokens and bytes of each passage, [P, 3]; a token belongs to the passage in which it begins."""
+    """Return nats, tokens and bytes of each passage, [P, 3]; a token belongs to the passage in which it begins."""
     cuts = range(0, len(text), PASSAGE_CHARACTERS)
     of_token = tokens.starts[1:] // PASSAGE_CHARACTERS
     n_bytes = np.array([len(text[cut : cut + PASSAGE_CHARACTERS].encode("utf-8")) for cut in cuts], dtype=np.float64)
@@ -133,7 +133,7 @@ def _passages(text: str, tokens: TextTokens, nats: npt.NDArray[np.float64]) -> F
 
 
 def positions_table(positions: Sequence[PositionLoss]) -> list[dict[str, float | int | None]]:
-    """The loss by position, as JSON."""
+    """Return the loss by position, as JSON."""
     return [
         {"first": one.first, "last": one.last, "loss": one.report.loss, "bits_per_byte": one.report.bits_per_byte}
         for one in positions
