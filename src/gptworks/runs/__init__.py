@@ -1,4 +1,4 @@
-"""Runs: reports, comparisons, bands of expected losses, sweeps, tries, and quantized copies.
+"""Report and compare runs, test changes in sweeps and tries, and make quantized copies.
 
-Figures come from `recipe.yaml` and `metrics.jsonl`, so a run that is still training or has crashed has them too.
+All figures come from a run's `recipe.yaml` and `metrics.jsonl`, so they also exist during training and after a crash.
 """

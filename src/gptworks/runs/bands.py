@@ -1,6 +1,6 @@
-"""Bands: the range of a recipe's validation loss over several seeds, and whether another run stays inside it.
+"""Bands: the range of a recipe's validation loss over several seeds, and a check whether another run stays inside it.
 
-The package has bands of the recipes that train in minutes, found by the settings that decide a loss curve.
+The package includes bands of recipes that train in minutes; `find_band` finds the band of a recipe by its settings.
 """
 
 import math
@@ -22,11 +22,11 @@ from gptworks.runs.statistics import binomial_quantile, t_quantile
 
 FEWEST_SEEDS = 3
 SHARE = 0.95
-"""Probability that another run of the recipe lies inside a point's interval."""
+"""Probability that the loss of another run of the recipe lies inside the band's interval at a step."""
 
 
 class BandPoint(Section):
-    """Statistics of all seeds' validation losses at one step, in nats per token."""
+    """Statistics of the validation losses of all seeds at one step, in nats per token."""
 
     step: int
     tokens: int
@@ -38,30 +38,30 @@ class BandPoint(Section):
 
 
 class Band(Section):
-    """The range of a recipe's validation loss along training."""
+    """The range of a recipe's validation loss over several seeds, at each evaluated step."""
 
     name: str
     fingerprint: str
     """A sha256 of `settings`."""
     settings: dict[str, Any]
-    """The settings that decide the curve, without those at their defaults."""
+    """Settings that decide the loss curve and differ from their defaults."""
     data_fingerprint: str | None
-    """A sha256 of the token files, on which a curve depends; None if the runs read different ones."""
+    """A sha256 of the token files, on which the curve depends; None if the runs read different files."""
     seeds: tuple[int, ...]
     points: tuple[BandPoint, ...] = Field(min_length=1)
 
     def margin(self, point: BandPoint) -> float:
-        """Half-width of the interval that contains another run's loss with 95% probability, if losses are normal."""
+        """Return half the width of the interval that holds another run's loss with 95% probability (normal losses)."""
         factor = t_quantile((1 + SHARE) / 2, point.n - 1) * math.sqrt(1 + 1 / point.n)
         return factor * point.standard_deviation
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a run stays inside a band.
+    """Result of comparing a run with a band.
 
-    It does if the number of points outside their intervals is at most the 95% quantile for independent points.
-    The points of a curve are not independent, so the 95% are nominal.
+    A run is inside its band if at most `n_allowed` of its evaluations lie outside the interval at their step. This is
+    the 95% quantile for independent evaluations. Those of one run are correlated, so 95% is only nominal.
     """
 
     band: Band
@@ -70,9 +70,9 @@ class Verdict:
     n_allowed: int
     last: BandPoint
     loss: float
-    """The run's loss at the last point that it shares with the band."""
+    """The run's loss at `last`, the last step that both the run and the band have."""
     other_data: bool
-    """Whether the run's text differs from the band's, which may change the curve."""
+    """Whether the run and the band's runs read different token files, which may change the curve."""
 
     @property
     def inside(self) -> bool:
@@ -104,7 +104,7 @@ class Verdict:
 
 
 def make_band(runs: Sequence[History]) -> Band:
-    """The band of several runs of one recipe.
+    """Make the band of three or more runs of one recipe, which differ only in their seed.
 
     Raises:
         UserError: there are fewer than three runs, their settings differ, a seed occurs twice, evaluations are
@@ -188,18 +188,18 @@ def shipped_bands() -> list[Band]:
 
 
 def find_band(recipe: Recipe) -> Band | None:
-    """The shipped band of a recipe; None if no shipped band has its settings."""
+    """Return the shipped band with the recipe's settings; None if no shipped band has them."""
     settings = settings_fingerprint(decisive(recipe))
     return next((band for band in shipped_bands() if band.fingerprint == settings), None)
 
 
 def judge(run: History, band: Band) -> Verdict | None:
-    """Compare a run with a band at the steps that both have; None if they have none in common."""
+    """Compare a run with a band at the steps that both have; return None if no step is common."""
     losses = {record["step"]: float(record["loss"]) for record in run.validation}
     common = [point for point in band.points if point.step in losses]
     if not common:
         return None
-    outside = [p for p in common if not abs(losses[p.step] - p.mean) <= band.margin(p)]  # NaN is outside
+    outside = [p for p in common if not abs(losses[p.step] - p.mean) <= band.margin(p)]  # so NaN is outside
     return Verdict(
         band=band,
         n_points=len(common),

@@ -1,4 +1,4 @@
-"""Rules for comparing the losses of two runs, and the point of their training at which they are compared."""
+"""Decide whether the losses of two runs can be compared, and at which point of training."""
 
 import math
 from collections.abc import Sequence
@@ -12,26 +12,26 @@ from gptworks.runs.settings import text_of
 from gptworks.training.record.metrics import Record
 
 FINISHED = 0.98
-"""A run with a time limit counts as finished after this share of it."""
+"""Fraction of its time limit after which a run counts as finished."""
 
 
 @dataclass(frozen=True)
 class Comparability:
-    """The measure in which two runs can be compared, or why they cannot."""
+    """The measure in which two runs can be compared, or the reasons why they cannot."""
 
     measure: str | None
     """`loss` or `bits_per_byte`; None if the runs are not comparable."""
     reasons: tuple[str, ...] = ()
-    """Reasons why the losses are not comparable."""
+    """Reasons why the runs are not comparable; empty if they are."""
     caveat: str = ""
-    """An assumption that could not be checked."""
+    """A note that it is unknown on which text a run was evaluated; empty if it is known."""
 
 
 def comparability(first: History, second: History) -> Comparability:
-    """The measure in which two runs can be compared, if any.
+    """Return the measure in which two runs can be compared, or the reasons why they cannot.
 
-    Losses are comparable if every setting that decides the measure is equal and the held-out tokens are the same. Bits
-    per byte are comparable if the tokens differ but the held-out text is the same.
+    Losses are comparable if the held-out tokens and all settings that decide what a loss measures are equal. Bits per
+    byte are comparable if the tokens differ but the held-out text is the same.
     """
     ours, theirs = _measured(first.recipe), _measured(second.recipe)
     differing = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
@@ -61,7 +61,7 @@ def comparability(first: History, second: History) -> Comparability:
 def _in_bits(
     first: History, second: History, differing: Sequence[str], texts: tuple[str | None, str | None]
 ) -> Comparability:
-    """Compare, in bits per byte, runs whose tokens differ but whose text is known to be the same."""
+    """Return bits per byte as measure if runs with different tokens have the same held-out text; else the reason."""
     why = f"{differing[0]} differs" if differing else "their token files differ"
     if None in texts:
         name = (first if texts[0] is None else second).name
@@ -82,13 +82,13 @@ def _measured(recipe: Recipe) -> dict[str, Any]:
 
 
 def shared_steps(first: History, second: History) -> int:
-    """The last step that two runs share because one is a fork of the other or both of a third run; else 0."""
+    """Return the last step that two runs have in common because of a fork; 0 if neither is related to the other."""
     lines = [
         {run.name: math.inf} | {origin.run: origin.step for origin in reversed(run.origins)} for run in (first, second)
     ]
     shared = max((min(line[name] for line in lines) for name in lines[0].keys() & lines[1].keys()), default=0)
     before = [[r["loss"] for r in run.validation if r["step"] <= shared][-1:] for run in (first, second)]
-    return int(shared) if before[0] == before[1] else 0  # if the losses differ, another run reused the name
+    return int(shared) if before[0] == before[1] else 0  # other losses: an unrelated run reused the name
 
 
 @dataclass(frozen=True)
@@ -96,19 +96,19 @@ class Place:
     """A point of training at which two groups of runs are compared."""
 
     words: str
-    """The point in words, such as `after 500 steps`."""
+    """Description of the point, such as `after 500 steps`."""
     step: int | None
-    """The step of the point; None if runs are compared at equal tokens or time."""
+    """The step; None if the runs are compared at equal tokens or time."""
     values: tuple[tuple[float, ...], tuple[float, ...]]
-    """The measure's value in each run of the first and of the second group."""
+    """Values of the measure: those of the first group's runs, and those of the second's."""
     caveat: str = ""
 
 
 def common_place(first: Sequence[History], second: Sequence[History], measure: str) -> Place | str:
-    """The last point at which all runs of two groups can be compared, or the reason why none exists.
+    """Return the last point at which all runs of two groups can be compared, or the reason why none exists.
 
-    Runs with the same time limit are compared at their ends, others at equal steps if a step is the same work in all
-    of them, else at equal tokens.
+    Runs with the same time limit are compared at their ends. Other runs are compared at equal steps if a step is the
+    same work in all of them, else at equal tokens.
     """
     runs = [*first, *second]
     if by_clock(runs):
@@ -153,13 +153,13 @@ def _place(
 
 
 def by_clock(runs: Sequence[History]) -> bool:
-    """Whether all runs have the same time limit."""
+    """Return whether all runs have the same time limit."""
     minutes = {run.recipe.train.max_minutes for run in runs}
     return len(minutes) == 1 and None not in minutes
 
 
 def finished_by_clock(run: History) -> bool:
-    """Whether a run with a time limit has reached it or its last step."""
+    """Return whether a run with a time limit has reached the limit or its last step."""
     train = run.recipe.train
     if train.max_steps is not None and run.step >= train.max_steps:
         return True
@@ -167,7 +167,7 @@ def finished_by_clock(run: History) -> bool:
 
 
 def _step_of(recipe: Recipe) -> tuple[Any, ...]:
-    """A key that is equal for runs that do the same work in a step."""
+    """Return a key that is equal for two runs if their steps do the same work."""
     return (
         recipe.train.batch_size,
         recipe.train.smaller_batches,

@@ -1,4 +1,4 @@
-"""`gptworks compare`: runs side by side, and whether their differences are more than noise."""
+"""`gptworks compare`: show runs side by side, and test whether their differences are more than noise."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -24,7 +24,7 @@ from gptworks.units import counted
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one recipe on one text with different seeds."""
+    """Runs with the same settings and text but different seeds."""
 
     runs: tuple[History, ...]
 
@@ -45,7 +45,7 @@ class Finding:
     unit: str
     after: str
     how: str
-    """The method that estimated the spread; if there is no interval, the reason and advice."""
+    """The test, and the source of the spread between runs; if `difference` is None, the reason and advice."""
     difference: Difference | None
     value: float
     caveats: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Two groups of runs that are not compared."""
+    """Two groups of runs that cannot be compared, with the reasons."""
 
     first: str
     second: str
@@ -74,16 +74,16 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several runs, or one run and its band, compared; rich can print the comparison."""
+    """A comparison of several runs, or of one run with its band. rich can print it."""
 
     runs: tuple[History, ...]
     bands: tuple[Band | None, ...]
-    """The band of each run; None for a run without one."""
+    """The band of each run; None for a run without a band."""
 
     @cached_property
     def groups(self) -> list[Group]:
-        """Runs grouped by their text and the settings that decide a curve. Each group has one run per seed, and only
-        its longest runs; or, if runs with a time limit have reached it, all of those."""
+        """Runs grouped by text and by the settings that decide a curve, with one run per seed. A group keeps the runs
+        with the latest evaluation or, under a common time limit, the runs that have reached the limit, if any has."""
         found: dict[tuple[str, str | None], list[History]] = {}
         for run in self.runs:
             if run.last is not None:
@@ -100,24 +100,24 @@ class Comparison:
 
     @cached_property
     def uncounted(self) -> list[str]:
-        """Names of runs that are in none of the groups."""
+        """Names of the runs that belong to no group."""
         counted = {run.folder for group in self.groups for run in group.runs}
         return [run.name for run in self.runs if run.folder not in counted]
 
     @cached_property
     def differing(self) -> dict[str, list[Any]]:
-        """The settings in which the recipes differ, with their value in each run."""
+        """Settings in which the recipes differ, each with its value in every run."""
         return differences([run.recipe for run in self.runs])
 
     @cached_property
     def verdicts(self) -> list[Verdict | None]:
-        """Each run's verdict; None without a band or without a step in common with it."""
+        """Result of comparing each run with its band; None if it has no band or no step in common with the band."""
         pairs = zip(self.runs, self.bands, strict=True)
         return [None if band is None else judge(run, band) for run, band in pairs]
 
     @cached_property
     def results(self) -> list[Finding | Refusal]:
-        """Comparisons of every further group with the first, or the reasons why it cannot be compared."""
+        """For each group after the first: its comparison with the first, or the reasons why it cannot be compared."""
         return [self._result(self.groups[0], other) for other in self.groups[1:]]
 
     @property
@@ -147,7 +147,7 @@ class Comparison:
         )  # fmt: skip
 
     def _test(self, first: Group, second: Group, place: Place, measure: str) -> tuple[Difference | None, str]:
-        """The difference with its interval, or None; and a text on how the spread was estimated."""
+        """Return the difference and the method; or None and the reason, if no interval can be estimated."""
         a, b = place.values
         counts = f"{counted(len(a), 'run')} and {counted(len(b), 'run')}"
         if len(a) > 1 and len(b) > 1:
@@ -186,7 +186,7 @@ class Comparison:
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        """The comparison as JSON with stable keys; figures that a run does not have yet are null."""
+        """Return the comparison as JSON with stable keys. Figures that a run does not have yet are null."""
         return {
             "runs": [
                 {
@@ -215,7 +215,7 @@ class Comparison:
 
     @property
     def table(self) -> Table:
-        """The size, progress and losses of each run."""
+        """Table of each run's size, progress and losses."""
         header = ("run", "parameters", "tokens", "time", "tokens/s", "best loss", "last loss", "bits per byte")
         rows = [
             (
@@ -229,7 +229,7 @@ class Comparison:
         return Table(header, "lrrrrrrr", rows)
 
     def settings_table(self, room: int) -> Table:
-        """The settings that differ, each value in at most `room` characters."""
+        """Return a table of the settings that differ, with each value in at most `room` characters."""
         header = ("settings that differ", *(run.name for run in self.runs))
         rows = [(key, *(text_of(value, room) for value in found)) for key, found in self.differing.items()]
         return Table(header, "l" + "r" * len(self.runs), rows)
@@ -262,13 +262,13 @@ _LOSSES = ("best_validation_loss", "last_validation_loss", "best_bits_per_byte")
 
 
 def _losses(run: History) -> list[float | None]:
-    """The figures that `_LOSSES` names; None for those that the run lacks."""
+    """Return a run's losses in the order of `_LOSSES`; None for those that the run does not have."""
     chosen = ((run.best, "loss"), (run.last, "loss"), (run.best, "bits_per_byte"))
     return [None if record is None else record.get(key) for record, key in chosen]
 
 
 def _why_no_band(run: History) -> str:
-    """A note on why no shipped band fits the run, with the settings that differ from the band of its name."""
+    """Explain why no shipped band fits a run: name the settings that differ from the band of the same name, if any."""
     for band in shipped_bands():
         if band.name == run.recipe.name:
             ours = decisive(run.recipe)

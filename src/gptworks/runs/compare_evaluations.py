@@ -1,4 +1,4 @@
-"""Compare runs' evaluations on the same tasks and texts item by item; and show them on a run's page."""
+"""Compare runs' evaluations on the same tasks and texts item by item, and show a run's evaluations on its page."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,12 +17,12 @@ from gptworks.pages.chart import Chart, Series, colour
 from gptworks.pages.tables import Table
 
 _OF_TOKENS = ("loss", "perplexity")
-"""Figures of a text that are comparable only between runs with the same tokenizer."""
+"""Metrics of a text that are comparable only between runs with the same tokenizer."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A figure of one evaluation for two runs."""
+    """One metric of one evaluation, compared between two runs."""
 
     evaluation: str
     metric: str
@@ -32,7 +32,7 @@ class Finding:
     first_value: float
     second_value: float
     difference: Interval
-    """Second minus first, with the 95% interval of a paired bootstrap."""
+    """Second value minus first, with the 95% interval of a paired bootstrap."""
 
     @property
     def certain(self) -> bool:
@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class EvaluationComparison:
-    """Comparisons of each further run with the first, for a terminal (rich) or as JSON."""
+    """Comparisons of the first run's evaluations with those of each other run; prints with rich or as JSON."""
 
     findings: tuple[Finding, ...]
     skipped: tuple[str, ...]
@@ -70,7 +70,7 @@ class EvaluationComparison:
 
 
 def compare_evaluations(runs: Sequence[Path]) -> EvaluationComparison:
-    """Compare the stored `evaluations/` of each run with the first run's, where the questions are equal.
+    """Compare the evaluations in each run's `evaluations/` with those of the first run that have equal questions.
 
     Raises:
         UserError: only one run is given, or the runs have no evaluation in common.
@@ -110,7 +110,7 @@ def _findings(one: Evaluation, other: Evaluation, first: str, second: str) -> li
 
 
 def evaluations_section(run_dir: Path) -> Markup:
-    """The section of a run's page on its stored evaluations, with the loss by position; empty without evaluations."""
+    """Return the page section of a run's stored evaluations, with the loss by position; empty without evaluations."""
     evaluations = list(read_evaluations(run_dir).values())
     if not evaluations:
         return Markup("")

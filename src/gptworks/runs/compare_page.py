@@ -1,4 +1,4 @@
-"""A page that compares runs: figures, conclusions, curves."""
+"""Show a comparison of runs as an HTML page with figures, conclusions and curves."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,7 +14,7 @@ from gptworks.training.record.curves import dot_titles, points, smoothed
 
 
 def to_html(comparison: Comparison) -> str:
-    """The comparison as an HTML page. Numbers are in <data> elements with their exact values."""
+    """Return the comparison as an HTML page, in which <data> elements hold the exact numbers."""
     runs = comparison.runs
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     names = " · ".join(run.name for run in runs) if len(runs) > 1 else f"the recipe {runs[0].recipe.name}"
@@ -44,7 +44,7 @@ def _curves(
 
 
 def _evaluated(runs: Sequence[History], curves: Sequence[Sequence[Point]]) -> list[Series]:
-    """A series for each run, with a dot for each evaluation."""
+    """Return a chart series for each run, with a dot for each evaluation."""
     return [
         Series(curve, run.name, colour(i), "both", dot_titles(run.validation))
         for i, (run, curve) in enumerate(zip(runs, curves, strict=True))

@@ -31,12 +31,12 @@ from gptworks.training.samples import StepSamples, samples_of_step, steps_done
 
 MOST_CONTEXT = 1 << 20
 BEFORE = 16
-"""Number of tokens that are decoded before the first one shown: they may hold the beginning of its first character."""
+"""Tokens decoded before the first shown token, since a character's bytes may begin in them."""
 _COUNTED_TOKENS = 1 << 20
 
 Tree = dict[str, Any]
 Check = Callable[[], None]
-"""A function called regularly during long work; it raises an exception to stop the work."""
+"""A function that long work calls regularly; it raises an exception to stop the work."""
 
 
 @dataclass
@@ -45,9 +45,9 @@ class RunData:
 
     id: str
     folder: Path | None
-    """The run's folder; None if the data is not a run's."""
+    """The run's folder; None for the data of a recipe or a dataset."""
     recipe: Recipe | None
-    """The recipe; None for a dataset without one."""
+    """The training recipe; None for a dataset."""
     prepared: Prepared
     _indexes: dict[Split, SearchIndex] = field(default_factory=dict)
     _info: Info | None = None
@@ -57,7 +57,7 @@ class RunData:
         """The samples that training reads.
 
         Raises:
-            UserError: a file was changed or lacks what the recipe needs; or the data has no recipe.
+            UserError: a file was changed or lacks data; or there is no recipe, or its context is too long to show.
         """
         if self.recipe is None:
             raise UserError(f"{self.id} is a dataset: what a model sees depends on a recipe. Give one, or a run.")
@@ -85,24 +85,24 @@ class RunData:
         return TokenShards(self.prepared.folder, split)
 
     def index(self, split: Split) -> SearchIndex:
-        """The search index of a split's text, which may not be built yet."""
+        """Return the search index of a split's text. The index may not be built yet."""
         with self.checked():
             if split not in self._indexes:
                 self._indexes[split] = SearchIndex(self.prepared, split)
             return self._indexes[split]
 
     def info(self, report: Progress = lambda done, total: None) -> Info:
-        """Counts of the data, computed once; see `dataset_info`."""
+        """Return figures about the data, computed once; see `dataset_info`."""
         with self.checked():
             if self._info is None:
                 self._info = dataset_info(self.prepared, report)
             return self._info
 
     def document(self, split: Split, number: int, first: int, n: int, check: Check = lambda: None) -> Tree:
-        """A document's size, and at most n of its tokens, starting at token `first`, as JSON.
+        """Return a document's size, and at most n of its tokens from token `first` on, as JSON.
 
-        `n_bytes` is the size of its text without special tokens; None if the token ids do not determine it. A token is
-        `learned` if it counts in the loss; None if the data is plain text.
+        `n_bytes` is the size of the document's text without special tokens; None if token ids do not determine it. Each
+        token's `learned` says whether it counts in the loss; None for plain text.
 
         Raises:
             UserError: the document or token does not exist.
@@ -138,7 +138,7 @@ class RunData:
         return total
 
     def rows(self, number: int, epoch: int) -> list[Row]:
-        """The rows of a window, row, pair or prompt of the training split.
+        """Return the rows that a model sees of training item `number`: a window, conversation, pair or prompt.
 
         Raises:
             UserError: the number is too large.
@@ -152,15 +152,15 @@ class RunData:
     def rows_of_step(
         self, step: int, first: int, n: int, check: Check = lambda: None
     ) -> tuple[StepSamples, list[tuple[Tree, Row]]]:
-        """The samples of a step, and the rows of n of them, starting at sample `first`.
+        """Return a step's samples, and the rows that a model sees of n of them, from sample `first` of the batch on.
 
-        Each row has its `sample`, and the `epoch` and `number` of the window, row, pair or prompt.
+        Each row comes with its `sample` (index in the batch), and the `epoch` and `number` of its training item.
 
         Raises:
             UserError: the run has not reached the step, or the step has no such sample.
         """
         samples, whole = self.step(step), self.samples.context_length
-        assert self.recipe is not None  # `step` has checked it
+        assert self.recipe is not None  # else `self.step` has raised an error
         length = self.recipe.train.length_at(step - 1, whole)
         runs = cut_windows(samples.position, samples.n_samples, whole // length)
         places = [(position + i, part) for position, part, n_samples in runs for i in range(n_samples)]
@@ -177,14 +177,14 @@ class RunData:
         return replace(samples, n_samples=len(places)), rows
 
     def _tokens(self, before: Int64s, ids: Int64s) -> list[Tree]:
-        """The tokens `ids`, each with the text that it completes, if any. before: the tokens before them."""
+        """Return the tokens `ids`, each with the text that it completes, if any. before: the tokens preceding `ids`."""
         stream = StreamDecoder(self.prepared.tokenizer)
         for token in before.tolist():
             stream.push(token)
         return [{"id": token, "text": stream.push(token), "spelling": self.spell(token)} for token in ids.tolist()]
 
     def shown(self, row: Row, first: int, n: int, nats: Sequence[float | None] | None = None) -> Tree:
-        """A row as JSON, with n of its tokens starting at token `first`, and a model's loss on each token."""
+        """Return a row as JSON, with n of its tokens from token `first` on. nats: a model's loss on each token."""
         found = self._tokens(row.ids[max(0, first - BEFORE) : first], row.ids[first : first + n])
         begins = {one.at: {"document": one.document, "first": one.first, "alone": one.begins_text}
                   for one in row.pieces}  # fmt: skip
@@ -198,7 +198,7 @@ class RunData:
                 "padding": row.padding, "documents": len(row.pieces), "tokens": tokens}  # fmt: skip
 
     def step(self, step: int) -> StepSamples:
-        """The samples of a step; see `samples_of_step`."""
+        """Return the samples of one of the run's steps; see `samples_of_step`."""
         if self.folder is None or self.recipe is None:
             raise UserError(f"{self.id} is not a run: it has no training steps. Give a run folder.")
         with self.checked():
@@ -210,7 +210,7 @@ class RunData:
 
     @contextmanager
     def checked(self) -> Iterator[None]:
-        """Turn the errors of damaged files into a UserError."""
+        """Context that turns the errors of damaged files into a UserError."""
         try:
             yield
         except UserError:
@@ -222,7 +222,7 @@ class RunData:
 
 
 def data_of(place: str | Path, overrides: Sequence[str] = ()) -> RunData:
-    """The data of a dataset's folder, a run's folder, or a recipe, which must be built already.
+    """Open the data of `place`: the folder of a dataset or a run, or a recipe whose data has been built.
 
     Raises:
         UserError: the data is missing or was changed.
@@ -242,10 +242,10 @@ def data_of(place: str | Path, overrides: Sequence[str] = ()) -> RunData:
 
 
 def data_of_run(name: str, folder: Path, trained_on: str) -> RunData:
-    """The data that a run was trained on, by its fingerprint.
+    """Open the data that a run was trained on, found by its fingerprint `trained_on`.
 
     Raises:
-        UserError: the data is missing, or belongs to another run.
+        UserError: the run was imported, or its data is missing or was made by another tokenizer.
     """
     if not trained_on:
         raise UserError(

@@ -20,7 +20,7 @@ from gptworks.training.changes import read_history as read_changes
 from gptworks.training.record.metrics import Record, Skipped, read_metrics
 
 MOST_RECORDS = 20_000
-"""Most records kept of each kind. A longer log keeps the first, the last, the best, and evenly spaced ones."""
+"""At twice as many records of a kind, only this many are kept: evenly spaced ones, plus the best and the last."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class History:
     recipe: Recipe
     records: tuple[Record, ...]
     skipped: Skipped = field(default_factory=Skipped)
-    """Lines of the log that are not records."""
+    """Lines of the log that could not be read as records."""
     n_records: int = 0
     """Number of records in the log; `records` may be fewer."""
     seconds_by_part: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of each part of a step, over all training records."""
+    """Total seconds of each part of a step, over all training records."""
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
     """The maximum of each memory figure over all training records."""
 
@@ -45,7 +45,7 @@ class History:
         return self.folder.resolve().name
 
     def kind(self, kind: str) -> list[Record]:
-        """The records of a kind, such as train, validation, sample or skipped."""
+        """Return the records of one kind, such as train, validation, sample or skipped."""
         return [record for record in self.records if record.get("kind") == kind]
 
     @cached_property
@@ -95,12 +95,12 @@ class History:
 
     @property
     def tokens_per_second(self) -> float:
-        """Average speed over the run."""
+        """Average speed of training, over the whole run."""
         return self.train[-1]["tokens"] / self.seconds if self.seconds else 0.0
 
     @property
     def best(self) -> Record | None:
-        """The evaluation with the lowest loss."""
+        """The evaluation with the lowest loss; None if no evaluation has a finite loss."""
         finite = [record for record in self.validation if math.isfinite(record["loss"])]
         return min(finite, key=lambda record: float(record["loss"]), default=None)
 
@@ -113,19 +113,19 @@ class History:
         return origins_of(self.folder)
 
     def seconds_at(self, steps: Sequence[int]) -> list[float]:
-        """Seconds of training up to each step, interpolated between training records."""
+        """Return the seconds of training up to each step, interpolated between training records."""
         known = [(0, 0.0), *((record["step"], record["seconds"]) for record in self.train)]
         found: list[float] = np.interp(steps, *np.array(known).T).tolist()
         return found
 
     @property
     def data_fingerprint(self) -> str | None:
-        """The sha256 of the run's token files; None if no checkpoint has it."""
+        """The sha256 of the run's token files; None if no checkpoint records it."""
         return self._recorded("data_fingerprint")
 
     @property
     def text_fingerprint(self) -> str | None:
-        """The sha256 of the held-out text, independent of the tokenizer; None if no checkpoint has it."""
+        """The sha256 of the held-out text, independent of the tokenizer; None if no checkpoint records it."""
         return self._recorded("validation_text_sha256")
 
     def _recorded(self, key: str) -> str | None:
@@ -134,19 +134,19 @@ class History:
 
     @cached_property
     def _state(self) -> dict[str, Any]:
-        """The state of the newest checkpoint that can be read."""
+        """State of the newest readable checkpoint; empty without one."""
         from gptworks.checkpoint import all_checkpoints
 
         for checkpoint in all_checkpoints(self.folder):
             try:
                 return dict(checkpoint.state())
-            except (UserError, OSError, ValueError, KeyError, TypeError):  # it is being deleted, or damaged
+            except (UserError, OSError, ValueError, KeyError, TypeError):  # the checkpoint is damaged or being deleted
                 continue
         return {}
 
 
 def origins_of(folder: Path) -> tuple[Origin, ...]:
-    """The checkpoints that a fork came from, the nearest first; empty if it is not a fork or the record is damaged."""
+    """Return the checkpoints that a fork descends from, nearest first; empty if none are recorded or readable."""
     try:
         return tuple(read_changes(folder).origins)
     except (UserError, OSError):
@@ -154,7 +154,7 @@ def origins_of(folder: Path) -> tuple[Origin, ...]:
 
 
 def read_history(folder: Path) -> History:
-    """The run in a folder.
+    """Read the run in a folder.
 
     Raises:
         UserError: `folder` is not a run folder.
@@ -180,7 +180,7 @@ def read_history(folder: Path) -> History:
 
 
 class _Thinned:
-    """Records of one kind: all while they are few, then evenly spaced ones, and always the last and the best."""
+    """Records of one kind: all of them if they are few, else evenly spaced ones; always with the last and the best."""
 
     def __init__(self) -> None:
         self._kept: list[Record] = []

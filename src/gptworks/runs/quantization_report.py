@@ -23,20 +23,20 @@ _PROMPT_TOKENS, _DECODED_TOKENS = 16, 64
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """Figures of the model in fp32 and of the quantized one; pairs are in this order."""
+    """Figures of a model in fp32 and of its quantized copy. Pairs of figures are in this order."""
 
     weights: str
-    """The requested format."""
+    """The requested format of the weights, such as int8."""
     rounding: str
     calibration_tokens: int
     """Number of training tokens that calibrated the rounding; 0 without calibration."""
     matrices: dict[str, int]
-    """Number of parameters by format."""
+    """Number of parameters stored in each format."""
     n_bytes: tuple[int, int]
     """Total bytes of each model's tensors."""
     divergence: Divergence
     tokens_per_second: tuple[float | None, float | None]
-    """Speed of greedy decoding; None if the text ended at once."""
+    """Speed of greedy decoding; None if the model generated fewer than two tokens."""
 
     @property
     def perplexities(self) -> tuple[float, float]:
@@ -50,7 +50,7 @@ class QuantizationReport:
 
     @property
     def table(self) -> Table:
-        """A table with a row per figure, for the fp32 model and the quantized one."""
+        """Table of the figures, with a column for the fp32 model and one for the quantized model."""
         kept = ", ".join(f"{count:,} in {kind}" for kind, count in self.matrices.items())
         calibrated = f", on {self.calibration_tokens:,} tokens" if self.calibration_tokens else ""
         before, after = self.perplexities
@@ -103,13 +103,13 @@ def make_report(
     calibration_tokens: int,
     progress: Callable[[int, int], None] = lambda done_tokens, tokens: None,
 ) -> QuantizationReport:
-    """Compare a quantized model with the one that it was made from, on held-out windows as for `evaluate_loss`."""
+    """Compare a quantized model with its original on held-out windows of inputs and targets, as for `evaluate_loss`."""
     windows = list(windows)
     n_tokens = sum(int((targets != IGNORED).sum()) for _, targets in windows)
     prompt = windows[0][0][:_PROMPT_TOKENS].tolist()
     n_bytes = (_bytes(model), _bytes(quantized))
     divergence = measure_divergence(quantized, model, windows, lambda done: progress(done, n_tokens))
-    # Measure speed last: an engine changes the layout of matrices, and torch reads the new one more slowly.
+    # Measure speed last: an engine changes the layout of the matrices, which makes other torch code slower.
     speed, speed_after = (_decode_speed(Engine(one, tokenizer), prompt) for one in (model, quantized))
     return QuantizationReport(
         weights=weights,
@@ -134,7 +134,7 @@ def _bytes(model: GPT) -> int:
 
 
 def _decode_speed(engine: Engine, prompt: list[int]) -> float | None:
-    """Tokens per second of one greedy continuation after its first token; None if it ended at once."""
+    """Return the tokens per second of a greedy continuation after its first token; None for fewer than two tokens."""
     room = engine.model.config.context_length - len(prompt)
     pace = Pace()
     for piece in engine.pieces(prompt, temperature=0.0, max_tokens=max(1, min(_DECODED_TOKENS, room))):

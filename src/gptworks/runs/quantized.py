@@ -1,4 +1,4 @@
-"""Quantize a run folder into a new one, which is used like any other."""
+"""Write a quantized copy of a run folder, which can be used like any other run folder."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -27,10 +27,10 @@ from gptworks.runs.quantization_report import QuantizationReport, make_report
 from gptworks.tokenizer import load_tokenizer
 
 CALIBRATION_TOKENS = 32_768
-"""Default number of tokens of training text on which GPTQ calibrates."""
+"""Default number of tokens of training text with which GPTQ calibrates."""
 
 REPORT_TOKENS = 65_536
-"""Approximate number of held-out tokens that are evaluated, evenly spaced over the validation split."""
+"""Approximate number of held-out tokens for the report, in windows evenly spaced over the validation split."""
 
 
 def quantize_run(
@@ -51,24 +51,24 @@ def quantize_run(
     """Write a quantized copy of a run: recipe, tokenizer, one checkpoint, `quantization.json` and `model-card.md`.
 
     Args:
-        rounding: nearest, or gptq (int4 only, calibrated on training text). Default: gptq for int4.
+        rounding: nearest, or gptq (int4 only, calibrated on training text). Default: gptq for int4, else nearest.
         head: format of the output head with int4 weights: int8; or int4, which is smaller and faster but less accurate.
         calibration_tokens: number of training tokens, rounded up to whole windows. Default: CALIBRATION_TOKENS.
         texts: files, or folders of .txt and .md; the last tenth of each is held out. Default: the run's own text.
         prepare: function that returns the run's text as token shards.
-        report: called with each step of the work, as text.
+        report: called with a line of text at each stage.
         progress: called with the number of held-out tokens compared so far, and the total.
 
     Raises:
-        UserError: the run does not exist or is quantized; `out` is not empty; settings contradict one another; the
-            text is missing, or an imported run is given none; or the format cannot hold a weight.
-        RunError: the disk is full, fails or denies access. No partial copy remains.
+        UserError: the run does not exist or is quantized; `out` is not empty; arguments contradict one another; the
+            text is missing (an imported run needs `texts`); or the format cannot hold a weight.
+        RunError: the disk is full, fails or denies access. No partial copy is left.
     """
     run, out = Path(run), Path(out)
     check_free(out)
     rounding = _check_rounding(weights, rounding, calibration_tokens)
     loaded = load_run(run, checkpoint, device=device, full=True, report=report)
-    matrix_kinds(loaded.model, weights, head)  # an unknown kind is refused before the text is prepared
+    matrix_kinds(loaded.model, weights, head)  # raises an error for an unknown format, before the text is prepared
     prepared = _prepared(loaded, run, texts, prepare)
     context = loaded.model.config.context_length
     batches = []
@@ -94,7 +94,7 @@ def quantize_run(
 def _prepared(
     loaded: LoadedRun, run: Path, texts: Sequence[str | Path], prepare: Callable[[Recipe], Prepared]
 ) -> Prepared:
-    """The text to calibrate and to compare on, as token shards."""
+    """Return the text for calibration and for the comparison, as token shards."""
     recipe = loaded.recipe
     if texts:
         sources = tuple(TextSource(type="text", path=str(text)) for text in texts)
@@ -125,13 +125,13 @@ def _check_rounding(weights: Weights, rounding: Rounding | None, calibration_tok
 
 
 def _calibration(shards: TokenShards, context_length: int, n_tokens: int) -> list[Tensor]:
-    """Windows of the training text, evenly spaced, as batches [B, T]."""
+    """Return evenly spaced windows of the training text as batches [B, T]."""
     windows = evaluation_windows(shards, context_length, -(-n_tokens // context_length))
     return [inputs for inputs, _ in batches_of(windows)]
 
 
 def _write(out: Path, run: Path, loaded: LoadedRun, quantized: QuantizedGPT, measured: QuantizationReport) -> None:
-    """Write the folder under another name and rename it, so that it is complete or absent."""
+    """Write the copy under a temporary name and rename it to `out`, so that `out` is complete or absent."""
     step = loaded.checkpoint.step
     origin = {"run": loaded.recipe.name, "folder": run.name, "step": step}
     with new_folder(out) as aside:
@@ -145,7 +145,7 @@ def _write(out: Path, run: Path, loaded: LoadedRun, quantized: QuantizedGPT, mea
 
 
 def _card(run: Path, loaded: LoadedRun, measured: QuantizationReport) -> str:
-    """The run's card, followed by the report."""
+    """Return the run's model card, followed by the report."""
     card = run / "model-card.md"
     before = read_text(card, MAX_CARD_BYTES, inside=run) if card.exists() else f"# {loaded.recipe.name}\n"
     origin = f"Made from the run in `{run}`, step {loaded.checkpoint.step:,}, whose weights are in fp32.\n"

@@ -1,4 +1,4 @@
-"""`gptworks report`: one run as a page, from its recipe and its metrics."""
+"""`gptworks report`: show one run as an HTML page, from its recipe and its metrics."""
 
 import contextlib
 import math
@@ -26,23 +26,23 @@ from gptworks.training.run_folder import is_in_use
 from gptworks.units import significant
 
 MOST_ROWS = 24
-"""Most evaluations or bad steps in a table."""
+"""Maximum number of rows in a table of evaluations or of skipped steps."""
 
 MOST_LAYERS = 5
-"""Most layers in a chart of figures by layer."""
+"""Maximum number of layers, each a line, in a chart."""
 
 MOST_PROMPTS, MOST_SAMPLES = 20, 6
-"""Most prompts on the page, and most samples of each prompt."""
+"""Maximum number of prompts on the page, and of samples of each prompt."""
 
 REFRESH_SECONDS = 5
 """Seconds between two updates of a watched page."""
 
 
 def write_report(run: History, path: Path, refresh_seconds: int | None = None) -> None:
-    """Write the page of a run, over an older one; see `to_html`.
+    """Write the HTML page of a run (see `to_html`), replacing an older page.
 
     Raises:
-        UserError: `path` is a folder, or lies in one that does not exist.
+        UserError: `path` is a folder, or its parent folder does not exist.
     """
     write_page(to_html(run, refresh_seconds), path, "--html")
 
@@ -51,7 +51,7 @@ def watch_report(folder: Path, path: Path, wait: Callable[[float], object] = tim
     """Write the page of a run whenever its log has changed, until the run ends or Ctrl-C is pressed.
 
     Raises:
-        UserError: `folder` is not a run folder; or `path` is a folder, or lies in one that does not exist.
+        UserError: `folder` is not a run folder; or `path` is a folder, or its parent folder does not exist.
     """
     seen = None
     with contextlib.suppress(KeyboardInterrupt):
@@ -64,15 +64,15 @@ def watch_report(folder: Path, path: Path, wait: Callable[[float], object] = tim
 
 
 def has_ended(folder: Path) -> bool:
-    """Whether a run's outcome describes its last step. After a crash, the outcome is missing or older."""
+    """Return whether a run has ended with an outcome that is as new as its log. A crash leaves none or an older one."""
     log, outcome = folder / "metrics.jsonl", read_outcome(folder)
-    if isinstance(outcome, str):  # the outcome is missing or damaged
+    if isinstance(outcome, str):  # missing or damaged: compare the times of the files
         return _written(folder / OUTCOME) >= max(1, _written(log))
     return not is_in_use(folder) and last_step(log) <= outcome.step
 
 
 def _written(path: Path) -> int:
-    """The time of a file's last change, in nanoseconds; 0 if it does not exist."""
+    """Return the time of a file's last change in nanoseconds; 0 if the file does not exist."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
@@ -80,8 +80,8 @@ def _written(path: Path) -> int:
 
 
 def to_html(run: History, refresh_seconds: int | None = None) -> str:
-    """The run as an HTML page. Numbers are in <data> elements with their exact values. A browser reloads the page every
-    `refresh_seconds`."""
+    """Return a run as an HTML page, in which <data> elements hold the exact numbers. A browser reloads the page every
+    `refresh_seconds`, if given."""
     sheet, outcome, planned = describe(run.recipe.model, run.recipe.name), read_outcome(run.folder), run.planned_steps
     loss = training_chart(run.train, run.validation, run.name, run.loss_unit, rewarded=run.rewarded)
     parts = [
@@ -121,7 +121,7 @@ def to_html(run: History, refresh_seconds: int | None = None) -> str:
 
 
 def key_figures_of(run: History) -> Markup:
-    """Losses, size, tokens and time of a run, as tiles."""
+    """Return tiles that show the losses, size, tokens and time of a run."""
     best = run.best
     tiles: list[tuple[str, str | Markup, str]] = []
     if best is not None:
@@ -149,14 +149,13 @@ def _at(record: Record) -> str:
 
 
 def _duration(seconds: float) -> tuple[str, str]:
-    """A duration as a number and its unit."""
     if seconds < 60:
         return f"{seconds:.3g}", "s"
     return (clock(seconds)[:-3], "h") if seconds >= 3600 else (clock(seconds), "min")
 
 
 def _charts(run: History) -> Iterator[Markup]:
-    """A chart for each quantity in the records."""
+    """Yield a chart for each quantity in the records."""
     load, share = "tokens of the busiest expert ÷ the mean", "share of the speed of large matrix products"
     plain: Format = "{:g}".format
     for name, title, records, key, label, form in (
@@ -177,7 +176,7 @@ def _charts(run: History) -> Iterator[Markup]:
 
 
 def _by_layer(run: History) -> Iterator[Markup]:
-    """A chart for each quantity recorded by layer: the first layer, the last, and some evenly spaced between them."""
+    """Yield a chart for each quantity recorded by layer, with the first and last layer and some between them."""
     for key, title in (
         ("gradient_norm_by_layer", "Gradient norm by layer"),
         ("activation_rms_by_layer", "Block output (root mean square) by layer"),
@@ -196,7 +195,7 @@ def _by_layer(run: History) -> Iterator[Markup]:
 
 
 def _where_time_went(run: History) -> Markup:
-    """A table of the seconds that each part of a step took over the whole run."""
+    """Return a table of the seconds that each part of a step took over the whole run."""
     parts = sorted(run.seconds_by_part.items(), key=lambda part: -part[1])
     total = sum(run.seconds_by_part.values())
     if not parts or not 0 < total < math.inf:
@@ -239,7 +238,7 @@ def _evaluations(run: History) -> list[Markup]:
 
 
 def _bad_steps(run: History) -> list[Markup]:
-    """A table of skipped steps and of returns to a checkpoint."""
+    """Return a table of the skipped steps and of the rollbacks to a checkpoint."""
     bad = [record for record in run.records if record["kind"] in ("skipped", "rollback")]
     if not bad:
         return []
@@ -257,7 +256,7 @@ def _bad_steps(run: History) -> list[Markup]:
 
 
 def _origin(run: History) -> Markup:
-    """A section on the run's source, if it is a fork, and on settings changed during training."""
+    """Return a section on the checkpoint a fork started from and on settings changed during training, if any."""
     try:
         history = read_changes(run.folder)
     except UserError as error:
@@ -267,7 +266,7 @@ def _origin(run: History) -> Markup:
 
 
 def _left_out_lines(run: History) -> list[Markup]:
-    """Notes on records of metrics.jsonl that the page does not show."""
+    """Return notes on the records of metrics.jsonl that the page does not show."""
     notes = [f"Left out: {run.skipped}."] if run.skipped else []
     if len(run.records) < run.n_records:
         notes.append(
@@ -278,7 +277,7 @@ def _left_out_lines(run: History) -> list[Markup]:
 
 
 def _samples(run: History) -> list[Markup]:
-    """Texts sampled from each prompt in the course of training."""
+    """Return the texts that the model generated from each prompt during training."""
     prompts: dict[str, list[Record]] = {}
     for record in run.kind("sample"):
         prompts.setdefault(record["prompt"], []).append(record)
@@ -292,7 +291,7 @@ def _samples(run: History) -> list[Markup]:
 
 
 def _spread(records: list[Record], n: int) -> list[Record]:
-    """At most n of the records, evenly spaced, with the first and the last."""
+    """Return at most n of the records, evenly spaced, with the first and the last."""
     if len(records) <= n:
         return records
     return [records[round(i * (len(records) - 1) / (n - 1))] for i in range(n)]

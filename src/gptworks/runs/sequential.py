@@ -1,9 +1,9 @@
-"""A verdict from paired differences that may be checked after each pair without raising its error rate.
+"""Test paired differences after every new pair without raising the rate of false positives.
 
-A test that is repeated after each pair finds a difference by chance more often than its level: with ten looks at 5%,
-about one time in five. So each look gets the same smaller level (Pocock, 1977), here for Student's t of the
-differences so far. If there is no difference, the distribution of that statistic does not depend on the spread, so the
-level depends only on the number of looks; it is simulated.
+A test that is repeated after each pair finds a difference by chance more often than its level: ten tests at 5% do so
+about one time in five. So each of these tests, called looks, gets the same smaller level (Pocock, 1977), here for
+Student's t of the differences so far. Without a true difference, the distribution of t does not depend on the spread,
+so the level depends only on the number of looks. It is found by simulation.
 """
 
 import math
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from gptworks.runs.statistics import t_quantile
 
 FEWEST_PAIRS = 3
-"""Pairs before the first look, because two differences hardly determine a spread."""
+"""Number of pairs at the first look, because two differences hardly determine a spread."""
 
 MOST_PAIRS = 20
 _SIMULATIONS = 200_000
@@ -29,24 +29,24 @@ Answer = Literal["lower", "higher", "same", "open"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The conclusion from the differences so far."""
+    """The conclusion from the paired differences so far."""
 
     answer: Answer
-    """`same`: any difference is smaller than what matters. `open`: not decided."""
+    """`lower`, `higher`: the mean is below or above 0. `same`: it is too small to matter. `open`: not decided yet."""
     value: float
     """The mean difference."""
     low: float
     high: float
-    """`low` and `high` bound an interval that contains the true difference at all looks with probability 1 − error."""
+    """`low` to `high` is an interval that contains the true mean at every look, with probability 1 − `error`."""
 
 
 def verdict(differences: Sequence[float], most_pairs: int, worth: float, error: float = 0.05) -> Verdict:
-    """The verdict on the differences so far.
+    """Decide from the differences so far whether their true mean is below 0, above 0 or too small to matter.
 
     Args:
-        most_pairs: the maximum number of pairs, fixed before the first.
+        most_pairs: the maximum number of pairs, fixed before the first pair.
         worth: the smallest difference that matters.
-        error: probability, over all looks, of finding a difference where there is none.
+        error: probability that any look finds a difference where none exists.
     """
     n = len(differences)
     if n < FEWEST_PAIRS:
@@ -65,13 +65,13 @@ def verdict(differences: Sequence[float], most_pairs: int, worth: float, error: 
 
 @cache
 def level(most_pairs: int, error: float = 0.05) -> float:
-    """The two-sided level of each look, such that all looks together have the false-positive rate `error`."""
+    """Return the two-sided level of each look at which all looks together have the false-positive rate `error`."""
     return error if most_pairs <= FEWEST_PAIRS else float(np.quantile(_least_p(most_pairs), error))
 
 
 @cache
 def _least_p(most_pairs: int) -> NDArray[np.float64]:
-    """The smallest two-sided p over all looks, for each simulated try without a difference."""
+    """Return the smallest two-sided p over all looks, for each simulated series of pairs without a true difference."""
     drawn = np.random.Generator(np.random.PCG64(0)).standard_normal((_SIMULATIONS, most_pairs))
     n = np.arange(1, most_pairs + 1)
     mean, square = np.cumsum(drawn, 1) / n, np.cumsum(drawn**2, 1)

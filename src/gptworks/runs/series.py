@@ -1,4 +1,4 @@
-"""A run's figures as arrays that grow with its log, from which the studio draws the curves of many long runs."""
+"""Hold a run's figures in arrays that grow with its log. The studio draws the curves of many long runs from them."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,13 +25,13 @@ AXES = ("step", "tokens", "seconds")
 KINDS = ("train", "validation", "sample", "skipped", "rollback")
 
 MOST_BYTES = 64 << 20
-"""Most bytes in memory for one run. Beyond it, every second record is dropped, but never the best and the last."""
+"""Maximum bytes in memory for one run. Beyond it, every second record is dropped, but never the best and the last."""
 
 MOST_COLUMNS = 1024
-"""Most figures in the records of a kind; further ones are ignored."""
+"""Maximum number of different figures in the records of one kind; further figures are ignored."""
 
 MOST_DETAILS, MOST_PARTS = 32, 256
-"""Most figures by layer or by part, and most layers or parts of each."""
+"""Maximum number of figures recorded by layer or by part of a step, and of layers or parts in each figure."""
 
 _MOST_NAME = 64
 _FIRST = ("step", "offset", "tokens", "seconds", "loss")
@@ -39,17 +39,17 @@ _FIRST = ("step", "offset", "tokens", "seconds", "loss")
 _NO_FIGURES = ("step", "offset", *AXES, "sequences", "sequences_held_out")
 
 SKIMMED_BYTES = 1 << 22
-"""A log longer than this is sampled before it is read."""
+"""From a longer log, some records are sampled first, so that the whole curve shows before all of the log is read."""
 
 N_SKIMMED = 200
 """Number of records sampled from a long log."""
 
 FEWEST_POINTS, MOST_POINTS = 8, 10_000
-"""Bounds on the points of a decimated curve."""
+"""Minimum and maximum number of points of a decimated curve."""
 
 
 class Columns:
-    """The figures of all records of one kind: an array for each figure, in the order of steps.
+    """The figures of all records of one kind: an array for each figure, ordered by step.
 
     A missing value is NaN. A column is float32 while that is exact for all its values, else float64.
     """
@@ -73,12 +73,12 @@ class Columns:
         return sum(array.nbytes for array in self._arrays.values())
 
     def extend(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Append records, which are usually in the order of steps already."""
+        """Add records, and sort all by step if the new ones are not in order."""
         if not rows:
             return
         found, last = dict.fromkeys(self._arrays), None
         for row in rows:
-            if row.keys() != last:  # most records have the same keys
+            if row.keys() != last:  # most records have the same keys as the one before
                 last = row.keys()
                 found |= dict.fromkeys((*(key for key in _FIRST if key in row), *row))
         for key in [key for key in found if len(key) <= _MOST_NAME][:MOST_COLUMNS]:
@@ -100,17 +100,17 @@ class Columns:
             self._take(np.argsort(self._arrays["step"][: self.n], kind="stable"))
 
     def best(self) -> int | None:
-        """The index of the lowest loss; None if none is finite."""
+        """Return the index of the record with the lowest loss; None if no loss is finite."""
         loss = self["loss"] if "loss" in self else np.empty(0)
         return int(np.nanargmin(np.where(np.isfinite(loss), loss, np.nan))) if np.isfinite(loss).any() else None
 
     def row(self, place: int) -> dict[str, float]:
-        """The figures of a record."""
+        """Return the figures of the record at index `place`, without missing ones (except a missing loss: NaN)."""
         values = {key: float(array[place]) for key, array in self._arrays.items()}
         return {key: value for key, value in values.items() if key == "loss" or not math.isnan(value)}
 
     def thin(self) -> None:
-        """Drop every second record, but not the best and the last."""
+        """Drop every second record, but keep the best and the last."""
         stays = np.arange(self.n) % 2 == 0
         stays[[self.n - 1, *([best] if (best := self.best()) is not None else [])]] = True
         self._take(np.flatnonzero(stays))
@@ -123,7 +123,7 @@ class Columns:
 class Series:
     """The figures of a run, as far as its log has been read.
 
-    Figures of layers and of parts of a step are kept only after one was requested, because they make up most of a log.
+    Figures by layer and by part of a step are kept only once one has been requested: they make up most of a log.
     """
 
     def __init__(self, folder: Path, recipe_of: Callable[[Path], Recipe] = load_recipe) -> None:
@@ -137,26 +137,26 @@ class Series:
         self._reader = MetricsReader(self.folder / "metrics.jsonl")
         self.columns = {kind: Columns() for kind in KINDS}
         self.details: dict[str, list[str]] = {}
-        """The names of layers or parts, by the figure that has them, such as `train.gradient_norm_by_layer`."""
+        """Names of the layers or parts of each figure that has them, such as `train.gradient_norm_by_layer`."""
         self._ahead = {kind: Columns() for kind in KINDS}
-        """A sample of a long log, which represents the records that have not been read yet."""
+        """Records sampled from a long log, which stand for those that have not been read yet."""
         self.n_records = 0
         self.is_thinned = False
         """Whether older records were dropped to save memory."""
 
     def thin(self) -> None:
-        """Drop every second record of the kind that takes most memory."""
+        """Drop every second record of the kind that uses the most memory."""
         self.is_thinned = True
         max(self.columns.values(), key=lambda columns: columns.n_bytes).thin()
 
     @cached_property
     def recipe(self) -> Recipe:
-        """The run's recipe. Raises UserError if it is missing or not readable."""
+        """The run's recipe. Raises UserError if the recipe is missing or not readable."""
         return self._recipe_of(self.folder)
 
     @property
     def skipped(self) -> Skipped:
-        """Lines of the log that are not records."""
+        """Lines of the log that could not be read as records."""
         return self._reader.skipped
 
     @property
@@ -173,10 +173,10 @@ class Series:
         return sum(columns.n_bytes for columns in self.columns.values())
 
     def read(self) -> bool:
-        """Read up to 256 KiB more of the log, from its start if it was replaced.
+        """Read up to 256 KiB more of the log; start again from its beginning if the log was replaced.
 
         Returns:
-            Whether anything changed.
+            Whether records were read or the log was replaced.
         """
         now = stamp(self._reader.path)
         if self.at_end and now == self._stamp:
@@ -198,7 +198,7 @@ class Series:
         return restarted or bool(records)
 
     def _extend(self, columns: dict[str, Columns], records: Iterable[tuple[int, Record]]) -> None:
-        """Append records, each with its offset in the log, by their kind."""
+        """Append records, given with their offsets in the log, to the columns of their kind."""
         rows: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
         for offset, record in records:
             if record["kind"] in rows:
@@ -213,7 +213,7 @@ class Series:
 
     @property
     def keys(self) -> list[str]:
-        """The figures that have curves, without those by layer and by part, which are in `details`."""
+        """Names of the figures that have curves. Those by layer and by part are in `details` instead."""
         drawn = ("train", "validation")
         return [
             f"{kind}.{key}"
@@ -223,7 +223,7 @@ class Series:
         ]
 
     def summary(self) -> dict[str, Any]:
-        """The progress of the run, and its last and best figures; None for figures that do not exist yet."""
+        """Return the run's progress, training loss, and last and best evaluation; None for what does not exist yet."""
         train, validation = self.columns["train"], self.columns["validation"]
         now = train.row(train.n - 1) if train.n else {}
         places = {"last": validation.n - 1 if validation.n else None, "best": validation.best()}
@@ -241,9 +241,9 @@ class Series:
         }
 
     def curve(self, key: str, axis: str) -> tuple[Floats, Floats]:
-        """The positions on an axis and the values of a figure, such as `validation.loss`, where it is finite.
+        """Return the finite values of a figure, such as `validation.loss`, after their positions on an axis.
 
-        The unread part of a long log is represented by a sample.
+        Sampled records stand for the unread part of a long log.
         """
         kind, _, name = key.partition(".")
         if "." in name and not self._is_detailed and f"{kind}.{name.partition('.')[0]}" in self.details:
@@ -262,7 +262,7 @@ class Series:
         return x, y
 
     def place_of(self, step: int, axis: str) -> float | None:
-        """The position of a step on an axis; None if no training record has the axis yet."""
+        """Return the position of a step on an axis; None if no training record has a value on this axis yet."""
         place = float(step) if axis == "step" else float(self._places(np.array([float(step)]), axis)[0])
         return place if math.isfinite(place) else None
 
@@ -270,7 +270,7 @@ class Series:
         return columns[axis] if axis in columns else self._places(columns["step"], axis)
 
     def _places(self, of_steps: Floats, axis: str) -> Floats:
-        """The positions of steps on an axis of the training records, interpolated between records."""
+        """Return the positions of steps on an axis, interpolated between training records."""
         train = self.columns["train"]
         if axis not in train or not train.n:
             return np.full(len(of_steps), np.nan)
@@ -279,7 +279,7 @@ class Series:
         return found
 
     def history(self) -> History:
-        """The run as `compare` needs it: all evaluations, the last training record and the one with the most tokens."""
+        """Return the run for `compare`: all evaluations, the last training record and the one with the most tokens."""
         empty = {"train": {}, "validation": {"perplexity": None, "bits_per_byte": None}}
         records: list[Record] = []
         for kind, columns in self.columns.items():
@@ -294,7 +294,7 @@ class Series:
         return History(self.folder, self.recipe, tuple(records), self.skipped, self.n_records)
 
     def _figures(self, record: Record, offset: int) -> dict[str, float]:
-        """The numbers of a record and its offset in the log; a number of a layer or a part is named `key.name`."""
+        """Return a record's numbers and its offset in the log. The number of a layer or a part is named `key.name`."""
         found: dict[str, float] = {}
         for key, value in record.items():
             if type(value) is float or type(value) is int:
@@ -312,7 +312,7 @@ class Series:
         return found
 
     def record(self, kind: str, place: int) -> Record | None:
-        """A complete record from the log; None if the log no longer has it."""
+        """Read the whole record at index `place` of a kind from the log; None if the log no longer has it."""
         offset, step = (int(self.columns[kind][key][place]) for key in ("offset", "step"))
         try:
             record = read_record(self._reader.path, offset)
@@ -321,7 +321,7 @@ class Series:
         return record if record is not None and (record["kind"], record["step"]) == (kind, step) else None
 
     def at(self, axis: str, value: float) -> dict[str, Record]:
-        """The last training record and the last evaluation up to a position on an axis."""
+        """Return, by kind, the last training record and the last evaluation up to the position `value` on an axis."""
         found: dict[str, Record] = {}
         for kind in ("train", "validation"):
             columns = self.columns[kind]
@@ -331,7 +331,7 @@ class Series:
         return found
 
     def samples(self, most: int) -> list[Record]:
-        """The last samples, newest first."""
+        """Return the newest samples, at most `most`, newest first."""
         n = self.columns["sample"].n
         found = (self.record("sample", place) for place in range(n - 1, max(-1, n - 1 - most), -1))
         return [record for record in found if record is not None]
@@ -339,16 +339,16 @@ class Series:
 
 @dataclass(frozen=True)
 class View:
-    """The part of a curve to draw, and how."""
+    """The window of a curve to draw, its axis, and how to smooth and thin its points."""
 
     axis: str = "step"
     low: float = -math.inf
     high: float = math.inf
     points: int = 1000
     smoothing: float = 0.0
-    """The decay of a moving average over all points, taken before decimation."""
+    """Decay of the moving average that smooths all points before they are decimated."""
     log: bool = False
-    """Whether the axis is logarithmic."""
+    """Whether the x axis is logarithmic."""
 
     def __post_init__(self) -> None:
         if not self.low <= self.high:
@@ -356,7 +356,7 @@ class View:
 
 
 def drawn(series: Series, key: str, view: View) -> tuple[Floats, Floats]:
-    """The points of a figure that show its curve in a window, including every spike."""
+    """Return the points (x, y) to draw of a figure's curve in a window. They show every spike."""
     x, y = series.curve(key, view.axis)
     if view.smoothing:
         y = moving_average(y, view.smoothing)
@@ -365,8 +365,8 @@ def drawn(series: Series, key: str, view: View) -> tuple[Floats, Floats]:
 
 
 def decimate(x: Floats, y: Floats, view: View) -> Places:
-    """Indices of the points to draw: the lowest and the highest in each of the window's equal parts, its first and
-    last, and a neighbour on each side, to which the lines continue. x is sorted."""
+    """Return the indices of the points to draw: the lowest and the highest in each equal part of the window, its first
+    and last, and the next point outside on each side, so that lines reach the edges. x is sorted."""
     start = max(0, int(np.searchsorted(x, view.low)) - 1)
     stop = min(len(x), int(np.searchsorted(x, view.high, "right")) + 1)
     if stop - start <= view.points:

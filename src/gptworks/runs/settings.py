@@ -1,4 +1,4 @@
-"""Compare recipes: the settings that decide a loss curve, and the settings that differ."""
+"""Find the settings of a recipe that decide its loss curve, and the settings in which recipes differ."""
 
 import hashlib
 import json
@@ -9,16 +9,16 @@ from gptworks.config import Recipe, role_of
 
 
 def decisive(recipe: Recipe) -> dict[str, Any]:
-    """The settings that decide a loss curve, by path. Defaults are left out, so a new setting changes no fingerprint.
+    """Return the settings that decide a loss curve, by path, without defaults: a new setting changes no fingerprint.
 
-    The `gptworks.config.Role` declared with a setting's type says whether it decides. The seed and paths do not.
+    A setting decides the curve if the `gptworks.config.Role` in its type says so. The seed and paths do not.
     """
     tree = recipe.model_dump(mode="json", exclude={"sweep"}, exclude_defaults=True)
     return {key: value for key, value in flat(tree) if role_of(recipe, key).decides_curve}
 
 
 def fingerprint(recipe: Recipe) -> str:
-    """A sha256 of the settings that decide a loss curve: equal for runs that differ only in their seed."""
+    """Return a sha256 of the settings that decide a loss curve. Runs that differ only in their seed have equal ones."""
     return settings_fingerprint(decisive(recipe))
 
 
@@ -27,7 +27,7 @@ def settings_fingerprint(settings: dict[str, Any]) -> str:
 
 
 def differences(recipes: Sequence[Recipe]) -> dict[str, list[Any]]:
-    """The settings that differ, by path, with the value in each recipe; None if a recipe has no such setting."""
+    """Return the settings that differ, by path, each with its value in every recipe; None if a recipe lacks it."""
     trees = [dict(flat(recipe.model_dump(mode="json", exclude={"name", "run_dir", "sweep"}))) for recipe in recipes]
     keys = dict.fromkeys(key for tree in trees for key in tree)
     values = {key: [tree.get(key) for tree in trees] for key in keys}
@@ -35,13 +35,13 @@ def differences(recipes: Sequence[Recipe]) -> dict[str, list[Any]]:
 
 
 def text_of(value: Any, room: int = 40) -> str:
-    """A setting's value as text; if it is long, only its end."""
+    """Return a setting's value as text; of a long one, only the end."""
     text = "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
     return text if len(text) <= room else f"…{text[1 - room :]}"
 
 
 def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of a tree, with its path as in an override."""
+    """Yield every value of a tree with its path, written as in an override, such as `train.batch_size`."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else None
     if items is None:
         yield path, tree

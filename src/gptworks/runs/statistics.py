@@ -1,4 +1,4 @@
-"""Student's t: whether a difference between few runs is more than noise."""
+"""Student's t-tests of whether a difference between few runs is more than noise."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from statistics import fmean, variance
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference of two means, with its 95% confidence interval and two-sided p."""
+    """A difference of two means, with its 95% confidence interval and two-sided p-value."""
 
     value: float
     low: float
@@ -18,7 +18,7 @@ class Difference:
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> Difference:
-    """Mean of `second` minus mean of `first`, two or more values each; their spreads may differ (Welch, 1947)."""
+    """Return the mean of `second` (two or more values) minus that of `first`; spreads may differ (Welch, 1947)."""
     a, b = variance(first) / len(first), variance(second) / len(second)
     value = fmean(second) - fmean(first)
     if a + b == 0:
@@ -28,7 +28,7 @@ def welch(first: Sequence[float], second: Sequence[float]) -> Difference:
 
 
 def known_spread(first: Sequence[float], second: Sequence[float], deviation: float, freedom: int) -> Difference:
-    """Mean of `second` minus mean of `first`, if both have a standard deviation with `freedom` degrees of freedom."""
+    """Return the mean of `second` minus that of `first`, both with a `deviation` of `freedom` degrees of freedom."""
     value = fmean(second) - fmean(first)
     if deviation == 0:
         return _certain(value)
@@ -45,13 +45,13 @@ def _certain(value: float) -> Difference:
 
 
 def t_two_sided(t: float, freedom: float) -> float:
-    """The probability that |t| is at least this large."""
+    """Return the two-sided p-value: the probability that |t| is this large or larger by chance."""
     return _incomplete_beta(freedom / (freedom + t * t), freedom / 2, 0.5)
 
 
 @cache
 def t_quantile(probability: float, freedom: float) -> float:
-    """The quantile of Student's t, for a probability of at least one half."""
+    """Return the quantile of Student's t for a probability of 0.5 or more."""
     low, high = 0.0, 1.0
     while t_two_sided(high, freedom) > 2 * (1 - probability):
         low, high = high, 2 * high
@@ -62,7 +62,7 @@ def t_quantile(probability: float, freedom: float) -> float:
 
 
 def binomial_quantile(n: int, probability: float, share: float = 0.95) -> int:
-    """The smallest k such that more than k successes in n trials have a probability of at most 1 − share."""
+    """Return the smallest k such that at most k of n trials succeed with a probability of at least `share`."""
     below = 0.0
     for k in range(n + 1):
         below += math.comb(n, k) * probability**k * (1 - probability) ** (n - k)
@@ -72,10 +72,10 @@ def binomial_quantile(n: int, probability: float, share: float = 0.95) -> int:
 
 
 def _incomplete_beta(x: float, a: float, b: float) -> float:
-    """The regularized incomplete beta function by its continued fraction (DLMF 8.17.22), last term first."""
+    """Return the regularized incomplete beta function, from its continued fraction (DLMF 8.17.22), last term first."""
     if x <= 0 or x >= 1:
         return min(max(x, 0.0), 1.0)
-    if x > (a + 1) / (a + b + 2):  # the fraction converges slowly here, the other tail's quickly
+    if x > (a + 1) / (a + b + 2):  # here the fraction converges slowly, but that of the other tail quickly
         return 1 - _incomplete_beta(1 - x, b, a)
     fraction = 1.0
     for n in range(200, 0, -1):

@@ -1,8 +1,8 @@
-"""The time of a step with a change, as a multiple of the time without it, from the logs of pairs of runs.
+"""Measure how much longer a training step takes with a change than without it, from the logs of pairs of runs.
 
-Other work on the machine slows single steps, runs or hours. So a run's step time is a median over parts of the run,
-and the spread between pairs, whose runs follow one another, measures the noise of the ratio. The test is the one for
-losses, applied to the logarithms of the ratios.
+Other work on the machine slows down single steps, whole runs or hours. So a run's step time is the median over parts
+of the run, and the spread between pairs measures the noise of the ratio, since the runs of a pair follow one another.
+The test is that of `sequential`, applied to the logarithms of the ratios.
 """
 
 import math
@@ -14,17 +14,17 @@ from gptworks.runs.history import History
 from gptworks.runs.sequential import verdict
 
 SAME_SPEED = 0.05
-"""Step times closer than this count as equal, and the verdict at equal tokens then also holds in equal time."""
+"""Step times that differ by less count as equal; the verdict at equal tokens then also holds at equal time."""
 
 CHUNKS = 50
-"""Most parts that a run is divided into; its step time is their median."""
+"""Maximum number of parts into which a run is divided. Its step time is the median over the parts."""
 
 LEAST_SECONDS = 0.1
-"""Shortest part of a run, because logs round times to milliseconds."""
+"""Minimum duration of a part of a run, because logs round times to milliseconds."""
 
 
 def step_seconds(run: History) -> float:
-    """A run's seconds per step: the median over its parts, without the first, in which the machine warms up."""
+    """Return a run's seconds per step: the median over its parts, except the first, in which the machine warms up."""
     least, times, at, since = run.step / CHUNKS, list[float](), 0, 0.0
     for record in run.train:
         steps, seconds = record["step"] - at, record["seconds"] - since
@@ -36,12 +36,12 @@ def step_seconds(run: History) -> float:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The time of a step with a change, as a multiple of the time without."""
+    """Ratio of the step time with a change to the step time without it."""
 
     ratio: float
     low: float
     high: float
-    """`low` and `high` bound an interval that contains the true ratio at all looks with probability 1 − error."""
+    """`low` to `high` is an interval that contains the true ratio at every look, with probability 1 − `error`."""
 
     def __str__(self) -> str:
         interval = f" ({self.interval})" if self.interval else ""
@@ -54,21 +54,21 @@ class StepTime:
 
     @property
     def is_distinct(self) -> bool:
-        """Whether the ratio is at least 5% from 1."""
+        """Whether the ratio differs from 1 by 5% or more."""
         return abs(math.log(self.ratio)) >= math.log1p(SAME_SPEED)
 
     @property
     def differs(self) -> bool:
-        """Whether the ratio is at least 5% from 1 and noise does not explain it."""
+        """Whether the ratio differs from 1 by 5% or more and the interval excludes 1."""
         return self.is_distinct and not self.low <= 1 <= self.high
 
     @property
     def is_same(self) -> bool:
-        """Whether all of the interval is less than 5% from 1."""
+        """Whether the whole interval is within 5% of 1."""
         return self.low > 1 / (1 + SAME_SPEED) and self.high < 1 + SAME_SPEED
 
 
 def step_time(ratios: Sequence[float], most_pairs: int, error: float) -> StepTime:
-    """The ratio after one or more pairs, with the interval from `verdict`, which is unbounded before the first look."""
+    """Return the ratio after one or more pairs, with its interval, which is unbounded for fewer than `FEWEST_PAIRS`."""
     found = verdict([math.log(ratio) for ratio in ratios], most_pairs, 0, error)
     return StepTime(*(math.exp(value) for value in (found.value, found.low, found.high)))

@@ -1,8 +1,8 @@
-"""`gptworks sweep`: trials of a recipe with other settings, chosen by Optuna, each an ordinary run in its own process.
+"""`gptworks sweep`: train a recipe with settings that Optuna chooses, each trial as an ordinary run in its own process.
 
 A sweep's folder holds `sweep.yaml` (the recipe), `trials/000.yaml` (the recipe of a trial), `trials/000.log` (its
 output), `trials/000/` (its run folder), `journal.log` (Optuna's), `sweep.html` and `best.yaml`. Trial n depends only
-on the seed, on n and on the trials before it, so a sweep that was killed continues as if it had not been.
+on the seed, on n and on the trials before it, so a sweep that was killed continues as if it had never stopped.
 """
 
 import contextlib
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     import optuna
 
 MOST_FAILURES = 3
-"""The sweep ends after this many failures in a row, which the settings are unlikely to cause."""
+"""The sweep ends after this many failures in a row, because their cause is then hardly the settings."""
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """A trial's result, or its state so far."""
+    """The result of a trial; of a running trial, what is known so far."""
 
     number: int
     state: str
     """`complete`, `pruned`, `failed` or `running`."""
     values: dict[str, Any]
-    """The settings tried, by their path."""
+    """The settings that the trial tests, by path."""
     loss: float | None
-    """The lowest validation loss; for a pruned trial, the lowest before it was pruned."""
+    """The lowest validation loss so far (of a pruned trial: before it was pruned); None without an evaluation."""
     folder: Path
     reason: str = ""
-    """The reason why the trial was pruned or failed."""
+    """The reason why the trial was pruned or failed; else empty."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Sweep:
 
     @property
     def best(self) -> TrialResult | None:
-        """The complete trial with the lowest loss."""
+        """The complete trial with the lowest loss; None if no trial is complete."""
         complete = [trial for trial in self.trials if trial.state == "complete" and trial.loss is not None]
         return min(complete, key=lambda trial: trial.loss or 0.0, default=None)
 
@@ -80,8 +80,8 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), resume: bool = F
     """Load the recipe of a sweep, and check its ranges and its folder.
 
     Raises:
-        UserError: the recipe has no `sweep` section or refuses a value of a range, Optuna is missing, or the folder
-            must not be written to.
+        UserError: the recipe has no `sweep` section or rejects a value of a range, Optuna is missing, or the folder
+            holds anything but this sweep, with `resume`.
     """
     recipe = load_recipe(path, overrides)
     if recipe.sweep is None:
@@ -100,7 +100,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), resume: bool = F
 
 
 def _probes(values: SweepRange) -> Sequence[Any]:
-    """Values to check of a range: all choices, or both ends and, unless only whole numbers are tried, one between."""
+    """Return the values of a range to check: all choices; or both ends and, unless whole numbers, one between."""
     if values.choices is not None:
         return values.choices
     assert values.low is not None and values.high is not None
@@ -129,7 +129,7 @@ def _check_folder(recipe: Recipe, resume: bool) -> None:
 
 
 def _fixed_settings(recipe: Recipe) -> dict[str, Any]:
-    """The settings that a resumed sweep must keep: all but its length and its folder."""
+    """Return the settings that a resumed sweep must keep: all but its number of trials and its folder."""
     return dict(flat(recipe.model_dump(mode="json", exclude={"run_dir": True, "sweep": {"n_trials"}})))
 
 
@@ -141,7 +141,7 @@ def run_sweep(
     report: Report = lambda _: None,
     after_trial: Callable[[Sweep], None] = lambda _: None,
 ) -> Sweep:
-    """Run trials until there are `n_trials` or a signal asks to stop, and report each in a line.
+    """Run trials until `n_trials` have ended or a signal requests a stop; report each in a line and return the sweep.
 
     `after_trial` is called with the sweep after each trial, for example to write its page.
 
@@ -160,7 +160,7 @@ def run_sweep(
 
 
 def read_sweep(folder: Path) -> Sweep:
-    """The sweep in a folder, also while it runs."""
+    """Read the sweep in a folder, even while it runs."""
     recipe = load_recipe(folder / "sweep.yaml").model_copy(update={"run_dir": folder})
     states = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
     trials = []
@@ -173,7 +173,7 @@ def read_sweep(folder: Path) -> Sweep:
 
 
 def _place(folder: Path, number: int) -> Path:
-    """The run folder of a trial. Its recipe and its log have the same name with a suffix."""
+    """Return the run folder of a trial. The trial's recipe and log have the same path plus `.yaml` or `.log`."""
     return folder / "trials" / f"{number:03d}"
 
 
@@ -228,7 +228,7 @@ class _Sweeper:
                 )
 
     def _next_trial(self) -> "optuna.Trial":
-        """The trial that an earlier session did not finish, or a new one, with a sampler seeded by its number."""
+        """Return the trial that an earlier session left unfinished, or a new one. Its number seeds the sampler."""
         import numpy as np
         from optuna.samplers import TPESampler
         from optuna.trial import Trial, TrialState
@@ -269,7 +269,7 @@ class _Sweeper:
             self.study.tell(trial, min(losses))
 
     def _train(self, trial: "optuna.Trial", place: Path) -> str | None:
-        """Train a trial and return `done`, `pruned` or `failed`; None if a stop was requested."""
+        """Train a trial. Return `done`, `pruned` or `failed`; or None if a stop was requested."""
         reported = set(trial.storage.get_trial(trial._trial_id).intermediate_values)
 
         def report_evaluations() -> str | None:
@@ -284,7 +284,7 @@ class _Sweeper:
         return train_trial(place, self.stop_asked, self.report, report_evaluations)
 
     def _describe(self, sweep: Sweep, number: int) -> None:
-        """Write the best recipe, and report the trial."""
+        """Write the recipe of the best trial to `best.yaml`, and report trial `number`."""
         trial, best = sweep.trials[number], sweep.best
         self.after_trial(sweep)
         if best is not None:

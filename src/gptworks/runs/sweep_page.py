@@ -1,4 +1,4 @@
-"""Show a sweep as a table and as a page."""
+"""Show a sweep as a table and as an HTML page."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ from gptworks.training.record.display import clock
 
 
 def trials_table(sweep: Sweep) -> Table:
-    """The trials as a table, the best first."""
+    """Return a table of the trials, best first."""
     keys, rows = list(sweep.settings.ranges), list[list[html.Cell]]()
     short = [key.rpartition(".")[2] for key in keys]
     names = short if len(set(short)) == len(short) else keys
@@ -36,12 +36,12 @@ def trials_table(sweep: Sweep) -> Table:
 
 
 def write_sweep_page(sweep: Sweep) -> None:
-    """Write the page `sweep.html` into the sweep's folder, over an older one."""
+    """Write the page `sweep.html` into the sweep's folder, replacing an older page."""
     write_page(to_html(sweep), sweep.recipe.run_dir / "sweep.html", "run_dir")
 
 
 def to_html(sweep: Sweep) -> str:
-    """The sweep as an HTML page. Numbers are in <data> elements with their exact values."""
+    """Return the sweep as an HTML page, in which <data> elements hold the exact numbers."""
     best, recipe, unit = sweep.best, sweep.recipe, sweep.loss_unit
     tiles: list[tuple[str, str | Markup, str]] = [
         ("trials", html.number(len(sweep.trials)), f"of {sweep.settings.n_trials:,}"),
@@ -62,12 +62,11 @@ def to_html(sweep: Sweep) -> str:
 
 
 def _ranked(sweep: Sweep) -> list[TrialResult]:
-    """Complete trials by loss, then the others by loss."""
     return sorted(sweep.trials, key=lambda t: (t.state != "complete", math.inf if t.loss is None else t.loss))
 
 
 def _history(trial: TrialResult) -> History | None:
-    """The trial's run; None if the run has not begun."""
+    """Return the trial's run; None if it has not begun."""
     return read_history(trial.folder) if (trial.folder / "recipe.yaml").exists() else None
 
 
@@ -76,7 +75,7 @@ def _text(value: Any) -> str:
 
 
 def _scatter(sweep: Sweep, i: int, key: str) -> Markup:
-    """A chart of the loss of each trial over a setting."""
+    """Return a chart of each trial's loss over the setting `key`."""
     values = sweep.settings.ranges[key]
     names = None if values.choices is None else [str(choice) for choice in values.choices]
     x_range = None if values.low is None or values.high is None else (values.low, values.high)
@@ -103,7 +102,7 @@ def _scatter(sweep: Sweep, i: int, key: str) -> Markup:
 
 def _curves(sweep: Sweep) -> Markup:
     drawn = []
-    for trial in sorted(sweep.trials, key=lambda t: t == sweep.best):  # the best is painted last
+    for trial in sorted(sweep.trials, key=lambda t: t == sweep.best):  # draw the best on top
         run = _history(trial)
         if run is not None and trial != sweep.best:
             kind = "series-0 faint" if trial.state == "complete" else "series-4 faint"

@@ -11,9 +11,9 @@ from gptworks.training.record.outcome import read_outcome
 
 
 class TrainedRun(History):
-    """A run read from its folder: figures, curves and samples, which a notebook displays.
+    """A run read from its folder. A notebook displays its figures, curves and samples.
 
-    It replaces its folder in `gptworks.load(run)`, `gptworks.evaluate(run)`, `gptworks.train(run, resume=True)`.
+    Pass it instead of a folder to `gptworks.load(run)`, `gptworks.evaluate(run)` or `gptworks.train(run, resume=True)`.
     """
 
     def __fspath__(self) -> str:
@@ -21,19 +21,19 @@ class TrainedRun(History):
 
     @property
     def samples(self) -> list[Record]:
-        """Texts that the model wrote during training: `step`, `prompt` and `text` of each."""
+        """Texts that the model wrote during training: records with `step`, `prompt` and `text`."""
         return self.kind("sample")
 
     @property
     def ended(self) -> str:
-        """A sentence on how and at which step training last ended, or the reason why that is unknown."""
+        """Text that says how and at which step training last ended, or why this is unknown."""
         outcome = read_outcome(self.folder)
         if isinstance(outcome, str):
             return outcome
         return f"{outcome.reason} at step {outcome.step:,} after {clock(outcome.seconds)}, {outcome.tokens:,} tokens"
 
     def curves(self) -> Figure:
-        """A figure of loss and learning rate by tokens."""
+        """Return a figure of the loss and the learning rate by tokens."""
         return Figure(curves_picture(self.train, self.validation, self.name), f"Curves of {self.name}")
 
     def __repr__(self) -> str:

@@ -1,6 +1,6 @@
-"""A trial: a run in its own process, which is watched and may be stopped. Sweeps and `gptworks try` consist of trials.
+"""Train trials: runs in processes of their own, which can be watched and stopped, for sweeps and `gptworks try`.
 
-A trial's recipe and its log are next to its run folder and have the same name with a suffix.
+A trial's recipe and its log are next to its run folder, under the same name plus `.yaml` or `.log`.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ from gptworks.training.signals import stop_signals
 Report = Callable[[str], None]
 
 TRAIN = (sys.executable, "-m", "gptworks", "train")
-"""The command that trains a trial; its recipe and --resume follow."""
+"""The command that trains a trial, without its last arguments: the recipe and --resume."""
 
 POLL_SECONDS = 0.1
 STOP_SECONDS = 120.0
-"""Seconds that a stopping trial has to finish its step and checkpoint."""
+"""Seconds that a stopping trial has to finish its step and checkpoint before it is killed."""
 
 
 def train_trial(
@@ -39,16 +39,16 @@ def train_trial(
     report: Report,
     watch: Callable[[], str | None] = lambda: None,
 ) -> str | None:
-    """Train the recipe next to the run folder `place`. Returns `done` or `failed`; None if a stop was requested.
+    """Train the recipe next to the run folder `place`. Return `done` or `failed`; or None if a stop was requested.
 
-    `watch` is called repeatedly, and once after the end. A word that it returns stops the trial and is returned.
+    `watch` is called repeatedly, and once after training ends. If it returns a word, stop the trial, return the word.
     """
     if not _alone(place, stop_asked, report):
         return None
     command = [*TRAIN, str(place.with_suffix(".yaml")), "--resume"]
     with (
         open_to_append(place.with_suffix(".log"), inside=place.parent) as log,
-        # in its own session, so that Ctrl-C reaches only the parent, which then stops the trial
+        # give the trial its own session, so that Ctrl-C reaches only the parent, which then stops the trial
         _process(
             subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
         ) as process,
@@ -65,7 +65,7 @@ def train_trial(
 
 
 def train_to_end(recipe: Recipe, stop_asked: Callable[[], Any], report: Report) -> bool:
-    """Write a recipe next to its run folder and train it to its last step; False if a stop was requested.
+    """Write a recipe next to its run folder and train it to its last step; return False if a stop was requested.
 
     Raises:
         RunError: the run failed, or its last loss is not finite.
@@ -85,7 +85,7 @@ def train_to_end(recipe: Recipe, stop_asked: Callable[[], Any], report: Report) 
 
 
 def evaluations(folder: Path) -> list[Record]:
-    """The finite evaluations of a trial so far."""
+    """Return the trial's evaluations so far, without those whose loss is not finite."""
     records = read_metrics(folder / "metrics.jsonl")
     return [record for record in records if record.get("kind") == "validation" and math.isfinite(record["loss"])]
 
@@ -94,7 +94,7 @@ _TAIL_BYTES = 1 << 16
 
 
 def last_line(place: Path) -> str:
-    """The last line that a trial printed, which says why it failed."""
+    """Return the last line that a failed trial printed, which says why it failed."""
     with open_regular(place.with_suffix(".log"), inside=place.parent) as log:
         log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
         lines = log.read(_TAIL_BYTES).decode("utf-8", "replace").strip().splitlines()
@@ -102,11 +102,11 @@ def last_line(place: Path) -> str:
 
 
 def check_comparable(recipe: Recipe, key: str, named: str) -> None:
-    """Raise a UserError that begins with `named` if the setting `key` decides what the loss measures, or is the seed:
-    the trials' losses would not show which value is better."""
+    """Raise a UserError that begins with `named` if trials cannot vary the setting `key`: if it is the seed or decides
+    what the loss measures, their losses would not show which value is better."""
     if key.partition(".")[0] in ("name", "run_dir", "sweep", "data", "tokenizer"):
         raise UserError(f"{named}: `{key}` is the same in all trials, so that their losses compare.")
-    # a key that the recipe lacks is refused later, when a recipe with its values is loaded
+    # a key that no recipe has raises an error later, when a recipe is loaded with a value for it
     roles = [
         one.role
         for one in settings(recipe)
@@ -125,7 +125,7 @@ def check_comparable(recipe: Recipe, key: str, named: str) -> None:
 
 
 def _alone(place: Path, stop_asked: Callable[[], Any], report: Report) -> bool:
-    """Wait for a process that a killed parent left running; False if a stop was requested."""
+    """Wait until a process that a killed parent left running has ended; return False if a stop was requested."""
     if not place.exists():
         return True
     reported = False
@@ -145,7 +145,7 @@ def open_folder(folder: Path, named: str, setting: str) -> Iterator[Callable[[],
     """Create a folder of trials, lock it for this process, and yield a function that returns whether to stop.
 
     Raises:
-        UserError: another process uses the folder (the message has `named` and `setting`), or a link leads elsewhere.
+        UserError: another process uses the folder (the message has `named` and `setting`), or a link leads out of it.
     """
     check_links(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -160,7 +160,7 @@ def open_folder(folder: Path, named: str, setting: str) -> Iterator[Callable[[],
 
 @contextlib.contextmanager
 def _process(process: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
-    """A context that stops the process at its end: with SIGTERM, and after STOP_SECONDS by killing it."""
+    """Context that at its end stops the process: with SIGTERM, and with SIGKILL after STOP_SECONDS."""
     try:
         yield process
     finally:

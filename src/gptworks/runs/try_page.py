@@ -1,4 +1,4 @@
-"""Show the results of a try as text and as a page."""
+"""Show the results of a try as text and as an HTML page."""
 
 import math
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ _WORDS = {"lower": "helps", "higher": "hurts", "same": "makes no difference", "o
 
 
 def try_lines(found: Try) -> Iterator[str]:
-    """The results as lines of text."""
+    """Yield the results as lines of text."""
     step, same = found.step_time, found.to_same_loss
     for arm in found.arms[1:]:
         place = PLACES[arm]
@@ -44,7 +44,7 @@ def try_lines(found: Try) -> Iterator[str]:
 
 
 def _third_runs(found: Try) -> str:
-    """A text on what the step times mean for the verdict in equal time."""
+    """Return a note on whether the step times call for runs in equal time; empty if step times are equal or unknown."""
     step = found.step_time
     if found.steps_in_time is not None:
         return f"; in equal time: runs of {found.steps_in_time:,} steps"
@@ -56,7 +56,7 @@ def _third_runs(found: Try) -> str:
 
 
 def words(found: Try, arm: str) -> str:
-    """A verdict as text, such as `helps: the loss is 0.0310 lower (0.0240 to 0.0380), 4 pairs`."""
+    """Return a verdict as text, such as `helps: the loss is 0.0310 lower (0.0240 to 0.0380), 4 pairs`."""
     verdict, n = found.verdict(arm), len(found.differences(arm))
     pairs = f"{n} pair{'s' * (n != 1)}"
     if not math.isfinite(verdict.low):
@@ -73,7 +73,7 @@ def words(found: Try, arm: str) -> str:
 
 
 def _of_worth(low: float, high: float, worth: float) -> str:
-    """A text on whether a difference with a clear direction is as large as `worth`; empty if it is."""
+    """Return a note that a difference with a clear sign is or may be smaller than `worth`; empty if it is not."""
     if low >= worth:
         return ""
     if high < worth:
@@ -82,14 +82,14 @@ def _of_worth(low: float, high: float, worth: float) -> str:
 
 
 def write_try_page(found: Try) -> None:
-    """Write the page into the try's folder, over an older one."""
+    """Write the page into the try's folder, replacing an older page."""
     write_page(to_html(found), found.folder / TRY_PAGE, "--folder")
 
 
 def to_html(found: Try) -> str:
-    """The try as an HTML page. Numbers are in <data> elements with their exact values."""
+    """Return the try as an HTML page, in which <data> elements hold the exact numbers."""
     design, unit = found.design, found.loss_unit
-    differing = differences([found.recipe, found.changed])  # also the settings that follow from the change
+    differing = differences([found.recipe, found.changed])  # with the settings that follow from the change
     changes = {key: f"{text_of(before)} → {text_of(after)}" for key, (before, after) in differing.items()}
     tiles: list[tuple[str, str | Markup, str]] = []
     for arm in found.arms[1:]:
@@ -114,7 +114,7 @@ def to_html(found: Try) -> str:
 
 
 def _dots(found: Try, arm: str) -> Markup:
-    """A chart of the difference of each pair and of the interval of their mean."""
+    """Return a chart of the difference in each pair, and of the interval of the mean difference."""
     values, verdict = found.differences(arm), found.verdict(arm)
     drawn = []
     if values and math.isfinite(verdict.low):

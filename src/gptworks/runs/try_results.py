@@ -1,4 +1,4 @@
-"""A try so far, as `try.json` holds it: its pairs, their verdicts, and the runs that are due."""
+"""The state of a try, stored in `try.json`: its design, its pairs of runs so far, the verdicts, and the runs to do."""
 
 import json
 from collections.abc import Callable
@@ -22,11 +22,11 @@ TRY_FILE = "try.json"
 _MOST_BYTES = 1 << 26
 
 PLACES = {"after": "at equal tokens", "in-time": "in equal time"}
-"""The point at which each arm is compared, in words."""
+"""Where each arm is compared with the runs without the change, in words."""
 
 LOSS_ERROR, SPEED_ERROR = 0.04, 0.01
-"""False-positive rates, for a change without effect, of the test of losses and of the test of step times, which adds
-third runs; together 5% of tries."""
+"""False-positive rates for a change without effect: of the test of losses, and of the test of step times, which leads
+to third runs. Together they mislead 5% of tries."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ class Design:
     """The smallest difference in loss that matters."""
     most_pairs: Annotated[int, Field(ge=FEWEST_PAIRS, le=MOST_PAIRS)]
     steps: PositiveInt
-    """Number of steps of each run."""
+    """Number of steps of each run, except runs in equal time."""
     estimated_step_time: float
-    """Step time with the change over the time without, by a short measurement that only decides the length of runs."""
+    """Step time with the change divided by that without it, measured briefly only to choose the length of the runs."""
     format_version: Literal[1] = 1
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The runs of one seed: their losses after their last step, and their times."""
+    """Results of the runs with one seed: their last losses, and their times."""
 
     number: int
     seed: int
@@ -56,19 +56,19 @@ class Pair:
     seconds: dict[str, float]
     """Seconds of training, by arm."""
     step_seconds: dict[str, Annotated[float, Field(gt=0, lt=1e9)]]
-    """Median seconds per step, by arm, which other work on the machine hardly changes."""
+    """Median seconds per step, by arm. Other work on the machine hardly changes a median."""
     share_to_same_loss: float | None
-    """Share of its steps after which the changed run reached the other run's final loss; None if it did not."""
+    """Fraction of its steps that the changed run took to reach the other run's final loss; None if it did not."""
 
     @property
     def step_time(self) -> float:
-        """Step time with the change, as a multiple of the time without."""
+        """Step time with the change divided by the step time without it."""
         return self.step_seconds["after"] / self.step_seconds["before"]
 
 
 @dataclass(frozen=True)
 class Try:
-    """A try with its results so far."""
+    """A try: pairs of runs with and without a change, and their results so far."""
 
     folder: Path
     recipe: Recipe
@@ -82,16 +82,16 @@ class Try:
         return self.recipe.objective.loss_unit
 
     def differences(self, arm: str) -> list[float]:
-        """The loss of the arm minus the loss without the change, for each pair that has the arm."""
+        """Return the loss of the arm minus the loss without the change, for each pair that has the arm."""
         return [pair.loss[arm] - pair.loss["before"] for pair in self.pairs if arm in pair.loss]
 
     def verdict(self, arm: str) -> Verdict:
-        """Whether the change helps, at equal tokens (`after`) or in equal time (`in-time`)."""
+        """Return whether the change helps, at equal tokens (arm `after`) or in equal time (arm `in-time`)."""
         return verdict(self.differences(arm), self.design.most_pairs, self.design.worth, LOSS_ERROR)
 
     @property
     def step_time(self) -> StepTime | None:
-        """The time of a step with the change, as a multiple of the time without; None before the first pair."""
+        """Step time with the change divided by the step time without it; None before the first pair."""
         return self._step_time(len(self.pairs)) if self.pairs else None
 
     def _step_time(self, n: int) -> StepTime:
@@ -99,10 +99,10 @@ class Try:
 
     @cached_property
     def steps_in_time(self) -> int | None:
-        """The number of steps of the changed model that take the time of a run without the change. None while no
-        difference of the step times has been found.
+        """Number of steps for which the changed model trains in the time of a run without the change; None until a
+        difference of the step times is found.
 
-        The first look that finds a difference decides, so all pairs have the same number, also after a stop.
+        The first look that finds a difference decides, so the number is the same in all pairs and after a restart.
         """
         looks = (self._step_time(n) for n in range(FEWEST_PAIRS, len(self.pairs) + 1))
         ratio = next((look.ratio for look in looks if look.differs), None)
@@ -115,12 +115,12 @@ class Try:
 
     @property
     def is_time_open(self) -> bool:
-        """Whether step times seem to differ but noise may be the reason, which more pairs can decide."""
+        """Whether step times seem to differ, but more pairs are needed to exclude noise as the reason."""
         return self.steps_in_time is None and self.step_time is not None and self.step_time.is_distinct
 
     @property
     def open_questions(self) -> tuple[str, ...]:
-        """The questions that more pairs may answer: whether the loss differs, by arm, and whether step times do."""
+        """Questions that more pairs may answer: for each arm, whether the loss differs; and whether step times do."""
         losses = (f"{PLACES[arm]}: whether the loss differs" for arm in self.arms[1:]
                   if self.verdict(arm).answer == "open")  # fmt: skip
         return (*losses, *([f"{PLACES['in-time']}: whether a step takes another time"] if self.is_time_open else []))
@@ -131,18 +131,18 @@ class Try:
 
     @property
     def due(self) -> tuple[int, tuple[str, ...]] | None:
-        """The number of the next pair and its remaining runs, in this order; None if no run remains."""
-        for pair in self.pairs:  # pairs that began before a third run was added may lack it
+        """Number of the next pair and the arms that remain to run, in order; None if nothing remains."""
+        for pair in self.pairs:  # a pair from before the third arm was added may lack it
             if missing := tuple(arm for arm in self.arms if arm not in pair.loss):
                 return pair.number, missing
         n = len(self.pairs)
         if n == self.design.most_pairs or self.decided:
             return None
-        return n, self.arms[:: -1 if n % 2 else 1]  # alternating: a machine that slows down favours neither
+        return n, self.arms[:: -1 if n % 2 else 1]  # alternate: a machine that slows down favours no arm
 
     @property
     def to_same_loss(self) -> float | None:
-        """Time of the changed model to the other's final loss, over the other's time; None if a run did not."""
+        """Time that changed runs take to the others' final loss, divided by the others' time; None if one did not."""
         shares = [pair.share_to_same_loss for pair in self.pairs]
         reached = [share for share in shares if share is not None]
         if self.step_time is None or len(reached) < len(shares):
@@ -150,7 +150,7 @@ class Try:
         return fmean(reached) * self.step_time.ratio
 
     def to_json(self) -> dict[str, Any]:
-        """The try as JSON with stable keys; a bound that is still infinite is None."""
+        """Return the try as JSON with stable keys. A bound that is still infinite is None."""
         tree = {
             "folder": str(self.folder),
             "design": self.design,
@@ -166,7 +166,7 @@ class Try:
 
 
 def write_try(found: Try) -> None:
-    """Write `try.json` into the try's folder, over an older one."""
+    """Write `try.json` into the try's folder, replacing an older file."""
     state = {"design": asdict(found.design), "pairs": [asdict(pair) for pair in found.pairs]}
     write_whole(found.folder / TRY_FILE, json.dumps(state, indent=1) + "\n")
 
@@ -183,10 +183,10 @@ _WRITTEN = TypeAdapter(_Written)
 
 
 def read_try(folder: Path, recipe_of: Callable[[Path], Recipe] = load_recipe) -> Try:
-    """The try in a folder, also while it runs; `recipe_of` reads its recipes.
+    """Read the try in a folder, even while it runs. `recipe_of` reads its recipes.
 
     Raises:
-        UserError: the folder has no try, or its file is damaged.
+        UserError: the folder has no `try.json`, or the file is damaged.
     """
     file = folder / TRY_FILE
     try:

@@ -1,7 +1,7 @@
-"""`gptworks try`: does a change help this model? Pairs of runs, with and without it, from the same seed and on the same
-samples, until the answer is clear or the time is over.
+"""`gptworks try`: find out whether a change helps a model. Train pairs of runs, with and without the change, from the
+same seed and on the same samples, until the answer is clear or the time is over.
 
-The folder holds `try.json` (the design and results), `before.yaml` and `after.yaml` (the recipe without and with the
+A try's folder holds `try.json` (design and results), `before.yaml` and `after.yaml` (the recipe without and with the
 change), `pairs/00-before` and `pairs/00-after` (run folders, each next to its recipe and its log), and `try.html`. If
 the pairs show that the change makes a step slower or faster, each pair gets a third run, `00-in-time`: the changed
 model trained for as long as the first run took. A try that was killed continues from these files.
@@ -28,17 +28,17 @@ from gptworks.training.rehearsal.measure import measure_speed
 from gptworks.training.rehearsal.trace import Rehearsal
 
 EVALUATIONS = 5
-"""Number of evaluations of each run, which give its curve."""
+"""Number of evaluations of each run, the points of its loss curve."""
 
 USUAL_PAIRS = 5
-"""Runs are shortened until this many pairs fit in the time."""
+"""Runs are shortened so that this many pairs fit in the time."""
 
 LEAST_STEPS = 20
 RUN_SECONDS = 10.0
 """Estimated seconds of a run outside its steps: start, evaluations and files."""
 
 MEASUREMENTS = 2
-"""Measurements of each model's step, alternating; the shortest counts."""
+"""Number of times that the step of each model is measured, in alternation. The shortest time counts."""
 
 _SEED_STRIDE = 10_007
 
@@ -47,23 +47,23 @@ def plan_try(
     path: str | Path, changes: Sequence[str], folder: Path, minutes: float, worth: float, steps: int | None = None,
     resume: bool = False, report: Report = lambda _: None, prepare_text: Callable[[Recipe], object] = prepare,
 ) -> Try:  # fmt: skip
-    """A new try, with a length based on the measured time of a step; or the try that is already in the folder.
+    """Plan a new try, with run lengths based on the measured time of a step; or return the try already in the folder.
 
     Args:
         changes: overrides `key.path=value`, tested together as one change.
-        steps: steps per run; None: the recipe's, or fewer if too few pairs of runs would fit in the time.
-        prepare_text: called with the recipe after all checks that do not need its text.
+        steps: steps per run. None: the recipe's number, or fewer if too few pairs of runs would fit in the time.
+        prepare_text: called with the recipe to prepare its text, after all checks that do not need the text.
 
     Raises:
-        UserError: the recipe refuses a change, a change makes losses incomparable, the time is too short, or the folder
-            must not be written to.
+        UserError: the recipe rejects a change, a change makes losses incomparable, the time is too short, or the folder
+            holds anything but this try, with `resume`.
     """
     if not changes:
         raise UserError("nothing is changed: give at least one key.path=value, such as train.optimizer=adamw.")
     recipe = load_recipe(path)
     for change in changes:
         key = change.partition("=")[0]
-        if key != "seed":  # a new seed is a change without effect
+        if key != "seed":  # a new seed is allowed: it is a change without effect
             check_comparable(recipe, key, f"change {change}")
     changed = load_recipe(path, changes)
     if not differences([recipe, changed]):
@@ -80,9 +80,9 @@ def plan_try(
     prepare_text(recipe)
     report("measuring a step without and with the change")
     times = [[measured_step_seconds(one) for one in (recipe, changed)] for _ in range(MEASUREMENTS)]
-    seconds, seconds_changed = map(min, zip(*times, strict=True))  # other work on the machine only adds to a time
+    seconds, seconds_changed = map(min, zip(*times, strict=True))  # other work on the machine only adds time
     ratio = seconds_changed / seconds
-    third = StepTime(ratio, ratio, ratio).is_distinct  # an estimate; the pairs decide
+    third = StepTime(ratio, ratio, ratio).is_distinct  # an estimate: later the pairs decide
     n_arms, per_step = (3, 2 * seconds + seconds_changed) if third else (2, seconds + seconds_changed)
     budget = 60 * minutes
     if steps is None:
@@ -97,7 +97,7 @@ def plan_try(
         )
     design = Design(tuple(changes), minutes, worth, pairs, wanted, ratio)
     for arm, length in {"before": wanted, "after": wanted, "in-time": max(1, round(wanted / ratio))}.items():
-        if arm != "in-time" or third:  # refuse invalid recipes before the first run
+        if arm != "in-time" or third:  # fail here, not later, if a recipe is invalid
             _arm_recipe(path, design, folder, 0, arm, length)
     return Try(folder, recipe, changed, design, ())
 
@@ -120,7 +120,7 @@ def _found(folder: Path, recipe: Recipe, changed: Recipe, changes: tuple[str, ..
 
 
 def measured_step_seconds(recipe: Recipe) -> float:
-    """The time of a step of training in seconds, measured in this process.
+    """Return the seconds that a training step takes, measured in this process.
 
     Raises:
         UserError: the recipe's text cannot be prepared. RunError: a step failed.
@@ -153,12 +153,12 @@ def _arm_recipe(path: str | Path, design: Design, folder: Path, number: int, arm
 def run_try(
     begun: Try, path: str | Path, report: Report = lambda _: None, after_pair: Callable[[Try], None] = lambda _: None
 ) -> Try:
-    """Train pairs of the recipe in `path` until the verdicts are clear, the time is over, or a signal asks to stop.
+    """Train pairs of runs until the verdicts are clear, the time is over or a signal requests a stop; return the try.
 
-    `after_pair` is called with the try after each pair.
+    `path` is the recipe. `after_pair` is called with the try after each pair.
 
     Raises:
-        UserError: another process is at work in the folder.
+        UserError: another process uses the folder.
         RunError: a run failed.
     """
     folder, design = begun.folder, begun.design
@@ -192,7 +192,7 @@ def run_try(
 def _train(
     found: Try, path: str | Path, number: int, arms: Sequence[str], stop_asked: Callable[[], Any], report: Report
 ) -> Pair | None:
-    """Train the runs `arms` of a pair in turn, and return the pair with all its runs; None if a stop was requested."""
+    """Train the runs `arms` of a pair one by one. Return the pair with all its runs; None if a stop was requested."""
     had = tuple(found.pairs[number].loss) if number < len(found.pairs) else ()
     (found.folder / "pairs").mkdir(exist_ok=True)
     runs: dict[str, History] = {}
@@ -215,7 +215,7 @@ def _train(
 
 
 def _share_to_reach(run: History, loss: float) -> float | None:
-    """Share of a run's steps after which its validation loss is this low, interpolated between evaluations."""
+    """Return the fraction of a run's steps at which its validation loss reaches `loss`, interpolated; None if never."""
     before: tuple[float, float] | None = None
     for record in run.validation:
         at, here = float(record["step"]), float(record["loss"])

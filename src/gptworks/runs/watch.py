@@ -1,4 +1,4 @@
-"""Read the logs of many runs in turn while they train, with bounded memory."""
+"""Follow the logs of many runs while they train, with bounded memory."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,17 +13,17 @@ from gptworks.runs.series import Series
 from gptworks.training.changes import Origin
 
 MOST_BYTES = 1 << 30
-"""Most memory for all runs together. Beyond it, the runs that were requested least recently are thinned."""
+"""Maximum memory for all runs together. Beyond it, records of runs that were not requested lately are dropped first."""
 
 IN_USE_SECONDS = 60.0
-"""A run that was requested within this time is read first and thinned last."""
+"""A run that was requested within this time is the last to lose records."""
 
 MOMENT_SECONDS = 0.25
 _FEW_BYTES = 1 << 16
 
 
 class Watched:
-    """A run, its log as far as it was read, and its state in the list of runs."""
+    """A run, the figures of its log as far as it was read, and the run's row in a list of runs."""
 
     def __init__(self, folder: Path, recipe_of: Callable[[Path], Recipe] = load_recipe) -> None:
         self.series = Series(folder, recipe_of)
@@ -32,15 +32,15 @@ class Watched:
         """Whether records were dropped to make room for other runs."""
         self.band: Band | None = None
         self.problem: str | None = None
-        """The reason why the run's log or recipe cannot be read."""
+        """The reason why the run's log or recipe cannot be read; None if both can."""
         self._recipe: Recipe | None = None
         self.origin: Origin | None = None
-        """The checkpoint from which the run was forked, if it is a fork."""
+        """The checkpoint from which the run was forked; None if the run is not a fork."""
         self._summary: dict[str, Any] | None = None
         self._is_whole = False
 
     def read(self) -> bool:
-        """Read a little more of the log; return whether anything changed."""
+        """Read the next part of the log; return whether anything changed."""
         try:
             changed = self.series.read()
             if changed or self.problem is not None or self._recipe is None:
@@ -49,14 +49,14 @@ class Watched:
                 if recipe is not self._recipe:
                     self._recipe, self.band = recipe, find_band(recipe)
                     self.origin = next(iter(origins_of(self.series.folder)), None)
-        except Exception as error:  # its files may hold anything
+        except Exception as error:  # the run's files may hold anything
             before, self.problem = self.problem, str(error)[:600] or type(error).__name__
             changed = self.problem != before
         self._is_whole = self._is_whole and not changed
         return changed
 
     def row(self) -> dict[str, Any]:
-        """The run's row in a list of runs, with the previous figures while a log is read again."""
+        """Return the run's row in a list of runs. While a log is read again, the row keeps its previous figures."""
         series, recipe = self.series, self._recipe
         if self._summary is None or (not self._is_whole and (series.at_end or not self._summary["whole"])):
             self._summary = {
@@ -77,7 +77,7 @@ class Watched:
 
 
 class Watch:
-    """Watched runs by name, for use in one thread."""
+    """Watches runs by name; for use in one thread."""
 
     def __init__(self, most_bytes: int = MOST_BYTES, recipe_of: Callable[[Path], Recipe] = load_recipe) -> None:
         self.runs: dict[str, Watched] = {}
@@ -86,20 +86,20 @@ class Watch:
         self._changed: set[str] = set()
 
     def follow(self, folders: Mapping[str, Path]) -> None:
-        """Watch these runs, and no others."""
+        """Watch the runs in `folders`, by name, and no others."""
         same = {name: one for name, one in self.runs.items() if folders.get(name) == one.series.folder}
         self.runs = {name: same.get(name) or Watched(folder, self._recipe_of) for name, folder in folders.items()}
 
     def use(self, names: Sequence[str], asked_at: float | None = None, *, begins: bool = True) -> list[Watched]:
-        """The requested runs, after reading their logs for a moment, from the start if records were dropped.
+        """Return the requested runs after reading their logs for a moment, from the start if records were dropped.
 
         Args:
-            asked_at: when the moment began, on the monotonic clock; None: now. All runs of a request share it, so that
-                a request for many long runs is answered soon.
+            asked_at: the moment's start, on the monotonic clock; None: now. All runs of a request share one moment, so
+                that a request for many long runs is answered soon.
             begins: whether to read the first records of an unread run even when the moment is over.
 
         Raises:
-            KeyError: no run has this name.
+            KeyError: a name belongs to no watched run.
         """
         now, found = time.monotonic() if asked_at is None else asked_at, [self.runs[name] for name in names]
         for name, one in zip(names, found, strict=True):
@@ -112,8 +112,8 @@ class Watch:
         return found
 
     def advance(self, seconds: float) -> tuple[set[str], bool]:
-        """Read for about `seconds`, the beginning of each run first. Returns the runs that changed since the last
-        call, and whether there is more to read."""
+        """Read logs for about `seconds`, the beginning of each log first. Return the names of the runs that changed
+        since the last call, and whether there is more to read."""
         deadline, changed = time.monotonic() + seconds, self._changed
         self._changed = set()
         runs = sorted(self.runs.items(), key=lambda item: -item[1].used_at)
