@@ -1,4 +1,4 @@
-"""The studio's answers as JSON and as events."""
+"""Write the studio's answers as JSON or as a stream of server-sent events."""
 
 import json
 from dataclasses import is_dataclass
@@ -13,7 +13,7 @@ from gptworks.studio.library import printable
 
 
 class Events(EventStream):
-    """A stream of events that are dictionaries as JSON, without `[DONE]` at the end."""
+    """A stream of server-sent events, each a dictionary as JSON, without `[DONE]` at the end."""
 
     last = b""
 
@@ -23,7 +23,7 @@ class Events(EventStream):
 
 
 class MessageEvents(Events):
-    """Like `Events`; an error becomes an event with only its message."""
+    """Like `Events`, but an error is sent as an event that holds only its message."""
 
     @staticmethod
     def error_event(error: APIError) -> bytes:
@@ -35,15 +35,15 @@ def as_json(tree: Any) -> Response:
 
 
 def json_text(tree: Any) -> str:
-    """A tree as JSON, with null for non-finite numbers."""
+    """Return a tree as JSON text, with null for non-finite numbers."""
     try:
         return to_json(tree, inf_nan_mode="null").decode()
-    except ValueError:  # half of a surrogate pair, in a file's name or a hostile file
+    except ValueError:  # an unpaired surrogate, from a file's name or a hostile file
         return to_json(_printable(tree), inf_nan_mode="null").decode()
 
 
 def _printable(tree: Any) -> Any:
-    """The tree with text that UTF-8 can encode."""
+    """Return the tree with every text changed to one that UTF-8 can encode."""
     if is_dataclass(tree):
         tree = vars(tree)
     if isinstance(tree, dict):
@@ -54,7 +54,7 @@ def _printable(tree: Any) -> Any:
 
 
 def plain(tree: Any) -> Any:
-    """A tree of anything for JSON: a non-finite number becomes its name, as in metrics.jsonl, other objects text."""
+    """Return a tree that JSON can hold: non-finite numbers become their names, as in metrics.jsonl; objects, text."""
     if isinstance(tree, dict):
         return {printable(str(key)): plain(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

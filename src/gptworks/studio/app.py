@@ -1,4 +1,4 @@
-"""The studio's app: the server's, with the studio's routes and page."""
+"""Create the studio's web app: the app of `gptworks serve` with the studio's routes and page."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ from gptworks.studio.state import Served, Studio
 
 ROUTERS = [one.router for one in (play, runs, read, data, model, start, tries)]
 PARTS = ("play", "runs", "read", "time", "data", "model", "start")
-"""The parts of the studio, in the order of the tabs; `time` uses the routes of Play and Read."""
+"""The tabs of the page, in order. The tab `time` uses the routes of Play and Read."""
 
 
 def create_studio(
@@ -33,14 +33,14 @@ def create_studio(
     runs_at_once: int = 1,
     max_idle_bytes: int | None = None,
 ) -> FastAPI:
-    """The studio's ASGI app for run folders, or folders of them; `app.state.studio` is its state.
+    """Create the studio's ASGI app for run folders, or folders that contain them. Its state is `app.state.studio`.
 
-    Every request needs an API key of the settings, or a session: `app.state.service.sign_in` gives codes for those.
+    Every request needs an API key from `settings`, or a session, for which `app.state.service.sign_in` issues codes.
 
     Args:
-        device, backend: the device and the backend that compute models.
-        read_only: nothing can be started or written.
-        runs_at_once: runs that the page may train at once.
+        device, backend: the device and the backend that compute the models.
+        read_only: whether starting runs and writing files is forbidden.
+        runs_at_once: maximum number of runs that the page may train at the same time.
         max_idle_bytes: see `Engines`.
 
     Raises:
@@ -62,10 +62,10 @@ def create_studio(
 def create_served(
     engines: Mapping[str, Engine], settings: ServerSettings | None = None, runs: Mapping[str, Path] | None = None
 ) -> FastAPI:
-    """The server's app, which answers browsers with the Play page.
+    """Create the app of `gptworks serve`, which shows browsers the Play page.
 
     Args:
-        runs: run folders by the model's name.
+        runs: run folders by model name.
     """
     app = create_app(engines, settings, routers=[page.router, play.router], home=page.home)
     app.state.studio = Served(app.state.service, runs or {})

@@ -1,5 +1,5 @@
-"""Check a recipe's text for the page, in a process with limits: the text and its paths are hostile until checked.
-The recipe's own parser and `gptworks plan` give the answers.
+"""Check recipes that the page sends, in a process with limits, since their text and paths may be hostile.
+The recipe parser and `gptworks plan` give the answers.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ _UNMEASURED = "the run shows this machine's speed once it trains"
 _LIMITS = Limits(seconds=8.0, n_bytes=3 << 30)
 _WAIT_SECONDS = 30.0
 _GRACE_SECONDS = 1.0
-"""Time that an abandoned question gets to finish, so that its process can answer the next one."""
+"""Seconds that an abandoned question has to finish. If it does, its process lives on and answers the next one."""
 _Result = TypeVar("_Result")
 
 
@@ -53,10 +53,10 @@ class Checks:
         self._threads = ThreadPoolExecutor(4, "gptworks start")
 
     async def ask(self, question: Tree) -> Tree:
-        """The answer of `check` or `plan` to a question.
+        """Return the answer of `check` or `plan` to a question.
 
         Raises:
-            UserError: the child refuses the question, or answering exceeds a limit.
+            UserError: the child process rejects the question, or answering exceeds a limit.
         """
         task, loop = Task(), asyncio.get_running_loop()
         try:
@@ -80,7 +80,7 @@ class Checks:
 
 
 def main() -> None:
-    """Answer the parent's questions: mappings whose `ask` is `check` or `plan`."""
+    """Answer the parent process's questions: dictionaries whose `ask` is `check` or `plan`."""
     serve(lambda setup: _answer)
 
 
@@ -92,13 +92,13 @@ def _answer(question: Tree) -> Any:
 def check(question: Tree) -> Tree:
     """Apply edits to a recipe's text and check it.
 
-    The question has `text` (None: the origin's), `origin`, `allowed` and `edits`: pairs of a setting's path and its
-    value as typed, or None to remove the setting.
+    The question has `text` (None: the text of `origin`), `origin` (a recipe's file or a run folder, or None), `allowed`
+    (folders) and `edits` (pairs of a setting's path and its value as typed, or None to remove the setting).
 
     Returns:
-        `text`; `given`, the settings in it, as typed; if the recipe is valid, `defaults`, all values, and `fixed`, the
-        settings that a resumed run cannot change; `problems`, each with a `path` (None: the recipe as a whole) and a
-        `message`.
+        `text` after the edits; `given`, the settings in the text, as typed; `problems`, each with a `path` (None: the
+        whole recipe) and a `message`; and for a valid recipe `defaults`, the values of all its settings, and `fixed`,
+        the settings that a resumed run cannot change.
     """
     text = question["text"]
     if text is None:
@@ -121,11 +121,11 @@ def check(question: Tree) -> Tree:
 
 
 def plan(question: Tree) -> Tree:
-    """The answer of `gptworks plan` to a recipe's text, on the question's device or on this machine's CPU: as JSON and
-    as tables.
+    """Return the answer of `gptworks plan` to a recipe's text, as JSON and as tables, for the question's `device` (if
+    None, for this machine's CPU).
 
     Raises:
-        UserError: the same as from the command.
+        UserError: as for the command.
     """
     tree = read_text(question["text"]) | {"name": question["name"]}
     recipe = read_within(tree, question)
@@ -139,7 +139,7 @@ def plan(question: Tree) -> Tree:
 
 
 def read_text(text: str) -> Tree:
-    """A recipe's text as a tree.
+    """Parse a recipe's text into a tree.
 
     Raises:
         UserError: the text is not YAML, or not a mapping.
@@ -153,7 +153,7 @@ def read_text(text: str) -> Tree:
 
 
 def read(tree: Tree) -> Recipe:
-    """The recipe of a tree; see `parse_recipe`."""
+    """Make a recipe from a tree; see `parse_recipe`."""
     return parse_recipe({"name": "run"} | tree)
 
 
@@ -161,11 +161,11 @@ def _plain(message: str) -> str:
     return message.removeprefix("recipe: ").removeprefix("recipe ")
 
 
-# --------------------------------------------------------------------------------------------- where a recipe begins
+# ----------------------------------------------------------------------------------- the text a new recipe starts with
 
 
 def beginning(origin: str) -> str:
-    """The text of a recipe's file, or the shortest text of a run's recipe; both without GIVEN_BY_THE_START."""
+    """Return the text of a recipe's file, or the shortest text of a run's recipe, without GIVEN_BY_THE_START."""
     if Path(origin).is_file():
         return _without_given(read_file(Path(origin), MAX_BYTES))
     recipe = load_recipe(origin)
@@ -187,7 +187,7 @@ def _without_given(text: str) -> str:
 
 
 def _shortest(tree: Tree, section: str, whole: Recipe) -> Tree:
-    """The tree without those settings of a section whose removal leaves the recipe the same."""
+    """Return the tree without those settings of a section that can be removed without changing the recipe `whole`."""
     for name, value in (_at(tree, section) if section else tree).items():
         path = f"{section}.{name}" if section else name
         with contextlib.suppress(UserError):
@@ -200,11 +200,11 @@ def _shortest(tree: Tree, section: str, whole: Recipe) -> Tree:
     return tree
 
 
-# ------------------------------------------------------------------------------------------------------------- edits
+# ------------------------------------------------------------------------------------------ edits of a recipe's text
 
 
 def edited(text: str, tree: Tree, path: str, value: str | None) -> tuple[str, Tree]:
-    """The text and the tree with a setting changed, or removed if `value` is None. A change of one line keeps comments.
+    """Return text and tree with a setting changed, or removed if `value` is None. Comments stay if one line changes.
 
     Raises:
         UserError: the setting is invalid.
@@ -228,7 +228,7 @@ def _removed(tree: Tree, path: str) -> Tree:
 
 
 def _of_its_kind(tree: Tree, path: str) -> Tree:
-    """The tree; after a change of a section's `type`, without the section's settings that the new type lacks."""
+    """Return the tree; if `path` is a section's `type`, without the section's settings that the new type lacks."""
     section, _, name = path.rpartition(".")
     kinds = next((group["kinds"] for group in form() if group["path"] == section), None)
     if name != "type" or kinds is None or "type" not in tree.get(section, {}):
@@ -246,8 +246,8 @@ def _at(tree: Any, path: str) -> Any:
 
 
 def _changed_lines(text: str, path: str, value: Any) -> Iterable[str]:
-    """Candidate texts, which the caller checks, with the setting changed in its place or added after the last line of
-    its section; a value of None removes it."""
+    """Yield candidate texts, which the caller checks, with a setting changed in its place or added after the last line
+    of its section. A value of None removes the setting."""
     try:
         node = compose_yaml(text, "recipe")
     except UserError:
@@ -280,7 +280,7 @@ def _dumped(tree: Tree) -> str:
 
 
 def _given(tree: Tree, section: str = "") -> dict[str, str]:
-    """The settings of a section by path; a section that is not a mapping is one setting."""
+    """Return the settings in a tree as typed, by path. A section has the value "", followed by its own settings."""
     found = {}
     groups = {group["path"] for group in form()}
     for name, value in tree.items():
@@ -291,12 +291,13 @@ def _given(tree: Tree, section: str = "") -> dict[str, str]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------------------- reach
+# ------------------------------------------------------------------------------------- allowed paths and addresses
 
 
 def read_within(tree: Tree, question: Tree) -> Recipe:
-    """The recipe of a tree. Users of the page may have fewer rights than its owner, so its paths must lie inside the
-    question's `allowed` folders or be the `origin`'s, must not be Python files, and addresses must be public https.
+    """Make a recipe from a tree, and limit its reach, since users of the page may have fewer rights than its owner:
+    paths must lie in the question's `allowed` folders or occur in its `origin`, and must not be Python files; addresses
+    must be public https.
 
     Raises:
         UserError: a path or address is not allowed, or the recipe is invalid.
@@ -317,7 +318,7 @@ def read_within(tree: Tree, question: Tree) -> Recipe:
             elif not (place is Place.TEMPLATE and value in BUILT_IN) and value not in known:
                 _check_below(path, value, question["allowed"])
 
-    if isinstance(source := tree.get("initialize_from"), str):  # reading the recipe also reads that run
+    if isinstance(source := tree.get("initialize_from"), str):  # check first: making the recipe reads that run
         check([("initialize_from", Place.PATH, source)])
     recipe = read(tree)
     check(places(recipe))
@@ -325,8 +326,8 @@ def read_within(tree: Tree, question: Tree) -> Recipe:
 
 
 def places(recipe: Recipe) -> Iterable[tuple[str, Place, str]]:
-    """The paths and addresses in a recipe and in its sweep's choices: the setting, the kind of place, and its value.
-    Settings that starting a run sets itself are left out."""
+    """Yield the setting, the kind and the value of each path or address in a recipe and in its sweep's choices, except
+    settings that starting a run sets."""
     ranges = {} if recipe.sweep is None else recipe.sweep.ranges
     for one in settings(recipe):
         if one.place is None or one.path in GIVEN_BY_THE_START:
@@ -342,12 +343,12 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[\w.-]{1,96})?")
 
 
 def _is_of_the_hub(dataset: str) -> bool:
-    """Whether `dataset` names a dataset of the Hugging Face hub and not a folder."""
+    """Return whether `dataset` names a dataset of the Hugging Face hub and not a folder."""
     return _HUB_NAME.fullmatch(dataset) is not None and not Path(dataset).exists()
 
 
 def _check_below(path: str, file: str, folders: Sequence[str]) -> None:
-    """Raises a UserError for a path outside of the folders, or a pattern that matches one, after following links."""
+    """Raise a UserError if a path, or a file that its pattern matches, is outside of the folders (links resolved)."""
     given = Path(file).expanduser()
     matches = glob.iglob(str(given), recursive=True) if glob.has_magic(file) else ()  # noqa: PTH207 (as sources do)
     roots = list(map(os.path.realpath, folders))

@@ -1,4 +1,4 @@
-"""Data: the documents that a run was trained on, the rows that its model sees, and the batch of each step."""
+"""Routes of the Data tab: the documents that a run was trained on, the rows its model sees, and each step's batch."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -33,23 +33,23 @@ router = APIRouter(prefix="/studio/data", include_in_schema=False)
 Tree = dict[str, Any]
 
 MOST_SHOWN = 4096
-"""Most tokens of a page, over all its rows."""
+"""Maximum number of tokens that an answer shows, over all its rows."""
 MOST_ROWS = 32
 MOST_HELD = 1 << 22
-"""Most tokens in all rows of a page, including the parts that it does not show."""
+"""Maximum number of tokens in all rows of an answer, including parts of rows that are not shown."""
 MOST_HITS = 100
 MOST_INDEXED = 1 << 25
-"""Most bytes of text that a request indexes, which takes a few seconds."""
+"""Maximum bytes of text that a request indexes. This takes a few seconds."""
 MOST_COUNTED = 1 << 29
-"""Most tokens that a request counts."""
+"""Maximum number of tokens that a request counts."""
 MOST_READ = 1 << 15
-"""Most tokens of a row that a model reads to colour it."""
+"""Maximum number of tokens of a row that a model reads to colour the row by loss."""
 
 Place = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 class Page(Chosen):
-    """A request for a part of each row: up to `n` tokens, starting at `first`."""
+    """A request for a part of a document or of each row: up to `n` tokens, starting at token `first`."""
 
     first: Place = 0
     n: Annotated[int, Field(ge=1, le=MOST_SHOWN)] = 1024
@@ -62,7 +62,7 @@ class DocumentRequest(Page):
 
 class RowsRequest(Page):
     loss: bool = False
-    """Whether the checkpoint reads the rows, to colour them by their tokens' losses."""
+    """Whether to compute the checkpoint's loss on each token, by which the page colours the rows."""
 
 
 class WindowRequest(RowsRequest):
@@ -73,9 +73,9 @@ class WindowRequest(RowsRequest):
 class StepRequest(RowsRequest):
     step: Annotated[int, Field(ge=1, lt=2**53)]
     sample: Place = 0
-    """Index in the step's batch of the first sample that is shown."""
+    """Index, in the step's batch, of the first sample to show."""
     n_samples: Annotated[int, Field(ge=1, le=MOST_ROWS)] = 8
-    """Number of samples to show; fewer are shown if they are very long."""
+    """Number of samples to show. Fewer are shown if samples are very long."""
 
 
 class SearchRequest(Chosen):
@@ -95,7 +95,7 @@ _Work = Callable[["Opened", _Body], Tree]
 
 @dataclass(frozen=True)
 class Opened:
-    """What a request's checkpoint gives to read."""
+    """The data and the model with which a request is answered."""
 
     data: RunData
     model: GPT | None
@@ -106,7 +106,7 @@ class Opened:
 
 
 def _answers(path: str, kind: type[_Body]) -> Callable[[_Work[_Body]], _Work[_Body]]:
-    """A decorator: the function's result, and the checkpoint's step, answer the requests to `path`."""
+    """Return a decorator: requests to `path` are answered with the function's result plus the checkpoint's step."""
 
     def add(work: _Work[_Body]) -> _Work[_Body]:
         @router.post(path)
@@ -129,7 +129,7 @@ def _answers(path: str, kind: type[_Body]) -> Callable[[_Work[_Body]], _Work[_Bo
 
 @_answers("/about", Chosen)
 def about(of: Opened, body: Chosen) -> Tree:
-    """A run's data, and the number of steps it has trained."""
+    """Return facts about a run's data, and the number of steps that the run has trained."""
     with of.data.checked():
         samples, splits = of.data.samples, of.data.prepared.manifest.splits
         return {
@@ -145,19 +145,19 @@ def about(of: Opened, body: Chosen) -> Tree:
 
 @_answers("/document", DocumentRequest)
 def document(of: Opened, body: DocumentRequest) -> Tree:
-    """A part of a document."""
+    """Return a part of a document."""
     return {"first": body.first, **of.data.document(body.split, body.document, body.first, body.n, of.check)}
 
 
 @_answers("/window", WindowRequest)
 def window(of: Opened, body: WindowRequest) -> Tree:
-    """A window of the training data: the tokens that the model reads at once."""
+    """Return a window of the training data: the tokens that the model reads as one sequence."""
     return _of_rows(of, body, of.data.rows(body.window, body.epoch))
 
 
 @_answers("/step", StepRequest)
 def step(of: Opened, body: StepRequest) -> Tree:
-    """The batch of a step, or some samples of it."""
+    """Return some or all samples of a step's batch."""
     n_samples = min(body.n_samples, max(1, MOST_HELD // of.data.samples.context_length))
     samples, shown = of.data.rows_of_step(body.step, body.sample, n_samples, of.check)
     about = [{"sample": one["sample"], "window": one["number"], "epoch": one["epoch"]} for one, _ in shown]
@@ -171,7 +171,7 @@ def step(of: Opened, body: StepRequest) -> Tree:
 
 @_answers("/search", SearchRequest)
 def search(of: Opened, body: SearchRequest) -> Tree:
-    """The occurrences of a phrase in a split; a small split is indexed first."""
+    """Find a phrase in a split. If the split has no index yet, build one first, unless the split is large."""
     with of.data.checked():
         index, size = of.data.index(body.split), of.data.prepared.manifest.splits[body.split].text_bytes
         index.spelling.of_phrase(body.phrase)
@@ -189,7 +189,7 @@ def search(of: Opened, body: SearchRequest) -> Tree:
 
 @_answers("/info", Chosen)
 def info(of: Opened, body: Chosen) -> Tree:
-    """The counts of `gptworks data info`."""
+    """Return figures about the data, as in `gptworks data info`."""
     n_tokens = sum(files.tokens for files in of.data.prepared.manifest.splits.values())
     if n_tokens > MOST_COUNTED:
         raise UserError(
@@ -203,7 +203,7 @@ def info(of: Opened, body: Chosen) -> Tree:
 
 @router.post("/tokenize")
 async def tokenize(request: Request) -> Response:
-    """The tokens that the tokenizers of runs make of a text."""
+    """Split a text into tokens with the tokenizer of each of the given runs."""
     studio, body = studio_of(request), await body_of(request, TokenizeRequest)
 
     def read(_: Check) -> Tree:
@@ -215,7 +215,7 @@ async def tokenize(request: Request) -> Response:
 
 def _tokenized(tokenizer: Tokenizer, text: str) -> Tree:
     read, speller = TokenizedText.of_text(tokenizer, text), Speller(tokenizer)
-    begun = int(read.framed)  # skip a first token that is not in the text
+    begun = int(read.framed)  # skip the first token if it is not from the text
     ids, n_bytes = read.ids[begun:].tolist(), len(text.encode("utf-8"))
     tokens = [
         {"id": token, "text": piece, "spelling": speller.spell(token)[0]}
@@ -229,7 +229,7 @@ def _tokenized(tokenizer: Tokenizer, text: str) -> Tree:
 
 
 def _of_rows(of: Opened, body: RowsRequest, rows: Sequence[Row]) -> Tree:
-    """The rows, each starting at its token `first`; with a model, also the tokens' losses."""
+    """Return a part of each row as JSON, from token `first` on; if there is a model, with the tokens' losses."""
     n = min(body.n, MOST_SHOWN // len(rows))
     if body.first and all(body.first >= len(row.ids) for row in rows):
         raise UserError(
@@ -242,10 +242,10 @@ def _of_rows(of: Opened, body: RowsRequest, rows: Sequence[Row]) -> Tree:
 
 
 def _nats(model: GPT, rows: Sequence[Row], end: int, check: Check) -> list[list[float | None]]:
-    """The loss in nats of each token of each row, up to token `end`; None if unknown or later.
+    """Return the loss in nats of each token of each row, up to token `end`; None for unknown and for later tokens.
 
     Raises:
-        UserError: a row is too long to be read, or has a token that the model lacks.
+        UserError: a row is too long to read, or has a token that the model lacks.
     """
     n = [int(row.target_of[:end].max(initial=0)) + 1 for row in rows]
     if max(n) > MOST_READ:

@@ -1,4 +1,4 @@
-"""The runs that the studio watches: while a client listens, one thread reads their logs for all clients."""
+"""Watch the studio's runs: while any client listens, one thread reads the runs' logs for all clients."""
 
 import asyncio
 import time
@@ -25,7 +25,7 @@ class Feed:
         self.states: dict[str, str] = {}
         """State of each run by id: running, finished or stopped."""
         self.left_out: dict[str, str] = {}
-        """Reasons for skipping runs, by id."""
+        """Reasons why runs are skipped, by the run's id."""
         self._inside: dict[str, int] = {}
         """Modification time (ns) of each run's folder when its links were last checked, by the run's id."""
         self._thread = ThreadPoolExecutor(1, "gptworks runs")
@@ -34,7 +34,7 @@ class Feed:
         self._poller: asyncio.Task[None] | None = None
 
     async def ask(self, work: Callable[[Watch], _Result]) -> _Result:
-        """The result of `work`, which is called with the watched runs in the feed's thread."""
+        """Call `work` with the watched runs in the feed's thread, and return its result."""
         self._asked_at = time.monotonic()
         if self._poller is None or self._poller.done():
             await self._in_thread(self._follow)
@@ -42,11 +42,11 @@ class Feed:
         return await self._in_thread(lambda: work(self.watch))
 
     def changes(self) -> "Changes":
-        """A handle for one client to wait for changes from now on."""
+        """Return a handle with which one client waits for changes from now on."""
         return Changes(self._clients)
 
     async def _poll(self) -> None:
-        """Read logs until no client listens or has asked for a while."""
+        """Read logs until no client listens and `ask` has not been called for a while."""
         looked_at = time.monotonic()
         while self._clients or time.monotonic() - self._asked_at < _IDLE_SECONDS:
             if time.monotonic() - looked_at > 2 * _EVERY_SECONDS:
@@ -67,7 +67,7 @@ class Feed:
         return {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
 
     def _fault(self, run: RunFolder) -> str | None:
-        """The reason why a run is skipped: a link in it leads out of the given folder, or it cannot be read."""
+        """Return why a run is skipped (a link leads out of the given folder, or it is not readable), else None."""
         try:
             changed = run.folder.stat().st_mtime_ns
             if self._inside.get(run.id) != changed:
@@ -94,7 +94,7 @@ class Changes:
         clients[self._event] = set()
 
     async def take(self, seconds: float) -> set[str]:
-        """Ids of the runs that changed since the last call; waits up to `seconds` for a change."""
+        """Wait up to `seconds` for a change, and return the ids of the runs that changed since the last call."""
         try:
             async with asyncio.timeout(seconds):
                 await self._event.wait()

@@ -1,4 +1,4 @@
-"""The page's form for a recipe: every setting, by section, from the schema that `gptworks schema` prints."""
+"""Make the page's form for a recipe: every setting, by section, from the schema that `gptworks schema` prints."""
 
 from functools import cache
 from typing import Any
@@ -12,20 +12,20 @@ Tree = dict[str, Any]
 
 _INPUTS = {"integer": "number", "number": "number", "boolean": "switch", "string": "text"}
 GIVEN_BY_THE_START = ("name", "run_dir")
-"""Settings that follow from the name of a new run."""
+"""Settings that starting a run sets from the new run's name."""
 COMMON = {
     "seed",
     *(f"model.{name}" for name in ("context_length", "n_layers", "d_model", "n_heads", "dropout_residual")),
     *(f"train.{name}" for name in ("max_steps", "batch_size", "learning_rate", "muon_learning_rate", "weight_decay")),
     *(f"train.{name}" for name in ("evaluate_every", "checkpoint_every")),
 }
-"""The settings that are changed most often."""
+"""Settings that users change most often."""
 
 
 @cache
 def form() -> list[Tree]:
-    """The form's sections, in the schema's order. Each has `path`, `title`, `help`, `optional`, `fields` and `kinds`,
-    which maps the values of its `type` to their help.
+    """Return the form's sections in the schema's order. Each has `path`, `title`, `help`, `optional`, `fields` and
+    `kinds`, which maps the values of the section's `type` to their help.
 
     A field has `path`, `name`, `help`, `input` (number, switch, choice, text or yaml), `choices`, `default`,
     `nullable`, `common` (whether it is often changed), and `kinds`: the section's kinds that have the field; None: all.
@@ -35,7 +35,7 @@ def form() -> list[Tree]:
 
 
 def _groups(section: Tree, path: str, definitions: Tree, help: str = "", optional: bool = False) -> list[Tree]:
-    """A section, and the sections inside it."""
+    """Return a section of the form, followed by the sections inside it."""
     fields: list[Tree] = []
     below: list[Tree] = []
     members = _members(section, definitions)
@@ -70,7 +70,7 @@ def _groups(section: Tree, path: str, definitions: Tree, help: str = "", optiona
 
 
 def _members(section: Tree, definitions: Tree) -> dict[str | None, Tree]:
-    """The schema of each kind of a section, by the value of `type`; for a section without kinds, by None."""
+    """Return the schema of each kind of a section, by the value of its `type`; the key is None if it has no kinds."""
     if "oneOf" not in section:
         return {None: section}
     kinds = section["discriminator"]["mapping"]
@@ -82,7 +82,7 @@ def _resolved(one: Tree, definitions: Tree) -> Tree:
 
 
 def _without_null(one: Tree) -> tuple[Tree, bool]:
-    """A setting's schema without null, and whether it may be null."""
+    """Return a setting's schema without the option null, and whether the setting may be null."""
     others = [other for other in one.get("anyOf", []) if other != {"type": "null"}]
     nullable = len(others) < len(one.get("anyOf", []))
     return (others[0] if len(others) == 1 else {"anyOf": others} if others else one), nullable
@@ -90,7 +90,7 @@ def _without_null(one: Tree) -> tuple[Tree, bool]:
 
 def _field(path: str, name: str, one: Tree) -> Tree:
     choices = one.get("enum") or ([one["const"]] if "const" in one else None)
-    if "anyOf" in one:  # for example, true, false or one of some words
+    if "anyOf" in one:  # for example a setting that is true, false or one of a few words
         parts = [part.get("enum") or ([part["const"]] if "const" in part else None) for part in one["anyOf"]]
         words = [word for part in parts if part for word in part]
         switch = any(part.get("type") == "boolean" for part in one["anyOf"])
@@ -104,7 +104,7 @@ def _field(path: str, name: str, one: Tree) -> Tree:
 
 
 def text_of(value: Any) -> str:
-    """A setting's value as typed in the form: as in an override, but sections as lines of YAML."""
+    """Return a setting's value as typed in the form: as in an override, but mappings as lines of YAML."""
     if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value)):
         return yaml.safe_dump(value, sort_keys=False, allow_unicode=True).strip()
     return as_typed(value)

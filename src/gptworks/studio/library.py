@@ -1,5 +1,5 @@
-"""The run folders below the given ones. Their contents and names are hostile until checked: ids are looked up among the
-folders that were found, and never made into paths.
+"""Find the run folders below the given folders. Their names and contents may be hostile: a requested id is looked up
+among the folders found, and never used as a path.
 """
 
 import math
@@ -24,35 +24,35 @@ from gptworks.training.run_folder import CONSOLE, is_in_use
 
 MOST_DEPTH = 6
 MOST_FOLDERS = 20_000
-"""Most folders that are searched for runs."""
+"""Maximum number of folders that are searched for runs."""
 MOST_RUNS = 2_000
 _FEWER = "are listed: give the studio a folder with fewer of them, such as gptworks studio runs/sweep."
 _READ = ("recipe.yaml", "changes.json", "metrics.jsonl", "outcome.json", "tokenizer", "checkpoints", CONSOLE)
 """Entries of a run folder that the studio reads."""
 _READ_SECONDS = 10.0
 _FRESH_SECONDS = 2.0
-"""Time for which a list of folders is reused."""
+"""Seconds for which the list of runs is reused before folders are searched again."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A folder that holds a recipe.yaml."""
+    """A run: a folder that holds a recipe.yaml."""
 
     id: str
-    """The run's path below the given folder; its name, if the run itself was given."""
+    """The run's path below the given folder, or its name if the run itself was given; changed if not unique."""
     folder: Path
     root: Path
-    """The given folder; nothing outside of it is read."""
+    """The given folder that contains the run. Nothing outside of it is read."""
 
     def checkpoints(self) -> list[Checkpoint]:
-        """The run's checkpoints, newest first, one for each step."""
+        """Return the run's checkpoints, newest first, one for each step."""
         by_step: dict[int, Checkpoint] = {}
         for checkpoint in all_checkpoints(self.folder):
             by_step.setdefault(checkpoint.step, checkpoint)
         return list(by_step.values())
 
     def choose(self, which: str | int | None) -> Checkpoint:
-        """The best checkpoint ("best" or None), the last one ("last"), or that of a step; its files are not verified.
+        """Return the best checkpoint ("best" or None), the last ("last") or that of a step. Its files are not verified.
 
         Raises:
             APIError: the run has no such checkpoint.
@@ -71,7 +71,7 @@ class RunFolder:
                        code="no_checkpoint")  # fmt: skip
 
     def check_inside(self) -> None:
-        """Raises a UserError if an entry that the studio reads is a link out of the given folder."""
+        """Raise a UserError if an entry that the studio reads is a link that leads out of the given folder."""
         root = self.root.resolve()
         below = (self.folder / "tokenizer", self.folder / "checkpoints", *(one.folder for one in self.checkpoints()))
         entries = [one for one in _entries(self.folder) if one.name in _READ]
@@ -82,18 +82,18 @@ class RunFolder:
 
 
 def _trained(found: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """The checkpoints without the initial weights, which are neither the best nor the last one."""
+    """Return the checkpoints except the initial weights, which never count as the best or the last checkpoint."""
     return [checkpoint for checkpoint in found if not checkpoint.is_start]
 
 
 def best_step(found: Sequence[Checkpoint]) -> int:
-    """The best step that the newest checkpoint, `found[0]`, records, if `found` has it; else the newest step."""
+    """Return the best step, as the newest checkpoint `found[0]` records it, if `found` has it; else the newest step."""
     best = found[0].best_step
     return best if best is not None and any(one.step == best for one in found) else found[0].step
 
 
 class Library:
-    """The runs below some folders. Thread-safe."""
+    """Lists and describes the runs below the given folders. Thread-safe."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots = tuple(roots)
@@ -102,29 +102,29 @@ class Library:
         self._found: dict[str, RunFolder] = {}
         self._looked_at = -math.inf
         self.notice: str | None = None
-        """A notice that the list omits runs because it is too long; None: it is complete."""
+        """A notice that the list omits runs because there are too many; None if the list is complete."""
         self.recipes = Recipes()
         self._settings_of: dict[Path, tuple[Recipe, dict[str, Any]]] = {}
 
     def runs(self) -> dict[str, RunFolder]:
-        """The runs by id, ordered by the given folders, then by name."""
+        """Return the runs by id, ordered by the given folders, then by name."""
         with self._lock:
             if time.monotonic() - self._looked_at > _FRESH_SECONDS:
                 self._found, self._looked_at = self._look(), time.monotonic()
             return self._found
 
     def get(self, name: str) -> RunFolder:
-        """The run with this id, after checking its links and reading its recipe within limits.
+        """Return the run with this id, after checking its links and reading its recipe within limits.
 
         Raises:
-            APIError: no run has this id. UserError: a link leads out of the folders, or the recipe is refused.
+            APIError: no run has this id. UserError: a link leads out of the folders, or the recipe is rejected.
         """
         run = self.find(name)
         self.recipes.of(run.folder)
         return run
 
     def find(self, name: str) -> RunFolder:
-        """The run with this id, after checking its links but not its recipe.
+        """Return the run with this id, after checking its links but not its recipe.
 
         Raises:
             APIError: no run has this id. UserError: a link leads out of the folders.
@@ -141,19 +141,19 @@ class Library:
         return run
 
     def describe_all(self, seconds: float = _READ_SECONDS) -> list[dict[str, Any]]:
-        """The runs as /studio/state shows them. Reads files.
+        """Return the runs as /studio/state shows them. Reads files.
 
         Args:
-            seconds: after this time, recipes that were never read wait for the next call.
+            seconds: time after which recipes that were never read are left to the next call.
         """
         until = time.monotonic() + seconds
         return [self.describe(run, reads=time.monotonic() < until) for run in self.runs().values()]
 
     def describe(self, run: RunFolder, *, reads: bool = True) -> dict[str, Any]:
-        """A run as /studio/state shows it.
+        """Return a run as /studio/state shows it.
 
         Args:
-            reads: whether to read its recipe if it was never read.
+            reads: whether to read the run's recipe if it was never read.
         """
         try:
             run.check_inside()
@@ -170,7 +170,7 @@ class Library:
         return {"id": run.id, "run": printable(str(run.folder)), **empty, **made}
 
     def _settings(self, run: RunFolder) -> dict[str, Any]:
-        """The figures that a run's recipe gives, or its problem; and whether the run has a chat template."""
+        """Return figures from a run's recipe, or the recipe's problem; and whether the run has a chat template."""
         made: dict[str, Any]
         try:
             recipe = self.recipes.of(run.folder)
@@ -208,7 +208,7 @@ class Library:
 
 
 def _run_folders(folder: Path, depth: int, left: list[int]) -> Iterator[Path]:
-    """The runs in a folder and below it, without following links. `left`: how many more folders may be searched."""
+    """Yield the runs in a folder and below it, without following links. left: number of folders left to search."""
     left[0] -= 1
     if (folder / "recipe.yaml").is_file():
         yield folder
@@ -229,8 +229,8 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _checkpoints(run: RunFolder) -> list[dict[str, Any]]:
-    """A run's checkpoints for /studio/state, oldest first. A checkpoint's loss is known if it was the best so far; a
-    checkpoint with the optimizer's state is `resumable`."""
+    """Return a run's checkpoints for /studio/state, oldest first. A checkpoint's `loss` is known if it was the best so
+    far. A checkpoint is `resumable` if it has the optimizer's state."""
     found = run.checkpoints()
     made = []
     for checkpoint in reversed(found):
@@ -251,7 +251,7 @@ def _checkpoints(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def state_of(folder: Path) -> str:
-    """The state of a run: running, finished or stopped."""
+    """Return the state of a run: running, finished or stopped."""
     if has_ended(folder):
         outcome = read_outcome(folder)
         return "stopped" if isinstance(outcome, str) or outcome.reason.startswith("stopped") else "finished"
@@ -259,5 +259,5 @@ def state_of(folder: Path) -> str:
 
 
 def printable(name: str) -> str:
-    """A name or message for JSON, in which bytes of a file's name that are not UTF-8 are escaped."""
+    """Return a name or message for JSON. Bytes of a file's name that are not UTF-8 are escaped."""
     return name.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,4 +1,4 @@
-"""Engines of runs' checkpoints, loaded on demand. Idle engines stay loaded within a limit of memory."""
+"""Load engines of runs' checkpoints on demand. Idle engines stay loaded within a memory limit."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ from gptworks.studio.library import Library, RunFolder
 from gptworks.units import readable
 
 SHARE_OF_MEMORY = 0.25
-"""Share of the memory available at the start that idle engines may hold."""
+"""Fraction of the memory available at the start that idle engines may hold."""
 
 
 @dataclass
@@ -32,13 +32,13 @@ class Loaded:
     used_at: float = field(default_factory=time.monotonic)
 
     def leave(self) -> None:
-        """Record that a user has left."""
+        """Record that a request no longer uses the engine."""
         self.n_users -= 1
         self.used_at = time.monotonic()
 
     @property
     def held_bytes(self) -> int:
-        """Memory that the engine takes; while it loads, the size of its weights' file."""
+        """Memory that the engine uses; while it loads, the size of its weights' file."""
         return self.model.result().engine.held_bytes if self.is_there else self.n_bytes
 
     @property
@@ -48,7 +48,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A checkpoint of a run. If the run is started again, its checkpoint of the same step is a different one."""
+    """A checkpoint of a run. A run that is trained again from the start gets different ones, with other manifests."""
 
     run: RunFolder
     checkpoint: Checkpoint
@@ -61,13 +61,13 @@ class Wanted:
 
     @property
     def n_bytes(self) -> int:
-        """The size of the weights' file, from the disk."""
+        """Size of the weights' file on the disk; 0 if the file does not exist."""
         path = self.checkpoint.folder / "model.safetensors"
         return path.stat().st_size if path.is_file() else 0
 
 
 class Engines:
-    """The engines of a library's runs. Call its methods in asyncio's thread; other threads read the files."""
+    """Loads and removes engines of a library's runs. Call its methods in asyncio's thread; files are read in others."""
 
     def __init__(
         self,
@@ -80,8 +80,8 @@ class Engines:
     ) -> None:
         """
         Args:
-            max_idle_bytes: most memory of the idle engines and the one to be loaded; the least recently used are
-                removed first. None: a quarter of the memory that is available now.
+            max_idle_bytes: maximum memory of the idle engines plus the engine to load; the least recently used idle
+                engines are removed first. None: a quarter of the memory that is available now.
         """
         self._service, self._library, self._backend, self._device = service, library, backend, device
         chosen = choose_device(device)
@@ -90,7 +90,7 @@ class Engines:
         self._thread = ThreadPoolExecutor(1, "gptworks loading")
 
     async def find(self, run: str, which: str | int | None) -> Wanted:
-        """The checkpoint that a request names.
+        """Find the checkpoint that a request names.
 
         Raises:
             APIError: the run or the checkpoint does not exist.
@@ -104,19 +104,19 @@ class Engines:
         return await asyncio.get_running_loop().run_in_executor(self._service.threads, look)
 
     def is_ready(self, wanted: Wanted) -> bool:
-        """Whether the engine of a checkpoint is loaded."""
+        """Return whether the engine of a checkpoint is loaded."""
         found = self._loaded.get(wanted)
         return found is not None and found.is_there
 
     async def load_ahead(self, wanted: Wanted, caller: Caller) -> bool:
-        """Load an engine before a request needs it, if it fits next to the engines in use. Loads one at a time, after
-        the engines that requests wait for.
+        """Load an engine before a request needs it, if it fits next to the engines in use. Engines that are loading
+        already, such as those that requests wait for, finish first.
 
         Returns:
             Whether the engine is loaded.
 
         Raises:
-            UserError: for the reasons of `take`.
+            UserError: see `take`.
         """
         while wanted not in self._loaded:
             others = [one.model for one in self._loaded.values() if not one.model.done()]
@@ -131,7 +131,7 @@ class Engines:
         return True
 
     async def take(self, wanted: Wanted, caller: Caller) -> ServedModel:
-        """The served engine of a checkpoint, kept until the caller leaves and loaded once for all who wait for it.
+        """Return the served engine of a checkpoint. It is loaded once for all who wait, and kept until `caller` leaves.
 
         Raises:
             UserError: the model cannot be loaded, for example because it is damaged.
@@ -147,7 +147,7 @@ class Engines:
         return await asyncio.shield(found.model)
 
     async def by_name(self, name: str, caller: Caller) -> ServedModel:
-        """The served engine of `RUN` or `RUN@STEP`, for the OpenAI-compatible routes."""
+        """Return the served engine for the model name `RUN` or `RUN@STEP` of the OpenAI-compatible routes."""
         run, at, step = name.rpartition("@")
         known = await asyncio.get_running_loop().run_in_executor(self._service.threads, self._library.runs)
         by_step = at and step.isascii() and step.isdigit() and name not in known
@@ -167,7 +167,7 @@ class Engines:
             raise EngineStopped("the server is about to stop.")
         while any(
             model.name == self._loaded[wanted].name for model in service.models
-        ):  # an older model of that name is in use
+        ):  # an older engine with this name is in use
             self._loaded[wanted].name += "+"
         return service.add(self._loaded[wanted].name, engine)
 
@@ -182,12 +182,12 @@ class Engines:
         engine = load(wanted.run.folder, wanted.checkpoint.step, device=self._device, backend=self._backend)
         try:
             engine.begin()
-        except EngineFailed as error:  # it never served, so the other engines are unaffected
+        except EngineFailed as error:  # this engine never served, so the other engines are unaffected
             raise RunError(f"{wanted.name} could not be loaded: {type(error.error).__name__}.") from error
         return engine
 
     def _to_free(self, wanted: Wanted, n_bytes: int) -> list[str]:
-        """Forget the idle engines that must be removed before another is loaded, and return their names."""
+        """Forget the idle engines that must be removed before `wanted` is loaded, and return their names."""
         idle = [(key, one) for key, one in self._loaded.items() if not one.n_users and one.model.done()]
         idle.sort(key=lambda pair: (pair[1].name != wanted.name, pair[1].used_at))
         held_bytes, names = n_bytes + sum(one.held_bytes for _, one in idle), []

@@ -1,4 +1,4 @@
-"""Model: the parts of a run's architecture, the cost of each part, and the weights at a checkpoint."""
+"""Routes of the Model tab: the parts of a run's architecture, the cost of each part, and a checkpoint's weights."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,23 +39,23 @@ router = APIRouter(prefix="/studio/model", include_in_schema=False)
 Tree = dict[str, Any]
 
 MOST_VALUES = 8192
-"""Longest vector whose elements are sent."""
+"""Maximum length of a vector whose elements are sent."""
 
 
 class SheetRequest(Chosen):
     layer: Annotated[int, Field(ge=0)] = 0
-    """Index of the block that is shown."""
+    """Index of the block to show."""
 
 
 class WeightsRequest(Chosen):
     against: Which = None
-    """The run's checkpoint to compare with; null: no comparison."""
+    """Another checkpoint of the run, to compare with; null: no comparison."""
     tensor: Annotated[str, Field(min_length=1, max_length=512)]
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A run's model and one of its checkpoints. Its methods read files."""
+    """A run's model and one of its checkpoints. Attributes and methods read files."""
 
     wanted: Wanted
 
@@ -76,7 +76,7 @@ class Shown:
         return sum(self.figures.values(), Figures())
 
     def stored(self, names: list[str]) -> list[StoredWeights]:
-        """Tensors of the model as the checkpoint holds them.
+        """Return the named tensors as the checkpoint stores them.
 
         Raises:
             UserError: the checkpoint is damaged, or does not match the recipe.
@@ -87,16 +87,16 @@ class Shown:
 
 @lru_cache(maxsize=256)
 def _verify(wanted: Wanted) -> None:
-    """Verify a checkpoint's weights, once: the checksum of a large file takes seconds."""
+    """Verify a checkpoint's weights, but only once, because the checksum of a large file takes seconds."""
     wanted.checkpoint.verify("model.safetensors")
 
 
-# ------------------------------------------------------------------------------------------------------- the sheet
+# ------------------------------------------------------------------------------------------- the model's parts
 
 
 @router.post("/sheet")
 async def model_sheet(request: Request) -> Response:
-    """A model's parts, including those of one block, with the cost of each part, and the totals."""
+    """Return a model's parts (those of blocks for one block), the cost of each part, and the totals."""
     studio, body = studio_of(request), await body_of(request, SheetRequest)
     shown = Shown(await studio.engines.find(body.model, body.checkpoint))
     return as_json(await studio.reader.compute(lambda _: _sheet(shown, body.layer)))
@@ -104,7 +104,7 @@ async def model_sheet(request: Request) -> Response:
 
 def _sheet(shown: Shown, layer: int) -> Tree:
     recipe, c = shown.recipe, shown.recipe.model
-    shapes = shown.shapes  # comes first, since it refuses a model with too many tensors
+    shapes = shown.shapes  # first, because this rejects a model with too many tensors
     if layer >= c.n_layers:
         raise UserError(f"layer={layer}: the model's blocks are numbered from 0 to {c.n_layers - 1}.")
     about, made = describe(c, recipe.name), parts(c, layer)
@@ -164,7 +164,7 @@ def _of_tensor(one: StoredWeights) -> Tree:
 
 
 def _rows(here: Figures, everywhere: Figures, shown: Shown) -> Iterator[Tree]:
-    """The costs of a part in one layer, in all layers, and as a share of the model; zero costs are left out."""
+    """Yield each nonzero cost of a part: in one layer, in all layers, and as a share of the whole model's cost."""
     context = shown.recipe.model.context_length
 
     def row(key: str, name: str, unit: str, of: Callable[[Figures], float]) -> Iterator[Tree]:
@@ -185,18 +185,18 @@ def _rows(here: Figures, everywhere: Figures, shown: Shown) -> Iterator[Tree]:
                    lambda f: context * f.kv_cache_bytes_per_token)  # fmt: skip
 
 
-# ----------------------------------------------------------------------------------------------------- the weights
+# ------------------------------------------------------------------------------------------ a checkpoint's weights
 
 
 @router.post("/weights")
 async def model_weights(request: Request) -> Response:
-    """A tensor's histogram, moments and, if it is short, elements at a checkpoint, or at two with the same bins."""
+    """Return a tensor's histogram and moments, and a short vector's elements, at one checkpoint or at two."""
     return await _of_checkpoints(request, _weights)
 
 
 @router.post("/spectrum")
 async def model_spectrum(request: Request) -> Response:
-    """A matrix's singular values at a checkpoint, or at two."""
+    """Return a matrix's singular values at one checkpoint or at two."""
     return await _of_checkpoints(request, _spectra)
 
 
@@ -228,7 +228,7 @@ def _weights(of: list[tuple[int, StoredWeights]], check: Check) -> Tree:
 
 
 def _values(weights: StoredWeights, check: Check) -> list[float] | None:
-    """The elements of a short vector; None for other tensors."""
+    """Return the elements of a vector of at most MOST_VALUES; None for other tensors."""
     if len(weights.shape) > 1 or weights.size > MOST_VALUES:
         return None
     return [value for part in weights.parts(check) for value in part.tolist()]

@@ -1,4 +1,4 @@
-"""The static files of the page, which hold no user's data and need no key; and the exchange of a sign-in code."""
+"""Serve the page's static files, which hold no user data and need no key, and exchange sign-in codes for sessions."""
 
 import mimetypes
 from pathlib import Path
@@ -25,7 +25,7 @@ _HEADERS = {
     "vary": "accept",
 }
 
-mimetypes.add_type("text/javascript", ".js")  # overrides the system's table: browsers refuse other types
+mimetypes.add_type("text/javascript", ".js")  # whatever the system's table says: browsers reject other types
 
 router = APIRouter(include_in_schema=False)
 
@@ -34,20 +34,20 @@ _FILES = StaticFiles(directory=Path(__file__).parent / "static")
 
 
 async def home(request: Request) -> Response:
-    """The HTML of the page."""
+    """Return the page's HTML."""
     return await static_file(request, "index.html")
 
 
 @router.get(STATIC + "{name:path}")
 async def static_file(request: Request, name: str) -> Response:
-    """A file of the page, or 304 if the browser has it already."""
+    """Return a file of the page, or status 304 if the browser already has it."""
     response = await _FILES.get_response(name, request.scope)
     response.headers.update(_HEADERS)
     return response
 
 
 class Code(Wire):
-    """The one-time code of the link that signs a browser in."""
+    """The one-time code from the link that signs a browser in."""
 
     code: str = Field(max_length=256)
 

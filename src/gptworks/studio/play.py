@@ -1,4 +1,4 @@
-"""Play: a model's text, token by token, with each token's alternatives before and after the sampling settings apply."""
+"""Routes of the Play tab: a model's text, token by token, with alternatives before and after sampling settings."""
 
 import secrets
 import time
@@ -27,13 +27,13 @@ router = APIRouter(include_in_schema=False)
 Event = dict[str, Any]
 
 _SEEDS = 2**31
-"""Seeds that are drawn here are smaller, so that JavaScript represents them exactly."""
+"""Upper bound of random seeds, so that JavaScript represents them exactly."""
 _Number = Annotated[float, Field(ge=-1000, le=1000)]
 _Tokens = Annotated[int, Field(ge=0, le=openai.MAX_TOKENS)]
 
 
 class PlaySettings(openai.Wire):
-    """Sampling settings. Defaults and ranges are those of `gptworks generate`."""
+    """Sampling settings, with the defaults and ranges of `gptworks generate`."""
 
     temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
     top_k: _Tokens | None = None
@@ -50,18 +50,18 @@ class PlaySettings(openai.Wire):
     logit_bias: openai.Biases | None = None
 
     def sampling(self, n_top: int) -> SamplingSettings:
-        """The sampling settings, with a random seed if none is given. Raises a UserError for invalid settings."""
+        """Return the sampling settings, with a random seed if none is given. Raises UserError if they are invalid."""
         given = {name: value for name, value in self.model_dump().items() if value is not None}
         return SamplingSettings(**{"seed": secrets.randbelow(_SEEDS)} | given, logprobs=n_top, processed_logprobs=n_top)
 
 
 RunName = Annotated[str, Field(min_length=1, max_length=4096)]
 Which = Literal["best", "last"] | Annotated[int, Field(ge=0)] | None
-"""A checkpoint: its step, "best" or "last"; None: the best."""
+"""The checkpoint to use: its step, "best" or "last"; None: the best."""
 
 
 class Chosen(openai.Wire):
-    """A model and one of its checkpoints."""
+    """A request that names a model and one of its checkpoints."""
 
     model: RunName
     checkpoint: Which = None
@@ -84,20 +84,20 @@ class GenerateRequest(Chosen):
 
 
 def _engines_of(request: Request) -> Engines | None:
-    """The engines of a studio's runs; None: the page shows the models of `gptworks serve`."""
+    """Return the engines of the studio's runs; None if the page shows the models of `gptworks serve`."""
     engines: Engines | None = request.app.state.studio.engines
     return engines
 
 
 @router.get("/studio/state")
 async def state(request: Request) -> Response:
-    """The parts of the studio, and the models."""
+    """Return the page's tabs and the models."""
     return as_json(await in_thread(request, request.app.state.studio.describe))
 
 
 @router.post("/studio/load")
 async def load(request: Request) -> Response:
-    """Load a model before a text is requested, if there is memory; answers once it is loaded."""
+    """Load a model before a text is requested, if memory allows. Answer once the model is loaded."""
     body, engines = await body_of(request, Chosen), _engines_of(request)
     if engines is None:
         service_of(request).get(body.model)
@@ -108,7 +108,7 @@ async def load(request: Request) -> Response:
 
 @router.post("/studio/generate")
 async def generate(request: Request) -> Response:
-    """A text, token by token, as events."""
+    """Generate a text and send it token by token, as events."""
     body, caller = await body_of(request, GenerateRequest), caller_of(request)
     service, engines = service_of(request), _engines_of(request)
     settings = body.settings.sampling(body.n_top)
@@ -148,7 +148,7 @@ async def _begin(
     """Submit a request's prompt to the engine and return the generation.
 
     Raises:
-        APIError, UserError, QueueFull: the request is not accepted.
+        APIError, UserError, QueueFull: the request is rejected.
     """
     task = caller.task()
     if body.messages is not None or body.answers:
@@ -174,7 +174,7 @@ async def _events(generation: Generation, body: GenerateRequest, step: int | Non
         tokens = [_token(model, i, decoder.push(i), score) for i, score in zip(prompt.ids, scores, strict=True)]
         return {"type": "start", "seed": generation.order.settings.seed, "step": step, "tokens": tokens}
 
-    started = not body.score_prompt  # the scores are known when the first token comes
+    started = not body.score_prompt  # the prompt's scores come with the first generated token
     if started:
         yield [start()]
     pace, logprob = Pace(), 0.0
@@ -201,14 +201,14 @@ async def _events(generation: Generation, body: GenerateRequest, step: int | Non
 
 
 def _token(model: ServedModel, token: int, text: str, score: TokenLogprob | None) -> Event:
-    """A token as JSON for the page."""
+    """Return a token as JSON for the page."""
     scores = {"logprob": None, "top": []} if score is None else _scores(model, score)
     rank = None if score is None else score.rank
     return {"id": token, "text": text, "spelling": model.tokens.spell(token)[0], "rank": rank, **scores}
 
 
 def _scores(model: ServedModel, score: TokenLogprob) -> Event:
-    """A token's log-probability and the likeliest tokens, as finite numbers, because JSON has no infinity."""
+    """Return a token's log-probability and the most likely tokens, with finite numbers: JSON has no infinity."""
     top = [
         {"id": other, "spelling": model.tokens.spell(other)[0], "logprob": max(logprob, LEAST_LOGPROB)}
         for other, logprob in score.top

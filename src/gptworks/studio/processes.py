@@ -1,4 +1,4 @@
-"""Training runs as processes: started, watched and stopped. They continue when the studio ends."""
+"""Start, watch and stop training runs, each in its own process. The processes continue when the studio ends."""
 
 import contextlib
 import os
@@ -17,14 +17,14 @@ from gptworks.training.run_folder import CONSOLE, is_in_use
 
 MOST_LINES = 12
 MOST_CHARACTERS = 400
-"""Longest line of a run's output that is shown."""
+"""Maximum length of a line of a run's output; the rest is not shown."""
 _TAIL_BYTES = 1 << 14
 _KEPT = 32
-"""Most ended processes that are still shown."""
+"""Maximum number of ended processes that are still shown."""
 _ASKED = "was asked to stop: it ends its step, saves a checkpoint and stops."
 COMMAND = ("-m", "gptworks")
 STOP = signal.SIGTERM
-"""The signal that asks a run to stop after its step, as Ctrl-C does; before the first step it ends the process. Unlike
+"""The signal that asks a run to stop after its step, as Ctrl-C does. Before the first step, it ends the process. Unlike
 SIGINT, it is not lost while Python imports modules."""
 
 
@@ -45,18 +45,18 @@ class Training:
 
 @dataclass
 class Processes:
-    """The runs that this studio has started. Thread-safe."""
+    """Starts and stops training runs. Thread-safe."""
 
     most: int = 1
-    """Most runs that may train at once."""
+    """Maximum number of runs that may train at the same time."""
     started: dict[str, Training] = field(default_factory=dict)
-    """Processes by the run's name, the newest last."""
+    """Processes that this studio has started, by the run's name, newest last."""
     asked: dict[str, int] = field(default_factory=dict)
     """Ids of the processes started elsewhere that were asked to stop, by the run's name."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def check_room(self) -> None:
-        """Raises a UserError if as many runs train as may train at once."""
+        """Raise a UserError if `most` runs are training."""
         running = [one.name for one in self.started.values() if one.is_running]
         if len(running) >= self.most:
             raise UserError(
@@ -65,7 +65,7 @@ class Processes:
             )
 
     def start(self, name: str, folder: Path, arguments: Sequence[str]) -> Training:
-        """Run `gptworks train ARGUMENTS`, whose output goes to a file in the run folder.
+        """Start `gptworks train ARGUMENTS`. Its output goes to a file in the run folder.
 
         Raises:
             UserError: the limit of training runs is reached.
@@ -85,10 +85,10 @@ class Processes:
             return self.started[name]
 
     def stop(self, name: str, folder: Path | None) -> None:
-        """Ask the process that trains a run to stop after its step and save; before the first step it ends.
+        """Ask the process that trains a run to stop after its step and save. Before the first step, the process ends.
 
         Args:
-            folder: the run's folder, if it may have been started elsewhere.
+            folder: the run's folder, in which a process that was started elsewhere is found; None: unknown.
 
         Raises:
             UserError: no process trains the run, or it was asked already or cannot be found.
@@ -114,12 +114,12 @@ class Processes:
             _ask_holder(found, folder)
 
     def is_stopping(self, name: str, folder: Path) -> bool:
-        """Whether the process that trains this run was started elsewhere and asked to stop."""
+        """Return whether the process that trains this run was started elsewhere and asked to stop."""
         return name in self.asked and _holder(folder) == self.asked[name]
 
 
 def console_lines(folder: Path) -> list[str]:
-    """The last lines that a run's process printed."""
+    """Return the last lines that a run's process printed."""
     try:
         with open_regular(folder / CONSOLE, inside=folder) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
@@ -134,7 +134,7 @@ def console_lines(folder: Path) -> list[str]:
 
 
 def _ask_holder(found: int, folder: Path) -> None:
-    """Ask a process to stop, if it still holds the run folder's lock: its id may have been reused."""
+    """Ask the process `found` to stop, if it still holds the run folder's lock, since its id may have been reused."""
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(found)
         try:
@@ -145,7 +145,7 @@ def _ask_holder(found: int, folder: Path) -> None:
 
 
 def _holder(folder: Path) -> int | None:
-    """Id of this user's `gptworks train` process that holds a run folder's lock; None: no such process, or no /proc."""
+    """Return the id of this user's `gptworks train` process that holds a run folder's lock; None if not found."""
     try:
         lock = (folder / ".lock").stat(follow_symlinks=False)
         processes = [one for one in Path("/proc").iterdir() if one.name.isdigit()]
@@ -159,7 +159,7 @@ def _holder(folder: Path) -> int | None:
 
 
 def _trains(process: Path) -> bool:
-    """Whether a process is `python -m gptworks train` or the script `gptworks train`."""
+    """Return whether a process is `python -m gptworks train` or the script `gptworks train`."""
     words = (process / "cmdline").read_bytes().split(b"\0")
     commands = [i for i, word in enumerate(words[:-1]) if Path(os.fsdecode(word)).name == "gptworks"]
     return any(words[i + 1] == b"train" for i in commands)

@@ -1,4 +1,4 @@
-"""Read: a checkpoint's loss on each token of a text; and the causes, history and training data of one token's loss."""
+"""Routes of the Read tab: a checkpoint's loss on each token of a text, and one token's causes, history and n-grams."""
 
 import base64
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -31,19 +31,19 @@ Tree = dict[str, Any]
 
 MOST_CHARACTERS = 100_000
 NEIGHBOURS = 3
-"""Tokens on each side of the chosen one in the logit lens."""
+"""Number of tokens on each side of the chosen token that the logit lens shows."""
 _SNIPPET_TOKENS = 24
-"""Tokens shown on each side of an n-gram."""
+"""Number of tokens shown on each side of an n-gram."""
 
 
 class ReadRequest(Chosen):
     text: Annotated[str, Field(min_length=1, max_length=MOST_CHARACTERS)] | None = None
     document: Annotated[int, Field(ge=0, lt=2**53)] | None = None
-    """The document's number in the validation split."""
+    """Number of a document in the validation split."""
     tokens: (
         Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=2, max_length=MOST_TOKENS)] | None
     ) = None
-    """Token ids that a model wrote, in place of a text: another tokenization would have other probabilities."""
+    """Token ids that a model generated, in place of their text, which a tokenizer might split in another way."""
 
     @model_validator(mode="after")
     def _one_text(self) -> Self:
@@ -58,20 +58,20 @@ class TextRequest(ReadRequest):
 
 class TokenRequest(ReadRequest):
     index: Annotated[int, Field(ge=1)]
-    """The index of the chosen token."""
+    """Index of the chosen token in the text."""
     token: Annotated[int, Field(ge=0)] | None = None
-    """Id of a token at `index` whose logit is attributed to the model's parts; null: the actual token's."""
+    """Id of the token whose logit at `index` is attributed to the model's parts; null: the token in the text."""
     against: Annotated[int, Field(ge=0)] | None = None
-    """Id of a token whose logit is subtracted; null: no token."""
+    """Id of a token whose logit is subtracted from that of `token`; null: nothing is subtracted."""
 
 
 class StepsRequest(ReadRequest):
     threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """A token counts as learned at the first checkpoint after which its probability stays at least this."""
+    """A token counts as learned from the first checkpoint at and after which its probability is at least this."""
 
 
 async def reading_of(studio: Studio, request: Request, chosen: Chosen) -> Reading:
-    """The loaded checkpoint that a request names."""
+    """Load the checkpoint that a request names, and return it as a `Reading`."""
     wanted = await studio.engines.find(chosen.model, chosen.checkpoint)
     return Reading(wanted, await studio.engines.take(wanted, caller_of(request)), studio.data)
 
@@ -84,7 +84,7 @@ async def _answer(request: Request, chosen: Chosen, work: Callable[[Reading, Che
 
 @router.post("/documents")
 async def documents(request: Request) -> Response:
-    """The number of documents in a run's validation split."""
+    """Return the numbers of documents and tokens in a run's validation split."""
 
     def count(reading: Reading, _: Check) -> Tree:
         shards = reading.shards("validation")
@@ -95,7 +95,7 @@ async def documents(request: Request) -> Response:
 
 @router.post("/text")
 async def read_text(request: Request) -> Response:
-    """A text's tokens and their losses; for two checkpoints, also the difference."""
+    """Return a text's tokens and their losses; for two checkpoints, those of both, compared by segments."""
     studio, body = studio_of(request), await body_of(request, TextRequest)
     reading = await reading_of(studio, request, body)
     other = None if body.against is None else await reading_of(studio, request, body.against)
@@ -134,7 +134,7 @@ def _of_text(reading: Reading, text: TokenizedText, nats: Costs) -> Tree:
 
 @router.post("/token")
 async def read_token(request: Request) -> Response:
-    """Causes of one token: attention, logit lens, and the contribution of each part of the model to its logit."""
+    """Return causes of one token: attention, logit lens, and how much each part of the model adds to its logit."""
     body = await body_of(request, TokenRequest)
 
     def read(reading: Reading, check: Check) -> Tree:
@@ -169,12 +169,12 @@ def _guess(reading: Reading, guess: Guess) -> Tree:
 
 @router.post("/ngrams")
 async def read_ngrams(request: Request) -> Response:
-    """Places in the training data with the same tokens up to the chosen one, and the tokens that follow there."""
+    """Find the n-grams that end in the chosen token in the training data: counts, next tokens, and some places."""
     body = await body_of(request, TokenRequest)
 
     def read(reading: Reading, check: Check) -> Tree:
         text = reading.text(body.text, body.document, body.tokens)
-        text.window(reading.model.engine.context, body.index)  # refuses an index outside of the text
+        text.window(reading.model.engine.context, body.index)  # raises an error for an index outside of the text
         training = reading.shards("train")
         ids = text.ids[max(0, body.index + 1 - LONGEST) : body.index + 1].tolist()
         return _of_ngrams(reading, training, find_ngrams(training, ids, check=check))
@@ -210,7 +210,7 @@ def _of_ngrams(reading: Reading, training: TokenShards, found: NGrams) -> Tree:
 
 @router.post("/checkpoints")
 async def read_checkpoints(request: Request) -> Response:
-    """A text's loss at each checkpoint of a run, as events; and the step at which it learned each token."""
+    """Send a text's loss at each checkpoint of a run, as events, and then the step at which each token was learned."""
     studio, body = studio_of(request), await body_of(request, StepsRequest)
     reading = await reading_of(studio, request, body)
     run = reading.wanted.run
@@ -225,7 +225,7 @@ async def read_checkpoints(request: Request) -> Response:
         for step in steps:
 
             def one(check: Check, step: int = step) -> Costs:
-                run.choose(step)  # the checkpoint may have been deleted
+                run.choose(step)  # raises an error if the checkpoint was deleted
                 run.check_inside()
                 return next(through_checkpoints(run.folder, text, [step], device=device, check=check)).nats
 
@@ -240,6 +240,6 @@ async def read_checkpoints(request: Request) -> Response:
 
 
 def _numbers(values: torch.Tensor) -> Tree:
-    """A tensor's shape, and its numbers as little-endian float32 in base64."""
+    """Return a tensor's shape, and its numbers as little-endian float32 in base64."""
     data = values.float().cpu().contiguous().numpy().astype("<f4").tobytes()
     return {"shape": list(values.shape), "data": base64.b64encode(data).decode()}

@@ -1,4 +1,4 @@
-"""Read a text or a document with a checkpoint of a run; caches token losses and the runs' open data."""
+"""Read a text or a document with a checkpoint of a run. Token losses are cached, and runs' data is kept open."""
 
 import asyncio
 import hashlib
@@ -22,16 +22,16 @@ from gptworks.studio.loaded import Wanted
 from gptworks.tokenizer import fingerprint
 
 MOST_KEPT = 64
-"""Most texts whose losses are cached."""
+"""Maximum number of texts whose losses are cached."""
 
 MOST_OPEN = 4
-"""Most runs whose data is kept open."""
+"""Maximum number of runs whose data is kept open."""
 
 _Result = TypeVar("_Result")
 
 
 class _Gone(Exception):
-    """No client waits for the result any more."""
+    """Stops a computation when no client waits for its result any more."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Reader:
     _kept: "OrderedDict[tuple[Wanted, str], Costs]" = field(default_factory=OrderedDict)
 
     async def compute(self, work: Callable[[Check], _Result]) -> _Result:
-        """The result of `work`, which stops early at its next `check` if the client leaves or the time is over."""
+        """Run `work` in the thread and return its result. If the client leaves or time is up, `check` stops `work`."""
         gone = threading.Event()
 
         def check() -> None:
@@ -59,7 +59,7 @@ class Reader:
             gone.set()
 
     def nats(self, reading: "Reading", text: TokenizedText, check: Check) -> Costs:
-        """The loss of each token in nats, from the cache if it was computed before."""
+        """Return the loss of each token in nats, from the cache if it was computed before."""
         key = reading.wanted, hashlib.sha256(text.ids.tobytes()).hexdigest()
         if key not in self._kept:
             self._kept[key] = text.token_nats(reading.model.engine.model, check)
@@ -70,13 +70,13 @@ class Reader:
 
 
 class OpenData:
-    """The data of the most recently used runs. Not thread-safe."""
+    """Opens the data of runs, and keeps that of the most recently used runs open. Not thread-safe."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[tuple[object, ...], tuple[RunData, Stamp | None]] = OrderedDict()
 
     def of(self, wanted: Wanted) -> RunData:
-        """The data of a run.
+        """Return the data of a checkpoint's run.
 
         Raises:
             UserError: the data is missing or belongs to another run, or the checkpoint was deleted.
@@ -98,14 +98,14 @@ class OpenData:
 
 @dataclass(frozen=True)
 class Reading:
-    """A checkpoint and its model. Its methods are slow."""
+    """A checkpoint with its loaded model and the runs' data. Its methods are slow."""
 
     wanted: Wanted
     model: ServedModel
     data: OpenData
 
     def text(self, text: str | None, document: int | None, tokens: list[int] | None) -> TokenizedText:
-        """A text to read: the given text, a document of the run's validation split, or the given token ids.
+        """Tokenize what to read: the given text, a document of the run's validation split, or the given token ids.
 
         Raises:
             UserError: the text has too many tokens or one that the model lacks, or the document does not exist.
@@ -122,12 +122,12 @@ class Reading:
             raise UserError(f"{error} Paste a text instead.") from None
 
     def same_text(self, text: TokenizedText, of: "Reading") -> TokenizedText:
-        """The text of the reading `of`, tokenized for this model."""
+        """Return the text of the reading `of`, tokenized for this model."""
         mine, other = (fingerprint(one.model.engine.tokenizer) for one in (self, of))
         return text if mine == other else TokenizedText.of_text(self.model.engine.tokenizer, "".join(text.pieces))
 
     def shards(self, split: Split) -> TokenShards:
-        """A split of the data that the run trains on.
+        """Return a split of the data that the run was trained on.
 
         Raises:
             UserError: the data is missing, or belongs to another run.

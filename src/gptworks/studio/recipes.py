@@ -1,9 +1,9 @@
-"""Recipes of the runs that the studio lists, read in a process with limits: a run folder may come from anyone.
+"""Read the recipes of the listed runs in a process with limits, since a run folder may come from anyone.
 
     Recipes.of(path) ──► confined process: `load_recipe(path)` ──► plain values ──► Recipe
 
-The process is reused. If a recipe ends the process, by taking too much time or memory or by a library's fault, a new
-one replaces it and only that recipe is refused. An answer, also a refusal, is kept until the recipe's file changes.
+The process is reused. If a recipe ends the process (by taking too much time or memory, or by a library's fault), a new
+process replaces it and only that recipe is rejected. Recipes and rejections are cached until the recipe's file changes.
 """
 
 import os
@@ -22,11 +22,11 @@ from gptworks.files import Stamp, stamp
 from gptworks.recipe import load_recipe
 
 MOST_CHARACTERS = 1 << 19
-"""Longest JSON of a recipe with all its settings; a typical one has 3,000."""
+"""Maximum length of a recipe with all its settings as JSON. A typical recipe has 3,000 characters."""
 MOST_KEPT = 4_000
-"""Most cached recipes and refusals."""
+"""Maximum number of cached recipes and rejections."""
 _WAIT_SECONDS = 20.0
-"""Wall-clock limit: reading may also wait for a disk."""
+"""Limit of elapsed time, in addition to CPU time, since reading may wait for a disk."""
 
 _SHARED = Confined(
     "gptworks.studio.recipes",
@@ -37,7 +37,7 @@ _SHARED = Confined(
 
 
 def main() -> None:
-    """Answer the parent's questions: return a recipe's values for its path and the folder it is relative to."""
+    """Answer the parent's questions: each gives the `path` of a recipe, relative to `cwd`, and asks for its values."""
     serve(lambda setup: _values)
 
 
@@ -51,16 +51,16 @@ def _values(question: Any) -> Any:
 
 
 class Recipes:
-    """Reads recipes, each once until its file changes, one at a time. Thread-safe."""
+    """Reads recipes one at a time, and each again only when its file has changed. Thread-safe."""
 
     def __init__(self, process: Confined | None = None) -> None:
         self._process = process or _SHARED
         self._known: OrderedDict[Path, tuple[Stamp, Recipe | str]] = OrderedDict()
-        """By path: the stamp of the recipe's file, and the recipe or the reason for refusing it."""
+        """The stamp of each recipe's file, and the recipe or the reason for rejecting it, by path."""
         self._lock = threading.Lock()
 
     def of(self, path: Path) -> Recipe:
-        """The recipe in a run folder or a file.
+        """Return the recipe in a run folder or a file.
 
         Raises:
             UserError: the recipe is missing or invalid, or takes more time or memory than a recipe may.
@@ -71,7 +71,7 @@ class Recipes:
         return found
 
     def knows(self, path: Path) -> bool:
-        """Whether the recipe, as its file is now, was read or refused already.
+        """Return whether the recipe has been read or rejected since its file last changed.
 
         Raises:
             UserError: the file does not exist.
@@ -84,7 +84,7 @@ class Recipes:
 
     def _read(self, path: Path) -> Recipe | str:
         with self._lock:
-            if (found := self._find(path)) is not None:  # another thread has read it first
+            if (found := self._find(path)) is not None:  # another thread has read the recipe
                 return found
             known, task, question = _stamp(path), Task(), {"path": str(path), "cwd": str(Path.cwd())}
             timer = threading.Timer(_WAIT_SECONDS, task.abandon)
@@ -96,9 +96,9 @@ class Recipes:
                 found = str(error)
             except Exceeded as error:
                 found = f"the recipe is refused: {error} Reading a recipe takes far less: give it fewer settings."
-            except ValidationError as error:  # the values do not make a recipe again
+            except ValidationError as error:  # the process's answer is not a valid recipe
                 found = f"the recipe is refused: {error.errors()[0]['msg']}"
-            except Abandoned:  # by the timer; not kept, since the disk may be faster next time
+            except Abandoned:  # by the timer; not cached, since the disk may be faster next time
                 raise UserError(f"the recipe was not read within {_WAIT_SECONDS:g} seconds.") from None
             finally:
                 timer.cancel()

@@ -1,4 +1,4 @@
-"""Compare a run, or its fork, with the recipe that it resumes with: the changed settings, and the training left."""
+"""Find out what changes, and how much training is left, if a run or a fork of it resumes with a given recipe."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,19 +17,19 @@ Changes = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Resumption:
-    """The effect of resuming a run, or its fork, with a recipe."""
+    """The effect of resuming a run, or a fork of it, with a recipe."""
 
     changes: Changes
-    """The changed settings: `path`, `old`, `new`, and `recorded`: whether the run folder records the change because the
-    loss curve depends on it."""
+    """The changed settings, each with `path`, `old`, `new` and `recorded` (whether the run folder records the change,
+    because the loss curve depends on it)."""
     problem: str | None
-    """The reason why the run cannot resume; None: it can."""
+    """The reason why the run cannot resume; None if it can."""
     steps_left: int | None
-    """Steps left until train.max_steps; None: that is not set."""
+    """Number of steps left until train.max_steps; None if train.max_steps is not set."""
 
 
 def allowed_changes(run: RunFolder, text: str, forked_at: int | None = None) -> Changes:
-    """The settings that change if a run, or its fork from a step, resumes with a recipe.
+    """Return the settings that change if a run, or its fork from step `forked_at`, resumes with the recipe `text`.
 
     Raises:
         UserError: the run cannot resume with this recipe.
@@ -41,7 +41,7 @@ def allowed_changes(run: RunFolder, text: str, forked_at: int | None = None) -> 
 
 
 def resumption(run: RunFolder, text: str, forked_at: int | None = None) -> Resumption:
-    """The effect of resuming a run, or its fork from a step, with a recipe; if it cannot resume, also the reason."""
+    """Return the effect of resuming a run, or its fork from step `forked_at`, with the recipe `text`."""
     before = load_recipe(run.folder, [] if forked_at is None else settings_at(run.folder, forked_at))
     tree = read_text(text) | {"name": before.name, "run_dir": str(run.folder)}
     now = parse_recipe(tree)
@@ -64,13 +64,13 @@ def resumption(run: RunFolder, text: str, forked_at: int | None = None) -> Resum
 
 
 def _check_said(before: Recipe, now: Recipe, made: Changes) -> None:
-    """Raises a UserError if the changes, as arguments of `gptworks train`, do not give the new recipe."""
+    """Raise a UserError if the changes, as arguments of `gptworks train`, do not produce the new recipe."""
     if rest := changed(load_recipe(before, [f"{one['path']}={one['new']}" for one in made]), now):
         raise UserError(f"{', '.join(rest)} cannot be changed from here: use gptworks train --resume.")
 
 
 def _check_left(run: RunFolder, now: Recipe, done: int, *, is_fork: bool) -> None:
-    """Raises a UserError if no training is left after step `done`."""
+    """Raise a UserError if no training is left after step `done`."""
     ends = {name: value for name in sorted(ENDS) if (value := getattr(now.train, name)) is not None}
     if done == now.train.max_steps:
         ends = {"max_steps": done}

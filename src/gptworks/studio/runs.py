@@ -1,5 +1,5 @@
-"""Runs: the curves of many runs, their differences, and conclusions. The figures are those of the commands `report` and
-`compare`.
+"""Routes of the Runs tab: the curves of many runs, their differences, and conclusions. The figures are those of
+`gptworks report` and `gptworks compare`.
 """
 
 import asyncio
@@ -30,14 +30,14 @@ MOST_RUNS = 256
 MOST_KEYS = 64
 MOST_COMPARED = 64
 MOST_DRAWN = 600_000
-"""Most points in an answer."""
+"""Maximum number of points in an answer."""
 MOST_SAMPLES = 100
 MOST_CHARACTERS = 20_000
-"""Most characters of a sample's prompt, and of its text, in an answer; the rest is cut off."""
+"""Maximum number of characters of a sample's prompt, and of its text, in an answer; the rest is cut off."""
 MOST_BEGUN = 32
-"""Most curves of an answer that wait for the first records of a log; other unread logs come with a later answer."""
+"""Maximum number of curves in an answer for which unread logs are read; other unread logs wait for a later answer."""
 _AT_ONCE = 8
-"""Number of curves that are made before other requests may use the thread."""
+"""Number of curves that are computed before other requests may use the feed's thread."""
 _LIVE_SECONDS = 0.5
 """Seconds between two events of the live feed."""
 
@@ -53,7 +53,7 @@ def _used(watch: Watch, names: list[str], asked_at: float | None = None, *, begi
 
 
 async def _rows(feed: Feed, names: set[str] | None = None) -> list[dict[str, Any]]:
-    """The list's rows for these runs; None: for all runs."""
+    """Return the rows of the list of runs for `names`; None: for all runs."""
 
     def made(watch: Watch) -> list[dict[str, Any]]:
         named = defaultdict[str, dict[Path, str]](dict)
@@ -69,11 +69,11 @@ async def _rows(feed: Feed, names: set[str] | None = None) -> list[dict[str, Any
 
 
 def _origin(one: Watched, named: Mapping[str, Mapping[Path, str]]) -> dict[str, Any] | None:
-    """The origin of a forked run: its name `run`, the `step`, and its `id` in the list; None: the run is not a fork. If
-    several runs have that name, `id` is that of the run next to the fork, or None.
+    """Return the run that `one` was forked from: its name `run`, the `step`, and its `id` in the list; None if `one` is
+    not a fork. If several runs have that name, `id` is that of the run next to the fork, if any, else None.
 
     Args:
-        named: ids by the folder's name, then by the folder.
+        named: ids of runs by their folder's name, then by their folder.
     """
     if one.origin is None:
         return None
@@ -85,7 +85,7 @@ def _origin(one: Watched, named: Mapping[str, Mapping[Path, str]]) -> dict[str, 
 
 @router.get("/studio/runs")
 async def list_runs(request: Request) -> Response:
-    """The list of runs, each with its state, step, and last and best figures."""
+    """Return the list of runs, each with its state, its step, and its last and best evaluation."""
     feed = studio_of(request).feed
     return as_json({"runs": await _rows(feed), "left_out": feed.left_out})
 
@@ -103,8 +103,8 @@ async def curves(
     log: bool = False,
     raw: bool = False,
 ) -> Response:
-    """Curves of runs' figures in a window of an axis, with fewer points but all spikes. `raw`: return smoothed curves
-    also without smoothing."""
+    """Return curves of runs' figures in a window of an axis, with fewer points but all spikes. raw: return smoothed
+    curves also without smoothing."""
     infinite = float("inf")
     view = View(x, -infinite if low is None else low, infinite if high is None else high, points, smooth, log)
     names, keys = list(dict.fromkeys(run)), list(dict.fromkeys(key))
@@ -130,7 +130,7 @@ async def curves(
 def _curves_of(
     wanted: list[tuple[str, str]], views: dict[str, View], asked_at: float, *, begins: bool
 ) -> Callable[[Watch], list[str]]:
-    """A function for `Feed.ask` that makes curves as JSON texts, since encoding many numbers is slow."""
+    """Return a function for `Feed.ask` that returns curves as JSON text: the feed's thread does the slow encoding."""
 
     def made(watch: Watch) -> list[str]:
         found = []
@@ -150,7 +150,7 @@ def _curves_of(
 
 
 def _bands(watch: Watch, names: list[str], view: View, asked_at: float) -> list[dict[str, Any]]:
-    """The band of each recipe among the runs: the 95% interval of one more run's validation loss."""
+    """Return the band of each recipe among the runs: the 95% interval of another run's validation loss."""
     found: dict[str, tuple[Band, list[str]]] = {}
     for name, one in zip(names, _used(watch, names, asked_at, begins=False), strict=True):
         if one.band is not None and view.axis != "seconds":
@@ -171,7 +171,7 @@ def _drawn_band(band: Band, runs: list[str], axis: str) -> dict[str, Any]:
 
 @router.get("/studio/runs/step")
 async def step_of(request: Request, run: str, at: Annotated[float, Query(ge=0)], x: Axis = "step") -> Response:
-    """The log at a point of training: the last record of each kind up to it."""
+    """Return the last training record and the last evaluation of a run up to a point of training."""
 
     def look(watch: Watch) -> dict[str, Any]:
         (one,) = _used(watch, [run])
@@ -184,12 +184,12 @@ async def step_of(request: Request, run: str, at: Annotated[float, Query(ge=0)],
 async def comparison(
     request: Request, run: Annotated[list[str], Query(min_length=1, max_length=MOST_COMPARED)]
 ) -> Response:
-    """The conclusions of `gptworks compare`, and the settings that differ."""
+    """Return the conclusions of `gptworks compare`, and the settings in which the runs differ."""
     feed = studio_of(request).feed
 
     def conclude(watch: Watch) -> dict[str, Any]:
         runs = _used(watch, run)
-        for name in run:  # raises if a link leads out of the folder: the comparison reads a checkpoint there
+        for name in run:  # check that no link leads out of the folder, since the comparison reads a checkpoint
             feed.library.get(name)
         broken = [one for one in runs if one.problem is not None]
         if broken:
@@ -203,7 +203,7 @@ async def comparison(
 
 @router.get("/studio/runs/samples")
 async def samples(request: Request, run: Names, most: Annotated[int, Query(ge=1, le=MOST_SAMPLES)] = 20) -> Response:
-    """The texts that runs wrote, newest first."""
+    """Return the texts that runs generated during training, those of the latest steps first."""
 
     def look(watch: Watch) -> list[dict[str, Any]]:
         runs = dict(zip(dict.fromkeys(run), _used(watch, run), strict=True))
@@ -223,7 +223,7 @@ def _cut(text: str) -> str:
 
 @router.get("/studio/runs/live")
 async def live(request: Request) -> Response:
-    """Events with rows of the list: all rows first, then those that change."""
+    """Send rows of the list of runs as events: first all rows, then those that change."""
     studio = studio_of(request)
     await studio.feed.ask(lambda watch: None)
     studio.service.watch(caller_of(request))

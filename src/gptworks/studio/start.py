@@ -1,6 +1,6 @@
-"""Start: a recipe's form and plan; and routes that start, stop, resume and fork runs.
+"""Routes of the Start tab: a recipe's form, check and plan, and starting, stopping, resuming and forking runs.
 
-A recipe from the page is checked in a process with limits before anything else reads it.
+A process with limits checks a recipe from the page before anything else reads the recipe.
 """
 
 import re
@@ -28,7 +28,7 @@ from gptworks.studio.state import Studio, studio_of
 from gptworks.training.fork import fork
 
 MOST_TEXT = 100_000
-"""Most characters of a recipe."""
+"""Maximum number of characters in a recipe's text."""
 MOST_EDITS = 64
 MOST_ASKED = 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -38,7 +38,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class Origin(openai.Wire):
-    """The recipe that a new one begins from: a shipped recipe, or that of a run."""
+    """The recipe that a new recipe is based on: a shipped recipe, or that of a run."""
 
     recipe: str | None = None
     run: str | None = None
@@ -52,7 +52,7 @@ class Origin(openai.Wire):
 
 Text = Annotated[str, Field(max_length=MOST_TEXT)]
 Edit = Annotated[list[str | None], Field(min_length=2, max_length=2)]
-"""A setting's path, and its value as typed; a value of None removes the setting."""
+"""A setting's path, and its new value as typed. The value None removes the setting."""
 
 
 class _Recipe(openai.Wire):
@@ -113,11 +113,11 @@ def _writable(request: Request) -> None:
 
 router = APIRouter(include_in_schema=False)
 actions = APIRouter(include_in_schema=False, dependencies=[Depends(_writable)])
-"""Routes that write files, or start or stop runs; a read-only studio refuses them."""
+"""Routes that write files, or start or stop runs. A read-only studio rejects requests to these routes."""
 
 
 async def _ask(studio: Studio, body: CheckRequest | _Recipe, ask: str, **more: Any) -> dict[str, Any]:
-    """The answer of `checking` to the question `ask` about a recipe."""
+    """Send the question `ask` (check or plan) about a recipe to the process of `Checks`, and return the answer."""
     library, origin = studio.library, body.origin
     found = None
     if origin is not None and origin.recipe is not None:
@@ -132,7 +132,7 @@ async def _ask(studio: Studio, body: CheckRequest | _Recipe, ask: str, **more: A
 
 
 async def _checked(studio: Studio, body: _Recipe, *edits: tuple[str, str | None]) -> str:
-    """A recipe's text after edits.
+    """Return a recipe's text after edits.
 
     Raises:
         UserError: the edited recipe is invalid.
@@ -146,7 +146,7 @@ async def _checked(studio: Studio, body: _Recipe, *edits: tuple[str, str | None]
 
 @router.get("/studio/start")
 async def begin(request: Request) -> Response:
-    """The recipes to begin from, and the form."""
+    """Return the shipped recipes that a new recipe can be based on, and the form."""
     studio = studio_of(request)
     recipes = [{"name": one.name, "summary": one.summary, "time": one.time} for one in shipped_recipes()]
     return as_json({"read_only": studio.read_only, "folder": str(studio.library.roots[0]), "recipes": recipes,
@@ -155,14 +155,14 @@ async def begin(request: Request) -> Response:
 
 @router.post("/studio/start/check")
 async def check(request: Request) -> Response:
-    """A recipe's text after edits, its settings, and its problems."""
+    """Apply edits to a recipe's text; return the text, its settings and its problems."""
     body = await body_of(request, CheckRequest)
     return as_json(await _ask(studio_of(request), body, "check", edits=body.edits))
 
 
 @router.post("/studio/start/plan")
 async def plan(request: Request) -> Response:
-    """The answer of `gptworks plan` to a recipe."""
+    """Return the answer of `gptworks plan` to a recipe."""
     body = await body_of(request, PlanRequest)
     return as_json(await _ask(studio_of(request), body, "plan", name=body.name, device=body.device))
 
@@ -171,7 +171,7 @@ async def plan(request: Request) -> Response:
 async def processes(
     request: Request, run: Annotated[list[str], Query(max_length=MOST_ASKED, default_factory=list)]
 ) -> Response:
-    """The states and last lines of output of the runs that were started here, and of other requested runs."""
+    """Return the states and the last lines of output of the runs that were started here and of the runs `run`."""
     studio = studio_of(request)
 
     def look() -> list[dict[str, Any]]:
@@ -193,7 +193,7 @@ async def processes(
 
 @actions.post("/studio/start/new")
 async def start_new(request: Request) -> Response:
-    """Write the recipe as NAME.yaml, and train it in the folder NAME next to it."""
+    """Write a recipe as NAME.yaml, and train it in the folder NAME next to this file."""
     studio, body = studio_of(request), await body_of(request, NewRequest)
     folder = _new_folder(studio.library.roots[0], body.name)
     text = await _checked(studio, body, ("name", body.name), ("run_dir", str(folder)))
@@ -203,7 +203,7 @@ async def start_new(request: Request) -> Response:
 
 @actions.post("/studio/start/resume")
 async def resume(request: Request) -> Response:
-    """Resume a run, with changed settings."""
+    """Resume a run with changed settings."""
     studio, body = studio_of(request), await body_of(request, ResumeRequest)
     run, text = await _changed_text(studio, body)
 
@@ -237,7 +237,7 @@ async def fork_run(request: Request) -> Response:
 
 @router.post("/studio/start/changes")
 async def changes(request: Request) -> Response:
-    """The settings that change if a run, or its fork, resumes with a recipe, or why it cannot; see `Resumption`."""
+    """Return the settings that change if a run, or a fork of it, resumes with a recipe; see `Resumption`."""
     studio, body = studio_of(request), await body_of(request, ChangesRequest)
     run, text = await _changed_text(studio, body)
     return as_json(await studio.checks.in_thread(lambda: resumption(run, text, body.step)))
@@ -258,11 +258,11 @@ async def _changed_text(studio: Studio, body: ResumeRequest) -> tuple[RunFolder,
     return await studio.checks.in_thread(lambda: studio.library.get(body.run)), text
 
 
-# ------------------------------------------------------------------------------------------------------------ the work
+# ------------------------------------------------------------------------------------------------ a new run's folder
 
 
 def _new_folder(root: Path, name: str) -> Path:
-    """The folder of a new run.
+    """Return the folder for a new run, which does not exist yet.
 
     Raises:
         APIError: the name is not valid for a folder, or is taken.

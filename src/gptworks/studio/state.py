@@ -20,15 +20,15 @@ from gptworks.studio.reading import OpenData, Reader
 
 @dataclass(frozen=True)
 class Served:
-    """The state of a page for the models of `gptworks serve`; it has only the part Play."""
+    """The state of the page in `gptworks serve`, which has only the tab Play."""
 
     service: Service
     runs: Mapping[str, Path]
-    """Run folders by the model's name."""
+    """Run folders by model name."""
     engines: None = None
 
     def describe(self) -> dict[str, Any]:
-        """The answer of /studio/state."""
+        """Return the answer of /studio/state."""
         models = [self._model(model.name) for model in self.service.models]
         return {"version": __version__, "parts": ("play",), "read_only": True, "models": models, "notice": None}
 
@@ -44,7 +44,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Studio:
-    """The studio's state: runs and their engines."""
+    """The state of `gptworks studio`: its runs, their engines and data, and its processes."""
 
     service: Service
     library: Library
@@ -59,13 +59,13 @@ class Studio:
     data: OpenData = field(default_factory=OpenData)
 
     def describe(self) -> dict[str, Any]:
-        """The answer of /studio/state. Slow: call it in a thread."""
+        """Return the answer of /studio/state. Slow: call it in a thread."""
         models = self.library.describe_all()
         return {"version": __version__, "parts": self.parts, "read_only": self.read_only, "models": models,
                 "notice": self.library.notice}  # fmt: skip
 
 
 def studio_of(request: Request) -> Studio:
-    """The state of the studio that received a request. Routes of Play must not use it: theirs may be `Served`."""
+    """Return the state of the studio that received a request. Not for routes of Play: their state may be `Served`."""
     studio: Studio = request.app.state.studio
     return studio

@@ -1,4 +1,4 @@
-"""Tries: the results of `gptworks try`, shown with the curves of its runs. Read-only; the folders are hostile."""
+"""Show the results of `gptworks try` with the curves of its runs. Only reads files, which may be hostile."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -22,27 +22,27 @@ router = APIRouter(include_in_schema=False)
 
 MOST_TRIES = 100
 MOST_BYTES = 1 << 20
-"""Largest file of a try, in bytes."""
+"""Maximum size of a try's file, in bytes."""
 MOST_RUNS = 256
-"""Most runs of a try that the page draws."""
+"""Maximum number of a try's runs that the page draws."""
 
 
 @router.get("/studio/tries")
 async def list_tries(request: Request) -> Response:
-    """The tries whose runs are listed: what they change, their verdicts in words, and the ids of their runs."""
+    """Return the tries whose runs are listed: what they change, their verdicts in words, and the ids of their runs."""
     tries: Tries = request.app.state.tries
     return as_json(await studio_of(request).feed.ask(tries.rows))
 
 
 class Tries:
-    """Reads tries, each again only if its file has changed. Call its methods in the feed's thread."""
+    """Reads tries, and each again only when its file has changed. Call its methods in the feed's thread."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
         self._known: dict[Path, tuple[int, dict[str, Any]]] = {}
 
     def rows(self, watch: Watch) -> dict[str, Any]:
-        """The answer of /studio/tries."""
+        """Return the answer of /studio/tries."""
         runs, found = self._feed.library.runs(), defaultdict[tuple[Path, Path], dict[str, str]](dict)
         for name, one in watch.runs.items():
             place = one.series.folder
@@ -53,13 +53,13 @@ class Tries:
         return {"tries": listed, "left_out": len(tries) - len(listed)}
 
     def _row(self, folder: Path, root: Path, ids: Mapping[str, str]) -> dict[str, Any]:
-        """The row of one try for the page. `ids`: ids of its runs by the name of their folders."""
+        """Return the page's row of one try. ids: ids of the try's runs by the name of their folder."""
         below = folder.relative_to(root).as_posix()
         name = root.resolve().name if below == "." else below
         row = {"id": printable(name), "runs": [ids[one] for one in sorted(ids)][:MOST_RUNS], "page": None}
         try:
             row |= self._read(folder, root, ids)
-        except (UserError, OSError, ValueError, RecursionError) as error:  # the files may be anyone's
+        except (UserError, OSError, ValueError, RecursionError) as error:  # the files may be hostile
             return row | {"problem": printable(str(error))[:600] or type(error).__name__}
         running = any(self._feed.states.get(one) == "running" for one in ids.values())
         return row | {"problem": None, "state": "running" if running else row["state"]}
