@@ -4,12 +4,12 @@
     Confined.ask(question) ──► a line of JSON ──► set the limits, answer, lift them
                            ◄── a line of JSON ◄──
 
-A child that exceeds a limit dies, and `Task.abandon` kills one whose answer is no longer needed; the next question
-starts another. A child within its limits answers the next question too: a start takes about 0.1 s, an answer 0.1 ms.
+A child that exceeds a limit dies, and `Task.abandon` kills a child whose answer is no longer needed; then the next
+question starts another child. Other children are reused: a start takes about 0.1 s, an answer 0.1 ms.
 
-Time is the child's own CPU time, so that a busy machine accepts the same questions as an idle one. Memory is the growth
-of the child's address space since the question arrived (RLIMIT_AS). macOS does not enforce RLIMIT_AS: only the time
-limit applies there, which also bounds the memory that can be allocated.
+The time limit is for the child's CPU time, so that a busy machine accepts the same questions as an idle one. The memory
+limit is for the growth of the child's address space after the question arrives (RLIMIT_AS). macOS does not enforce
+RLIMIT_AS: there, only the time limit applies, which also limits how much memory can be allocated.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from typing import Any
 _MAX_REPLY_BYTES = 1 << 27
 _ABANDONED = "the answer is no longer needed."
 _PROCESSES = 2
-"""Children of one `Confined` that work at the same time; further questions wait."""
+"""Maximum number of children of one `Confined` that work at the same time; further questions wait."""
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
 """Environment variables that the children inherit. They must not see others, such as API keys."""
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import main; main()"
@@ -47,15 +47,15 @@ class Exceeded(Exception):
 
 
 class Abandoned(Exception):
-    """`Task.abandon` was called, which kills the process."""
+    """The question has no answer because `Task.abandon` killed the process."""
 
 
 class Refused(Exception):
-    """The child could not answer the question; the message is the child's."""
+    """The child could not answer the question. The message is the child's."""
 
 
 class Task:
-    """A handle to stop the process that works on a question; use a new one for each call of `ask`."""
+    """A handle for stopping the process that works on a question. Use a new one for each call of `ask`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -63,14 +63,14 @@ class Task:
         self.abandoned = False
 
     def abandon(self) -> None:
-        """Kill the process, now or as soon as it starts. Thread-safe."""
+        """Kill the process that works on the question, now or as soon as the process starts. Thread-safe."""
         with self._lock:
             self.abandoned = True
             if self._process is not None:
                 self._process.kill()
 
     def hold(self, process: "subprocess.Popen[bytes] | None") -> None:
-        """Set the process that works on the question. Only `Confined` calls this."""
+        """Set the process that `abandon` kills; None: no process. Only `Confined` calls this method."""
         with self._lock:
             if self.abandoned and process is not None:
                 raise Abandoned(_ABANDONED)
@@ -105,7 +105,7 @@ class Confined:
         self._finalize = weakref.finalize(self, _kill_all, self._idle)
 
     def ask(self, question: Any, task: Task | None = None) -> Any:
-        """A child's answer to a question; both are JSON values.
+        """Return a child's answer to a question. Both are JSON values.
 
         Raises:
             Refused: the child could not answer; the message is the child's.
@@ -126,7 +126,7 @@ class Confined:
         return _answer(reply)
 
     def start(self) -> None:
-        """Start a child now, to learn whether the setup works.
+        """Start a child now, to find out whether the setup works.
 
         Raises:
             Refused, Exceeded: the setup failed.
@@ -139,7 +139,7 @@ class Confined:
         _kill_all(self._idle)
 
     def _take(self, task: Task) -> "_Child":
-        if self._owner != os.getpid():  # a forked process must not read its parent's answers
+        if self._owner != os.getpid():  # in a fork: the children answer the process that started them
             self._idle.clear()
             self._owner = os.getpid()
         while self._idle:
@@ -167,14 +167,14 @@ class _Child:
         return self.process.poll() is None
 
     def ask(self, question: Any, limits: Limits) -> dict[str, Any]:
-        """The child's reply: `answer` or `error`, and `grown_bytes`.
+        """Return the child's reply: `answer` or `error`, and `grown_bytes` (of resident memory).
 
         Raises:
             Exceeded: the child exceeded a limit.
         """
         assert self.process.stdin is not None and self.process.stdout is not None
         line = json.dumps([asdict(limits), question]).encode("ascii") + b"\n"
-        with contextlib.suppress(BrokenPipeError):  # the child has ended, and its exit code has the reason
+        with contextlib.suppress(BrokenPipeError):  # the child has ended; its exit code gives the reason
             self.process.stdin.write(line)
             self.process.stdin.flush()
         reply = self.process.stdout.readline(_MAX_REPLY_BYTES)
@@ -197,7 +197,7 @@ class _Child:
 
 @contextlib.contextmanager
 def _working(child: _Child, task: Task) -> Any:
-    """A context in which `task` can kill the child; an exception in it also kills the child."""
+    """Context in which `task` can kill the child. An exception also kills the child."""
     try:
         task.hold(child.process)
         try:
@@ -214,7 +214,7 @@ def _working(child: _Child, task: Task) -> Any:
 def _cause(code: int, limits: Limits) -> str:
     if code in (-getattr(signal, "SIGPROF", 27), -getattr(signal, "SIGXCPU", 24)):
         return f"it takes more than {limits.seconds:g} seconds of processor time."
-    if code in (-signal.SIGABRT, -getattr(signal, "SIGKILL", 9)):  # killed for lack of memory
+    if code in (-signal.SIGABRT, -getattr(signal, "SIGKILL", 9)):  # what a lack of memory causes
         return f"it takes more than {limits.n_bytes >> 20} MiB of memory."
     name = next((one.name for one in signal.Signals if one == -code), f"exit code {code}")
     return f"it ended the process that worked on it ({name})."

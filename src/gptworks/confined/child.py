@@ -1,4 +1,4 @@
-"""The child's side of `gptworks.confined`: read questions and answer each within its limits."""
+"""The child's side of `gptworks.confined`: read questions, and answer each within its limits."""
 
 import contextlib
 import json
@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 Answer = Callable[[Any], Any]
-"""A function from a question to its answer, both JSON values. If it raises, the child replies with the message."""
+"""A function that returns the answer to a question (both JSON values). On an exception, the child sends its message."""
 
 
 def serve(prepare: Callable[[Any], Answer]) -> None:
-    """Answer the parent's questions until it closes the pipe. `prepare` gets the first question, the setup."""
+    """Answer questions until the parent closes the pipe. `prepare` makes the `Answer` from the first one, the setup."""
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # a library's prints must not look like replies
+    os.dup2(2, 1)  # redirect what libraries print: it must not look like replies
     answer: Answer | None = None
     before = 0
     for line in sys.stdin.buffer:
@@ -40,7 +40,7 @@ def serve(prepare: Callable[[Any], Answer]) -> None:
 
 
 def resident_bytes() -> int:
-    """Resident bytes of this process; 0 if the system has no /proc."""
+    """Return the resident bytes of this process; 0 if the system has no /proc."""
     return _statm(1)
 
 

@@ -1,7 +1,7 @@
 """Render untrusted task templates and search with untrusted regular expressions, in a child process.
 
-Items are short and many, so one question has up to PER_QUESTION items, and one child answers many questions. If a
-question exceeds a limit, its items are asked one by one, to find the item that exceeds it.
+Items are short and numerous, so a question has up to PER_QUESTION items, and a child answers many questions. If a
+question exceeds a limit, its items are sent one by one, to find the item that exceeds the limit.
 """
 
 import re
@@ -17,9 +17,9 @@ from gptworks.confined.child import Answer, serve
 from gptworks.errors import UserError
 
 SECONDS, _BYTES = 2.0, 1 << 28
-"""CPU time and memory for a question, whether it has one item or many."""
+"""Limits of CPU time and memory for a question, whether the question has one item or many."""
 MAX_RENDERED_CHARACTERS = 1 << 20
-"""Longest text that a template may render for one item."""
+"""Maximum length of the text that a template renders for one item."""
 MAX_EXPRESSION_CHARACTERS = 2000
 PER_QUESTION = 128
 
@@ -32,11 +32,11 @@ class Fault(Exception):
     def __init__(self, reason: str, syntax: bool = False) -> None:
         super().__init__(reason)
         self.syntax = syntax
-        """Whether the template has a syntax error, which affects every item."""
+        """Whether the template has a syntax error, so that every item fails."""
 
 
 def render(source: str, items: Sequence[dict[str, Any]]) -> "list[str | Fault]":
-    """For each item, the text that the template renders or the `Fault`."""
+    """Return, for each item, the text that the template renders, or a `Fault` if rendering fails."""
     replies = _ask_all("render", source, items)
     return [reply if isinstance(reply, str) else Fault(reply["fault"], reply.get("syntax", False)) for reply in replies]
 
@@ -44,7 +44,7 @@ def render(source: str, items: Sequence[dict[str, Any]]) -> "list[str | Fault]":
 def find(
     pattern: str, texts: Sequence[str], how: How = "search", seconds: float | None = None
 ) -> list[tuple[str, str] | None]:
-    """For each text, the match of `re.search` (or match, fullmatch) and its first group or ""; None: no match.
+    """Return, for each text, the match of `re.search` (or another `how`) and its first group or ""; None: no match.
 
     Raises:
         Refused: the pattern does not compile. UserError: the pattern takes too long on a text.
@@ -85,7 +85,7 @@ def _short(text: str) -> str:
     return repr(text) if len(text) <= 100 else f"{text[:100]!r}…"
 
 
-# -------------------------------------------------------------------------------------------------------- the child
+# --------------------------------------------------------------------------------------------- in the child process
 
 _ENVIRONMENT = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
 
@@ -110,7 +110,7 @@ def _render(source: str, item: Any) -> Any:
 
 
 def _line(error: Exception) -> int:
-    """The number of the template's line that raised an error."""
+    """Return the number of the template's line that raised an error."""
     line, trace = 1, error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "<template>":
@@ -137,5 +137,5 @@ def _prepare(setup: Any) -> Answer:
 
 
 def main() -> None:
-    """Answer the parent's questions: each has a kind, a template or pattern, and the items."""
+    """Answer the parent's questions. Each has a kind (render or a `How`), a template or pattern, and items."""
     serve(_prepare)

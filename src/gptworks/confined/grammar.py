@@ -1,4 +1,4 @@
-"""Compile grammars for constrained text in a child first; the parent compiles only those that were cheap there."""
+"""Compile grammars for constrained text in a child first. The parent compiles only those that were cheap there."""
 
 import contextlib
 import importlib
@@ -11,13 +11,13 @@ from gptworks.confined.child import Answer, resident_bytes, serve
 Encode = Callable[[str], list[int]]
 
 MAX_LEXER_STATES = 20_000
-"""Most lexer states of one text; each takes 1 to 2 kB."""
+"""Maximum number of lexer states for one text. Each takes 1 to 2 kB."""
 MAX_REASON = 300
-"""Most characters shown of llguidance's error, which may repeat a whole pattern."""
+"""Maximum number of characters shown of llguidance's error, which may repeat a whole pattern."""
 
 
 class Vocabulary:
-    """A tokenizer for llguidance: the bytes of each token; a call returns the ids of a text that the grammar forces."""
+    """A tokenizer for llguidance: it has the bytes of each token, and a call returns the token ids of a text."""
 
     def __init__(self, setup: dict[str, Any], encode: Encode | None) -> None:
         self.tokens = [token.encode("latin-1") for token in setup["tokens"]]
@@ -28,12 +28,12 @@ class Vocabulary:
         self._longest = max(map(len, self.tokens))
 
     def __call__(self, text: str) -> list[int]:
-        if not isinstance(text, str):  # llguidance tries bytes first
+        if not isinstance(text, str):  # llguidance tries bytes first, then text
             raise TypeError("not a text")
         return self._encode(text)
 
     def _longest_first(self, text: str) -> list[int]:
-        """The ids of a text by greedy longest match, which suffices for the masks of a trial."""
+        """Return a text's ids by greedy longest match. They are inexact, but suffice for trying out a grammar."""
         data, at, ids = text.encode(), 0, []
         while at < len(data):
             for end in range(min(len(data), at + self._longest), at, -1):
@@ -47,10 +47,10 @@ class Vocabulary:
 
 
 def read_tokenizer(setup: dict[str, Any], encode: Encode | None = None) -> Any:
-    """llguidance's tokenizer, made from the tokens' bytes (as latin-1) or from a SentencePiece tokenizer's JSON.
+    """Make llguidance's tokenizer from the tokens' bytes (as latin-1) or from a SentencePiece tokenizer's JSON.
 
     Args:
-        encode: returns the ids of a text; None: approximate them by greedy longest match.
+        encode: function that returns the ids of a text. None: approximate them by greedy longest match.
     """
     library = importlib.import_module("llguidance")
     if "json" in setup:
@@ -59,7 +59,7 @@ def read_tokenizer(setup: dict[str, Any], encode: Encode | None = None) -> Any:
 
 
 def compile_grammar(tokenizer: Any, grammar: str) -> Any:
-    """A matcher at the start of a text. Its first mask was computed in a copy, to find errors.
+    """Return a matcher at the start of a text. To find errors, a copy of the matcher computes its first mask.
 
     Raises:
         ValueError: llguidance does not accept the grammar.
@@ -77,7 +77,7 @@ def compile_grammar(tokenizer: Any, grammar: str) -> Any:
 
 
 def reason_of(error: str) -> str:
-    """llguidance's error as one short line."""
+    """Return llguidance's error as one short line."""
     if "NoExtensionBias" in error:
         return "no text satisfies it"
     if "Unable to determine if regex is empty" in error:
@@ -88,11 +88,11 @@ def reason_of(error: str) -> str:
 
 def _prepare(setup: Any) -> Answer:
     with contextlib.suppress(OSError):
-        os.nice(5)  # generation has priority
+        os.nice(5)  # give generation, in other processes, priority
     tokenizer = read_tokenizer(setup)
 
     def answer(grammar: Any) -> int:
-        """Resident bytes that the compiled grammar takes."""
+        """Return the resident bytes that the compiled grammar takes."""
         before = resident_bytes()
         matcher = compile_grammar(tokenizer, grammar)
         n_bytes = max(0, resident_bytes() - before)

@@ -5,9 +5,9 @@
 It needs only the standard library. Linux namespaces give the program its own users, processes, network (none) and file
 system: the interpreter and the system's libraries, read-only, and an empty folder in memory.
 
-Namespaces and limits do not cover all of the kernel: System V shared memory, semaphores and message queues are outside
-RLIMIT_AS, the session keyring is inherited from the caller, and AF_VSOCK reaches a virtual machine's host. A seccomp
-filter refuses these system calls, and all calls that are newer than Linux 5.0.
+Namespaces and limits do not cover all of the kernel: RLIMIT_AS does not count System V shared memory, semaphores and
+message queues, a process inherits the caller's session keyring, and AF_VSOCK reaches a virtual machine's host. A
+seccomp filter refuses the system calls for these, and all system calls that are newer than Linux 5.0.
 """
 
 import contextlib
@@ -22,20 +22,20 @@ import sys
 NOBODY = 65534
 FILE_BYTES = 1 << 20
 REFUSED = 3
-"""Exit code: the system does not allow the namespaces. The reason is on stderr."""
+"""Exit code if the system does not allow the isolation. The reason is on stderr."""
 
 _USER, _MOUNT, _PID, _NET, _IPC, _UTS = 0x10000000, 0x00020000, 0x20000000, 0x40000000, 0x08000000, 0x04000000
 _NAMESPACES = _USER | _MOUNT | _PID | _NET | _IPC | _UTS
 _MS_BIND, _MS_REC, _MS_PRIVATE, _MS_NOSUID, _MS_NODEV, _DETACH = 4096, 16384, 1 << 18, 2, 4, 2
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "riscv64": 41}
-_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000  # 442 on every architecture
+_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000  # mount_setattr is 442 on every architecture
 _RDONLY, _NOSUID = 1, 2
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7, "riscv64": 0xC00000F3}
 """The AUDIT_ARCH_* constants of linux/audit.h, by the machine's name in `os.uname`."""
 _REFUSED_CALLS = {
-    # name: (number on x86_64, number on the others), from the kernel's tables of system calls
+    # name: (number on x86_64, number on the other architectures), from the kernel's tables of system calls
     "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
     "semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
     "msgctl": (71, 187), "mq_open": (240, 180), "memfd_create": (319, 279), "io_setup": (206, 0),
@@ -49,20 +49,20 @@ _REFUSED_CALLS = {
 }  # fmt: skip
 _X86_ONLY = {"modify_ldt": 154, "iopl": 172, "ioperm": 173, "uselib": 134, "_sysctl": 156, "ustat": 136}
 _SOCKET_CALLS = ((41, 198), (53, 199))
-"""Numbers of socket and socketpair, allowed only for _FAMILIES, which the network namespace confines."""
+"""Numbers of the calls socket and socketpair, allowed only for _FAMILIES, which the network namespace confines."""
 _FAMILIES = (1, 2, 10, 16)
-"""AF_UNIX, AF_INET, AF_INET6, AF_NETLINK."""
+"""The address families AF_UNIX, AF_INET, AF_INET6 and AF_NETLINK."""
 _FIRST_NEW_CALL = 424
-"""The first system call that is refused as too new. From this number on, numbers are equal on every architecture, and
-the C library has fallbacks. On x86_64 the highest numbers belong to another ABI (x32), which is refused too."""
+"""Number of the first system call that is refused as too new. From here on, numbers are equal on every architecture,
+and the C library has fallbacks. On x86_64, the highest numbers are those of another ABI (x32), which is refused too."""
 _KEYCTL, _JOIN_SESSION_KEYRING = (250, 219), 1
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
-"""BPF instructions: load a word of the call, jump if it is equal, jump if it is at least, return a verdict."""
+"""BPF instructions: load a word of the system call; jump if it equals, or is at least, a value; return a verdict."""
 _ALLOW, _FAIL, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# Hides the pipes to the parent from the program; copies the parent's token only after the program has ended.
+# Runs the program. It hides the parent's pipes from the program, and copies the parent's token only after the program.
 CHILD = """
 def run():
     import os, sys
@@ -105,9 +105,9 @@ def _write(path: str, text: str) -> None:
 
 
 def _enter_namespaces() -> None:
-    """Enter new namespaces in which this process may mount, and in which the program will be nobody.
+    """Enter new namespaces, in which this process may mount file systems and the program will run as nobody.
 
-    Root maps two users, itself and nobody, by a helper process outside; another user maps only itself, as nobody.
+    Root maps two users, itself and nobody, with a helper process outside. Any other user maps only itself, to nobody.
     """
     user, group = os.getuid(), os.getgid()
     if user != 0:
@@ -137,10 +137,10 @@ def _enter_namespaces() -> None:
 
 
 def _build_root(program: bytes, disk_bytes: int) -> None:
-    """Make a root file system of the interpreter and libraries, read-only, four devices, and a folder in memory."""
+    """Make a root file system of the interpreter and libraries (read-only), four devices, and a folder in memory."""
     root = "/tmp" if os.path.isdir("/tmp") else "/mnt"
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
-    own = [f"{sys.base_prefix}/{name}" for name in ("bin", "lib", "lib64")]  # the prefix may be a user's home
+    own = [f"{sys.base_prefix}/{name}" for name in ("bin", "lib", "lib64")]  # the prefix itself may be a user's home
     shown = ["/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache", *own]
     shown = [path for i, path in enumerate(shown) if os.path.exists(path) and path not in shown[:i]]
     held = {path: os.open(path, os.O_PATH) for path in shown if not os.path.islink(path)}  # open before /tmp is covered
@@ -168,7 +168,7 @@ def _build_root(program: bytes, disk_bytes: int) -> None:
     with open(f"{root}/work/program.py", "wb") as file:
         file.write(program)
     os.chown(f"{root}/work", NOBODY, NOBODY)
-    with contextlib.suppress(OSError):  # the program must not make namespaces, in which it could mount
+    with contextlib.suppress(OSError):  # no more namespaces, in which the program could mount file systems
         _write("/proc/sys/user/max_user_namespaces", "0")
     os.chdir(root)
     _check(_libc.syscall(_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
@@ -204,7 +204,7 @@ def _become_program(seconds: int, memory_bytes: int) -> None:
 
 
 def _leave_session_keyring() -> None:
-    """Replace the caller's session keyring by an empty one, since calls other than keyctl can search it too."""
+    """Replace the caller's session keyring with an empty one: other calls than keyctl, which is refused, can use it."""
     if _libc.syscall(_KEYCTL[os.uname().machine != "x86_64"], _JOIN_SESSION_KEYRING, None) < 0:
         error = ctypes.get_errno()
         if error not in (errno.ENOSYS, errno.EPERM):  # the kernel has no keyrings, or refuses keyctl
@@ -212,7 +212,7 @@ def _leave_session_keyring() -> None:
 
 
 def _filter(machine: str) -> bytes:
-    """The seccomp filter as BPF code: refused system calls fail; a call of another architecture kills the process."""
+    """Return the seccomp filter as BPF code. Refused calls fail; a call of another architecture kills the process."""
     other = machine != "x86_64"
     refused = sorted({numbers[other] for numbers in _REFUSED_CALLS.values()} | set(() if other else _X86_ONLY.values()))
 
@@ -224,7 +224,7 @@ def _filter(machine: str) -> bytes:
     for number in refused:
         program += step(_EQUAL, number, 0, 1) + step(_RETURN, _FAIL | errno.EPERM)
     for numbers in _SOCKET_CALLS:
-        program += step(_EQUAL, numbers[other], 0, len(_FAMILIES) + 3) + step(_LOAD, 16)  # the family argument
+        program += step(_EQUAL, numbers[other], 0, len(_FAMILIES) + 3) + step(_LOAD, 16)  # load the family
         program += b"".join(step(_EQUAL, one, len(_FAMILIES) - i) for i, one in enumerate(_FAMILIES))
         program += step(_RETURN, _FAIL | errno.EAFNOSUPPORT) + step(_RETURN, _ALLOW)
     return program + step(_RETURN, _ALLOW)
@@ -256,7 +256,7 @@ def _guarded(seconds: int, memory_bytes: int) -> None:
 
 
 def main() -> None:
-    """Run the program from stdin; the top of this file describes the arguments."""
+    """Read a program from stdin and run it. The top of this file describes the arguments."""
     seconds, memory_bytes, disk_bytes = map(int, sys.argv[1:4])
     n_bytes = int.from_bytes(os.read(0, 8), "big")
     program = b""

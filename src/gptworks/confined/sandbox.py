@@ -1,13 +1,13 @@
-"""Runs programs that a model wrote, in processes that Linux namespaces isolate from the machine (jail.py).
+"""Run programs that a model wrote, in processes that Linux namespaces isolate from the machine (jail.py).
 
 Guaranteed: a program has no network and no files except the interpreter and the system's libraries, both read-only, and
 a folder in memory with a size limit. It runs as nobody, cannot start processes, has limits of time, memory and file
-sizes, and is killed when its time is over. A seccomp filter refuses the calls that those limits do not count (System V
-shared memory and queues) and the caller's keyrings. If the system lacks namespaces or the filter, no program is run.
+sizes, and is killed when its time is over. A seccomp filter refuses system calls that these limits do not cover (for
+System V shared memory and queues) or that read the caller's keyrings. Without namespaces and filter, no program is run.
 
 Not guaranteed: tests and program share an interpreter, so a program that targets this harness can claim to have passed.
-It cannot find a secret in advance: the random token that confirms its end is made only then. And kernels have bugs: run
-malicious programs in a virtual machine.
+It cannot find the secret in advance: the random token that confirms its end is made only after its end. And kernels
+have bugs: run malicious programs in a virtual machine.
 """
 
 import contextlib
@@ -58,9 +58,9 @@ class Sandbox:
         memory_mib: int,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[str]:
-        """Outcomes of Python programs, run in parallel: "passed", "timeout", "failed: REASON" or "refused: REASON".
+        """Run Python programs in parallel, and return the outcomes: passed, timeout, failed: REASON or refused: REASON.
 
-        A program passes if it runs to its end without an exception. An early exit fails, whatever its code.
+        A program passes if it runs to its end without an exception. An early exit fails, with any exit code.
         """
         outcomes: list[str] = []
         with ThreadPoolExecutor(self.n_processes) as pool:
@@ -104,7 +104,7 @@ class Sandbox:
                 return f"refused: {process.stderr.read(500).decode('utf-8', 'replace').strip()}"
             return "failed: it ended early"
         finally:
-            process.terminate()  # jail.py kills the program, and then ends
+            process.terminate()  # jail.py then kills the program and ends
             try:
                 process.wait(_LAST_SECONDS)
             except subprocess.TimeoutExpired:
@@ -116,7 +116,7 @@ class Sandbox:
 
 
 def _read(descriptor: int, deadline: float) -> bytes | None:
-    """The next bytes of a pipe; b"" if the other side has closed it, None after the deadline."""
+    """Return the next bytes of a pipe; b"" if the other side has closed it, None after the deadline."""
     with selectors.DefaultSelector() as selector:
         selector.register(descriptor, selectors.EVENT_READ)
         if not selector.select(max(0.0, deadline - time.monotonic())):

@@ -12,11 +12,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from gptworks.confined.child import Answer, serve
 
 MAX_RENDERED_CHARACTERS = 1 << 24
-"""Longest text that a template may render."""
+"""Maximum length of the text that a template renders."""
 
 
 class _Generation(Extension):
-    """The tag `{% generation %}`, with which some templates mark the assistant's text; its content is unchanged."""
+    """Ignores the tag `{% generation %}`, with which some templates mark the assistant's text, but keeps the text."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own type)
 
@@ -26,7 +26,7 @@ class _Generation(Extension):
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """A Jinja environment with the settings, filters and functions that `transformers` documents for templates."""
+    """Make a Jinja environment with the settings, filters and functions that `transformers` documents for templates."""
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     made.filters["tojson"] = _to_json
     made.globals["raise_exception"] = _raise
@@ -41,7 +41,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """A value as plain JSON; Jinja's own filter would escape it for HTML."""
+    """Return a value as plain JSON. Jinja's own filter would escape it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,7 +1,7 @@
-"""Check untrusted tokenizers by static rules, since tokenization is too frequent for a process per call.
+"""Check untrusted tokenizers by static rules, since tokenization is too frequent for a child process per call.
 
 The `tokenizers` library limits neither how much a component lengthens a text nor how long a regular expression runs,
-and a failed allocation ends the process. So each component has a factor: the most bytes that it can make of one byte.
+and a failed allocation ends the process. So each component has a factor: the most bytes it can make from one byte.
 """
 
 import base64
@@ -18,26 +18,26 @@ from tokenizers import Tokenizer
 from gptworks.errors import UserError
 
 MAX_GROWTH = 1 << 16
-"""Largest product of the normalizers' factors. ALBERT has about 1,000, by NFKD and a table; most tokenizers have 12."""
+"""Maximum product of the normalizers' factors. ALBERT has about 1,000 (NFKD and a table); most tokenizers have 12."""
 MAX_PIECES_GROWTH = 128
-"""Largest product of the pre-tokenizers' factors, and of the decoders'. Metaspace with two ByteLevels has 72."""
+"""Maximum product of the pre-tokenizers' factors, and of the decoders'. Metaspace with two ByteLevels has 72."""
 MAX_NORMALIZED_BYTES = 1 << 24
-"""Most bytes of a normalized text, or `_USUAL_GROWTH` for each character of the text if that is more."""
+"""Maximum bytes of a normalized text; of a long text, `_USUAL_GROWTH` bytes for each of its characters if more."""
 _USUAL_GROWTH = 16
 _MAX_AFFIX, _MAX_WORD, _MAX_TEMPLATE_BYTES, _MAX_PATTERN, _MAX_COMPONENTS = 64, 1000, 1 << 16, 10_000, 64
 
 _FACTORS = {
-    # component's type: the most UTF-8 bytes for one byte, from Unicode's tables of decompositions
+    # type of component: the most UTF-8 bytes it can make from one byte, by Unicode's tables of decompositions
     "NFC": 3.0, "NFD": 3.0, "NFKC": 11.0, "NFKD": 11.0, "Lowercase": 1.5, "BertNormalizer": 5.0, "ByteLevel": 3.0,
 }  # fmt: skip
 _PARTS = ("normalizers", "pretokenizers", "decoders")
 
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:
-    """Check that a tokenizer cannot lengthen a text, or work on it, without bound.
+    """Check that a tokenizer cannot lengthen a text, or take time for it, without limit.
 
     Raises:
-        UserError: a component breaks a rule; the message names both.
+        UserError: a component breaks a rule. The message names the component and the rule.
     """
     limits = {"normalizer": MAX_GROWTH, "pre_tokenizer": MAX_PIECES_GROWTH, "decoder": MAX_PIECES_GROWTH}
     for name, most in limits.items():
@@ -72,7 +72,7 @@ def check_tokenizer(tokenizer: Tokenizer) -> None:
 
 
 def check_normalized(tokenizer: Tokenizer, texts: Sequence[str]) -> None:
-    """Check the length of normalized texts, in parts, before they take memory.
+    """Check that no text becomes too long by normalization. Texts are normalized in parts, to save memory.
 
     Raises:
         UserError: a normalized text would be too long; see MAX_NORMALIZED_BYTES.
@@ -99,7 +99,7 @@ def check_normalized(tokenizer: Tokenizer, texts: Sequence[str]) -> None:
 
 
 def _state(tokenizer: Tokenizer, name: str) -> bytes:
-    """A component of a tokenizer, such as its normalizer, as JSON; null if the tokenizer lacks it."""
+    """Return a component of a tokenizer, such as its normalizer, as JSON; null if the tokenizer has none."""
     component = getattr(tokenizer, name)
     return b"null" if component is None else bytes(component.__getstate__())
 
@@ -110,7 +110,7 @@ def _growth(state: bytes) -> float:
 
 
 def _components(tree: Any) -> Iterator[dict[str, Any]]:
-    """A component, and all components nested in it."""
+    """Yield a component, and all components nested in it."""
     waiting = [tree]
     while waiting:
         part = waiting.pop(0)
@@ -126,13 +126,13 @@ def _factor(part: dict[str, Any]) -> float:
         pattern, content = part["pattern"], len(part["content"].encode())
         found = len(pattern.get("String", "").encode())  # a regular expression may match "" everywhere
         return max(1.0, content / found) if found else 1.0 + content
-    if kind == "Prepend":  # added to each part between added tokens
+    if kind == "Prepend":  # prepended to each part of a text between added tokens
         return 1.0 + len(part["prepend"].encode())
     if kind == "Metaspace":
         return 2.0 * max(4, len(part["replacement"].encode()))
     if kind in ("WordPiece", "BPEDecoder"):
         return 2.0
-    if kind == "Precompiled":  # a trie, then the replacement texts, each with a zero byte at its end
+    if kind == "Precompiled":  # a trie, then the replacement texts, each ended by a zero byte
         table = base64.b64decode(part["precompiled_charsmap"])
         texts = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")
         return max(1.0, float(max(map(len, texts))))
@@ -145,10 +145,10 @@ _QUANTIFIER = re.compile(r"(?:[*+?]|\{(\d*)(,?)(\d*)\})([+?]?)")
 
 
 def slow_pattern(pattern: str) -> str | None:
-    """The reason why a pattern's time can be exponential, or a high power of the text's length; None: it is safe.
+    """Return why a pattern may take exponential time, or a high power of the text's length; None if it is safe.
 
-    It can be exponential only if a repeated group matches a text in several ways: by a quantifier inside, or by
-    alternatives. The power is at most the number of consecutive long repetitions; released patterns have two.
+    Time can be exponential only if a repeated group can match a text in several ways: by a quantifier inside, or by
+    alternatives. The power is at most the number of consecutive long repetitions. Patterns of released models have two.
     """
     if len(pattern) > _MAX_PATTERN:
         return f"it has more than {_MAX_PATTERN:,} characters"
@@ -196,7 +196,7 @@ def slow_pattern(pattern: str) -> str | None:
 
 @dataclass
 class _Group:
-    """A group of a pattern that is not closed yet, or the whole pattern."""
+    """A pattern's group that is still open, or the whole pattern."""
 
     varies: bool = False
     """Whether the group can match a text in several ways."""
@@ -208,11 +208,11 @@ class _Group:
 
 _LONG, _MOST_LONG = 16, 2
 _MANY = 4
-"""Most repetitions of a group that can match in several ways; more may take long."""
+"""Maximum repetitions of a group that can match in several ways; more may take long."""
 
 
 def _end_of_class(pattern: str, at: int) -> int:
-    """The index after a character class such as `[a-z]`, which may contain other classes."""
+    """Return the index after the character class that begins at `at`, such as `[a-z]`. It may contain other classes."""
     depth, start = 0, at
     while at < len(pattern):
         if pattern[at] == "\\":
