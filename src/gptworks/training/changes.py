@@ -81,7 +81,7 @@ class History:
         return {key: words for key, words in rows.items() if words}
 
     def change_rows(self) -> dict[str, str]:
-        """Return table rows of the changes, by step. Changes without a checkpoint between them share a row."""
+        """Return table rows of the changes, by step. Changes made at the same step share a row."""
         rows: dict[str, str] = {}
         for change in self.changes:
             step, words = f"from step {change.step:,}", change_words(change.settings)

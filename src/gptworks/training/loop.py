@@ -97,7 +97,7 @@ def train(
 
 
 class Run(Session):
-    """A session with the operations of the training loop."""
+    """Adds the operations of the training loop to a run's session."""
 
     def begin(self) -> None:
         """Start a new run folder, or restore its newest undamaged checkpoint.

@@ -119,7 +119,7 @@ class Progress:
         """Read the progress from a checkpoint.
 
         Raises:
-            UserError: it has an unknown key, an invalid value, or another step than the checkpoint.
+            UserError: the progress has an unknown key, an invalid value, or another step than the checkpoint.
         """
         try:
             progress = TypeAdapter(cls).validate_json(json.dumps(checkpoint.state()))
@@ -143,7 +143,7 @@ class Length:
         self._recipe, self._train, self._samples = recipe, recipe.train, samples
 
     def total_steps(self, progress: Progress) -> int | None:
-        """Return the run's number of steps; None: only time limits it. New steps have the present `batch_size`."""
+        """Return the run's number of steps; None: only time limits it. Steps to come have the present `batch_size`."""
         train, samples = self._train, self._samples.per_epoch
         planned = planned_steps(train, self._samples.context_length, DataSize(samples_per_epoch=samples))[0]
         if train.epochs is None or progress.samples == progress.step * train.batch_size:
@@ -219,7 +219,7 @@ class Length:
 
 
 def rate_factor(train: TrainConfig, step: int, progress: float) -> float:
-    """Return the learning rate as a fraction of its peak, at step `step` (from 0), with `progress` of the run done.
+    """Return learning rate / peak rate at step `step` (from 0), when the fraction `progress` of the run is done.
 
     Warmup is linear over `warmup_steps`. Then, with schedule "cosine", the rate follows half a cosine until the end of
     the run (Loshchilov & Hutter, 2017); with "wsd", it stays constant and then falls, linearly or as 1 - sqrt, over the

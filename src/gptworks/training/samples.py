@@ -97,7 +97,7 @@ def _position(sizes: list[tuple[int, int]], jumps: list[tuple[int, int]], n_step
 def _check(
     run_dir: Path, recipe: Recipe, sizes: list[tuple[int, int]], jumps: list[tuple[int, int]], step: int
 ) -> None:
-    """Compare the position computed by `_position` with that in the first checkpoint from `step` on, or in the last."""
+    """Compare the result of `_position` with the position in the first checkpoint at or after `step`, else the last."""
     found = sorted(all_checkpoints(run_dir), key=lambda one: one.step)
     near = next((one for one in found if one.step >= step), found[-1] if found else None)
     if near is None:

@@ -28,7 +28,7 @@ _MOST_NOTE_BYTES = 1 << 16
 
 
 def _teacher_of_the_start(folder: Path, kept: Path) -> Checkpoint:
-    """Return the checkpoint of the teacher run in `folder` that the file `kept` identifies.
+    """Return the teacher's checkpoint in `folder` that the file `kept` records.
 
     Raises:
         UserError: `kept` is missing or damaged, or the checkpoint is missing or has changed.

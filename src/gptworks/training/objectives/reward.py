@@ -320,7 +320,7 @@ class Reward(Objective):
     def loss_without_data(self, model: GPT) -> LossFunction:
         keeps_start = self.settings.beta > 0 and not trains_adapters_only(model)
         tensors = [*model.parameters(), *model.buffers()] if keeps_start else []
-        held = [torch.zeros_like(each) for each in tensors]  # takes the starting model's memory
+        held = [torch.zeros_like(each) for each in tensors]  # takes as much memory as the starting model
 
         def without_answers(model: GPT, batch: Batch, start: list[Tensor] = held) -> Losses:
             of_answers, of_tokens = (torch.zeros(batch[0].shape[:n], device=model.device) for n in (1, 2))

@@ -52,7 +52,7 @@ def load_reward(name: str) -> RewardFunction:
 
 
 def reward_of(function: RewardFunction, name: str, completion: str, prompt: Prompt) -> float:
-    """Return the function's reward for a completion of the prompt; `name` is the function's, for the error message.
+    """Return the function's reward for a completion of the prompt; error messages name the function by `name`.
 
     Raises:
         RunError: the function raises an error, or returns anything but a finite number.

@@ -22,7 +22,7 @@ def points(records: Sequence[Record], key: str) -> list[Point]:
 
 
 def dot_titles(records: Sequence[Record], key: str = "loss") -> list[str]:
-    """Return the tooltips of the points that `points` returns."""
+    """Return the tooltips of the points that `points` returns for the same arguments."""
     drawn = (record for record in records if is_figure(record.get(key)))
     return [f"step {r['step']:,}, {r['tokens']:,} tokens: {r[key]:.4f}" for r in drawn]
 
@@ -40,7 +40,7 @@ _BLOCK = 64
 def moving_average(values: NDArray[np.float64], decay: float) -> NDArray[np.float64]:
     """Return the exponential moving average at each value, with Adam's bias correction (Kingma & Ba, 2015, section 3).
 
-    A value that is not finite leaves the average as it was. Blocks are averaged by a matrix product, then joined.
+    A value that is not finite leaves the average as it was. Each block of values is averaged by a matrix product.
     """
     finite = np.isfinite(values)
     known = values[finite]

@@ -56,7 +56,7 @@ class Throughput:
         )
 
     def start(self, tokens: int, seconds: float) -> None:
-        """Start to measure at these totals of the run."""
+        """Start to measure the speed from the run's present totals of tokens and seconds."""
         self._tokens, self._seconds = tokens, seconds
         self._begun_seconds = seconds
 

@@ -46,7 +46,7 @@ def _scalars(path: str, values: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def texts(record: Record) -> dict[str, str]:
-    """Return a sample record's prompt and continuation under a name with the prompt; empty for other records."""
+    """Return a sample record's text, with the prompt first, as {"sample/PROMPT": text}; empty for other records."""
     return {f"sample/{record['prompt']!r}": record["prompt"] + record["text"]} if record["kind"] == "sample" else {}
 
 
