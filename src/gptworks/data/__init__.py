@@ -1,1 +1,1 @@
-"""From text to batches: sources → documents → token shards → batches."""
+"""The data pipeline: sources → documents → token shards → batches."""

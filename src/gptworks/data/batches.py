@@ -1,6 +1,6 @@
-"""Batches as a pure function of (shards, seed, position): resuming restores only integers.
+"""Training batches as a pure function of (shards, seed, position), so that resuming a run needs only integers.
 
-The datasets' weights decide a sample's dataset (`Shares`), and a permutation decides which of its windows is read.
+`Shares` chooses each sample's dataset by the datasets' weights; a permutation chooses a window of that dataset.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,14 +21,14 @@ from gptworks.data.shards import Stretch
 from gptworks.errors import UserError
 
 BLOCK = 256
-"""Number of samples in a block, in which the order of datasets is shuffled."""
+"""Number of samples in a block; the order of datasets is shuffled within each block."""
 _BLOCKS = (1 << 48) - 1
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Tokens(Protocol):
-    """Random access to the tokens of a split or a text."""
+    """Interface for reading any range of tokens of a split or a text."""
 
     @property
     def split(self) -> str: ...
@@ -40,20 +40,20 @@ class Tokens(Protocol):
 
 
 def windows_per_epoch(n_tokens: int, context_length: int) -> int:
-    """The number of windows in an epoch, whichever of the first T positions the first window begins at."""
+    """Return the number of windows in an epoch, which is the same wherever the first window of the epoch begins."""
     return max(1, (n_tokens - context_length) // context_length)
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The datasets' weights from sample `first` on."""
+    """The sampling weight of each dataset, valid from sample `first` on."""
 
     first: int
     weights: tuple[float, ...]
 
 
 def weights_over_run(recipe: Recipe) -> list[Weights]:
-    """The datasets' weights from sample 0 on, then the weights of `data.anneal` if the recipe has it."""
+    """Return the datasets' weights from sample 0 on, then those of `data.anneal` if the recipe has it."""
     members, anneal, first = recipe.data.mixture, recipe.data.anneal, recipe.anneal_from
     weights = [Weights(0, tuple(member.weight for member in members) or (1.0,))]
     if anneal is not None and first is not None:
@@ -62,16 +62,16 @@ def weights_over_run(recipe: Recipe) -> list[Weights]:
 
 
 class Batches:
-    """Windows of context_length + 1 tokens, of one dataset or of several in proportion to their weights.
+    """Batches of windows of context_length + 1 tokens, from one dataset or from several in proportion to their weights.
 
-    An epoch of a dataset visits each of its windows once, in a shuffled order. The windows are adjacent and begin at a
-    random first position, so the cuts between them differ from epoch to epoch.
+    An epoch of a dataset visits each of its windows once, in a shuffled order. The windows are adjacent. The first one
+    begins at a random position, so the cuts between windows differ from epoch to epoch.
 
-    A sample is a function of only the seed and its position, which counts samples from the start of the run. Sizes of
-    batches and micro-batches decide only how many samples are taken at once.
+    A sample depends only on the seed and on its position, the number of samples before it in the run. The sizes of
+    batches and micro-batches only decide how many samples are read together.
 
     Args:
-        stretches: the tokens of each dataset; None: the split is a single dataset.
+        stretches: the token range of each dataset; None: the split is a single dataset.
         phases: the datasets' weights over the run.
 
     Raises:
@@ -97,25 +97,25 @@ class Batches:
         self._shards, self._context_length, self._seed = shards, context_length, seed
         self._stretches, self._shares = stretches, Shares(phases, seed)
         self._n_windows = [windows_per_epoch(stretch.n_tokens, context_length) for stretch in stretches]
-        """Number of windows in an epoch, for each dataset."""
+        """Number of windows in an epoch of each dataset."""
         self._bounds = np.cumsum([0, *self._n_windows])
         self.windows_per_epoch = int(self._bounds[-1])
-        """Total number of windows of all datasets: the samples in an epoch as `train.epochs` counts them."""
+        """Number of windows of all datasets together; `train.epochs` counts this many samples as one epoch."""
 
     def batch(self, first: int, size: int) -> Pair:
-        """Inputs and targets, each int64 [B, T], of `size` samples from position `first` on."""
+        """Return inputs and targets, each int64 [B, T], of B = `size` samples from position `first` on."""
         starts = self.starts(np.arange(first, first + size))
         windows = torch.from_numpy(np.stack([self._shards.read(s, self._context_length + 1) for s in starts.tolist()]))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def starts(self, samples: Int64s) -> Int64s:
-        """Position [n] in the split of the first token of each sample [n]."""
+        """Return the position in the split of each sample's first token, [n]."""
         epochs, windows = self.items(samples)
         places = zip(epochs.tolist(), windows.tolist(), strict=True)
         return np.array([self.start(epoch, window) for epoch, window in places], dtype=np.int64)
 
     def items(self, samples: Int64s) -> tuple[Int64s, Int64s]:
-        """The epoch [n] of each sample's dataset, and the sample's window [n] among the windows of all datasets."""
+        """Return two arrays [n]: each sample's epoch of its dataset, and its window, numbered over all datasets."""
         datasets, numbers = self._shares.draw(samples)
         epochs, found = np.empty_like(samples), np.empty_like(samples)
         for dataset in np.unique(datasets).tolist():
@@ -125,14 +125,14 @@ class Batches:
         return epochs, found
 
     def start(self, epoch: int, window: int) -> int:
-        """Position in the split of a window's first token, given its dataset's epoch and its number, both from 0."""
+        """Return the position in the split of the first token of `window` (numbered over all datasets) in an epoch."""
         dataset = int(np.searchsorted(self._bounds, window, side="right")) - 1
         stretch, length, window = self._stretches[dataset], self._context_length, window - int(self._bounds[dataset])
         n_firsts = min(length, stretch.n_tokens - self._n_windows[dataset] * length)
         return stretch.first + int(random_keys(self._seed, epoch)[ROUNDS]) % n_firsts + window * length
 
     def epochs(self, position: int) -> list[float]:
-        """Number of passes over each dataset in the samples before a position."""
+        """Return the number of epochs of each dataset that a run has read before sample `position`."""
         read = self._shares.before(position).tolist()
         return [n / n_windows for n, n_windows in zip(read, self._n_windows, strict=True)]
 
@@ -144,16 +144,16 @@ def evaluation_windows(
     stride: int | None = None,
     part: Stretch | None = None,
 ) -> Iterator[Pair]:
-    """Inputs and targets, each int64 [T] with T ≤ context_length, of windows that cover the split in order.
+    """Yield inputs and targets, each int64 [T] with T ≤ context_length, of windows that cover the split in order.
 
-    Each token except the first is a target once. The last window may be shorter.
+    If all windows are read, each token except the first is a target once. The last window may be shorter.
 
     Args:
-        n_sequences: most windows to return, evenly spaced. 0: all.
-        stride: tokens between the starts of windows. If it is below context_length, windows overlap, each token is
-            predicted from at least context_length - stride tokens, and only new tokens count: other targets are
-            IGNORED. None: context_length.
-        part: the dataset of a mixture to read; None: the split.
+        n_sequences: maximum number of windows, evenly spaced; 0: all.
+        stride: tokens between the starts of windows; None: context_length. With a smaller stride, windows overlap:
+            targets that an earlier window has are IGNORED, and the others have at least context_length - stride tokens
+            before them.
+        part: the dataset of a mixture to read; None: the whole split.
 
     Raises:
         UserError: there are fewer than two tokens, or the stride is not within 1 … context_length.
@@ -184,20 +184,20 @@ def _check_length(split: str, n_tokens: int, context_length: int, dataset: str =
         )
 
 
-# -------------------------------------------------------------------------------------------------------- shares
+# --------------------------------------------------------------------------------------- proportions of datasets
 
 
 class Shares:
-    """Assigns each sample to a dataset, and numbers it among the samples of that dataset.
+    """Assigns each sample to a dataset, and numbers the samples of each dataset.
 
-    Samples come in blocks. By the end of each block, each dataset has its rounded share of all samples so far. Within a
-    block, the seed shuffles the order of the datasets.
+    Samples come in blocks. After each block, every dataset has had its rounded share of the samples since the weights
+    last changed. Within a block, the seed shuffles the order of the datasets.
     """
 
     def __init__(self, phases: Sequence[Weights], seed: int) -> None:
         """
         Args:
-            phases: the weights over the run, in order; the first phase begins at sample 0.
+            phases: the datasets' weights over the run, in order; the first phase begins at sample 0.
         """
         assert phases[0].first == 0 and all(a.first < b.first for a, b in pairwise(phases))
         self._seed, self._weights = seed, [_integers(phase.weights) for phase in phases]
@@ -207,7 +207,7 @@ class Shares:
             self._before.append(self.before(phase.first))
 
     def draw(self, samples: Int64s) -> tuple[Int64s, Int64s]:
-        """The dataset [n] of each sample [n], and the number [n] of samples of that dataset before it."""
+        """Return two arrays [n]: the dataset of each sample, and the number of earlier samples of that dataset."""
         phases = np.searchsorted(self._firsts, samples, side="right") - 1
         blocks, places = np.divmod(samples - self._firsts[phases], BLOCK)
         keys, which = np.unique(phases << 48 | blocks, return_inverse=True)
@@ -216,7 +216,7 @@ class Shares:
         return datasets, numbers + np.stack(self._before)[phases, datasets]
 
     def before(self, position: int) -> Int64s:
-        """The number of samples of each dataset [k] before a position."""
+        """Return the number of samples of each dataset, [k], before sample `position`."""
         phase = int(np.searchsorted(self._firsts[: len(self._before)], position, side="left")) - 1
         if phase < 0:
             return self._before[0]
@@ -228,14 +228,14 @@ class Shares:
 
 
 def counts(weights: tuple[int, ...], n: int) -> list[int]:
-    """Each dataset's rounded share of n samples. The counts add up to n, and none of them falls as n grows.
+    """Return each dataset's rounded share of n samples. The shares add up to n, and no share falls as n grows.
 
     The datasets are the leaves of a Huffman tree. Each inner node divides its samples between its two children in
-    proportion to their weights, rounded to the nearest, so one more sample gives one child one more. Every count is
-    less than 1.68 off its exact share: rounding at an ancestor of weight W adds at most w / 2W for a leaf of weight w,
-    and weights from a leaf upwards grow at least as fast as Fibonacci's numbers, because a node's sibling is at least
-    as heavy as each of its children. So the sum is below half the reciprocal Fibonacci constant, 3.3599. With two
-    datasets the difference is at most 1/2.
+    proportion to their weights, rounded to the nearest, so one more sample gives exactly one child one more. Every
+    share is less than 1.68 off its exact value: rounding at an ancestor of weight W adds at most w / 2W for a leaf of
+    weight w. From a leaf upwards, weights grow at least as fast as Fibonacci numbers, because a node's sibling is at
+    least as heavy as each of its children. So the errors add up to less than half the reciprocal Fibonacci constant,
+    3.3599. With two datasets the error is at most 1/2.
     """
     found = [0] * len(weights)
     todo = [(_huffman_tree(weights), n)]
@@ -253,13 +253,13 @@ def counts(weights: tuple[int, ...], n: int) -> list[int]:
 class _Node(NamedTuple):
     weight: int
     number: int
-    """A leaf's dataset, or the next free number for an inner node. It orders nodes of equal weight."""
+    """A leaf's dataset, or the next unused number for an inner node; orders nodes of equal weight."""
     children: "tuple[_Node, _Node] | None" = None
 
 
 @lru_cache(maxsize=64)
 def _huffman_tree(weights: tuple[int, ...]) -> _Node:
-    """The root of a tree that joins the two lightest nodes until one is left (Huffman, 1952). Weight 0 has no leaf."""
+    """Return the root of the Huffman tree (Huffman, 1952) of the weights. A weight of 0 has no leaf."""
     nodes = [_Node(weight, dataset) for dataset, weight in enumerate(weights) if weight]
     heapify(nodes)
     for number in range(len(weights), len(weights) + len(nodes) - 1):
@@ -270,7 +270,7 @@ def _huffman_tree(weights: tuple[int, ...]) -> _Node:
 
 @lru_cache(maxsize=64)
 def _block(weights: tuple[int, ...], seed: int, phase: int, block: int) -> tuple[Int64s, Int64s]:
-    """The dataset [BLOCK] of each sample of a block, and its number [BLOCK] among the dataset's in the phase."""
+    """Return two arrays [BLOCK]: each sample's dataset, and its index among that dataset's samples of the phase."""
     first, end = (np.array(counts(weights, n * BLOCK)) for n in (block, block + 1))
     places = permute(np.arange(BLOCK), BLOCK, random_keys(seed, block, phase + 1))
     datasets = np.repeat(np.arange(len(weights)), end - first)[places]
@@ -282,7 +282,7 @@ def _block(weights: tuple[int, ...], seed: int, phase: int, block: int) -> tuple
 
 
 def _integers(weights: Sequence[float]) -> tuple[int, ...]:
-    """Integers in the exact proportions of the decimal weights, so that rounding does not depend on the machine."""
+    """Return integers in exactly the proportions of the decimal weights: rounding must not depend on the machine."""
     fractions = [Fraction(repr(float(weight))) for weight in weights]
     scale = lcm(*(fraction.denominator for fraction in fractions))
     return tuple(int(fraction * scale) for fraction in fractions)

@@ -1,13 +1,13 @@
-"""The cleaned documents of each job. They stay in the work folder until the dataset is made.
+"""The cleaned documents of each job, which stay in the work folder until the dataset is complete.
 
     cleaned/00000/documents     the documents in UTF-8, one after the other
     cleaned/00000/sizes         the size of each document in bytes, little-endian uint64
     cleaned/00000/signatures    the signature of each document; empty if documents are not compared
     cleaned/00000/counts.json   the numbers of documents that each filter kept, changed and dropped
-    kept/00000                  a byte for each document of the job, 0 if it is kept; only if documents are compared
+    kept/00000                  one byte per document of the job, 0 if it is kept; only if documents are compared
     kept/counts.json            the same numbers for the filters that compare documents
 
-Several processes clean documents. One process compares them by their signatures.
+Several processes clean documents. Then one process compares them by their signatures.
 """
 
 import io
@@ -49,7 +49,7 @@ Filters = tuple[FilterConfig, ...]
 
 
 class CleanedDocuments(Source):
-    """The cleaned documents of one job."""
+    """A source that reads the cleaned documents of one job."""
 
     def __init__(self, folder: Path, kept: Path | None) -> None:
         super().__init__(None)
@@ -59,15 +59,15 @@ class CleanedDocuments(Source):
         return [self._folder / "documents"]
 
     def sizes(self) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        """Bytes of each document, including those that are not kept."""
+        """Return the size of each document in bytes, including those that are not kept."""
         return read_array(self._folder / "sizes", "<u8")
 
     def verdicts(self) -> Verdicts:
-        """One byte per document: 0 if it is kept."""
+        """Return one byte per document: 0 if it is kept, else a key of `REASONS`."""
         return np.zeros(len(self.sizes()), np.uint8) if self._kept is None else read_array(self._kept, np.uint8)
 
     def texts(self, wanted: Iterable[bool]) -> Iterator[bytes]:
-        """The documents whose flag in `wanted` is true."""
+        """Yield the documents whose flag in `wanted` is true."""
         with open_regular(self._folder / "documents") as stream:
             for size, one in zip(self.sizes().tolist(), wanted, strict=True):
                 if one:
@@ -84,7 +84,7 @@ class CleanedDocuments(Source):
 
 
 class CleaningSource(Source):
-    """A source whose documents are cleaned as they are read, by the filters that look at one document."""
+    """A source that cleans the documents of another source as it reads, with the filters for single documents."""
 
     def __init__(self, source: Source, filters: Filters) -> None:
         super().__init__(source.settings)
@@ -102,23 +102,23 @@ class CleaningSource(Source):
 
 @dataclass(frozen=True)
 class Texts:
-    """The text of a dataset: its sources, or their cleaned documents."""
+    """The sources of a dataset's text or of its cleaned documents, and the jobs that read them."""
 
     sources: Sequence[SourceConfig | Source]
     jobs: list[Job]
     total_bytes: int | None
-    """Size of all texts; None until they are read."""
+    """Size of all texts in bytes; None if it is unknown before reading."""
     counts: tuple[FilterCounts, ...] = ()
 
 
 def read_texts(data: DataConfig) -> Texts:
-    """The text of a dataset, cleaned as it is read, by the filters that look at one document."""
+    """Return a dataset's text, to be cleaned while it is read by the filters for single documents."""
     sources = [CleaningSource(choose_source(one), data.clean) if data.clean else one for one in data.texts]
     return Texts(sources, plan_jobs(sources), total_bytes(data.texts) if data.texts else None)
 
 
 def cleaned_texts(work: Path, data: DataConfig, report: Report) -> Texts:
-    """The text of a dataset, cleaned if the recipe has filters. Cleans the jobs that are not yet cleaned in `work`.
+    """Return a dataset's text, cleaned if the recipe has filters. Clean the jobs that `work` does not hold yet.
 
     Raises:
         UserError: a source is broken, or no document is left.
@@ -136,7 +136,7 @@ def cleaned_texts(work: Path, data: DataConfig, report: Report) -> Texts:
 def _clean_jobs(
     work: Path, jobs: list[Job], settings: Filters, processes: int, report: Advance
 ) -> tuple[list[Job], tuple[FilterCounts, ...]]:
-    """The same jobs over the cleaned documents, and each filter's counts."""
+    """Clean the remaining jobs. Return jobs that read the cleaned documents, and each filter's counts."""
     left = [job for job in jobs if not (_folder(work, job.number) / _COUNTS).exists()]
     for _ in in_order(left, _job_cleaner, (work, settings), processes, report):
         pass
@@ -184,7 +184,7 @@ def _clean_job(work: Path, cleaner: Cleaner, duplicates: Duplicates, advance: Ad
 
 
 def _documents(pieces: Iterable[Piece]) -> Iterator[str]:
-    """The text of each document. A document larger than PART_BYTES becomes several of about that size."""
+    """Yield the text of each document; a document larger than PART_BYTES becomes several of about that size."""
     parts: list[str] = []
     size = 0
     for piece in pieces:
@@ -199,7 +199,7 @@ def _documents(pieces: Iterable[Piece]) -> Iterator[str]:
 
 
 def _compare(work: Path, jobs: list[Job], duplicates: Duplicates) -> None:
-    """Compare all documents. Write a verdict for each, and the counts of the filters that compare."""
+    """Find duplicates among all documents. Write each document's verdict, and the counts of the duplicate filters."""
     with new_folder(work / _KEPT) as aside:
         joined = aside / "signatures"
         with open_new(joined) as stream:
@@ -224,7 +224,7 @@ def _compare(work: Path, jobs: list[Job], duplicates: Duplicates) -> None:
 
 
 def _count(counts: dict[int, FilterCounts], source: CleanedDocuments, sizes: np.ndarray, verdicts: Verdicts) -> None:
-    """Add a job's documents to the filters' counts. The second filter sees only documents kept by the first."""
+    """Add a job's documents to the duplicate filters' counts. The second filter sees only what the first kept."""
     seen = np.ones(len(verdicts), dtype=np.bool_)
     for number, one in counts.items():
         kept = seen & (verdicts != number)

@@ -1,10 +1,10 @@
-"""Build datasets with datatrove, on one machine, Slurm or Ray: the same bytes as `gptworks data build`.
+"""Build datasets with datatrove on one machine, Slurm or Ray, with the same bytes as `gptworks data build`.
 
     steps = pipeline("recipe.yaml")
     built = LocalPipelineExecutor(steps, tasks=8, workers=4)     # or SlurmPipelineExecutor, RayPipelineExecutor
     LocalPipelineExecutor(merge_pipeline("recipe.yaml"), depends=built).run()
 
-Each task does one part of the work, in a folder below `data.cache_dir` that all tasks must see.
+Each task builds one part of the dataset, in a folder below `data.cache_dir` that all tasks must be able to reach.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ except ImportError:
 
 
 class _Step(PipelineStep):  # type: ignore[misc, unused-ignore]
-    """Does the work of one task. It passes no documents to a next step."""
+    """A pipeline step that does the work of one task. It passes no documents to the next step."""
 
     type = "gptworks"
 
@@ -39,7 +39,7 @@ class _Step(PipelineStep):  # type: ignore[misc, unused-ignore]
 
 
 def pipeline(recipe: RecipeLike) -> list[PipelineStep]:
-    """The steps in which each task builds its part in one process.
+    """Return the pipeline in which each task builds its part of the dataset, in one process.
 
     Raises:
         UserError: the recipe has a mistake.
@@ -50,7 +50,7 @@ def pipeline(recipe: RecipeLike) -> list[PipelineStep]:
 
 
 def merge_pipeline(recipe: RecipeLike) -> list[PipelineStep]:
-    """The step that makes the dataset from all finished parts, in one task.
+    """Return the pipeline that makes the dataset from all finished parts, in one task.
 
     Raises:
         UserError: the recipe has a mistake.

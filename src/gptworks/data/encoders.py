@@ -1,8 +1,8 @@
-"""Fast encoding with the ids of `tokenizers`: by gigatoken if it gives the same ids, else by `tokenizers`.
+"""Fast encoding to the ids of `tokenizers`: by gigatoken if it gives the same ids, else by `tokenizers`.
 
-gigatoken implements some tokenizers' patterns by hand and caches the tokens of each word. Here it gets only byte-level
-BPE, numbered by its merges and without special tokens. Texts with a character that the two libraries put in different
-classes (their Unicode versions differ) go to `tokenizers`.
+gigatoken implements the patterns of some tokenizers by hand and caches the tokens of each word. It is used only for
+byte-level BPE, renumbered in the order of merges and without special tokens. The Unicode versions of the two libraries
+differ: texts with a character that they classify differently go to `tokenizers`.
 """
 
 import functools
@@ -21,28 +21,28 @@ from gptworks.gpt2_vocabulary import BYTE_CHARACTERS
 from gptworks.tokenizer import BPE_PATTERNS, encodings
 
 _CACHED_CHARACTERS = 1 << 26
-"""Characters after which gigatoken is restarted, because its cache only grows."""
+"""Number of characters after which gigatoken is restarted, because its cache only grows."""
 _MARK = "\0"
 _PIECES_KEPT, _PIECE_CHARACTERS = 1 << 16, 128
 
 
 class Encoder(NamedTuple):
-    """Encodes texts to the same ids as `tokenizers`."""
+    """A function that encodes texts to the ids of `tokenizers`, and the library that it uses."""
 
     name: str
-    """The library: gigatoken or tokenizers."""
+    """The library that encodes: gigatoken or tokenizers."""
     reason: str
-    """The reason for choosing this encoder."""
+    """The reason for choosing this library."""
     encode: Callable[[list[str]], list[Ids]]
-    """Encodes each text to ids, [n] uint32. Raises UserError: see `gptworks.tokenizer.encodings`."""
+    """Encodes each text to ids, uint32 [n]. Raises UserError like `gptworks.tokenizer.encodings`."""
 
 
 class _Unsuitable(Exception):
-    """gigatoken cannot replace this tokenizer; the message has the reason."""
+    """Raised if gigatoken cannot replace this tokenizer; the message has the reason."""
 
 
 def plain_encoder(tokenizer: Tokenizer, reason: str = "") -> Encoder:
-    """An encoder that uses the tokenizer itself."""
+    """Return an encoder that uses the tokenizer itself."""
 
     def encode(texts: list[str]) -> list[Ids]:
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings(tokenizer, texts)]
@@ -51,7 +51,7 @@ def plain_encoder(tokenizer: Tokenizer, reason: str = "") -> Encoder:
 
 
 def choose_encoder(tokenizer: Tokenizer) -> Encoder:
-    """The fastest encoder that, as far as can be known, always gives the tokenizer's ids."""
+    """Return the fastest encoder that, as far as can be known, always gives the tokenizer's ids."""
     plain = plain_encoder(tokenizer)
     try:
         return Encoder("gigatoken", "its tokens are the same and it is faster", _Gigatoken(tokenizer, plain.encode))
@@ -60,7 +60,7 @@ def choose_encoder(tokenizer: Tokenizer) -> Encoder:
 
 
 def compared(encoder: Encoder, tokenizer: Tokenizer, sample: Iterable[str]) -> Encoder:
-    """The encoder, or the tokenizer itself if the two encode a sample's texts differently."""
+    """Return the encoder if it encodes the sample like the tokenizer, else `plain_encoder(tokenizer)`."""
     plain = plain_encoder(tokenizer, f"{encoder.name} gave other ids for a sample of the text")
     if encoder.name == plain.name:
         return encoder
@@ -77,13 +77,13 @@ class _Gigatoken:
         except ImportError:
             raise _Unsuitable(str(not_installed("gigatoken", "data", "faster encoding"))) from None
         self._library, self._make = library, gigatoken.Tokenizer.from_json
-        self._ids = np.array([*ids, 0], dtype=np.uint32)  # the last is the id of the mark
+        self._ids = np.array([*ids, 0], dtype=np.uint32)  # the last entry is a placeholder for the mark
         self._mark = len(ids)
         self._pieces = _Pieces(library) if pattern == "code" else None
         self._json = _tokenizer_json("llama3" if pattern == "code" else pattern, merges, marked=pattern == "code")
         try:
             self._encode, self._encoded = self._make(self._json).encode, 0
-        except Exception as error:  # other versions of gigatoken may raise other types
+        except Exception as error:  # other versions of gigatoken may raise other types of errors
             raise _Unsuitable(f"gigatoken does not accept the tokenizer: {error}") from None
 
     def __call__(self, texts: list[str]) -> list[Ids]:
@@ -116,9 +116,9 @@ class _Gigatoken:
 
 
 def _byte_level_bpe(tokenizer: Tokenizer) -> tuple[str, list[tuple[str, str]], list[int]]:
-    """The name of the tokenizer's pattern, its merges, and the ids of the 256 bytes and of each merge's token.
+    """Return the name of the tokenizer's pattern, its merges, and the ids of the 256 bytes and of each merge's token.
 
-    gigatoken merges in the order of the ids, and encodes a word that is a token as that token; the tokenizer must do
+    gigatoken merges in the order of the ids, and encodes a word that is a token as that token. The tokenizer must do
     the same.
 
     Raises:
@@ -149,7 +149,7 @@ def _byte_level_bpe(tokenizer: Tokenizer) -> tuple[str, list[tuple[str, str]], l
 
 
 def _pattern(pre_tokenizer: dict[str, Any] | None) -> str | None:
-    """The pattern's name in BPE_PATTERNS; None if that table lacks the pattern."""
+    """Return the pattern's name in BPE_PATTERNS; None if that table lacks the pattern."""
     match pre_tokenizer:
         case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
             return "gpt2"
@@ -165,7 +165,7 @@ def _pattern(pre_tokenizer: dict[str, Any] | None) -> str | None:
 
 
 def _tokenizer_json(pattern: str, merges: list[tuple[str, str]], *, marked: bool = False) -> str:
-    """A tokenizer for gigatoken: the bytes are numbered 0 to 255, the merges from 256 on, then `_MARK` if `marked`."""
+    """Return a tokenizer for gigatoken as JSON: ids 0 to 255 are bytes, then merges, then `_MARK` if `marked`."""
     to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": pattern == "gpt2"}
     split = {"type": "Split", "pattern": {"Regex": BPE_PATTERNS[pattern]}, "behavior": "Isolated", "invert": False}
     names = [*BYTE_CHARACTERS, *(left + right for left, right in merges)]
@@ -180,8 +180,8 @@ def _tokenizer_json(pattern: str, merges: list[tuple[str, str]], *, marked: bool
 # ------------------------------------------------------------------------------------------- classes of characters
 
 _COMPARED, _BLOCK = 0x40000, 0x1000
-"""Classes of code points below _COMPARED are compared, in blocks and on demand. Higher ones are private or unassigned:
-text with them goes to `tokenizers`."""
+"""Code points below _COMPARED are classified by both libraries, a block at a time when needed. Text with higher ones,
+which are private or unassigned, goes to `tokenizers`."""
 _SAME, _DOUBTFUL, _NOT_COMPARED = 0, 1, 2
 _LONG_S = ord("ſ")
 _LEADS = BYTE_CHARACTERS[0x80:]
@@ -190,7 +190,7 @@ _LEADS = BYTE_CHARACTERS[0x80:]
 def _has_doubtful(text: str) -> bool:
     try:
         points = np.frombuffer(text.encode("utf-32-le"), dtype=np.int32)
-    except UnicodeEncodeError:  # the text has half a surrogate pair
+    except UnicodeEncodeError:  # half of a surrogate pair cannot be encoded
         return True
     found = (known := _known()).take(points)
     if (most := found.max(initial=_SAME)) != _NOT_COMPARED:
@@ -203,7 +203,7 @@ def _has_doubtful(text: str) -> bool:
 
 @functools.cache
 def _known() -> np.ndarray[Any, np.dtype[np.int8]]:
-    """The state of each code point: same class in both libraries, doubtful, or not yet compared."""
+    """Return a table of all code points: _SAME class in both libraries, _DOUBTFUL, or _NOT_COMPARED yet."""
     known = np.full(0x110000, _DOUBTFUL, dtype=np.int8)
     known[:_COMPARED] = _NOT_COMPARED
     known[:0x80] = _SAME
@@ -211,7 +211,7 @@ def _known() -> np.ndarray[Any, np.dtype[np.int8]]:
 
 
 def _doubtful(start: int, end: int) -> np.ndarray[Any, np.dtype[np.int8]]:
-    """_DOUBTFUL for each code point that only one library may take for a letter, a number or white space, else
+    """Return _DOUBTFUL for each code point that only one library may take for a letter, a number or white space, else
     _SAME."""
     points = np.array([point for point in range(max(start, 0x80), end) if not 0xD800 <= point < 0xE000], np.uint32)
     characters = points.tobytes().decode("utf-32-le")
@@ -228,15 +228,15 @@ def _doubtful(start: int, end: int) -> np.ndarray[Any, np.dtype[np.int8]]:
         theirs[line[(ids - 256) // len(_LEADS) == number]] = ord(name)
     doubtful = np.full(end - start, _SAME, dtype=np.int8)
     doubtful[points - start] = np.where(np.where(ours < 0x80, ours, ord("!")) != theirs, _DOUBTFUL, _SAME)
-    if start <= _LONG_S < end:  # in `'ſ`, a long s is an s if case is ignored
+    if start <= _LONG_S < end:  # `'ſ` matches `'s` if case is ignored
         doubtful[_LONG_S - start] = _DOUBTFUL
     return doubtful
 
 
 @functools.cache
 def _probe() -> Any:
-    """A tokenizer that shows gigatoken's classes: the first byte of a character merges with an `a` before it if the
-    character is a letter, with a `1` if it is a number, and with a `!` unless it is a number or white space."""
+    """Return a tokenizer that shows gigatoken's class of a character. The first byte of a letter merges with an `a`
+    before it, that of a number with a `1`, and that of anything but a number or white space with a `!`."""
     import gigatoken
 
     merges = [(before, byte) for before in "!1a" for byte in _LEADS]
@@ -245,14 +245,14 @@ def _probe() -> Any:
 
 # ------------------------------------------------------------------------------------------------- the code pattern
 
-# gigatoken knows llama3's pattern, but not our code pattern. They differ in three places: line breaks, whose tokens
-# include the white space around them; '\r'; and an apostrophe with the letters after it, which llama3 cuts after 's,
-# 't, 're, 've, 'm, 'll, 'd. Text without these gives the same tokens in both. So such places are cut out of the text
-# as pieces, which `tokenizers` reads once each, and gigatoken reads the rest. The pattern does not look before the
-# start of a token, and looks one character beyond white space, so a cut between two tokens without white space on its
-# left does not change them. If it is uncertain that tokens end at a cut, `tokenizers` reads the text.
+# gigatoken knows llama3's pattern, but not our code pattern. These differ only at line breaks, whose tokens include the
+# white space around them; at '\r'; and at an apostrophe with the letters after it, which llama3 cuts after 's, 't, 're,
+# 've, 'm, 'll, 'd. So these places are cut out of the text as pieces: `tokenizers` encodes each piece once, and
+# gigatoken encodes the rest. The pattern does not look before the start of a token, and looks one character beyond
+# white space, so a cut between two tokens changes neither unless white space is on its left. If it is uncertain that
+# tokens end at a cut, `tokenizers` encodes the text.
 _SPACES = "\t\n\v\f\r \x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
-_SIGNS = "\xa1-\xa9\xab-\xb1\xb4\xb6-\xb8\xbb\xbf\u2010-\u2027\u2030-\u205e"  # signs in any version of Unicode
+_SIGNS = "\xa1-\xa9\xab-\xb1\xb4\xb6-\xb8\xbb\xbf\u2010-\u2027\u2030-\u205e"  # not letters in any Unicode version
 _OTHER = rf"[^\0-\x7f{_SIGNS}]"
 _SHORT = "(?:[sdmtSDMT]|[rR][eE]|[vV][eE]|[lL][lL])"
 _BREAK = re.compile(rf"(\n(?:[{_SPACES}]*\n)?[ \t]*)")
@@ -261,7 +261,7 @@ _UNCERTAIN = re.compile(rf"'(?:{_SHORT}[A-Za-z]*+{_OTHER}|(?<=[\t\v\f]'|{_OTHER}
 
 
 def _cut_code(text: str) -> tuple[str, list[str]] | None:
-    """The text with a mark for each piece, and the pieces; None if it is uncertain where tokens end."""
+    """Return the text with a mark for each piece cut out, and the pieces; None if it is uncertain where tokens end."""
     if _MARK in text:
         return None
     parts = _BREAK.split(text)
@@ -281,14 +281,14 @@ def _cut_code(text: str) -> tuple[str, list[str]] | None:
 
 
 class _Pieces:
-    """A cache of the ids of pieces."""
+    """Encodes pieces and caches their ids."""
 
     def __init__(self, library: Callable[[list[str]], list[Ids]]) -> None:
         self._library = library
         self._known: dict[str, bytes] = {}
 
     def __call__(self, pieces: list[str]) -> tuple[list[int], Ids]:
-        """The number of ids of each piece, and all ids [n]."""
+        """Return the number of ids of each piece, and the ids of all pieces, [n]."""
         known = self._known
         if missing := list(set(pieces).difference(known)):
             if len(known) > _PIECES_KEPT:

@@ -1,4 +1,4 @@
-"""The identity of the dataset that a recipe describes: the contents of its sources, not their paths or times."""
+"""The identity of the dataset that a recipe describes; it depends on the contents of sources, not on paths or times."""
 
 import hashlib
 import json
@@ -18,12 +18,12 @@ from gptworks.special_tokens import stating_files
 from gptworks.tokenizer import MAX_TOKENIZER_BYTES
 
 _CONTENTS = ("format_version", "sources_signature", "clean_files", "tokenizer_files", "chat_template")
-"""Parts of the identity that are unknown if the sources or the tokenizer's files are gone."""
+"""Parts of the identity that cannot be compared if the sources or the tokenizer's files are gone."""
 _PLACES = ("path", "url", "sha256")
 
 
 def made_from(recipe: AnyRecipe) -> dict[str, Any]:
-    """Everything that decides the contents of the dataset, and the origin of its text, as JSON.
+    """Return everything that decides the contents of the dataset, and the origin of its text, as JSON.
 
     Raises:
         UserError: a source or a file of the tokenizer is missing.
@@ -53,7 +53,7 @@ def _settings(recipe: AnyRecipe) -> dict[str, Any]:
 
 
 def folder_for(recipe: AnyRecipe, made: dict[str, Any]) -> Path:
-    """The dataset's folder in `data.cache_dir`, shards-DIGEST."""
+    """Return the dataset's folder in `data.cache_dir`, named shards-DIGEST."""
     placeless = made | {
         "sources": [_without(source, *_PLACES) for source in made["sources"]],
         "tokenizer": _without(made["tokenizer"], "path"),
@@ -68,7 +68,7 @@ def _without(tree: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def folder_of_settings(recipe: AnyRecipe) -> Path | None:
-    """The dataset built earlier with these settings, if the sources are gone; None if none was built.
+    """Find the dataset built earlier with these settings, for use when the sources are gone; None if none was built.
 
     Raises:
         UserError: several such datasets exist, with different text.
@@ -84,7 +84,7 @@ def folder_of_settings(recipe: AnyRecipe) -> Path | None:
 
 
 def _tokenizer_files(config: TokenizerConfig) -> list[str]:
-    """sha256 of each file from which a tokenizer is loaded, and of each that states its special tokens."""
+    """Return the sha256 of each file that defines the tokenizer or its special tokens."""
     if not isinstance(config, FileTokenizer | GPT2Tokenizer) or config.path is None:
         return []
     path = config.path.expanduser()

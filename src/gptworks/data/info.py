@@ -1,4 +1,4 @@
-"""Figures about a dataset: documents, tokens, bytes, lengths, exact duplicates, languages."""
+"""Statistics of a dataset: documents, tokens, bytes, lengths, exact duplicates, languages."""
 
 import hashlib
 from collections import Counter
@@ -20,23 +20,23 @@ from gptworks.data.workers import Progress
 PERCENTILES = (5, 25, 50, 75, 95, 99)
 MOST_COPIED = 5
 SAMPLED_DOCUMENTS, SAMPLED_TOKENS = 1000, 400
-"""Number of documents, and of tokens of each, from which languages are guessed."""
+"""Number of documents, and of tokens in each, from which languages are guessed."""
 _READ_TOKENS = 1 << 20
 _DIGEST_BYTES = 16
 
 Digests = npt.NDArray[np.uint64]
-"""Two numbers for each document [n, 2], equal for documents of the same tokens."""
+"""A hash of each document's tokens, as two numbers [n, 2]."""
 
 
 @dataclass(frozen=True)
 class Amount:
-    """The amount of text in a split, in a dataset of a mixture, or from a source."""
+    """The amount of text in a split, or in the part of it that is from one dataset of a mixture or one source."""
 
     split: Split
     name: str | None
-    """The dataset's name in a mixture; None: the whole folder."""
+    """Name of the dataset in a mixture; None: all datasets."""
     source: str | None
-    """The type and place of the source in the recipe; None: all sources."""
+    """Type of the source, with its path or address; None: all sources."""
     documents: int
     tokens: int
     text_bytes: int
@@ -46,7 +46,7 @@ class Amount:
 
 @dataclass(frozen=True)
 class Bin:
-    """The number of documents with `at_least` tokens, a power of two, but fewer than twice as many."""
+    """The number of documents with at least `at_least` tokens, a power of two, but fewer than twice as many."""
 
     at_least: int
     documents: int
@@ -54,29 +54,29 @@ class Bin:
 
 @dataclass(frozen=True)
 class Lengths:
-    """The lengths of documents in tokens, including special tokens."""
+    """Statistics of the documents' lengths in tokens, including special tokens."""
 
     mean: float
     shortest: int
     longest: int
     percentiles: dict[str, int]
-    """Percentiles by name, such as p50."""
+    """Percentiles of the lengths by name, such as p50."""
     histogram: tuple[Bin, ...]
 
 
 @dataclass(frozen=True)
 class Copies:
-    """A group of equal documents."""
+    """A group of documents with the same tokens."""
 
     document: int
-    """The number of the group's first document in the split."""
+    """Index of the group's first document in the split."""
     copies: int
     n_tokens: int
 
 
 @dataclass(frozen=True)
 class Duplicates:
-    """Documents with the same tokens as an earlier one."""
+    """The amount of documents that repeat the tokens of an earlier one, and the documents copied most often."""
 
     documents: int
     tokens: int
@@ -85,26 +85,26 @@ class Duplicates:
 
 @dataclass(frozen=True)
 class Languages:
-    """The languages of documents, guessed by a model."""
+    """The languages of sampled documents, guessed by a model."""
 
     sample: int
-    """Number of documents examined, evenly spaced."""
+    """Number of sampled documents, evenly spaced."""
     counts: dict[str, int]
-    """Number of documents in each language, most frequent first."""
+    """Number of documents in each language, the most frequent first."""
 
 
 @dataclass(frozen=True)
 class Cleaning:
-    """Documents that filters dropped and changed in a dataset."""
+    """Counts of the documents that filters changed and dropped in a dataset."""
 
     dataset: str | None
-    """The dataset's name in the mixture; None: the folder is a single dataset."""
+    """Name of the dataset in the mixture; None: the folder is a single dataset."""
     counts: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Info:
-    """Figures about a dataset."""
+    """Statistics of a dataset."""
 
     folder: str
     fingerprint: str
@@ -114,15 +114,15 @@ class Info:
     lengths: dict[Split, Lengths]
     duplicates: dict[Split, Duplicates]
     held_out_in_training: int
-    """Number of documents of the validation split whose exact tokens are also a document of the training split."""
+    """Number of validation documents whose exact tokens are also those of a training document."""
     languages: Languages | None
-    """Languages of the text; None if the library for it is not installed."""
+    """Languages of the training text; None if the library that guesses them is not installed."""
     cleaning: tuple[Cleaning, ...]
-    """Counts of filters, one for each dataset with filters."""
+    """Counts of filters, one entry for each dataset that has filters."""
 
 
 def dataset_info(prepared: Prepared, report: Progress = lambda done, total: None) -> Info:
-    """Figures about a dataset. Reads every token of it.
+    """Compute the statistics of a dataset by reading all of its tokens.
 
     Raises:
         UserError: a file of the dataset was changed.
@@ -164,7 +164,7 @@ def dataset_info(prepared: Prepared, report: Progress = lambda done, total: None
 
 
 def _amounts(manifest: Manifest) -> Iterator[Amount]:
-    """Amounts of each split, of each dataset of a mixture, and of each source if there are several."""
+    """Yield the amount of text in each split, each dataset of a mixture, and each source if there are several."""
     for split, files in manifest.splits.items():
         yield _amount(split, None, None, files.shards)
         yield from _by_source(split, None, manifest, files.shards)
@@ -185,7 +185,7 @@ def _source_name(made_from: dict[str, Any], number: int) -> str:
         settings = made_from["sources"][number]
         place = next((settings[key] for key in ("path", "dataset", "url") if settings.get(key)), "")
         return f"{settings['type']} {place if isinstance(place, str) else place[0]}".strip()
-    except (LookupError, TypeError, AttributeError):  # the manifest may hold anything
+    except (LookupError, TypeError, AttributeError):  # `made_from` may hold anything
         return f"source {number + 1}"
 
 
@@ -197,7 +197,7 @@ def _amount(split: Split, name: str | None, source: str | None, shards: Sequence
 
 
 def _digests(shards: TokenShards, bounds: Int64s) -> Iterator[tuple[bytes, int]]:
-    """A hash of the tokens of each document, and the number of tokens read so far."""
+    """Yield a hash of the tokens of each document, and the number of tokens read so far."""
     held, start = np.empty(0, dtype="<u4"), 0
     for first, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         hashed = hashlib.blake2b(digest_size=_DIGEST_BYTES)
@@ -222,7 +222,7 @@ def _lengths(sizes: Int64s) -> Lengths:
 
 
 def _duplicates(digests: Digests, sizes: Int64s) -> Duplicates:
-    order = np.lexsort((digests[:, 1], digests[:, 0]))  # stable: the first of equal documents comes first
+    order = np.lexsort((digests[:, 1], digests[:, 0]))  # a stable sort: of equal documents, the first comes first
     ordered = digests[order]
     begins = np.flatnonzero(np.append(True, (ordered[1:] != ordered[:-1]).any(axis=1)))
     copies = np.diff(np.append(begins, len(order)))
@@ -233,7 +233,7 @@ def _duplicates(digests: Digests, sizes: Int64s) -> Duplicates:
 
 
 def _in_both(some: Digests, others: Digests) -> int:
-    """The number of digests in `some` that are also in `others`."""
+    """Return the number of digests in `some` that are also in `others`."""
     candidates = others[np.isin(others[:, 0], some[:, 0])]
     known = {one.tobytes() for one in candidates}
     return sum(one.tobytes() in known for one in some)

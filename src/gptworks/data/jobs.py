@@ -1,6 +1,6 @@
-"""Make shards of text in jobs. One process does all of a job, from reading text to finished files.
+"""Write shards of text in jobs. One process does a whole job, from reading text to finished files.
 
-A job is a few neighbouring units of the sources. A job's folder gets its name when it is complete. The jobs and their
+A job is a few neighbouring units of a source. Its folder gets its final name when it is complete. The jobs and their
 files depend only on the sources, not on the number of processes or on interruptions.
 """
 
@@ -45,43 +45,43 @@ _CHUNK_BYTES = 1 << 20
 _BATCH_BYTES, _MOST_THREADS = 1 << 20, 8
 _WORTH_A_CHOICE_BYTES = 1 << 24  # for less text, comparing two encoders takes longer than encoding
 MOST_JOBS = 4096
-"""Most jobs of a source: a job has its own shards, and a dataset of many small files opens slowly."""
+"""Maximum number of jobs per source. Each job has its own shards, and a dataset of many small files opens slowly."""
 _SAMPLED_PIECES, _SAMPLED_CHARACTERS = 16, 1 << 12
-"""Number of pieces of each job, and characters of each, on which two encoders are compared."""
+"""Number of pieces of each job, and of characters of each piece, on which two encoders are compared."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Neighbouring units of one of a recipe's sources."""
+    """A part of the work on a dataset: neighbouring units of one source."""
 
     number: int
     source: int
     units: tuple[tuple[Source, Unit], ...]
 
     def pieces(self) -> Iterator[Piece]:
-        """The documents of the units."""
+        """Yield the documents of the units, in pieces."""
         for source, unit in self.units:
             yield from source.read_unit(unit)
 
     def opening(self) -> Piece | None:
-        """The first piece of the document that the job's first unit continues; None if the unit begins a document."""
+        """Return the first piece of the document that the first unit continues; None if that unit begins a document."""
         source, unit = self.units[0]
         return next(source.read(unit.file), None) if source.whole_files and unit.start else None
 
 
 @dataclass(frozen=True)
 class JobSettings:
-    """The settings that decide a job's shards, in addition to its text."""
+    """Settings that, together with the text, decide a job's shards."""
 
     tokenizer: str
-    """The tokenizer as text, from `pack_tokenizer`."""
+    """The tokenizer, serialized by `pack_tokenizer`."""
     validation: ValidationSplit
     shard_tokens: int
     dtype: Dtype
 
 
 class Done(Section):
-    """The output of a job."""
+    """A description of the files that a finished job has written."""
 
     source: int
     splits: dict[Split, SplitFiles]
@@ -89,7 +89,7 @@ class Done(Section):
 
 
 def plan_jobs(sources: Iterable[SourceConfig | Source]) -> list[Job]:
-    """All units of the sources, in order, in jobs of about equal size. A job has units of one source."""
+    """Group all units of the sources, in order, into jobs of about equal size; each job has units of one source."""
     jobs: list[Job] = []
     for number, source in enumerate(map(choose_source, sources)):
         units = source.units()
@@ -112,7 +112,7 @@ def run_jobs(
 
     Args:
         report: called with the bytes of text encoded since the last call.
-        say: called once with each library that encodes, and the reason.
+        say: called once for each library that encodes, with a line that names it and the reason.
 
     Raises:
         UserError: a source is broken, or the tokenizer cannot read the text.
@@ -132,7 +132,7 @@ def run_jobs(
 
 
 class _JobWriter:
-    """Writes the shards of jobs, in a worker process or in this one."""
+    """Writes the shards of jobs, in a worker process or in the main one."""
 
     def __init__(self, folder: Path, settings: JobSettings, fast: bool, advance: Advance) -> None:
         self._folder, self._settings, self._advance = folder, settings, advance
@@ -141,11 +141,11 @@ class _JobWriter:
         self._unknown, self._texts = special_tokens(self._tokenizer).unk, token_texts(self._tokenizer)
 
     def __call__(self, job: Job) -> str:
-        """Write the shards of both splits, the held-out text, and their description. Returns a line with the library
-        that encoded, and the reason; empty if there was no choice."""
+        """Write the shards of both splits, the held-out text, and their description. Return a line that names the
+        encoding library and the reason for it; empty if there was no choice."""
         out = _folder(self._folder, job.number)
         if out.exists():
-            remove_tree(out)  # the folder is damaged: else the job would be finished
+            remove_tree(out)  # an unfinished job's folder is damaged
         with new_folder(out) as aside:
             with (
                 split_writers(aside, self._settings.dtype, self._settings.shard_tokens) as writers,
@@ -158,7 +158,7 @@ class _JobWriter:
         return f"encoding with {encoder.name}: {encoder.reason}" if encoder.reason else ""
 
     def _write_documents(self, writers: dict[Split, ShardWriter], held_out: BinaryIO, job: Job) -> tuple[Encoder, bool]:
-        """Encode and write the text of both splits. Returns the encoder, and whether decoding restores the held-out
+        """Encode and write the text of both splits. Return the encoder, and whether decoding restores the held-out
         text."""
         validation, encoder = self._settings.validation, self._encoder
         prefix, suffix = (np.array(ids, dtype=np.uint32) for ids in document_frame(self._tokenizer))
@@ -172,7 +172,7 @@ class _JobWriter:
                 text, opens = piece.text.encode("utf-8"), piece.starts_document
                 if split == "validation":
                     if at_first_tail:
-                        opens = at_first_tail = False  # no separator: it continues a training text
+                        opens = at_first_tail = False  # no separator: this text continues a training text
                     held_out.write(text + b"\0" * piece.ends_document)
                     round_trips = round_trips and self._round_trips(piece, text, ids.tolist())
                 framed = [prefix[: len(prefix) * opens], ids, suffix[: len(suffix) * piece.ends_document]]
@@ -182,8 +182,8 @@ class _JobWriter:
         return encoder, round_trips
 
     def _round_trips(self, piece: Piece, text: bytes, ids: list[int]) -> bool:
-        """Whether decoding the tokens, also after preceding ones, restores the text."""
-        if self._texts is not None:  # decoding only joins them
+        """Return whether decoding the tokens, also after preceding ones, restores the text."""
+        if self._texts is not None:  # decoding only joins the texts of tokens
             return b"".join(map(self._texts.__getitem__, ids)) == text
         if piece.starts_document:
             return bool(self._tokenizer.decode(ids) == piece.text)
@@ -192,25 +192,25 @@ class _JobWriter:
 
 
 def batch_bytes() -> int:
-    """Size of the text that is encoded at once: enough for this process's threads."""
+    """Return the size of the text to encode in one call: enough for all threads of this process."""
     threads = int(os.environ.get("RAYON_NUM_THREADS") or usable_cpus())
     return _BATCH_BYTES * min(threads, _MOST_THREADS)
 
 
-# ---------------------------------------------------------------------------------------------------- joining
+# ----------------------------------------------------------------------------------- joining the jobs' shards
 
 
 def finished(folder: Path) -> dict[int, Done]:
-    """The outputs of the finished jobs, by job number."""
+    """Return the outputs of the finished jobs, by job number."""
     found = {}
     for file in sorted(folder.glob(f"jobs/[!.]*/{_JOB_FILE}")):
-        with contextlib.suppress(UserError, OSError, ValueError):  # the file is broken: the job is repeated
+        with contextlib.suppress(UserError, OSError, ValueError):  # a job with a broken file is repeated
             found[int(file.parent.name)] = Done.model_validate(unsealed_json(read_regular(file, _MAX_JOB_BYTES)))
     return found
 
 
 def join_jobs(folder: Path, whole: Path) -> dict[str, Any]:
-    """Link or copy the shards of all jobs into the dataset's folder. Returns the manifest's fields about them."""
+    """Link or copy the shards of all jobs into the dataset's folder. Return the manifest fields that describe them."""
     done = [found for _, found in sorted(finished(folder).items())]
     splits: dict[Split, SplitFiles] = {}
     for split in SPLITS:

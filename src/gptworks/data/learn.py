@@ -1,4 +1,4 @@
-"""Decide how a dataset's text is split, and make its tokenizer, before the long work."""
+"""Decide how a dataset's text is split, and make its tokenizer, before the text is encoded."""
 
 import hashlib
 import heapq
@@ -37,12 +37,12 @@ from gptworks.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer, 
 
 _BPE_TRAINING_BYTES = 200_000_000
 _SAMPLE_BYTES = 100_000_000
-"""Size of the sample that trains BPE if the text exceeds _BPE_TRAINING_BYTES: training is 10 × slower than encoding."""
+"""Bytes of text that train BPE if there are more than _BPE_TRAINING_BYTES: training is 10 × slower than encoding."""
 _DOCUMENTS_WORTH_A_SPLIT = 20
 
 
 def split_by(data: DataConfig, sources: Sequence[SourceConfig | Source]) -> ValidationSplit:
-    """The settings of the validation split; `auto` is resolved by the sources' cleaned text."""
+    """Return the settings of the validation split; the sources' cleaned text decides what `auto` becomes."""
     if data.validation.by != "auto":
         return data.validation
     by_document, by_tail = (data.validation.model_copy(update={"by": by}) for by in ("document", "tail"))
@@ -67,7 +67,7 @@ class _Text:
     weight: float
 
     def training(self) -> Iterator[str]:
-        """The training text, from which a tokenizer may learn."""
+        """Yield the training text, from which a tokenizer may learn."""
         for record in iter_records(self.data):
             if not is_held_out(record.prompt, self.validation.fraction):
                 yield from (message["content"] for message in record.messages)
@@ -81,10 +81,10 @@ class _Text:
 def keep_tokenizer(
     folder: Path, recipe: AnyRecipe, datasets: Sequence[tuple[DataConfig, float, Texts]], report: Report
 ) -> Tokenizer:
-    """The tokenizer in this folder. If the folder does not exist, a tokenizer is trained or loaded, and saved there.
+    """Load the tokenizer in this folder. If there is no folder, train or load the recipe's tokenizer and save it there.
 
     Args:
-        datasets: the datasets to learn from, each with its weight and text.
+        datasets: settings, weight and text of each dataset to learn from.
 
     Raises:
         UserError: the text is empty or too short, or the recipe states another vocabulary size.
@@ -102,7 +102,7 @@ def keep_tokenizer(
         shutil.rmtree(sample, ignore_errors=True)
     tokenizer = load_tokenizer(folder)
     if isinstance(recipe, Recipe):
-        with_vocab_size(recipe, vocabulary_size(tokenizer))  # refuse a wrong vocabulary size before the long work
+        with_vocab_size(recipe, vocabulary_size(tokenizer))  # raises if the recipe states another size
     return tokenizer
 
 
@@ -128,7 +128,7 @@ def _train(recipe: AnyRecipe, texts: list[_Text], sample: Path, report: Report) 
 def _sampled(
     texts: list[_Text], limit_bytes: int, folder: Path, total: int | None, report: Report
 ) -> Iterator[Iterator[str]]:
-    """A sample of each dataset's text, in proportion to its weight."""
+    """Yield a sample of each dataset's training text, in proportion to the dataset's weight."""
     advance = adding_up(report, "sample", total)
     weights = sum(text.weight for text in texts)
     for number, text in enumerate(texts):
@@ -142,7 +142,7 @@ def _more_than(most_bytes: int, texts: Iterator[str]) -> bool:
 
 
 def _counted(texts: Iterable[str], limit_bytes: int | None, total: int | None, report: Report) -> Iterator[str]:
-    """The texts up to the limit. Reports them as they are read, then the merging, which is slow too."""
+    """Yield texts up to the limit, and report the bytes read; then report the merging of tokens, which is slow too."""
     advance = adding_up(report, "tokenizer", total if limit_bytes is None or total is None else min(total, limit_bytes))
     done_bytes = 0
     for text in texts:
@@ -156,7 +156,7 @@ def _counted(texts: Iterable[str], limit_bytes: int | None, total: int | None, r
 
 
 def empty(split: Split, validation: ValidationSplit, conversations: bool = False) -> str:
-    """The message about a split without text."""
+    """Return the error message for a split without text."""
     name, change = ("training", "Lower") if split == "train" else ("validation", "Raise")
     other = "" if validation.by == "tail" or conversations else ", set data.validation.by=tail"
     return (
@@ -165,25 +165,25 @@ def empty(split: Split, validation: ValidationSplit, conversations: bool = False
     )
 
 
-# ------------------------------------------------------------------------------------------------------ sample
+# ------------------------------------------------------------------------------------ sample for the tokenizer
 
-# If there is more text than a tokenizer needs, it learns its merges from a random sample. A hash of a document's text,
-# or of each piece of a long document, decides about the sample, which is therefore the same in every build and does not
-# depend on the order of the sources.
+# If there is more text than a tokenizer needs, it learns its merges from a random sample. A hash of each document's
+# text, or of each piece of a long document, decides whether it is sampled. So the sample is the same in every build and
+# does not depend on the order of the sources.
 _ALL = 1 << 64
 _LEAST_KEPT_BYTES = 1 << 23
-"""Each job may keep at least this many bytes of text."""
+"""Every job may keep at least this many bytes of sampled text."""
 
 
 def sample_texts(
     folder: Path, jobs: list[Job], validation: ValidationSplit, limit_bytes: int, processes: int, report: Advance
 ) -> Iterator[str]:
-    """Random pieces of the training text, in order, at most `limit_bytes` in all, which is less than the text has."""
+    """Return random pieces of the training text, in order, at most `limit_bytes`, which the text must exceed."""
     make_folder(folder)
     sizes = [sum(unit.size_bytes for _, unit in job.units) for job in jobs]
     rate = min(
         1.0, 2 * limit_bytes / max(1, sum(sizes))
-    )  # twice the size needed, because these are sizes of files, not of text
+    )  # twice what is needed, because these are sizes of files, not of text
     limits = [min(limit_bytes, max(_LEAST_KEPT_BYTES, int(4 * rate * size))) for size in sizes]
     files = [folder / f"{job.number:05d}.jsonl" for job in jobs]
     left = [work for work in zip(jobs, files, limits, strict=True) if not work[1].exists()]
@@ -199,7 +199,7 @@ def sample_texts(
 
 
 def _lines(file: Path) -> Iterator[tuple[int, int, str]]:
-    """The key, the size and the text of each piece. Size 0: pieces with this key or a larger one were left out."""
+    """Yield the key, size and text of each piece. Size 0: pieces with this key or a larger one were left out."""
     with open_regular(file) as lines:
         for line in lines:
             key, size, text = json.loads(line)
@@ -207,7 +207,7 @@ def _lines(file: Path) -> Iterator[tuple[int, int, str]]:
 
 
 Work = tuple[Job, Path, int]
-"""A job, the file for its part of the sample, and the most bytes in it."""
+"""A job, the file for its part of the sample, and the maximum bytes of text in that file."""
 
 
 def _sampler(validation: ValidationSplit, below: int, advance: Advance) -> Callable[[Work], None]:
@@ -215,9 +215,9 @@ def _sampler(validation: ValidationSplit, below: int, advance: Advance) -> Calla
 
 
 def _sample_job(validation: ValidationSplit, below: int, advance: Advance, work: Work) -> None:
-    """Write the training pieces with keys below `below`; if these exceed `limit_bytes`, only the smallest keys."""
+    """Write the job's training pieces with keys below `below`; if the file gets too large, only the smallest keys."""
     job, file, limit_bytes = work
-    kept: list[tuple[int, int, str]] = []  # a heap, the largest key first
+    kept: list[tuple[int, int, str]] = []  # a heap with the largest key on top
     kept_bytes, most = 0, below
     for number, (split, piece) in enumerate(split_documents(job.pieces(), validation, job.opening())):
         text = piece.text.encode("utf-8")

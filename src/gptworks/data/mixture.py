@@ -1,7 +1,7 @@
 """A mixture on disk: one folder with the shards of several datasets, one dataset after the other.
 
-The folder is a complete dataset: its files are links to the datasets' files, or copies on another file system. The
-weights are in the recipe, not in the folder.
+The folder is a complete dataset: its files are links to the datasets' files, or copies if the file system differs. The
+datasets' weights are in the recipe, not in the folder.
 """
 
 import hashlib
@@ -55,7 +55,7 @@ Made = Callable[[AnyRecipe], Prepared | None]
 
 @dataclass(frozen=True)
 class Member:
-    """A dataset of a mixture: a whole folder, or a part of a folder that is a mixture itself."""
+    """One dataset of a mixture: a whole folder, or a part of a folder that is itself a mixture."""
 
     prepared: Prepared
     part: Part
@@ -63,7 +63,7 @@ class Member:
 
     @classmethod
     def of(cls, name: str, prepared: Prepared) -> "Member":
-        """The dataset in a folder; if the folder is a mixture, the part with this name.
+        """Return the dataset in a folder; if the folder is a mixture, return the part with this name.
 
         Raises:
             UserError: the mixture has no such part, or the folder holds conversations.
@@ -98,11 +98,11 @@ class Member:
 
 
 def members_of(recipe: AnyRecipe, made: Made, trained: Callable[[AnyRecipe], Path | None]) -> list[Member] | None:
-    """The datasets of a recipe's mixture, in order; None if one of them is not built.
+    """Return the datasets of a recipe's mixture, in order; None if one of them is not built.
 
     Args:
         made: returns the dataset of a recipe without a mixture; None if it is not built.
-        trained: returns the folder of the tokenizer that is trained on the text of all datasets; None if not trained.
+        trained: returns the folder of the tokenizer trained on the text of all datasets; None if it is not trained.
 
     Raises:
         UserError: a folder is not a dataset, or the datasets have different tokenizers.
@@ -135,7 +135,7 @@ def members_of(recipe: AnyRecipe, made: Made, trained: Callable[[AnyRecipe], Pat
 
 
 def find_mixed(members: Sequence[Member], cache_dir: Path) -> Prepared | None:
-    """The folder that holds exactly the members: their own, or one that `mixed` made; None if it was not made."""
+    """Open the folder that holds exactly the members: their own, or one that `mixed` made; None if there is none."""
     _check_same_tokenizer(members)
     first = members[0].prepared
     whole = [*first.manifest.parts] or [members[0].part]
@@ -146,7 +146,7 @@ def find_mixed(members: Sequence[Member], cache_dir: Path) -> Prepared | None:
 
 
 def mixed(members: Sequence[Member], cache_dir: Path) -> Prepared:
-    """The members in one folder: their own if it holds exactly them, else one in `cache_dir`.
+    """Return a folder that holds exactly the members: their own if possible, else one in `cache_dir`.
 
     Raises:
         UserError: the datasets have different tokenizers.
@@ -172,7 +172,7 @@ def _folder(manifest: Manifest, cache_dir: Path) -> Path:
 
 
 def mix_folders(out: Path, datasets: Sequence[str]) -> list[dict[str, Any]]:
-    """Combine datasets in one folder. Returns the name, weight and training tokens of each.
+    """Combine datasets in the folder `out`. Return the name, weight and number of training tokens of each.
 
     Args:
         datasets: each `NAME=FOLDER` or `NAME=FOLDER:WEIGHT`.

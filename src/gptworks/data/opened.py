@@ -1,4 +1,4 @@
-"""Open a dataset, or find it again by the fingerprint of its tokens."""
+"""Open a dataset, or find the dataset of a run by the fingerprint of its tokens."""
 
 import contextlib
 import hashlib
@@ -21,7 +21,7 @@ _DECODED_TOKENS = 1 << 16
 
 @dataclass(frozen=True)
 class Prepared:
-    """A complete and checked folder of shards."""
+    """A dataset that was opened and checked: a complete folder of shards."""
 
     folder: Path
     manifest: Manifest
@@ -31,10 +31,10 @@ class Prepared:
 
 
 def find_of_run(recipe: Recipe, run_dir: Path, fingerprint: str) -> Prepared | None:
-    """The shards that a run was trained on, by their fingerprint; None: not found. Their sources may be gone.
+    """Find the dataset that a run was trained on, even if its sources are gone; None if it is not found.
 
-    A relative `data.cache_dir` is looked for in the current folder and in the four folders above the run: a trial of a
-    sweep is four folders below the one where it was made.
+    A relative `data.cache_dir` is looked up in the current folder and in the four folders above the run: a trial of a
+    sweep is four folders below the one where its dataset was made.
 
     Raises:
         UserError: a file of that folder is missing or was changed.
@@ -48,8 +48,8 @@ def find_of_run(recipe: Recipe, run_dir: Path, fingerprint: str) -> Prepared | N
 
 
 def datasets_in(caches: Iterable[Path], named: Iterable[Path] = ()) -> Iterator[tuple[Path, Manifest]]:
-    """The datasets among the named folders and in the caches, with their manifests. Broken ones, and those of another
-    version, are left out."""
+    """Yield the datasets among the named folders and in the caches, with their manifests. Skip broken ones and those of
+    another format version."""
     found = chain.from_iterable(sorted(cache.glob(f"[!.]*/{MANIFEST_FILE}")) for cache in caches)
     for folder in chain(named, (file.parent for file in found)):
         with contextlib.suppress(UserError):
@@ -57,7 +57,7 @@ def datasets_in(caches: Iterable[Path], named: Iterable[Path] = ()) -> Iterator[
 
 
 def open_prepared(folder: str | Path) -> Prepared:
-    """Open a folder that `prepare` made.
+    """Open and check a dataset that `prepare` made.
 
     Raises:
         UserError: the folder is not a dataset, or a file in it is missing or was changed.
@@ -88,7 +88,7 @@ def open_prepared(folder: str | Path) -> Prepared:
 
 
 def held_out_text(prepared: Prepared) -> Iterator[bytes]:
-    """The validation text in parts, decoded from the shards.
+    """Yield the validation text in parts, decoded from the shards.
 
     Raises:
         UserError: decoding the tokens does not restore the text.
@@ -108,5 +108,5 @@ def held_out_text(prepared: Prepared) -> Iterator[bytes]:
 
 
 def sha256_text(text: str | None) -> str | None:
-    """The sha256 of a text in hex; None for None."""
+    """Return the sha256 of a text in hex; None for None."""
     return None if text is None else hashlib.sha256(text.encode("utf-8")).hexdigest()

@@ -1,4 +1,4 @@
-"""A pseudo-random order of a range of numbers, computed without storing it."""
+"""A pseudo-random permutation of 0 … n-1, computed without storing it."""
 
 from functools import lru_cache
 
@@ -9,11 +9,11 @@ Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
 
 ROUNDS = 8
-"""Number of rounds of a permutation, each with its own key."""
+"""Number of rounds of the permutation, each with its own key."""
 
 
 def shuffled(samples: Int64s, n: int, seed: int) -> Int64s:
-    """The item [k], a number from 0 to n-1, of each sample [k]. Every epoch visits each item once, in its own order."""
+    """Return the item index (0 to n-1) of each sample number, [k]. An epoch visits each item once, in its own order."""
     epochs, places = np.divmod(samples, n)
     items = np.empty_like(samples)
     for epoch in np.unique(epochs).tolist():
@@ -23,14 +23,14 @@ def shuffled(samples: Int64s, n: int, seed: int) -> Int64s:
 
 
 def evenly_spaced(total: int, n: int = 0) -> list[int]:
-    """At most n of the numbers below `total`, evenly spaced; n = 0: all."""
+    """Return at most n evenly spaced numbers from 0 to `total` - 1; all of them if n = 0."""
     chosen = min(n or total, total)
     return [place * total // chosen for place in range(chosen)]
 
 
 @lru_cache(maxsize=64)
 def random_keys(*seeds: int) -> Uint64s:
-    """Random numbers [ROUNDS + 1] from a seed and further numbers: the keys of a permutation, and one more.
+    """Return random numbers [ROUNDS + 1] that depend on the seeds: the keys of a permutation, and one more.
 
     A trailing seed of 0 changes nothing.
     """
@@ -38,10 +38,10 @@ def random_keys(*seeds: int) -> Uint64s:
 
 
 def permute(places: Int64s, n: int, keys: Uint64s) -> Int64s:
-    """The image [k] of each place [k] under a pseudo-random permutation of 0 … n-1.
+    """Return the image [k] of each number [k] under a pseudo-random permutation of 0 … n-1.
 
-    A Feistel network permutes the numbers below a power of four, at most 4n; a number of n or more goes through
-    it again until it is below n (cycle walking: Black & Rogaway, 2002).
+    A Feistel network permutes the numbers below a power of four, at most 4n. A result of n or more goes through the
+    network again until it is below n (cycle walking: Black & Rogaway, 2002).
     """
     half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
@@ -57,7 +57,7 @@ def permute(places: Int64s, n: int, keys: Uint64s) -> Int64s:
 
 
 def _mix(values: Uint64s) -> Uint64s:
-    """SplitMix64's finalizer (Steele, Lea & Flood, 2014): every input bit changes about half of the output bits."""
+    """Apply SplitMix64's finalizer (Steele, Lea & Flood, 2014): each input bit flips about half of the output bits."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

@@ -1,7 +1,7 @@
-"""From documents to token shards: split, train or load the tokenizer, encode, write. Done once for the same inputs.
+"""Turn documents into token shards: split, train or load the tokenizer, encode, write. Reuse earlier results.
 
-The folder's name contains a fingerprint of everything that decides its contents. Work happens in a hidden folder next
-to it. A dataset gets its name when it is complete, and is never changed after that. If the work is killed, finished
+The folder's name contains a fingerprint of everything that decides its contents. The work happens in a hidden folder
+next to it. A dataset gets its name when it is complete, and never changes after that. If the work is killed, finished
 jobs stay in the hidden folder, and the next call continues from them.
 """
 
@@ -47,10 +47,10 @@ from gptworks.tokenizer import fingerprint, load_tokenizer, pack_tokenizer, voca
 
 
 def prepare(recipe: AnyRecipe, *, report: Report = lambda stage, done_bytes, total_bytes: None) -> Prepared:
-    """The recipe's text as token shards: those of an earlier call, or new ones.
+    """Build the recipe's dataset of token shards, or open it if an earlier call has built it.
 
-    The number of worker processes does not change the shards. Of two simultaneous calls, one works and one waits. If
-    the sources are gone, the dataset built earlier with the same settings is used, with a warning.
+    The number of worker processes does not change the shards. If two calls run at the same time, one works and one
+    waits. If the sources are gone, the dataset built earlier with the same settings is used, with a warning.
 
     Raises:
         UserError: the sources or the tokenizer have a mistake, or a split has no text.
@@ -73,7 +73,7 @@ def prepare(recipe: AnyRecipe, *, report: Report = lambda stage, done_bytes, tot
         return open_prepared(folder)
     _check(recipe)
     with _naming_disk_errors(folder), _locked(folder, report):
-        if folder.exists():  # made by another process while this one waited
+        if folder.exists():  # another process made it while this one waited
             return open_prepared(folder)
         _remove_stale(folder.parent)
         with _working(folder) as work:
@@ -86,10 +86,10 @@ def prepare(recipe: AnyRecipe, *, report: Report = lambda stage, done_bytes, tot
 def build_part(
     recipe: AnyRecipe, k: int, n: int, *, report: Report = lambda stage, done_bytes, total_bytes: None
 ) -> Path:
-    """Do the Kth of N parts of the work on a dataset of text. Each part may be done on another machine.
+    """Do the Kth of N parts of the work on a dataset of text. Return the work folder.
 
-    Returns the folder with the finished jobs. `merge_parts` makes the dataset if all machines share that folder, or
-    after the contents of `jobs` in it were copied from the other machines.
+    Each part may be done on another machine. Then `merge_parts` makes the dataset from the `jobs` of all machines in
+    the work folder: share that folder between the machines, or copy `jobs` into one.
 
     Raises:
         UserError, RunError: see `prepare`; UserError also if K is not from 1 to N.
@@ -112,7 +112,7 @@ def build_part(
 
 
 def merge_parts(recipe: AnyRecipe, *, report: Report = lambda stage, done_bytes, total_bytes: None) -> Prepared:
-    """The dataset, made from its finished parts.
+    """Make the dataset from its finished parts.
 
     Raises:
         UserError: some parts are not finished.
@@ -136,7 +136,7 @@ def merge_parts(recipe: AnyRecipe, *, report: Report = lambda stage, done_bytes,
 
 
 def find_prepared(recipe: AnyRecipe) -> Prepared | None:
-    """The dataset of an earlier `prepare` of this recipe, even if its sources are gone; None if it was not built.
+    """Open the dataset that `prepare` built from this recipe, even if its sources are gone; None if it was not built.
 
     Raises:
         UserError: a file of its folder is missing or was changed.
@@ -151,11 +151,11 @@ def find_prepared(recipe: AnyRecipe) -> Prepared | None:
     return open_prepared(folder) if folder is not None and folder.exists() else None
 
 
-# ------------------------------------------------------------------------------------------------- mixtures
+# ----------------------------------------------------------------------------------- tokenizer of a mixture
 
 
 def _trained(recipe: AnyRecipe, report: Report) -> Path:
-    """The folder of the tokenizer that is trained on the text of all datasets of a mixture; trains it if necessary."""
+    """Return the folder of the tokenizer trained on the text of all datasets of a mixture; train it if necessary."""
     folder = _tokenizer_folder(recipe)
     if folder.exists():
         return folder
@@ -177,7 +177,7 @@ def _find_trained(recipe: AnyRecipe) -> Path | None:
 
 
 def _tokenizer_folder(recipe: AnyRecipe) -> Path:
-    """The folder for the tokenizer of a mixture's text."""
+    """Return the folder for the tokenizer of a mixture's text."""
     data = recipe.data
     parts = (recipe.model_copy(update={"data": data.of_member(member)}) for member in data.mixture)
     names = [folder_for(part, made_from(part)).name for part in parts]
@@ -186,7 +186,7 @@ def _tokenizer_folder(recipe: AnyRecipe) -> Path:
 
 
 def work_on(work: Path, recipe: AnyRecipe, report: Report, part: tuple[int, int] = (1, 1)) -> None:
-    """Do the unfinished work on a dataset in a folder: the tokenizer, and the shards of text.
+    """Do the unfinished work on a dataset in the folder `work`: make the tokenizer, and the shards of text.
 
     Args:
         part: (K, N): do every Nth job from the Kth on; other machines do the others.
@@ -202,7 +202,7 @@ def work_on(work: Path, recipe: AnyRecipe, report: Report, part: tuple[int, int]
 
 
 def write_dataset(folder: Path, work: Path, recipe: AnyRecipe, made_from: dict[str, Any], report: Report) -> None:
-    """Write the finished dataset, completely or not at all. Conversations are encoded here."""
+    """Write the dataset's folder, completely or not at all. Conversations are encoded only now."""
     data = recipe.data
     texts = cleaned_texts(work, data, report)
     validation = split_by(data, texts.sources)
@@ -237,7 +237,7 @@ def write_dataset(folder: Path, work: Path, recipe: AnyRecipe, made_from: dict[s
 def _write_records(
     whole: Path, dtype: Dtype, template: ChatTemplate, data: DataConfig, validation: ValidationSplit, report: Report
 ) -> dict[str, Any]:
-    """Write the shards of conversations or pairs of answers. Returns the manifest's fields about them."""
+    """Encode and write the shards of conversations or preference pairs. Return the manifest fields about them."""
     with split_writers(whole, dtype, data.shard_tokens) as writers:
         origins = write_examples(writers, template, iter_records(data), validation.fraction, data.processes, report)
         splits = {split: writer.finish() for split, writer in writers.items()}
@@ -247,15 +247,15 @@ def _write_records(
 def _version() -> str:
     try:
         return metadata.version("gptworks")
-    except metadata.PackageNotFoundError:  # run from a source tree, not installed
+    except metadata.PackageNotFoundError:  # gptworks runs from a source tree
         return "unknown"
 
 
-# ------------------------------------------------------------------------------------------------- folders
+# -------------------------------------------------------------------------------------------- work folders
 
 
 _SHARED = "parts"
-"""Marks a folder in which several machines may work: it stays until the parts are merged."""
+"""Name of a mark in a work folder in which several machines may work: the folder stays until the parts are merged."""
 
 
 def _check(recipe: AnyRecipe) -> None:
@@ -270,7 +270,7 @@ def _check(recipe: AnyRecipe) -> None:
 
 
 def _check_unchanged(folder: Path, recipe: AnyRecipe) -> None:
-    """Refuse text that no longer has the fingerprint in the folder's name."""
+    """Stop with an error if the sources no longer have the fingerprint in the folder's name."""
     if folder_for(recipe, made_from(recipe)) != folder:
         raise UserError("the sources or the tokenizer's files changed while they were read. Run it again.")
 
@@ -292,11 +292,11 @@ def _naming_disk_errors(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _working(folder: Path) -> Iterator[Path]:
-    """The folder for the work on a dataset. It stays if the next call can use something in it."""
+    """Yield the folder for the work on a dataset; remove it afterwards unless the next call can use something in it."""
     try:
         _work(folder).mkdir(exist_ok=True)
         yield _work(folder)
-    except UserError:  # a mistake in the text or tokenizer: no later call can continue
+    except UserError:  # a mistake in the text or tokenizer, from which no call can continue
         shutil.rmtree(_work(folder), ignore_errors=True)
         raise
     finally:
@@ -309,7 +309,7 @@ def _lock(folder: Path) -> BaseFileLock:
 
 @contextlib.contextmanager
 def _locked(folder: Path, report: Report) -> Iterator[None]:
-    """Hold the folder's lock, which the system releases even when a process is killed."""
+    """Hold the folder's lock, which the operating system releases even if this process is killed."""
     lock = _lock(folder)
     try:
         held = lock.acquire(timeout=0)
@@ -321,7 +321,7 @@ def _locked(folder: Path, report: Report) -> Iterator[None]:
 
 
 def _remove_stale(cache_dir: Path) -> None:
-    """Remove useless work of killed processes: work whose lock no process holds."""
+    """Remove the work of killed processes, whose locks are free, unless it is useful."""
     for partial in cache_dir.glob(".partial-*-????????"):
         folder = cache_dir / partial.name.removeprefix(".partial-")
         with contextlib.suppress(Timeout), _lock(folder).acquire(timeout=0):

@@ -1,5 +1,5 @@
-"""Tables of classes by the settings that they take: a new kind of source or filter needs only one file and its
-settings."""
+"""Tables that map settings classes to the classes that take them, so that a new source or filter needs only its
+settings and one file."""
 
 from importlib import import_module
 from inspect import get_annotations
@@ -10,7 +10,7 @@ Kind = TypeVar("Kind")
 
 
 def by_settings(package: str, base: type[Kind]) -> dict[type[Any], type[Kind]]:
-    """The subclasses of `base` in all files of a package, each by the classes in its annotation of `settings`."""
+    """Map each settings class to the subclass of `base` in a package that annotates `settings` with that class."""
     for module in iter_modules(import_module(package).__path__):
         import_module(f"{package}.{module.name}")
     found: dict[type[Any], type[Kind]] = {}

@@ -1,4 +1,4 @@
-"""Rows of a batch for display: the tokens of each text, which of them are learned, and their documents."""
+"""Rows of a batch for display: each text's tokens, which of them are learned, and the documents that they are from."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,35 +15,35 @@ from gptworks.data.permutation import Int64s
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring tokens of one document."""
+    """Neighbouring tokens of one document in a row."""
 
     document: int
-    """The document's number in the split, from 0."""
+    """Index of the document in the split, from 0."""
     first: int
-    """The place of the first token in the document."""
+    """Index of the first token in the document."""
     at: int
-    """The place of the first token among `Row.ids`."""
+    """Index of the first token in `Row.ids`."""
     begins_text: bool = True
-    """Whether the piece begins a text: attention does not reach the tokens before it."""
+    """Whether the piece begins a text; attention does not reach the tokens before it."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a batch. Its tokens are the inputs of each text, and the last target if it is learned."""
+    """A row of a batch. `ids` are the inputs of each text, and its last target if that is learned."""
 
     inputs: Tensor
-    """The input tokens, int64 [T], like the targets and the positions."""
+    """Input tokens, int64 [T]; targets and positions have the same type and shape."""
     targets: Tensor
     positions: Tensor | None
     ids: Int64s
-    """The tokens, [n]."""
+    """The tokens to show, [n]."""
     target_of: Int64s
-    """The place of each token among the targets, [n]; −1: it is not predicted."""
+    """Index of each token among the targets, [n]; −1: the token is not predicted."""
     pieces: tuple[Piece, ...]
     padding: int
-    """Number of padding inputs, at the end of the row."""
+    """Number of padding inputs at the end of the row."""
     answer: Literal["chosen", "rejected"] | None = None
-    """The kind of answer at the end of the row; None: the row is not of a pair."""
+    """Kind of the answer that ends the row; None: the row does not belong to a pair."""
 
     @property
     def learned(self) -> npt.NDArray[np.bool_]:
@@ -60,8 +60,8 @@ class Row:
         texts: Sequence[tuple[int, Sequence[Piece]]],
         answer: Literal["chosen", "rejected"] | None = None,
     ) -> Self:
-        """The row with these texts, one after the other. A text is its number of inputs, and its pieces with places
-        in the text."""
+        """Return a row of these texts, one after the other. A text is its number of inputs, and its pieces, whose `at`
+        is an index in the text."""
         ids, places = [inputs[:0]], [np.empty(0, dtype=np.int64)]
         pieces: list[Piece] = []
         at = shown = 0
@@ -78,7 +78,7 @@ class Row:
         )  # fmt: skip
 
     def part(self, first: int, n: int) -> Self:
-        """The row of the n inputs from `first` on. This row must hold only one text."""
+        """Return the row of n inputs from `first` on. This row must hold only one text."""
         ends = [*(one.at for one in self.pieces[1:]), len(self.ids)]
         pieces = [
             Piece(one.document, one.first + max(first - one.at, 0), max(one.at - first, 0))
@@ -90,7 +90,7 @@ class Row:
 
 
 def pieces_of(starts: Int64s, first: int, n: int) -> list[Piece]:
-    """The pieces of documents among the n tokens of a split from `first` on, given the documents' first positions."""
+    """Return the document pieces among n tokens of a split from `first` on, given the documents' starts."""
     begin, end = np.searchsorted(starts, [first, first + n - 1], side="right").tolist()
     return [
         Piece(number, max(first - int(starts[number]), 0), max(int(starts[number]) - first, 0))

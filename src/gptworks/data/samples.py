@@ -1,7 +1,7 @@
-"""The samples that a run reads: windows of text, rows of conversations, pairs of answers, or prompts.
+"""The samples that a run reads: windows of text, rows of conversations, preference pairs, or prompts.
 
-Batches are a function of only (shards, seed, position): exact resume relies on it. A position counts samples from the
-start of the run, including those that rollbacks have skipped.
+Batches depend only on (shards, seed, position); exact resuming relies on this. A position counts samples from the start
+of the run, including those that rollbacks have skipped.
 
 Shapes: B samples, T tokens.
 """
@@ -25,26 +25,26 @@ from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 
 Batch = tuple[Tensor, ...]
-"""Inputs and targets, int64 [B, T] each; the target of a position is the token that follows it, or −100. If rows hold
-several texts, a third tensor [B, T] has each token's position in its own text (see `GPT.features`). An objective may
-add further tensors."""
+"""Inputs and targets, int64 [B, T] each; the target of an input is the next token, or −100 if it is not learned. If
+rows hold several texts, a third tensor [B, T] has each token's position in its own text (see `GPT.features`). An
+objective may add further tensors."""
 
 
 class Samples(ABC):
-    """The samples of a recipe's run, as `train.batch_size` counts them, and the sequences that evaluations read."""
+    """The training samples of a recipe's run, as `train.batch_size` counts them, and its validation sequences."""
 
     per_epoch: int
-    """Number of samples in the training split, the length of an epoch."""
+    """Number of samples in an epoch."""
     n_validation: int
     """Number of sequences in the validation split."""
     held_out_bytes: int | None = None
-    """Bytes of the text in all sequences of the validation split; None: unknown."""
+    """Bytes of the text in the whole validation split; None: unknown."""
 
     def __init__(self, recipe: Recipe, folder: Path, verify: bool = False) -> None:
         """
         Args:
             folder: the dataset's folder, made by `prepare`.
-            verify: compare every file in it with its sha256.
+            verify: compare every file in the folder with its sha256.
 
         Raises:
             UserError: files are missing or changed, or there is too little text.
@@ -56,44 +56,44 @@ class Samples(ABC):
 
     @abstractmethod
     def _open(self) -> None:
-        """Arrange the splits in samples."""
+        """Arrange the tokens of both splits in samples."""
 
     @property
     def n_items(self) -> int:
-        """Number of windows, rows, pairs or prompts in the training split. `rows` takes one of these by number."""
+        """Number of items in the training split: windows, rows, pairs or prompts. `rows` takes the index of an item."""
         return self.per_epoch
 
     @abstractmethod
     def batch(self, position: int, micro_step: int, size: int) -> Batch:
-        """Micro-batch `micro_step`, with `size` samples, of the step that begins at `position`. On the CPU."""
+        """Return micro-batch `micro_step` (`size` samples, on the CPU) of the step that begins at sample `position`."""
 
     @abstractmethod
     def rows(self, number: int, epoch: int = 0) -> list[Row]:
-        """An item of the training split as rows of a batch. Windows begin at other positions in each epoch."""
+        """Return item `number` of the training split as rows for display. Windows begin elsewhere in each epoch."""
 
     def item(self, position: int) -> tuple[int, int]:
-        """The epoch of the sample at `position`, and the number of its item.
+        """Return the epoch of the sample at `position`, and the index of its item.
 
         Raises:
-            UserError: the run folder does not keep the sample.
+            UserError: the sample was made during the run, and is not kept.
         """
         return position // self.per_epoch, int(self._shuffled(position, 1)[0])
 
     def _shuffled(self, first: int, size: int) -> Int64s:
-        """The numbers of the items of `size` samples from position `first` on; each item comes once an epoch."""
+        """Return the item indices of `size` samples from position `first` on; each epoch visits every item once."""
         return shuffled(np.arange(first, first + size), self.per_epoch, self.recipe.seed)
 
     def epochs(self, position: int) -> dict[str, float]:
-        """Number of passes over each dataset of a mixture in the samples before a position, by name."""
+        """Return, by name, the number of epochs of each dataset of a mixture that a run has read before a position."""
         return {}
 
     def held_out(self, n_sequences: int) -> Iterator[Batch]:
-        """At most `n_sequences` sequences [T] of the validation split, evenly spaced, for its loss. 0: all."""
+        """Yield at most `n_sequences` evenly spaced sequences [T] of the validation split, for its loss; 0: all."""
         raise NotImplementedError
 
 
 class Windows(Samples):
-    """Windows of text."""
+    """Samples that are windows of text."""
 
     def _open(self) -> None:
         shards, held_out, phases = self.train_shards, self.validation_shards, weights_over_run(self.recipe)
@@ -128,7 +128,7 @@ class Windows(Samples):
 
 
 class Conversations(Samples):
-    """Rows of conversations. A row holds several if the objective packs them."""
+    """Samples that are rows of conversations. A row holds several if the objective packs them."""
 
     def _open(self) -> None:
         self._train, self._held_out = (
@@ -138,7 +138,7 @@ class Conversations(Samples):
         self.per_epoch, self.n_validation = len(self._train.rows), len(self._held_out.rows)
 
     def batch(self, position: int, micro_step: int, size: int) -> Batch:
-        """Inputs, targets and positions, int64 [B, T] each."""
+        """Return inputs, targets and positions, int64 [B, T] each."""
         return stack([self._train.row(row) for row in self._shuffled(position + micro_step * size, size).tolist()])
 
     def rows(self, number: int, epoch: int = 0) -> list[Row]:
@@ -149,7 +149,7 @@ class Conversations(Samples):
 
 
 class AnswerPairs(Samples):
-    """Pairs of answers."""
+    """Samples that are preference pairs."""
 
     def _open(self) -> None:
         self.pairs = {
@@ -159,21 +159,21 @@ class AnswerPairs(Samples):
         self.per_epoch, self.n_validation = map(len, self.pairs.values())
 
     def batch(self, position: int, micro_step: int, size: int) -> Batch:
-        """Inputs and targets, int64 [2B, T]: the chosen conversations, then the rejected."""
+        """Return inputs and targets, int64 [2B, T]: the chosen conversations, then the rejected ones."""
         return self.of("train", self.chosen(position, micro_step, size))
 
     def chosen(self, position: int, micro_step: int, size: int) -> list[int]:
-        """The numbers of the pairs in a micro-batch."""
+        """Return the indices of the pairs in a micro-batch."""
         numbers: list[int] = self._shuffled(position + micro_step * size, size).tolist()
         return numbers
 
     def of(self, split: str, pairs: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of both answers of some pairs, in the order of `batch`."""
+        """Return inputs and targets of both answers of some pairs, in the order of `batch`."""
         answers = [self.pairs[split].answer(pair, side) for side in (0, 1) for pair in pairs]
         return padded(answers, self.context_length)
 
     def tokens_read(self, n_samples: int, micro_batch_size: int) -> int:
-        """Number of tokens in a run's first `n_samples` samples, with padding, in micro-batches of this size."""
+        """Return the number of tokens, with padding, in a run's first `n_samples` samples."""
         lengths, order, tokens = self.pairs["train"].lengths, self._shuffled(0, n_samples), 0
         for first in range(0, n_samples, micro_batch_size):
             chosen = lengths[order[first : first + micro_batch_size]]
@@ -181,7 +181,7 @@ class AnswerPairs(Samples):
         return tokens
 
     def rows(self, number: int, epoch: int = 0) -> list[Row]:
-        """The chosen conversation, then the rejected."""
+        """Return two rows: the chosen conversation, then the rejected one."""
         inputs, targets = self.of("train", [number])
         lengths = [len(self.pairs["train"].answer(number, side)[0]) - 1 for side in (0, 1)]
         texts = [[(n, [Piece(2 * number + side, 0, 0)])] for side, n in enumerate(lengths)]
@@ -192,7 +192,7 @@ class AnswerPairs(Samples):
 
 
 class Prompts(Samples):
-    """Conversations whose last answer the model writes: the objective makes batches of them."""
+    """Samples that are prompts. The model writes the answers, and the objective makes the batches."""
 
     def _open(self) -> None:
         self.examples = {
@@ -218,12 +218,12 @@ class Prompts(Samples):
         )
 
     def rows(self, number: int, epoch: int = 0) -> list[Row]:
-        """The conversation that a prompt is from, with the answer in the data."""
+        """Return the conversation that a prompt comes from, with the answer in the data."""
         return [self.examples["train"].shown(number)]
 
 
 def open_samples(recipe: Recipe, folder: Path, verify: bool = False) -> Samples:
-    """The samples of a recipe's run; arguments and errors as for `Samples`."""
+    """Open the samples of a recipe's run; arguments and errors as for `Samples`."""
     objective = recipe.objective
     if objective.rollouts is not None:
         return Prompts(recipe, folder, verify)
@@ -235,16 +235,16 @@ def open_samples(recipe: Recipe, folder: Path, verify: bool = False) -> Samples:
 
 
 _ROUND_TOKENS = 32
-"""Padded batches are as long as their longest row, rounded up to this, so that kernels see fewer shapes."""
+"""The width of padded batches is a multiple of this, so that kernels see fewer shapes."""
 
 
 def padded_width(longest: int, context_length: int) -> int:
-    """Width [tokens] of a batch whose longest row has `longest` inputs."""
+    """Return the width in tokens of a batch whose longest row has `longest` inputs."""
     return min(context_length, -(-longest // _ROUND_TOKENS) * _ROUND_TOKENS)
 
 
 def padded(rows: Sequence[tuple[Int64s, npt.NDArray[np.bool_]]], context_length: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, int64 [B, T], of rows that each hold one text: its tokens [n], and which are learned [n]."""
+    """Return inputs and targets, int64 [B, T]. Each row is one text: its tokens [n] and its loss mask [n]."""
     width = padded_width(max(len(ids) for ids, _ in rows) - 1, context_length)
     inputs, targets, _ = stack([laid_out([row], width) for row in rows])
     return inputs, targets

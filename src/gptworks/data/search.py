@@ -1,10 +1,10 @@
 """Find a phrase in the tokens of a dataset, with a suffix array over the bytes that the tokens spell.
 
-The index is next to the shards, in files of up to 2**24 tokens. Each is written completely or not at all:
+The index is next to the shards, in files of up to 2**24 tokens. Each file is written completely or not at all:
 
     a header        JSON, padded to 1,024 bytes: identifies the tokens
-    the suffixes    the start of each suffix in the text, in the order of the suffixes, little-endian uint32
-    the places      the start of every 256th token in the text, little-endian uint32
+    the suffixes    offset of each suffix in the text, in the order of the suffixes, little-endian uint32
+    the places      offset of every 256th token in the text, little-endian uint32
     the text        the bytes that the tokens spell
 
 A phrase may begin and end within a token and may be tokenized in any way: the bytes are searched, not the tokens.
@@ -56,16 +56,16 @@ _MOST_THREADS = 4
 
 @dataclass(frozen=True)
 class Hit:
-    """A place of a phrase."""
+    """One occurrence of a phrase."""
 
     document: int
-    """The document's number in the split, from 0."""
+    """Index of the document in the split, from 0."""
     first: int
-    """The place in the document of the token in which the phrase begins."""
+    """Index in the document of the token in which the phrase begins."""
     n_tokens: int
-    """Number of tokens that the phrase touches."""
+    """Number of tokens that hold a part of the phrase."""
     position: int
-    """The place in the split of the token in which the phrase begins."""
+    """Index in the split of the token in which the phrase begins."""
     before: str
     text: str
     after: str
@@ -73,17 +73,17 @@ class Hit:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search for a phrase."""
+    """The result of searching for a phrase."""
 
     n: int
-    """The number of places; they may overlap."""
+    """Number of occurrences, which may overlap."""
     hits: tuple[Hit, ...]
-    """Some of the places, in the order of the text."""
+    """Some of the occurrences, in the order of the text."""
 
 
 @dataclass(frozen=True)
 class _Block:
-    """The tokens that one file covers."""
+    """The range of tokens that one file of the index covers."""
 
     file: Path
     header: dict[str, Any]
@@ -93,21 +93,21 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Opened:
-    """The memory-mapped file of a block."""
+    """The memory-mapped index file of a block."""
 
     first: int
     memory: mmap.mmap
     suffixes: npt.NDArray[np.uint32]
     places: npt.NDArray[np.uint32]
     begin: int
-    """The offset of the text in the file."""
+    """Offset of the text in the file."""
     n_bytes: int
 
     def text(self, start: int, end: int) -> bytes:
         return self.memory[self.begin + start : self.begin + end]
 
     def range(self, pattern: bytes) -> tuple[int, int]:
-        """The first suffix in order that begins with these bytes, and the one after the last."""
+        """Return the range of sorted suffixes that begin with `pattern`: the first index, and one after the last."""
         n, begin, memory = len(pattern), self.begin, self.memory
 
         def key(place: Any) -> bytes:
@@ -119,7 +119,7 @@ class _Opened:
 
 
 class SearchIndex:
-    """The index of a split. `build` completes it, and other methods need it complete.
+    """The search index of a split. Call `build` to complete it before searching.
 
     Raises:
         UserError: the dataset is not as it was written.
@@ -133,7 +133,7 @@ class SearchIndex:
         self._blocks = list(self._planned(prepared.manifest.tokenizer_sha256))
 
     def _planned(self, tokenizer_sha256: str) -> Iterator[_Block]:
-        """Blocks of the shards, small enough for 32-bit places."""
+        """Yield the blocks of all shards, small enough for 32-bit offsets."""
         most = min(BLOCK_TOKENS, MAX_BLOCK_BYTES // (self.spelling.max_token_bytes + 1))
         at = 0
         for shard in self._shards.manifest.splits[self.split].shards:
@@ -150,7 +150,7 @@ class SearchIndex:
     def _starts(self) -> Int64s:
         return self._shards.document_starts()
 
-    # -------------------------------------------------------------------------------------------------- build
+    # ------------------------------------------------------------------------------------- building the index
 
     @property
     def n_tokens(self) -> int:
@@ -158,15 +158,15 @@ class SearchIndex:
 
     @property
     def missing(self) -> int:
-        """Number of tokens that are not yet in the index."""
+        """Number of tokens that the index does not cover yet."""
         return sum(block.n_tokens for block in self._blocks if _opened(block) is None)
 
     def build(self, threads: int | None = None, report: Progress = lambda done, total: None) -> None:
-        """Write the missing blocks of the index. If it is interrupted, finished blocks stay.
+        """Write the missing blocks of the index. If this is interrupted, finished blocks are kept.
 
         Args:
-            threads: number of blocks sorted at once, each with about 7 bytes of memory for a byte of text; None: one
-                for each core, at most 4.
+            threads: number of blocks to sort in parallel, each with about 7 bytes of memory per byte of text; None: one
+                per core, at most 4.
 
         Raises:
             UserError: the library is missing, or a file of the dataset was changed.
@@ -215,7 +215,7 @@ class SearchIndex:
             file.write(text)
 
     def _read(self, at: int, n: int) -> tuple[Ids, npt.NDArray[np.bool_]]:
-        """Tokens [n], and which of them [n] begin a document without a special token between it and the previous one.
+        """Return tokens [n], and a mask [n] of those that begin a document and have no special token at this border.
 
         Raises:
             UserError: a token is not in the vocabulary.
@@ -233,7 +233,7 @@ class SearchIndex:
         opens[1:] &= ~special[1:] & ~special[:-1]
         return ids[before:], opens[before:]
 
-    # ------------------------------------------------------------------------------------------------- search
+    # ---------------------------------------------------------------------------------------------- searching
 
     @cached_property
     def _open(self) -> list[_Opened]:
@@ -244,14 +244,14 @@ class SearchIndex:
 
     @cached_property
     def _bounds(self) -> list[int]:
-        """The offset of each block's text in the split's text, then the end of the last one."""
+        """Offset of each block's text in the text of the split, then the end of the last block."""
         return [0, *accumulate(one.n_bytes for one in self._open)]
 
     def find(self, phrase: str, most: int = 10) -> Found:
-        """The number of places of a phrase, and some of them.
+        """Return the number of occurrences of a phrase, and some of them.
 
         Args:
-            most: most places to return: the first in the text, unless a file of the index has more than 65,536 places.
+            most: maximum number to return: the first in the text, unless a file of the index has more than 65,536.
 
         Raises:
             UserError: the phrase cannot be searched, or the index does not fit the tokens.
@@ -271,7 +271,7 @@ class SearchIndex:
         return Found(n, tuple(self._hit(place, pattern) for place in sorted(places)[: max(0, most)]))
 
     def _across(self, pattern: bytes) -> Iterator[int]:
-        """The places in the text of the split where the bytes begin in one block and end in the next."""
+        """Yield the offsets in the split's text where the pattern begins in one block and ends in the next."""
         n = len(pattern)
         for before, border in pairwise(self._bounds[:-1]):
             start = max(before, border - n + 1)
@@ -288,7 +288,7 @@ class SearchIndex:
         return b"".join(one.text(max(0, start - at), min(one.n_bytes, end - at)) for one, at in parts)
 
     def _token_at(self, place: int) -> tuple[int, int]:
-        """The token that spells the byte at a place of the text, and the byte's place in it.
+        """Return the index of the token that spells the byte at an offset of the text, and the byte's index in it.
 
         Raises:
             UserError: no token spells this byte.
@@ -309,7 +309,7 @@ class SearchIndex:
         return [BORDER * opened + self._table[token] for token, opened in spelled]
 
     def _hit(self, place: int, pattern: bytes) -> Hit:
-        """The hit at a place of the text, verified in the tokens.
+        """Return the occurrence at an offset of the text, checked against the tokens.
 
         Raises:
             UserError: the tokens do not spell the phrase there.
@@ -339,7 +339,7 @@ class SearchIndex:
         return Hit(document, token - begin, n, token, *texts)
 
     def _shown(self, start: int, end: int) -> bytes:
-        """The text of tokens, with the names of special ones."""
+        """Return the text of a range of tokens, with the names of special tokens."""
         if end <= start:
             return b""
         ids = self._shards.read(start, end - start).tolist()
@@ -358,7 +358,7 @@ def _name(shard: ShardFile, number: int) -> str:
 
 
 def _opened(block: _Block) -> _Opened | None:
-    """The opened file of a block; None if it is incomplete or of other tokens. Its contents are not verified."""
+    """Open the index file of a block; None if it is incomplete or of other tokens. Its contents are not verified."""
     try:
         with open_regular(block.file) as file:
             header = unsealed_json(file.read(_HEADER_BYTES).rstrip(b" "))

@@ -1,4 +1,4 @@
-"""Write a folder of shards; see `gptworks.data.shards` for the format."""
+"""Write a folder of shards in the format that `gptworks.data.shards` describes."""
 
 import contextlib
 import hashlib
@@ -25,7 +25,7 @@ from gptworks.files import open_new, sealed_json, sync, write_whole
 
 
 class ShardWriter:
-    """Writes the shards of one split as tokens arrive. Memory holds no more than one shard's document starts."""
+    """Writes the shards of one split as tokens arrive. Memory holds at most one shard's document starts and masks."""
 
     def __init__(self, folder: Path, split: Split, dtype: Dtype, shard_tokens: int) -> None:
         self._folder, self._split, self._shard_tokens = folder, split, shard_tokens
@@ -43,9 +43,9 @@ class ShardWriter:
         learned: npt.NDArray[np.bool_] | None = None,
         example: tuple[int, ...] = (),
     ) -> None:
-        """Append tokens [n] of `text_bytes` bytes of text.
+        """Append tokens [n], which are `text_bytes` bytes of text.
 
-        A conversation is added in one call, with the mask of its learned tokens [n] and the columns of `EXAMPLE`.
+        Add a conversation in one call, with the mask of its learned tokens [n] and its values of the columns `EXAMPLE`.
         """
         if self._open is None:
             self._name = f"{self._split}-{len(self._shards):05d}"
@@ -68,14 +68,14 @@ class ShardWriter:
             self._close_shard()
 
     def finish(self) -> SplitFiles:
-        """Close the last shard. Every file is on the disk when this returns."""
+        """Close the last shard and return the split's files, all of which are on the disk now."""
         self._close_shard()
         return SplitFiles.of(self._shards, self._unknown_tokens)
 
     def abandon(self) -> None:
-        """Close the open file; keep the others as they are."""
+        """Close the open file; leave the other files as they are."""
         if self._open is not None:
-            with contextlib.suppress(OSError):  # it may fail for the same reason as the work, such as a full disk
+            with contextlib.suppress(OSError):  # closing may fail too, for example because the disk is full
                 self._open.close()
 
     def _close_shard(self) -> None:
@@ -107,7 +107,7 @@ class ShardWriter:
 
 @contextlib.contextmanager
 def split_writers(folder: Path, dtype: Dtype, shard_tokens: int) -> Iterator[dict[Split, ShardWriter]]:
-    """A writer for each split. Their files are closed even if an error ends the work."""
+    """Yield a writer for each split. Their files are closed even if an error ends the work."""
     writers = {split: ShardWriter(folder, split, dtype, shard_tokens) for split in SPLITS}
     try:
         yield writers
@@ -118,5 +118,5 @@ def split_writers(folder: Path, dtype: Dtype, shard_tokens: int) -> Iterator[dic
 
 
 def write_manifest(manifest: Manifest, folder: Path) -> None:
-    """Write manifest.json durably, as the last file of a folder."""
+    """Write manifest.json durably; call this after all other files of the folder are written."""
     write_whole(folder / MANIFEST_FILE, sealed_json(manifest.model_dump(mode="json")), new=True)

@@ -1,14 +1,14 @@
 """The format of prepared text: a folder of token files and a manifest that describes them.
 
-    manifest.json                  everything below, checked when a folder is opened
+    manifest.json                  describes the files below; checked when a folder is opened
     tokenizer/                     the tokenizer that made the tokens
     train-00000.tokens             token ids, flat, little-endian uint16 or uint32
     train-00000.offsets            the start of each document in that file, in tokens, little-endian uint64
-    train-00000.learned            conversations only: for each token a byte, 1 if it is learned
+    train-00000.learned            conversations only: one byte per token, 1 if it is learned
     train-00000.examples           conversations only: for each document the columns of `EXAMPLE`, little-endian uint64
     validation-00000.tokens ...
 
-A shard is closed when it holds enough tokens; a document may continue in the next one.
+A shard is closed when it holds enough tokens; a document may continue in the next shard.
 """
 
 import hashlib
@@ -33,12 +33,12 @@ MAX_MANIFEST_BYTES = 1 << 26
 TOKENIZER_FOLDER = "tokenizer"
 
 EXAMPLE = ("record", "text", "question", "answer", "flags")
-"""The columns stored for each example: its record's number, from 0; hashes of its text, of the turns before its last
+"""Columns stored for each example: number of its record, from 0; hashes of its text, of the turns before its last
 answer, and of that answer, ignoring case and white space; the sum of the flags below."""
 
 NO_END, ALTERED, EMPTY, UNANSWERED, SWAPPED = 1, 2, 4, 8, 16
-"""Flags: an answer has no end token; the template changes an answer; an answer is empty; no answer is learned; the
-assistant begins and the user ends."""
+"""Flags, in this order: an answer has no end token; the template changes an answer; an answer is empty; no answer is
+learned; the assistant begins and the user ends."""
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -47,7 +47,7 @@ Ids = npt.NDArray[Any]
 
 
 class ShardFile(Section):
-    """One token file and its document starts."""
+    """A shard: its token file, the file of its document starts, and for conversations two more."""
 
     file: str
     offsets_file: str
@@ -57,7 +57,7 @@ class ShardFile(Section):
     sha256: str
     offsets_sha256: str
     more_sha256: dict[str, str] = Field(default_factory=dict)
-    """sha256 of the other files with this name, by their ending."""
+    """sha256 of the shard's other files, by their ending."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -68,28 +68,28 @@ class ShardFile(Section):
         return self
 
     def numbered(self, split: Split, number: int) -> Self:
-        """The same shard with the file names of shard `number` of a split."""
+        """Return a copy with the file names of shard `number` of a split."""
         name = f"{split}-{number:05d}"
         return self.model_copy(update={"file": f"{name}.tokens", "offsets_file": f"{name}.offsets"})
 
     def files(self) -> list[str]:
-        """The names of the shard's files."""
+        """Return the names of the shard's files."""
         return [self.file, self.offsets_file, *(_sibling(self, ending) for ending in sorted(self.more_sha256))]
 
 
 class Origin(Section):
-    """A file or dataset of conversations."""
+    """A file or dataset of conversations or preference pairs."""
 
     name: str
     shape: str
     records: int
     unread: dict[str, tuple[int, int]] = Field(default_factory=dict)
-    """Keys of records (`tools`) and turns (`turn.name`) that have a meaning but were not read, each with the number of
-    records that have it, and the number of the first such record."""
+    """Keys of records (`tools`) and turns (`turn.name`) that other programs honour and gptworks does not read, each
+    with the number of records that have it and the number of the first such record."""
 
 
 class SplitFiles(Section):
-    """The shards of a split, in order, and their totals. `text_bytes` is the UTF-8 size of the text."""
+    """The shards of a split, in order, and their totals. `text_bytes` is the UTF-8 size of the encoded text."""
 
     shards: Annotated[tuple[ShardFile, ...], Field(max_length=30_000)]
     tokens: int
@@ -106,7 +106,7 @@ class SplitFiles(Section):
 
     @classmethod
     def of(cls, shards: Iterable[ShardFile], unknown_tokens: int) -> Self:
-        """A split of these shards, with their totals."""
+        """Return the split that consists of these shards, with their totals."""
         shards = tuple(shards)
         return cls(
             shards=shards,
@@ -121,7 +121,7 @@ ShardCounts = dict[Split, Annotated[int, Field(ge=0)]]
 
 
 class Part(Section):
-    """One of several datasets in a folder. Parts own consecutive shards of a split, in order."""
+    """One of several datasets in a folder. It owns consecutive shards of each split, in the order of datasets."""
 
     name: str
     fingerprint: str
@@ -136,7 +136,7 @@ class Part(Section):
 
 @dataclass(frozen=True)
 class Stretch:
-    """The tokens of one dataset in a split."""
+    """The range of tokens in a split that belongs to one dataset."""
 
     name: str
     first: int
@@ -145,7 +145,7 @@ class Stretch:
 
 
 class Manifest(Section):
-    """The contents of a folder of shards, and their sources."""
+    """The contents of a folder of shards, and the origin of its text."""
 
     format_version: int
     created_by: str
@@ -156,19 +156,19 @@ class Manifest(Section):
     """sha256 of each file of `tokenizer/`."""
     made_from: dict[str, Any]
     round_trips: bool
-    """Whether decoding restored the text of every validation document: bits per byte is defined only then. False for
+    """Whether decoding restored the text of every validation document; only then is bits per byte defined. False for
     conversations, where not every byte is predicted."""
     splits: dict[Split, SplitFiles]
     origins: tuple[Origin, ...] = ()
     validation_text_sha256: str | None = None
-    """sha256 of the held-out text before encoding, so the same for every tokenizer. null: conversations."""
+    """sha256 of the held-out text before encoding, which is the same for every tokenizer. null: conversations."""
     parts: tuple[Part, ...] = ()
     """The datasets of a mixture, in order; empty: the folder is one dataset."""
     cleaning: dict[str, Any] | None = None
-    """Documents that the recipe's filters dropped and changed; null: no filters."""
+    """Counts of the documents that the recipe's filters changed and dropped; null: no filters."""
     sources: tuple[ShardCounts, ...] = ()
-    """For each source of text in `made_from`, in order, the number of shards that it owns in each split. Empty in
-    folders of conversations and of mixtures, whose parts have their own counts."""
+    """Number of shards in each split that each source of text in `made_from` owns, in order. Empty for conversations,
+    and for mixtures, whose parts have their own numbers."""
 
     @model_validator(mode="after")
     def _check_shares(self) -> Self:
@@ -181,11 +181,11 @@ class Manifest(Section):
 
     @property
     def holds_examples(self) -> bool:
-        """Whether the folder was made of conversations or pairs of answers."""
+        """Whether the dataset was built from conversations or preference pairs."""
         return bool(self.origins)
 
     def where(self, record: int) -> str:
-        """The file or dataset of a record, and its number there from 1, given its number among all records from 0."""
+        """Return a record's file or dataset and number there (from 1), given its number among all records (from 0)."""
         for origin in self.origins:
             if record < origin.records:
                 return f"{origin.name}, record {record + 1}"
@@ -194,14 +194,14 @@ class Manifest(Section):
 
     @property
     def fingerprint(self) -> str:
-        """One sha256 over the sha256 of all token files: equal for equal tokens."""
+        """A sha256 computed from the sha256 of all token files: the same for the same tokens."""
         shards = [shard for split in sorted(self.splits) for shard in self.splits[split].shards]
         sums = [sha256 for shard in shards for sha256 in (shard.sha256, *shard.more_sha256.values())]
         return hashlib.sha256(" ".join(sums).encode("ascii")).hexdigest()
 
 
 def shares(split: Split, counts: Sequence[ShardCounts], shards: Sequence[ShardFile]) -> Iterator[Sequence[ShardFile]]:
-    """The shards of a split that each part or source owns."""
+    """Yield the shards of a split that each part or source owns, given how many each owns."""
     at = 0
     for one in counts:
         own = shards[at : at + one.get(split, 0)]
@@ -210,20 +210,20 @@ def shares(split: Split, counts: Sequence[ShardCounts], shards: Sequence[ShardFi
 
 
 def dtype_for(vocab_size: int) -> Dtype:
-    """The smaller type that holds the ids 0 to vocab_size - 1."""
+    """Return the smaller type that holds the ids 0 to vocab_size - 1."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 def little_endian(dtype: Dtype) -> np.dtype[Any]:
-    """The numpy type of the ids in a token file."""
+    """Return the numpy type of the ids in a token file."""
     return np.dtype({"uint16": "<u2", "uint32": "<u4"}[dtype])
 
 
-# ----------------------------------------------------------------------------------------------------- read
+# -------------------------------------------------------------------------------------------------- reading
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder of shards.
+    """Read the manifest of a folder of shards.
 
     Raises:
         UserError: the manifest is missing or broken, or has a format that this version does not read.
@@ -247,8 +247,8 @@ class TokenShards:
     """The tokens of one split: its shards, memory-mapped as one sequence.
 
     Args:
-        verify: compare every byte with its sha256 and every id with the vocabulary, once for each file in a process,
-            until its size or time changes. False: the caller reads no tokens, or another process has verified them.
+        verify: compare every byte with its sha256 and every id with the vocabulary, unless this process has done so
+            since the file last changed. False: the caller reads no tokens, or another process has verified them.
 
     Raises:
         UserError: a file is missing or its size is not the manifest's; with `verify`, also if its bytes changed.
@@ -284,7 +284,7 @@ class TokenShards:
 
     @property
     def stretches(self) -> list[Stretch]:
-        """The tokens of each dataset; a single stretch without a name if the folder is one dataset."""
+        """The token range of each dataset; one range without a name if the folder is a single dataset."""
         parts, shards = self.manifest.parts, self._files.shards
         owned = shares(self.split, [part.shards for part in parts], shards) if parts else [shards]
         found, first = [], 0
@@ -300,11 +300,11 @@ class TokenShards:
 
     @property
     def text_bytes(self) -> int:
-        """UTF-8 bytes of the encoded text."""
+        """Size of the encoded text in UTF-8 bytes."""
         return self._files.text_bytes
 
     def read(self, start: int, length: int) -> npt.NDArray[np.int64]:
-        """Tokens [length] from position `start`, as int64.
+        """Return `length` tokens from position `start` on, as int64.
 
         Raises:
             IndexError: the range is not within the split.
@@ -312,7 +312,7 @@ class TokenShards:
         return self._read(self._maps, start, length)
 
     def read_learned(self, start: int, length: int) -> npt.NDArray[np.bool_]:
-        """Whether each of the tokens [length] from position `start` is learned.
+        """Return a mask of the learned tokens among `length` tokens from position `start` on.
 
         Raises:
             IndexError: the range is not within the split.
@@ -333,13 +333,13 @@ class TokenShards:
         return values
 
     def examples(self) -> npt.NDArray[np.uint64]:
-        """The columns of `EXAMPLE`, [n_documents, columns]."""
+        """Return the columns of `EXAMPLE` for each example, [n_documents, columns]."""
         names = [_sibling(shard, "examples") for shard in self._files.shards]
         parts = [read_array(self.folder / name, "<u8", inside=self.folder) for name in names]
         return np.concatenate([*parts, np.empty(0, dtype="<u8")]).reshape(-1, len(EXAMPLE)).astype(np.uint64)
 
     def document_starts(self) -> npt.NDArray[np.int64]:
-        """Positions [n_documents] of the first token of each document, ascending.
+        """Return the position of each document's first token, [n_documents], ascending.
 
         Raises:
             UserError: the stored starts are not ascending positions in the split.
@@ -358,7 +358,7 @@ class TokenShards:
         return starts
 
     def verify(self) -> None:
-        """Compare every byte with the sha256 in the manifest.
+        """Compare every byte with the sha256 in the manifest, and every id with the vocabulary.
 
         Raises:
             UserError: a file is not as it was written.
@@ -379,7 +379,7 @@ class TokenShards:
                 _verified.add(known)
 
     def _check_ids(self, shard: ShardFile) -> None:
-        """Refuse ids outside the vocabulary: the sha256 proves only that the file is as its author wrote it."""
+        """Stop at ids outside the vocabulary, since a correct sha256 shows only that the author wrote them."""
         ids = map_array(self.folder / shard.file, little_endian(self.manifest.dtype), inside=self.folder)
         highest = max(int(ids[at : at + _CHECKED_IDS].max()) for at in range(0, len(ids), _CHECKED_IDS))
         if highest >= self.manifest.vocab_size:
@@ -400,7 +400,7 @@ class TokenShards:
 
 
 _verified: set[tuple[str | int, ...]] = set()
-"""Files that this process has verified: path, inode, size, time of the last change, sha256."""
+"""Files that this process has verified, each as path, inode, size, time of the last change and sha256."""
 _CHECKED_IDS = 1 << 22
 
 
@@ -414,5 +414,5 @@ def _sibling(shard: ShardFile, ending: str) -> str:
 
 
 def redo(folder: Path) -> str:
-    """Advice about a folder that is not as it was written."""
+    """Return advice to delete a damaged dataset and build it again."""
     return f"Delete {folder} and run `gptworks data build` again."

@@ -1,4 +1,4 @@
-"""The bytes that tokens spell. A phrase of the text is a run of these bytes, however it was tokenized."""
+"""The bytes that tokens spell. A phrase of the text is a sequence of these bytes, however the text was tokenized."""
 
 from collections.abc import Iterable
 
@@ -11,17 +11,17 @@ from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import encode_text, token_spellings, vocabulary_size
 
 BORDER = b"\xff"
-"""The byte that special tokens spell, also used between documents without them: it never occurs in UTF-8."""
+"""The byte that special tokens spell, also put between documents without such tokens. It never occurs in UTF-8."""
 MAX_PHRASE_BYTES = 1 << 16
 _FRAME = b"\xfe"
 _MAX_TOKEN_BYTES = 1 << 16
 
 
 class Spelling:
-    """The bytes of each token, and the bytes to search for a phrase.
+    """The bytes that each token spells, and the bytes to search for a phrase.
 
-    If tokens do not spell bytes of the text, as in a tokenizer of words, each spells its name in a frame, and a phrase
-    is found only as its tokens.
+    If tokens do not spell bytes of the text, as in a word tokenizer, each token spells its name between two marks, and
+    a phrase is found only as whole tokens.
 
     Raises:
         UserError: a token has more than 65,536 bytes.
@@ -39,7 +39,7 @@ class Spelling:
         added = tokenizer.get_added_tokens_decoder()
         special = {index for index, token in added.items() if token.special}
         self.table = [BORDER if i in special or not one else one for i, one in enumerate(spellings)]
-        """The bytes of each token, at least one."""
+        """The bytes that each token spells, at least one."""
         self.sizes: npt.NDArray[np.int64] = np.array([len(one) for one in self.table], dtype=np.int64)
         self.is_border: npt.NDArray[np.bool_] = np.array([one == BORDER for one in self.table], dtype=np.bool_)
         self.max_token_bytes = int(self.sizes.max(initial=1))
@@ -53,7 +53,7 @@ class Spelling:
         return b"".join(map(self.table.__getitem__, ids))
 
     def of_phrase(self, phrase: str) -> bytes:
-        """The bytes to search for a phrase, which is normalized like the tokenizer's text.
+        """Return the bytes to search for a phrase, which is normalized like the tokenizer's text.
 
         Raises:
             UserError: the phrase is empty or too long, or has characters that the tokenizer does not know.
@@ -87,7 +87,7 @@ class Speller:
         self._tokenizer, self._spellings = tokenizer, token_spellings(tokenizer)
 
     def spell(self, token: int) -> tuple[str, list[int] | None]:
-        """A text that no other token has, and the token's bytes if it spells bytes."""
+        """Return a text that no other token has, and the token's bytes; None if tokens do not spell bytes."""
         if self._spellings is None:
             name = self._tokenizer.id_to_token(token) or ""  # SentencePiece writes a space as ▁
             return name.replace("▁", " ") if isinstance(self._tokenizer.decoder, decoders.Sequence) else name, None

@@ -1,4 +1,4 @@
-"""The split of text into training and validation."""
+"""Split text into training and validation."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -12,13 +12,13 @@ from gptworks.data.sources.base import Piece
 def split_documents(
     pieces: Iterable[Piece], validation: ValidationSplit, opening: Piece | None = None
 ) -> Iterator[tuple[Split, Piece]]:
-    """Each piece, assigned to training or validation. This depends only on the text, not on its order or neighbours.
+    """Yield each piece with its split. The split depends only on a document's text, not on its order or neighbours.
 
-    `validation.by` is "document" or "tail". The tail of a document becomes a document, and the training part before it
-    is not marked as ended.
+    `validation.by` is "document" or "tail". With "tail", the end of each document becomes a validation document, and
+    the training part before it is not marked as ended.
 
     Args:
-        opening: the first piece of the document that these pieces continue; None: they begin one.
+        opening: the first piece of the document that these pieces continue; None: they begin a document.
     """
     if validation.by == "tail":
         yield from _split_tails(pieces, validation.fraction)

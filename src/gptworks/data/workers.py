@@ -1,4 +1,4 @@
-"""Do work in several processes, in an order that does not depend on them, and report its progress."""
+"""Do work in several processes, yield the results in a fixed order, and report progress."""
 
 import multiprocessing
 import os
@@ -22,19 +22,19 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 Advance = Callable[[int], None]
-"""A function called with the bytes of text done since the last call."""
+"""Function to call with the bytes of text done since the last call."""
 
 Report = Callable[[str, int, int | None], None]
-"""Called with the stage ("waiting", "cleaning", "sample", "tokenizer", "merging", "shards"), the bytes of text done,
-and their total if known. Any other text is a line to print once: which library encodes and why, or that a tokenizer
-learned from pieces of long words."""
+"""Function to call with the stage ("waiting", "cleaning", "sample", "tokenizer", "merging", "shards"), the bytes of
+text done, and their total if known. Any other text is a line to print once: which library encodes and why, or that a
+tokenizer learned from pieces of long words."""
 
 Progress = Callable[[int, int], None]
-"""Called with the number of tokens done, and the number of all tokens."""
+"""Function to call with the number of tokens done, and the number of all tokens."""
 
 
 def adding_up(report: Report, stage: str, total_bytes: int | None) -> Advance:
-    """A function that adds up the bytes done since its last call, and reports the sum."""
+    """Return a function that adds up the bytes done, and reports the sum at each call."""
     done_bytes = 0
 
     def advance(n_bytes: int) -> None:
@@ -53,12 +53,12 @@ def in_order(
     report: Advance = lambda n_bytes: None,
     least: int = 2,
 ) -> Iterator[tuple[Item, Result]]:
-    """Each item with the result of the work on it, in order. Fewer than `least` items are done in this process.
+    """Yield each item with the result of the work on it, in order. Fewer than `least` items are done in this process.
 
     Args:
-        make: a module-level function that returns the function to work on an item; called once in each process with the
-            arguments and an `Advance`.
-        processes: number of processes; 0: one for each core.
+        make: a module-level function, called once in each process with `arguments` and an `Advance`; returns the
+            function that works on an item.
+        processes: number of processes; 0: one per core.
 
     Raises:
         RunError: a process died.
@@ -112,7 +112,7 @@ def in_order(
 
 
 def batches_of(items: Iterator[Item], size: Callable[[Item], int], least: int) -> Iterator[list[Item]]:
-    """Lists of items whose sizes add up to at least `least`; the last may be smaller."""
+    """Yield lists of neighbouring items whose sizes add up to at least `least`; the last list may be smaller."""
     batch: list[Item] = []
     total = 0
     for item in items:
@@ -155,7 +155,7 @@ def _work_in_worker(item: Any) -> Any:
 
 
 def _end_with_parent() -> None:
-    """Exit when the parent dies: a killed parent cannot end its workers."""
+    """Exit when the parent process dies, since a killed parent cannot end its workers."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -1,1 +1,1 @@
-"""Filters that clean documents: each looks at one document, or compares all (`duplicates`)."""
+"""Filters that clean documents. `duplicates` compares all documents; the others look at one at a time."""

@@ -1,7 +1,7 @@
 """The interface of filters.
 
-To add a filter, write its settings in `gptworks.config.cleaning` and a subclass of `Filter` in a file here. Every
-filter must take linear time for any text.
+To add a filter, write its settings class in `gptworks.config.cleaning`, and a subclass of `Filter` in a file here.
+Every filter must take linear time for any text.
 """
 
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The result of a filter that drops a document: one of a small number of reasons."""
+    """The result of a filter that drops a document. A filter has only a few reasons, which are counted."""
 
     reason: str
 
 
 class Filter:
-    """Keeps, changes or drops a document. A subclass annotates `settings` with the class of its settings."""
+    """Keeps, changes or drops a document. A subclass annotates `settings` with its settings class."""
 
     def __init__(self, settings: Any) -> None:
         """
@@ -26,10 +26,10 @@ class Filter:
         self.settings = settings
 
     def apply(self, text: str) -> str | Dropped:
-        """The document, perhaps changed, or why it is dropped. The result depends only on the text and the settings."""
+        """Return the text, perhaps changed, or the reason to drop it. Depends only on the text and the settings."""
         raise NotImplementedError
 
 
 def ratio(part: float, whole: float) -> float:
-    """part / whole; 0 if whole is 0."""
+    """Return part / whole, or 0 if whole is 0."""
     return part / whole if whole else 0.0

@@ -1,4 +1,4 @@
-"""Filters that repair wrongly decoded text and that normalize Unicode."""
+"""Filters that repair wrongly decoded text and normalize Unicode."""
 
 import re
 import sys
@@ -18,10 +18,10 @@ _CHECKED_CHARACTERS = 1 << 16
 
 
 class EncodingFilter(Filter):
-    """Repairs mojibake with ftfy, line by line, since the lines of a page may be broken in different ways.
+    """Repairs wrongly decoded text (mojibake) with ftfy, line by line, since lines may be broken differently.
 
-    Removes byte order marks, and joins halves of surrogate pairs or replaces them by U+FFFD. Drops a document with too
-    many characters that are lost or still wrong.
+    Removes byte order marks. Joins the halves of surrogate pairs, and replaces single halves by U+FFFD. Drops a
+    document in which too many characters are lost or still wrong.
     """
 
     settings: RepairEncoding
@@ -59,18 +59,18 @@ class EncodingFilter(Filter):
 
 
 def _near_others(text: str) -> str:
-    """The characters outside ASCII and their neighbours: enough to recognize mojibake, and much less text."""
+    """Return the characters outside ASCII with their neighbours: enough to recognize mojibake, and much less text."""
     return _ASCII_RUN.sub("\n", text)
 
 
-# ------------------------------------------------------------------------------------------------------ normalize
+# ------------------------------------------------------------------------------------------ Unicode normalization
 
 _LINE_ENDS = ("\r\n", "\r", "\x85", "\u2028", "\u2029")
 _ASCII_CONTROL = bytes(code for code in range(128) if (code < 32 and chr(code) not in "\t\n") or code == 127)
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ufdd0-\ufdef\ufeff\ufffe\uffff]+")
 _MOST_MARKS = 30
-"""Most combining marks on one character, as in Unicode's Stream-Safe Text Format: normalizing sorts them, in quadratic
-time."""
+"""Maximum number of combining marks in a row, as in Unicode's Stream-Safe Text Format. Normalization sorts the marks in
+quadratic time."""
 
 
 class UnicodeFilter(Filter):
@@ -90,7 +90,7 @@ class UnicodeFilter(Filter):
 
 @lru_cache
 def _too_many_marks() -> re.Pattern[str]:
-    """A pattern for runs of too many combining marks; group 1 is the part to keep."""
+    """Return a pattern for runs of more than _MOST_MARKS combining marks; group 1 is the part to keep."""
     marks = [code for code in range(sys.maxunicode + 1) if unicodedata.combining(chr(code))]
     starts = [code for code in marks if not unicodedata.combining(chr(code - 1))]
     ends = [code for code in marks if not unicodedata.combining(chr(code + 1))]

@@ -7,22 +7,22 @@ from gptworks.data.cleaning.decontamination import DecontaminationFilter
 from gptworks.data.registry import by_settings
 
 FILTERS = by_settings("gptworks.data.cleaning", Filter)
-"""Each filter's class, by the class of its settings. Filters that compare documents are in `duplicates`."""
+"""Maps each settings class to its filter class. Filters that compare documents are in `duplicates` instead."""
 PART_BYTES = 1 << 24
-"""A larger document is cleaned in parts of this size, each like a document of its own."""
+"""Larger documents are cleaned in parts of this size, each treated as a separate document."""
 
 
 def files_signature(settings: tuple[FilterConfig, ...]) -> list[str]:
-    """For each filter `decontaminate`, the sha256 of all that it looks for, which it reads from its files.
+    """Return, for each `decontaminate` filter, the sha256 of the word sequences that it looks for.
 
     Raises:
-        UserError: one of these files is missing or broken.
+        UserError: a task file of such a filter is missing or broken.
     """
     return [DecontaminationFilter(one).signature() for one in settings if isinstance(one, Decontaminate)]
 
 
 def choose_filters(settings: tuple[FilterConfig, ...]) -> list[Filter]:
-    """The filters that look at single documents, in order, without those that compare documents.
+    """Return the filters that look at single documents, in the recipe's order; leave out those that compare documents.
 
     Raises:
         UserError: a library or a file that a filter needs is missing or broken.
@@ -31,12 +31,12 @@ def choose_filters(settings: tuple[FilterConfig, ...]) -> list[Filter]:
 
 
 class Cleaner:
-    """Cleans documents one by one and counts what each filter did."""
+    """Cleans documents one by one, and counts the documents that each filter kept, changed and dropped."""
 
     def __init__(self, settings: tuple[FilterConfig, ...]) -> None:
         """
         Args:
-            settings: a recipe's filters; those that compare documents are left out, see `duplicates`.
+            settings: a recipe's filters; those that compare documents are ignored (see `duplicates`).
 
         Raises:
             UserError: see `choose_filters`.
@@ -45,13 +45,13 @@ class Cleaner:
         self.take_counts()
 
     def take_counts(self) -> tuple[FilterCounts, ...]:
-        """Each filter's counts since the last call. Resets the counts."""
+        """Return each filter's counts since the last call, and reset them."""
         taken = getattr(self, "counts", ())
         self.counts = tuple(FilterCounts(type=one.settings.type) for one in self._filters)
         return taken
 
     def clean(self, text: str) -> str | None:
-        """The filtered document; None if a filter drops it or removes all of its text."""
+        """Return the cleaned text; None if a filter drops the document or nothing of its text is left."""
         size = size_bytes(text)
         for one, counts in zip(self._filters, self.counts, strict=True):
             result = one.apply(text) or Dropped("nothing left")

@@ -1,4 +1,4 @@
-"""Filters that drop code files that teach a model little, and that remove licences from their beginning."""
+"""Filters for code: drop files that teach a model little, and remove licences from the beginning of files."""
 
 import re
 
@@ -14,8 +14,8 @@ _GENERATED = re.compile(
 
 
 class GeneratedFilter(Filter):
-    """Drops files whose first lines say that they were generated, as for the data of Codex and StarCoder (Chen et al.
-    2021; Li et al. 2023)."""
+    """Drops files whose first lines say that they were generated, as in the data of Codex (Chen et al. 2021) and
+    StarCoder (Li et al. 2023)."""
 
     settings: GeneratedCode
 
@@ -24,7 +24,7 @@ class GeneratedFilter(Filter):
         return Dropped("generated") if _GENERATED.search("\n".join(lines)) else text
 
 
-# Matching takes linear time: the branches begin with different characters, and none backtracks.
+# The pattern matches in linear time: its branches begin with different characters, and none backtracks.
 _DATA_LINE = re.compile(
     r"""
     [ \t]*+ (?![rRbBuU]?(?:\"\"\"|'''))
@@ -43,9 +43,8 @@ _LITERAL = re.compile(r"[\"'0-9]")
 
 
 class TableFilter(Filter):
-    """Drops files with most of their characters in lines that hold only literals: numbers, strings and their
-    separators. A comment may follow. White space at the ends of lines does not count; lines of only brackets are not
-    literals."""
+    """Drops files in which most characters are in lines of only literals: numbers, strings and their separators,
+    perhaps with a comment. White space at the ends of lines does not count; a line of only brackets has no literal."""
 
     settings: CodeTables
 
@@ -63,8 +62,8 @@ class TableFilter(Filter):
 
 class MinifiedFilter(Filter):
     """Drops files with a line of more than 1,000 characters, lines of more than 100 on average, or less than a quarter
-    letters and digits (Chen et al. 2021; Kocetkov et al. 2022). Bytes outside ASCII count as letters.
-    """
+    letters and digits (Chen et al. 2021; Kocetkov et al. 2022); the limits can be set. Bytes outside ASCII count as
+    letters."""
 
     settings: MinifiedCode
 
@@ -98,14 +97,14 @@ _LICENCE = re.compile(
 
 
 class LicenceFilter(Filter):
-    """Removes comments about a licence or copyright from the beginning of a file. It keeps a `#!` line, a line with the
+    """Removes licence and copyright comments from the beginning of a file. Keeps a `#!` line, a line that states the
     encoding, and other comments."""
 
     settings: LicenceHeaders
 
     def apply(self, text: str) -> str:
         first = _FIRST_LINE.match(text)
-        assert first is not None  # the pattern also matches an empty text
+        assert first is not None  # the pattern matches any text, even an empty one
         kept, at, removed = [text[: first.end()]], first.end(), False
         while comment := _COMMENT.match(text, at):
             if _LICENCE.search(comment[0]):

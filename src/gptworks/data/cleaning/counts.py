@@ -1,4 +1,4 @@
-"""Counts of filters: documents and bytes by reason, with examples of dropped documents."""
+"""Counts of the documents that filters kept, changed and dropped, with examples of dropped ones."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -9,11 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field
 _EXAMPLES, _EXAMPLE_CHARACTERS = 3, 200
 Count = Annotated[int, Field(ge=0, le=10**18)]
 Example = tuple[Annotated[str, Field(max_length=16)], Annotated[str, Field(max_length=_EXAMPLE_CHARACTERS)]]
-"""The hash of a document, and its beginning."""
+"""The hash of a document and the beginning of its text."""
 
 
 class Tally(BaseModel):
-    """A number of documents and the bytes of their text."""
+    """A number of documents, and the total bytes of their text."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -26,24 +26,24 @@ class Tally(BaseModel):
 
 
 class DroppedCounts(Tally):
-    """The number of documents dropped for one reason, with examples."""
+    """The number and bytes of the documents dropped for one reason, with examples."""
 
     examples: list[Example] = Field(default_factory=list, max_length=_EXAMPLES)
-    """The documents with the smallest hashes, so that the order of merging counts does not matter."""
+    """The dropped documents with the smallest hashes: these do not depend on the order in which counts are merged."""
 
     def add_examples(self, examples: Iterable[Example]) -> None:
         self.examples = sorted({*self.examples, *examples})[:_EXAMPLES]
 
 
 class FilterCounts(BaseModel):
-    """One filter's numbers of documents kept, changed and dropped."""
+    """Counts of the documents that one filter saw, kept, changed and dropped."""
 
     model_config = ConfigDict(extra="forbid")
 
     type: str = Field(max_length=100)
     seen: Tally = Field(default_factory=Tally)
     kept: Tally = Field(default_factory=Tally)
-    """Kept documents; their bytes are counted after the change."""
+    """Kept documents; their bytes are counted after the filter has changed them."""
     changed: Tally = Field(default_factory=Tally)
     """Kept documents that the filter changed; their bytes are counted before the change."""
     dropped: dict[str, DroppedCounts] = Field(default_factory=dict)
@@ -64,7 +64,7 @@ class FilterCounts(BaseModel):
             dropped.add_examples([(hashed, shown)])
 
     def merge(self, other: "FilterCounts") -> None:
-        """Add the counts of the same filter over other documents."""
+        """Add the counts that the same filter made of other documents."""
         for mine, its in ((self.seen, other.seen), (self.kept, other.kept), (self.changed, other.changed)):
             mine.add(its.documents, its.bytes)
         for reason, its_dropped in other.dropped.items():
@@ -75,7 +75,7 @@ class FilterCounts(BaseModel):
 
 
 def merged(parts: Iterable[Sequence[FilterCounts]]) -> tuple[FilterCounts, ...]:
-    """The sum of the counts of the same filters over several parts of the documents; their order does not matter."""
+    """Return each filter's counts, summed over several parts of the documents, which may be in any order."""
     total: tuple[FilterCounts, ...] = ()
     for part in parts:
         total = total or tuple(FilterCounts(type=one.type) for one in part)

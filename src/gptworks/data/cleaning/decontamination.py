@@ -1,4 +1,4 @@
-"""The filter that drops documents with parts of evaluation tasks."""
+"""The filter that drops documents which contain text of evaluation tasks."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -16,11 +16,11 @@ from gptworks.yaml_files import read_yaml
 
 
 class DecontaminationFilter(Filter):
-    """Drops documents that share a sequence of `ngram` words with a text of a task's items. The default, 13, is that of
-    GPT-3 (Brown et al. 2020, appendix C). Case and punctuation do not matter.
+    """Drops documents that share a sequence of `ngram` words with a text of an evaluation task, ignoring case and
+    punctuation. The default is 13 words, as for GPT-3 (Brown et al. 2020, appendix C).
 
-    GPT-3's data lost 200 characters around each match; here the document is dropped. A task's text that has fewer
-    words, but at least `min_words`, must match completely; shorter texts are ignored because they are too common.
+    GPT-3's data lost 200 characters around each match; this filter drops the document. A task text of fewer than
+    `ngram` words, but at least `min_words`, must match completely. Shorter texts are too common to look for.
     """
 
     settings: Decontaminate
@@ -47,16 +47,16 @@ class DecontaminationFilter(Filter):
         return Dropped("in a task") if found else text
 
     def signature(self) -> str:
-        """sha256 of all sequences of words that the filter looks for."""
+        """Return the sha256 of all word sequences that the filter looks for."""
         joined = b"".join(n.to_bytes(8, "little") + wanted.hashes.tobytes() for n, wanted in self._wanted.items())
         return hashlib.sha256(joined).hexdigest()
 
 
 def task_texts(file: Path) -> Iterator[str]:
-    """The texts of the items of a task file, or of a JSONL file of items.
+    """Yield the texts of all items of an evaluation task, given its task file or a JSONL file of items.
 
     Raises:
-        UserError: the file is broken, or neither a task file nor JSONL.
+        UserError: a file is missing or broken, or `file` is neither a task file nor JSONL.
     """
     path = file.expanduser()
     try:

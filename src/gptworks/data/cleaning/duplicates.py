@@ -1,4 +1,4 @@
-"""Find documents that are equal or nearly equal to others."""
+"""Find documents that are equal or nearly equal to earlier ones."""
 
 import hashlib
 import itertools
@@ -15,14 +15,14 @@ from gptworks.errors import not_installed
 _SEED = 1
 Verdicts = npt.NDArray[np.uint8]
 REASONS = {1: "exact-duplicates", 2: "near-duplicates"}
-"""The name of the filter that drops a document, by the document's verdict."""
+"""Maps the verdict on a dropped document to the filter that drops it; a kept document has the verdict 0."""
 
 
 class Duplicates:
-    """Finds duplicates by fixed-size signatures of all documents. The first of each group of duplicates is kept.
+    """Finds duplicates by comparing fixed-size signatures of all documents. The first of each group is kept.
 
-    Exact duplicates share 16 bytes of the text's hash. Near duplicates share a band of MinHash (Broder 1997) over
-    sequences of words; each band of rows is hashed to 8 bytes, as for FineWeb (Penedo et al. 2024). Two documents with
+    Exact duplicates have the same 16-byte hash of their text. Near duplicates share a band of MinHash (Broder 1997)
+    over word sequences; each band of rows is hashed to 8 bytes, as for FineWeb (Penedo et al. 2024). Two documents with
     the Jaccard similarity s share a band with probability 1 − (1 − s^rows)^bands.
     """
 
@@ -32,7 +32,7 @@ class Duplicates:
             settings: a recipe's filters; those that look at one document are ignored.
 
         Raises:
-            UserError: the library for near duplicates is missing.
+            UserError: the library that finds near duplicates is not installed.
         """
         self.exact = any(isinstance(one, ExactDuplicates) for one in settings)
         self.near = next((one for one in settings if isinstance(one, NearDuplicates)), None)
@@ -49,16 +49,16 @@ class Duplicates:
 
     @property
     def types(self) -> tuple[str, ...]:
-        """Types of the filters that compare documents."""
+        """Types of the recipe's duplicate filters."""
         return ("exact-duplicates",) * self.exact + ("near-duplicates",) * (self.near is not None)
 
     @property
     def columns(self) -> int:
-        """Count of little-endian uint64 numbers in a signature. All signatures are an array [documents, columns]."""
+        """Number of little-endian uint64 values in a signature; all signatures form an array [documents, columns]."""
         return 2 * self.exact + (self.near.bands if self.near else 0)
 
     def signature(self, text: str) -> bytes:
-        """The signature by which a document is compared with others, 8 × `columns` bytes."""
+        """Return a document's signature, 8 × `columns` bytes, by which it is compared with other documents."""
         found = b""
         if self.exact:
             found = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
@@ -76,8 +76,8 @@ class Duplicates:
         return combine(list(rows.T))
 
     def verdicts(self, signatures: Hashes) -> Verdicts:
-        """0 for each document that is kept, else a key of REASONS. A document is dropped if it has the text of
-        an earlier kept document or shares a band with one.
+        """Return 0 for each document to keep, else a key of REASONS. A document is dropped if an earlier kept one has
+        the same text or shares a band with it.
 
         Args:
             signatures: [documents, columns], may be a memory map: memory holds three columns and the shared hashes.
@@ -97,8 +97,8 @@ class Duplicates:
         return verdicts
 
     def _shared(self, signatures: Hashes) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
-        """Numbers of documents [n], ascending, and a group [n] of equal hashes that each shares with others; then the
-        number of the first group of equal bands (smaller numbers are groups of equal text)."""
+        """Return document numbers [n], ascending, and for each number a group [n] of equal hashes that the document is
+        in; then the first group of equal bands (groups before it are of equal texts)."""
         rows, groups, number, near_from = [], [], 0, 0
         for columns in self._keys():
             order = np.lexsort([signatures[:, column] for column in columns])
@@ -120,7 +120,7 @@ class Duplicates:
         return all_rows[by_row], np.concatenate(groups)[by_row], near_from
 
     def _keys(self) -> Iterator[tuple[int, ...]]:
-        """The columns to compare: both columns of the text's hash, then the column of each band."""
+        """Yield the columns to compare together: both columns of the text's hash, then each band's single column."""
         if self.exact:
             yield 0, 1
         for column in range(2 * self.exact, self.columns):

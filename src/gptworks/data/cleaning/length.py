@@ -1,11 +1,11 @@
-"""The filter on the length of documents."""
+"""The filter that drops documents that are too short or too long."""
 
 from gptworks.config.cleaning import LengthRules
 from gptworks.data.cleaning.base import Dropped, Filter
 
 
 class LengthFilter(Filter):
-    """Drops short or long documents, by characters without white space at the ends, and by words."""
+    """Drops documents with too few or too many words or characters, not counting white space at both ends."""
 
     settings: LengthRules
 

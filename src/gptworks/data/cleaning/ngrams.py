@@ -1,4 +1,4 @@
-"""Hashes of sequences of words, equal in every process."""
+"""Hashes of word sequences, the same in every process."""
 
 import re
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _TABLE_SHIFT = np.uint64(64 - _TABLE_BITS)
 
 
 def words_of(text: str) -> list[str]:
-    """The words in lower case, without punctuation. Each Chinese character or Japanese kana is a word."""
+    """Return the words in lower case, without punctuation; each Chinese character or Japanese kana is a word."""
     return text.lower().translate(_ASCII).split() if text.isascii() else _WORD.findall(text.lower())
 
 
@@ -30,13 +30,13 @@ def hash_words(words: list[str]) -> Hashes:
 
 
 def hash_ngrams(words: Hashes, n: int) -> Hashes:
-    """A hash of each sequence of n words; empty if there are fewer words."""
+    """Return a hash of each sequence of n neighbouring words; empty if there are fewer than n words."""
     count = max(len(words) - n + 1, 0)
     return combine([words[at : at + count] for at in range(n)])
 
 
 def combine(columns: Sequence[Hashes]) -> Hashes:
-    """A hash [n] of each row of some columns, each of shape [n]."""
+    """Return a hash of each row, [n], given the columns, [n] each."""
     mixed = columns[0].copy()
     for column in columns[1:]:
         mixed *= _FACTOR
@@ -48,7 +48,7 @@ def combine(columns: Sequence[Hashes]) -> Hashes:
 
 
 class HashSet:
-    """A set of hashes, at least one. A table of their highest bits excludes most others before the set is searched."""
+    """A nonempty set of hashes. A table of their highest bits rules out most other hashes before the search."""
 
     def __init__(self, hashes: Hashes) -> None:
         self.hashes: Hashes = np.unique(hashes)
@@ -56,7 +56,7 @@ class HashSet:
         self._maybe[self.hashes >> _TABLE_SHIFT] = True
 
     def places(self, hashes: Hashes) -> npt.NDArray[np.int64]:
-        """The places [k], ascending, of those among some hashes [n] that are in the set."""
+        """Return the indices, [k] ascending, of the given hashes, [n], that are in the set."""
         places = np.flatnonzero(self._maybe[hashes >> _TABLE_SHIFT])
         near = hashes[places]
         found: npt.NDArray[np.int64] = places[self.hashes[np.searchsorted(self.hashes[:-1], near)] == near]
@@ -64,7 +64,7 @@ class HashSet:
 
 
 class _WordHashes(dict[str, int]):
-    """Hashes of words. The first million words of fewer than 32 characters are cached."""
+    """Computes hashes of words; the first million words of fewer than 32 characters are cached."""
 
     def __missing__(self, word: str) -> int:
         number = crc32(word.encode("utf-8", "surrogatepass"))

@@ -1,4 +1,4 @@
-"""The filter that masks personal data, which it recognizes by form."""
+"""The filter that masks personal data such as e-mail addresses, which it recognizes by their form."""
 
 import ipaddress
 import re
@@ -6,7 +6,7 @@ import re
 from gptworks.config.cleaning import MaskPersonalData
 from gptworks.data.cleaning.base import Filter
 
-# Matching takes linear time: a repetition is bounded, or begins only after a character that it cannot contain.
+# Matching takes linear time: each repetition is bounded, or begins only after a character that it cannot contain.
 _EMAIL = re.compile(
     r"(?<![\w.%+-])[A-Za-z0-9_%+-][A-Za-z0-9._%+-]{0,63}@(?:[A-Za-z0-9][A-Za-z0-9-]{0,62}\.){1,8}[A-Za-z]{2,24}\b"
 )
@@ -22,7 +22,7 @@ _KEY = re.compile(
     r"|eyJ[A-Za-z0-9_-]{10,2000}\.eyJ[A-Za-z0-9_-]{10,4000}\.[A-Za-z0-9_-]{10,2000})(?![A-Za-z0-9_-])"
     r"|-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----[^-]*+-----END [A-Z ]{0,40}PRIVATE KEY-----"
 )
-# Every match has one of these parts. Each begins with a fixed character, so finding it is faster than a match.
+# Every match of a pattern above contains one of these parts, which are faster to find than the pattern.
 _EMAIL_PART = re.compile(r"@[A-Za-z0-9-]{1,63}\.")
 _IPV4_PART = re.compile(r"\.[0-9]{1,3}\.[0-9]")
 _IPV6_PART = re.compile(r":[0-9A-Fa-f]{0,4}:")
@@ -33,9 +33,9 @@ _KEY_BEGINS = ("AKIA", "ASIA", "gh", "glpat-", "xox", "AIza", "sk-", "k_live_", 
 class PersonalDataFilter(Filter):
     """Replaces e-mail addresses, public IP addresses, phone numbers and secret keys with `<email>`, `<ip>` and so on.
 
-    Only the form is checked: version numbers of four parts count as IP addresses, except private ones. Phone numbers
-    begin with `+` and a country's code, or are written as in North America. Keys are those of well-known services, JSON
-    web tokens and private keys.
+    Only the form is checked, so a version number of four parts passes for an IP address, but private addresses are
+    kept. Phone numbers begin with `+` and a country code, or are written as in North America. Keys are those of
+    well-known services, JSON web tokens and private keys.
     """
 
     settings: MaskPersonalData

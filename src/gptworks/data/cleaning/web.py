@@ -1,4 +1,4 @@
-"""Filters with the rules of C4 and FineWeb for web pages."""
+"""Filters for web pages, with the rules of C4 and FineWeb."""
 
 import re
 
@@ -13,11 +13,11 @@ _SENTENCE_END = re.compile(r"[.!?]+[\"')\]]*(?:\s|$)")
 
 
 class C4Filter(Filter):
-    """The rules of C4 (Raffel et al. 2020, section 2.2, and the released code for what the paper leaves out).
+    """Applies the rules of C4 (Raffel et al. 2020, section 2.2, with details from the released code).
 
     Removes lines that do not end with the end of a sentence, have fewer than three words or a word of more than 1,000
     characters, or name JavaScript, cookies or terms of use. Removes citation marks. Drops pages with "lorem ipsum", a
-    curly bracket or fewer than five sentences. It has no list of bad words. A sentence ends at `.`, `!` or `?` before
+    curly bracket or fewer than five sentences. Has no list of bad words. A sentence ends at `.`, `!` or `?` before
     white space; the released code uses a trained model.
     """
 
@@ -51,18 +51,18 @@ class C4Filter(Filter):
 
 
 def count_sentences(line: str) -> int:
-    """Number of sentences in a line that is not empty; text after the last end is a sentence too."""
+    """Return the number of sentences in a nonempty line; text after the last sentence end counts as a sentence too."""
     ends = [match.end() for match in _SENTENCE_END.finditer(line)]
     return len(ends) + (not ends or bool(line[ends[-1] :].strip()))
 
 
 _SENTENCE_ENDS = tuple(".!?‼‽⁇⁈⁉。！？．｡։؟۔।॥።፧။។៕")
-"""Characters that end a sentence, for all scripts in use that have such a character."""
+"""Characters that end a sentence, in all scripts in use that have such a character."""
 
 
 class FineWebFilter(Filter):
-    """The rules that FineWeb adds (Penedo et al. 2024, section 3.6). Drops pages with few lines that end a sentence, or
-    with many short lines, characters in repeated lines, or (a rule of the released code) line breaks per word."""
+    """Applies the rules that FineWeb adds (Penedo et al. 2024, section 3.6): drops pages with few lines that end a
+    sentence, many short lines, much text in repeated lines, or (as in the released code) many line breaks per word."""
 
     settings: FineWebRules
 

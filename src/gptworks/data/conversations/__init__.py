@@ -1,1 +1,1 @@
-"""Read, mask, pack and inspect conversations and pairs of answers."""
+"""Read, encode, pack and inspect conversations and preference pairs."""

@@ -1,9 +1,9 @@
-"""Encode conversations and pairs as examples, and write them in shards: tokens, flags of the learned ones, hashes.
+"""Encode conversations and preference pairs as examples, and write them to shards: tokens, loss masks and hashes.
 
-The learned tokens are the assistant's answers, each with its end token. Rendering finds the place of an answer with any
-template. The template's text for the turns before it, with the generation prompt, is exactly what a model reads when it
-answers. The answer follows that text in the whole conversation and includes the end token. If a token would span the
-border of an answer, each side is encoded by itself, because the model reads one side and writes the other.
+The learned tokens are the assistant's answers, each with its end token. Rendering finds the answers with any template:
+the template's text for the turns before an answer, with the generation prompt, is exactly what a model reads before it
+answers. In the whole conversation, the answer follows that text and includes the end token. If a token would span the
+border of an answer, both sides are encoded separately, because the model reads one side and writes the other.
 """
 
 import hashlib
@@ -24,23 +24,23 @@ from gptworks.errors import UserError
 from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import pack_tokenizer, unpack_tokenizer
 
-_BATCHES_WORTH_A_POOL = 16  # with fewer, the tokenizer's threads finish before processes have started
-_BATCH_CHARACTERS = 1 << 17  # rendering takes ten times as long as encoding
+_BATCHES_WORTH_A_POOL = 16  # with fewer batches, the tokenizer's threads finish before processes have started
+_BATCH_CHARACTERS = 1 << 17  # smaller than for plain text: rendering takes ten times as long as encoding
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """An encoded conversation."""
+    """An encoded conversation with its loss mask."""
 
     ids: npt.NDArray[np.uint32]
-    """The token ids, [n]."""
+    """Token ids, [n]."""
     learned: npt.NDArray[np.bool_]
-    """Whether each token is learned, [n]."""
+    """Whether each token is learned, that is, counts in the loss, [n]."""
     text_bytes: int
     all_end: bool
-    """Whether every learned answer is followed by an end token."""
+    """Whether every learned answer has an end token."""
     as_given: bool
-    """Whether the learned text equals the answers, apart from white space."""
+    """Whether the template leaves every learned answer unchanged, apart from white space."""
 
 
 def write_examples(
@@ -51,7 +51,7 @@ def write_examples(
     processes: int,
     report: Callable[[str, int, int | None], None],
 ) -> tuple[Origin, ...]:
-    """Encode each record's conversations and write them to its split. Returns the records' files or datasets.
+    """Encode each record's conversations and write them to its split. Return the files or datasets of the records.
 
     Raises:
         UserError: the template refuses a conversation; the message names the record.
@@ -87,7 +87,7 @@ def write_examples(
 
 
 def _last_run(learned: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """`learned` with only its last unbroken run of trues: earlier answers of a pair are part of the prompt."""
+    """Return the mask with only its last run of trues, since earlier answers of a pair belong to the prompt."""
     places = np.flatnonzero(learned)
     last = learned.copy()
     if len(gaps := np.flatnonzero(np.diff(places) > 1)):
@@ -105,7 +105,7 @@ def _flags(record: Conversation, example: Example) -> int:
 
 
 def _hashes(messages: list[Message]) -> tuple[int, int, int]:
-    """Hashes of all turns, of the turns before the last answer, and of that answer, ignoring case and white space."""
+    """Return hashes of all turns, of those before the last answer, and of it, ignoring case and white space."""
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=len(messages))
     return _hash(messages), _hash(messages[:last]), _hash(messages[last : last + 1])
 
@@ -123,10 +123,10 @@ AnyRecord = Conversation | Pair
 def encode_records(
     template: ChatTemplate, records: Iterable[AnyRecord], processes: int
 ) -> Iterator[tuple[AnyRecord, list[Example]]]:
-    """Each record with an example for each of its conversations, in order.
+    """Yield each record with the examples of its conversations, in order.
 
     Args:
-        processes: number of worker processes, used if there is enough to encode; 0: one for each core.
+        processes: number of worker processes, used only if there is enough to encode; 0: one per core.
 
     Raises:
         UserError: the template refuses a conversation; the message names the record.
@@ -156,14 +156,14 @@ def _encode_record(template: ChatTemplate, record: AnyRecord) -> list[Example]:
 def encode_conversation(
     template: ChatTemplate, messages: Sequence[Message], unlearned: Collection[int] = ()
 ) -> Example:
-    """The tokens of a conversation, and which of them are learned.
+    """Encode a conversation and mark its learned tokens.
 
     Args:
-        unlearned: indices of the messages whose answers are read but not learned.
+        unlearned: indices of assistant messages that a model reads but does not learn.
 
     Raises:
-        UserError: the template refuses these turns, or writes a turn differently if others follow, so that the text
-            that a model reads before an answer cannot be found.
+        UserError: the template refuses these turns, or it writes a turn differently when other turns follow, so that
+            the text which a model reads before an answer cannot be found.
     """
     guarded, guard = template.guarded(messages)
     whole = template.render(guarded)
@@ -178,7 +178,7 @@ def encode_conversation(
     learned = np.zeros(len(ids), dtype=np.bool_)
     at, all_end = 0, True
     for i, part in enumerate(parts):
-        if i % 2:  # parts alternate between text that is read and answers
+        if i % 2:  # parts alternate: text that the model reads, then an answer
             length, ends = _answer_length(part, template)
             learned[at : at + length] = True
             all_end &= ends
@@ -188,7 +188,7 @@ def encode_conversation(
 
 
 def _place(template: ChatTemplate, messages: Sequence[Message], i: int, whole: str) -> tuple[int, int]:
-    """The start and the end of answer i in the rendered conversation, in characters."""
+    """Return the start and the end of answer i in the rendered conversation, in characters."""
     before = template.render(messages[:i], add_generation_prompt=True)
     until = template.render(messages[: i + 1])
     for text, what in ((before, "before it, with the generation prompt,"), (until, "up to it")):
@@ -204,8 +204,8 @@ def _place(template: ChatTemplate, messages: Sequence[Message], i: int, whole: s
 
 
 def _encode_parts(template: ChatTemplate, whole: str, cuts: Sequence[int], guard: str) -> list[list[int]]:
-    """Tokens of each part between the cuts. Each part is encoded by itself if a token of the whole text crosses a
-    cut."""
+    """Return the token ids of each part between the cuts. If a token of the whole text would cross a cut, encode every
+    part separately."""
     ids = template.encode_text(whole, guard)
     ends = [0]
     for cut in cuts[1:-1]:
@@ -217,7 +217,7 @@ def _encode_parts(template: ChatTemplate, whole: str, cuts: Sequence[int], guard
 
 
 def _answer_length(ids: Sequence[int], template: ChatTemplate) -> tuple[int, bool]:
-    """The number of tokens of an answer with its end token, and whether it has an end token."""
+    """Return the number of tokens of an answer including its end token, and whether it has an end token."""
     ends = template.end_token_ids
     first = next((i for i, token_id in enumerate(ids) if token_id in ends), None)
     return (len(ids), False) if first is None else (first + 1, True)

@@ -1,4 +1,4 @@
-"""Figures about conversations and pairs of answers before training, and faults that would silently ruin a run.
+"""Statistics of conversations and preference pairs before training, and faults that would silently ruin a run.
 
 A fault stops a run unless `objective.allow` names it.
 """
@@ -22,12 +22,12 @@ from gptworks.files import read_text
 _CHUNK_TOKENS = 1 << 22
 _N_PLACES, _N_LONGEST = 3, 3
 _MOST_ALIKE = 0.5
-"""Largest fraction of pairs without a learning signal; above it, the run stops."""
+"""A run stops if a larger fraction of its pairs has no learning signal."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault, and a text that describes it and gives advice."""
+    """A fault in the data, with a text that describes it and gives advice."""
 
     name: DataFault
     text: str
@@ -36,11 +36,11 @@ class Finding:
 _CONSEQUENCES: dict[DataFault, frozenset[DataFault]] = {
     "tokens-not-special": frozenset({"no-end-token", "answers-altered"}),
 }
-"""The faults that each fault causes. They are explained only after it is fixed."""
+"""Maps a fault to the faults that it causes, which are explained only once it is fixed."""
 
 
 def refuse_faults(findings: Sequence[Finding], allowed: Sequence[str]) -> None:
-    """Refuse faults that the recipe does not allow.
+    """Stop with an error if there are faults that the recipe does not allow.
 
     Raises:
         UserError: there are such faults. The message names each, with advice unless another fault causes it.
@@ -58,7 +58,7 @@ def refuse_faults(findings: Sequence[Finding], allowed: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Look:
-    """Makes findings that name the places of examples."""
+    """Makes findings that name the records of faulty examples."""
 
     manifest: Manifest
     records: Int64s
@@ -68,7 +68,7 @@ class Look:
         return self.manifest.where(int(self.records[example]))
 
     def fault(self, name: DataFault, found: npt.NDArray[np.bool_], above: float, what: str, fix: str) -> list[Finding]:
-        """One finding if more than the fraction `above` of the examples has the fault, else none."""
+        """Return one finding if more than the fraction `above` of the examples has the fault, else an empty list."""
         count, total = int(found.sum()), len(found)
         if count <= above * total:
             return []
@@ -80,23 +80,23 @@ class Look:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Figures and faults of a recipe's conversations."""
+    """Statistics and faults of a recipe's conversations."""
 
     files: list[dict[str, object]]
-    """The name, shape and number of records of each file."""
+    """Name, shape (such as alpaca) and number of records of each file."""
     n_examples: int
     n_validation: int
     n_tokens: int
-    """Number of tokens of the training examples within the context."""
+    """Number of tokens in the training examples, each counted up to the context length."""
     n_learned: int
-    """Number of learned tokens of the training examples within the context."""
+    """Number of these tokens that are learned."""
     n_cut: int
     n_rows: int
     fill: float
-    """Fraction of the rows' tokens that are not padding, 0 to 1."""
+    """Fraction of the packed rows that is not padding, 0 to 1."""
     median_tokens: int
     longest: list[tuple[int, str]]
-    """The numbers of tokens and the places of the longest examples."""
+    """Number of tokens and record of each of the longest examples."""
     end_tokens: list[str]
     findings: list[Finding]
 
@@ -118,7 +118,7 @@ class Inspection:
 
 
 def inspect_conversations(recipe: Recipe, prepared: Prepared) -> Inspection:
-    """The figures and the faults of a recipe's conversations. `check_records` refuses faults."""
+    """Return statistics and faults of a recipe's conversations. (`check_records` raises an error for faults.)"""
     context = recipe.model.context_length
     shards, held_out = TokenShards(prepared.folder, "train"), TokenShards(prepared.folder, "validation")
     columns, validation = example_columns(shards), example_columns(held_out)
@@ -161,21 +161,21 @@ def _end_tokens(prepared: Prepared) -> list[str]:
 
 @dataclass(frozen=True)
 class PairInspection:
-    """Figures and faults of a recipe's pairs."""
+    """Statistics and faults of a recipe's preference pairs."""
 
     files: list[dict[str, object]]
     n_pairs: int
     n_validation: int
     median_prompt: int
-    """Median number of prompt tokens in the training pairs, within the context; the next two are for the answers."""
+    """Median prompt tokens of the training pairs, within the context; the next two are the answers' medians."""
     median_chosen: int
     median_rejected: int
     n_chosen_longer: int
-    """Number of pairs whose chosen answer is the longer one: a model may learn length instead of quality."""
+    """Number of pairs whose chosen answer is longer; if it is high, a model may learn length instead of quality."""
     n_cut: int
-    """Number of pairs with an answer that loses its end beyond the context."""
+    """Number of pairs in which the context cuts off the end of an answer."""
     n_alike: int
-    """Number of pairs whose two sides do not differ within the context."""
+    """Number of pairs without a learning signal within the context, such as two equal answers."""
     end_tokens: list[str]
     findings: list[Finding]
 
@@ -192,17 +192,17 @@ class PairInspection:
 
 
 def inspect_pairs(recipe: Recipe, prepared: Prepared) -> PairInspection:
-    """The figures and the faults of a recipe's preference pairs. `check_records` refuses faults."""
+    """Return statistics and faults of a recipe's preference pairs. (`check_records` raises an error for faults.)"""
     context = recipe.model.context_length
     shards, held_out = TokenShards(prepared.folder, "train"), TokenShards(prepared.folder, "validation")
     pairs = Pairs(shards, context)
     columns = example_columns(shards)
-    learned, kept = (counts.reshape(-1, 2) for counts in learned_counts(shards, context))  # [P, 2], chosen first
+    learned, kept = (counts.reshape(-1, 2) for counts in learned_counts(shards, context))  # [pairs, 2], chosen first
     n_tokens, lengths = pairs.n_tokens.reshape(-1, 2), pairs.lengths
-    maybe = np.flatnonzero((lengths[:, 0] == lengths[:, 1]) | (kept <= 1).any(axis=1))  # only such pairs can be alike
+    maybe = np.flatnonzero((lengths[:, 0] == lengths[:, 1]) | (kept <= 1).any(axis=1))  # others have a learning signal
     alike = np.zeros(len(pairs), dtype=np.bool_)
     alike[maybe] = [pairs.says_nothing(i) for i in maybe.tolist()]
-    no_end = (columns["flags"] & NO_END) > 0  # for each answer of each pair
+    no_end = (columns["flags"] & NO_END) > 0  # for each answer of each pair: True if it lacks an end token
     look = Look(prepared.manifest, columns["record"].astype(np.int64)[::2], "pairs")
     longer = "Raise model.context_length, or leave these pairs out."
     findings = [
@@ -234,12 +234,12 @@ def _median(counts: Int64s) -> int:
 
 
 def inspect_records(recipe: Recipe, prepared: Prepared) -> Inspection | PairInspection:
-    """`inspect_pairs` or `inspect_conversations`, depending on the recipe's sources."""
+    """Call `inspect_pairs` or `inspect_conversations`, depending on the recipe's sources."""
     return inspect_pairs(recipe, prepared) if recipe.data.preferences else inspect_conversations(recipe, prepared)
 
 
 def check_records(recipe: Recipe, prepared: Prepared, report: Callable[[str], None]) -> None:
-    """Report the figures of a recipe's conversations or pairs, and refuse faults that it does not allow.
+    """Report statistics of a recipe's conversations or pairs, and stop at faults that the recipe does not allow.
 
     Raises:
         UserError: see `refuse_faults`.
@@ -254,7 +254,7 @@ def check_records(recipe: Recipe, prepared: Prepared, report: Callable[[str], No
         report(f"allowed: {finding.name}: {finding.text}")
 
 
-# ----------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------- faults in the data
 
 
 def _about_answers(flags: npt.NDArray[np.uint64], look: Look) -> list[Finding]:
@@ -324,7 +324,7 @@ def _about_repetition(
 
 
 def about_tokens(recipe: Recipe, prepared: Prepared) -> list[Finding]:
-    """Faults of the records' keys, the chat template, the tokenizer and the run to start from."""
+    """Return faults of the records' keys, the chat template, the tokenizer and the run to start from."""
     manifest, template = prepared.manifest, prepared.chat_template
     assert template is not None
     findings = about_keys(manifest)
@@ -362,7 +362,7 @@ def about_tokens(recipe: Recipe, prepared: Prepared) -> list[Finding]:
 
 
 def about_keys(manifest: Manifest) -> list[Finding]:
-    """One finding if records have keys with a known meaning that are not read, else none."""
+    """Return one finding if records have keys with a known meaning that gptworks does not read, else an empty list."""
     places: dict[str, list[tuple[int, str]]] = {}
     for origin in manifest.origins:
         for name, (n_records, first) in origin.unread.items():
@@ -383,12 +383,12 @@ def about_keys(manifest: Manifest) -> list[Finding]:
 
 
 def example_columns(shards: TokenShards) -> dict[str, npt.NDArray[np.uint64]]:
-    """The columns of `EXAMPLE` by name, [n] each."""
+    """Return each column of `EXAMPLE` by name, with one value per example, [n]."""
     return dict(zip(EXAMPLE, shards.examples().T, strict=True))
 
 
 def learned_counts(shards: TokenShards, context: int) -> tuple[Int64s, Int64s]:
-    """Number of learned tokens of each example [n], and the number of those within the context [n]."""
+    """Return the number of learned tokens of each example, [n], and the number of those within the context, [n]."""
     starts = shards.document_starts()
     n = len(starts)
     learned, kept = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)

@@ -1,8 +1,8 @@
-"""The keys of records and turns that training programs know: their meaning, and which of them are read here.
+"""Known keys of records and turns: their meaning in training programs, and which of them gptworks reads.
 
 Sources: OpenAI's fine-tuning format, mistral-finetune and axolotl (per-turn training), LLaMA-Factory's Alpaca and
-ShareGPT formats, ms-swift, TRL's dataset formats. A key in these tables that is not read becomes the finding
-`keys-not-read`. Other keys, such as id or source, are ignored unless they are misspelled.
+ShareGPT formats, ms-swift, TRL's dataset formats. A known key that is not read is reported as the finding
+`keys-not-read`. Other keys, such as id or source, are ignored unless they look like a misspelled known key.
 """
 
 import re
@@ -22,20 +22,20 @@ _INSTRUCTIONS: tuple[Shape, ...] = ("alpaca", "preferences")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key of records or of turns."""
+    """A known key of records or of turns."""
 
     meaning: str
     """The key's meaning in the programs that write it."""
     read_in: tuple[Shape, ...] = ()
-    """The shapes of records in which the key is read. In other shapes, the key becomes a finding."""
+    """The shapes of records in which the key is read. In other shapes, it is reported as `keys-not-read`."""
     asks_nothing: tuple[object, ...] = ()
     """Values that ask for the default behaviour."""
     matters: tuple[object, ...] = ()
-    """The only values that change the behaviour; empty: all except `asks_nothing`."""
+    """The only values that change the behaviour; empty: all values do, except `asks_nothing`."""
 
 
 LEARNING_SWITCHES = ("weight", "train", "training", "loss")
-"""Keys of a turn that keep an answer out of the loss if they are 0 or false."""
+"""Keys of a turn that exclude its answer from the loss if they are 0 or false."""
 
 _SWITCH = "whether the text is learned"
 _BAD = (False, 0, "false", "0")
@@ -96,20 +96,20 @@ _ALWAYS_READ: Mapping[Shape, tuple[str, ...]] = {
     "messages": ("messages",), "sharegpt": ("conversations",), "preferences": ("chosen", "rejected"),
 }  # fmt: skip
 _DEEPEST = 5
-"""Most levels of lists and objects read in a value, such as a list of turns whose content is a list of parts."""
+"""Maximum depth of lists and objects to search for text in a value, such as turns whose content is a list of parts."""
 _SIDES = re.compile(r"(chosen|rejected)[_-]|[_-](chosen|rejected)$")
 _ABOUT_SIDES = re.compile(r"[_-](model|source|id|name|rank|length|len|tokens)$|^(model|source|id)[_-]")
 
 
 def is_stated(fields: Fields, name: str) -> bool:
-    """Whether a key has a value. null, an empty text and an empty list are not values: tables fill missing cells with
-    them."""
+    """Return whether a key has a value. null, empty texts and empty lists do not count, since tables fill missing cells
+    with them."""
     value = fields.get(name)
     return value is not None and not (isinstance(value, str | list | tuple | Mapping) and not value)
 
 
 def unread_in_record(record: Fields, shape: Shape, messages: Sequence[Message]) -> Iterator[str]:
-    """Stated keys of a record that have a meaning and are not read in this shape.
+    """Yield the keys of a record that other programs honour and gptworks does not read in this shape.
 
     Args:
         messages: the messages read from the record; a key that only repeats their text is left out.
@@ -131,17 +131,17 @@ def unread_in_record(record: Fields, shape: Shape, messages: Sequence[Message]) 
 
 
 def unread_in_turn(turn: Fields, shape: Shape, answers: bool) -> Iterator[str]:
-    """Stated keys of a turn that have a meaning and are not read.
+    """Yield the keys of a turn that other programs honour and gptworks does not read.
 
     Args:
-        answers: whether the turn is the assistant's: only there do learning switches have an effect.
+        answers: whether the turn is the assistant's; elsewhere learning switches have no effect.
     """
     for name in turn:
         if not is_stated(turn, name) or not isinstance(name, str):
             continue
         if (key := TURN_KEYS.get(name)) is not None:
             if name in LEARNING_SWITCHES and not answers:
-                if turn[name]:  # questions are never learned
+                if turn[name]:  # it asks to learn a question, which is never learned
                     yield name
             elif shape not in key.read_in and not _asks_nothing(key, turn[name]):
                 yield name
@@ -150,7 +150,7 @@ def unread_in_turn(turn: Fields, shape: Shape, answers: bool) -> Iterator[str]:
 
 
 def meaning(name: str, of_turn: bool) -> str:
-    """The meaning of a key that is not read, for a message."""
+    """Return the meaning of a key that is not read, for a message."""
     keys = TURN_KEYS if of_turn else RECORD_KEYS
     if name in keys:
         return keys[name].meaning
@@ -160,7 +160,7 @@ def meaning(name: str, of_turn: bool) -> str:
 
 
 def learns(turn: Fields, number: int) -> bool:
-    """Whether an answer is learned, according to its switches.
+    """Return whether an answer is learned, according to its `LEARNING_SWITCHES`.
 
     Raises:
         ValueError: a switch is not 0, 1, false or true, or two contradict each other.
@@ -185,7 +185,7 @@ def learns(turn: Fields, number: int) -> bool:
 
 
 def short(value: Any) -> str:
-    """At most 40 characters of a value's representation."""
+    """Return a value's representation, cut to 40 characters."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:39]}…"
 
@@ -199,7 +199,7 @@ def _asks_nothing(key: Key, value: Any) -> bool:
 
 
 def _repeats(value: Any, read: set[str], within: bool, depth: int = 0) -> bool:
-    """Whether all text of a value is in `read`, as whole messages or, if `within`, as parts of messages."""
+    """Return whether all text of a value is in `read`, as whole messages or, if `within`, as parts of messages."""
     if isinstance(value, str):
         text = _plain(value)
         return text in read or (within and any(text in one for one in read))
@@ -212,7 +212,7 @@ def _repeats(value: Any, read: set[str], within: bool, depth: int = 0) -> bool:
 
 
 def _about_sides(record: Fields, name: str, shape: Shape) -> bool:
-    """Whether a pair's key can be ignored: scores that agree with the preference, or the author of an answer."""
+    """Return whether to ignore a pair's key, such as an answer's author or a score that agrees with the preference."""
     if shape != "preferences":
         return False
     for better, worse in _SCORES:
@@ -226,7 +226,7 @@ def _about_sides(record: Fields, name: str, shape: Shape) -> bool:
 
 
 def _misspelt(name: str, keys: Iterable[str]) -> str | None:
-    """The key that a name misspells: other case or separators, or one letter added, missing, changed or swapped."""
+    """Return the key that a name misspells (other case or separators, or one wrong letter); None if there is none."""
     plain = _joined(name)
     for key in keys:
         if name != key and plain == _joined(key):

@@ -1,6 +1,6 @@
-"""The examples of a split, arranged in rows, and its pairs of answers.
+"""The examples of a split, packed into rows, and its preference pairs.
 
-Examples are put into rows once, the longest first, each into the row that it fills best, to keep padding small. Every
+Rows are filled once, with the longest examples first, each in the row that it fills best, to keep padding small. Every
 epoch visits every row once, in its own order. An example that is longer than a row loses its end.
 """
 
@@ -18,14 +18,14 @@ from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Inputs, targets and positions, each int64 [B, T] or [T]."""
+"""Inputs, targets and positions, int64 [B, T] each, or [T] for a single row."""
 
 
 class Examples:
-    """The examples of a split, arranged in rows of at most `context_length` inputs.
+    """The examples of a split, packed into rows of at most `context_length` inputs.
 
     Raises:
-        UserError: the split was not made of conversations.
+        UserError: the dataset holds text, not conversations.
     """
 
     def __init__(self, shards: TokenShards, context_length: int, packing: bool = True) -> None:
@@ -34,37 +34,37 @@ class Examples:
         self._shards, self._context_length = shards, context_length
         bounds = np.append(shards.document_starts(), shards.n_tokens)
         self._starts, self.n_tokens = bounds[:-1], np.diff(bounds)
-        """Number of tokens of each example, [n]."""
+        """`n_tokens`: number of tokens of each example, [n]."""
         n_inputs = np.minimum(self.n_tokens - 1, context_length)
         self.rows = pack(n_inputs, context_length) if packing else [[i] for i in range(len(n_inputs))]
-        """Numbers of the examples in each row."""
+        """Indices of the examples in each row."""
 
     def tokens(self, example: int) -> tuple[Int64s, npt.NDArray[np.bool_]]:
-        """All tokens of an example [n], and which are learned [n]."""
+        """Return all tokens of an example, [n], and whether each is learned, [n]."""
         start, length = int(self._starts[example]), int(self.n_tokens[example])
         return self._shards.read(start, length), self._shards.read_learned(start, length)
 
     def text(self, example: int) -> tuple[Int64s, npt.NDArray[np.bool_]]:
-        """An example's tokens within the context [n], and which are learned [n]: n is at most context_length + 1."""
+        """Return an example's tokens within the context, [n ≤ context_length + 1], and whether each is learned, [n]."""
         ids, learned = self.tokens(example)
         return ids[: self._context_length + 1], learned[: self._context_length + 1]
 
     def row(self, row: int) -> Rows:
-        """Inputs, targets and positions, int64 [context_length] each."""
+        """Return the inputs, targets and positions of a row, int64 [context_length] each."""
         return laid_out([self.text(example) for example in self.rows[row]], self._context_length)
 
     def shown(self, row: int) -> Row:
-        """The row for display: its texts and their documents."""
+        """Return a row for display, with its texts and their documents."""
         texts = [(min(int(self.n_tokens[i]) - 1, self._context_length), [Piece(i, 0, 0)]) for i in self.rows[row]]
         return Row.of(*self.row(row), texts)
 
 
 class Pairs(Examples):
-    """The pairs of answers of a split. Each is two examples: the conversation that ends with the chosen answer, then
-    the one that ends with the rejected answer. Only the last answer is learned.
+    """The preference pairs of a split. Each pair is two examples: the conversation that ends with the chosen answer,
+    then the one that ends with the rejected answer. Only these last answers are learned.
 
     Raises:
-        UserError: the split was not made of preferences.
+        UserError: the dataset does not hold preference pairs.
     """
 
     def __init__(self, shards: TokenShards, context_length: int) -> None:
@@ -77,43 +77,43 @@ class Pairs(Examples):
 
     @property
     def lengths(self) -> Int64s:
-        """The number of inputs of each pair's two conversations within the context, [n, 2], chosen first."""
+        """Number of inputs, within the context, of each pair's two conversations, [n, 2], chosen first."""
         lengths: Int64s = np.minimum(self.n_tokens - 1, self._context_length).reshape(-1, 2)
         return lengths
 
     def answer(self, pair: int, side: int) -> tuple[Int64s, npt.NDArray[np.bool_]]:
-        """The text of a pair's prompt with the chosen (0) or the rejected (1) answer; see `text`."""
+        """Return a pair's prompt with the chosen (side 0) or rejected (1) answer, as tokens and mask like `text`."""
         return self.text(2 * pair + side)
 
     def place(self, pair: int) -> str:
-        """The file and number of the record that a pair is from, for messages."""
+        """Return the file and number of the record that a pair comes from, for messages."""
         return self._shards.manifest.where(int(self._shards.examples()[2 * pair, 0]))
 
     def says_nothing(self, pair: int) -> bool:
-        """Whether a pair has no learning signal within the context: equal sides, or a side without a learned token."""
+        """Return whether a pair has no learning signal in the context: equal sides, or one without a learned token."""
         (chosen, learned), (rejected, other) = self.answer(pair, 0), self.answer(pair, 1)
         return np.array_equal(chosen, rejected) or not learned[1:].any() or not other[1:].any()
 
 
 def evaluation_rows(examples: Examples, n_rows: int = 0) -> Iterator[Rows]:
-    """The rows in order, [T] each: all, or `n_rows` of them, evenly spaced."""
+    """Yield the rows in order, [T] tensors each: all if `n_rows` is 0, else at most that many, evenly spaced."""
     for row in evenly_spaced(len(examples.rows), n_rows):
         yield examples.row(row)
 
 
 def held_out_rows(shards: TokenShards, recipe: Recipe) -> Iterator[Rows]:
-    """The validation rows for a run that learns answers; if the data are pairs, only the preferred answers."""
+    """Return the validation rows of a run that learns answers; of preference pairs, only the chosen conversations."""
     examples = Examples(shards, recipe.model.context_length, recipe.objective.packs)
-    if recipe.data.preferences:  # a pair is two documents, the chosen answer first
+    if recipe.data.preferences:  # a pair is two rows, the chosen answer first
         examples.rows = examples.rows[::2]
     return evaluation_rows(examples)
 
 
 def laid_out(texts: Iterable[tuple[Int64s, npt.NDArray[np.bool_]]], width: int) -> Rows:
-    """Inputs, targets and positions, int64 [width] each, of a row that holds these texts, one after the other.
+    """Return a row that holds these texts in sequence: inputs, targets and positions, int64 [width] each.
 
     Args:
-        texts: the tokens [n] of each, and which are learned [n]; targets that are not learned are IGNORED.
+        texts: each text's tokens, [n], and whether each token is learned, [n]; targets not learned are IGNORED.
     """
     inputs, positions = (np.zeros(width, dtype=np.int64) for _ in range(2))
     targets = np.full(width, IGNORED, dtype=np.int64)
@@ -123,7 +123,7 @@ def laid_out(texts: Iterable[tuple[Int64s, npt.NDArray[np.bool_]]], width: int) 
         inputs[here], targets[here] = ids[:-1], np.where(learned[1:], ids[1:], IGNORED)
         positions[here] = np.arange(len(ids) - 1)
         at += len(ids) - 1
-    positions[at:] = np.arange(width - at)  # padding is a separate text
+    positions[at:] = np.arange(width - at)  # padding has positions like a text of its own
     return torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(positions)
 
 
@@ -133,13 +133,13 @@ def stack(rows: list[Rows]) -> Rows:
 
 
 def pack(lengths: Int64s, capacity: int) -> list[list[int]]:
-    """The numbers of the items in each row: few rows by best fit, the longest first. No length exceeds `capacity`.
+    """Pack items into few rows (best fit, longest first); return the items of each row. No length exceeds `capacity`.
 
     A bit set of the free space in rows makes the search fast: a million items take seconds.
     """
     rows: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}  # numbers of rows, by their free space
-    rooms = 0  # bit r is set if a row has the free space r
+    with_room: dict[int, list[int]] = {}  # row numbers by the rows' free space
+    rooms = 0  # bit r is set if a row has r tokens of free space
     for item in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[item])
         fitting = rooms >> length

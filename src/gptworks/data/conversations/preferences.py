@@ -1,4 +1,4 @@
-"""Read pairs of answers, one of which is preferred, from files and datasets."""
+"""Read preference pairs (a prompt with a chosen and a rejected answer) from files and datasets."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ from gptworks.data.conversations.reading import (
 from gptworks.errors import UserError
 
 SHAPE: Literal["preferences"] = "preferences"
-"""The shape of files of pairs in the manifest."""
+"""The shape that a manifest states for files of preference pairs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair(Record):
-    """A prompt with two answers."""
+    """A prompt with a chosen and a rejected answer."""
 
     prompt: list[Message]
     chosen: Message
@@ -46,7 +46,7 @@ class Pair(Record):
 
 
 def iter_pairs(sources: Iterable[PreferencesSource]) -> Iterator[Pair]:
-    """All pairs of the sources, in order, files sorted by path.
+    """Yield all pairs of the sources in order, with files sorted by path.
 
     Raises:
         UserError: a file is missing or broken, or a record has another shape; the message names file and record.
@@ -84,13 +84,13 @@ def _read(origin: str, number: int, record: Fields) -> Pair:
 
 
 def _shared_prompt(stated: list[Message], sides: Mapping[str, list[Message]]) -> list[Message]:
-    """The prompt of a record, which may state it up to three times: by itself, and before each of its answers.
+    """Return the prompt of a record, which may state it up to three times: separately, and before each of its answers.
 
-    The places may differ in white space, the system message may be in only one of them, and one may hold only some of
+    The copies may differ in white space, the system message may be in only one of them, and one may hold only some of
     another's turns. If the turns before the answers begin with the assistant, they continue the prompt.
 
     Raises:
-        ValueError: two places contradict each other.
+        ValueError: two copies contradict each other.
     """
     places = {"the prompt": stated} | {f"`{name}`": turns for name, turns in sides.items()}
     systems = [(where, turns[0]) for where, turns in places.items() if turns and turns[0]["role"] == "system"]
@@ -124,7 +124,7 @@ def _contradiction(where: str, turns: list[Message], other_where: str, others: l
 
 
 def _holds(turns: list[Message], part: list[Message]) -> bool:
-    """Whether turns contain all turns of a part, one after the other."""
+    """Return whether `turns` contain all turns of `part`, one after the other."""
     return any(all(map(_same, turns[i:], part)) for i in range(len(turns) - len(part) + 1))
 
 
@@ -135,7 +135,7 @@ def _same(a: Message, b: Message) -> bool:
 def _side(record: Fields, name: str) -> Turns:
     if isinstance(record.get(name), str):
         return Turns([{"role": "assistant", "content": read_text(record, name)}])
-    if isinstance(record.get(name), Mapping):  # in ShareGPT's ranking, an answer is one turn
+    if isinstance(record.get(name), Mapping):  # in ShareGPT's ranking format, an answer is one turn
         return read_turns({name: [record[name]]}, name, _turn_shape([record[name]]))
     return read_turns(record, name, _turn_shape(record.get(name)))
 
@@ -146,7 +146,7 @@ def _turn_shape(turns: object) -> Literal["messages", "sharegpt"]:
 
 
 def _prompt(record: Fields) -> Turns:
-    """The prompt that a record states outside its answers, without its system message."""
+    """Read the prompt that a record states outside its answers, without the record's field `system`."""
     for field in ("prompt", "messages", "conversations"):
         if isinstance(record.get(field), list) and record[field]:
             turns = read_turns(record, field, _turn_shape(record[field]))

@@ -1,4 +1,4 @@
-"""Read conversations from files and datasets: three shapes of records become messages."""
+"""Read conversations from files and datasets, and convert three shapes of records to messages."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from gptworks.data.sources.records import AnyRecords, Records, open_dataset, rea
 from gptworks.errors import UserError
 
 READING_VERSION = 2
-"""Part of a dataset's identity: increased when the reading of records changes."""
+"""Part of a dataset's identity; increase it when records are read differently."""
 
 _ROLES = {
     "system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
@@ -28,16 +28,16 @@ _ANSWERS = ("output", "response", "completion", "answer")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The place and shape of a conversation or a pair of answers."""
+    """A conversation or a preference pair, with the place and shape of its record."""
 
     origin: str
-    """The name of the file or dataset."""
+    """Name of the file or dataset."""
     record: int
-    """The record's number in its origin, from 1."""
+    """Number of the record in its file or dataset, from 1."""
     shape: str
-    """The shape: alpaca, sharegpt, messages or preferences."""
+    """Shape of the record: alpaca, sharegpt, messages or preferences."""
     unread: tuple[str, ...]
-    """Keys that have a meaning and are not read: `tools`, or `turn.tool_calls` for a key of a turn."""
+    """Keys that other programs honour and gptworks does not read; a key of a turn looks like `turn.tool_calls`."""
 
     @property
     def where(self) -> str:
@@ -46,11 +46,11 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Conversation(Record):
-    """The turns of one example."""
+    """The turns of one conversation, and which answers are learned."""
 
     messages: list[Message]
     unlearned: frozenset[int] = frozenset()
-    """Indices of answers that the record keeps out of the loss."""
+    """Indices of the answers that the record excludes from the loss."""
 
     @property
     def conversations(self) -> list[list[Message]]:
@@ -58,20 +58,20 @@ class Conversation(Record):
 
     @property
     def prompt(self) -> list[Message]:
-        """The turns before the last answer; if there are none, all turns."""
+        """The turns before the last answer; all turns if that leaves none or there is no answer."""
         answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
         return self.messages[: answers[-1] if answers else None] or self.messages
 
 
 def is_held_out(prompt: list[Message], fraction: float) -> bool:
-    """Whether examples of this prompt are for validation. This depends only on the prompt, so a prompt is in
-    the same split in instruction tuning and in preference tuning."""
+    """Return whether examples of this prompt are for validation. Only the prompt decides, so a prompt is in the same
+    split in instruction tuning and in preference tuning."""
     digest = hashlib.blake2b(json.dumps(prompt).encode("utf-8"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
 def iter_conversations(sources: Iterable[ConversationsSource]) -> Iterator[Conversation]:
-    """All conversations of the sources, in order, files sorted by path.
+    """Yield all conversations of the sources in order, with files sorted by path.
 
     Raises:
         UserError: a file is missing or broken, or a record has another shape; the message names file and record.
@@ -97,7 +97,7 @@ _RULE = (
 
 
 def recognized(record: Fields) -> Shape:
-    """The shape of a record, by its fields.
+    """Return the shape of a record, recognized by its fields.
 
     Raises:
         ValueError: the fields match no known shape.
@@ -108,7 +108,7 @@ def recognized(record: Fields) -> Shape:
     for shape, field in shapes:
         if is_stated(record, field):
             return shape
-    for shape, field in shapes:  # the field is empty: its reader raises the error
+    for shape, field in shapes:  # an empty field: the shape's reader raises the error
         if field in record:
             return shape
     if "prompt" in record and any(field in record for field in _ANSWERS):
@@ -116,18 +116,18 @@ def recognized(record: Fields) -> Shape:
     raise ValueError(f"its fields are {', '.join(map(str, record)) or 'none'}")
 
 
-# ---------------------------------------------------------------------------------------------------- shapes
+# ----------------------------------------------------------------------------------------- shapes of records
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """The turns of a record, or of a list in it."""
+    """Turns read from a record or from a list in it."""
 
     messages: list[Message]
     unlearned: frozenset[int] = frozenset()
-    """Indices of answers that are not learned."""
+    """Indices of the answers that are not learned."""
     unread: tuple[str, ...] = ()
-    """Keys of turns that have a meaning and are not read, as `turn.NAME`."""
+    """Keys of turns that other programs honour and gptworks does not read, as `turn.NAME`."""
 
     def __add__(self, other: "Turns") -> "Turns":
         after = frozenset(len(self.messages) + i for i in other.unlearned)
@@ -155,7 +155,7 @@ def _same(record: Fields, name: str, other: str) -> bool:
 
 
 def _prompt_and_completion(record: Fields) -> Turns:
-    """TRL's conversational prompt and completion: only the answers in the completion are learned."""
+    """Read TRL's conversational prompt and completion; only the answers in the completion are learned."""
     prompt, completion = read_turns(record, "prompt"), read_turns(record, "completion")
     answers = frozenset(i for i, message in enumerate(prompt.messages) if message["role"] == "assistant")
     return with_system(record, Turns(prompt.messages, answers, prompt.unread) + completion)
@@ -169,7 +169,7 @@ _SHAPES: dict[str, Callable[[Fields], Turns]] = {
 
 
 def with_system(record: Fields, turns: Turns) -> Turns:
-    """The record's system message and the turns, which may begin with the same message.
+    """Return the turns, preceded by the record's system message unless they already begin with it.
 
     Raises:
         ValueError: the turns begin with a different system message, or the record states two that differ.
@@ -189,14 +189,14 @@ def with_system(record: Fields, turns: Turns) -> Turns:
 
 
 def read_question(record: Fields, field: str) -> Message:
-    """The user's message: a field's text, followed by the text of `input` if the record has one."""
+    """Return the user's message: the text of `field`, followed by the text of `input` if the record has one."""
     asked = read_text(record, field)
     given = read_text(record, "input") if record.get("input") else ""
     return {"role": "user", "content": f"{asked}\n\n{given}" if given else asked}
 
 
 def read_history(record: Fields) -> list[Message]:
-    """The earlier questions and answers of an Alpaca record, which are learned like its last answer, as in
+    """Return the earlier questions and answers of an Alpaca record. These answers are learned like its last one, as in
     LLaMA-Factory.
 
     Raises:
@@ -218,10 +218,10 @@ def read_history(record: Fields) -> list[Message]:
 
 
 def read_turns(record: Fields, field: str, shape: Shape = "messages") -> Turns:
-    """The messages of a field: {role, content}, or {from, value} in ShareGPT's shape.
+    """Read the list of turns in a field: objects {role, content}, or {from, value} in ShareGPT's shape.
 
     Raises:
-        ValueError: the field has neither shape, or a learning switch has an unknown value.
+        ValueError: the field is not such a list, or a learning switch has an unknown value.
     """
     role_field, text_field = ("from", "value") if shape == "sharegpt" else ("role", "content")
     if field not in record:
@@ -249,7 +249,7 @@ _TEXT_PARTS = (None, "text", "input_text", "output_text")
 
 
 def _content(turn: Fields, field: str, number: int) -> str:
-    """The text of a turn; in OpenAI's messages it may be a list of parts."""
+    """Return the text of a turn, which may be a list of parts in OpenAI's format."""
     content = turn[field]
     if isinstance(content, list):
         texts = []
@@ -268,7 +268,7 @@ def _content(turn: Fields, field: str, number: int) -> str:
 
 
 def read_text(record: Fields, field: str) -> str:
-    """The text of a field. Raises ValueError if it is missing or not text."""
+    """Return the text of a field. Raises ValueError if the field is missing or not text."""
     if field not in record:
         raise ValueError(f"no field `{field}`; its fields are {', '.join(map(str, record))}")
     if not isinstance(record[field], str):
@@ -280,11 +280,11 @@ def _kind(value: object) -> str:
     return "nothing" if value is None else f"a {type(value).__name__}"
 
 
-# ----------------------------------------------------------------------------------------------------- files
+# ---------------------------------------------------------------------------------------- files and datasets
 
 
 def origins(source: AnyRecords) -> Iterator[tuple[str, Iterable[Any]]]:
-    """The name of each file or dataset of a source, and its records."""
+    """Yield the name and the records of each file or dataset of a source."""
     if source.dataset:
         yield open_dataset(source)
         return

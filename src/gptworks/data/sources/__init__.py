@@ -1,1 +1,1 @@
-"""Sources of text: a class for each kind, and `choose`, which returns a recipe's source."""
+"""Sources of text: a class for each kind, and `choose`, which finds the class for a recipe's source."""

@@ -1,5 +1,5 @@
-"""ZIP and tar archives, whose members are documents or files of records. Members are streamed in the order of the
-archive; nothing is written to the disk."""
+"""Sources of ZIP and tar archives, whose members are documents or files of records. Members are streamed in the
+archive's order; nothing is written to the disk."""
 
 import contextlib
 import errno
@@ -25,10 +25,10 @@ from gptworks.errors import UserError
 from gptworks.files import open_regular
 
 _MEMBERS = {"text": ("*.txt", "*.md", "*.text"), "jsonl": ("*.jsonl",), "csv": ("*.csv", "*.tsv")}
-"""Default patterns of members by `format`; they match compressed members too."""
+"""Default patterns of member names by `format`. Compressed members match without their compression's ending."""
 MOST_DIRECTORY_BYTES = 1 << 27
 _MOST_HEADER_BYTES = 1 << 20
-"""Most bytes of a tar member's name and attributes."""
+"""Maximum bytes of a tar member's name and attributes."""
 
 _BROKEN = (
     zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, OSError
@@ -39,19 +39,19 @@ class _Member(NamedTuple):
     name: str
     size_bytes: int
     wrong: str
-    """The reason why the member cannot be read; empty if it can be read."""
+    """Reason why the member cannot be read; empty if it can be read."""
     stream: Callable[[], Any]
-    """Returns the opened member."""
+    """Opens the member for reading."""
 
 
 class Archive(Source):
-    """Members of ZIP and tar archives."""
+    """A source that reads the members of ZIP and tar archives."""
 
     settings: ArchiveSource
     endings = (".zip", ".tar")
 
     def units_of(self, file: Path) -> Iterable[Unit]:
-        """Neighbouring members of a ZIP archive. A tar archive is one unit: it is read from the start."""
+        """Group the members of a ZIP archive into units. A tar archive is one unit, since it is read from the start."""
         if _is_tar(file):
             return [Unit(file, about_unpacked_size(file))]
         with _zip(file) as archive:
@@ -77,7 +77,7 @@ class Archive(Source):
                 with member.stream() as opened:
                     yield from self._read_member(name, opened, member.size_bytes)
             except _BROKEN as error:
-                if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # the disk failed
+                if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # a disk error
                     raise
                 reason = " ".join(str(error).split())
                 raise UserError(f"{name}: broken data ({reason}). Get the archive again.") from None
@@ -131,7 +131,7 @@ def _check_path(file: Path, name: str) -> None:
 
 
 def _check_directory(stream: BinaryIO, file: Path) -> None:
-    """Refuse a list of members that would fill the memory."""
+    """Stop with an error if the archive's list of members would fill the memory."""
     stream.seek(max(0, stream.seek(0, io.SEEK_END) - (1 << 16) - 98))
     tail = stream.read((1 << 16) + 98)
     end, end_of_large = tail.rfind(b"PK\5\6"), tail.rfind(b"PK\6\6")
@@ -176,7 +176,7 @@ def _zip_members(file: Path, start: int, end: int | None) -> Iterator[_Member]:
 
 
 class _BrokenHeader(Exception):
-    """A member's header is broken. tarfile would take it for the end of the archive."""
+    """Raised for a broken header of a tar member, which tarfile would take for the end of the archive."""
 
 
 class _Header(tarfile.TarInfo):
@@ -185,7 +185,7 @@ class _Header(tarfile.TarInfo):
         try:
             header = super().frombuf(buf, encoding, errors)
         except tarfile.HeaderError as error:
-            if len(buf) == tarfile.BLOCKSIZE and not any(buf):  # zeros: the end of the archive
+            if len(buf) == tarfile.BLOCKSIZE and not any(buf):  # a block of zeros ends the archive
                 raise
             raise _BrokenHeader(str(error) if buf else "it is cut off") from None
         if header.size < 0:

@@ -1,6 +1,6 @@
-"""The interface of sources, and of their documents: streams of pieces of bounded size.
+"""The interface of sources, which read documents as streams of pieces of bounded size.
 
-To add a kind of source, write its settings in `gptworks.config.sources` and a subclass of `Source` in a file here.
+To add a kind of source, write its settings class in `gptworks.config.sources`, and a subclass of `Source` here.
 """
 
 import io
@@ -20,7 +20,7 @@ from gptworks.files import sha256_file
 
 PIECE_BYTES = 1 << 20
 UNIT_BYTES = 1 << 24
-"""Approximate size of the parts in which a large file is read; a multiple of PIECE_BYTES."""
+"""Approximate size of the units in which a large file is read; a multiple of PIECE_BYTES."""
 PIECES_CHECKED = 20
 """Number of pieces of each file that `check` reads."""
 _BOM = b"\xef\xbb\xbf"
@@ -28,7 +28,7 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a document, at most 2 × PIECE_BYTES long and never empty. Most documents are one piece."""
+    """A part of a document, never empty and at most 2 × PIECE_BYTES long. Most documents are a single piece."""
 
     text: str
     starts_document: bool
@@ -41,27 +41,27 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A part of a source that is read by itself: documents of a file, or neighbouring pieces of one document."""
+    """A part of a source that can be read separately: documents of a file, or neighbouring pieces of one document."""
 
     file: Path
     size_bytes: int = 0
     """Approximate size of the unit's text."""
     start: int = 0
-    """The unit's start in the file: a number of bytes, row groups or members, as the source counts."""
+    """Start of the unit in the file, in bytes, row groups or members, depending on the source."""
     end: int | None = None
-    """The unit's end in the file, counted like the start; None: the end of the file."""
+    """End of the unit in the file, in the same measure as `start`; None: the end of the file."""
 
 
 class Source:
     """A source of text: local files, or a download with a stated sha256.
 
-    A subclass annotates `settings` with the class of its settings, and overrides `read_unit`; if it reads files in
-    parts, also `units_of`.
+    A subclass annotates `settings` with its settings class, and overrides `read_unit`. It also overrides `units_of` if
+    it reads files in parts.
     """
 
     settings: Any
     endings: ClassVar[tuple[str, ...]] = ()
-    """Endings of the files that are read from a folder."""
+    """File name endings to read in a folder."""
     whole_files: ClassVar[bool] = False
     """Whether each file is one document."""
     size_known: ClassVar[bool] = True
@@ -73,7 +73,7 @@ class Source:
         self.settings = settings
 
     def files(self) -> list[Path]:
-        """The files, at least one, sorted; a download is fetched first.
+        """Return the files, at least one, sorted. A download is fetched first.
 
         Raises:
             UserError: the source has no file.
@@ -82,26 +82,26 @@ class Source:
         return local_files(self.settings, self.endings)
 
     def units(self) -> list[Unit]:
-        """The parts that several processes may read at once, in order. They depend only on the files."""
+        """Return the parts that several processes may read in parallel, in order. They depend only on the files."""
         return [unit for file in self.files() for unit in self.units_of(file)]
 
     def units_of(self, file: Path) -> Iterable[Unit]:
         return [Unit(file, about_unpacked_size(file))]
 
     def read_unit(self, unit: Unit) -> Iterator[Piece]:
-        """The documents of one of the units.
+        """Yield the documents of a unit, in pieces.
 
         Raises:
-            UserError: the file is broken; the message names it and the place.
+            UserError: the file is broken; the message names the file and the place.
         """
         raise NotImplementedError
 
     def read(self, file: Path) -> Iterator[Piece]:
-        """The documents of one of the files. Raises UserError: see `read_unit`."""
+        """Yield the documents of a file, in pieces. Raises UserError like `read_unit`."""
         return self.read_unit(Unit(file))
 
     def documents(self) -> Iterator[Piece]:
-        """The documents of all units."""
+        """Yield the documents of all units, in pieces."""
         for unit in self.units():
             yield from self.read_unit(unit)
 
@@ -109,7 +109,7 @@ class Source:
         """Find mistakes before long work: missing files, and errors near the beginning of each file.
 
         Raises:
-            UserError: the source has a mistake, such as a local file with another sha256 than stated.
+            UserError: the source has a mistake, such as a local file whose sha256 is not the stated one.
         """
         for file in self.files()[: self.files_checked]:
             stated = self.settings.sha256
@@ -122,11 +122,11 @@ class Source:
                 pass
 
     def signature(self) -> list[list[Any]]:
-        """Everything that decides the source's text, as lists for JSON: the contents of the files, not their paths."""
+        """Return everything that decides the source's text, as lists for JSON: the files' contents, not their paths."""
         return [["sha256", one] for one in self.settings.sums] or contents(self.files())
 
     def size_bytes(self) -> int | None:
-        """Approximate size of the text; None if it is unknown before files are fetched or read."""
+        """Return the approximate size of the text; None if it is unknown before files are fetched or read."""
         is_local = self.size_known and getattr(self.settings, "path", None)
         return sum(map(about_unpacked_size, self.files())) if is_local else None
 
@@ -134,12 +134,12 @@ class Source:
 def document(
     stream: BinaryIO, file: Path | None = None, start: int = 0, end: int | None = None, n_bytes: int | None = None
 ) -> Iterator[Piece]:
-    """The UTF-8 bytes of a stream as the pieces of one document, without a byte order mark.
+    """Yield the UTF-8 bytes of a stream as the pieces of one document, without a byte order mark.
 
     Args:
         file: the file to name in errors; None: the bytes are known to be text.
-        start, end: read only the pieces between these two places from `borders`.
-        n_bytes: the number of bytes, if the stream cannot seek.
+        start, end: read only the pieces between these two offsets, which are from `borders`.
+        n_bytes: the number of bytes; required if the stream cannot seek.
 
     Raises:
         UserError: the bytes are not text, or their number is not `n_bytes`.
@@ -173,7 +173,7 @@ def _check_size(file: Path | None, stated: int, found: int, ends: bool) -> None:
 
 
 def text_document(text: str) -> Iterator[Piece]:
-    """A text as the pieces of one document, like `document`."""
+    """Yield a text as the pieces of one document, like `document`."""
     data = text.encode("utf-8")
     if len(data) > PIECE_BYTES:
         yield from document(io.BytesIO(data))
@@ -182,8 +182,8 @@ def text_document(text: str) -> Iterator[Piece]:
 
 
 def borders(stream: BinaryIO) -> Iterator[int]:
-    """Places, about UNIT_BYTES apart, where pieces of `document` begin. The pieces after such a place do not depend on
-    those before it, because a piece ends with the last line break in PIECE_BYTES bytes."""
+    """Yield byte offsets, about UNIT_BYTES apart, at which pieces of `document` begin. The pieces after such an offset
+    do not depend on those before it, because a piece ends with the last line break in PIECE_BYTES bytes."""
     first = len(_BOM) if stream.read(len(_BOM)) == _BOM else 0
     for at in range(first + UNIT_BYTES, stream.seek(0, os.SEEK_END), UNIT_BYTES):
         stream.seek(at - PIECE_BYTES)
@@ -192,20 +192,20 @@ def borders(stream: BinaryIO) -> Iterator[int]:
 
 
 def units_between(file: Path, places: Iterable[int]) -> Iterator[Unit]:
-    """The units of a file, given the places in bytes where all but the first begin."""
+    """Yield the units of a file, given the byte offsets at which all but the first begin."""
     for start, end in pairwise((0, *places, None)):
         assert start is not None
         yield Unit(file, (file.stat().st_size if end is None else end) - start, start, end)
 
 
 def grouped(file: Path, sizes: Iterable[int]) -> Iterator[Unit]:
-    """Units of neighbouring parts of a file, about UNIT_BYTES each, given the parts' sizes in bytes."""
+    """Yield units of neighbouring parts of a file, about UNIT_BYTES each, given the parts' sizes in bytes."""
     for parts in batches_of(enumerate(sizes), lambda part: part[1], UNIT_BYTES):
         yield Unit(file, sum(size for _, size in parts), parts[0][0], parts[-1][0] + 1)
 
 
 def _cut(data: bytes) -> int:
-    """The length of a piece: up to the last line break, else before the last character, which may be incomplete."""
+    """Return the length of a piece: up to the last line break, else without the last, perhaps incomplete character."""
     if newline := data.rfind(b"\n") + 1:
         return newline
     last = len(data) - 1

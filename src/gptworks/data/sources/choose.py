@@ -1,4 +1,4 @@
-"""Read the text of a recipe's sources, in the order given."""
+"""Choose the source for given settings, and read the text of a recipe's sources in order."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -14,17 +14,17 @@ from gptworks.data.sources.opening import compression
 from gptworks.data.sources.text import Text
 
 SOURCES = by_settings("gptworks.data.sources", Source)
-"""Each source's class, by the class of its settings."""
+"""Maps each settings class to its source class."""
 AnySource = SourceConfig | Source
 
 
 def choose_source(settings: AnySource) -> Source:
-    """The source that the settings describe. A `Source` is returned as it is."""
+    """Return the source that the settings describe. A `Source` is returned as it is."""
     return settings if isinstance(settings, Source) else SOURCES[type(settings)](settings)
 
 
 def iter_documents(sources: Iterable[AnySource]) -> Iterator[Piece]:
-    """All text of the sources, in the order given and files sorted by path. Empty documents are left out.
+    """Yield all text of the sources in pieces, with files sorted by path. Empty documents are left out.
 
     Raises:
         UserError: a file is missing or binary, or a record is broken; the message names the file and the place.
@@ -35,13 +35,13 @@ def iter_documents(sources: Iterable[AnySource]) -> Iterator[Piece]:
 
 
 def check_sources(sources: Iterable[AnySource]) -> None:
-    """Find mistakes before long work: see `Source.check`."""
+    """Find mistakes in the sources before long work; see `Source.check`."""
     for source in sources:
         choose_source(source).check()
 
 
 def count_documents(sources: Iterable[AnySource], limit: int) -> int:
-    """The number of documents, counted up to `limit`."""
+    """Count the documents of the sources, up to `limit`."""
     count = 0
     for source in map(choose_source, sources):
         if source.whole_files:
@@ -54,7 +54,7 @@ def count_documents(sources: Iterable[AnySource], limit: int) -> int:
 
 
 def total_bytes(sources: Iterable[AnySource]) -> int | None:
-    """Bytes of text that `iter_documents` reads, for a progress bar; None if they are known only after reading."""
+    """Return the bytes of text that `iter_documents` reads, for a progress bar; None if unknown before reading."""
     chosen = [choose_source(source) for source in sources]
     if not all(one.whole_files for one in chosen):
         return None
@@ -63,12 +63,12 @@ def total_bytes(sources: Iterable[AnySource]) -> int | None:
 
 
 def source_signature(sources: Iterable[AnySource]) -> list[list[Any]]:
-    """The signature of several sources: see `Source.signature`."""
+    """Return the signatures of all sources in one list; see `Source.signature`."""
     return [line for source in sources for line in choose_source(source).signature()]
 
 
 def unread_files(sources: Iterable[AnySource]) -> Counter[str]:
-    """The number of files in the folders of text sources that no source reads, by the ending of their names."""
+    """Count the files in folders of text sources that no source reads, by the ending of their names."""
     chosen = [choose_source(source) for source in sources]
     unread = {file for source in chosen if isinstance(source, Text) for file in source.unread()}
     if unread:
@@ -77,7 +77,7 @@ def unread_files(sources: Iterable[AnySource]) -> Counter[str]:
 
 
 def unread_links(sources: Iterable[AnySource]) -> list[Path]:
-    """The links in the folders of text sources that lead to folders elsewhere: no source reads those."""
+    """Return the links in folders of text sources that lead to folders elsewhere, which no source reads."""
     paths = [source.settings.path for source in map(choose_source, sources) if isinstance(source, Text)]
     folders = [Path(path).expanduser() for path in paths if path is not None]
     return [link for folder in folders if folder.is_dir() for link in linked_folders(folder)]

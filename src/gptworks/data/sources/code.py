@@ -17,7 +17,7 @@ VENDORED = {
     "node_modules", "bower_components", "vendor", "third_party", "thirdparty", "site-packages", "dist-packages", "Pods",
     "venv", ".venv", "virtualenv",
 }  # fmt: skip
-"""Folders with code written by others."""
+"""Names of folders with code written by others."""
 NEVER_READ = {".git", ".hg", ".svn", "__pycache__", ".tox", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _MOST_FILE_BYTES = 1 << 28
@@ -25,7 +25,7 @@ _MOST_IGNORE_BYTES = 1 << 20
 
 
 class _SourceFiles(Source):
-    """Files of code, each one document. Files that are not UTF-8 text are left out."""
+    """A source of code files, each one document. Files that are not UTF-8 text are left out."""
 
     whole_files = True
 
@@ -38,7 +38,7 @@ class _SourceFiles(Source):
             yield from text_document(text)
 
     def check(self) -> None:
-        self.files()  # no file is read: those that are not text are left out
+        self.files()  # reads no file: files that are not text are left out later
 
     def signature(self) -> list[list[Any]]:
         return contents(self.files())
@@ -48,7 +48,7 @@ class _SourceFiles(Source):
 
 
 class PythonStdlib(_SourceFiles):
-    """The source code of Python's standard library, which every machine has."""
+    """A source of the code of Python's standard library, which every machine has."""
 
     settings: PythonStdlibSource
 
@@ -57,7 +57,7 @@ class PythonStdlib(_SourceFiles):
 
 
 def stdlib_files() -> list[Path]:
-    """The source files of Python's standard library without tests, sorted.
+    """Return the source files of Python's standard library without its tests, sorted.
 
     Raises:
         UserError: the library's folder has no .py files.
@@ -70,7 +70,7 @@ def stdlib_files() -> list[Path]:
 
 
 class Code(_SourceFiles):
-    """The code in a folder. Links are not followed."""
+    """A source of the code in a folder. Links are not followed."""
 
     settings: CodeSource
 
@@ -95,8 +95,8 @@ class Code(_SourceFiles):
         return file.name.endswith(self._endings) and file.stat().st_size <= self.settings.largest_file_bytes
 
     def _walk(self, folder: Path, rules: list[tuple[Path, Any]]) -> Iterator[Path]:
-        """The files of a folder that no rule ignores. `rules`: each folder above with a `.gitignore`, and its
-        patterns."""
+        """Yield the files of a folder that no rule ignores. `rules`: each folder above that has a `.gitignore`, with
+        the file's patterns."""
         ignored = folder / ".gitignore"
         if self.settings.gitignore and ignored.is_file():
             rules = [*rules, (folder, _rules(ignored))]
@@ -128,7 +128,7 @@ def _rules(file: Path) -> Any:
 
 
 def _is_ignored(path: Path, rules: list[tuple[Path, Any]], end: str) -> bool:
-    """Whether the last rule that matches ignores the path, as in git: the nearest folder's rules come first."""
+    """Return whether the last matching rule ignores the path; as in git, rules of nearer folders take precedence."""
     for folder, spec in reversed(rules):
         said = spec.check_file(path.relative_to(folder).as_posix() + end).include
         if said is not None:

@@ -1,4 +1,4 @@
-"""Tables of delimited text (CSV, TSV); one column is the text."""
+"""Sources of delimited text (CSV, TSV); one column of each table is the text."""
 
 import csv
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _PLAIN = "With `quotes` false, no field holds the delimiter or a line break. Set
 
 
 class CSV(Fields):
-    """Rows of tables; the first row names the columns."""
+    """A source of rows of tables; the first row names the columns."""
 
     settings: CSVSource
     endings = (".csv", ".tsv")
@@ -36,8 +36,8 @@ def read_table(
     quotes: bool = True,
     opened: BinaryIO | None = None,
 ) -> Iterator[tuple[str, dict[str, str]]]:
-    """The place of each row, and its fields or one of them; see `CSVSource` for delimiter and quotes, `read_lines` for
-    `opened`."""
+    """Yield the place (FILE:LINE) of each row, and its fields, or only `field`. `CSVSource` describes `delimiter` and
+    `quotes`; `read_lines` describes `opened`."""
     delimiter = delimiter or ("\t" if plain_name(file.name).endswith(".tsv") else ",")
     columns: list[str] = []
     for where, row in _rows(file, delimiter, quotes, opened):
@@ -59,16 +59,16 @@ def read_table(
 
 
 def listed_names(columns: list[str]) -> str:
-    """The first ten column names, shortened and escaped for a message."""
+    """Return the first ten column names, shortened and escaped for a message."""
     few = [f"`{name[:40]}`" if name[:40].isprintable() else ascii(name[:40]) for name in columns[:10]]
     return ", ".join(few) + (f" and {len(columns) - 10:,} more" if len(columns) > 10 else "")
 
 
 def _rows(file: Path, delimiter: str, quotes: bool, opened: BinaryIO | None) -> Iterator[tuple[str, list[str]]]:
-    """The place of each row as FILE:LINE, and its fields; empty lines are skipped."""
+    """Yield the place of each row as FILE:LINE, and its fields. Empty lines are skipped."""
     csv.field_size_limit(
         max(csv.field_size_limit(), MOST_ROW_BYTES)
-    )  # this limits the whole process; `lines` has a stricter limit
+    )  # a limit for the whole process; `lines` has a stricter one
     first_line, row_bytes = 1, 0
 
     def lines() -> Iterator[str]:

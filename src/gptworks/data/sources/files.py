@@ -1,4 +1,4 @@
-"""The files of a source: local files, or its download."""
+"""Find the files of a source: local files, or its download."""
 
 import glob
 import os
@@ -15,8 +15,8 @@ from gptworks.files.fetch import fetched
 
 
 def local_files(source: FileSource, endings: tuple[str, ...]) -> list[Path]:
-    """The files at a source's path, at least one, sorted; in a folder, those with these endings, also compressed.
-    Without a path, the files of the source's download, which is fetched first.
+    """Return the files at a source's path, at least one, sorted; in a folder, only those with these endings, also
+    compressed. Without a path, fetch and return the source's downloads.
 
     Raises:
         UserError: no file matches.
@@ -54,10 +54,10 @@ def _files_of_folder(folder: Path, endings: tuple[str, ...]) -> list[Path]:
 
 
 def check_links_of(folder: Path, files: Iterable[Path]) -> None:
-    """Refuse links out of a folder.
+    """Stop with an error if a file is a link out of the folder.
 
     Raises:
-        UserError: a file is a link out of the folder; the message says that a pattern follows links.
+        UserError: there is such a link; the message says that a pattern follows links.
     """
     for file in files:
         if file.is_symlink():
@@ -72,14 +72,14 @@ def check_links_of(folder: Path, files: Iterable[Path]) -> None:
 
 
 def walk(folder: Path, skipped_folders: Collection[str] = ()) -> Iterator[Path]:
-    """Every file below a folder, except files made by gptworks: a build reads neither its own work nor a run."""
+    """Yield every file below a folder except those made by gptworks: a build must not read its own work or a run."""
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in skipped_folders and not is_made_here(Path(parent, name))]
         yield from (Path(parent, name) for name in names)
 
 
 def is_made_here(folder: Path) -> bool:
-    """Whether a folder is a dataset, the work on one, or a run."""
+    """Return whether a folder is a dataset, the work on one, or a run."""
     if folder.name.startswith((".partial-", ".writing-")):
         return True
     dataset, run = (MANIFEST_FILE, TOKENIZER_FOLDER), ("recipe.yaml", "checkpoints")
@@ -87,13 +87,13 @@ def is_made_here(folder: Path) -> bool:
 
 
 def linked_folders(folder: Path) -> list[Path]:
-    """The folders below a folder that are links out of it. `walk` does not enter them."""
+    """Return the folders below a folder that are links out of it. `walk` does not enter them."""
     paths = (Path(parent, name) for parent, folders, _ in os.walk(folder) for name in folders)
     return [path for path in paths if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve())]
 
 
 def cache_folder() -> Path:
-    """The folder for downloads: $GPTWORKS_CACHE, else $XDG_CACHE_HOME/gptworks, else ~/.cache/gptworks."""
+    """Return the folder for downloads: $GPTWORKS_CACHE, else $XDG_CACHE_HOME/gptworks, else ~/.cache/gptworks."""
     if chosen := os.environ.get("GPTWORKS_CACHE"):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gptworks"

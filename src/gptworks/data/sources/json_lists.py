@@ -1,4 +1,4 @@
-"""JSON files with one list of objects. One field of each object is the text. Files are streamed: memory holds one
+"""Sources of JSON files with a list of objects, one field of which is the text. Files are streamed: memory holds one
 object."""
 
 import codecs
@@ -16,11 +16,11 @@ from gptworks.errors import UserError
 _CHUNK_BYTES = 1 << 16
 _SPACE = " \t\r\n"
 _LONGEST_WORD = 16
-"""More characters than a JSON token has, except a string: an error nearer to the end may be due to a cut."""
+"""More characters than any JSON token but a string has. An error this near to the end may come from a cut-off token."""
 
 
 class JSON(Fields):
-    """Files that are a list of objects, or an object that has the list under a key."""
+    """A source of files that are a list of objects, or an object that has the list under a key."""
 
     settings: JSONSource
     endings = (".json",)
@@ -30,7 +30,7 @@ class JSON(Fields):
 
 
 def read_json(file: Path, key: str | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The place of each object of the list, and the object.
+    """Yield the place (file and number) of each object in the list, and the object.
 
     Args:
         key: the key of the list; None: the file is the list.
@@ -60,7 +60,7 @@ def read_json(file: Path, key: str | None = None) -> Iterator[tuple[str, Mapping
 
 
 def _find(text: "_Text", file: Path, key: str | None) -> None:
-    """Move to the value of an object's key."""
+    """Move to the value of `key` in the object that the file holds."""
     names: list[str] = []
     while text.peek() != "}":
         if names:
@@ -86,7 +86,7 @@ _LINES = "If each line is a record, name the file .jsonl, and use type=jsonl for
 
 
 class _Text:
-    """The text of a JSON file. Memory holds one value."""
+    """The text of a JSON file, read as a stream. Memory holds one value."""
 
     def __init__(self, file: Path, stream: BinaryIO) -> None:
         self._file, self._stream = file, stream
@@ -96,7 +96,7 @@ class _Text:
         self._json = json.JSONDecoder()
 
     def peek(self) -> str:
-        """The next character that is not white space; empty at the end."""
+        """Return the next character that is not white space, without taking it; empty at the end."""
         while True:
             while self._at < len(self._held) and self._held[self._at] in _SPACE:
                 self._at += 1
@@ -111,13 +111,13 @@ class _Text:
         self._at += 1
 
     def value(self, where: str) -> Any:
-        """The next value."""
+        """Read and return the next JSON value."""
         self.peek()
         self._held, self._at = self._held[self._at :], 0
         while True:
             try:
                 value, end = self._json.raw_decode(self._held)
-                if end < len(self._held) or self._ended:  # otherwise a number may continue
+                if end < len(self._held) or self._ended:  # else a number may continue
                     self._at = end
                     return value
             except RecursionError:
@@ -131,10 +131,10 @@ class _Text:
                     f"{where}: larger than {MOST_LINE_BYTES:,} characters, the limit for a value, or a quotation mark "
                     f"is never closed. Divide its text into several records."
                 )
-            self._read(len(self._held))  # as much again, so a large value is parsed only a few times
+            self._read(len(self._held))  # doubles the held text, so that a large value is parsed only a few times
 
     def _read(self, n_bytes: int = 0) -> None:
-        """Read more of the file: at least `n_bytes`, unless it ends."""
+        """Read more of the file: at least `n_bytes`, unless the file ends."""
         data = self._stream.read(max(n_bytes, _CHUNK_BYTES))
         self._ended = not data
         try:

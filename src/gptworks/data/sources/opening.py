@@ -1,6 +1,6 @@
-"""Files as streams of bytes, unpacked if their names say that they are compressed.
+"""Open files as streams of bytes, unpacked if their names say that they are compressed.
 
-A file may unpack to far more bytes than it has: it is read as a stream, and a decompression bomb is refused.
+A file may unpack to far more bytes than it has. So it is read as a stream, and a decompression bomb is refused.
 """
 
 import bz2
@@ -16,37 +16,37 @@ from gptworks.errors import UserError, not_installed
 from gptworks.files import open_regular
 
 COMPRESSIONS = {".gz": "gzip", ".xz": "xz", ".bz2": "bzip2", ".zst": "zstandard"}
-"""Kinds of compression by the ending of a name."""
+"""Kinds of compression by the ending of a file's name."""
 _TARS = {"tgz": "gz", "txz": "xz", "tbz2": "bz2", "tzst": "zst"}
 
 FREE_BYTES = 1 << 28
 MOST_RATIO = 1000
-"""Most bytes that a byte may unpack to, beyond FREE_BYTES; text reaches 10, and repeated lines 100."""
+"""Maximum ratio of unpacked to packed bytes beyond FREE_BYTES; text reaches 10, and repeated lines 100."""
 
 _USUAL_RATIO = 3
 _CHUNK_BYTES = 1 << 16
 _XZ_MEMORY_BYTES = 1 << 28
-"""Most memory for unpacking xz: four times what files of `xz -9` need."""
+"""Maximum memory for unpacking xz: four times the needs of files made by `xz -9`."""
 
 
 def compression(name: str) -> str | None:
-    """The kind of compression that a file's name states; None if it states none."""
+    """Return the kind of compression that a file's name states; None if it states none."""
     return COMPRESSIONS.get(Path(_full(name).lower()).suffix)
 
 
 def plain_name(name: str) -> str:
-    """The name without the ending of its compression."""
+    """Return the name without the ending of its compression."""
     return _full(name).rpartition(".")[0] if compression(name) else name
 
 
 def _full(name: str) -> str:
-    """The name with `.tgz` written as `.tar.gz`."""
+    """Return the name with an ending like `.tgz` written as `.tar.gz`."""
     stem, dot, ending = name.rpartition(".")
     return f"{stem}.tar.{_TARS[ending]}" if dot and ending in _TARS else name
 
 
 def open_file(file: Path) -> BinaryIO:
-    """The bytes of a file, unpacked.
+    """Open a file as a stream of its unpacked bytes.
 
     Raises:
         UserError: while bytes are read, the compressed data proves broken or a bomb.
@@ -55,13 +55,13 @@ def open_file(file: Path) -> BinaryIO:
 
 
 def unpacked(stream: BinaryIO, name: Path) -> BinaryIO:
-    """The bytes of a stream, unpacked if its name says that they are compressed; see `open_file`."""
+    """Return the bytes of a stream, unpacked if `name` says that they are compressed; see `open_file`."""
     what = compression(name.name)
     return stream if what is None else io.BufferedReader(_Unpacked(stream, what, name), _CHUNK_BYTES)
 
 
 def unpacked_size(file: Path) -> int:
-    """The number of bytes that `open_file` returns. A compressed file is read to count them."""
+    """Return the number of bytes that `open_file` yields. A compressed file is read to count them."""
     if not compression(file.name):
         return file.stat().st_size
     with open_file(file) as stream:
@@ -69,12 +69,12 @@ def unpacked_size(file: Path) -> int:
 
 
 def about_unpacked_size(file: Path) -> int:
-    """The number of bytes that `open_file` returns, without reading them: an estimate if the file is compressed."""
+    """Return the number of bytes that `open_file` yields, without reading them; estimated if the file is compressed."""
     return file.stat().st_size * (_USUAL_RATIO if compression(file.name) else 1)
 
 
 def check_ratio(name: Path | str, unpacked_bytes: int, packed_bytes: int) -> None:
-    """Refuse a decompression bomb.
+    """Stop with an error at a decompression bomb.
 
     Raises:
         UserError: the ratio of unpacked to packed bytes is too high.
@@ -116,8 +116,8 @@ class _Unpacked(io.RawIOBase):
 
 
 class _Blocks(io.RawIOBase):
-    """The decompressed streams of a file, one after the other. The standard library's own readers take as much memory
-    as the file asks for."""
+    """Unpacks the streams in an xz or bzip2 file, one after the other. The standard library's own readers take as much
+    memory as the file asks for."""
 
     def __init__(self, packed: BinaryIO, new: Callable[[], lzma.LZMADecompressor | bz2.BZ2Decompressor]) -> None:
         self._packed, self._new = packed, new
@@ -128,7 +128,7 @@ class _Blocks(io.RawIOBase):
         while True:
             if self._one.eof:
                 data = self._one.unused_data or self._packed.read(_CHUNK_BYTES)
-                data = data.lstrip(b"\0")  # zeros may pad the streams
+                data = data.lstrip(b"\0")  # zeros may follow each stream
                 self._one = self._new()
                 self._begun = False
             else:
@@ -145,7 +145,7 @@ class _Blocks(io.RawIOBase):
 
 
 def _zstandard(packed: BinaryIO, name: Path) -> Any:
-    """pyarrow's reader: it detects truncated files, and takes at most 128 MiB."""
+    """Return pyarrow's reader, which detects truncated files and takes at most 128 MiB."""
     try:
         import pyarrow as pa
     except ImportError:

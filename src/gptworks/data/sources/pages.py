@@ -1,4 +1,4 @@
-"""Text extracted from pages: HTML, crawls (WARC and WET), PDF."""
+"""Sources of text extracted from pages: HTML, web crawls (WARC and WET), PDF."""
 
 import io
 import logging
@@ -14,15 +14,15 @@ from gptworks.data.sources.records import whole_text
 from gptworks.errors import UserError, not_installed
 
 MOST_PAGE_BYTES = 1 << 24
-"""Largest size of an HTML page, or of a text in a WET file."""
+"""Maximum bytes of an HTML page, or of a text in a WET file."""
 MOST_PDF_BYTES = 1 << 30
 MOST_TEXT_CHARACTERS = 1 << 26
-"""Most characters of text in a PDF file."""
+"""Maximum characters of text in a PDF file."""
 _HTML = ("text/html", "application/xhtml+xml")
 
 
 class HTML(Source):
-    """HTML files, each one document."""
+    """A source of HTML files, each one document."""
 
     settings: HTMLSource
     endings = (".html", ".htm", ".xhtml")
@@ -35,7 +35,7 @@ class HTML(Source):
 
 
 def page_text(html: bytes, where: str) -> str:
-    """The main text of a page; empty if none is found."""
+    """Return the main text of an HTML page; empty if none is found."""
     try:
         from trafilatura import extract
     except ImportError:
@@ -50,11 +50,11 @@ def _bounded(stream: Any, where: str) -> bytes:
     return data
 
 
-# ------------------------------------------------------------------------------------------------------------ warc
+# ------------------------------------------------------------------------------------------------------ web crawls
 
 
 class WARC(Source):
-    """Crawls. Each response with an HTML page, and each text of a WET file, is a document. Empty ones are left out."""
+    """A source of web crawls. Each HTML page and each text of a WET file is a document; empty ones are left out."""
 
     settings: WARCSource
     endings = (".warc", ".wet")
@@ -91,7 +91,7 @@ def _warc_records(file: Path, stream: BinaryIO) -> Iterator[Any]:
         for record in ArchiveIterator(stream):
             yield record
             number += 1
-        if number and getattr(record.raw_stream, "limit", 1):  # bytes left; no attribute after cut headers
+        if number and getattr(record.raw_stream, "limit", 1):  # bytes are missing; cut-off headers leave no `limit`
             raise EOFError("it is cut off")
     except (ArchiveLoadFailed, EOFError) as error:
         reason = " ".join(str(error).split())[:200]
@@ -104,7 +104,7 @@ def _warc_records(file: Path, stream: BinaryIO) -> Iterator[Any]:
 
 
 class PDF(Source):
-    """PDF files, each one document."""
+    """A source of PDF files, each one document."""
 
     settings: PDFSource
     endings = (".pdf",)
@@ -123,7 +123,7 @@ class PDF(Source):
 
 
 def pdf_text(file: Path) -> str:
-    """The text of all pages, separated by empty lines.
+    """Return the text of all pages, separated by empty lines.
 
     Raises:
         UserError: the PDF is broken, encrypted or too large.
@@ -136,7 +136,7 @@ def pdf_text(file: Path) -> str:
         data = stream.read(MOST_PDF_BYTES + 1)
     if len(data) > MOST_PDF_BYTES:
         raise UserError(f"{file}: larger than {MOST_PDF_BYTES:,} bytes, the limit for a PDF file. Divide it.")
-    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # its warnings name no file
+    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # pypdf's warnings do not name the file
     pages: list[str] = []
     try:
         reader = pypdf.PdfReader(io.BytesIO(data))
@@ -148,7 +148,7 @@ def pdf_text(file: Path) -> str:
                 raise UserError(f"{file}: more than {MOST_TEXT_CHARACTERS:,} characters of text. Divide it.")
     except UserError:
         raise
-    except Exception as error:  # pypdf raises many types for a broken file
+    except Exception as error:  # pypdf raises many types of errors for a broken file
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{file}, page {len(pages) + 1}: a broken PDF ({reason}). Get it again.") from None
     return "\n\n".join(page for page in pages if page)

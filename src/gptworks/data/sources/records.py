@@ -1,5 +1,5 @@
-"""Sources of records with a field that is the text: JSONL, Parquet, datasets of the Hugging Face hub. And sources whose
-records are conversations or pairs of answers, which `gptworks.data.conversations` reads."""
+"""Sources of records with a field that is the text: JSONL, Parquet and Hugging Face datasets. Also sources of
+conversations and preference pairs, which `gptworks.data.conversations` reads."""
 
 import json
 import os
@@ -35,10 +35,10 @@ AnyDataset = HuggingFaceSource | AnyRecords
 
 
 class Fields(Source):
-    """Files of records. The field that the settings name is the text."""
+    """A source of files of records. The field that the settings name is the text."""
 
     def records(self, unit: Unit) -> Iterator[tuple[object, Mapping[str, Any]]]:
-        """The place of each record, and all its fields or only the needed one."""
+        """Yield the place of each record, and the record with all its fields or only the needed one."""
         raise NotImplementedError
 
     def read_unit(self, unit: Unit) -> Iterator[Piece]:
@@ -47,7 +47,7 @@ class Fields(Source):
 
 
 class JSONL(Fields):
-    """Files with one JSON object a line."""
+    """A source of files with one JSON object per line."""
 
     settings: JSONLSource
     endings = (".jsonl",)
@@ -60,7 +60,7 @@ class JSONL(Fields):
 
 
 class Parquet(Fields):
-    """Rows of Parquet files."""
+    """A source of rows of Parquet files."""
 
     settings: ParquetSource
     endings = (".parquet",)
@@ -69,14 +69,14 @@ class Parquet(Fields):
         return read_parquet(unit.file, self.settings.field, unit.start, unit.end)
 
     def units_of(self, file: Path) -> Iterable[Unit]:
-        """Neighbouring row groups, about UNIT_BYTES each."""
+        """Group neighbouring row groups into units of about UNIT_BYTES each."""
         with _parquet_file(file) as table:
             sizes = [table.metadata.row_group(i).total_byte_size for i in range(table.metadata.num_row_groups)]
         return grouped(file, sizes)
 
 
 class Records(Source):
-    """Files or a dataset whose records are conversations or pairs of answers."""
+    """A source of files, or a dataset, whose records are conversations or preference pairs."""
 
     settings: AnyRecords
     endings = (".jsonl", ".json", ".parquet")
@@ -86,7 +86,7 @@ class Records(Source):
 
 
 class HuggingFace(Source):
-    """A dataset of the hub or a local folder, streamed. One field is the text."""
+    """A source that streams a dataset of the Hugging Face hub or a local folder. One field is the text."""
 
     settings: HuggingFaceSource
 
@@ -94,7 +94,7 @@ class HuggingFace(Source):
         return _dataset_signature(self.settings)
 
     def units(self) -> list[Unit]:
-        """One unit for each file of a streamed dataset."""
+        """Return one unit per file if the dataset is streamed, else a single unit."""
         _, rows = open_dataset(self.settings)
         n_files = 1 if hasattr(rows, "__len__") else getattr(rows, "num_shards", 1)
         folder = Path(self.settings.dataset)
@@ -112,7 +112,7 @@ class HuggingFace(Source):
 
 
 def _dataset_signature(settings: AnyDataset) -> list[list[Any]]:
-    """The signature of a dataset: its name on the hub; for a local folder, also its files."""
+    """Return the signature of a dataset: its name on the hub and, for a local folder, also its files."""
     folder = Path(settings.dataset or "")
     check_tree(folder)
     name = ["huggingface", settings.dataset, settings.name, settings.split, *filter(None, [settings.revision])]
@@ -120,7 +120,7 @@ def _dataset_signature(settings: AnyDataset) -> list[list[Any]]:
 
 
 def _check_data_files(builder: Any, dataset: str) -> None:
-    """Refuse a dataset whose README.md names files outside it: on this machine, or at any address.
+    """Stop at a dataset whose README.md names data files outside it, on this machine or at any address.
 
     Raises:
         UserError: the README.md names such a file.
@@ -137,7 +137,7 @@ def _check_data_files(builder: Any, dataset: str) -> None:
 
 
 def record_document(where: object, record: Mapping[str, Any], field: str) -> Iterator[Piece]:
-    """The text in a record's field, as the pieces of a document."""
+    """Yield the text in a record's field as the pieces of a document."""
     if field not in record:
         raise UserError(f"{where}: no field `{field}`; its fields are {', '.join(record)}. Set the source's `field`.")
     text = record[field]
@@ -147,7 +147,7 @@ def record_document(where: object, record: Mapping[str, Any], field: str) -> Ite
 
 
 def whole_text(text: str) -> str:
-    """The text with U+FFFD for each half of a surrogate pair: JSON can spell it, and UTF-8 cannot encode it."""
+    """Return the text with U+FFFD for each half of a surrogate pair, which JSON can spell and UTF-8 cannot encode."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -156,7 +156,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 class Line:
-    """The place of a line in a file. The lines before the part that is read are counted only for a message."""
+    """The place of a line in a file. The lines before `start` are counted only when the place is shown."""
 
     __slots__ = ("file", "number", "start")
 
@@ -175,11 +175,11 @@ class Line:
 def read_lines(
     file: Path, most_bytes: int, start: int = 0, end: int | None = None, opened: BinaryIO | None = None
 ) -> Iterator[tuple[int, bytes]]:
-    """The number of each line of a file, from 1, and the line. Memory holds at most `most_bytes` of a line.
+    """Yield the number of each line, from 1, and its bytes. Memory holds at most `most_bytes` of a line.
 
     Args:
-        start, end: only the lines between these bytes of a file that is not compressed; the first is number 1.
-        opened: the bytes, if `file` is only a name.
+        start, end: read only the lines between these byte offsets of an uncompressed file; the first is number 1.
+        opened: a stream of the bytes, if `file` is only a name.
 
     Raises:
         UserError: a line is larger than `most_bytes`, its end included; or compressed data is broken.
@@ -197,7 +197,7 @@ def read_lines(
 
 
 def _line_borders(file: Path) -> Iterator[int]:
-    """Starts of lines, about UNIT_BYTES apart; none in a compressed file or after a line that is too large."""
+    """Yield starts of lines, about UNIT_BYTES apart; none in a compressed file or after a line that is too large."""
     if compression(file.name):
         return
     with open_regular(file) as stream:
@@ -218,7 +218,7 @@ def _line_borders(file: Path) -> Iterator[int]:
 def read_jsonl(
     file: Path, start: int = 0, end: int | None = None, opened: BinaryIO | None = None
 ) -> Iterator[tuple[Line, Mapping[str, Any]]]:
-    """The place of each line, and its object; see `read_lines`."""
+    """Yield the place of each line, and its object; arguments as for `read_lines`."""
     rule = "Each line must be one JSON object."
     for number, line in read_lines(file, MOST_LINE_BYTES, start, end, opened):
         if not line.strip():
@@ -239,7 +239,7 @@ _BATCH_ROWS = 64
 def read_parquet(
     file: Path, field: str | None = None, start: int = 0, end: int | None = None
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The place of each row, and its fields or one of them.
+    """Yield the place of each row, and its fields, or only `field`.
 
     Args:
         start, end: read only row groups `start` to `end` - 1.
@@ -259,7 +259,7 @@ def read_parquet(
 
 
 def _next_records(file: Path, row: int, batches: Iterator[Any]) -> list[dict[str, Any]]:
-    """The records of the next batch, which begins at `row`; empty at the end."""
+    """Return the records of the next batch, which begins at `row`; empty at the end."""
     import pyarrow as pa
 
     try:
@@ -272,7 +272,7 @@ def _next_records(file: Path, row: int, batches: Iterator[Any]) -> list[dict[str
 
 
 def count_rows(file: Path) -> int:
-    """The number of rows of a Parquet file."""
+    """Return the number of rows of a Parquet file."""
     with _parquet_file(file) as table:
         return int(table.metadata.num_rows)
 
@@ -295,11 +295,11 @@ def _parquet_file(file: Path) -> Any:
 
 
 def open_dataset(source: AnyDataset) -> tuple[str, Any]:
-    """A dataset of the Hugging Face hub or a local folder: its name for messages, and its rows.
+    """Open a dataset of the Hugging Face hub or a local folder. Return its name for messages, and its rows.
 
     Raises:
-        UserError: the library `datasets` is not installed or cannot open the dataset, or a link leads out of the
-            local folder.
+        UserError: the library `datasets` is not installed or cannot open the dataset, or a link leads out of the local
+            folder.
     """
     where, folder = f"dataset {source.dataset}", Path(source.dataset or "")
     try:

@@ -1,4 +1,4 @@
-"""A cache of the sha256 of files: a file is read again only if its size, times or inode have changed."""
+"""A cache of files' sha256: a file is read again only if its size, times or inode have changed."""
 
 import contextlib
 import json
@@ -13,15 +13,15 @@ from gptworks.errors import RunError
 from gptworks.files import make_folder, read_regular, sha256_file, write_whole
 
 REMEMBERED_BYTES = 1 << 20
-"""The sha256 of a smaller file is not cached: reading the file is as fast."""
+"""The sha256 of smaller files is not cached, since reading such a file is as fast."""
 _SETTLED_NS = 2 * 10**9
-"""Nanoseconds. A file that changed more recently may change again within one tick of its file system's clock."""
+"""Nanoseconds since a file's last change before it is cached: it may change again within one tick of the clock."""
 _MOST_KNOWN, _MAX_BYTES = 100_000, 1 << 26
 _THREADS = 8
 
 
 def contents(files: Iterable[Path]) -> list[list[Any]]:
-    """A description of files that does not depend on their paths: each name's endings, and the sha256."""
+    """Return each file's name endings and sha256: a description that does not depend on paths."""
     files, known = list(files), _read()
     keys = [_key(file) for file in files]
     with ThreadPoolExecutor(_THREADS) as threads:
@@ -45,14 +45,14 @@ def _key(file: Path) -> tuple[str, int, int, int, int]:
 def _read() -> dict[str, str]:
     try:
         tree = json.loads(read_regular(cache_folder() / "sums.json", _MAX_BYTES))
-    except Exception:  # missing or damaged: the files are read again
+    except Exception:  # no cache, or a damaged one: files are read again
         return {}
     return tree if isinstance(tree, dict) and all(isinstance(one, str) for one in tree.values()) else {}
 
 
 def _write(known: dict[str, str]) -> None:
-    """Replace the cache. If several processes do so at once, one wins and the others read their files again."""
-    with contextlib.suppress(OSError, RunError):  # without a cache, files are read again
+    """Replace the cache. If several processes do so together, one wins, and the others' files are read again."""
+    with contextlib.suppress(OSError, RunError):  # if the cache cannot be written, files are read again
         folder = cache_folder()
         make_folder(folder)
         write_whole(folder / "sums.json", json.dumps(known), private=True)

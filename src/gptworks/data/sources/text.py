@@ -1,4 +1,4 @@
-"""Folders and files of UTF-8 text."""
+"""The source of plain text: UTF-8 files, alone or in a folder."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from gptworks.files import open_regular
 
 
 class Text(Source):
-    """Files of UTF-8 text, each one document."""
+    """A source of UTF-8 text files, each one document."""
 
     settings: TextSource
     whole_files = True
@@ -29,9 +29,9 @@ class Text(Source):
             yield from document(stream, unit.file, unit.start, unit.end, n_bytes)
 
     def unread(self) -> list[Path]:
-        """The files in the folder that are not read because of their names."""
+        """Return the files in the folder that are not read because of their names."""
         if self.settings.path is None:
             return []
         endings = self.settings.extensions
-        files = walk(Path(self.settings.path).expanduser())  # no files if the path is a file
+        files = walk(Path(self.settings.path).expanduser())  # yields nothing if the path is a file
         return [file for file in files if not file.name.startswith(".") and not plain_name(file.name).endswith(endings)]
