@@ -1,1 +1,1 @@
-"""Draft recipes sized for a folder of texts and this machine, written as ordinary files with the reasons."""
+"""Draft recipes that suit a folder of texts and this machine, and write them as files with reasons for the settings."""

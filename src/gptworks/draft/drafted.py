@@ -1,4 +1,4 @@
-"""A drafted recipe: its settings with their reasons, and the time and memory that its run takes."""
+"""A drafted recipe: its settings with their reasons, and the expected time and memory of its run."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from gptworks.recipe import parse_recipe
 from gptworks.units import readable
 
 Sections = dict[str, list[Row]]
-"""The rows of each section; the section "" holds settings outside the others."""
+"""Maps the name of each section to its settings; the section "" holds settings outside all sections."""
 
 TRAINING_SHARE = 0.9
-"""Share of a run's time that training takes; the rest goes to evaluations, samples and checkpoints."""
+"""Fraction of a run's time that training takes; the rest goes to evaluations, samples and checkpoints."""
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """A recipe with the plan of its run."""
+    """A drafted recipe with the plan of its run."""
 
     sections: Sections
     plan: Plan
-    """The plan; it uses the measured step time once a step was measured."""
+    """Plan of the run, with the measured time of a step if a step was measured."""
 
     @property
     def n_train_tokens(self) -> int:
@@ -38,7 +38,7 @@ class Drafted:
 
     @property
     def minutes(self) -> float:
-        """Minutes that the run takes, including evaluations and samples."""
+        """Minutes that the run takes, including evaluations, samples and checkpoints."""
         assert self.plan.seconds is not None
         return self.plan.seconds / TRAINING_SHARE / 60
 
@@ -51,11 +51,11 @@ class Drafted:
         ]
 
     def file(self, about: Iterable[str]) -> str:
-        """The text of the recipe's file, which begins with `about` as comments."""
+        """Return the text of the recipe's file, which begins with the lines of `about` as comments."""
         return written(about, self.sections)
 
 
 def parsed(sections: Sections, out: Path) -> Recipe:
-    """The recipe with these sections, named after its file `out`."""
+    """Parse these sections as a recipe named after its file `out`."""
     tree: dict[str, Any] = {name: {key: value for key, value, _ in rows} for name, rows in sections.items()}
     return parse_recipe({"name": out.stem, **tree.pop("", {}), **tree}, str(out))

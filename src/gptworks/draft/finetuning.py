@@ -1,4 +1,4 @@
-"""Draft a recipe that tunes a run on conversations or pairs of answers, sized by the data and a measured step."""
+"""Draft a recipe that fine-tunes a run on conversations or preference pairs, sized by the data and a measured step."""
 
 import shlex
 from collections.abc import Callable
@@ -41,24 +41,24 @@ CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 LORA_RANK = 8
 
 ADAPTED: tuple[Literal["full", "int8", "int4"], ...] = ("full", "int8", "int4")
-"""Formats of the base under an adapter, in the order in which they are tried."""
+"""Formats of the base model's weights under an adapter, in the order in which they are tried."""
 
 STEPS_AN_EPOCH, LARGEST_BATCH = 30, 32
 LEAST_CONTEXT = 64
 EPOCHS = ((10_000, 1), (1_000, 2), (0, 3))
-"""Pairs of the least number of examples and the number of epochs for them."""
+"""Pairs of a minimum number of examples, and the number of epochs for that many examples."""
 
 
 @dataclass(frozen=True)
 class Tuning(Drafted):
-    """A recipe that tunes a run, with its plan and figures of its data."""
+    """A recipe that fine-tunes a run, with its plan and statistics of its data."""
 
     data_lines: list[str]
     findings: list[Finding]
-    """Faults of the data that stop training."""
+    """Faults of the data that would stop training."""
 
     def lines(self) -> list[str]:
-        """Lines on the run's parameters, steps, time and memory."""
+        """Return lines that describe the run's parameters, steps, time and memory."""
         plan = self.plan
         what = "all" if plan.setting.trained is None else "added to those"
         return [
@@ -73,8 +73,8 @@ class Tuning(Drafted):
 
 
 def base_run(base: str, report: Callable[[str], None]) -> Path:
-    """The run to start from. A Hugging Face folder, or a model on the hub, is imported first, into a folder of runs/
-    that is named after its contents, so that the next call finds it.
+    """Return the run to start from. A Hugging Face folder or a model on the hub is first imported into a folder of
+    runs/ named after its contents, so that the next call finds it.
 
     Raises:
         UserError: `base` is neither a run nor a model, or cannot be imported.
@@ -114,15 +114,15 @@ def draft_tuning(
     prepare: Callable[[Recipe], Prepared] = prepare,
     measure: Callable[[Rehearsal], Measured] | None = None,
 ) -> Tuning:
-    """The recipe that tunes a run on a file of conversations, or of pairs of answers.
+    """Draft the recipe that fine-tunes a run on a file of conversations or preference pairs.
 
     Args:
-        out: the recipe's file, after which the recipe is named.
+        out: the recipe's file, which also names the recipe.
         prepare: function that turns the data into tokens, as `gptworks.data.prepare.prepare` does.
-        measure: function that measures training steps. None: `measure_speed`.
+        measure: function that measures training steps; None: `measure_speed`.
 
     Raises:
-        UserError: the data cannot be read, or no way of training the model fits in memory.
+        UserError: the data cannot be read, or the model does not fit in memory with any way of training.
     """
     draft = _Draft(run, data, out, preference)
     check_start(draft.recipe())
@@ -144,7 +144,7 @@ def draft_tuning(
 
 
 class _Draft:
-    """The settings of a recipe, chosen one after the other."""
+    """The settings of a recipe, chosen step by step."""
 
     def __init__(self, run: Path, data: Path, out: Path, preference: bool) -> None:
         self.run, self.data, self.out, self.preference = run, data, out, preference
@@ -153,16 +153,16 @@ class _Draft:
         self.context, self.vocab_size = self.base.context_length, 0
         self.batch, self.micro, self.epochs, self.steps = 1, 1, 1, 1
         self.adapted: Literal["full", "int8", "int4"] | None = None
-        """Format of the base under an adapter; None if all weights are trained."""
+        """Format of the base model's weights under an adapter; None: all weights are trained."""
 
     def fit_to(self, prepared: Prepared) -> None:
-        """Choose the context, the batch and the epochs to suit the examples."""
+        """Choose the context, the batch size and the epochs to suit the examples."""
         shards = TokenShards(prepared.folder, "train")
         lengths = Examples(shards, self.context, packing=False).n_tokens
         wanted = int(np.quantile(lengths, 0.99)) - 1
         self.context = min(self.context, max(LEAST_CONTEXT, -(-wanted // LEAST_CONTEXT) * LEAST_CONTEXT))
         if "added_tokens" in self.template and self.base.vocab_size >= prepared.manifest.vocab_size:
-            self.vocab_size = self.base.vocab_size  # the base's vocabulary, which includes spare rows
+            self.vocab_size = self.base.vocab_size  # keep the base's size, which has spare rows for the added tokens
         rows = open_samples(self.recipe(prepared), prepared.folder).per_epoch
         n_examples = len(lengths) // (2 if self.preference else 1)
         self.epochs = 1 if self.preference else next(n for least, n in EPOCHS if n_examples >= least)
@@ -171,7 +171,7 @@ class _Draft:
         self.micro, self.steps = self.batch, max(1, round(self.epochs * rows / self.batch))
 
     def planned(self, prepared: Prepared, device: Device) -> Plan:
-        """The plan with the largest micro-batch that fits, or with the smallest if none does."""
+        """Return the plan with the largest micro-batch that fits in memory, or with the smallest if none fits."""
         for micro in divisors(self.batch):
             self.micro = micro
             recipe = self.recipe(prepared)
@@ -183,12 +183,12 @@ class _Draft:
         return plan
 
     def recipe(self, prepared: Prepared | None = None) -> Recipe:
-        """The recipe with the settings chosen so far, and with the vocabulary's size if the data is prepared."""
+        """Return the recipe with the settings chosen so far, and with the vocabulary's size if the data is prepared."""
         recipe = parsed(self.sections(), self.out)
         return recipe if prepared is None else with_vocab_size(recipe, prepared.manifest.vocab_size)
 
     def sections(self) -> Sections:
-        """The settings chosen so far, with their reasons."""
+        """Return the settings chosen so far, with their reasons, by section."""
         model: list[Row] = []
         if self.context != self.base.context_length:
             model.append(("context_length", self.context, "99 of 100 examples are no longer"))
@@ -248,7 +248,7 @@ _TEMPLATE_REASONS = {
 
 
 def _template(run: Path) -> dict[str, Any]:
-    """The settings of the section `tokenizer` that choose a chat template; empty if the base has one."""
+    """Return the `tokenizer` settings that choose a chat template; empty if the base has a template."""
     if (run / "tokenizer" / TEMPLATE_FILE).exists():
         return {}
     tokenizer = load_tokenizer(run / "tokenizer")

@@ -1,4 +1,4 @@
-"""Draft a recipe for a folder of texts with another recipe's model and training settings."""
+"""Draft a recipe for a folder of texts with the model and training settings of another recipe."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ from gptworks.recipe import parse_recipe, read_recipe
 
 
 class Like(Search):
-    """A search that measures a step of the other recipe, and chooses only the number of steps."""
+    """A search that keeps the other recipe's model, measures its step, and chooses only the number of steps."""
 
     def __init__(
         self,

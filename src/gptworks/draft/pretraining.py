@@ -1,4 +1,4 @@
-"""Draft a recipe for a folder of texts, sized by a measured step for this machine and the time available."""
+"""Draft a recipe for a folder of texts, sized for this machine and the available time by measuring steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,30 +27,30 @@ SHAPES = (
     (64, 2), (128, 2), (192, 3), (256, 4), (320, 5), (384, 6), (512, 8), (640, 10), (768, 12), (1024, 16), (1280, 20),
     (1536, 24), (2048, 24),
 )  # fmt: skip
-"""Pairs of width and depth, each with up to three times the parameters of the pair before."""
+"""Pairs of width and depth, ascending. Each pair has up to three times the parameters of the pair before."""
 
 FIRST_SHAPE = (256, 4)
 """The first shape to measure, unless the text suffices only for a smaller one."""
 
 TOKENS_PER_PARAMETER = 1.5
-"""Least training tokens per parameter. Runs of minutes do best with fewer than the 20 of Hoffmann et al. (2022); the
-figures are in docs/decisions.md."""
+"""Minimum training tokens per parameter. Runs of minutes do best with fewer than the 20 of Hoffmann et al. (2022);
+docs/decisions.md has the measurements."""
 
 TEXT_TOKENS_PER_PARAMETER = 0.7
-"""Least tokens per parameter in all epochs of the text."""
+"""Minimum tokens per parameter, counting all epochs of the text."""
 
 MANY_DOCUMENTS = 200
-"""With this many documents or more, the held-out share certainly contains some."""
+"""With at least this many documents, the held-out fraction almost certainly contains some."""
 
 BYTES_PER_VOCABULARY_TOKEN = 1024
-"""Least bytes of text per token of the vocabulary, so that training sees each token often."""
+"""Minimum bytes of text per token of the vocabulary, so that training sees each token often."""
 
 VOCABULARIES = ((1280, 32_768), (768, 16_384), (384, 8192), (0, 4096))
-"""Pairs of a width and the largest vocabulary from that width up. The head's cost grows with both."""
+"""Pairs of a width and the largest vocabulary for models of that width or more. The head's cost grows with both."""
 
 LEAST_VOCABULARY = 512
 STEP_TOKENS, LEAST_STEP_TOKENS, MANY_TOKENS = 4096, 1024, 2**23
-"""Usual and fewest tokens of a step; runs of more than MANY_TOKENS tokens have larger steps."""
+"""Usual and minimum number of tokens per step; runs of more than MANY_TOKENS tokens have larger steps."""
 
 LEAST_STEPS = 200
 """A run that would have fewer steps than this gets smaller steps instead."""
@@ -65,7 +65,7 @@ Measure = Callable[[Rehearsal], Measured]
 
 @dataclass(frozen=True)
 class Draft(Drafted):
-    """A recipe that trains on texts, with its plan."""
+    """A recipe that trains a new model on texts, with its plan."""
 
     texts: Texts
 
@@ -84,7 +84,7 @@ class Draft(Drafted):
         return self.file([about, "", *self.lines(), "", rest])
 
     def lines(self) -> list[str]:
-        """Lines on the run's parameters, tokens, time and memory."""
+        """Return lines that describe the run's parameters, tokens, time and memory."""
         plan = self.plan
         return [
             f"parameters  {plan.parameters.total:,}",
@@ -95,7 +95,7 @@ class Draft(Drafted):
 
 
 class Search:
-    """A search for the largest shape for which time and text suffice, by measuring steps."""
+    """Searches, by measuring steps, for the largest model shape for which time, text and memory suffice."""
 
     def __init__(
         self,
@@ -108,8 +108,8 @@ class Search:
         """
         Args:
             minutes: time that the run may take.
-            out: the recipe's file, after which the recipe is named.
-            measure: function that measures training steps. None: `measure_speed`.
+            out: the recipe's file, which also names the recipe.
+            measure: function that measures training steps; None: `measure_speed`.
         """
         self.texts, self.minutes, self.out, self.report = texts, minutes, out, report
         self.measure = measure or measure_speed
@@ -149,7 +149,8 @@ class Search:
         return Draft(candidate.sections | {"model": model}, plan, self.texts)
 
     def _step_tokens(self, candidate: Drafted) -> int:
-        """Tokens of a step: a power of 2 that grows with the square root of a run's tokens, smaller in a short run."""
+        """Return the tokens per step: a power of 2 that grows with the square root of a run's tokens, less in short
+        runs."""
         tokens, size = self._tokens(candidate), STEP_TOKENS
         while tokens > MANY_TOKENS * (size / STEP_TOKENS) ** 2:
             size *= 2
@@ -158,8 +159,8 @@ class Search:
         return size
 
     def _best(self, most: Shape = SHAPES[-1]) -> Shape:
-        """The largest shape up to `most` for which time (by the rates measured so far), text and memory suffice; else
-        the smallest."""
+        """Return the largest shape up to `most` for which time (by the rates measured so far), text and memory suffice;
+        else the smallest shape."""
         best = SHAPES[0]
         for shape in SHAPES[: SHAPES.index(most) + 1]:
             candidate = self.measured.get(shape) or self._candidate(shape)
@@ -174,12 +175,12 @@ class Search:
         return enough and candidate.plan.fits and EPOCHS * candidate.n_train_tokens >= TEXT_TOKENS_PER_PARAMETER * size
 
     def _tokens(self, candidate: Drafted) -> float:
-        """Tokens that training reads: as many as the time allows, up to EPOCHS epochs."""
+        """Return the number of tokens that training reads: as many as the time allows, up to EPOCHS epochs."""
         return min(self._rate(candidate) * self.seconds, EPOCHS * candidate.n_train_tokens)
 
     def _rate(self, candidate: Drafted) -> float:
-        """Tokens per second: measured, or scaled by FLOPs from the measured shape nearest in size; infinite while
-        nothing is measured."""
+        """Return tokens per second: measured, or scaled by FLOPs from the measured shape nearest in size; infinite
+        before anything is measured."""
         if candidate.rate is not None:
             return candidate.rate
         if not self.measured:
@@ -190,7 +191,7 @@ class Search:
         return near.rate * near.plan.flops_per_token / flops
 
     def _measured(self, candidate: Drafted) -> Drafted:
-        """The candidate with a measured step.
+        """Measure a step of the candidate, and return the candidate with the result.
 
         Raises:
             UserError: the candidate does not fit in memory.
@@ -208,7 +209,7 @@ class Search:
     def _candidate(
         self, shape: Shape, step_tokens: int = STEP_TOKENS, steps: int = LEAST_STEPS, rate: float | None = None
     ) -> Drafted:
-        """The recipe of a shape, planned with micro-batches that fit."""
+        """Return the recipe of a shape, planned with micro-batches that fit in memory."""
         vocab_size, bytes_per_token = self.tokenizer(next(size for width, size in VOCABULARIES if shape[0] >= width))
         n_train_tokens = self.n_train_tokens(bytes_per_token)
         context = 1024 if shape[0] >= 1280 else 512 if shape[0] >= 768 else 256
@@ -227,10 +228,10 @@ class Search:
         return self.planned(sections, n_train_tokens)
 
     def planned(self, sections: Sections, n_train_tokens: int, vocab_size: int = 0) -> Drafted:
-        """The recipe of these sections, planned with micro-batches that fit.
+        """Plan the recipe of these sections, with micro-batches that fit in memory.
 
         Args:
-            vocab_size: the size of the vocabulary, if the tokenizer's settings leave it open.
+            vocab_size: the size of the vocabulary, used if the tokenizer's settings do not state it.
         """
         plan = self._plan(sections, n_train_tokens, vocab_size)
         if not plan.fits and (most := plan.largest_micro_batch_size):
@@ -266,11 +267,11 @@ class Search:
         ]
 
     def n_train_tokens(self, bytes_per_token: float) -> int:
-        """Estimated number of training tokens."""
+        """Estimate the number of training tokens."""
         return int(self.texts.n_bytes * (1 - self.fraction) / bytes_per_token)
 
     def length_reason(self, tokens: int, n_train_tokens: int, rate: float | None) -> str:
-        """The reason for a run's length: its text or its time allows no more."""
+        """Return the reason for a run's length: its text or its time allows no more."""
         if tokens > 0.95 * EPOCHS * n_train_tokens:
             return f"{EPOCHS} epochs; reading a text more often teaches little (Muennighoff et al., 2023)"
         return f"{self.minutes:g} minutes at {rate or 0:,.0f} tokens/s, as measured here"
@@ -289,7 +290,7 @@ class Search:
         ]
 
     def _prompts(self) -> list[str]:
-        """The beginnings of two different lines, after a third and two thirds of the text."""
+        """Return the beginnings of two different lines, after a third and after two thirds of the text."""
         lines = [line.split() for text in self.texts.sample for line in text.splitlines()]
         found: list[str] = []
         for first in (len(lines) // 3, 2 * len(lines) // 3):
@@ -298,7 +299,8 @@ class Search:
         return found
 
     def _tokenizer(self, most: int) -> tuple[int, float]:
-        """The size of a vocabulary for this text, at most `most` tokens, and its bytes per token."""
+        """Train a tokenizer of at most `most` tokens. Return its vocabulary size, and its bytes per token on this
+        text."""
         while most > LEAST_VOCABULARY and self.texts.n_bytes < most * BYTES_PER_VOCABULARY_TOKEN:
             most //= 2
         while True:
@@ -310,7 +312,7 @@ class Search:
                     raise
 
     def bytes_per_token(self, config: TokenizerConfig) -> tuple[int, float]:
-        """Vocabulary size of a tokenizer trained on this text, and its bytes per token on text held out from it."""
+        """Train a tokenizer on this text. Return its vocabulary size, and its bytes per token on held-out text."""
         part = max(1024, sum(map(len, self.texts.sample)) // 256)
         parts = [text[at : at + part] for text in self.texts.sample for at in range(0, len(text), part)]
         held_out = parts[::8]

@@ -1,4 +1,4 @@
-"""The texts in a file or a folder: which files can be read, how much text they hold, and a sample of it."""
+"""Examine the texts in a file or a folder: which files can be read, how much text they hold, and a sample of it."""
 
 import json
 import re
@@ -33,18 +33,18 @@ from gptworks.units import readable
 PROSE = (".txt", ".md", ".text", ".rst", ".tex", ".org", ".adoc")
 CODE = tuple({ending.lower(): None for endings in LANGUAGES.values() for ending in endings})
 RECORDS = {"jsonl": JSONL.endings, "csv": CSV.endings, "parquet": Parquet.endings}
-"""Kinds of sources whose files hold records, with the endings of these files."""
+"""File endings of each kind of source that reads records."""
 OTHERS: dict[str, type[Source]] = {"archive": Archive, "html": HTML, "warc": WARC, "pdf": PDF}
-"""Kinds of sources whose text is extracted from their files."""
+"""Class of each kind of source that extracts the text from its files."""
 
 FIELDS = ("text", "content", "body", "document", "article", "story")
 """Usual names of the field that holds a record's text, the most common first."""
 
 LEAST_BYTES = 1 << 15
-"""Least bytes of text; less cannot train a language model."""
+"""Minimum bytes of text; less cannot train a language model."""
 
 SAMPLE_BYTES, SAMPLE_PARTS = 1 << 21, 64
-"""Bytes of text to read for the sample, and the number of evenly spaced parts to read them in."""
+"""Bytes of text to read for the sample, and the number of evenly spaced parts in which to read them."""
 
 _LOOKED_AT_RECORDS, _LISTED = 20, 5
 _RECORD_ENDINGS = tuple(ending for endings in RECORDS.values() for ending in endings)
@@ -53,22 +53,22 @@ _OTHER_ENDINGS = tuple(ending for kind in OTHERS.values() for ending in kind.end
 
 @dataclass
 class Texts:
-    """The text that a recipe can train on."""
+    """The texts in a file or a folder that a recipe can train on."""
 
     path: Path
-    """The given folder or file."""
+    """The file or folder that holds the texts."""
     sources: list[dict[str, Any]] = field(default_factory=list)
-    """Sources as in a recipe's `data.sources`."""
+    """Sources for a recipe's `data.sources`."""
     endings: Counter[str] = field(default_factory=Counter)
-    """Number of files that are read, by ending."""
+    """Number of files that are read, by file name ending."""
     skipped: Counter[str] = field(default_factory=Counter)
-    """Number of files that are not read, by ending."""
+    """Number of files that are not read, by file name ending."""
     fields: dict[str, str] = field(default_factory=dict)
-    """The field that holds the text, for each file of records."""
+    """Name of the field that holds the text, for each file of records."""
     reasons: dict[str, str] = field(default_factory=dict)
-    """Reasons why files of a readable kind are left out, by name or ending."""
+    """Reasons for leaving out files of a readable kind, by file name or ending."""
     n_bytes: int = 0
-    """Bytes of text, estimated if much of it is in records."""
+    """Bytes of text; an estimate if files are compressed, or if many bytes must be extracted or are in records."""
     sample: list[str] = field(default_factory=list)
 
     @property
@@ -77,12 +77,12 @@ class Texts:
 
     @property
     def n_documents(self) -> int | None:
-        """The number of files; None if files hold several documents."""
+        """Number of documents, which is the number of files; None if a file may hold several documents."""
         one = ("text", "code", "html", "pdf")
         return None if any(source["type"] not in one for source in self.sources) else self.n_files
 
     def lines(self) -> list[str]:
-        """Lines on the files that are read and on those that are not."""
+        """Return lines that describe the files that are read and those that are not."""
         fields = Counter((listed_names([name]), _ending(Path(file))) for file, name in self.fields.items())
         taken = ", ".join(f"{name} of {n:,} {ending}" for (name, ending), n in fields.most_common(_LISTED))
         return [
@@ -93,14 +93,14 @@ class Texts:
         ]
 
     def _add(self, source: dict[str, Any], files: list[Path], n_bytes: int, sample: list[str]) -> None:
-        """Add a source of a recipe with its files, the bytes of their text, and a sample of it."""
+        """Add a recipe's source with its files, the bytes of their text, and a sample of that text."""
         self.sources.append(source)
         self.endings.update(map(_ending, files))
         self.n_bytes += n_bytes
         self.sample += sample
 
     def _add_plain(self, by_ending: dict[str, list[Path]]) -> None:
-        """Add plain-text files, leaving out endings whose files are not UTF-8."""
+        """Add plain-text files; leave out endings whose files are not UTF-8."""
         by_ending, binary = _readable(by_ending)
         self.reasons |= dict.fromkeys(binary, "not UTF-8 text")
         if not by_ending:
@@ -111,8 +111,8 @@ class Texts:
         self._add(source, files, sum(map(about_unpacked_size, files)), _sample(files))
 
     def _add_records(self, kind: str, files: list[Path]) -> None:
-        """Add files of records that have one clear text field: as one source if all files have the same field, else as
-        one source for each."""
+        """Add files of records that have one clear text field: as one source if this field is the same in all files,
+        else as one source per file."""
         fields: dict[Path, str] = {}
         for file in files:
             name = str(file.relative_to(self.path) if self.path.is_dir() else file)
@@ -130,12 +130,12 @@ class Texts:
         self.sources += [{"type": kind, "path": str(path), "field": name} for path, name in fields.items()]
 
     def _add_code(self, files: list[Path]) -> None:
-        """Add the code of a repository, without the files that it ignores."""
+        """Add the code of a repository, without ignored files."""
         n_bytes = sum(file.stat().st_size for file in files)
         self._add({"type": "code", "path": str(self.path)}, files, n_bytes, _sample(files))
 
     def _add_other(self, kind: str, files: list[Path]) -> None:
-        """Add files from which text is extracted. Archives are read as `text`, or as `jsonl` if they hold no texts."""
+        """Add files from which text is extracted. Archives are read as texts, or as JSONL if they hold no texts."""
         errors = []
         for form in ({}, {"format": "jsonl"})[: 2 if kind == "archive" else 1]:
             source = {"type": kind, "path": str(self.path), **form}
@@ -147,7 +147,7 @@ class Texts:
 
 
 def look_at(path: Path) -> Texts:
-    """The texts of a file, or of a folder and all folders inside it.
+    """Examine the texts in a file, or in a folder and all folders inside it.
 
     Raises:
         UserError: `path` has no text or too little, or a file that is not UTF-8 text.
@@ -167,7 +167,7 @@ def look_at(path: Path) -> Texts:
     check_links_of(path, (file for file in files if plain_name(file.name).lower().endswith(read) and file != path))
     plain = {ending: those for ending, those in by_ending.items() if plain_name(ending).lower() in kinds}
     if path.is_file() and not plain and plain_name(_ending(path)) not in (*_RECORD_ENDINGS, *_OTHER_ENDINGS):
-        plain = {_ending(path): [path]}  # a file that the user names is read as text
+        plain = {_ending(path): [path]}  # a file that the user names is read as text, whatever its ending
     found._add_plain(plain)
     if code:
         found._add_code(code)
@@ -201,23 +201,23 @@ _KINDS = (
 
 
 def listed(endings: Counter[str]) -> str:
-    """Numbers of files by ending as text, such as `214 .txt, 3 .md`."""
+    """Return the numbers of files by ending as text, such as `214 .txt, 3 .md`."""
     words = [f"{n:,} {ending or 'without an ending'}" for ending, n in endings.most_common(_LISTED)]
     more = len(endings) - _LISTED
     return ", ".join(words) + (f" and {more} kinds more" if more > 0 else "") or "no files"
 
 
 def _ending(file: Path) -> str:
-    """A file's ending with the ending of its compression, such as `.jsonl.gz`."""
+    """Return a file's ending, with the ending of its compression, such as `.jsonl.gz`."""
     plain = plain_name(file.name)
     return Path(plain).suffix + file.name[len(plain) :]
 
 
 def _readable(by_ending: dict[str, list[Path]]) -> tuple[dict[str, list[Path]], list[str]]:
-    """The files by ending if they are UTF-8 text, and the endings without any text file.
+    """Return the files that are UTF-8 text, by ending, and the endings without any text file.
 
     Raises:
-        UserError: some files of a kind are text and others are not: training would stop at those.
+        UserError: some files with an ending are text and others are not; training would stop at the others.
     """
     kept, binary = {}, []
     for ending, files in by_ending.items():
@@ -236,7 +236,7 @@ def _readable(by_ending: dict[str, list[Path]]) -> tuple[dict[str, list[Path]], 
 
 
 def _repository(path: Path) -> list[Path]:
-    """The code files of a git repository; empty for other folders, or without the library that reads `.gitignore`."""
+    """Return the code files of a git repository; empty for other folders, or if `.gitignore` cannot be read."""
     if not any((path / name).exists() for name in (".git", ".gitignore")):
         return []
     try:
@@ -246,7 +246,7 @@ def _repository(path: Path) -> list[Path]:
 
 
 def _sample_of(given: dict[str, Any], files: list[Path]) -> tuple[int, list[str]]:
-    """The bytes of text in the files, estimated if there is much, and a sample from their beginning."""
+    """Return the bytes of text in the files, estimated if there is much, and a sample from the beginning."""
     source = OTHERS[given["type"]](TypeAdapter(SourceConfig).validate_python(given))
     sizes = [file.stat().st_size for file in files]
     text_bytes = 0
@@ -262,7 +262,7 @@ def _sample_of(given: dict[str, Any], files: list[Path]) -> tuple[int, list[str]
 
 
 def _is_text(file: Path) -> bool:
-    """Whether the check before training would accept a file as text."""
+    """Return whether the check before training would accept a file as text."""
     try:
         with open_file(file) as stream:
             for _ in islice(document(stream, file, n_bytes=unpacked_size(file)), PIECES_CHECKED):
@@ -273,7 +273,7 @@ def _is_text(file: Path) -> bool:
 
 
 def _sample(files: list[Path]) -> list[str]:
-    """The whole text if it is short; else parts from evenly spread places, which start at the beginning of a line."""
+    """Return the whole text if it is short; else evenly spaced parts, each of which begins with a line."""
     sizes = [about_unpacked_size(file) for file in files]
     if sum(sizes) <= SAMPLE_BYTES:
         return [_read_text(file) for file in files]
@@ -283,7 +283,7 @@ def _sample(files: list[Path]) -> list[str]:
     for file, size in zip(files, sizes, strict=True):
         with open_file(file) as stream:
             while position < before + size:
-                if not compression(file.name):  # a compressed file is read from its beginning
+                if not compression(file.name):  # a compressed file cannot seek: read on from its beginning
                     stream.seek(position - before)
                 text = stream.read(part).decode("utf-8", errors="ignore")
                 parts.append(text if position == before else text.partition("\n")[2] or text)
@@ -298,9 +298,9 @@ def _read_text(file: Path) -> str:
 
 
 def _look_at_records(kind: str, file: Path, most_bytes: int) -> tuple[str, int, list[str]]:
-    """The field that holds a file's text, the bytes of all its text, and about `most_bytes` of it from the beginning.
+    """Return the field that holds a file's text, the bytes of all its text, and about `most_bytes` of it as a sample.
 
-    The bytes are an estimate if the file has more text than that.
+    The bytes are an estimate if the file has more text than the sample.
 
     Raises:
         UserError: no field is clearly the text, or a record is broken.
@@ -326,7 +326,7 @@ _READ: dict[str, Callable[[Path], Iterator[tuple[object, Mapping[str, Any]]]]] =
 
 
 def _text_field(rows: list[Mapping[str, Any]]) -> str:
-    """The field that holds the text: one with a usual name, or the only one that contains words.
+    """Return the field that holds the text: one with a usual name, or the only one that contains words.
 
     Raises:
         UserError: no field fits, or several do.

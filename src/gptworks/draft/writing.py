@@ -10,14 +10,14 @@ import yaml
 from gptworks.errors import UserError
 
 Row = tuple[str, Any, str]
-"""A setting: its key, its value, and the reason for it, which may be empty."""
+"""A setting: its key, its value, and the reason for the value, which may be empty."""
 
 _COMMENT_COLUMN, _WIDTH = 36, 120
 
 
 def written(about: Iterable[str], sections: Mapping[str, Sequence[Row]]) -> str:
-    """The text of a recipe's file: comments, then each section's settings with their reasons as comments. A section
-    without a name holds settings outside the others."""
+    """Return the text of a recipe's file: comments, then each section's settings with their reasons as comments. The
+    section "" holds settings outside the others."""
     lines = [f"# {line}".rstrip() for line in about]
     for name, rows in sections.items():
         indent = "  " if name else ""
@@ -35,7 +35,7 @@ def written(about: Iterable[str], sections: Mapping[str, Sequence[Row]]) -> str:
 
 
 def _flow(value: Any) -> str:
-    """A value in YAML's flow style, on one line."""
+    """Return a value in YAML's flow style, on one line."""
     text = yaml.safe_dump([value], default_flow_style=True, width=inf, allow_unicode=True, sort_keys=False)
     return text.strip()[1:-1]
 
