@@ -125,7 +125,7 @@ class Batches:
         return epochs, found
 
     def start(self, epoch: int, window: int) -> int:
-        """Return the position in the split of the first token of `window` (numbered over all datasets) in an epoch."""
+        """Return the split position at which `window` (numbered over all datasets) begins in its dataset's `epoch`."""
         dataset = int(np.searchsorted(self._bounds, window, side="right")) - 1
         stretch, length, window = self._stretches[dataset], self._context_length, window - int(self._bounds[dataset])
         n_firsts = min(length, stretch.n_tokens - self._n_windows[dataset] * length)
@@ -232,10 +232,10 @@ def counts(weights: tuple[int, ...], n: int) -> list[int]:
 
     The datasets are the leaves of a Huffman tree. Each inner node divides its samples between its two children in
     proportion to their weights, rounded to the nearest, so one more sample gives exactly one child one more. Every
-    share is less than 1.68 off its exact value: rounding at an ancestor of weight W adds at most w / 2W for a leaf of
-    weight w. From a leaf upwards, weights grow at least as fast as Fibonacci numbers, because a node's sibling is at
-    least as heavy as each of its children. So the errors add up to less than half the reciprocal Fibonacci constant,
-    3.3599. With two datasets the error is at most 1/2.
+    share is less than 1.68 off its exact value: rounding at an ancestor of weight W adds an error of at most w / 2W to
+    a leaf of weight w. From a leaf upwards, weights grow at least as fast as Fibonacci numbers, because a node's
+    sibling is at least as heavy as each of its children. So the errors add up to less than half the reciprocal
+    Fibonacci constant (3.3599). With two datasets the error is at most 1/2.
     """
     found = [0] * len(weights)
     todo = [(_huffman_tree(weights), n)]

@@ -118,7 +118,7 @@ def read_texts(data: DataConfig) -> Texts:
 
 
 def cleaned_texts(work: Path, data: DataConfig, report: Report) -> Texts:
-    """Return a dataset's text, cleaned if the recipe has filters. Clean the jobs that `work` does not hold yet.
+    """Return a dataset's text, cleaned if the recipe has filters. Jobs already cleaned in `work` are not cleaned again.
 
     Raises:
         UserError: a source is broken, or no document is left.

@@ -32,7 +32,7 @@ class Encoder(NamedTuple):
     name: str
     """The library that encodes: gigatoken or tokenizers."""
     reason: str
-    """The reason for choosing this library."""
+    """The reason for choosing the encoder's library."""
     encode: Callable[[list[str]], list[Ids]]
     """Encodes each text to ids, uint32 [n]. Raises UserError like `gptworks.tokenizer.encodings`."""
 
@@ -203,7 +203,7 @@ def _has_doubtful(text: str) -> bool:
 
 @functools.cache
 def _known() -> np.ndarray[Any, np.dtype[np.int8]]:
-    """Return a table of all code points: _SAME class in both libraries, _DOUBTFUL, or _NOT_COMPARED yet."""
+    """Return the state of every code point: _SAME class in both libraries, _DOUBTFUL, or _NOT_COMPARED yet."""
     known = np.full(0x110000, _DOUBTFUL, dtype=np.int8)
     known[:_COMPARED] = _NOT_COMPARED
     known[:0x80] = _SAME

@@ -76,7 +76,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class Duplicates:
-    """The amount of documents that repeat the tokens of an earlier one, and the documents copied most often."""
+    """The number and tokens of documents that repeat an earlier one, and the documents copied most often."""
 
     documents: int
     tokens: int
@@ -88,7 +88,7 @@ class Languages:
     """The languages of sampled documents, guessed by a model."""
 
     sample: int
-    """Number of sampled documents, evenly spaced."""
+    """Number of documents sampled, evenly spaced in the training split."""
     counts: dict[str, int]
     """Number of documents in each language, the most frequent first."""
 

@@ -145,7 +145,7 @@ class _JobWriter:
         encoding library and the reason for it; empty if there was no choice."""
         out = _folder(self._folder, job.number)
         if out.exists():
-            remove_tree(out)  # an unfinished job's folder is damaged
+            remove_tree(out)  # a folder that exists for an unfinished job is damaged
         with new_folder(out) as aside:
             with (
                 split_writers(aside, self._settings.dtype, self._settings.shard_tokens) as writers,
@@ -182,7 +182,7 @@ class _JobWriter:
         return encoder, round_trips
 
     def _round_trips(self, piece: Piece, text: bytes, ids: list[int]) -> bool:
-        """Return whether decoding the tokens, also after preceding ones, restores the text."""
+        """Return whether the tokens decode to the text, also if other text precedes them."""
         if self._texts is not None:  # decoding only joins the texts of tokens
             return b"".join(map(self._texts.__getitem__, ids)) == text
         if piece.starts_document:

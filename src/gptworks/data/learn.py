@@ -37,7 +37,7 @@ from gptworks.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer, 
 
 _BPE_TRAINING_BYTES = 200_000_000
 _SAMPLE_BYTES = 100_000_000
-"""Bytes of text that train BPE if there are more than _BPE_TRAINING_BYTES: training is 10 × slower than encoding."""
+"""Size of the sample that trains BPE if the text exceeds _BPE_TRAINING_BYTES: training is 10 × slower than encoding."""
 _DOCUMENTS_WORTH_A_SPLIT = 20
 
 
@@ -172,7 +172,7 @@ def empty(split: Split, validation: ValidationSplit, conversations: bool = False
 # does not depend on the order of the sources.
 _ALL = 1 << 64
 _LEAST_KEPT_BYTES = 1 << 23
-"""Every job may keep at least this many bytes of sampled text."""
+"""A job's limit on sampled text is at least this many bytes."""
 
 
 def sample_texts(
@@ -199,7 +199,7 @@ def sample_texts(
 
 
 def _lines(file: Path) -> Iterator[tuple[int, int, str]]:
-    """Yield the key, size and text of each piece. Size 0: pieces with this key or a larger one were left out."""
+    """Yield the key, size and text of each sampled piece. Size 0: pieces with this key or a larger one are left out."""
     with open_regular(file) as lines:
         for line in lines:
             key, size, text = json.loads(line)
@@ -215,7 +215,7 @@ def _sampler(validation: ValidationSplit, below: int, advance: Advance) -> Calla
 
 
 def _sample_job(validation: ValidationSplit, below: int, advance: Advance, work: Work) -> None:
-    """Write the job's training pieces with keys below `below`; if the file gets too large, only the smallest keys."""
+    """Write the training pieces of a job whose keys are below `below`; above the size limit, drop the largest keys."""
     job, file, limit_bytes = work
     kept: list[tuple[int, int, str]] = []  # a heap with the largest key on top
     kept_bytes, most = 0, below

@@ -30,7 +30,7 @@ def evenly_spaced(total: int, n: int = 0) -> list[int]:
 
 @lru_cache(maxsize=64)
 def random_keys(*seeds: int) -> Uint64s:
-    """Return random numbers [ROUNDS + 1] that depend on the seeds: the keys of a permutation, and one more.
+    """Return random numbers [ROUNDS + 1] that depend on the seeds: keys for a permutation, and one for another use.
 
     A trailing seed of 0 changes nothing.
     """

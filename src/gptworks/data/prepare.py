@@ -202,7 +202,7 @@ def work_on(work: Path, recipe: AnyRecipe, report: Report, part: tuple[int, int]
 
 
 def write_dataset(folder: Path, work: Path, recipe: AnyRecipe, made_from: dict[str, Any], report: Report) -> None:
-    """Write the dataset's folder, completely or not at all. Conversations are encoded only now."""
+    """Write the dataset's folder, completely or not at all: encode conversations, or join the finished jobs of text."""
     data = recipe.data
     texts = cleaned_texts(work, data, report)
     validation = split_by(data, texts.sources)
@@ -255,7 +255,7 @@ def _version() -> str:
 
 
 _SHARED = "parts"
-"""Name of a mark in a work folder in which several machines may work: the folder stays until the parts are merged."""
+"""Name of a folder that marks a work folder as shared by machines: it is kept until the parts are merged."""
 
 
 def _check(recipe: AnyRecipe) -> None:
@@ -296,7 +296,7 @@ def _working(folder: Path) -> Iterator[Path]:
     try:
         _work(folder).mkdir(exist_ok=True)
         yield _work(folder)
-    except UserError:  # a mistake in the text or tokenizer, from which no call can continue
+    except UserError:  # the text or tokenizer has a mistake, so finished work is useless
         shutil.rmtree(_work(folder), ignore_errors=True)
         raise
     finally:

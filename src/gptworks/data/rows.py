@@ -43,7 +43,7 @@ class Row:
     padding: int
     """Number of padding inputs at the end of the row."""
     answer: Literal["chosen", "rejected"] | None = None
-    """Kind of the answer that ends the row; None: the row does not belong to a pair."""
+    """The answer that ends the row; None: the row is not from a preference pair."""
 
     @property
     def learned(self) -> npt.NDArray[np.bool_]:

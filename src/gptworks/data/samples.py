@@ -88,7 +88,7 @@ class Samples(ABC):
         return {}
 
     def held_out(self, n_sequences: int) -> Iterator[Batch]:
-        """Yield at most `n_sequences` evenly spaced sequences [T] of the validation split, for its loss; 0: all."""
+        """Yield at most `n_sequences` (0: all) evenly spaced sequences [T] of the validation split, for its loss."""
         raise NotImplementedError
 
 

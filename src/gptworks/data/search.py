@@ -63,7 +63,7 @@ class Hit:
     first: int
     """Index in the document of the token in which the phrase begins."""
     n_tokens: int
-    """Number of tokens that hold a part of the phrase."""
+    """Number of tokens over which the phrase extends."""
     position: int
     """Index in the split of the token in which the phrase begins."""
     before: str
@@ -215,7 +215,7 @@ class SearchIndex:
             file.write(text)
 
     def _read(self, at: int, n: int) -> tuple[Ids, npt.NDArray[np.bool_]]:
-        """Return tokens [n], and a mask [n] of those that begin a document and have no special token at this border.
+        """Return tokens [n], and a mask [n] of those that begin a document unmarked by a special token.
 
         Raises:
             UserError: a token is not in the vocabulary.
@@ -233,7 +233,7 @@ class SearchIndex:
         opens[1:] &= ~special[1:] & ~special[:-1]
         return ids[before:], opens[before:]
 
-    # ---------------------------------------------------------------------------------------------- searching
+    # -------------------------------------------------------------------------------------- searching the index
 
     @cached_property
     def _open(self) -> list[_Opened]:

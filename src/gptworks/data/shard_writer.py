@@ -43,9 +43,9 @@ class ShardWriter:
         learned: npt.NDArray[np.bool_] | None = None,
         example: tuple[int, ...] = (),
     ) -> None:
-        """Append tokens [n], which are `text_bytes` bytes of text.
+        """Append tokens [n] that encode `text_bytes` bytes of text.
 
-        Add a conversation in one call, with the mask of its learned tokens [n] and its values of the columns `EXAMPLE`.
+        Add a conversation in one call, with the mask of its learned tokens [n] and values for the columns of `EXAMPLE`.
         """
         if self._open is None:
             self._name = f"{self._split}-{len(self._shards):05d}"

@@ -47,7 +47,7 @@ Ids = npt.NDArray[Any]
 
 
 class ShardFile(Section):
-    """A shard: its token file, the file of its document starts, and for conversations two more."""
+    """A shard: its token file, the file of its document starts, and two more files for conversations."""
 
     file: str
     offsets_file: str
@@ -167,8 +167,8 @@ class Manifest(Section):
     cleaning: dict[str, Any] | None = None
     """Counts of the documents that the recipe's filters changed and dropped; null: no filters."""
     sources: tuple[ShardCounts, ...] = ()
-    """Number of shards in each split that each source of text in `made_from` owns, in order. Empty for conversations,
-    and for mixtures, whose parts have their own numbers."""
+    """For each source of text in `made_from`, in order: the number of shards that it owns in each split. Empty for
+    conversations, and for mixtures, whose parts have their own counts."""
 
     @model_validator(mode="after")
     def _check_shares(self) -> Self:
@@ -219,7 +219,7 @@ def little_endian(dtype: Dtype) -> np.dtype[Any]:
     return np.dtype({"uint16": "<u2", "uint32": "<u4"}[dtype])
 
 
-# -------------------------------------------------------------------------------------------------- reading
+# ----------------------------------------------------------------------------------------------- reading shards
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -379,7 +379,7 @@ class TokenShards:
                 _verified.add(known)
 
     def _check_ids(self, shard: ShardFile) -> None:
-        """Stop at ids outside the vocabulary, since a correct sha256 shows only that the author wrote them."""
+        """Stop with an error at ids outside the vocabulary, which a correct sha256 does not rule out."""
         ids = map_array(self.folder / shard.file, little_endian(self.manifest.dtype), inside=self.folder)
         highest = max(int(ids[at : at + _CHECKED_IDS].max()) for at in range(0, len(ids), _CHECKED_IDS))
         if highest >= self.manifest.vocab_size:

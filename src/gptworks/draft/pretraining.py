@@ -27,7 +27,7 @@ SHAPES = (
     (64, 2), (128, 2), (192, 3), (256, 4), (320, 5), (384, 6), (512, 8), (640, 10), (768, 12), (1024, 16), (1280, 20),
     (1536, 24), (2048, 24),
 )  # fmt: skip
-"""Pairs of width and depth, ascending. Each pair has up to three times the parameters of the pair before."""
+"""Pairs of model width and number of layers, each with up to three times the parameters of the pair before."""
 
 FIRST_SHAPE = (256, 4)
 """The first shape to measure, unless the text suffices only for a smaller one."""
@@ -149,8 +149,7 @@ class Search:
         return Draft(candidate.sections | {"model": model}, plan, self.texts)
 
     def _step_tokens(self, candidate: Drafted) -> int:
-        """Return the tokens per step: a power of 2 that grows with the square root of a run's tokens, less in short
-        runs."""
+        """Return tokens per step: a power of 2, growing with the square root of a run's tokens; fewer in short runs."""
         tokens, size = self._tokens(candidate), STEP_TOKENS
         while tokens > MANY_TOKENS * (size / STEP_TOKENS) ** 2:
             size *= 2
@@ -299,8 +298,7 @@ class Search:
         return found
 
     def _tokenizer(self, most: int) -> tuple[int, float]:
-        """Train a tokenizer of at most `most` tokens. Return its vocabulary size, and its bytes per token on this
-        text."""
+        """Return the size of a vocabulary of at most `most` tokens for this text, and its bytes per token."""
         while most > LEAST_VOCABULARY and self.texts.n_bytes < most * BYTES_PER_VOCABULARY_TOKEN:
             most //= 2
         while True:

@@ -68,7 +68,7 @@ class Texts:
     reasons: dict[str, str] = field(default_factory=dict)
     """Reasons for leaving out files of a readable kind, by file name or ending."""
     n_bytes: int = 0
-    """Bytes of text; an estimate if files are compressed, or if many bytes must be extracted or are in records."""
+    """Bytes of text; an estimate for compressed files, and for large archives, pages and files of records."""
     sample: list[str] = field(default_factory=list)
 
     @property
@@ -283,7 +283,7 @@ def _sample(files: list[Path]) -> list[str]:
     for file, size in zip(files, sizes, strict=True):
         with open_file(file) as stream:
             while position < before + size:
-                if not compression(file.name):  # a compressed file cannot seek: read on from its beginning
+                if not compression(file.name):  # a compressed stream cannot seek: read its next bytes
                     stream.seek(position - before)
                 text = stream.read(part).decode("utf-8", errors="ignore")
                 parts.append(text if position == before else text.partition("\n")[2] or text)

@@ -129,7 +129,7 @@ class _Words:
     """Finds the sequences of n words that occur more than once, for n from 1 on.
 
     A sequence that occurs twice contains only sequences that occur twice, so each step extends the ones found before.
-    Most texts soon have few, so the first steps take most of the time.
+    Most texts have few long ones, so the first steps take most of the time.
     """
 
     def __init__(self, words: list[str]) -> None:
@@ -138,7 +138,7 @@ class _Words:
         lengths = np.fromiter(map(len, words), dtype=np.int64, count=len(words))
         self._ends = np.concatenate(([0], np.cumsum(lengths)))  # characters of all words before each word
         self._n = 0
-        self.starts = np.arange(len(words))  # first word of each sequence that occurs more than once
+        self.starts = np.arange(len(words))  # index of the first word of each repeated sequence
         self._groups: Numbers = np.zeros(len(words), dtype=np.int64)  # group of each start: equal for equal sequences
         self._top = (0, 1)  # first start of the most frequent sequence, and its occurrences
 

@@ -51,7 +51,7 @@ def write_examples(
     processes: int,
     report: Callable[[str, int, int | None], None],
 ) -> tuple[Origin, ...]:
-    """Encode each record's conversations and write them to its split. Return the files or datasets of the records.
+    """Encode each record's conversations and write them to its split. Return the files or datasets that were read.
 
     Raises:
         UserError: the template refuses a conversation; the message names the record.
@@ -105,7 +105,7 @@ def _flags(record: Conversation, example: Example) -> int:
 
 
 def _hashes(messages: list[Message]) -> tuple[int, int, int]:
-    """Return hashes of all turns, of those before the last answer, and of it, ignoring case and white space."""
+    """Return hashes (ignoring case and white space) of all turns, the turns before the last answer, and that answer."""
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=len(messages))
     return _hash(messages), _hash(messages[:last]), _hash(messages[last : last + 1])
 
@@ -115,7 +115,7 @@ def _hash(messages: list[Message]) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "big")
 
 
-# ---------------------------------------------------------------------------------------------------- encoding
+# --------------------------------------------------------------------------------------- encoding conversations
 
 AnyRecord = Conversation | Pair
 

@@ -212,7 +212,7 @@ def _repeats(value: Any, read: set[str], within: bool, depth: int = 0) -> bool:
 
 
 def _about_sides(record: Fields, name: str, shape: Shape) -> bool:
-    """Return whether to ignore a pair's key, such as an answer's author or a score that agrees with the preference."""
+    """Return whether a pair's key may be ignored, such as an answer's author or a score that fits the preference."""
     if shape != "preferences":
         return False
     for better, worse in _SCORES:

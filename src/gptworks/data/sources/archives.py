@@ -25,7 +25,7 @@ from gptworks.errors import UserError
 from gptworks.files import open_regular
 
 _MEMBERS = {"text": ("*.txt", "*.md", "*.text"), "jsonl": ("*.jsonl",), "csv": ("*.csv", "*.tsv")}
-"""Default patterns of member names by `format`. Compressed members match without their compression's ending."""
+"""Default patterns of member names by `format`. A compressed member also matches without its compression ending."""
 MOST_DIRECTORY_BYTES = 1 << 27
 _MOST_HEADER_BYTES = 1 << 20
 """Maximum bytes of a tar member's name and attributes."""

@@ -60,7 +60,7 @@ def read_json(file: Path, key: str | None = None) -> Iterator[tuple[str, Mapping
 
 
 def _find(text: "_Text", file: Path, key: str | None) -> None:
-    """Move to the value of `key` in the object that the file holds."""
+    """Move `text` to the value of `key` in the object that the file holds."""
     names: list[str] = []
     while text.peek() != "}":
         if names:

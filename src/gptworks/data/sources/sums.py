@@ -15,7 +15,7 @@ from gptworks.files import make_folder, read_regular, sha256_file, write_whole
 REMEMBERED_BYTES = 1 << 20
 """The sha256 of smaller files is not cached, since reading such a file is as fast."""
 _SETTLED_NS = 2 * 10**9
-"""Nanoseconds since a file's last change before it is cached: it may change again within one tick of the clock."""
+"""Minimum nanoseconds since a file's last change for caching: another change in the same clock tick goes unnoticed."""
 _MOST_KNOWN, _MAX_BYTES = 100_000, 1 << 26
 _THREADS = 8
 
@@ -51,7 +51,7 @@ def _read() -> dict[str, str]:
 
 
 def _write(known: dict[str, str]) -> None:
-    """Replace the cache. If several processes do so together, one wins, and the others' files are read again."""
+    """Replace the cache. If several processes do this together, one wins, and the sums of the others are lost."""
     with contextlib.suppress(OSError, RunError):  # if the cache cannot be written, files are read again
         folder = cache_folder()
         make_folder(folder)
