@@ -172,7 +172,7 @@ class Architecture(Section):
 
     @property
     def rotating_windows(self) -> Self | None:
-        """A copy whose base is `window_rope_theta`, without scaling; None if windowed layers rotate like the others."""
+        """A copy with the rotary base `window_rope_theta`, unscaled; None if windowed layers rotate like the others."""
         if self.window_rope_theta is None:
             return None
         return self.model_copy(

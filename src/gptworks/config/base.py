@@ -28,7 +28,7 @@ ShortPath = Annotated[
     WithJsonSchema({"type": "string", "format": "path", "maxLength": MOST_PATH_CHARACTERS}),
 ]
 PositiveTime = Annotated[float, Field(gt=0, le=10**9)]
-"""A number of seconds or minutes, at most 10⁹: 30 years in seconds, and systems refuse longer timeouts."""
+"""Seconds or minutes, at most 10⁹: 10⁹ seconds are 30 years, and systems refuse longer timeouts."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -114,7 +114,7 @@ def derived(name: str, function: Callable[[Any], Any] = lambda value: value) -> 
 class Role(Enum):
     """A setting's role: whether a resumed run may change it, and whether runs that differ in it are comparable.
 
-    Each setting declares its role with its type: `batch_size: Steering[PositiveInt]`. Messages quote the values.
+    Each setting declares its role with its type: `batch_size: Steering[PositiveInt]`. Messages quote the values below.
     """
 
     MEASURED = "it decides what the validation loss measures"
@@ -149,7 +149,7 @@ class Role(Enum):
 
 
 class Place(Enum):
-    """The kind of outside resource that a setting names. Programs that run other people's recipes must check these.
+    """The kind of outside resource that a setting names. Programs that run other people's recipes must check it.
 
     A setting declares it with its type: `path: Free[Annotated[str, Place.PATH]]`.
     """

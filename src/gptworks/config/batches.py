@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from gptworks.config.base import Fixed, Free, PositiveInt, PositiveTime, Section, Steering
 
 IGNORED = -100
-"""Target of a token that the loss ignores, as `torch.nn.functional.cross_entropy` has it by default."""
+"""Target of a token that the loss ignores: the default `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
 
 FUTURE_WEIGHT = 0.3
@@ -18,7 +18,7 @@ Weight = Annotated[float, Field(ge=0, le=1000)]
 
 
 def computes_again(activation_checkpointing: str, layer: int) -> bool:
-    """Return whether the backward pass recomputes a layer: each one with `block`, each second one with `selective`."""
+    """Return whether the backward pass recomputes a layer: all with `block`, every second one with `selective`."""
     return activation_checkpointing == "block" or (activation_checkpointing == "selective" and layer % 2 == 0)
 
 

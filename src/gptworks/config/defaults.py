@@ -14,14 +14,14 @@ from gptworks.config.optimizers import OPTIMIZERS
 
 RATE, RATE_WIDTH = 0.02, 512
 """AdamW's learning rate if Muon trains the matrices, and the width of the widest model in our experiments. In wider
-models the rate is divided by the square root of the ratio of widths, as a precaution; Muon's rate is constant."""
+models this rate is divided by the square root of the ratio of widths, as a precaution. Muon's rate does not change."""
 
 ADAMW_RATE_TIMES_WIDTH, HIGHEST_ADAMW_RATE = 0.5, 0.003
 """AdamW's learning rate for all weights, multiplied by the width, and its maximum. A rate inverse to the width (Yang et
 al., 2022) is 0.7 to 1.6 times that in table 2.1 of Brown et al. (2020)."""
 
 TUNING_RATE_TIMES_WIDTH, HIGHEST_TUNING_RATE = 0.0768, 1e-3
-"""AdamW's learning rate from trained weights, multiplied by the width, and its maximum: 1e-4 at a width of 768."""
+"""AdamW's learning rate from trained weights, multiplied by the width (1e-4 × 768), and its maximum."""
 
 ADAPTER_TIMES = 10
 """Ratio of an adapter's learning rate to the rate for all weights (Schulman et al., 2025)."""

@@ -73,7 +73,7 @@ class Recipe(Section):
     def _fill_in(cls, given: Any, info: ValidationInfo) -> Any:
         rest = info.data
         if not isinstance(given, dict) or not {"model", "objective", "adapter", "initialize_from"} <= rest.keys():
-            return given  # a validated section, or an invalid one elsewhere that will be reported
+            return given  # validated already, or another section is invalid, which pydantic reports
         tunes, adapter = rest["initialize_from"] is not None, rest["adapter"] is not None
         return train_defaults(given, rest["model"], rest["objective"], tunes, adapter) | given
 

@@ -36,7 +36,7 @@ class Part:
     key: str
     name: str
     kind: str
-    """embedding, attention, mlp, norm or head; it decides the colour on pages."""
+    """One of embedding, attention, mlp, norm and head; it decides the colour on pages."""
     place: str
     """Where the part is: `input` or `output` of the model, or `attention` or `mlp` of a block."""
     weights: str

@@ -63,7 +63,7 @@ class _Remedy:
     overrides: tuple[str, ...]
     costs: str
     beyond: tuple["_Remedy", ...] = ()
-    """Milder remedies that this one replaces."""
+    """Milder remedies that this one goes beyond, as 4-bit weights go beyond 8-bit weights."""
 
 
 def recipe_with(recipe: Recipe) -> Apply:

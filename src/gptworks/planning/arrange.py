@@ -97,7 +97,7 @@ def refusal(recipe: Recipe, n_ranks: int, precision: str = "auto") -> Refusal | 
 
 
 def _batch_refusal(recipe: Recipe, n_data: int) -> Refusal | None:
-    """Refuse a batch that `n_data` data-parallel ranks cannot divide into equally many whole micro-batches."""
+    """Return why `n_data` data-parallel ranks cannot have equally many whole micro-batches; None if they can."""
     train, objective = recipe.train, recipe.objective
     tensor = train.parallel.tensor_parallel
     micro = train.rank_micro_batch_size(n_data)
@@ -165,7 +165,7 @@ def _tensor_refusal(model: ModelConfig, tensor: int) -> Refusal | None:
 
 
 def _not_in_shares(recipe: Recipe, precision: str, setting: str) -> Refusal | None:
-    """Refuse a recipe whose tensors cannot be sharded; `setting` is the part of `train.parallel` that shards them."""
+    """Return why the recipe's tensors cannot be sharded, as `setting` of `train.parallel` asks; None if they can."""
     if recipe.model.repeats_layers:
         return Refusal(
             f"model.layer_repeats runs blocks several times and train.parallel.{setting} gathers each for one run",
@@ -215,7 +215,7 @@ def planned_precision(name: str, device: Device) -> str:
 
 
 def device_setting(recipe: Recipe, device: Device, layout: Layout) -> Setting:
-    """Return `rank_setting` in the precision that the recipe has on this device."""
+    """Return `rank_setting` with the precision that `train.precision` means on this device."""
     return rank_setting(recipe, planned_precision(recipe.train.precision, device), device.on_cpu, layout)
 
 

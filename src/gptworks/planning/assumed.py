@@ -25,13 +25,11 @@ _UNSET_STEPS = 10**9
 
 
 def preset_recipe(name: str, overrides: Sequence[str], device: Device, n_ranks: int = 1) -> tuple[Recipe, str | None]:
-    """Return a recipe for training a preset on `n_ranks` devices, and the reason for its number of steps.
+    """Return a recipe for training a preset on `n_ranks` devices, and a clause that explains its number of steps; None
+    if `overrides` set the length.
 
     Settings not in `overrides` are assumed: AdamW, the compute-optimal number of tokens, half a million tokens per step
     (or one sequence for each rank, if that is more), and the largest micro-batch that fits.
-
-    Returns:
-        The recipe, and a clause that explains its number of steps; None if an override sets the length.
     """
     tree: dict[str, Any] = apply_overrides({"model": {"preset": name}}, overrides)
     model, given = parse_model(tree["model"], name), tree.pop("train", {})

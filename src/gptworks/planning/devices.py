@@ -204,7 +204,7 @@ class DeviceOptions:
         return measured() if self.device == "this" else find_device(self.device)
 
     def in_node(self, device: Device, n_ranks: int) -> Device:
-        """Return the device with the options about its node. By default, ranks on a CPU share one machine's memory."""
+        """Return `device` with the node that these options describe. By default, ranks on CPUs share one machine."""
         node = (self.intra_node_gb_s, self.inter_node_gb_s, self.gpus_per_node, self.host_memory_gib)
         intra, inter, per_node, host = node
         memory = device.memory_bytes

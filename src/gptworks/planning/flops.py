@@ -26,7 +26,7 @@ class ForwardFlops:
 
     `attention_dense` and `attention_causal` count the scores and the weighted sums of values. `attention_dense` counts
     all (query, key) pairs that plain products compute, as `torch.utils.flop_counter` does: T × T, or in a layer whose
-    window is at most half the text, each block of `window` tokens with itself and the block before. `attention_causal`
+    window is at most half the text, each block of `window` tokens with itself and the previous one. `attention_causal`
     counts only pairs that the mask allows: the work of a kernel that skips all others.
     """
 
@@ -151,7 +151,7 @@ class Products(Outline):
         return True
 
     def scores(self, module: str, window: int | None, q: bool, k: bool, v: bool) -> None:
-        per_pair = 2 * self.config.n_heads * self.config.d_head  # of one product: scores or weighted sum
+        per_pair = 2 * self.config.n_heads * self.config.d_head  # FLOPs of the scores, or of the weighted sum
         n = per_pair * formed_pairs(self.length, window) * self.parts
         self._note("attention_scores", module, 2 * n, n * (q + k + (q or k) + v))
         self.causal += 2 * per_pair * visible_pairs(self.length, window)

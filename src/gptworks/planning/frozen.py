@@ -34,9 +34,9 @@ def as_trained(stage: Stage, trained: Trained, shapes: Shapes, layer: int, no_co
 
 
 def as_first(stage: Stage, trained: Trained, shapes: Shapes, layer: int) -> Stage:
-    """Return a stage of the first block with a backward pass if no parameter before it is trained: the block's input
-    then needs no gradient."""
-    if not stage.reads_entry or trained.moves("norm1", layer):  # torch's norm saves the normalized input instead
+    """Return the stage without the saved tensors that only the gradient of its block's input needs; for the first block
+    with a backward pass, if no parameter before it is trained."""
+    if not stage.reads_entry or trained.moves("norm1", layer):  # a trained norm saves its normalized input instead
         return stage
     saved = dict(stage.saved)
     if not stage.matrices:

@@ -9,7 +9,7 @@ from gptworks.planning.params import ParameterCount
 from gptworks.planning.trained import Trained
 
 BUCKET_BYTES = 32 * 2**20
-"""Approximate bytes of gradients in one all-reduce: few messages, and little memory."""
+"""Approximate bytes of gradients in one all-reduce, a compromise between few messages and little memory."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ ONE_DEVICE = Layout()
 
 
 def parallel_overrides(sharding: Sharding | None, tensor_parallel: int | None) -> list[str]:
-    """Return the overrides of a recipe that the options `--sharding` and `--tensor-parallel` mean."""
+    """Return the recipe overrides that correspond to the options `--sharding` and `--tensor-parallel`."""
     strategies = {
         "auto": ["train.parallel.strategy=auto"],
         "none": ["train.parallel.strategy=ddp"],

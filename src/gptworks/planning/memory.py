@@ -88,7 +88,7 @@ class _Step:
         )
         self.uses = self.model.layer_uses  # the block that runs at each position of the forward pass
         self.layers = range(self.trained.n_still, len(self.uses))  # positions with a backward pass
-        self.element_bytes = 2 if self.layout.gathers == "bf16" else 4  # of gathered matrices
+        self.element_bytes = 2 if self.layout.gathers == "bf16" else 4  # bytes per element of gathered matrices
         self.gathered_bytes = self.element_bytes * self.shards.block if self.sharded else 0
         self.no_copies = (
             self.sharded and self.element_bytes == self.shapes.product_bytes
@@ -185,7 +185,7 @@ class _Step:
         stages = self._cost(use).stages
         if use == self.layers[0] and not self.trained.embedding:
             stages = [as_first(stage, self.trained, self.shapes, self.uses[use]) for stage in stages]
-        makes = self.trained.rank or self._computes_again(use)  # autocast caches copies of trained weights only
+        makes = self.trained.rank or self._computes_again(use)  # makes new copies: autocast caches trained weights only
         if not makes and use != self._first_kept(use):
             return [replace(s, saved={**s.saved, COPIES: 0}) if s.matrices else s for s in stages]
         return stages
@@ -257,13 +257,13 @@ class _Step:
         objective, taught = self.setting.objective, self.setting.objective.teacher_run is not None
         for stage in self.future:
             self.hold_saved(stage)
-        n_tokens = 1 + len(self.future)  # predicted from each position
+        n_tokens = 1 + len(self.future)  # number of tokens predicted from each position
         features = n_tokens * shapes.products(width)
         head = vocabulary * width if self.trained.head else 0  # elements of its gradient; a frozen head has none
         self.hold(LOSS, features)  # the features' gradient; if targets are scored, first a copy of the features
         copy = shapes.product_bytes * vocabulary * width if shapes.autocast else 0
         several = replace(shapes, batch_size=n_tokens * shapes.batch_size)
-        if objective.scores_targets:  # their gradients are computed in the backward pass, after autocast
+        if objective.scores_targets:  # such losses compute gradients in the backward pass, after autocast
             self.mark("loss", scoring_bytes(several, vocabulary) + copy + features, LOSS)
             self._drop_copies()
         chunk = loss_chunk_bytes(several, vocabulary, head, taught)
@@ -329,7 +329,7 @@ class _Step:
     def _gather(self, layer: int) -> None:
         """Hold the weights that FSDP2 gathers for a block's backward pass, and prefetches for the next block's."""
         if self.sharded and self.layout.sharding == "fsdp":
-            if layer == self.model.n_layers - 1:  # every other block was prefetched before
+            if layer == self.model.n_layers - 1:  # every other block has been prefetched
                 self.hold(COMMUNICATION, self.gathered_bytes)
             self.mark(f"layer {layer + 1}, gathered", self.gathered_bytes, COMMUNICATION)
             self.hold(COMMUNICATION, self.gathered_bytes if layer > 0 else 0)
@@ -362,14 +362,14 @@ class _Step:
             self.mark("gradients added up over ranks", min(there, BUCKET_BYTES + largest), COMMUNICATION)
 
     def _runs(self, use: int) -> list[int]:
-        """Return the runs of the block of run `use` that have a backward pass."""
+        """Return the positions with a backward pass at which the block of position `use` runs."""
         return [u for u in self.layers if self.uses[u] == self.uses[use]]
 
     def _go_back(self, stage: Stage, moment: str, use: int | None = None) -> None:
         """Account for a stage's backward pass; see `Stage`. If a block runs several times, the gradients of all its
         runs are added up before the gradients of its weights are made."""
         product = self.shapes.product_bytes
-        gradient = product * stage.matrices if self.packed or not self.trained.rank else 0  # or unpacked matrices
+        gradient = product * stage.matrices if self.packed or not self.trained.rank else 0  # packed: unpacked weights
         momentary = gradient + max(stage.leaves + stage.scratch + 4 * stage.table, self._unpacking_bytes(stage))
         if (stage.module or stage.name) in self.trained.targets:  # an adapter scales the arriving gradient
             dropped = 3 * stage.leaves - stage.arrives if self.trained.dropout else 0  # 3 gradients of the input
@@ -418,7 +418,7 @@ class _Step:
         if not self.setting.accumulates:
             self.hold(GRADIENTS, 4 * (matrices + vectors))
         self.bucket_bytes += 4 * (matrices + vectors)
-        if self.layout.sums_in_backward and self.bucket_bytes >= BUCKET_BYTES:  # replaces the previous bucket
+        if self.layout.sums_in_backward and self.bucket_bytes >= BUCKET_BYTES:  # the full bucket replaces the last one
             self.hold(COMMUNICATION, self.bucket_bytes - self.held[COMMUNICATION])
             self.mark("gradients added up over ranks")
             self.bucket_bytes = 0

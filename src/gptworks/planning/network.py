@@ -46,11 +46,11 @@ class Collective:
     dimension: str
     """Mesh dimension along which ranks communicate: data, tensor or all."""
     n_bytes: int
-    """Bytes of the unsharded tensors (of one rank's with all_to_all), per micro-batch if `in_each_micro_batch`, else
-    per step."""
+    """Bytes of the unsharded tensors (all_to_all: of one rank's tensors), per micro-batch if `in_each_micro_batch`,
+    else per step."""
     when: str
-    """The computation with which it overlaps: forward or backward (of each micro-batch), last_backward (of the last
-    micro-batch), or exposed (none)."""
+    """The computation that the transfer overlaps with: forward or backward (of each micro-batch), last_backward (of the
+    last micro-batch), or exposed (none)."""
     exposed_bytes: int = 0
     """The part of `n_bytes` sent before or after all computation, so that it overlaps with none."""
     in_each_micro_batch: bool = True
@@ -104,8 +104,8 @@ def _of_shares(layout: Layout, shards: Shards, n_layers: int) -> Iterator[Collec
 
 
 def _of_owners(s: Setting) -> Iterator[Collective]:
-    """Yield the exchange, in bf16, of the directions that each owner orthogonalizes for other ranks, and of its
-    updates; see `gptworks.training.distributed.owners`."""
+    """Yield the transfers in bf16 of update directions to the ranks that orthogonalize them, and of the updates back;
+    see `gptworks.training.distributed.owners`."""
     layout, n_parts = s.layout, s.layout.n_parts
     n_copies = layout.world_size // n_parts
     matrices = (s.trained or everything(count_parameters(s.model))).matrices

@@ -126,7 +126,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
 
 
 class _Tensors(Outline):
-    """The shapes of a model's tensors, by group and name within the block; it visits only the first block."""
+    """Collects the shapes of a model's tensors by group and name; of the blocks, which are alike, only the first's."""
 
     def __init__(self, config: ModelConfig, n_future: int) -> None:
         super().__init__(config, n_future)

@@ -150,7 +150,7 @@ class Plan:
 
     @property
     def full_steps(self) -> float | None:
-        """Samples of the run divided by `train.batch_size`, which some steps may not reach; None if unknown."""
+        """Number of steps with all of `train.batch_size` that would read the run's samples; None if that is unknown."""
         return None if self.steps is None else self.train.samples_before(self.steps) / self.train.batch_size
 
     @property

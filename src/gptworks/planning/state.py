@@ -42,8 +42,8 @@ def optimizer_scratch_bytes(
 ) -> int:
     """Return the peak memory of an update, in bytes beyond weights, gradients and state.
 
-    Fused AdamW needs none. With 8-bit moments it has both moments and a third tensor in fp32 for a part of a matrix.
-    Cautious decay has the signs of a part of a matrix; optimizers other than AdamW free their buffers before it.
+    Fused AdamW needs none. With 8-bit moments it needs both moments and a third tensor in fp32, for a part of a matrix
+    at a time. Cautious decay needs the signs of such a part; optimizers other than AdamW free their buffers before.
 
     Args:
         cautious: whether weight decay of the matrices is cautious.

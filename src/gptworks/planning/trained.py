@@ -29,7 +29,7 @@ class Trained:
     outside: frozenset[str] = frozenset()
     """Names of the trained tensors outside the blocks."""
     modules: tuple[frozenset[str], ...] | None = None
-    """For each layer, the last name parts of the modules whose own parameters are trained; None: all modules."""
+    """For each layer, the last name parts (such as `query`) of modules with trained parameters; None: all modules."""
     rank: int = 0
     """Rank of the adapter; 0: no adapter."""
     dropout: bool = False

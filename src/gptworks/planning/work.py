@@ -44,7 +44,7 @@ def training_work(recipe: Recipe) -> Work:
         forward["teacher"] = forward_flops(teacher, length).per_token_dense
     if rollouts := recipe.objective.rollouts:
         answered = min(1.0, rollouts.max_tokens / length)
-        prompts = (1 - answered) / rollouts.group_size  # a group's answers share one prefill
+        prompts = (1 - answered) / rollouts.group_size  # a group's answers share the prefill of the prompt
         forward["sampling"] = plain * (answered + prompts) / rollouts.steps
         forward["sampling_policy"] = plain / rollouts.steps
         if recipe.objective.keeps_start:
