@@ -1,1 +1,1 @@
-"""The model: one class, `gptworks.model.gpt.GPT`, for every decoder-only variant."""
+"""The model: `gptworks.model.gpt.GPT`, one class for every decoder-only architecture."""

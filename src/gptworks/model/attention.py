@@ -1,4 +1,4 @@
-"""The attention layer: projections around `gptworks.model.scores.attend`.
+"""The attention layer: projections before and after `gptworks.model.scores.attend`.
 
 Shapes: B batch, T queries, H query heads, G key/value heads, D head width, C model width.
 """
@@ -18,18 +18,18 @@ from gptworks.model.scores import Scores, attend, attend_slots, output_is_shared
 
 
 class AttentionInputs(NamedTuple):
-    """Inputs of attention other than the stream."""
+    """Inputs of an attention layer other than the residual stream."""
 
     rotary: tuple[Tensor, Tensor] | None = None
-    """Cosines and sines of the T positions; None: the layer rotates no heads."""
+    """Cosines and sines of the T positions' angles; None: the layer uses no rotary embedding."""
     cache: SlotLayer | None = None
-    """The cache that holds the texts' earlier keys and values; None: rows are complete texts."""
+    """Cache of the texts' earlier keys and values; None: the batch contains each text from its beginning."""
     bias: Tensor | None = None
-    """The bias that separates several texts of a row, see `attend`."""
+    """Bias that prevents attention between several texts in one row, see `Scores`; None: none is needed."""
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention, grouped-query where n_kv_heads < n_heads."""
+    """Multi-head self-attention; grouped-query attention if n_kv_heads < n_heads."""
 
     def __init__(self, config: ModelConfig, window: int | None) -> None:
         super().__init__()
@@ -43,26 +43,26 @@ class Attention(nn.Module):
         self.query_norm = build_head_norm(config, config.n_heads)
         self.key_norm = build_head_norm(config, config.n_kv_heads)
         self.gating = Gating(config.d_gate, config.n_heads) if config.attention_gate else None
-        """Gates of the heads (Qiu et al., 2025, `Gated Attention for Large Language Models`)."""
+        """Gates that scale each head's output (Qiu et al., 2025, `Gated Attention for Large Language Models`)."""
 
     def forward(self, x: Tensor, inputs: AttentionInputs, values: Tensor | None = None) -> Tensor:
-        """x [B, T, C] → [B, T, C]. values [B, T, G·D] replace the layer's own projection."""
-        gate = None if self.gating is None else self.gating(x)  # B T H
+        """Return attention's output [B, T, C] for x [B, T, C]; `values` [B, T, G·D] replace the layer's own."""
+        gate = None if self.gating is None else self.gating(x)  # [B, T, H]
         q, k, v = self.heads(x, inputs.rotary, values)
         if inputs.cache is not None:
-            y = attend_slots(q, k, v, inputs.cache, self.scores)  # 1 H N D
+            y = attend_slots(q, k, v, inputs.cache, self.scores)  # [1, H, N, D]
         else:
             dropout = self.dropout if self.training else 0.0
-            y = attend(q, k, v, self.scores._replace(dropout=dropout, bias=inputs.bias))  # B H T D
+            y = attend(q, k, v, self.scores._replace(dropout=dropout, bias=inputs.bias))  # [B, H, T, D]
         if gate is not None:
             y = y * gate.transpose(1, 2).unsqueeze(-1)
-        out: Tensor = self.out(y.transpose(1, 2).flatten(2))  # B T C
+        out: Tensor = self.out(y.transpose(1, 2).flatten(2))  # [B, T, C]
         return out
 
     def heads(
         self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, values: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, C] → queries [B, H, T, D], keys and values [B, G, T, D]; queries and keys normalized and rotated."""
+        """Return queries [B, H, T, D], keys and values [B, G, T, D]; queries and keys are normalized and rotated."""
         q, k, v = (
             projected.unflatten(-1, (-1, self.d_head)).transpose(1, 2)
             for projected in (self.query(x), self.key(x), self.value(x) if values is None else values)
@@ -72,15 +72,15 @@ class Attention(nn.Module):
 
     @staticmethod
     def cost(s: Shapes, layer: int, arrives: int) -> Iterator[Stage]:
-        """Costs of attention's operations; the gradient of its result has `arrives` bytes."""
+        """Yield the memory of each operation of attention; the gradient of attention's result has `arrives` bytes."""
         c, window = s.config, s.config.layer_window(layer)
         q_width, k_width = c.n_heads * c.d_head, c.n_kv_heads * c.d_head
         q, k, normalized = s.products(q_width), s.products(k_width), s.products(c.d_model)
         projections = [("query", q_width, q), ("key", k_width, k), ("value", k_width, k)]
-        if changed := list(Values.cost(s, layer)):  # values are projected first
+        if changed := list(Values.cost(s, layer)):  # such a layer projects its values first
             projections = [projections[2], *projections[:2]]
         for name, width, output in projections:
-            first, last = name == projections[0][0], name == projections[-1][0]  # the backward pass starts at the last
+            first, last = name == projections[0][0], name == projections[-1][0]  # `last` begins the backward pass
             yield Stage(
                 name,
                 ({RESIDUAL: normalized} if first else {}) | s.copies(c.d_model * width),

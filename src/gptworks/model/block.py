@@ -1,10 +1,10 @@
-"""One layer of the model.
+"""A block, one layer of the model.
 
     x ─┬─► [norm] ─► attention ─► [norm] ─► dropout ─┬─► + ─┬─► [norm] ─► MLP ─► [norm] ─► dropout ─► + ─►
        └────────────────────────────────────────────►┘      └──────────────────────────────────────►┘
 
 Norms are before attention and MLP (pre-norm; Xiong et al., 2020), after them (OLMo 2), or both (Gemma 2). With
-experts, several MLPs and a router replace the MLP (moe.py). With a parallel residual, the MLP also reads x.
+experts, several MLPs and a router replace the MLP (moe.py). With a parallel residual, attention and MLP both read x.
 
 Shapes: B batch, T time, C width, E experts, G key/value heads, D head width.
 """
@@ -22,12 +22,12 @@ from gptworks.model.layers import MLP, Dropout, Norm, build_norm, product_dtype
 from gptworks.model.moe import MoE
 
 BlockOutput = tuple[Tensor, Tensor | None, Tensor | None]
-"""The stream [B, T, C]; the router's logits [B, T, E], or None without experts; the first layer's values [B, T, G·D] if
-later blocks read them, else None."""
+"""A block's results: the residual stream [B, T, C]; the router's logits [B, T, E], or None without experts; attention's
+values [B, T, G·D] if later blocks read them, else None."""
 
 
 class Block(LabParts):
-    """Attention, then MLP, each with a norm before or after it (or both) and added to the residual stream."""
+    """Attention, then an MLP. Each has a norm before or after it, or both, and its result is added to the stream."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -43,9 +43,9 @@ class Block(LabParts):
             self.norm1_after, self.norm2_after = build_norm(config), build_norm(config)
 
     def forward(self, x: Tensor, inputs: AttentionInputs, lab: LabInputs) -> BlockOutput:
-        """x [B, T, C] → see `BlockOutput`."""
+        """Apply the block to the residual stream x [B, T, C]; see `BlockOutput` for the results."""
         norm1, norm2, behind1, behind2 = self.norms()
-        x, inner = normalized(norm1, self.enter(x, lab))  # B T C each
+        x, inner = normalized(norm1, self.enter(x, lab))  # [B, T, C] each
         y, own = self.attend(inner, inputs, lab)
         y = self.dropout(y if behind1 is None else behind1(y))
         if self.parallel:
@@ -58,7 +58,7 @@ class Block(LabParts):
         return add(x, y, self.scale), router_logits, own
 
     def norms(self) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
-        """The norms before attention, before the MLP, after attention and after the MLP; None: no norm there."""
+        """Return the norms before attention, before the MLP, after attention and after the MLP; None: no norm there."""
         if self.placement == "after":
             return None, None, self.norm1, self.norm2
         if self.placement == "both":
@@ -66,7 +66,7 @@ class Block(LabParts):
         return self.norm1, self.norm2, None, None
 
     def attend(self, inner: Tensor, inputs: AttentionInputs, lab: LabInputs) -> tuple[Tensor, Tensor | None]:
-        """Attention's output [B, T, C], and the layer's own values if later blocks read them, else None."""
+        """Return attention's output [B, T, C], and the layer's own values if later blocks read them, else None."""
         if self.values is None:
             return self.attention(inner, inputs), None
         own = self.attention.value(inner)
@@ -75,7 +75,7 @@ class Block(LabParts):
 
     @staticmethod
     def cost(s: Shapes, layer: int) -> list[Stage]:
-        """Costs of the block's operations, in order."""
+        """Return the memory of each of the block's operations, in order."""
         c, arrives = s.config, result_gradient(s)
         before1, before2 = Norm.cost(s, "norm1", reads_entry=True), Norm.cost(s, "norm2", not c.parallel_residual)
         if c.norm_placement == "after":
@@ -92,8 +92,8 @@ class Block(LabParts):
 
     @staticmethod
     def passing_bytes(s: Shapes, layer: int) -> int:
-        """Peak memory of a frozen block that keeps no activations; attention is a fused kernel or torch's products of
-        all queries and keys."""
+        """Peak bytes of a frozen block that keeps no activations. Attention uses a fused kernel, or with softcap or
+        dropout plain products of all queries and keys."""
         c, stream, width = s.config, s.floats(s.config.d_model), s.products(s.config.d_model)
         window = s.config.layer_window(layer)
         q, k = s.products(c.n_heads * c.d_head), s.products(c.n_kv_heads * c.d_head)
@@ -102,19 +102,19 @@ class Block(LabParts):
         if c.attention_softcap is not None or c.dropout_attention:
             pairs = s.length * (2 * window if window is not None and in_blocks else s.length)
             wide = 3 * s.floats(c.n_heads * c.d_head) if s.autocast and c.dropout_attention else 0
-            causal = q + 4 * pairs if c.attention_softcap is None else 0  # torch's mask and scaled queries
+            causal = q + 4 * pairs if c.attention_softcap is None else 0  # torch makes a mask and scaled queries
             attention = q + wide + causal + 3 * 4 * s.batch_size * c.n_heads * pairs
         if in_blocks:
-            attention += 8 * k  # banded attention holds each block of keys and values twice
+            attention += 8 * k  # banded attention stores each block of keys and values twice
         mlp = (4 if c.gated else 3 if c.mlp == "relu2" else 2) * s.products(c.d_ff)
-        if c.n_experts:  # experts' inputs and outputs, ordered by expert and by token
+        if c.n_experts:  # experts' inputs and outputs, sorted by expert and by token
             mlp = (3 * c.n_experts_per_token + 1) * width
         return (2 + Carried.kept_streams(c)) * stream + 2 * width + max(attention, mlp)
 
 
 def normalized(norm: Norm | None, x: Tensor, branch: Tensor | None = None, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The stream, x + scale · branch (x without a branch), and the input of attention or MLP: the norm of the stream,
-    or the stream itself if `norm` is None."""
+    """Return the stream x + scale · branch (x if `branch` is None), and the input of attention or MLP: the norm of that
+    stream, or the stream itself if `norm` is None."""
     if norm is not None:
         return norm.of_sum(x, branch, scale)
     x = x if branch is None else add(x, branch, scale)
@@ -122,16 +122,16 @@ def normalized(norm: Norm | None, x: Tensor, branch: Tensor | None = None, scale
 
 
 def _entry(s: Shapes) -> Stage:
-    """Cost of a stream that enters attention or MLP without a norm: autocast rounds it, the next product saves it."""
+    """Memory of a stream that enters attention or MLP without a norm: autocast rounds it, the next product saves it."""
     arrives, stream = s.products(s.config.d_model), s.floats(s.config.d_model)
-    if not s.autocast:  # the arriving gradient is added to the stream's without a conversion
+    if not s.autocast:  # the arriving gradient is added to the stream's gradient as it is
         return Stage("entry", arrives=arrives)
     return Stage("entry", arrives=arrives, leaves=stream, merges=True, scratch=stream - arrives)
 
 
 def _branch(s: Shapes) -> Stage:
-    """Cost of adding a branch's result to the stream. In the backward pass the branch's gradient is a rounded or masked
-    copy, or else the stream's own gradient, and `leaves` is 0."""
+    """Memory of adding a branch's result to the stream. In the backward pass the branch gets a copy of the stream's
+    gradient (rounded, scaled or masked), or that gradient itself; then `leaves` is 0."""
     width, dropout = s.config.d_model, s.config.dropout_residual > 0
     scaled = s.config.residual_scale != 1
     return Stage(
@@ -143,9 +143,9 @@ def _branch(s: Shapes) -> Stage:
 
 
 def _held_meanwhile(s: Shapes, layer: int) -> int:
-    """Bytes in memory, but not saved, while the MLP is recomputed: attention's result; its sum with the stream, if
-    nothing saves that sum; and the growth of gradients, since a block's backward pass begins before it needs saved
-    tensors."""
+    """Bytes of unsaved tensors in memory while the MLP is recomputed: attention's result; its sum with the stream, if
+    no operation saves that sum; and the growth of gradients in the block's last operations, whose backward pass runs
+    before the recomputation because it needs no saved tensor."""
     c = s.config
     rounded = c.norm_placement == "after" and s.autocast
     begun = [*LabParts.exit_cost(s, layer), *([] if c.dropout_residual else [_branch(s)])]
@@ -154,5 +154,5 @@ def _held_meanwhile(s: Shapes, layer: int) -> int:
 
 
 def result_gradient(s: Shapes) -> int:
-    """Bytes of the gradient of attention's or the MLP's result."""
+    """Bytes of the gradient of attention's result; the gradient of the MLP's result has the same size."""
     return s.products(s.config.d_model) if s.config.norms_behind else _branch(s).leaves

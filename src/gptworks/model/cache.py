@@ -1,4 +1,4 @@
-"""The interface of a key/value cache (gptworks.infer.backends.cache) for a forward pass: where a batch's tokens lie."""
+"""A key/value cache (gptworks.infer.backends.cache) as a forward pass uses it: the slot and position of each token."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ from gptworks.model.lab.embeddings import NO_TOKEN
 
 
 class Vectors(Protocol):
-    """Keys or values of one layer and many texts, [n_slots, G, capacity, D], indexed like a tensor."""
+    """Cached keys or values of one layer, [n_slots, G, capacity, D], indexed like a tensor. A slot holds one text."""
 
     def __getitem__(self, place: Any) -> Tensor: ...
 
@@ -18,7 +18,7 @@ class Vectors(Protocol):
 
 
 class SlotRows:
-    """The places in a cache of a flat batch's N tokens."""
+    """Slots and positions in a cache of a flat batch's N tokens."""
 
     def __init__(
         self,
@@ -31,9 +31,9 @@ class SlotRows:
         """
         Args:
             parts: (slot, number of cached tokens, number of new tokens) of each text, in the batch's order.
-            capacity: largest length that the texts may reach; rotary scaling by length depends on it.
-            layers: keys and values of each layer.
-            tokens: token ids in the slots, int32 [n_slots, capacity], if the model reads the previous token.
+            capacity: largest length that a text may reach; rotary scaling by length depends on it.
+            layers: each layer's cached keys and values.
+            tokens: token ids in the slots, int32 [n_slots, capacity]; None if the model ignores the previous token.
             device: the cache's device.
         """
         self.parts, self.capacity = parts, capacity
@@ -43,7 +43,7 @@ class SlotRows:
         self._tokens = tokens
 
     def previous_tokens(self, tokens: Tensor) -> Tensor:
-        """Store the batch's ids, int64 [1, N]; returns the ids before them in their texts, else NO_TOKEN."""
+        """Store the batch's token ids, int64 [1, N]; return each token's predecessor in its text, or NO_TOKEN."""
         assert self._tokens is not None, "the model reads the previous token"
         n_new = torch.tensor([n for _, _, n in self.parts], device=self.slots.device)
         slots = self.slots.repeat_interleave(n_new)
@@ -53,7 +53,7 @@ class SlotRows:
 
 
 class SlotLayer:
-    """One layer's keys and values, and the places of a flat batch in them."""
+    """One layer's cached keys and values, and the batch's slots and positions in them."""
 
     def __init__(self, rows: SlotRows, keys: Vectors, values: Vectors) -> None:
         self.rows, self.keys, self.values = rows, keys, values

@@ -6,7 +6,7 @@ tensor that two operations save counts once, at the operation whose backward pas
 tensors on a CPU (`gptworks.kernels`) than on an accelerator, where attention is a fused kernel.
 
 Under autocast the residual stream stays float32, products and the tensors between them have two-byte elements, and each
-matrix has a two-byte copy that lives until its gradient is made.
+matrix has a two-byte copy that exists until the matrix's gradient is computed.
 
 Letters: N tokens of a micro-batch, C width, Q query heads × their width, K key/value heads × theirs, F MLP width.
 """
@@ -21,47 +21,47 @@ from gptworks.kernels import dispatch, gemm
 
 RESIDUAL, ATTENTION, WEIGHTS_KEPT = "residual_stream_and_norms", "attention", "attention_weights"
 MLP_INNER, COPIES, DROPOUT, ADAPTER = "mlp", "weight_copies", "dropout_masks", "adapter_inputs"
-"""Kinds of saved tensors."""
+"""Kinds of saved tensors: the keys of `Stage.saved`."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Memory of an operation. Sizes are in bytes, parameters in elements.
+    """Memory of an operation: sizes in bytes; `matrices`, `vectors` and `table` in numbers of parameters.
 
-    Its backward pass gets a gradient of `arrives` bytes, and makes one of `leaves` bytes and its parameters' gradients
-    while saved tensors and the arriving gradient are still held; then those two are freed. If `merges`, the leaving
-    gradient is added to an existing one of its size.
+    The operation's backward pass receives a gradient of `arrives` bytes. It computes a gradient of `leaves` bytes and
+    its parameters' gradients, and then frees the saved tensors and the gradient received. If `merges`, the leaving
+    gradient is added to an existing gradient of the same size.
     """
 
     name: str
     saved: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of saved tensors by kind."""
+    """Bytes of the tensors saved for the backward pass, by kind."""
     arrives: int = 0
     leaves: int = 0
     merges: bool = False
     scratch: int = 0
-    """Additional bytes at the peak of the backward pass."""
+    """Additional bytes that the backward pass needs at its peak."""
     unsaved: int = 0
-    """Bytes of unsaved results, of this and earlier operations, in memory during the forward pass. They count, with all
-    tensors saved so far, if the block is recomputed: the peak may be there."""
+    """Bytes of unsaved results, of this and earlier operations, in memory during this operation's forward pass. They
+    matter if the block is recomputed: memory may then peak here, with all tensors saved so far."""
     matrices: int = 0
     vectors: int = 0
     table: int = 0
-    """Elements of an embedding's table. Its gradient is as large, in float32, and exists before the stage ends."""
+    """Number of elements of an embedding table. Its float32 gradient has as many, and exists before the stage ends."""
     for_own: Mapping[str, int] = field(default_factory=dict)
     """The part of `saved` that only the gradients of the operation's own parameters need."""
     own_scratch: int = 0
     """The part of `scratch` that only the gradients of the operation's own parameters need."""
     module: str = ""
-    """Last part of the name of the module that has the parameters; empty: the operation's name."""
+    """Last part of the name of the module that owns the parameters; empty: `name`."""
     readers: tuple[str, ...] = ()
-    """The modules that read the saved input. If none of them is trained, the input is not saved."""
+    """Modules that read the saved input. If none of them is trained, the input is not saved."""
     reads_entry: bool = False
     """Whether the operation reads the block's input, normalized or not."""
     n_in: int = 0
     """Input width of the operation's matrices; 0: the model's width."""
     share: float = 1.0
-    """Share of the tokens that the operation multiplies."""
+    """Fraction of the tokens that the operation multiplies; less than 1 for an expert."""
 
 
 @dataclass(frozen=True)
@@ -69,28 +69,28 @@ class LayerCost:
     """Memory of one layer."""
 
     stages: list[Stage]
-    """The block's operations, in order."""
+    """The block's operations, in the order of the forward pass."""
     lookups: list[Stage]
-    """Lookups in tables of this layer only, before the block."""
+    """Lookups, before the block, in embedding tables that only this layer uses."""
     passing_bytes: int
-    """Peak memory of the block if it is frozen and keeps no activations."""
+    """Peak bytes of the block if it is frozen and keeps no activations."""
     kept_bytes: int
-    """Bytes kept next to the stream if the block is recomputed."""
+    """Bytes kept in addition to the block's input if the block is recomputed."""
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The quantities that determine sizes: the architecture, the batch, the precision and the device."""
+    """Quantities that determine tensors' sizes: architecture, batch, precision and device."""
 
     config: ModelConfig
     batch_size: int
     """Number of sequences in a micro-batch."""
     length: int
     product_bytes: int
-    """Bytes of an element in matrix products: 4, or 2 under autocast."""
+    """Bytes per element in matrix products: 4, or 2 under autocast."""
     on_cpu: bool
     several_texts: bool = False
-    """Whether a row holds several texts: a bias then replaces masks."""
+    """Whether a row holds several texts; an attention bias then separates them and replaces masks."""
 
     @property
     def n_tokens(self) -> int:
@@ -106,32 +106,32 @@ class Shapes:
 
     @property
     def native(self) -> bool:
-        """Whether C++ computes training's operations between its products."""
+        """Whether C++ computes the operations between matrix products in training."""
         return dispatch.planned("attention", self.on_cpu) == dispatch.CPP
 
     @property
     def saves_result(self) -> bool:
-        """Whether the MLP's result, or a tensor computed from it, is saved. If not, a recomputed block stops when its
-        last operation has saved its inputs, which torch's operations do before they compute."""
+        """Whether autograd saves the MLP's result or a tensor computed from it. If not, the recomputation of a block
+        stops once its last operation has saved its inputs, which torch's operations do before they compute."""
         return bool(self.config.norms_behind or self.config.dropout_residual)
 
     @property
     def multiplies(self) -> bool:
-        """Whether C++ computes products in training; see `gptworks.kernels.gemm`."""
+        """Whether C++ computes the matrix products in training; see `gptworks.kernels.gemm`."""
         return self.native and not self.autocast and gemm.is_faster()
 
     def products(self, width: int) -> int:
-        """Bytes of [N, width] in the products' precision."""
+        """Bytes of a tensor [n_tokens, width] in the precision of matrix products."""
         return self.n_tokens * width * self.product_bytes
 
     def floats(self, width: int) -> int:
-        """Bytes of [N, width] in float32."""
+        """Bytes of a float32 tensor [n_tokens, width]."""
         return self.n_tokens * width * 4
 
     def mask(self, width: int) -> int:
-        """Bytes that dropout saves for [N, width]: factors on a CPU, booleans elsewhere."""
+        """Bytes that dropout saves for a tensor [n_tokens, width]: factors on a CPU, booleans elsewhere."""
         return self.products(width) if self.on_cpu else self.n_tokens * width
 
     def copies(self, matrices: int) -> dict[str, int]:
-        """Bytes of the two-byte copies that autocast makes of matrices with this many elements."""
+        """Bytes, by kind, of autocast's two-byte copies of matrices with this many elements; empty without autocast."""
         return {COPIES: matrices * self.product_bytes} if self.autocast else {}

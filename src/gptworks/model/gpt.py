@@ -2,7 +2,7 @@
 
     tokens ─► embedding (+ position) ─► dropout ─► L × block ─► norm ─► head ─► logits
 
-    block.py draws a block; lab/ has the parts that laboratory settings add.
+    block.py has a diagram of a block; lab/ has the parts that laboratory settings add.
 
 Shapes: B batch, T time, C width, V vocabulary.
 """
@@ -49,7 +49,7 @@ class GPT(nn.Module):
         """Build the model and initialize it from torch's global random state.
 
         Raises:
-            ValueError: the vocabulary is not known yet (config.vocab_size is 0).
+            ValueError: config.vocab_size is 0, because no tokenizer has set it yet.
         """
         super().__init__()
         if not config.vocab_size:
@@ -63,24 +63,24 @@ class GPT(nn.Module):
         self.bigram_embedding = BigramEmbedding(pairs, config.d_model) if pairs else None
         self.rotary = Rotary(config) if config.position == "rope" else None
         self.window_rotary = Rotary(windows) if (windows := config.rotating_windows) else None
-        """Rotation of layers with a window; None: the same as in other layers."""
+        """Rotary embedding of layers with a window; None: they use `rotary`."""
         self.dropout = Dropout(config.dropout_embedding)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.value_embeddings = build_tables(config)
         self.norm = build_norm(config)
         self.untied_head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size, bias=False)
         self.head_is_embedding = False
-        """Whether the head still uses the embedding's matrix, because `untied_head` takes over late in training."""
+        """Whether the head still uses the embedding's matrix; training may switch to `untied_head` after some steps."""
         self.activation_checkpointing = "none"
-        """Blocks that keep only their input for the backward pass, which recomputes them: none, selective or block."""
+        """Blocks that the backward pass recomputes from their input: none, every second (selective) or all (block)."""
         self.watched: list[Tensor] | None = None
-        """A list to collect the root mean square of each block's output, a scalar each; None: collects nothing."""
+        """If a list, the forward pass appends the root mean square of each block's output, a scalar, to it."""
         initialize(self)
-        self.future_heads = build_future_heads(config)  # last, so that other weights start as in a model without them
+        self.future_heads = build_future_heads(config)  # last, so that other weights start as in a model without these
 
     @property
     def head_weight(self) -> Tensor:
-        """The head's matrix [V, C]; the token embedding's if the two are tied."""
+        """The head's matrix [V, C], which is the token embedding's if they are tied."""
         if self.untied_head is None or self.head_is_embedding:
             return self.token_embedding.weight
         return self.untied_head.weight
@@ -92,13 +92,13 @@ class GPT(nn.Module):
         router_logits: list[Tensor] | None = None,
         text_positions: Tensor | None = None,
     ) -> Tensor:
-        """Token ids [B, T] → the last norm's output [B, T, C], from which the head makes logits.
+        """Return the last norm's output [B, T, C] for token ids [B, T]; the head computes logits from it.
 
-        With places in a cache (`SlotCache.rows`), `tokens` are a flat batch [1, N] of several texts' next tokens. Each
-        text continues the tokens of its slot, to which the new ones are added.
-        `router_logits` collects the logits of each layer with experts, [B, T, E].
+        With `cache` (from `SlotCache.rows`), `tokens` are a flat batch [1, N] of several texts' next tokens. Each text
+        continues the tokens in its slot of the cache, which also stores the new ones.
+        If `router_logits` is a list, the router's logits [B, T, E] of each layer with experts are appended to it.
         If rows hold several texts one after the other, `text_positions`, int64 [B, T], has each token's position in its
-        text, from 0: no text sees another, as if each had its own row. `cache` is then None.
+        text, from 0: no text sees another, as if each had its own row. `cache` must then be None.
 
         Raises:
             ValueError: a row has more tokens than the context.
@@ -115,7 +115,7 @@ class GPT(nn.Module):
         previous = None
         if self.config.reads_previous_token:
             previous = previous_tokens(tokens, text_positions) if cache is None else cache.previous_tokens(tokens)
-        x: Tensor = self.embed(tokens, previous, in_order=cache is None)  # B T C
+        x: Tensor = self.embed(tokens, previous, in_order=cache is None)  # [B, T, C]
         if self.bigram_embedding is not None:
             x = x + self.bigram_embedding(tokens, previous)
         if self.position_embedding is not None:
@@ -127,17 +127,17 @@ class GPT(nn.Module):
             if rotary is None:
                 return None
             cos, sin = rotary.at(positions, text_length, product_dtype(x))
-            # B 1 T R/2 for rows of several texts
+            # for rows of several texts: [B, 1, T, R/2]
             return (cos, sin) if text_positions is None else (cos.unsqueeze(1), sin.unsqueeze(1))
 
         everywhere = tables(self.rotary)
         in_windows = everywhere if self.window_rotary is None else tables(self.window_rotary)
         biases: dict[int | None, Tensor] = {}
-        if text_positions is not None:  # made once for all layers
+        if text_positions is not None:  # computed once for all layers
             windows = set(self.config.layer_windows)
             biases = {window: texts_bias(text_positions, window, product_dtype(x)) for window in windows}
         carried = Carried(self.config, tokens, x, self.value_embeddings)
-        # Evaluation mode too needs recomputation: DPO and GRPO compute references with gradients enabled.
+        # Recompute in evaluation mode too: DPO and GRPO run reference models in it with gradients enabled.
         keeps_graph = cache is None and torch.is_grad_enabled()
         for use, i in enumerate(self.config.layer_uses):
             block, window = self.blocks[i], self.config.layer_window(i)
@@ -159,7 +159,7 @@ class GPT(nn.Module):
         return x
 
     def embed(self, tokens: Tensor, previous: Tensor | None, *, in_order: bool = True) -> Tensor:
-        """Ids [B, T] and the ids before them → the tokens' embeddings [B, T, C], scaled and smeared.
+        """Return the embeddings [B, T, C] of token ids [B, T], scaled and, if the model smears, with `previous` added.
 
         in_order: whether each token's predecessor, if any, is the element before it in `tokens`.
         """
@@ -172,8 +172,8 @@ class GPT(nn.Module):
 
     @staticmethod
     def entry_cost(s: Shapes) -> list[Stage]:
-        """Costs of the operations before the first block, in order. A lookup saves only tokens. The head's gradient
-        arrives at a tied table, where the sum of both is a third tensor."""
+        """Return the memory of each operation before the first block, in order. A lookup saves only token ids. A tied
+        table also gets the head's gradient; the sum of the two gradients is a third tensor."""
         c, stream, table = s.config, s.floats(s.config.d_model), s.config.vocab_size * s.config.d_model
         kept = (stream if s.on_cpu else s.n_tokens * c.d_model) if c.dropout_embedding else 0
         tied = 4 * table * c.tie_embeddings
@@ -191,7 +191,7 @@ class GPT(nn.Module):
 
     @staticmethod
     def layer_cost(s: Shapes, layer: int) -> LayerCost:
-        """Cost of a layer: its block, and the tensors that `Carried` keeps for it."""
+        """Return the memory of a layer: its block, and the tensors that `Carried` keeps for it."""
         return LayerCost(
             Block.cost(s, layer),
             Carried.lookup_cost(s, layer),
@@ -201,27 +201,27 @@ class GPT(nn.Module):
 
     @staticmethod
     def exit_cost(s: Shapes, n_future: int) -> list[Stage]:
-        """Costs of the last norm, and of the heads of `n_future` tokens beyond the next."""
+        """Return the memory of the last norm, and of the heads of `n_future` tokens beyond the next."""
         return [replace(Norm.cost(s, "final norm"), merges=False), *future_cost(s, n_future)]
 
-    shared_gradients_bytes = staticmethod(Carried.gradients_bytes)  # of tensors that all blocks read
+    shared_gradients_bytes = staticmethod(Carried.gradients_bytes)  # gradients of tensors that all blocks read
 
     def logits(self, features: Tensor) -> Tensor:
-        """Features [..., C] → logits [..., V]."""
+        """Return the logits [..., V] of features [..., C]."""
         return cap(dispatch.linear(features, self.head_weight), self.config.logit_softcap)
 
     def forward(self, tokens: Tensor, cache: SlotRows | None = None) -> Tensor:
-        """Token ids [B, T] → logits [B, T, V]: at each position, the scores of the next token."""
+        """Return logits [B, T, V] for token ids [B, T]: at each position, the scores of the next token."""
         return self.logits(self.features(tokens, cache))
 
     def drop_future_heads(self) -> int:
-        """Remove the heads of tokens beyond the next; returns their number. The logits stay the same."""
+        """Remove the heads of tokens beyond the next, and return their number. The logits stay the same."""
         n_heads = len(self.future_heads)
         self.config, self.future_heads = self.config.model_copy(update={"n_future_tokens": 1}), nn.ModuleList()
         return n_heads
 
     def reset_tables(self, device: torch.device | None = None) -> None:
-        """Compute the buffers that checkpoints leave out."""
+        """Compute the rotary tables, which checkpoints leave out."""
         for module in self.modules():
             if isinstance(module, Rotary):
                 module.reset(device)
@@ -237,10 +237,10 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def initialize(model: GPT) -> None:
-    """Set every parameter as `config.init` says; norms are 1 and 0, biases 0."""
+    """Initialize matrices as `config.init` says, and biases with 0; norms already have weight 1 and bias 0."""
     config = model.config
     if model.head_weight.is_meta and not is_in_torch_dispatch_mode():
-        return  # nothing records the draws, and each takes a fifth of a millisecond
+        return  # meta tensors have no values, and no dispatch mode records the calls, which take 0.2 ms each
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             if config.init == "xavier":
@@ -262,7 +262,7 @@ def initialize(model: GPT) -> None:
 
 
 def residual_projections(model: GPT) -> list[nn.Linear]:
-    """The matrices of each block that write to the residual stream: attention's, and each MLP's."""
+    """Return the linear layers that write to the residual stream: attention's `out` and each MLP's `down`."""
     return [
         module.out if isinstance(module, Attention) else module.down
         for module in model.modules()
@@ -272,7 +272,7 @@ def residual_projections(model: GPT) -> list[nn.Linear]:
 
 @contextmanager
 def eval_mode(model: GPT) -> Iterator[None]:
-    """A context in which the model is in evaluation mode, without dropout; restores each module's mode."""
+    """Run the `with` block with the model in evaluation mode, without dropout; then restore each module's mode."""
     training = [module for module in model.modules() if module.training] if model.training else []
     if training:
         model.eval()

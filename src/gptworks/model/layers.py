@@ -1,6 +1,6 @@
 """The small parts of a block: linear layers, norms, dropout and the MLP.
 
-Under autocast the residual stream stays float32; a norm computes in float32 and returns the dtype of the matrix
+Under autocast the residual stream stays float32. A norm computes in float32 and returns the dtype of the matrix
 products that follow, so that its result is cast once and not once per product.
 """
 
@@ -19,7 +19,7 @@ from gptworks.model.cost import DROPOUT, MLP_INNER, RESIDUAL, Shapes, Stage
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of matrix products with x: autocast's if enabled, else x's own."""
+    """Return the dtype of matrix products with x: autocast's if enabled, else x's own."""
     device = x.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -27,7 +27,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """A context without autocast: products are computed in their operands' own dtype."""
+    """Return a context without autocast, in which products keep their operands' dtype."""
     if not torch.amp.is_autocast_available(device.type):
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
@@ -37,32 +37,32 @@ class Linear(nn.Linear):
     """torch's linear layer, computed by `gptworks.kernels.dispatch`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., I] → [..., O]."""
+        """Map x [..., in_features] to [..., out_features]."""
         return dispatch.linear(x, self.weight, self.bias)
 
 
 class Norm(nn.Module):
-    """A normalization over the last dimension."""
+    """Base class of norms over the last dimension."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     eps: float
 
     def of_sum(self, x: Tensor, branch: Tensor | None = None, alpha: float = 1.0) -> tuple[Tensor, Tensor]:
-        """x + alpha · branch, or x without a branch; and its norm. One kernel computes both in a CPU's training
-        step; the gradient of the sum is added in the norm's own backward pass."""
+        """Return x + alpha · branch (x without a branch), and the norm of that sum. In training on a CPU, one kernel
+        computes both, and the norm's backward pass adds the sum's gradient."""
         layer, dtype = isinstance(self, LayerNorm), product_dtype(x)
         return dispatch.norm(x, self.weight, self.bias, self.eps, dtype, layer, branch, alpha)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., C] → [..., C], in the dtype of the products that follow."""
+        """Normalize x [..., C]; the result has the dtype of the matrix products that follow."""
         return self.of_sum(x)[1]
 
     @staticmethod
     def cost(s: Shapes, name: str, saves_input: bool = True, reads_entry: bool = False) -> Stage:
-        """Cost of a norm: it saves its input, the residual stream; the next product saves its result.
+        """Return the memory of a norm: it saves its input, the residual stream; the next product saves its result.
 
-        The gradient arrives in the products' precision, is converted to float32 and added to the stream's.
+        The gradient arrives in the products' precision, is converted to float32 and added to the stream's gradient.
         """
         c, stream, arrives = s.config, s.floats(s.config.d_model), s.products(s.config.d_model)
         return Stage(
@@ -78,7 +78,7 @@ class Norm(nn.Module):
 
     @staticmethod
     def cost_behind(s: Shapes, arrives: int) -> Stage:
-        """Cost of a norm of attention's or the MLP's result, which the norm saves."""
+        """Return the memory of a norm after attention or the MLP, which saves its input."""
         c, stream, given = s.config, s.floats(s.config.d_model), s.products(s.config.d_model)
         return Stage(
             "norm of the result",
@@ -92,12 +92,12 @@ class Norm(nn.Module):
 
 
 def _statistics(s: Shapes) -> int:
-    """Bytes of the statistics that a norm saves for each token."""
+    """Bytes of the per-token statistics that a norm saves."""
     return s.floats(1) * (2 if s.config.norm == "layernorm" else 1)
 
 
 class LayerNorm(Norm):
-    """LayerNorm (Ba et al., 2016) with an optional shift."""
+    """LayerNorm (Ba et al., 2016) with an optional bias."""
 
     def __init__(self, width: int, eps: float, bias: bool) -> None:
         super().__init__()
@@ -116,23 +116,23 @@ class RMSNorm(Norm):
 
 
 class HeadsNorm(RMSNorm):
-    """RMSNorm over all heads of a token together."""
+    """RMSNorm over all of a token's heads together."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, H, T, D] → [B, H, T, D]."""
-        y = super().forward(x.transpose(1, 2).flatten(2))  # B T H·D
+        """Normalize x [B, H, T, D] over H and D."""
+        y = super().forward(x.transpose(1, 2).flatten(2))  # [B, T, H·D]
         return y.view(*y.shape[:2], x.size(1), -1).transpose(1, 2)
 
 
 def build_head_norm(config: ModelConfig, n_heads: int) -> nn.Module:
-    """The normalization of the queries' or the keys' heads, [B, H, T, D]."""
+    """Build the norm of queries or keys [B, n_heads, T, D] that `config.qk_norm` names."""
     if config.qk_norm == "whole":
         return HeadsNorm(n_heads * config.d_head, config.norm_eps)
     return RMSNorm(config.d_head, config.norm_eps) if config.qk_norm else nn.Identity()
 
 
 def build_norm(config: ModelConfig) -> Norm:
-    """The normalization of the residual stream."""
+    """Build a norm of the residual stream, of the kind that `config.norm` names."""
     if config.norm == "rmsnorm":
         return RMSNorm(config.d_model, config.norm_eps)
     return LayerNorm(config.d_model, config.norm_eps, config.norm_bias)
@@ -152,7 +152,7 @@ class Dropout(nn.Module):
 
 
 class Scale(nn.Module):
-    """Multiplies by a constant."""
+    """Multiply the input by a constant."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -163,17 +163,17 @@ class Scale(nn.Module):
 
 
 def build_scale(factor: float) -> nn.Module:
-    """A module that multiplies by a constant; the identity if it is 1."""
+    """Build a module that multiplies by `factor`; the identity if `factor` is 1."""
     return nn.Identity() if factor == 1 else Scale(factor)
 
 
 def cap(x: Tensor, softcap: float | None) -> Tensor:
-    """softcap · tanh(x / softcap), which is nearly x for small x (Gemma 2); x if `softcap` is None."""
+    """Return softcap · tanh(x / softcap), which is nearly x for small x (Gemma 2); x if `softcap` is None."""
     return x if softcap is None else softcap * torch.tanh(x / softcap)
 
 
 class MLP(nn.Module):
-    """Two matrices around an activation, or three if the activation is a gate (Shazeer, 2020)."""
+    """Two linear layers around an activation, or three if the activation is gated (Shazeer, 2020)."""
 
     def __init__(self, config: ModelConfig, d_ff: int) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class MLP(nn.Module):
         self.dropout = Dropout(config.dropout_mlp)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., C] → [..., C]."""
+        """Map x [..., C] to [..., C]."""
         inner = self.up(x)
         if self.gate is None:
             inner = dispatch.activate(inner, self.kind)
@@ -195,8 +195,8 @@ class MLP(nn.Module):
 
     @staticmethod
     def cost(s: Shapes, d_ff: int, arrives: int, n_tokens: float, expert: bool = False) -> Iterator[Stage]:
-        """Costs of the MLP's operations on `n_tokens` tokens; the gradient of its result has `arrives` bytes. An
-        expert's input and gradient are slices of tensors counted elsewhere."""
+        """Yield the memory of each operation of the MLP on `n_tokens` tokens; the gradient of its result has `arrives`
+        bytes. For an `expert`, input and gradient cost nothing: they are slices of tensors that `MoE.cost` counts."""
         c, p = s.config, s.product_bytes
         inner, outer = round(n_tokens * d_ff * p), round(n_tokens * c.d_model * p)
         matrix, biases = c.d_model * d_ff, c.mlp_bias
@@ -216,7 +216,7 @@ class MLP(nn.Module):
             yield Stage("activation", {MLP_INNER: inner + (wide if s.autocast else 0)}, inner, inner, scratch=2 * wide)
         if c.dropout_mlp:
             booleans = inner // p
-            there = 2 * inner + booleans * s.on_cpu  # `forward` holds the activation's result until its end
+            there = 2 * inner + booleans * s.on_cpu  # `forward` keeps the activation's result until it returns
             kept = inner if s.on_cpu else booleans
             yield Stage("MLP dropout", {DROPOUT: kept}, inner, inner, unsaved=there)
         yield Stage(

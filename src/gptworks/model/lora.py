@@ -1,4 +1,4 @@
-"""LoRA (Hu et al., 2021): a trained product B·A of low rank is added to a linear layer's frozen matrix W.
+"""LoRA (Hu et al., 2021): adapters that add a trained product B·A of low rank to a linear layer's frozen matrix W.
 
     y = W·x + alpha/rank · B·A·dropout(x)
 
@@ -23,20 +23,20 @@ LORA_PARTS = ("lora_a", "lora_b")
 
 
 class LowRank(nn.Module):
-    """Adds B·A to a layer, whose own parameters are frozen. List this base class before the layer's."""
+    """Base class that adds B·A to a layer with frozen parameters. List it before the layer's class among the bases."""
 
     def attach(self, n_in: int, n_out: int, config: LoRAConfig, device: torch.device, dtype: torch.dtype) -> None:
-        """Freeze the layer and make A, drawn from torch's global random state, and B, zero."""
+        """Freeze the layer; create A with random values from torch's global random state, and B with zeros."""
         for frozen in self.parameters():
             frozen.requires_grad_(False)
-        self.lora_a = nn.Parameter(torch.empty(config.rank, n_in, device=device, dtype=dtype))  # r I
-        self.lora_b = nn.Parameter(torch.zeros(n_out, config.rank, device=device, dtype=dtype))  # O r
+        self.lora_a = nn.Parameter(torch.empty(config.rank, n_in, device=device, dtype=dtype))  # [r, I]
+        self.lora_b = nn.Parameter(torch.zeros(n_out, config.rank, device=device, dtype=dtype))  # [O, r]
         nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))  # as in the authors' code
         self.factor, self.dropout = config.scale, Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., I] → [..., O]."""
-        small = dispatch.linear(self.dropout(x), self.lora_a)  # ... r
+        """Map x [..., I] to [..., O]: the layer's output plus the adapter's."""
+        small = dispatch.linear(self.dropout(x), self.lora_a)  # [..., r]
         plain: Tensor = super().forward(x)
         return plain + self.factor * dispatch.linear(small, self.lora_b)
 
@@ -45,7 +45,7 @@ class LoRALinear(LowRank, Linear):
     """A linear layer with an adapter; `weight` and `bias` keep their names and are frozen."""
 
     def __init__(self, base: nn.Linear, config: LoRAConfig) -> None:
-        """Takes over the parameters of `base`."""
+        """Use the parameters of `base` itself, without copying them."""
         with torch.device("meta"):
             super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
         self.weight, self.bias = base.weight, base.bias
@@ -54,7 +54,7 @@ class LoRALinear(LowRank, Linear):
 
     @torch.no_grad()
     def plain(self, merge: bool) -> Linear:
-        """A layer without adapter; its matrix includes the adapter's product if `merge`."""
+        """Return a layer without an adapter; with `merge`, its matrix includes the adapter's product."""
         weight = merged_weight(self.weight, self.lora_a, self.lora_b, self.factor) if merge else self.weight
         with torch.device("meta"):
             linear = Linear(self.in_features, self.out_features, bias=self.bias is not None)
@@ -64,7 +64,7 @@ class LoRALinear(LowRank, Linear):
 
 @singledispatch
 def adapted(base: nn.Module, config: LoRAConfig) -> LowRank:
-    """The layer with an adapter. Each kind of layer registers its own implementation of this function."""
+    """Return `base` with an adapter. Each layer class registers its own implementation of this function."""
     raise TypeError(f"{type(base).__name__} has no adapter")
 
 
@@ -74,7 +74,7 @@ def _(base: nn.Linear, config: LoRAConfig) -> LowRank:
 
 
 def add_lora(model: GPT, config: LoRAConfig) -> GPT:
-    """Add an adapter to each layer that `config` names and freeze the rest. Changes the model and returns it."""
+    """Add adapters to the layers, and freeze all other parameters, as `config` says. Change the model and return it."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(config.trains(name))
     for name, module in list(model.named_modules()):
@@ -84,17 +84,17 @@ def add_lora(model: GPT, config: LoRAConfig) -> GPT:
 
 
 def merged_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, factor: float) -> Tensor:
-    """A matrix [O, I] plus its adapter's product, which is computed in float64 and rounded once."""
+    """Return a matrix [O, I] plus its adapter's product, computed in float64 and rounded once."""
     return (weight.double() + factor * (lora_b.double() @ lora_a.double())).to(weight.dtype)
 
 
 def merge_lora(model: GPT) -> GPT:
-    """Merge each adapter into its matrix, which leaves a model without adapters. Changes the model and returns it."""
+    """Add each adapter's product to its layer's matrix and remove the adapter. Change the model and return it."""
     return remove_lora(model, merge=True)
 
 
 def remove_lora(model: GPT, merge: bool = False) -> GPT:
-    """Remove the adapters, or with `merge`, add each to its matrix first. Changes the model and returns it."""
+    """Remove the adapters; with `merge`, add each one's product to its matrix first. Change the model and return it."""
     for name, module in list(model.named_modules()):
         if isinstance(module, LoRALinear):
             model.set_submodule(name, module.plain(merge))
@@ -102,10 +102,10 @@ def remove_lora(model: GPT, merge: bool = False) -> GPT:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a tensor is part of an adapter, by its name."""
+    """Whether the tensor with this name belongs to an adapter."""
     return name.rpartition(".")[2] in LORA_PARTS
 
 
 def has_adapter(names: Iterable[str]) -> bool:
-    """Whether a checkpoint with these tensors has an adapter."""
+    """Whether a checkpoint with tensors of these names contains an adapter."""
     return any(map(is_adapter, names))

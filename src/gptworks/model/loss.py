@@ -3,7 +3,7 @@
 With a vocabulary of 50,257, a token's fp32 logits take 200 KB, and their gradient as much. Here the head's product,
 the softmax and both gradients are computed for a chunk of tokens at a time. On a CPU, C++ turns logits into their
 gradient row by row (gptworks.kernels.passes); without the C++, torch computes the probabilities of a few rows that fit
-in the processor's cache.
+in the processor's cache. A softcap, where given, first replaces each logit by softcap · tanh(logit / softcap).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,53 +19,53 @@ from gptworks.model.cost import Shapes
 from gptworks.model.layers import cap, without_autocast
 
 CPU_CACHE_BYTES = 8 * 2**20
-"""Bytes of fp32 probabilities computed at once on a CPU, which stay in its cache for the passes over them."""
+"""Bytes of fp32 probabilities that a CPU computes at a time: few enough to stay in its cache for several passes."""
 
 CPU_CHUNK_TOKENS = 2048
-"""Tokens per chunk on a CPU: with fewer, reading the head's matrix and adding to its gradient for each chunk would cost
-more than the products."""
+"""Least number of tokens per chunk on a CPU: with fewer, reading the head's matrix and adding to its gradient for each
+chunk would cost more than the products."""
 
 CPU_CHUNK_LOGITS = 2 * 2**20
-"""Logits per chunk on a CPU with a small vocabulary, whose chunks have more than `CPU_CHUNK_TOKENS` tokens."""
+"""Logits per chunk on a CPU if the vocabulary is so small that they belong to more than `CPU_CHUNK_TOKENS` tokens."""
 
 CPU_HEAD_ROWS = 8192
-"""Rows of the head's gradient that a CPU computes at once, and adds in fp32 while they are in its cache: torch's
-product of the whole matrix took 1.3 times as long for 50,257 rows."""
+"""Rows of the head's gradient that a CPU computes at a time and adds in fp32 while they are in its cache. One torch
+product of all 50,257 rows took 1.3 times as long."""
 
 CHUNK_TOKENS = 8192
 """Tokens per chunk on an accelerator, which needs large products."""
 
 
 def chunk_tokens(device: torch.device, vocab_size: int) -> int:
-    """Number of tokens whose logits are in memory at once, in the products' dtype."""
+    """Number of tokens per chunk, whose logits are in memory together, in the products' dtype."""
     if device.type != "cpu":
         return CHUNK_TOKENS
     return max(CPU_CHUNK_TOKENS, CPU_CHUNK_LOGITS // vocab_size)
 
 
 def softmax_tokens(device: torch.device, vocab_size: int) -> int:
-    """Number of tokens whose fp32 probabilities are in memory at once."""
+    """Number of tokens whose fp32 probabilities are in memory together."""
     if device.type != "cpu":
         return CHUNK_TOKENS
     return max(1, CPU_CACHE_BYTES // (4 * vocab_size))
 
 
 def head_rows(device: torch.device, vocab_size: int) -> int:
-    """Number of rows of the head's gradient that are computed at once."""
+    """Number of rows of the head's gradient that one product computes."""
     return min(vocab_size, CPU_HEAD_ROWS) if device.type == "cpu" else vocab_size
 
 
 IntoGradient = Callable[[Tensor, slice], Tensor]
-"""A function that replaces some rows' logits [n, V] by a loss's gradient for them, and returns sums over the rows, in
-float32 at least: the loss, then figures that are only reported."""
+"""A function that overwrites the logits [n, V] of a slice of rows with the loss's gradient, and returns sums over these
+rows in float32 or wider: the loss, then figures that are only reported."""
 
 
 def linear_cross_entropy(features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None) -> Tensor:
-    """Sum of −log softmax(features · weightᵀ)[target] over the targets that are not −100, in nats.
+    """Return the sum of −log softmax(features · weightᵀ)[target], in nats, over the targets that are not −100.
 
     Args:
         features: [..., C]. weight: [V, C]. targets: [...], int64.
-        softcap: if set, logits are replaced by softcap · tanh(logit / softcap) first, also in the functions below.
+        softcap: if set, each logit is first replaced by softcap · tanh(logit / softcap).
 
     Returns:
         A float32 scalar, differentiable in features and weight.
@@ -84,9 +84,9 @@ def linear_cross_entropy(features: Tensor, weight: Tensor, targets: Tensor, soft
 def linear_cross_entropies(
     features: Tensor, weight: Tensor, targets: Tensor, factors: Sequence[float], softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Σ factor_k · nats_k, and nats_k themselves [K]: nats_k is `linear_cross_entropy` of features[k] and targets[k].
+    """Return Σ factors[k] · nats[k], and nats [K]; nats[k] is `linear_cross_entropy` of features[k] and targets[k].
 
-    All K share the head's matrix and its gradient. Only the first result is differentiable, in features and weight.
+    All K losses share the head's matrix and its gradient. Only the sum is differentiable, in features and weight.
 
     Args:
         features: [K, ..., C]. weight: [V, C]. targets: [K, ...], int64. factors: K numbers.
@@ -110,11 +110,11 @@ def linear_cross_entropies(
 
 @torch.no_grad()
 def token_nats(features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None) -> Tensor:
-    """−log softmax(features · weightᵀ)[target] of each target, 0 where it is −100; float32, in targets' shape [...]."""
+    """Return −log softmax(features · weightᵀ)[target] of each target, 0 for −100; float32, in targets' shape [...]."""
     flat, wanted = features.reshape(-1, features.size(-1)), targets.reshape(-1)
     head, chunk = weight.to(features.dtype), chunk_tokens(features.device, weight.size(0))
 
-    def nats(rows: slice) -> list[Tensor]:  # frees its logits before the next chunk's are made
+    def nats(rows: slice) -> list[Tensor]:  # a function, so that a chunk's logits are freed before the next's exist
         logits = dispatch.product(flat[rows], head.T)
         return [_nats(cap(part, softcap), wanted[of]) for part, of in _in_cache(logits, rows)]
 
@@ -123,9 +123,9 @@ def token_nats(features: Tensor, weight: Tensor, targets: Tensor, softcap: float
 
 
 def target_logprobs(features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None) -> Tensor:
-    """log softmax(features · weightᵀ)[target] of each target, 0 where it is −100; float32, in targets' shape [...].
+    """Return log softmax(features · weightᵀ)[target] of each target, 0 for −100; float32, in targets' shape [...].
 
-    Differentiable in features and weight. The backward pass computes the logits again.
+    The result is differentiable in features and weight; the backward pass recomputes the logits.
     """
     counted = targets.reshape(-1) != IGNORED
     x, wanted = features.reshape(-1, features.size(-1))[counted], targets.reshape(-1)[counted]
@@ -145,11 +145,11 @@ def distillation_loss(
     softcap: float | None = None,
     teacher_softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """ce_weight · nats + kl_weight · temperature² · kl, and nats and kl themselves: float32 sums over the targets that
-    are not −100 of −log softmax(logits)[target] and KL(softmax(teacher's logits / temperature) ‖ softmax(logits /
-    temperature)).
+    """Return ce_weight · nats + kl_weight · temperature² · kl, nats, and kl. These are float32 sums over the targets
+    that are not −100: nats of −log softmax(logits)[target], kl of KL(softmax(teacher's logits / temperature) ‖
+    softmax(logits / temperature)).
 
-    Neither model's logits are all in memory at once. Only the first result is differentiable, in features and weight.
+    Logits are computed in chunks, for both models. Only the first result is differentiable, in features and weight.
 
     Args:
         features: [..., C]. weight: [V, C]. teacher_features: [..., D]. teacher_weight: [V, D]. targets: [...], int64.
@@ -181,13 +181,13 @@ def distillation_loss(
 def linear_cross_entropy_reference(
     features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None
 ) -> Tensor:
-    """`linear_cross_entropy` by its definition, with all logits in memory. For tests."""
+    """Reference for `linear_cross_entropy`: computes all logits at once. For tests."""
     logits = cap(features.float() @ weight.float().T, softcap)
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 class _LinearLoss(torch.autograd.Function):
-    """A loss computed from logits, and sums to report. The forward pass computes the gradients, chunk by chunk; the
+    """A loss computed from logits, and sums to report. The forward pass computes the gradients too, chunk by chunk; the
     backward pass scales them."""
 
     @staticmethod
@@ -214,7 +214,7 @@ class _LinearLoss(torch.autograd.Function):
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """Log-probabilities of targets. Only the backward pass knows the gradients' factors; it makes logits again."""
+    """Log-probabilities of targets. Their gradients are known only in the backward pass, which recomputes logits."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
@@ -240,8 +240,8 @@ class _TargetLogprobs(torch.autograd.Function):
 def _sums_and_gradients(
     features: Tensor, weight: Tensor, into_gradient: IntoGradient, wants: tuple[bool, bool], n_sums: int = 1
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """A loss's sums [n_sums], and its gradients for features [N, C] and weight [V, C], or None if not in `wants`;
-    computed from a chunk of logits at a time."""
+    """Return a loss's sums [n_sums], and its gradients for features [N, C] and weight [V, C], each None unless `wants`
+    has True for it. One chunk of logits is in memory at a time."""
     head, chunk = weight.to(features.dtype), chunk_tokens(features.device, weight.size(0))
     wide = torch.promote_types(weight.dtype, torch.float32)
     total = torch.zeros(n_sums, dtype=wide, device=features.device)
@@ -249,7 +249,7 @@ def _sums_and_gradients(
     d_weight = torch.zeros_like(weight, dtype=wide) if wants[1] and not len(features) else None
     for start in range(0, len(features), chunk):
         rows = slice(start, min(start + chunk, len(features)))
-        x = features[rows]  # N C
+        x = features[rows]  # [N, C]
         d_logits = dispatch.product(x, head.T)
         total += into_gradient(d_logits, rows)
         if d_features is not None:
@@ -258,12 +258,12 @@ def _sums_and_gradients(
             adds = d_weight is not None
             d_weight = torch.empty_like(weight, dtype=wide) if d_weight is None else d_weight
             _add_products(d_weight, d_logits, x, adds)
-        del d_logits  # free it before the next chunk's
+        del d_logits  # before the next chunk's logits exist
     return total, d_features, d_weight
 
 
 def _add_products(d_weight: Tensor, d_logits: Tensor, x: Tensor, adds: bool) -> None:
-    """Write d_logitsᵀ [V, N] · x [N, C] to d_weight [V, C], or add it if `adds`, some rows at a time."""
+    """Write d_logitsᵀ [V, N] · x [N, C] to d_weight [V, C], or add it to d_weight if `adds`, some rows at a time."""
     n_rows = head_rows(x.device, len(d_weight))
     for part, to in zip(torch.split(d_logits.T, n_rows), torch.split(d_weight, n_rows), strict=True):
         product = dispatch.product(part, x)
@@ -272,7 +272,7 @@ def _add_products(d_weight: Tensor, d_logits: Tensor, x: Tensor, adds: bool) -> 
 
 
 def _through_cap(into_gradient: IntoGradient, softcap: float | None) -> IntoGradient:
-    """`into_gradient` for logits before the cap: caps them, and multiplies the gradient by the cap's derivative."""
+    """Wrap `into_gradient` to cap the logits first and to multiply the gradient by the cap's derivative."""
     if softcap is None:
         return into_gradient
 
@@ -286,7 +286,7 @@ def _through_cap(into_gradient: IntoGradient, softcap: float | None) -> IntoGrad
 
 
 def _in_cache(logits: Tensor, rows: slice) -> Iterator[tuple[Tensor, slice]]:
-    """Split the logits [n, V] of rows into pieces of a few rows that fit in the processor's cache."""
+    """Yield the logits [n, V] a few rows at a time, as many as fit in the processor's cache, with their row slice."""
     n_rows = softmax_tokens(logits.device, logits.size(1))
     for first in range(0, len(logits), n_rows):
         part = logits[first : first + n_rows]
@@ -294,7 +294,7 @@ def _in_cache(logits: Tensor, rows: slice) -> Iterator[tuple[Tensor, slice]]:
 
 
 def _into_gradient(logits: Tensor, targets: Tensor, factors: Tensor | None = None) -> Tensor:
-    """Overwrite rows of logits [n, V] with (softmax − one-hot) times each row's factor [n]; returns the rows' sum of
+    """Overwrite logits [n, V] with (softmax − one-hot) times each row's factor [n]; return the rows' sum of
     −log softmax(logits)[target]."""
     if (kernel := dispatch.chosen("cross_entropy", logits)).by == dispatch.CPP:
         return kernel.compute(logits, targets, factors, gradient=True).sum()
@@ -305,18 +305,18 @@ def _into_gradient(logits: Tensor, targets: Tensor, factors: Tensor | None = Non
 
 
 def _nats(logits: Tensor, targets: Tensor) -> Tensor:
-    """−log softmax(logits [n, V])[target], 0 where it is −100; float32 [n]."""
+    """Return −log softmax(logits)[target] of each row of logits [n, V], 0 if the target is −100; float32 [n]."""
     if (kernel := dispatch.chosen("cross_entropy", logits)).by == dispatch.CPP:
         return kernel.compute(logits, targets, gradient=False)
     return F.cross_entropy(_wide(logits), targets, ignore_index=IGNORED, reduction="none")
 
 
 def _rows_to_gradient(logits: Tensor, targets: Tensor, factors: Tensor | None = None) -> Tensor:
-    """Overwrite some rows' logits with (softmax − one-hot) times each row's factor [n]; returns the rows' sum of −log
-    softmax(logits)[target].
+    """Overwrite logits [n, V] with (softmax − one-hot) times each row's factor [n]; return the rows' sum of
+    −log softmax(logits)[target].
 
-    A target's probability may underflow to 0, so its logarithm is not taken: it is the logarithm of the row's largest
-    probability, at least 1/V, less the gap between the largest logit and the target's.
+    A target's probability may underflow to 0. So its logarithm is computed as the logarithm of the row's largest
+    probability, at least 1/V, minus the gap between the largest logit and the target's.
     """
     counted = (targets != IGNORED)[:, None]
     index = targets[:, None].where(counted, 0)
@@ -333,32 +333,32 @@ def _sum(parts: Iterator[Tensor]) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """The tensor in float32 or a wider dtype."""
+    """Return x in float32, or unchanged if its dtype is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def scoring_bytes(shapes: Shapes, vocab_size: int) -> int:
-    """Peak bytes of `token_nats`: a chunk's logits, and without the C++ some rows of them in float32 and their
-    logarithms."""
+    """Peak bytes of `token_nats`: a chunk's logits and, without the C++, some of their rows in float32 and the
+    logarithms of those."""
     logits = min(chunk_tokens(shapes.device, vocab_size), shapes.n_tokens) * vocab_size
     rows = 0 if shapes.native else 4 * (1 + shapes.autocast)
     return shapes.product_bytes * logits + rows * min(softmax_tokens(shapes.device, vocab_size) * vocab_size, logits)
 
 
 def loss_chunk_bytes(shapes: Shapes, vocab_size: int, head: int, taught: bool) -> int:
-    """Peak bytes of the loss without features and their gradient: a chunk's logits; without the C++, the probabilities
-    of some rows (and their float32 logits); the head matrix's gradient in float32, and some rows of it from a product.
-    Distillation (`taught`) adds the teacher's logits, and the rows' logits and probabilities, with and without
+    """Peak bytes of the loss, without features and their gradient: a chunk's logits; without the C++, the probabilities
+    of some rows (and their float32 logits); the head's gradient in float32, and some rows of it as one product gives
+    them. Distillation (`taught`) adds the teacher's logits, and some rows' logits and probabilities with and without
     temperature.
 
     Args:
-        head: elements of the head's matrix; 0: it is frozen.
+        head: number of elements of the head's matrix; 0 if it is frozen.
     """
     chunk, product = chunk_tokens(shapes.device, vocab_size), shapes.product_bytes
     first, second = (max(0, min(chunk, n)) * vocab_size for n in (shapes.n_tokens, shapes.n_tokens - chunk))
     copied = shapes.autocast and shapes.on_cpu
     row_bytes = 4 * (6 + 2 * shapes.autocast if taught else 0 if shapes.native else 1 + copied)
-    row_bytes += product if shapes.config.logit_softcap is not None else 0  # the tanh
+    row_bytes += product if shapes.config.logit_softcap is not None else 0  # tanh of the logits
     softmax = row_bytes * min(softmax_tokens(shapes.device, vocab_size) * vocab_size, first) + taught * product * first
     rows = product * head * head_rows(shapes.device, vocab_size) // vocab_size
     return max(

@@ -23,7 +23,7 @@ from gptworks.model.layers import MLP, without_autocast
 
 
 def expert_rows(n_tokens: int) -> int:
-    """Rows that a CPU computes for an expert with `n_tokens` tokens: rounded up to five binary digits, by at most 1/16.
+    """Number of rows that a CPU computes for an expert: `n_tokens`, rounded up to five binary digits (by at most 1/16).
 
     oneDNN compiles a kernel for each number of rows, so few different numbers need few kernels.
     """
@@ -42,24 +42,24 @@ class MoE(nn.Module):
         self.shared = MLP(config, config.d_ff_shared) if config.d_ff_shared else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] → the experts' result [B, T, C], and the router's logits, float32 [B, T, E]."""
-        tokens = x.flatten(0, -2)  # N C
+        """Return the experts' result [B, T, C] for x [B, T, C], and the router's logits, float32 [B, T, E]."""
+        tokens = x.flatten(0, -2)  # [N, C]
         with without_autocast(x.device):  # rounding would change the choice of experts
-            logits = F.linear(tokens.float(), self.router.weight.float())  # N E
-        weights, chosen = route(logits, self.n_per_token)  # N K, N K
+            logits = F.linear(tokens.float(), self.router.weight.float())  # [N, E]
+        weights, chosen = route(logits, self.n_per_token)  # [N, K], [N, K]
         sent = tokens_per_expert(chosen, len(self.experts))
         rows, places, sizes = arrange(chosen, sent, even=dispatch.trains(tokens))
         parts = torch.split(send(tokens, rows, places), sizes)
         given = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
-        given = collect(given, places).view(*chosen.shape, -1)  # N K C
-        out = (given * weights.to(given.dtype).unsqueeze(-1)).sum(1)  # N C
+        given = collect(given, places).view(*chosen.shape, -1)  # [N, K, C]
+        out = (given * weights.to(given.dtype).unsqueeze(-1)).sum(1)  # [N, C]
         if self.shared is not None:
             out = out + self.shared(tokens)
         return out.view_as(x), logits.view(*x.shape[:-1], -1)
 
     @staticmethod
     def cost(s: Shapes, arrives: int) -> Iterator[Stage]:
-        """Costs of router, gathering tokens by expert, experts with an even share of tokens, and their weighted sum."""
+        """Yield the memory of router, gathering, experts with equal numbers of tokens, and weighted sum, in order."""
         c = s.config
         width = s.products(c.d_model)
         share = s.n_tokens * c.n_experts_per_token / c.n_experts
@@ -90,7 +90,7 @@ class MoE(nn.Module):
         )
         for e in range(c.n_experts):
             stages = list(MLP.cost(s, c.d_ff, 0, share, expert=True))
-            if e == 0:  # last in the backward pass, which frees the gradient of all results
+            if e == 0:  # its backward pass comes last and frees the gradient of all experts' results
                 stages[-1] = replace(stages[-1], arrives=gathered)
             yield from stages
         yield Stage("reorder", arrives=gathered, leaves=gathered, scratch=gathered, unsaved=2 * gathered)
@@ -101,7 +101,7 @@ class MoE(nn.Module):
             yield from MLP.cost(s, c.d_ff_shared, 0, s.n_tokens, expert=True)
 
     def reference(self, x: Tensor) -> Tensor:
-        """The first result of `forward` by its definition, one token at a time. For tests."""
+        """Reference for the first result of `forward`: computes one token at a time. For tests."""
         out = []
         for token in x.flatten(0, -2):
             weights, chosen = route(self.router(token), self.n_per_token)
@@ -111,21 +111,22 @@ class MoE(nn.Module):
 
 
 def route(logits: Tensor, n_per_token: int) -> tuple[Tensor, Tensor]:
-    """Logits [..., E] → weights (their sum is 1) and numbers of the experts with the largest logits, [..., K] each."""
+    """Return weights, whose sum is 1, and indices of the experts with the largest logits [..., E]; [..., K] each."""
     weights, chosen = logits.softmax(-1).topk(n_per_token, dim=-1)
     return weights / weights.sum(-1, keepdim=True), chosen
 
 
 def arrange(chosen: Tensor, sent: list[int], even: bool) -> tuple[Tensor, Tensor, list[int]]:
-    """Order tokens by expert: returns the token of each of P rows, the row of each of N·K pairs, and rows per expert.
+    """Sort tokens by expert. Return the token index of each of P rows, the row of each (token, expert) pair [N·K], and
+    the number of rows of each expert.
 
     Args:
-        chosen: each token's experts, [N, K].
+        chosen: indices of each token's experts, [N, K].
         sent: number of tokens of each expert.
-        even: pad each expert's rows to `expert_rows`. Padding holds the first token; its results are unused.
+        even: pad each expert's rows to `expert_rows`. Padding rows hold the first token; their results are unused.
     """
     sizes = [expert_rows(n) for n in sent] if even else sent
-    order = chosen.flatten().argsort(stable=True)  # (token, expert) pairs, by expert
+    order = chosen.flatten().argsort(stable=True)  # indices of the (token, expert) pairs, sorted by expert
     sorted_rows = torch.arange(order.numel(), device=order.device)
     if sizes != sent:
         ends = torch.tensor([sizes, sent], device=order.device).cumsum(1)
@@ -137,19 +138,19 @@ def arrange(chosen: Tensor, sent: list[int], even: bool) -> tuple[Tensor, Tensor
 
 
 def send(x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-    """x [N, C] → its `rows` [P, C]. places [N·K]: result rows of each token's K copies; no other row has a gradient."""
+    """Return the `rows` [P] of x [N, C]. Gradients reach only the result rows `places` [N·K], K for each token."""
     out: Tensor = _Send.apply(x, rows, places)  # type: ignore[no-untyped-call]
     return out
 
 
 def collect(given: Tensor, places: Tensor) -> Tensor:
-    """given [P, C] → its rows at `places`, [N·K, C]; no row is used twice."""
+    """Return the rows `places` [N·K] of given [P, C], [N·K, C]; no row may occur twice."""
     out: Tensor = _Collect.apply(given, places)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Send(torch.autograd.Function):
-    """Indexing with a faster gradient: torch's own adds rows one by one, because indices may repeat."""
+    """Row indexing with a faster gradient than torch's, which adds rows one by one because indices may repeat."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
@@ -180,7 +181,7 @@ class _Collect(torch.autograd.Function):
 
 
 def tokens_per_expert(chosen: Tensor, n_experts: int) -> list[int]:
-    """Number of tokens sent to each expert, from the chosen experts [N, K]; equal numbers for meta and fake tensors."""
+    """Count the tokens sent to each expert, from the chosen experts [N, K]; fake and meta tensors give equal counts."""
     if chosen.is_meta or isinstance(chosen, FakeTensor):
         share, rest = divmod(chosen.numel(), n_experts)
         return [share + (e < rest) for e in range(n_experts)]
@@ -189,7 +190,7 @@ def tokens_per_expert(chosen: Tensor, n_experts: int) -> list[int]:
 
 
 def expert_tokens(router_logits: Tensor, n_per_token: int) -> Tensor:
-    """Tokens that each expert gets, int64 [E], from a layer's router logits [..., E]."""
+    """Count the tokens that each expert gets, int64 [E], from a layer's router logits [..., E]."""
     return route(router_logits, n_per_token)[1].flatten().bincount(minlength=router_logits.size(-1))
 
 
@@ -199,12 +200,12 @@ def busiest_load(expert_tokens: Tensor) -> float:
 
 
 def balance_loss(router_logits: Tensor, n_per_token: int) -> Tensor:
-    """E · Σ (share of the tokens · mean probability) over the experts; 1 if even (Fedus et al., 2021, eq. 4)."""
+    """Return E · Σ (share of tokens · mean probability) over the experts; 1 if even (Fedus et al., 2021, eq. 4)."""
     share = expert_tokens(router_logits, n_per_token) / router_logits[..., 0].numel() / n_per_token
     probability = router_logits.softmax(-1).flatten(0, -2).mean(0)
     return router_logits.size(-1) * (share * probability).sum()
 
 
 def z_loss(router_logits: Tensor) -> Tensor:
-    """Mean of the squared log-partition, which keeps the logits small (Zoph et al., 2022, eq. 5)."""
+    """Return the mean squared log-sum-exp of the logits, a penalty on large logits (Zoph et al., 2022, eq. 5)."""
     return router_logits.logsumexp(-1).square().mean()

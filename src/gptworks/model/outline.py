@@ -16,72 +16,72 @@ GROUPS = {
     "qk_norms": True, "router": True, "mlp_weights": True, "mlp_biases": True, "shared_expert": True, "norms": True,
     "final_norm": False, "head": False,
 }  # fmt: skip
-"""Groups of tensors by purpose → whether they are in the blocks; see `ModelConfig.laboratory_tensors` for others."""
+"""For each group of tensors, whether it is in the blocks. `ModelConfig.laboratory_tensors` has further groups."""
 
 EMBEDDING_TABLES = ("token_embedding", "position_embedding", "bigram_embedding", "value_embeddings")
-"""Groups of lookup tables: by tokens, positions or token pairs."""
+"""Groups whose tensors are lookup tables, indexed by token, position or token pair."""
 
 ENTRY_GROUPS = ("token_embedding", "position_embedding", "bigram_embedding", "smear")
-"""Groups of tensors from which the first block's input is computed."""
+"""Groups whose tensors compute the first block's input."""
 
 Sizes = tuple[int, int]
-"""Inputs and outputs of a matrix."""
+"""Numbers of inputs and outputs of a matrix."""
 
 _PLACED = (
     "value_residual", "value_embeddings", "value_projections", "value_gates", "attention_gates", "future_heads",
 )  # fmt: skip
-"""The laboratory's groups that methods of `Outline` name. Others change the first block's or each block's input."""
+"""Laboratory groups that methods of `Outline` visit by name. Others change the first block's input, or each block's."""
 
 
 def formed_pairs(length: int, window: int | None) -> int:
-    """Number of (query, key) pairs, masked ones included, in plain products; see `gptworks.model.scores.attend`."""
+    """Number of (query, key) pairs whose scores attention computes without a fused kernel, masked ones included."""
     if window is None or length < 2 * window:
         return length**2
     return -(-length // window) * window * 2 * window
 
 
 def stays_whole(parameter: str) -> bool:
-    """Whether a matrix, given its name, stays unpacked when others are packed: positions, routers and gates."""
+    """Whether the matrix with this name stays fp32 where others get a lower precision: positions, routers and gates."""
     return parameter.endswith(("position_embedding.weight", "mlp.router.weight", ".gating.weight"))
 
 
 class Outline:
-    """Walks through a model in the order of its forward pass.
+    """Visitor of a model's tensors and matrix products, in the order of the forward pass.
 
-    A module's method takes whether its input has a gradient (`x`, `inner`), and returns whether its result has one.
+    Each module's method takes whether its input has a gradient (`x`, `inner`), and returns whether its result has one.
     """
 
     def __init__(self, config: ModelConfig, n_future: int) -> None:
-        """n_future: number of tokens beyond the next for which the loss has terms."""
+        """n_future: number of tokens beyond the next that the loss also predicts."""
         self.config, self.n_future = config, n_future
         self.layers: Sequence[int] = config.layer_uses
-        """The blocks to visit, in the order of the forward pass; a subclass that treats all alike visits one."""
+        """Indices of the blocks to visit, in order; a subclass for which all blocks are alike visits only one."""
         self.experts_a_visit = 1
-        """Number of a block's experts that one visit counts for; all of them if a subclass treats them alike."""
+        """Number of a block's experts that one visit stands for; all in a subclass for which they are alike."""
         self.layer: int | None = None
-        """The block being visited; None: outside the blocks."""
+        """Index of the block being visited; None outside the blocks."""
         self.entry = self.first_values = False
         """Whether the first block's input, and the first layer's values, have a gradient."""
         self.tables: dict[int, bool] = {}
-        """By layer, whether its table of value embeddings has a gradient."""
+        """Whether a layer's table of value embeddings has a gradient, by layer index."""
         self.laboratory = {group: (tensors, layers) for group, tensors, layers in config.laboratory_tensors()}
 
     def tensor(self, group: str, name: str, *shape: int) -> bool:
-        """Visit a parameter, by its name in the visited block; returns whether it is trained."""
+        """Visit a parameter, whose name is relative to the current block, if any; return whether it is trained."""
         raise NotImplementedError
 
     def product(self, part: str, module: str, sizes: Sizes, x: bool, trained: bool, share: int | None = None) -> None:
-        """Visit a product with a matrix of inputs × outputs; `part` names its kind of work.
+        """Visit a product of activations with a matrix of these sizes; `part` names the kind of work.
 
-        share: share of the tokens, in units of 1 / n_experts; None: all of them.
+        share: fraction of the tokens in the product, in units of 1 / n_experts; None: all tokens.
         """
 
     def adapter(self, module: str, sizes: Sizes, x: bool, share: int | None) -> bool:
-        """Visit a linear layer's adapter; returns whether the layer has one."""
+        """Visit a linear layer's adapter; return whether the layer has one."""
         return False
 
     def scores(self, module: str, window: int | None, q: bool, k: bool, v: bool) -> None:
-        """Visit attention's two products of queries with keys and of weights with values."""
+        """Visit attention's two products: queries with keys, and weights with values."""
 
     def walk(self) -> None:
         """Visit the model from the embeddings to the heads."""
@@ -105,7 +105,7 @@ class Outline:
             table = self.tensor("head", "untied_head.weight", c.vocab_size, width)
         heads = [f"future_heads.{i}" for i in range(self.n_future)]
         led = [self.linear("future_heads", "future_heads", name, (width, width), x) for name in heads]
-        x |= any(led)  # the losses of all tokens have one backward pass
+        x |= any(led)  # all heads' losses share one backward pass
         self.product("head", "head", (width, c.vocab_size), x, table)
         for name in heads:
             self.product("future_heads", name, (width, c.vocab_size), x, table)
@@ -120,7 +120,7 @@ class Outline:
         bias_group: str | None = None,
         share: int | None = None,
     ) -> bool:
-        """Visit a linear layer, by its name in the visited block. bias_group: the bias's group; None without a bias."""
+        """Visit a linear layer; `name` is relative to the current block. bias_group: the group of its bias, if any."""
         n_in, n_out = sizes
         module = name if self.layer is None else f"blocks.{self.layer}.{name}"
         weight = self.tensor(group, f"{name}.weight", n_out, n_in)
@@ -129,7 +129,7 @@ class Outline:
         return self.adapter(module, sizes, x, share) or x or weight or bias
 
     def added(self, group: str, x: bool = False) -> bool:
-        """Visit a laboratory group, in a block or outside. x: whether the input of its matrices has a gradient."""
+        """Visit a laboratory group's tensors, if there are any here. x: whether its matrices' input has a gradient."""
         tensors, layers = self.laboratory.get(group, ({}, ()))
         if layers is not None and self.layer not in layers:
             return False
@@ -180,7 +180,7 @@ class Outline:
         return self.linear("attention_output", "attention_weights", "attention.out", (queries, c.d_model), y, biases)
 
     def values(self, layer: int, inner: bool, own: bool) -> bool:
-        """Visit a `gptworks.model.lab.stream.Values`. own: whether the layer's own values have a gradient."""
+        """Visit a `gptworks.model.lab.stream.Values`. own: whether the layer's own projected values have a gradient."""
         v = own | self.added("value_residual")
         if self.config.value_residual and layer:
             v |= self.first_values
@@ -206,7 +206,7 @@ class Outline:
         groups: tuple[str, str] = ("mlp_weights", "mlp_biases"),
         share: int | None = None,
     ) -> bool:
-        """Visit a `gptworks.model.layers.MLP`. groups: the groups of its weights and of its biases."""
+        """Visit a `gptworks.model.layers.MLP`. groups: group of its weights, and group of its biases."""
         c, (weights, biases) = self.config, groups
         bias_group = biases if c.mlp_bias else None
         wide = [

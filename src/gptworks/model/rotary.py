@@ -1,4 +1,4 @@
-"""The rotary embedding (Su et al., 2021): tables, also scaled for longer contexts, and the rotation of heads."""
+"""The rotary embedding (Su et al., 2021): its tables, with scaling for longer contexts, and the rotation of heads."""
 
 import math
 
@@ -13,11 +13,11 @@ _POSITIONS_AT_ONCE = 2**16
 
 
 class Rotary(nn.Module):
-    """Cosines and sines of the rotary embedding (Su et al., 2021), pairing element i with i + R/2 of R rotated ones.
-    Checkpoints leave them out.
+    """Tables of cosines and sines for the rotary embedding (Su et al., 2021); checkpoints leave them out. Of a head's R
+    rotated elements, i and i + R/2 form a pair.
 
-    Stored tables are scaled for the original context and never change. With scaling by length, a longer text's tables
-    are computed at each call for the given positions, so that threads with texts of different lengths share no state.
+    The stored tables are scaled for the original context and never change. With scaling by length, a longer text's
+    tables are computed at each call, so that threads with texts of different lengths share no state.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -30,15 +30,15 @@ class Rotary(nn.Module):
         self.reset()
 
     def reset(self, device: torch.device | None = None) -> None:
-        """Compute the stored tables of all positions on a device (None: torch's default device), as for a text of the
-        original context's length."""
+        """Compute the stored tables of all positions, scaled for the original context, and put them on `device` (None:
+        torch's default device)."""
         cos, sin = self._whole_tables()
         there = torch.get_default_device() if device is None else device
         self.cos, self.sin = cos.to(there), sin.to(there)
 
     @torch.inference_mode(False)
     def _whole_tables(self) -> tuple[Tensor, Tensor]:
-        """`_tables` of all positions, computed in parts: the float64 intermediates take many times their size."""
+        """Return `_tables` of all positions, computed in parts because the float64 intermediates are far larger."""
         n_positions, original = self.config.context_length, self.config.original_context_length
         cos, sin = (
             torch.empty(n_positions, self.config.d_rotary // 2, device="cpu", dtype=torch.float32) for _ in "cs"
@@ -49,20 +49,20 @@ class Rotary(nn.Module):
             cos[part], sin[part] = self._tables(position, original)
         return cos, sin
 
-    @torch.inference_mode(False)  # training reads the tables too
+    @torch.inference_mode(False)  # training reads the tables too, and rejects inference tensors
     def _tables(self, position: Tensor, text_length: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines at positions [...], float64, of a text of `text_length` tokens: [..., R/2], float32.
+        """Return float32 cosines and sines [..., R/2] at float64 positions [...] in a text of `text_length` tokens.
 
-        Computed on the CPU, because not every accelerator has float64.
+        The positions must be on the CPU, because not every accelerator has float64.
         """
         frequency, factor = frequencies(self.config, text_length, position.device)
         angle = position[..., None] * frequency
         return (factor * angle.cos()).float(), (factor * angle.sin()).float()
 
     def at(self, positions: slice | Tensor, text_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [..., R/2] for positions [...] of a text with room for `text_length` tokens.
+        """Return cosines and sines [..., R/2] at positions [...] of a text that may reach `text_length` tokens.
 
-        The room matters only to scaling by length: all cached keys must have been rotated for the same room.
+        `text_length` matters only with scaling by length: it must be the same for all of a text's cached keys.
         """
         scaling = self.config.rope_scaling
         if scaling is None or not scaling.by_length or text_length <= self.config.original_context_length:
@@ -74,7 +74,8 @@ class Rotary(nn.Module):
 
 
 def frequencies(config: ModelConfig, length: int, device: torch.device | None = None) -> tuple[Tensor, float]:
-    """Radians per token of each of the R/2 pairs, float64, in a text of `length` tokens; and the tables' factor."""
+    """Return the radians per token of each of the R/2 pairs, float64, in a text of `length` tokens; and the factor of
+    cosines and sines."""
     exponent = torch.arange(0, config.d_rotary, 2, device=device, dtype=torch.float64) / config.d_rotary
     plain, scaling, original = config.rope_theta**-exponent, config.rope_scaling, config.original_context_length
     if scaling is None:
@@ -90,12 +91,12 @@ def frequencies(config: ModelConfig, length: int, device: torch.device | None = 
         )
         return plain / factors, scaling.attention_factor or math.sqrt(1 + math.log(scaling.factor) / math.log(original))
     if scaling.type == "llama3":
-        turns = plain * original / (2 * math.pi)  # turns within the original context
+        turns = plain * original / (2 * math.pi)  # full turns within the original context
         kept = ((turns - scaling.beta_slow) / (scaling.beta_fast - scaling.beta_slow)).clamp(0, 1)
         return plain * kept + plain / scaling.factor * (1 - kept), 1.0
 
     def pair_that_turns(times: float) -> float:
-        """The pair (fractional) that makes this many turns over the original context."""
+        """Return the (fractional) index of the pair that makes this many full turns within the original context."""
         return config.d_rotary * math.log(original / (times * 2 * math.pi)) / (2 * math.log(config.rope_theta))
 
     first = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
@@ -109,13 +110,13 @@ def frequencies(config: ModelConfig, length: int, device: torch.device | None = 
 
 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate each pair (i, i + R/2) of the first R elements of x [..., T, D] by the angle of its position."""
+    """Rotate each pair (i, i + R/2) of the first R elements of x [..., T, D] by its angle; `table`: cosines, sines."""
     return dispatch.rotate(x, *table)
 
 
 def rotary_tables_bytes(s: Shapes) -> int:
     """Bytes of all positions' cosines and sines, and of the copies that autocast or rows of several texts need."""
-    elements = s.config.d_rotary if s.config.position == "rope" else 0  # half in each of cosines and sines
+    elements = s.config.d_rotary if s.config.position == "rope" else 0  # R/2 cosines and R/2 sines
     elements *= 1 if s.config.window_rope_theta is None else 2
     looked_up = s.n_tokens if s.several_texts else s.length if s.autocast else 0
     return elements * (4 * s.config.context_length + s.product_bytes * looked_up)

@@ -1,4 +1,4 @@
-"""Causal attention from queries, keys and values, by the first usable kernel.
+"""Causal attention of queries, keys and values, computed by the first usable kernel.
 
 Shapes: B batch, T queries, S keys, H query heads, G key/value heads, D head width.
 """
@@ -17,10 +17,10 @@ from gptworks.model.layers import cap
 
 
 class Scores(NamedTuple):
-    """Settings by which scores of queries and keys become weights of values."""
+    """Settings that turn products of queries and keys into attention weights."""
 
     window: int | None = None
-    """Number of keys that a query sees, its own included; None: all keys up to its own."""
+    """Number of keys that a query sees, including its own; None: all keys up to its own."""
     dropout: float = 0.0
     """Probability of dropping an attention weight."""
     scale: float | None = None
@@ -28,11 +28,11 @@ class Scores(NamedTuple):
     softcap: float | None = None
     """Scores become softcap · tanh(score / softcap) before the bias is added; None: no cap."""
     bias: Tensor | None = None
-    """A bias added to the scores, [B, T, S] in q's dtype, for rows of several texts (`texts_bias`). It includes the
+    """Bias [B, T, S], in q's dtype, added to the scores of rows with several texts (`texts_bias`). It includes the
     window's mask. None: each row has one text."""
 
     def factor(self, q: Tensor) -> float:
-        """The factor of q·k, as a number."""
+        """Return the factor of q·k: `scale`, or 1/√D if `scale` is None."""
         return q.size(-1) ** -0.5 if self.scale is None else self.scale
 
 
@@ -40,8 +40,8 @@ PLAIN = Scores()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores = PLAIN) -> Tensor:
-    """Scaled dot-product attention in which the T queries are the last T of the S key positions, by the first usable
-    kernel of `gptworks.kernels.dispatch`.
+    """Compute causal dot-product attention, by the first usable kernel of `gptworks.kernels.dispatch`. The T queries
+    have the last T of the S key positions.
 
     Args:
         q: [B, H, T, D]. k, v: [B, G, S, D] with S ≥ T; each key/value head serves H / G query heads.
@@ -72,16 +72,16 @@ def _attend_torch(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores, *, is_causal: bool = False) -> Tensor:
-    """torch's attention, arranged so that a fused kernel can compute it. Without one, or with a softcap, all T × S
-    scores of every head are in memory. mask: boolean or added to the scores, broadcast to [B, 1, T, S]; includes window
-    and bias."""
+    """Compute attention in torch, by a fused kernel if possible. Without one, or with a softcap, all T × S scores of
+    every head are in memory. mask: boolean or to be added to the scores; broadcast to [B, 1, T, S]; includes window and
+    bias."""
     if scores.softcap is not None:
         mask = causal_mask(q.size(2), k.size(2), None, q.device) if is_causal else mask
-        v = _for_each_head(v, q.size(1))  # B H S D
+        v = _for_each_head(v, q.size(1))  # [B, H, S, D]
         return F.dropout(attention_weights(q, k, mask, scores).to(q.dtype), scores.dropout) @ v
     n_per_group = q.size(1) // k.size(1)
     if n_per_group > 1 and not takes_groups(q.device, mask is not None):
-        k, v = k.repeat_interleave(n_per_group, dim=1), v.repeat_interleave(n_per_group, dim=1)  # B H S D
+        k, v = k.repeat_interleave(n_per_group, dim=1), v.repeat_interleave(n_per_group, dim=1)  # [B, H, S, D]
     return F.scaled_dot_product_attention(
         q, k, v, mask, dropout_p=scores.dropout, is_causal=is_causal, scale=scores.scale,
         enable_gqa=q.size(1) != k.size(1),
@@ -89,9 +89,9 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores, 
 
 
 def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
-    """The weight of each key for each query, [B, H, T, S], float32 at least. mask: see `fused`."""
+    """Return the weight of each key for each query, [B, H, T, S], in float32 or wider. mask: see `fused`."""
     scale, softcap = scores.factor(q), scores.softcap
-    products = q @ _for_each_head(k, q.size(1)).transpose(-2, -1)  # B H T S
+    products = q @ _for_each_head(k, q.size(1)).transpose(-2, -1)  # [B, H, T, S]
     scored = products * scale if softcap is None else softcap * torch.tanh(products * (scale / softcap))
     if mask is not None:
         scored = scored + (as_bias(mask, q.dtype) if mask.dtype == torch.bool else mask)
@@ -99,21 +99,21 @@ def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores)
 
 
 def _for_each_head(x: Tensor, n_heads: int) -> Tensor:
-    """x [B, G, S, D] → [B, H, S, D]."""
+    """Repeat each key/value head of x [B, G, S, D] for its query heads: [B, n_heads, S, D]."""
     return x if x.size(1) == n_heads else x.repeat_interleave(n_heads // x.size(1), dim=1)
 
 
 def takes_groups(device: torch.device, masked: bool) -> bool:
-    """Whether a fused kernel of the device supports grouped keys. On CUDA none does with a mask: flash attention
-    refuses masks, the memory-efficient kernel refuses groups."""
+    """Whether a fused kernel of the device supports grouped-query attention. On CUDA none does with a mask: flash
+    attention refuses masks, and the memory-efficient kernel refuses groups."""
     return not (masked and device.type == "cuda")
 
 
 def attend_banded(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
-    """`attend` for a window much shorter than the text (S = T), in T × 2·window scores instead of T × T.
+    """Compute `attend` for a window of at most half the text (S = T), with T × 2·window scores instead of T × T.
 
-    The text is cut into blocks of `window` tokens; a block's queries see only keys of this and the previous block,
-    under one mask for all blocks. Blocks become batch elements, so that any device's fused kernel can compute them.
+    The text is cut into blocks of `window` tokens, and a block's queries see only keys of their own and the previous
+    block. Blocks become batch elements, so that any device's fused kernel can compute them.
     """
     window = scores.window
     assert window is not None
@@ -123,21 +123,21 @@ def attend_banded(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     def blocks(x: Tensor) -> Tensor:
         return F.pad(x, (0, 0, 0, n_blocks * window - length)).reshape(*x.shape[:2], n_blocks, window, -1)
 
-    q, k, v = blocks(q), blocks(k), blocks(v)  # B H n W D
-    k, v = (torch.cat((F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1], x), dim=3) for x in (k, v))  # B G n 2W D
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # B·n H W D, B·n G 2W D
-    mask = causal_mask(window, 2 * window, window, q.device).repeat(n_blocks, 1, 1)  # n W 2W
-    mask[0, :, :window] = False  # the first block has no block before it
-    mask = mask.repeat(batch, 1, 1).unsqueeze(1)  # B·n 1 W 2W
+    q, k, v = blocks(q), blocks(k), blocks(v)  # [B, H, n, W, D]
+    k, v = (torch.cat((F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1], x), dim=3) for x in (k, v))  # [B, G, n, 2W, D]
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B·n, H, W, D], [B·n, G, 2W, D]
+    mask = causal_mask(window, 2 * window, window, q.device).repeat(n_blocks, 1, 1)  # [n, W, 2W]
+    mask[0, :, :window] = False  # the first block has no previous block
+    mask = mask.repeat(batch, 1, 1).unsqueeze(1)  # [B·n, 1, W, 2W]
     y = fused(q, k, v, mask, scores)
-    y = y.view(batch, n_blocks, *y.shape[1:]).transpose(1, 2)  # B H n W D
+    y = y.view(batch, n_blocks, *y.shape[1:]).transpose(1, 2)  # [B, H, n, W, D]
     return y.flatten(2, 3)[:, :, :length]
 
 
 def attend_slots(q: Tensor, k: Tensor, v: Tensor, cache: SlotLayer, scores: Scores) -> Tensor:
-    """`attend` for a flat batch of tokens of several texts; each token sees the tokens of its own text's slot.
+    """Compute `attend` for a flat batch of several texts' tokens; each token sees only its own text's cache slot.
 
-    q: [1, H, N, D]; k, v: [1, G, N, D], which are stored in the cache. Returns [1, H, N, D].
+    q: [1, H, N, D]; k, v: [1, G, N, D], which are first stored in the cache. Returns [1, H, N, D].
     """
     parts, keys, values = cache.rows.parts, cache.keys, cache.values
     if _one_product(q, len(parts)):
@@ -157,22 +157,22 @@ def _one_product(q: Tensor, n_texts: int) -> bool:
 
 
 def _attend_slots_at_once(q: Tensor, k: Tensor, v: Tensor, cache: SlotLayer, scores: Scores) -> Tensor:
-    """`attend_slots` for one token per text, in one product: many small ones would take launch time on accelerators."""
-    slots, last = cache.rows.slots, cache.rows.positions  # N
+    """`attend_slots` for one token per text, in one call: on accelerators, launching many small kernels takes long."""
+    slots, last = cache.rows.slots, cache.rows.positions  # [N] each
     cache.keys[slots, :, last], cache.values[slots, :, last] = k[0].transpose(0, 1), v[0].transpose(0, 1)
     longest = max(start for _, start, _ in cache.rows.parts) + 1
     key = torch.arange(longest, device=q.device)
-    visible = key <= last[:, None]  # N S
+    visible = key <= last[:, None]  # [N, S]
     if scores.window is not None:
         visible &= key > last[:, None] - scores.window
-    keys, values = cache.keys[slots, :, :longest], cache.values[slots, :, :longest]  # N G S D
-    queries, mask = q[0].transpose(0, 1).unsqueeze(2), visible[:, None, None]  # N H 1 D, N 1 1 S
-    y = fused(queries, keys, values, mask, scores)  # N H 1 D
+    keys, values = cache.keys[slots, :, :longest], cache.values[slots, :, :longest]  # [N, G, S, D]
+    queries, mask = q[0].transpose(0, 1).unsqueeze(2), visible[:, None, None]  # [N, H, 1, D], [N, 1, 1, S]
+    y = fused(queries, keys, values, mask, scores)  # [N, H, 1, D]
     return y.squeeze(2).transpose(0, 1).unsqueeze(0)
 
 
 def causal_mask(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Boolean [T, S], true for keys that a query may see. The queries are the last T of the S positions."""
+    """Return a boolean mask [T, S], true for keys that a query may see. Queries have the last T of the S positions."""
     query = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]
     key = torch.arange(n_keys, device=device)[None, :]
     visible = key <= query
@@ -180,12 +180,12 @@ def causal_mask(n_queries: int, n_keys: int, window: int | None, device: torch.d
 
 
 def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor to add to scores: 0 where the mask is true, −∞ elsewhere."""
+    """Return a tensor to add to scores: 0 where the mask is true, −∞ elsewhere."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
 
 
 def texts_bias(positions: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """The bias [B, T, T] that limits queries, in rows of several texts, to keys of their own text up to themselves.
+    """Return the bias [B, T, T] that limits queries, in rows of several texts, to own and earlier keys of their text.
 
     positions: each token's position in its own text, int64 [B, T]; a text begins at each 0.
     """
@@ -196,7 +196,7 @@ def texts_bias(positions: Tensor, window: int | None, dtype: torch.dtype) -> Ten
 
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, scores: Scores = PLAIN) -> Tensor:
-    """`attend` by its definition, one query at a time, without dropout and bias. For tests."""
+    """Reference for `attend`: computes one query at a time, without dropout and bias. For tests."""
     (_, heads, n_queries, _), n_keys = q.shape, k.size(2)
     out = torch.empty_like(q)
     for head in range(heads):
@@ -204,19 +204,19 @@ def attend_reference(q: Tensor, k: Tensor, v: Tensor, scores: Scores = PLAIN) ->
         for i in range(n_queries):
             last = n_keys - n_queries + i
             first = 0 if scores.window is None else max(0, last - scores.window + 1)
-            keys, values = k[:, group, first : last + 1], v[:, group, first : last + 1]  # B s D
+            keys, values = k[:, group, first : last + 1], v[:, group, first : last + 1]  # [B, s, D]
             scored = torch.einsum("bd,bsd->bs", q[:, head, i], keys) * scores.factor(q)
             out[:, head, i] = torch.einsum("bs,bsd->bd", cap(scored, scores.softcap).softmax(-1), values)
     return out
 
 
 def bias_bytes(s: Shapes) -> int:
-    """Bytes of the biases that separate a row's texts: one bias for each different window, shared by all layers."""
+    """Bytes of the biases that separate the texts in a row: one for each distinct window, shared by all its layers."""
     return len(set(s.config.layer_windows)) * s.products(s.length) if s.several_texts else 0
 
 
 def is_blocked(s: Shapes) -> bool:
-    """Whether a layer trains on `gptworks.kernels.cpu.Attention`, which keeps the weights of blocks of queries."""
+    """Whether training uses `gptworks.kernels.cpu.Attention`, which saves attention weights in blocks of queries."""
     return s.on_cpu and not s.native and s.length <= cpu.LONGEST
 
 
@@ -226,15 +226,15 @@ def is_masked(s: Shapes, window: int | None) -> bool:
 
 
 def is_grouped(s: Shapes) -> bool:
-    """Whether a key/value head serves several query heads."""
+    """Whether each key/value head serves several query heads."""
     return s.config.n_kv_heads != s.config.n_heads
 
 
 def is_plain(s: Shapes, window: int | None) -> bool:
     """Whether torch computes attention as plain products with all weights in float32, for lack of a fused kernel.
 
-    This is so for grouped queries in float32 on an accelerator, unless a mask forces repeated keys, and for dropout on
-    a CPU.
+    It does so for grouped queries in float32 on an accelerator, unless a mask requires repeated keys; and on a CPU with
+    dropout.
     """
     if s.on_cpu:
         return s.config.dropout_attention > 0
@@ -247,10 +247,10 @@ def saves_output(s: Shapes, window: int | None) -> bool:
 
 
 def output_is_shared(s: Shapes, window: int | None) -> bool:
-    """Whether the result that attention saves has the layout that the output projection needs.
+    """Whether attention saves its result in the layout that the output projection needs, so that both save one tensor.
 
-    The C++ kernel always gives it that layout. torch's fused kernels give it the layout of the queries, which rotation
-    changes; on an accelerator, QK-norm changes it too. torch's float32 kernel for GPUs always gives the needed layout.
+    The C++ kernel always uses that layout. torch's fused kernels use the layout of the queries, which rotation changes
+    and, on an accelerator, QK-norm too. torch's float32 kernel for GPUs always uses the needed layout.
     """
     if s.native:
         return True
@@ -261,7 +261,7 @@ def output_is_shared(s: Shapes, window: int | None) -> bool:
 
 
 def scores_cost(s: Shapes, window: int | None) -> Stage:
-    """The cost of `attend`, which depends on the kernel that computes it."""
+    """Return the memory of `attend`, which depends on the kernel that computes it."""
     c = s.config
     q, k = s.products(c.n_heads * c.d_head), s.products(c.n_kv_heads * c.d_head)
     leaves = q + 2 * k
@@ -275,7 +275,7 @@ def scores_cost(s: Shapes, window: int | None) -> Stage:
         kept = sum(blocks) if c.dropout_attention else 0
         last, before = blocks[-1] * s.product_bytes, (blocks[-2] if len(blocks) > 1 else 0) * s.product_bytes
         loop = 2 * before + 3 * last if kept else max(before + 2 * last, 2 * last + q)
-        capped = c.attention_softcap is not None  # the tanh is kept too
+        capped = c.attention_softcap is not None  # tanh of the scores is saved too
         loop = max(loop, 3 * last) if capped else loop
         return Stage(
             "attention",
@@ -289,14 +289,14 @@ def scores_cost(s: Shapes, window: int | None) -> Stage:
     if repeated:
         k = q
     padded, keys_seen, scratch = 1.0, s.length, 0
-    if window is not None and s.length >= 2 * window:  # banded: holds each block of keys and values twice
+    if window is not None and s.length >= 2 * window:  # banded attention stores keys and values twice
         padded, keys_seen = -(-s.length // window) * window / s.length, 2 * window
         q, k = round(q * padded), round(2 * k * padded)
         scratch = q + 3 * k
     if repeated:
         scratch = q + 2 * k - leaves  # gradients of repeated keys and values, before summation
     pairs = round(s.length * padded) * keys_seen
-    if c.attention_softcap is not None:  # plain products: the tanh, weights in float32 and cast
+    if c.attention_softcap is not None:  # saves the tanh, and the weights in float32 and cast
         one = heads * pairs * s.product_bytes
         weights = 4 * heads * pairs + (one if s.autocast else 0)
         dropped = one + (heads * pairs * 4 if s.on_cpu else heads * pairs) if c.dropout_attention else 0
@@ -309,13 +309,13 @@ def scores_cost(s: Shapes, window: int | None) -> Stage:
         )
     if is_plain(s, window):
         weights = 4 * heads * pairs
-        dropped = heads * pairs * 4 + weights if c.dropout_attention else 0  # factors and dropped weights
+        dropped = heads * pairs * 4 + weights if c.dropout_attention else 0  # factors, and weights after dropout
         return Stage(
             "attention",
             {ATTENTION: 3 * round(s.floats(c.n_heads * c.d_head) * padded), WEIGHTS_KEPT: weights, DROPOUT: dropped},
             arrives=q,
             leaves=leaves,
-            scratch=(1 if dropped else 2) * weights - leaves,  # before `leaves` exists
+            scratch=(1 if dropped else 2) * weights - leaves,  # `leaves` does not exist yet at the peak
         )
     masked = window is not None and window < s.length
     mask = (s.batch_size if keys_seen < s.length else 1) * pairs * s.product_bytes if masked else 0

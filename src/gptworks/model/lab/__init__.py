@@ -1,1 +1,1 @@
-"""Parts of the model for settings from speedruns and recent papers (`gptworks.config.LABORATORY`)."""
+"""Model parts for the laboratory's settings, from speedruns and recent papers (`gptworks.config.LABORATORY`)."""

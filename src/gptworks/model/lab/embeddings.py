@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from gptworks.model.cost import RESIDUAL, Shapes, Stage
 
 NO_TOKEN = -1
-"""The id in place of the missing predecessor of a text's first token."""
+"""The previous token's id where there is none, for a text's first token."""
 
 _OF_TOKEN, _OF_PREVIOUS = 36_313, 27_191
-"""Factors of the two ids in the hash, from modded-nanogpt."""
+"""Factors of a token's id and the previous token's id in the hash, from modded-nanogpt."""
 
 
 class BigramEmbedding(nn.Module):
-    """A vector for each pair of a token and its predecessor, times a learned scale.
+    """An embedding of each pair of a token and its predecessor, times a learned scale.
 
-    Pairs share the rows of a table, by a hash: V² rows would be too many (Huang et al., 2025;
-    modded-nanogpt, pull request 201). The table starts at zero, so that the model starts unchanged.
+    A hash assigns pairs to the rows of a table, because V² rows would be too many (Huang et al., 2025;
+    modded-nanogpt, pull request 201). The table starts at zero, so that it has no effect at first.
     """
 
     def __init__(self, n_rows: int, width: int) -> None:
@@ -29,13 +29,13 @@ class BigramEmbedding(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, tokens: Tensor, previous: Tensor) -> Tensor:
-        """Token ids and those before them, int64 [...] each, NO_TOKEN where a text begins → [..., C]."""
+        """Return embeddings [..., C] of int64 token ids and the ids before them [...]; NO_TOKEN where a text begins."""
         vectors: Tensor = self.table(bigram_rows(tokens, previous, self.n_rows))
         return vectors * self.scale
 
     @staticmethod
     def cost(s: Shapes) -> Iterator[Stage]:
-        """Costs of the lookup and of the scale: they save the row numbers, and the vectors for the scale's gradient."""
+        """Yield the memory of lookup and scale: they save the row numbers, and the vectors for the scale's gradient."""
         rows, stream, module = s.config.bigram_vocab_size, s.floats(s.config.d_model), "bigram_embedding.table"
         if rows:
             saved = {RESIDUAL: stream + 8 * s.n_tokens}
@@ -51,13 +51,13 @@ class Smear(nn.Module):
         self.weight, self.scale = nn.Parameter(torch.zeros(n_channels)), nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor, before: Tensor, previous: Tensor) -> Tensor:
-        """Embeddings [B, T, C] of tokens and of their predecessors, whose ids are `previous` [B, T] → [B, T, C]."""
-        gate = self.scale * (x[..., : len(self.weight)] @ self.weight).sigmoid()  # B T
+        """Return embeddings x [B, T, C] plus gated embeddings `before` of the tokens before, with ids `previous`."""
+        gate = self.scale * (x[..., : len(self.weight)] @ self.weight).sigmoid()  # [B, T]
         return x + gate.masked_fill(previous == NO_TOKEN, 0).unsqueeze(-1) * before
 
     @staticmethod
     def cost(s: Shapes) -> Iterator[Stage]:
-        """Cost: saves the embeddings of the preceding tokens, and the channels that the gate reads."""
+        """Yield the memory: the embeddings of the previous tokens, and the channels that the gate reads, are saved."""
         c = s.config
         stream, read = s.floats(c.d_model), s.products(c.d_gate) if s.autocast else s.floats(c.d_model)
         if c.smear:
@@ -65,16 +65,16 @@ class Smear(nn.Module):
 
 
 def bigram_rows(tokens: Tensor, previous: Tensor, n_rows: int) -> Tensor:
-    """The table row for each pair, int64 [...]; the first token of a text uses the last row."""
+    """Return the table row for each pair, int64 [...]; the first token of a text uses the last row."""
     hashed = ((_OF_TOKEN * tokens) ^ (_OF_PREVIOUS * previous)) % (n_rows - 1)
     return hashed.masked_fill(previous == NO_TOKEN, n_rows - 1)
 
 
 def previous_tokens(tokens: Tensor, text_positions: Tensor | None = None) -> Tensor:
-    """The token before each token, int64 [B, T]; NO_TOKEN at the beginning of each row and text.
+    """Return the token before each token, int64 [B, T]; NO_TOKEN at the beginning of each row and text.
 
     Args:
-        text_positions: each token's position in its text, from 0, int64 [B, T]; None: a row is one text.
+        text_positions: each token's position in its text, from 0, int64 [B, T]; None: each row is one text.
     """
     before = F.pad(tokens[:, :-1], (1, 0), value=NO_TOKEN)
     return before if text_positions is None else before.masked_fill(text_positions == 0, NO_TOKEN)

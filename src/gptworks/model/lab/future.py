@@ -1,6 +1,6 @@
 """Heads for tokens beyond the next: a small residual layer for each, and one unembedding for all.
 
-Gloeckle et al. (2024) train them from the trunk's output with one unembedding; the layer is from Cai et al. (2024,
+Gloeckle et al. (2024) train such heads on the trunk's output with one unembedding; the layer is from Cai et al. (2024,
 section 2.1.1) and starts as the identity. The trunk's prediction of the next token does not depend on these heads.
 """
 
@@ -18,7 +18,7 @@ FUTURE_HEADS = "future_heads."
 
 
 def build_future_heads(config: ModelConfig) -> nn.ModuleList:
-    """A linear layer [C, C] of zeros for each token beyond the next."""
+    """Build a linear layer [C, C], initialized to zero, for each token beyond the next."""
     heads = [Linear(config.d_model, config.d_model, bias=False) for _ in range(config.n_future_tokens - 1)]
     for head in heads:
         nn.init.zeros_(head.weight)
@@ -26,13 +26,13 @@ def build_future_heads(config: ModelConfig) -> nn.ModuleList:
 
 
 def future_features(heads: Iterable[nn.Module], features: Tensor) -> list[Tensor]:
-    """The trunk's features [..., C] → features of each token beyond the next, nearest first, [..., C] each."""
+    """Return features [..., C] for each token beyond the next, nearest first, from the trunk's features [..., C]."""
     return [features + F.silu(head(features)) for head in heads]
 
 
 def future_cost(s: Shapes, n: int) -> list[Stage]:
-    """Costs of the heads of `n` tokens beyond the next. Arriving gradients are views of one tensor and cost nothing;
-    leaving ones are added to the features' gradient."""
+    """Return the memory of the heads of `n` tokens beyond the next. The gradients that arrive are views of one tensor
+    and cost nothing; those that leave are added to the features' gradient."""
     c, width = s.config, s.products(s.config.d_model)
     matrix = c.d_model**2
     return [

@@ -1,10 +1,10 @@
-"""`init: induction`: initial weights that can already copy.
+"""`init: induction`: initial weights with which the model can already copy from its context.
 
 A model repeats its context, A B … A → B, by two heads one layer apart (Elhage et al., 2021; Olsson et al., 2022:
 induction heads). In the first layer, a head copies the previous token to each token. In the second, a head finds an
-earlier occurrence of the present token and copies its successor to the output. Training finds this pair late, so the
-first heads of these layers start as one; mimetic initialization likewise imitates trained weights (Trockman & Kolter,
-2023). All other weights start as with `init: normal`, and all are trained.
+earlier occurrence of the current token and copies its successor to the output. Training finds these two heads late, so
+the first heads of the first two layers start as such; mimetic initialization likewise imitates trained weights
+(Trockman & Kolter, 2023). All other weights start as with `init: normal`, and all are trained.
 
 Of the C channels of the residual stream, the first is the same for every token; the next m distinguish tokens; the last
 m receive the output of the first head.
@@ -23,22 +23,22 @@ STD = 0.1
 """Standard deviation of the embeddings as they enter the first block."""
 
 CONSTANT = 0.5
-"""Length of the component that all embeddings share, relative to the length of the rest."""
+"""Norm of the component that all embeddings share, relative to the norm of the rest of an embedding."""
 
 LENGTHS = (1.6, 1.3)
-"""Lengths of the first and second head's queries, divided by √D. Keys have length 1."""
+"""Norms of the first and second head's queries, divided by √D; the keys have norm 1 in this unit."""
 
 COPY_LOGIT = 4.0
 """Approximate logit of a token that gets all of the second head's attention."""
 
 TIED_FACTOR = 3.0
-"""Factor of the second head's output if the head is tied: a copied token's logit then exceeds the present token's."""
+"""Factor of the second head's output with a tied embedding: a copied token's logit then exceeds the current token's."""
 
 
 def begin_with_induction(
     config: ModelConfig, embedding: Tensor, head: Tensor, first: Attention, second: Attention
 ) -> None:
-    """Write the two heads into weights initialized by `init: normal`.
+    """Write the two copying heads into weights initialized by `init: normal`.
 
     Args:
         embedding, head: weights [V, C]; the same tensor if they are tied.
@@ -52,7 +52,7 @@ def begin_with_induction(
     embedding[:, before] = 0
     embedding[:, 0] = std * CONSTANT * math.sqrt(width)
 
-    # the first head: queries and keys are equal for all tokens, and match best one token apart
+    # the first head: queries and keys do not depend on the token, and match best one position apart
     angle, _ = frequencies(config, config.context_length, torch.device("cpu"))
     fast = torch.arange(min(len(angle), max(2, len(angle) // 5)))
     angle = angle[fast].to(embedding)
@@ -65,14 +65,14 @@ def begin_with_induction(
     _move(first.value.weight, rows, tokens, 1.0)
     _move(first.out.weight, before, rows, STD / config.residual_scale)
 
-    # the second head: queries are the present token, keys the previous token; values are copied
+    # the second head: queries come from the current token, keys from the previous one; values are copied
     key = math.sqrt(config.d_head / m)
     _move(second.query.weight, compared, tokens, LENGTHS[1] * key)
     _move(second.key.weight, compared, before, key)
     copied = torch.arange(1, 1 + min(config.d_head, width - 1 - m))
     rows = torch.arange(len(copied))
     tied = head is embedding
-    written = copied if tied else copied.flip(0)  # the present token's channels would raise its own logit
+    written = copied if tied else copied.flip(0)  # the same channels would raise the current token's logit
     _move(second.value.weight, rows, copied, 1.0)
     _move(second.out.weight, written, rows, (TIED_FACTOR if tied else 1.0) * STD / config.residual_scale)
     if not tied:
@@ -84,7 +84,7 @@ def begin_with_induction(
 
 
 def slow_elements(config: ModelConfig) -> Tensor:
-    """Indices of a head's elements with slow or no rotation, which the second head compares; at most (C - 2) / 2."""
+    """Return indices of a head's slowest rotating elements, at most (C - 2) / 2; the second head compares these."""
     n_pairs = config.d_rotary // 2
     slow = torch.arange(n_pairs // 2, n_pairs)
     unturned = torch.arange(config.d_rotary, config.d_head)
@@ -92,6 +92,6 @@ def slow_elements(config: ModelConfig) -> Tensor:
 
 
 def _move(weight: Tensor, rows: Tensor, columns: Tensor, factor: float) -> None:
-    """Make each of the rows copy one input column, times a factor."""
+    """Make each of these rows of the matrix copy one input channel, times `factor`."""
     weight[rows] = 0
     weight[rows, columns] = factor

@@ -1,7 +1,7 @@
 """Experimental additions to a block: changes of its input and of attention's values.
 
 `LabParts`, the base class of `gptworks.model.block.Block`, is their only hook. A part is a small module, or None if its
-setting is off. Scalars are stored as vectors, so that AdamW trains them without decay; gates start at zero.
+setting is off. Scalars are stored as vectors, so that AdamW trains them without decay; gates' weights start at zero.
 
 Shapes: B batch, T time, C width, H query heads, G key/value heads, D head width, V vocabulary.
 """
@@ -19,7 +19,7 @@ from gptworks.model.layers import Linear
 
 
 class LabInputs(NamedTuple):
-    """Extra inputs of a block's experimental parts; None: the block's parts do not need this input."""
+    """Extra inputs of a block's experimental parts; None where this block does not need the input."""
 
     embedding: Tensor | None = None
     """Input of the first block, [B, T, C]."""
@@ -28,11 +28,11 @@ class LabInputs(NamedTuple):
     first_values: Tensor | None = None
     """The first layer's own values, [B, T, G·D]."""
     token_values: Tensor | None = None
-    """The tokens' vectors in this layer's table, [B, T, G·D]."""
+    """The tokens' vectors from this layer's table of value embeddings, [B, T, G·D]."""
 
 
 class Carried:
-    """Tensors kept for later blocks that read them."""
+    """Tensors that a forward pass keeps for later blocks."""
 
     def __init__(self, config: ModelConfig, tokens: Tensor, embedding: Tensor, tables: nn.ModuleDict | None) -> None:
         self.config, self.tokens, self.tables = config, tokens, tables
@@ -41,7 +41,7 @@ class Carried:
         self.skipped: list[Tensor] = []
 
     def inputs(self, layer: int) -> LabInputs:
-        """The extra inputs of one block; call it for each layer in order."""
+        """Return the extra inputs of a block; to be called for each layer in order."""
         config = self.config
         projects, table = (config.layer_value_embedding(layer) == kind for kind in ("projected", "table"))
         return LabInputs(
@@ -52,7 +52,7 @@ class Carried:
         )
 
     def after(self, layer: int, x: Tensor, first_values: Tensor | None) -> None:
-        """Keep the parts of a block's output that later blocks read."""
+        """Keep what later blocks read of a block's output `x` and of its values."""
         if first_values is not None:
             self.first_values = first_values
         if self.config.layer_is_skipped_to(layer):
@@ -60,28 +60,28 @@ class Carried:
 
     @staticmethod
     def lookup_cost(s: Shapes, layer: int) -> list[Stage]:
-        """Cost of the lookup in the layer's table of value embeddings; empty without a table."""
+        """Return the memory of the lookup in the layer's table of value embeddings; empty without a table."""
         table = value_table(s.config, layer)
         return [Stage("value embedding", table=table, module="value_embeddings")] if table else []
 
     @staticmethod
     def kept_bytes(s: Shapes, layer: int) -> int:
-        """Bytes kept next to the stream for a recomputed block: its tokens' value vectors from a table, and the first
-        block's values."""
+        """Bytes kept for a recomputed block in addition to its input: value vectors from its table and, for the first
+        block, the values that later blocks read."""
         c, width = s.config, s.config.n_kv_heads * s.config.d_head
         hands_on = c.value_residual and layer == 0
         return (s.floats(width) if value_table(c, layer) else 0) + (s.products(width) if hands_on else 0)
 
     @staticmethod
     def gradients_bytes(s: Shapes, trains_embedding: bool) -> int:
-        """Bytes of the gradients of tensors that all blocks read; they are held throughout the backward pass."""
+        """Bytes of the gradients of tensors that all blocks read, which are kept throughout the backward pass."""
         c = s.config
         embedding = s.floats(c.d_model) if _reads_embedding(c) and trains_embedding else 0
         return embedding + (s.products(c.n_kv_heads * c.d_head) if c.value_residual else 0)
 
     @staticmethod
     def kept_streams(c: ModelConfig) -> int:
-        """Largest number of stream-sized tensors that a forward pass keeps for later blocks."""
+        """Largest number of tensors of the stream's size that a forward pass keeps for later blocks."""
         return c.unet_skips * (c.n_layers // 2) + _reads_embedding(c)
 
 
@@ -90,7 +90,7 @@ def _reads_embedding(config: ModelConfig) -> bool:
 
 
 class LabParts(nn.Module):
-    """Base class of a block: the parts that laboratory settings add."""
+    """Base class of `Block`, with the parts that laboratory settings add."""
 
     def add_parts(self, config: ModelConfig, layer: int) -> None:
         self.skip = Skip() if config.layer_skips(layer) else None
@@ -98,20 +98,20 @@ class LabParts(nn.Module):
         self.values = Values(config, layer) if changed else None
 
     def enter(self, x: Tensor, lab: LabInputs) -> Tensor:
-        """The stream [B, T, C] with the skip connection added, as the block reads it."""
+        """Return the stream [B, T, C] as the block reads it: with the skip connection added, if the block has one."""
         return x if self.skip is None else self.skip(x, lab.skipped)
 
     @staticmethod
     def entry_cost(s: Shapes, layer: int) -> Iterator[Stage]:
-        """Cost of `enter`. The scalar's gradient sums a product of the stream's size."""
+        """Yield the memory of `enter`. The scalar's gradient is the sum over a product as large as the stream."""
         stream = s.floats(s.config.d_model)
-        if s.config.layer_skips(layer):  # the added tensor's gradient waits for the layer that produced it
+        if s.config.layer_skips(layer):  # the added tensor's gradient is kept until its layer's backward pass
             yield Stage("skip", arrives=stream, leaves=2 * stream, scratch=stream, vectors=1, own_scratch=stream)
 
     @staticmethod
     def exit_cost(s: Shapes, layer: int) -> list[Stage]:
-        """Cost of adding a later layer's waiting gradient. The output is saved as the next block's input, unless
-        attention reads it rounded."""
+        """Return the memory of adding the gradient that a later block's skip connection left. The output is already
+        saved as the next block's input, unless attention reads it rounded."""
         stream = s.floats(s.config.d_model)
         only_here = s.autocast and s.config.norm_placement == "after"
         there = s.config.layer_is_skipped_to(layer)
@@ -119,7 +119,7 @@ class LabParts(nn.Module):
 
 
 class Scalars(nn.Module):
-    """A vector of learned factors, equal at first."""
+    """A vector of learned factors with the same initial value."""
 
     def __init__(self, n: int, initial: float) -> None:
         super().__init__()
@@ -127,30 +127,30 @@ class Scalars(nn.Module):
 
 
 class Skip(Scalars):
-    """stream + w · output of the mirrored block (modded-nanogpt's U-Net)."""
+    """Skip connection: stream + w · output of the mirrored block (modded-nanogpt's U-Net)."""
 
     def __init__(self) -> None:
         super().__init__(1, 1.0)
 
     def forward(self, x: Tensor, skipped: Tensor) -> Tensor:
-        """x, skipped [B, T, C] → [B, T, C]."""
+        """Return x + w · skipped, [B, T, C] each."""
         return x + self.weight * skipped
 
 
 class Gating(nn.Module):
-    """Gates: the sigmoid of a product with the input's first channels. The matrix is small and is never quantized."""
+    """Gates: the sigmoid of a linear map of the input's first channels. The matrix is small and never quantized."""
 
     def __init__(self, n_channels: int, n_gates: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(n_gates, n_channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, T, C] → [B, T, n_gates]."""
+        """Return the gates [B, T, n_gates] for x [B, T, C]."""
         return F.linear(x[..., : self.weight.size(1)], self.weight).sigmoid()
 
     @staticmethod
     def cost(s: Shapes, n_gates: int) -> Stage:
-        """Cost of gates: the gradient of the channels that they read is as wide as the stream."""
+        """Return the memory of the gates. The gradient of the channels that they read is as wide as the stream."""
         given, width, matrix = s.products(n_gates), s.products(s.config.d_model), n_gates * s.config.d_gate
         saved = {ATTENTION: 2 * given} | s.copies(matrix)
         return Stage("gate of heads", saved, given, width, merges=True, matrices=matrix, module="gating")
@@ -170,7 +170,7 @@ class Values(nn.Module):
         """Whether later layers read this layer's own values."""
 
     def forward(self, inner: Tensor, own: Tensor, lab: LabInputs) -> Tensor:
-        """Attention's input [B, T, C] and the layer's own values [B, T, G·D] → the values to use [B, T, G·D]."""
+        """Return the values to use, from attention's input [B, T, C] and the layer's own values; [B, T, G·D] both."""
         values = own
         if self.scalars is not None:
             assert lab.first_values is not None
@@ -179,14 +179,14 @@ class Values(nn.Module):
             return values
         added = lab.token_values if self.projection is None else self.projection(lab.embedding)
         assert added is not None
-        gate = 2 * self.gating(inner)  # B T G
-        by_head = added.to(own.dtype).view(*gate.shape, -1)  # B T G D
+        gate = 2 * self.gating(inner)  # [B, T, G]
+        by_head = added.to(own.dtype).view(*gate.shape, -1)  # [B, T, G, D]
         mixed: Tensor = values + (gate.unsqueeze(-1) * by_head).flatten(-2)
         return mixed
 
     @staticmethod
     def cost(s: Shapes, layer: int) -> Iterator[Stage]:
-        """Costs of the module's operations; empty if the layer has no such module."""
+        """Yield the memory of each of the module's operations; nothing if the layer has no such module."""
         c, kind = s.config, s.config.layer_value_embedding(layer)
         width = c.n_kv_heads * c.d_head
         k = s.products(width)
@@ -207,13 +207,13 @@ class Values(nn.Module):
 
 
 def value_table(config: ModelConfig, layer: int) -> int:
-    """Size of the layer's table of value embeddings [V, G·D] in elements; 0 without a table."""
+    """Number of elements of the layer's table of value embeddings [V, G·D]; 0 without a table."""
     is_there = config.layer_value_embedding(layer) == "table"
     return config.vocab_size * config.n_kv_heads * config.d_head if is_there else 0
 
 
 def build_tables(config: ModelConfig) -> nn.ModuleDict | None:
-    """Tables of value embeddings [V, G·D] by layer number; None if no layer has one."""
+    """Build the tables of value embeddings [V, G·D], by layer index; None if no layer has one."""
     layers = [layer for layer in range(config.n_layers) if value_table(config, layer)]
     width = config.n_kv_heads * config.d_head
     return nn.ModuleDict({str(i): nn.Embedding(config.vocab_size, width) for i in layers}) if layers else None
