@@ -1,1 +1,1 @@
-"""Implementations of operations: C++ for CPUs and its library, faster torch code, and the table that lists them."""
+"""Implementations of the model's operations: a C++ library for CPUs, faster torch code, and the table of both."""

@@ -19,16 +19,16 @@ def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _is_here() -> bool:
-    """Whether the library can be used; a separate function, because Dynamo would trace through its cache and warn."""
+    """Whether the library is usable. In its own function, because Dynamo would trace through its cache and warn."""
     return training_library() is not None
 
 
 class Attention(torch.autograd.Function):
-    """`gptworks.model.scores.attend`, which keeps no tensor of T × S elements for the backward pass.
+    """`gptworks.model.scores.attend` in C++, which saves no tensor of T × S elements for the backward pass.
 
-    The same inputs give the same bits on any number of threads. A query that sees no key gets zeros. `bias` is [T, S],
-    or [B, T, S], in q's dtype, added to the scores of the keys that a query may see by its position and window; None:
-    nothing is added. The result [B, H, T, D] is stored as [B, T, H, D].
+    The same inputs give the same bits on any number of threads. A query that sees no key gets zeros. `bias`, [T, S] or
+    [B, T, S] in q's dtype, is added to the scores of the keys that a query may see by position and window, if given.
+    The result [B, H, T, D] is stored as [B, T, H, D].
     """
 
     @staticmethod
@@ -84,7 +84,7 @@ def _call(
     seed: Tensor,
     *gradients: Tensor,
 ) -> None:
-    if isinstance(q, FakeTensor):  # a trace needs only shapes
+    if isinstance(q, FakeTensor):  # tracing needs only the outputs' shapes
         return
     library = training_library()
     assert library is not None

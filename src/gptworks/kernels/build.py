@@ -1,4 +1,4 @@
-"""Compiling this folder's C++ to a library, for this machine's processor or for one that is named."""
+"""Compiling this folder's C++ to a library, for this machine's processor or the one in GPTWORKS_NATIVE_MARCH."""
 
 import hashlib
 import logging
@@ -16,15 +16,15 @@ from gptworks.machine import cpu_flags, cpu_identity, usable_cpus
 
 _NAMES = ("products", "cached_attention", "passes", "attention", "optimizer", "gemm", "step", "threads", "entry")
 SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in _NAMES)
-"""The C++ sources, the slowest to compile first; they include the headers of this folder."""
+"""The C++ sources, those that compile slowest first. They include the headers in this folder."""
 
 FLAGS = ("-O3", "-std=c++17", "-fno-schedule-insns", "-fPIC", "-pthread")
-"""Compiler options. GCC on ARM needs `-fno-schedule-insns`: it otherwise loads so early that registers spill."""
+"""Compiler options. Without `-fno-schedule-insns`, GCC on ARM loads values so early that registers spill."""
 
 ATTEMPTS: tuple[tuple[str, ...], ...] = (
     ("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), (),
 )  # fmt: skip
-"""Options tried in this order: older ARM compilers name this processor differently, and Apple's compiler lacks OpenMP.
+"""Options to try, in this order: older ARM compilers need -mcpu instead of -march, and Apple's compiler lacks OpenMP.
 
 With GCC's OpenMP the kernels share torch's threads. Without it, and always with clang, they start their own threads
 (threads.cpp): clang's OpenMP next to torch's would crash the process on a Mac.
@@ -34,22 +34,22 @@ MARCH = "GPTWORKS_NATIVE_MARCH"
 """Environment variable: build for this processor, such as haswell, instead of this machine's."""
 
 _OLDER_NAMES = {"znver4": ("cooperlake",), "sapphirerapids": ("cooperlake",)}
-"""Older processors with the same instructions for the kernels, for compilers that do not know the newer one."""
+"""For compilers that do not know a processor: older ones on which the kernels use the same instructions."""
 
 _LOG = logging.getLogger(__name__)
 
 
 class Unavailable(Exception):
-    """A backend cannot be used here. The message explains why; users see it if another backend is used instead."""
+    """A backend cannot be used here. The message says why; users see it if another backend is used instead."""
 
 
 def find_compiler() -> str | None:
-    """The first C++ compiler on the path."""
+    """Return the path of g++, clang++ or c++, the first that is on PATH; None if none is."""
     return next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
 
 
 def attempts(compiler: str) -> tuple[tuple[str, ...], ...]:
-    """The options to try with this compiler, in this order."""
+    """Return the options to try with this compiler, in order."""
     wanted = ATTEMPTS
     if march := os.environ.get(MARCH):
         names = (march, *_OLDER_NAMES.get(march, ()))
@@ -60,7 +60,7 @@ def attempts(compiler: str) -> tuple[tuple[str, ...], ...]:
 
 
 VERSION_SECONDS, COMPILE_SECONDS = 60, 1800
-"""Time limits for a compiler to print its version, and to compile one source: minutes on slow processors."""
+"""Time limits for printing a compiler's version, and for compiling a source, which takes minutes on slow processors."""
 
 
 def _version(compiler: str) -> bytes:
@@ -68,7 +68,7 @@ def _version(compiler: str) -> bytes:
 
 
 def _run(command: Sequence[str | Path], seconds: float) -> subprocess.CompletedProcess[bytes]:
-    """Run a compiler without standard input.
+    """Run a compiler with empty standard input.
 
     Raises:
         Unavailable: the compiler exceeds the time limit.
@@ -80,7 +80,7 @@ def _run(command: Sequence[str | Path], seconds: float) -> subprocess.CompletedP
 
 
 def key(compiler: str) -> str:
-    """A build's key: a hash of source, options, compiler and processor."""
+    """Return a build's key: a hash of sources, options, compiler and processor."""
     machine = " ".join([platform.platform(), platform.processor(), cpu_identity(), *sorted(cpu_flags())])
     texts = (file.read_bytes() for source in SOURCES for file in (source, *sorted(source.parent.glob("*.h"))))
     parts = (*texts, _version(compiler), machine.encode(), repr((FLAGS, attempts(compiler))).encode())
@@ -88,20 +88,20 @@ def key(compiler: str) -> str:
 
 
 def compiled(compiler: str) -> bytes:
-    """The bytes of a library for this processor; says in the log that it compiles."""
+    """Build the library for this processor and return its bytes; log that this compiles."""
     _LOG.info("compiling the C++ kernels for this processor: this happens once and takes some ten seconds")
     return build(compiler)
 
 
 def build(compiler: str, options: tuple[tuple[str, ...], ...] | None = None) -> bytes:
-    """The bytes of a newly built library. Sources compile in parallel, one per core.
+    """Build a library and return its bytes. The sources are compiled in parallel, one per core.
 
     Args:
         options: compiler options to try, in this order; None: those of `attempts`.
 
     Raises:
-        Unavailable: no attempt succeeds. OSError: every temporary folder may be written by other users, or the compiler
-            cannot be run.
+        Unavailable: no attempt succeeds. OSError: other users may write to the temporary folder, or the compiler cannot
+            be run.
     """
     failed = ""
     with (
@@ -125,7 +125,7 @@ def build(compiler: str, options: tuple[tuple[str, ...], ...] | None = None) -> 
 
 
 def _error_of(command: Sequence[str | Path]) -> str | None:
-    """The first error that a compiler prints, or None if it succeeds."""
+    """Run the compiler; return the first error that it prints, or None if it succeeds."""
     done = _run(command, COMPILE_SECONDS)
     if done.returncode == 0:
         return None

@@ -1,10 +1,10 @@
 """The folders that keep compiled libraries.
 
 A kept library is code that this process will run. It is therefore read only from a folder that belongs to this user and
-that nobody else may write, and only if its checksum matches. If the user's cache cannot be used, the library is kept
-until the machine restarts in this user's folder in $XDG_RUNTIME_DIR or the folder for temporary files; if neither can
-be used, in a temporary folder of this process. One process compiles under a lock while others wait; it also removes
-libraries unused for a long time.
+that nobody else may write, and only if its checksum matches. The library is kept in the user's cache; if that cannot be
+used, until the machine restarts, in the user's folder in $XDG_RUNTIME_DIR or in the folder for temporary files; else in
+a temporary folder of this process. One process compiles under a lock while others wait; it also removes libraries
+unused for a long time.
 """
 
 import atexit
@@ -23,7 +23,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def keep(folder: Path, key: str, make: Callable[[], bytes]) -> Path:
-    """The file of the library for a key in a folder: kept there, or made now, under the folder's lock.
+    """Return the file of the library for `key` in the folder; `make` builds the library if it is missing.
 
     Raises:
         OSError: the folder belongs to another user, or cannot be written to.
@@ -31,7 +31,7 @@ def keep(folder: Path, key: str, make: Callable[[], bytes]) -> Path:
     folder = make_private(folder)
     content = _kept(folder, key)
     if content is None:
-        with _alone(folder):  # another process may have built the library meanwhile
+        with _alone(folder):  # meanwhile another process may have built the library
             content = _kept(folder, key) or make()
             _keep(folder, key, content)
             _prune(folder)
@@ -40,12 +40,12 @@ def keep(folder: Path, key: str, make: Callable[[], bytes]) -> Path:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """A context that holds a folder's lock, for which other processes wait.
+    """Hold the folder's lock in the `with` block, so that other processes wait.
 
     Raises:
         OSError: the folder cannot be written to.
     """
-    import filelock  # imported here: a wheel is built without filelock
+    import filelock  # imported here, because filelock is not installed when a wheel is built
 
     lock = filelock.FileLock(folder / "lock", mode=0o600)
     try:
@@ -53,7 +53,7 @@ def _alone(folder: Path) -> Iterator[None]:
     except filelock.Timeout:
         _LOG.info("another process compiles the kernels: waiting for it")
         lock.acquire()
-    except NotImplementedError:  # no locks on this file system: several may compile, and each writes whole files
+    except NotImplementedError:  # no locks on this file system: several may compile, each replacing whole files
         yield
         return
     try:
@@ -63,7 +63,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def cache_folder() -> Path | None:
-    """The cache folder for compiled kernels: gptworks/ in $XDG_CACHE_HOME or ~/.cache; None without a home folder."""
+    """Return the cache folder for compiled kernels, gptworks/ in $XDG_CACHE_HOME or ~/.cache; None without a home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not Path(base).is_absolute():  # the XDG specification requires absolute paths
         try:
@@ -83,7 +83,7 @@ def folders() -> Iterator[Path]:
 
 
 def _runtime_folders() -> Iterator[Path]:
-    """Folders in which this user's processes share kernels until a reboot; empty on systems without user ids."""
+    """Yield folders in which this user's processes share kernels until a reboot; none on systems without user ids."""
     if hasattr(os, "geteuid"):
         base = os.environ.get("XDG_RUNTIME_DIR", "")
         if Path(base).is_absolute():
@@ -92,17 +92,17 @@ def _runtime_folders() -> Iterator[Path]:
 
 
 def make_private(folder: Path) -> Path:
-    """Make or check a folder that only this user may write; returns its resolved path, which no other user can replace.
+    """Make or check a folder that only this user may write. Return its resolved path, which no other user can replace.
 
     Raises:
-        OSError: the folder cannot be made, belongs to another user, or has a parent that others may write.
+        OSError: the folder cannot be made, belongs to another user, or has a parent folder that others may write to.
     """
     if not hasattr(os, "geteuid"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return folder
     trusted = {os.geteuid(), 0, Path("/").stat().st_uid}  # in a container, root may have another user id
     there = next(path for path in (folder, *folder.parents) if path.exists())
-    if there.stat().st_uid not in trusted:  # root with another user's HOME must leave no files there
+    if there.stat().st_uid not in trusted:  # root must leave no files in another user's HOME
         raise OSError(None, f"another user owns {there}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     is_link, folder = folder.is_symlink(), folder.resolve()
@@ -122,7 +122,7 @@ def make_private(folder: Path) -> Path:
 
 
 def _is_own_group(number: int) -> bool:
-    """Whether only this user is in a group: many systems give each user a group of the same name."""
+    """Whether only this user is in a group. Many systems give each user such a group, with the user's name."""
     import grp
     import pwd
 
@@ -134,7 +134,7 @@ def _is_own_group(number: int) -> bool:
 
 
 def _kept(folder: Path, key: str) -> bytes | None:
-    """The bytes of a library built earlier for this key; None if missing or changed."""
+    """Return the bytes of the library built earlier for this key; None if its file is missing or was changed."""
     for file in folder.glob(f"kernels-{key}-*.so"):
         if (content := _trusted_bytes(file, digest_in(file))) is not None:
             return content
@@ -142,12 +142,12 @@ def _kept(folder: Path, key: str) -> bytes | None:
 
 
 def digest_in(file: Path) -> str:
-    """The checksum that a library's name ends with."""
+    """Return the checksum at the end of a library's file name."""
     return file.stem.rpartition("-")[2]
 
 
 def _trusted_bytes(file: Path, digest: str) -> bytes | None:
-    """The file's bytes, or None unless only this user may write the file and its sha256 matches."""
+    """Return the file's bytes if only this user may write the file and its SHA-256 is `digest`, else None."""
     try:
         with file.open("rb") as opened:
             status = os.fstat(opened.fileno())
@@ -161,12 +161,12 @@ def _trusted_bytes(file: Path, digest: str) -> bytes | None:
 
 
 def _keep(folder: Path, key: str, content: bytes) -> Path:
-    """Write a library's file if missing or damaged, set its time of last use to now, and return its path."""
+    """Write a library's file if missing or damaged, mark it as used now, and return its path."""
     digest = hashlib.sha256(content).hexdigest()
     file = folder / f"kernels-{key}-{digest}.so"
     if _trusted_bytes(file, digest) is None:
         _write(file, content)
-    with contextlib.suppress(OSError):  # a read-only file system
+    with contextlib.suppress(OSError):  # the file system may be read-only
         os.utime(file)
     return file
 
@@ -176,9 +176,9 @@ MOST_KEPT, UNUSED_DAYS = 12, 60
 
 
 def _prune(folder: Path) -> None:
-    """Remove old libraries, those above the limit, and the temporary files of killed processes.
+    """Remove old libraries, those beyond the limit, and the temporary files of killed processes.
 
-    Libraries used within the last hour stay: another process may be about to load one.
+    Files of the last hour stay, because another process may be about to use one.
     """
     now = time.time()
 
@@ -197,7 +197,7 @@ def _prune(folder: Path) -> None:
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Write or replace a file, which appears whole or not at all."""
+    """Write or replace a file atomically: it appears whole or not at all."""
     with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".writing-", delete=False) as aside:
         try:
             aside.write(content)

@@ -1,4 +1,4 @@
-"""Calls of the C++ with torch's tensors, each described by its address, dtype, sizes and strides."""
+"""Calls of the C++ with torch tensors, each passed as its address, dtype, sizes and strides."""
 
 import ctypes
 from array import array
@@ -12,7 +12,7 @@ from gptworks.kernels import entries
 from gptworks.kernels.library import Library
 
 NUMBERS = {getattr(torch, name): number for number, name in enumerate(entries.KINDS)}
-"""The C++ number of each dtype, for tensors and matrices."""
+"""Number by which the C++ knows each dtype of tensors and matrices."""
 
 _REST = tuple((0,) * (entries.MOST_DIMENSIONS - n) for n in range(entries.MOST_DIMENSIONS + 1))
 _INT64, _BYTES = NUMBERS[torch.int64], ctypes.sizeof(entries.Tensor)
@@ -24,13 +24,13 @@ def call(library: Library, name: str, tensors: Sequence[Given], *numbers: float,
     """Call a function of `entries.ENTRIES` on as many threads as torch has.
 
     Args:
-        tensors: arguments in the entry's order: a tensor; None for a missing one; an array "q" of int64; or a sequence
-            of tensors as one argument, whose length is passed before the other numbers.
+        tensors: arguments in the entry's order, each a tensor, None if it is left out, an int64 array (type "q"), or a
+            sequence of tensors, whose length is passed before the other numbers.
         model: the model structure, if the entry has one.
 
     Raises:
-        ValueError, IndexError, RunError, RuntimeError: see `entries.call`. Also ValueError: a tensor is not on the CPU,
-            or of a dtype that the C++ does not know; or sequences differ in length.
+        ValueError, IndexError, RunError, RuntimeError: see `entries.call`. Also ValueError: a tensor is not on the CPU
+            or has a dtype that the C++ does not know, or sequences differ in length.
     """
     words: list[int] = []
     places: list[int | None] = []

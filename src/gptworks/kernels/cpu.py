@@ -1,9 +1,9 @@
-"""Training's operations on a CPU, written in torch with fewer passes over memory than torch's own.
+"""Training operations for CPUs, written in torch with fewer passes over memory than torch's own functions.
 
 On a CPU, a model of a few million parameters spends more time on the operations between its matrix products than on the
-products. Each function computes what its plain twin does, and tests compare the two: `Attention` and
-`gptworks.model.scores.attend`, `rms_norm` and torch's RMSNorm, `activate` and an activation, `dropout` and
-`F.dropout`. `gptworks.kernels.dispatch` chooses among these, the C++ and torch.
+products. Tests compare each with a plain equivalent: `Attention` with `gptworks.model.scores.attend`, `rms_norm` with
+torch's RMSNorm, `activate` with the activation itself, `dropout` with `F.dropout`. `gptworks.kernels.dispatch` chooses
+among these functions, the C++ and torch.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,12 +17,12 @@ from torch.autograd.function import once_differentiable
 
 
 class Attention(torch.autograd.Function):
-    """`gptworks.model.scores.attend` as batched matrix products around a softmax, a block of queries at a time.
+    """`gptworks.model.scores.attend` as batched matrix products around a softmax, for one block of queries at a time.
 
-    A block of queries needs only the keys up to its last one, so nearly half of the scores are never computed. torch's
-    fused CPU kernel takes 1.7 to 2.5 times as long in bf16, forward and backward, at lengths of 1,024 to 256
-    (bench/passes.py). The weights, and with a softcap the tanh, stay in memory for the backward pass. `bias` is
-    [T, S], or [B, T, S], 0 for keys that a query may see and -inf for others, in q's dtype.
+    A block of queries needs only the keys up to its last query's, so nearly half of the scores are never computed. For
+    lengths of 1,024 to 256, torch's fused CPU kernel takes 1.7 to 2.5 times as long in bf16, forward and backward
+    (bench/passes.py). The weights, and with a softcap the tanh, stay in memory for the backward pass. `bias`, [T, S] or
+    [B, T, S] in q's dtype, is 0 for keys that a query may see and -inf for others.
     """
 
     @staticmethod
@@ -52,7 +52,7 @@ class Attention(torch.autograd.Function):
             else:
                 capped = torch.bmm(q[:, rows], k[:, keys].transpose(1, 2)).mul_(scale / softcap).tanh_()
                 scores = torch.add(block_bias, capped, alpha=softcap)
-            weights = scores.softmax(-1)  # B·H t s
+            weights = scores.softmax(-1)  # [B·H, t, s]
             kept = _keep(weights.shape, dropout) if dropout else None
             out[:, rows] = torch.bmm(_drop(weights, kept, dropout), v[:, keys])
             saved += [weights, kept, capped]
@@ -84,14 +84,14 @@ class Attention(torch.autograd.Function):
 
 
 BLOCK = 128
-"""Number of queries that `Attention` computes at once."""
+"""Number of queries in a block, which `Attention` computes together."""
 
 LONGEST = 2048
-"""Largest number of keys for `Attention`: with more, its weights need too much memory for the time they save."""
+"""Largest number of keys for which `Attention` is used: with more, the memory for its weights outweighs its speed."""
 
 
 def query_blocks(n_queries: int, n_keys: int, window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Slices of the queries, each with the slice of the keys that any of its queries sees."""
+    """Yield each block's slice of the queries, with the slice of the keys that at least one of these queries sees."""
     for first in range(0, n_queries, BLOCK):
         last = min(first + BLOCK, n_queries)
         offset = n_keys - n_queries
@@ -104,13 +104,13 @@ def _drop(weights: Tensor, kept: Tensor | None, dropout: float) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, bias: None, eps: float, dtype: torch.dtype, *_: Any) -> Any:
-    """x, and its RMSNorm over the last dimension, computed in float32 and returned in `dtype`."""
+    """Return x, and its RMSNorm over the last dimension, computed in float32 and converted to `dtype`."""
     out: Tensor = _RMSNorm.apply(x, weight, eps, dtype)  # type: ignore[no-untyped-call]
     return x, out
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm whose backward pass uses torch's fused LayerNorm kernel: mean 0, and the mean's term is added back."""
+    """RMSNorm whose backward pass uses torch's fused LayerNorm kernel with mean 0, and adds back the mean's term."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -134,7 +134,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def activate(x: Tensor, up: Tensor | None, kind: str) -> Tensor:
-    """activation(x), by its name in `model.mlp`; or activation(x) · up, which saves only x and up."""
+    """Return activation(x), or activation(x) · up, which saves only x and up. `kind`: a value of `model.mlp`."""
     if up is None:
         return ACTIVATIONS[kind](x)
     out: Tensor = _Gated.apply(x, up, kind)  # type: ignore[no-untyped-call]
@@ -184,17 +184,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "geglu": F.gelu,
     "geglu_tanh": partial(F.gelu, approximate="tanh"),
 }
-"""Activations by their names in `model.mlp`."""
+"""The activation function for each value of `model.mlp`."""
 
 
 def dropout(x: Tensor, probability: float) -> Tensor:
-    """x with elements zeroed with this probability, to 1 part in 65,536, and the rest scaled up."""
+    """Zero each element of x with this probability, rounded to 1/65,536, and scale up the rest."""
     kept = _keep(x.shape, probability)
     return x * kept.to(x.dtype).mul_(1 / (1 - probability))
 
 
 def _keep(shape: torch.Size, probability: float) -> Tensor:
-    """Random booleans, false with this probability, four per 64 random bits; `bernoulli_` draws once for each."""
+    """Return random booleans, false with this probability. 64 random bits give four; `bernoulli_` draws for each."""
     n = shape.numel()
     bits = torch.empty((n + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
     return bits.view(torch.int16)[:n].view(shape) >= round(probability * 2**16) - 2**15

@@ -1,8 +1,8 @@
 """Kernel dispatch: TABLE lists each operation's kernels, and one function per operation calls the first usable one.
 
 The C++ is used if it is built (`gptworks.kernels.library`) and supports the tensors' dtype and layout; `cpu` has
-faster torch code for training on a CPU; torch's own functions compute the rest. Most kernels are for training, where an
-operation and its gradient take one pass over memory each. A plan reads the table too (`planned`).
+faster torch code for training on a CPU; torch's own functions compute the rest. Most kernels are for training; each of
+them computes an operation, and its gradient, in one pass over memory. Plans read the table too (`planned`).
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from gptworks.kernels import cpu, gemm, passes
 from gptworks.kernels.library import trains_in_cpp
 
 CPP, BLOCKS, TORCH = "C++", "torch, a block of queries at a time", "torch"
-"""Names of implementations, as plans show them."""
+"""Implementations' names, which plans show."""
 
 _F32 = (torch.float32,)
 
@@ -28,24 +28,24 @@ class Kernel(NamedTuple):
     by: str
     compute: Callable[..., Tensor]
     device: str | None = None
-    """Type of the device; None: any."""
+    """Device type that the kernel needs; None: any."""
     dtypes: tuple[torch.dtype, ...] | None = None
     """Dtypes accepted for the first operand; None: any."""
     training: bool = False
-    """Whether the kernel is used only in training steps, which need gradients."""
+    """Whether the kernel is only used in training steps, which need gradients."""
     takes: Callable[..., bool] | None = None
     """Whether the kernel supports these operands; None: it supports all."""
 
 
 def trains(*tensors: Tensor | None) -> bool:
-    """Whether one of these tensors is part of a training step on a CPU."""
+    """Whether gradients are computed for one of these tensors, on a CPU."""
     if not torch.is_grad_enabled():
         return False
     return any(x is not None and x.requires_grad and x.device.type == "cpu" for x in tensors)
 
 
 def chosen(operation: str, *operands: Any, training: bool = False) -> Kernel:
-    """The kernel that computes an operation on these operands; the first operand is a tensor."""
+    """Return the kernel for an operation on these operands, of which the first is a tensor."""
     x = operands[0]
     for kernel in TABLE[operation]:
         if (
@@ -59,7 +59,7 @@ def chosen(operation: str, *operands: Any, training: bool = False) -> Kernel:
 
 
 def planned(operation: str, on_cpu: bool) -> str:
-    """The name of the implementation that training will use, as far as known without compiling or loading the C++."""
+    """Return the name of the kernel that training will use, predicted without compiling or loading the C++."""
     device = "cpu" if on_cpu else "cuda"
     here = (kernel for kernel in TABLE[operation] if kernel.device in (None, device))
     return next(kernel.by for kernel in here if kernel.by != CPP or trains_in_cpp())
@@ -69,12 +69,12 @@ def planned(operation: str, on_cpu: bool) -> str:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., I] · weightᵀ [I, O] + bias [O]: [..., O]."""
+    """Return x [..., I] · weightᵀ [I, O] + bias [O], of shape [..., O]."""
     return chosen("linear", x, weight).compute(x, weight, bias)
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a [M, K] · b [K, N], written to `out` if given."""
+    """Return a [M, K] · b [K, N], written to `out` if given."""
     return chosen("product", a, b).compute(a, b, out=out)
 
 
@@ -88,9 +88,9 @@ def norm(
     branch: Tensor | None = None,
     alpha: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """x + alpha · branch, or x without a branch; and its LayerNorm or RMSNorm over the last dimension.
+    """Return x + alpha · branch (x without a branch), and the LayerNorm or RMSNorm of that sum over the last dimension.
 
-    The norm is computed in float32 and returned in `dtype`.
+    The norm is computed in float32 and converted to `dtype`.
 
     Args:
         layer: LayerNorm if true, else RMSNorm.
@@ -103,23 +103,23 @@ def norm(
 
 
 def add(x: Tensor, branch: Tensor, alpha: float) -> Tensor:
-    """x + alpha · branch, in x's dtype."""
+    """Return x + alpha · branch, in x's dtype."""
     return chosen("add", x, branch, training=trains(branch)).compute(x, branch, alpha)
 
 
 def activate(x: Tensor, kind: str, up: Tensor | None = None) -> Tensor:
-    """activation(x), by its name in `model.mlp`; activation(x) · up if `up` is given."""
+    """Return activation(x), or activation(x) · up if `up` is given. `kind`: a value of `model.mlp`."""
     return chosen("activate", x, up, training=trains(x, up)).compute(x, up, kind)
 
 
 def dropout(x: Tensor, probability: float) -> Tensor:
-    """x with elements zeroed with this probability and the rest scaled up."""
+    """Zero each element of x with this probability, and scale up the rest."""
     return chosen("dropout", x, training=trains(x)).compute(x, probability)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (i, i + R/2) of the first R elements of x [..., T, D]; the angles' cosines and sines are [T,
-    R/2], or [B, 1, T, R/2] for x [B, H, T, D]."""
+    """Rotate each pair (i, i + R/2) of the first R elements of x [..., T, D] by the angles whose cosines and sines are
+    [T, R/2], or [B, 1, T, R/2] for x [B, H, T, D]."""
     return chosen("rotate", x, cos, sin).compute(x, cos, sin)
 
 
@@ -154,7 +154,7 @@ def _by_caller(*_: Any) -> Tensor:
 
 
 def _linear_taken(x: Tensor, weight: Tensor) -> bool:
-    is_large = x.numel() * weight.size(0) >= gemm.LEAST  # first: other checks cost as much as small products
+    is_large = x.numel() * weight.size(0) >= gemm.LEAST  # checked first: the others take as long as a small product
     return is_large and gemm.serves(x, weight.T) and not torch.is_autocast_enabled("cpu")
 
 
@@ -174,7 +174,7 @@ def _activation_taken(x: Tensor, up: Tensor | None) -> bool:
 
 
 def _attention() -> ModuleType:
-    """`gptworks.kernels.attention`, imported by the first training step: loading torch's compiler takes long."""
+    """Import `gptworks.kernels.attention` in the first training step, not earlier: it loads torch's slow compiler."""
     from gptworks.kernels import attention
 
     return attention
@@ -222,4 +222,4 @@ TABLE: dict[str, tuple[Kernel, ...]] = {
         Kernel(TORCH, _by_caller),  # `gptworks.model.scores`
     ),
 }
-"""Kernels by operation, the best first."""
+"""Kernels of each operation, the preferred one first."""

@@ -1,7 +1,7 @@
 """Declarations of the functions that the C++ exports: arguments, structures, and the numbers of dtypes and activations.
 
 The C++ has the same declarations (entry.h, step.cpp); `declare` compares both when a library is loaded. Every function
-returns a code, and checks its arguments before it reads or writes anything. This module imports no torch.
+checks its arguments before it reads or writes tensors, and returns a code. This module does not import torch.
 """
 
 import ctypes
@@ -26,13 +26,13 @@ FUNCTION_OF_MLP = {
         ("swiglu", "silu"), ("geglu", "gelu"), ("geglu_tanh", "gelu_tanh"),
     )
 }  # fmt: skip
-"""The number of the activation for each value of `model.mlp`; a gated MLP applies it to its gates."""
+"""Number of the activation for each value of `model.mlp`; a gated MLP applies the activation to its gates."""
 
 MOST_DIMENSIONS = 5
 
 
 class Structure(ctypes.Structure):
-    """Base of structures that mirror those of the same name in C++."""
+    """Base class of structures that mirror the C++ structures of the same name."""
 
 
 class Tensor(Structure):
@@ -77,10 +77,10 @@ class Model(Structure):
 
 @dataclass(frozen=True)
 class Entry:
-    """The arguments of a C++ function: optionally a model, then tensors, numbers, and the number of threads."""
+    """Arguments of a C++ function, in order: a model if it has one, tensors, numbers, and the number of threads."""
 
     tensors: tuple[str, ...]
-    """The tensors' names; optional ones end with a question mark."""
+    """Names of the tensors; an optional tensor's name ends with a question mark."""
     numbers: tuple[tuple[str, Any], ...]
     has_model: bool
 
@@ -110,14 +110,14 @@ ENTRIES = MappingProxyType({
     "gemm": _entry("a b bias? out"),
     "muon_updates": _entry("gradients momenta updates polynomials", n=INTEGER, momentum=REAL, eps=REAL),
 })  # fmt: skip
-"""Functions by name, `gptworks_NAME` in the library. Muon's gradients and momenta are arrays of n tensors each."""
+"""Exported functions by name; in the library, `gptworks_NAME`. Muon's gradients and momenta are n tensors each."""
 
 _ERRORS = (ValueError, IndexError, RunError, RuntimeError)
-"""Exceptions for return codes 1 to 4: refused argument, out of range, out of memory, any other error."""
+"""Exceptions for return codes 1 to 4: invalid argument, index out of range, out of memory, any other error."""
 
 
 class Mismatch(Exception):
-    """The library was built from another version of this package."""
+    """The library's declarations differ from these: it was built from another version of this package."""
 
 
 def declare(functions: ctypes.CDLL) -> None:
@@ -145,13 +145,13 @@ def declare(functions: ctypes.CDLL) -> None:
 
 
 def layout() -> str:
-    """The structures' sizes in bytes and the numbers' meanings, in the text that the C++ reports too."""
+    """Describe sizes of structures and numbers of dtypes and activations, in the same text as the C++."""
     sizes = ", ".join(f"{one.__name__} {ctypes.sizeof(one)}" for one in (Tensor, Matrix, Norm, Layer, Model))
     return f"{sizes}; kinds {' '.join(KINDS)}; functions {' '.join(FUNCTIONS)}"
 
 
 def call(functions: ctypes.CDLL, name: str, *arguments: Any) -> None:
-    """Call a library function with the addresses and numbers of its entry. The only place that calls one.
+    """Call a library function with the addresses and numbers that its entry declares. All calls go through here.
 
     Raises:
         ValueError: an argument has a wrong dtype, shape or layout, or a number is out of bounds.

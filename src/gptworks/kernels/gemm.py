@@ -1,8 +1,8 @@
 """Matrix products of float32 matrices on a CPU, in C++ (gemm.cpp).
 
-torch passes them to MKL. On AMD processors, MKL does not use AVX-512 and reaches five sixths of AVX2's rate; the C++ is
-faster there (bench/passes.py). On others torch multiplies: the processor's maker decides, not a timing at the start, so
-that a repeated run multiplies in the same way.
+torch uses MKL for these. On AMD processors, MKL does not use AVX-512 and reaches five sixths of AVX2's rate; the C++ is
+faster there (bench/passes.py). On other processors torch multiplies. The processor's maker decides, not a timing, so
+that a repeated run gives the same bits.
 """
 
 import functools
@@ -16,10 +16,10 @@ from gptworks.kernels.passes import KINDS, are_here, call
 from gptworks.machine import is_amd
 
 LEAST = 1 << 22
-"""Number of multiplications below which torch's product is as fast."""
+"""Number of scalar multiplications below which torch's product is as fast."""
 
 LEAST_ROWS = 8
-"""Least number of rows of the left factor for which packing the right one pays."""
+"""Least number of rows of the left matrix for which packing the right matrix pays off."""
 
 
 def serves(a: Tensor, b: Tensor) -> bool:
@@ -31,22 +31,22 @@ def serves(a: Tensor, b: Tensor) -> bool:
         and a.numel() >= LEAST_ROWS * b.size(0)
         and not torch.compiler.is_compiling()
         and is_faster()
-        and are_here()  # last, because it builds the library
+        and are_here()  # checked last, because this builds the library
     )
 
 
 @functools.cache
 def is_faster() -> bool:
-    """Whether the C++ multiplies faster than torch: torch uses MKL on an AMD processor."""
+    """Whether the C++ multiplies faster than torch, which is so if torch uses MKL on an AMD processor."""
     return is_amd() and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """a · b + bias, the same bits on any number of threads.
+    """Return a · b + bias [M, N], with the same bits on any number of threads.
 
     Args:
         a, b, bias: [M, K], [K, N] and [N], float32, in any layout.
-        out: receives the result [M, N]; its rows are contiguous. None: a new tensor.
+        out: tensor with contiguous rows to write the result to; None: a new one.
     """
     a, b = _laid_out(a), _laid_out(b)
     out = a.new_empty(a.size(0), b.size(1)) if out is None else out
@@ -56,7 +56,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., I] · weightᵀ [I, O] + bias [O]: [..., O], with its gradient."""
+    """Return x [..., I] · weightᵀ [I, O] + bias [O], differentiable, of shape [..., O]."""
     out: Tensor = _Linear.apply(x.reshape(-1, x.size(-1)), weight, bias)  # type: ignore[no-untyped-call]
     return out.view(*x.shape[:-1], weight.size(0))
 
@@ -81,5 +81,5 @@ class _Linear(torch.autograd.Function):
 
 
 def _laid_out(x: Tensor) -> Tensor:
-    """x, or a copy if neither its rows nor its columns are contiguous."""
+    """Return x, copied if neither its rows nor its columns are contiguous."""
     return x if 1 in x.stride() else x.contiguous()

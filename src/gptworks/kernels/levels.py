@@ -1,4 +1,4 @@
-"""Instruction levels of processors: a wheel has a library for each level of its architecture."""
+"""Instruction levels of processors. A wheel has a library for each level of its architecture."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,9 @@ class Level:
 
     name: str
     options: tuple[str, ...]
-    """Compiler options."""
+    """Compiler options that produce code for this level."""
     flags: frozenset[str]
-    """The features that a processor must have, as Linux names them."""
+    """Features that a processor must have, by their names in Linux."""
 
 
 _V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
@@ -30,4 +30,4 @@ LEVELS = {
         Level("neon", ("-march=armv8-a",), frozenset({"asimd"})),
     ),
 }
-"""Instruction levels by `platform.machine()`, the best first. Below AVX2 torch is faster."""
+"""Instruction levels by `platform.machine()`, the best first. None is below AVX2, where torch is faster."""

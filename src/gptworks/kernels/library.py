@@ -1,7 +1,7 @@
-"""The library of this folder's C++: taken from the wheel or compiled on this machine, verified and loaded.
+"""The C++ library of this folder: taken from the wheel or compiled on this machine, verified and loaded.
 
 A wheel has a library for each instruction level; the best for this processor is loaded without a compiler. Without such
-a library, or if GPTWORKS_NATIVE_MARCH names a processor, the compiler builds one (build.py), which is kept (cache.py).
+a library, or if GPTWORKS_NATIVE_MARCH names a processor, build.py compiles one, and cache.py keeps it.
 """
 
 import ctypes
@@ -22,16 +22,16 @@ from gptworks.kernels.levels import LEVELS
 from gptworks.machine import cpu_flags
 
 BUILT = Path(__file__).with_name("built")
-"""The folder of a wheel's libraries: kernels-LEVEL-CHECKSUM.so."""
+"""Folder of a wheel's libraries, named kernels-LEVEL-CHECKSUM.so."""
 
 AMX = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
 """Processor features that AMX needs; the operating system must also permit AMX."""
 
 _WITH_AMX = {None, "", "native", "sapphirerapids", "emeraldrapids", "graniterapids", "graniterapids-d"}
-"""Values of GPTWORKS_NATIVE_MARCH with AMX; other values mean a processor without it."""
+"""Values of GPTWORKS_NATIVE_MARCH with which AMX may be used: a processor with AMX, or this machine's."""
 
 _NARROW = {"x86-64", "x86-64-v2", "core2", "nehalem", "westmere", "sandybridge", "ivybridge"}
-"""Values of GPTWORKS_NATIVE_MARCH without AVX2."""
+"""Values of GPTWORKS_NATIVE_MARCH that name a processor without AVX2."""
 
 _lock = threading.Lock()
 _LOG = logging.getLogger(__name__)
@@ -39,11 +39,11 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Library:
-    """The loaded kernels."""
+    """The loaded C++ library."""
 
     functions: ctypes.CDLL
     origin: str
-    """The library's source: `compiled here` or `from the package`."""
+    """Where the library comes from: `compiled here` or `from the package`."""
     has_amx: bool
     """Whether the library multiplies bf16 and int8 weights with AMX."""
 
@@ -54,18 +54,18 @@ class Library:
 
     @property
     def has_integer_products(self) -> bool:
-        """Whether weights of 8 and 4 bits are multiplied as bytes, with two bytes per activation: AVX512_VNNI, or ARM's
+        """Whether int8 and int4 weights are multiplied as bytes, with two bytes per activation, by AVX512_VNNI or ARM's
         dot products."""
         return bool(self._built_with & 8)
 
     @property
     def has_bf16_products(self) -> bool:
-        """Whether weights in bf16 are multiplied with activations rounded to bf16; else in float32."""
+        """Whether bf16 weights are multiplied by activations rounded to bf16; if not, in float32."""
         return bool(self._built_with & 16)
 
     @property
     def instructions(self) -> str:
-        """The common name of the widest instructions that the library uses."""
+        """Common name of the best instructions that the library uses, such as `AVX-512 with VNNI`."""
         built = self._built_with
         if not self.has_wide_vectors:
             if platform.machine() not in ("aarch64", "arm64"):
@@ -82,7 +82,7 @@ class Library:
 
 
 def library() -> Library:
-    """The kernels for this processor: from the package, the user's cache, or compiled now. Remembers failures.
+    """Return the library for this processor: from the package, the user's cache, or compiled now. Remembers failures.
 
     Raises:
         Unavailable: GPTWORKS_NATIVE is 0 or invalid; no library exists and no compiler works; or no folder can hold
@@ -97,7 +97,7 @@ def library() -> Library:
 
 @functools.cache
 def _library() -> Library | str:
-    """The library, or the reason why it is unavailable."""
+    """Return the library, or the reason why it is unavailable."""
     if (wish := os.environ.get("GPTWORKS_NATIVE", "")) not in ("", "0", "1"):
         return f"GPTWORKS_NATIVE={wish!r} means nothing: set 0 to do without the C++, or leave it out."
     if wish == "0":
@@ -122,8 +122,8 @@ def _library() -> Library | str:
 
 @functools.cache
 def training_library() -> Library | None:
-    """The library for training and evaluation; None: torch computes both, because the library is unavailable (see
-    `torch_trains_because`) or the processor's vectors have only 16 bytes."""
+    """Return the library for training and evaluation, or None if torch computes both: the library is unavailable (see
+    `torch_trains_because`) or its vectors have only 16 bytes."""
     try:
         found = library()
     except Unavailable:
@@ -132,10 +132,10 @@ def training_library() -> Library | None:
 
 
 def trains_in_cpp() -> bool:
-    """Whether training on this CPU will compute in C++: a forecast for plans that compiles and loads nothing.
+    """Whether training on this CPU will use the C++: a prediction for plans that compiles and loads nothing.
 
-    After a call of `library`, the answer is certain. Before, it is true with wide vectors and a compiler or built
-    library, which is wrong if the compiler fails later.
+    After a call of `library`, the answer is certain. Before, it is true for a processor with wide vectors if there is a
+    compiler or built library, and wrong if the compiler later fails.
     """
     if _library.cache_info().currsize:
         return training_library() is not None
@@ -151,7 +151,7 @@ def trains_in_cpp() -> bool:
 
 
 def torch_trains_because() -> str | None:
-    """The reason why the C++ cannot be used for training; None: it is used, or torch is as fast here."""
+    """Return why the C++ cannot be used for training; None if it can, or if torch is as fast on this processor."""
     try:
         library()
     except Unavailable as error:
@@ -160,13 +160,13 @@ def torch_trains_because() -> str | None:
 
 
 def forget() -> None:
-    """Forget the library, so that the next call searches again; for tests."""
+    """Forget the library, so that the next call of `library` loads it again; for tests."""
     _library.cache_clear()
     training_library.cache_clear()
 
 
 def _from_package() -> bytes | None:
-    """The package's library for this processor; None if missing or damaged, or if GPTWORKS_NATIVE_MARCH is set."""
+    """Return the package's library for this processor; None if missing, damaged, or GPTWORKS_NATIVE_MARCH is set."""
     if os.environ.get(MARCH):
         return None
     known, flags = LEVELS.get(platform.machine(), ()), cpu_flags()
@@ -185,7 +185,7 @@ def _load(key: str, make: Callable[[], bytes], origin: str) -> Library:
     for folder in cache.folders():
         try:
             file = cache.keep(folder, key, made)
-            made = file.read_bytes  # for the next folder, if nothing can be run from this one
+            made = file.read_bytes  # for the next folder, if libraries cannot be loaded from this one
             functions = ctypes.CDLL(str(file))
             declare(functions)
             for reason in reasons:

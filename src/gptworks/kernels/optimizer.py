@@ -1,6 +1,6 @@
-"""Muon's updates in C++ (optimizer.cpp), for matrices in float32 on a CPU.
+"""Muon's updates in C++ (optimizer.cpp), for float32 matrices on a CPU.
 
-Its torch twin is `gptworks.training.optim.muon.Muon`; both round to bfloat16 at the same steps and sum in float32.
+`gptworks.training.optim.muon.Muon` is the same in torch; both round to bfloat16 at the same steps and sum in float32.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,12 +14,12 @@ from gptworks.machine import cpu_flags
 
 
 def muon_library(tensors: Iterable[Tensor]) -> Library | None:
-    """The library, or None if torch must compute with these gradients and momenta.
+    """Return the library, or None if torch must compute the updates from these gradients and momenta.
 
-    On a processor with AMX torch computes, because its products use AMX and the library's do not.
+    On a processor with AMX torch computes them, because its products use AMX and the library's do not.
     """
     if "amx_bf16" in cpu_flags() or not all(
-        # exactly Tensor: a DTensor or fake tensor has no data here
+        # not a subclass of Tensor: a DTensor or fake tensor has no data here
         type(x) is Tensor and x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous()
         for x in tensors
     ):
@@ -35,13 +35,13 @@ def muon_updates(
     polynomials: Sequence[tuple[float, float, float]],
     eps: float,
 ) -> Tensor:
-    """Orthogonalized Nesterov directions of N matrices of one shape, [N, rows, columns] in bfloat16.
+    """Return the orthogonalized Nesterov directions of N matrices of one shape, [N, rows, columns] in bfloat16.
 
     The bits do not depend on the number of threads.
 
     Args:
         momenta: momenta that include this step's gradients.
-        polynomials: a, b and c of each iteration.
+        polynomials: coefficients a, b and c of each Newton-Schulz iteration.
         eps: smallest norm by which a matrix is divided.
     """
     updates = torch.empty(len(gradients), *gradients[0].shape, dtype=torch.bfloat16)

@@ -1,7 +1,7 @@
-"""Autograd functions in C++ (passes.cpp) for training's operations between matrix products.
+"""Autograd functions in C++ (passes.cpp) for the operations between matrix products in training.
 
 `gptworks.kernels.dispatch` chooses between these and torch's own. Values are float32 or bf16, sums are float32, and
-results are the same on any number of threads. Fake tensors get outputs of the right shape and no values.
+results are the same on any number of threads. For fake tensors, outputs have the right shape and no values.
 """
 
 from collections.abc import Sequence
@@ -18,21 +18,21 @@ from gptworks.kernels.library import training_library
 
 _DTYPES = (torch.float32, torch.bfloat16)
 KINDS = (Tensor, torch.nn.Parameter, FakeTensor)
-"""Types of tensors that the C++ accepts."""
+"""Tensor classes that the C++ accepts."""
 
 
 def are_here() -> bool:
-    """Whether the C++ is available and can be called now, that is, not while torch compiles a graph."""
+    """Whether the C++ is available and may be called now: it may not while torch compiles a graph."""
     return not torch.compiler.is_compiling() and training_library() is not None
 
 
 def serve(*tensors: Tensor | None) -> bool:
-    """Whether the C++ is available and supports these tensors' type, device, dtype and layout."""
+    """Whether the C++ is available and supports these tensors' class, device, dtype and layout."""
     return are_here() and all(x is None or (type(x) in KINDS and _is_readable(x)) for x in tensors)
 
 
 class Activation(torch.autograd.Function):
-    """activation(x), or activation(x) · up, for a value of `model.mlp`; x and up have one dtype and layout."""
+    """activation(x), or activation(x) · up, for a value of `model.mlp`. x and up have the same dtype and layout."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, up: Tensor | None, kind: str) -> Tensor:
@@ -53,7 +53,7 @@ class Activation(torch.autograd.Function):
 
 
 class Norm(torch.autograd.Function):
-    """x + alpha · branch, or x without a branch; and its LayerNorm or RMSNorm over the last dimension.
+    """x + alpha · branch (x without a branch), and the LayerNorm or RMSNorm of that sum over the last dimension.
 
     The backward pass adds both results' gradients in one pass. Weight and bias are float32; the sum has x's dtype.
     """
@@ -122,7 +122,7 @@ def rotates(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 class Rotation(torch.autograd.Function):
-    """`gptworks.kernels.dispatch.rotate` of tensors of one dtype."""
+    """`gptworks.kernels.dispatch.rotate` for tensors of the same dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -144,11 +144,11 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, factors: Tensor | None = None, *, gradient: bool) -> Tensor:
-    """−log softmax(logits)[target] of each row, float32 [n], 0 where the target is −100.
+    """Return −log softmax(logits)[target] of each row, float32 [n], 0 where the target is −100.
 
     Args:
-        logits: [n, V]. With `gradient` they are overwritten by (softmax − one-hot) · the row's factor; 0 where the
-            target is −100.
+        logits: [n, V]. With `gradient`, they are overwritten by (softmax − one-hot) · the row's factor, or by 0 where
+            the target is −100.
         targets: int64 [n].
         factors: each row's factor of the gradient, float32 [n]; None: 1.
 
@@ -166,17 +166,17 @@ def _is_readable(x: Tensor) -> bool:
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether x is contiguous, or becomes so if the middle two of its four dimensions are exchanged."""
+    """Whether x is contiguous, or would be with the middle two of its four dimensions swapped."""
     return x.is_contiguous() or (x.dim() == 4 and x.transpose(1, 2).is_contiguous())
 
 
 def _laid_out_as(x: Tensor, other: Tensor) -> Tensor:
-    """x, copied if its strides differ from those of a dense tensor of the same shape."""
+    """Return x, copied if its strides differ from those of `other`, a dense tensor of the same shape."""
     return x if x.stride() == other.stride() else torch.empty_like(other, dtype=x.dtype).copy_(x)
 
 
 def call(name: str, tensors: Sequence[Tensor | None], *numbers: float) -> None:
-    """Call a function of the library; not on fake tensors."""
+    """Call a function of the library; do nothing if a tensor is fake."""
     library = training_library()
     assert library is not None
     if FakeTensor not in map(type, tensors):
