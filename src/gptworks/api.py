@@ -1,6 +1,6 @@
 """The functions for programs, notebooks and the commands: `gptworks.train`, `gptworks.plan`, `gptworks.evaluate`.
 
-Each function imports what it needs when it is called, so that naming one costs nothing.
+Each function imports what it needs when it is called, so that importing this module is fast.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def train(
     """Train a recipe's model to the end of its run: `gptworks.train("demo", max_steps=20)`.
 
     Args:
-        recipe: a file, a shipped recipe's name or a run folder; or a recipe as nested dictionaries, or a `Recipe`.
+        recipe: a file, a shipped recipe's name, a run folder, nested dictionaries, or a `Recipe`.
         overrides: settings that replace the recipe's, as on the command line: `"train.max_steps=20"`.
-        resume: continue from the newest checkpoint of the run folder.
-        change: settings by path that a resumed run may change, though its loss curve depends on them.
+        resume: continue from the newest checkpoint in the run folder.
+        change: paths of settings that the resumed run may change although its loss curve depends on them.
         force: start even if the plan says that the run does not fit in memory.
-        report: called with the settings of an earlier session that are kept; None: the display shows them.
-        prepare: makes the recipe's tokenizer and shards; None: makes them quietly, or with a notebook's display.
-        settings: more settings: of the section `train` by name (`max_steps=20`), others by section
+        report: called with a line on the settings kept from an earlier session; None: the display shows it.
+        prepare: makes the recipe's tokenizer and shards; None: the default, quiet or with a notebook's display.
+        settings: further overrides: of the section `train` by name (`max_steps=20`), others by section
             (`model={"n_layers": 2}`, `run_dir="runs/small"`).
 
     Raises:
@@ -76,10 +76,10 @@ def train(
 
 
 def read_run(folder: str | PathLike[str]) -> TrainedRun:
-    """The run in a folder; it may still be training.
+    """Return the run in a folder; it may still be training.
 
     Raises:
-        UserError: the folder holds no run.
+        UserError: the folder contains no run.
     """
     from gptworks.runs.history import read_history
     from gptworks.runs.trained_run import TrainedRun
@@ -105,15 +105,15 @@ def plan(
     Args:
         recipe: a preset's name, or what `gptworks.train` takes.
         overrides: settings that replace the recipe's, as for `gptworks.train`.
-        device: a name such as h100; `this`: this machine's device, measured; None: this machine's CPU.
+        device: a name such as h100; `this` measures this machine's device; None is this machine's CPU.
         world_size: number of devices.
         sharding, tensor_parallel: settings of train.parallel.
-        trace: also count a step's memory on fake tensors.
-        measure: also take two real steps on this machine.
+        trace: also run a step on fake tensors, to count its memory.
+        measure: also run two real steps on this machine, to measure time and memory.
         details: show every figure.
-        working: a context in which a step is traced or measured, such as a progress bar's.
+        working: called with a description; returns a context for tracing or measuring, such as a progress bar.
         settings: figures of the device, such as `memory_gib=80`, by their names in
-            `gptworks.planning.devices.DeviceOptions`; and more settings, as for `gptworks.train`.
+            `gptworks.planning.devices.DeviceOptions`; and further overrides, as for `gptworks.train`.
 
     Raises:
         UserError: a setting or the device is wrong, or the vocabulary is not known yet and the data is missing.
@@ -173,7 +173,7 @@ def plan(
 
 
 def is_preset(target: RecipeLike) -> bool:
-    """Whether a target is a preset's name, perhaps misspelled, and not a recipe or a run."""
+    """Whether a target is the name of a preset, perhaps misspelled, and not a recipe or a run."""
     from gptworks.presets import PRESETS
     from gptworks.recipes import shipped_paths
 
@@ -208,30 +208,30 @@ def evaluate(
     prepare: Callable[[Recipe], Prepared] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Measurements:
-    """Measure a run: `gptworks.evaluate("runs/demo", text="book.txt")`; by default on its whole validation split.
+    """Measure a run, by default on its whole validation split: `gptworks.evaluate("runs/demo", text="book.txt")`.
 
     Args:
-        run: a run folder, or what `gptworks.train` returned.
+        run: a run folder, or the run that `gptworks.train` returned.
         overrides: settings that replace the run's, such as `"model.context_length=1024"`.
         checkpoint: best, last, or a step.
-        text: files of text; measure how well the model predicts it.
-        task: files of tasks whose items the model answers.
-        shots: with a task: solved items shown before each.
-        limit: with a task or the harness: ask only this many items.
-        chat: with a task: ask by the run's chat template.
+        text: files of text; measures how well the model predicts them.
+        task: files of tasks, whose items the model answers.
+        shots: for tasks: numbers of solved examples in a prompt; each task is measured with each number.
+        limit: for tasks and the harness: maximum number of items.
+        chat: for tasks: prompt with the run's chat template.
         run_generated_code: let tasks run programs that the model wrote; see gptworks/confined/sandbox.py.
-        harness: tasks of lm-evaluation-harness.
-        calibration: also measure whether tokens of probability p are right in a share p of cases.
-        memorization: also measure the share of the model's text that is copied from the training text.
-        stride: number of tokens between windows; None: the context length.
+        harness: names of lm-evaluation-harness tasks.
+        calibration: measure whether tokens predicted with probability p are right in a share p of cases.
+        memorization: measure the share of the model's text that is copied from the training text.
+        stride: number of tokens between the starts of windows; None: the context length.
         by_position: also measure each eighth of the context.
         compressors: also measure gzip and xz on the same text.
         precision: precision of matrix products; None: the run's own.
-        weights: the format in which weights are loaded; see `gptworks.load`. Figures of weights that are rounded while
-            loading are saved under a name of their own, such as text-book-int8.
-        save: write the figures of texts, tasks and the like to the run folder and its card.
+        weights: format in which to load the weights; see `gptworks.load`. Results for weights that are rounded while
+            loading are saved under their own name, such as text-book-int8.
+        save: write the results, except of the validation split, to the run folder and its model card.
         report: called with a message for each fallback.
-        prepare: builds, or finds, the shards of the run's own text; None: does so quietly.
+        prepare: finds or builds the shards of the run's own text; None: the default, quietly.
         progress: called with the number of items or tokens done, and their total.
 
     Raises:
@@ -262,7 +262,7 @@ def evaluate(
         from gptworks.interop.lm_eval import run_harness
     from gptworks.confined.sandbox import Sandbox
     from gptworks.data.prepare import prepare as prepare_data
-    from gptworks.evaluation.evaluated_run import EvaluatedRun  # imports torch: wrong options were refused before
+    from gptworks.evaluation.evaluated_run import EvaluatedRun  # imports torch, so only after options are checked
     from gptworks.evaluation.measurements import Measurements
     from gptworks.evaluation.results import save_evaluations
     from gptworks.evaluation.run_task import run_task
@@ -308,10 +308,10 @@ def _read_text(path: Path) -> str:
 
 
 def overrides_of(settings: Mapping[str, Any]) -> list[str]:
-    """Overrides for keyword arguments: `train.max_steps=20` for `max_steps=20`, `model.n_layers=2` for
-    `model={"n_layers": 2}`.
+    """Return keyword arguments as overrides: `max_steps=20` as `train.max_steps=20`, `model={"n_layers": 2}` as
+    `model.n_layers=2`.
 
-    A name that is not a key of a recipe is a setting of its section `train`.
+    A name that is not a key of a recipe names a setting of its section `train`.
     """
     from gptworks.config import Recipe
 
@@ -333,7 +333,7 @@ def _written(path: str, value: Any) -> Iterator[str]:
 
 
 def with_changes(overrides: list[str], change: Collection[str], resume: bool) -> tuple[list[str], list[str]]:
-    """The overrides, with those that `change` gives as `KEY=VALUE`; and the keys that it names."""
+    """Return the overrides plus the items of `change` of the form KEY=VALUE; and the key of each item of `change`."""
     if change and not resume:
         [first, *_] = change
         raise UserError(f"--change {first} is for a resumed run: add --resume, or give KEY=VALUE without it.")
@@ -341,7 +341,7 @@ def with_changes(overrides: list[str], change: Collection[str], resume: bool) ->
 
 
 def settings_of(recipe: RecipeLike, overrides: list[str], resume: bool, report: Callable[[str], None]) -> Recipe:
-    """The recipe; for a resumed run, with the settings of its earlier command lines, which are reported."""
+    """Load the recipe; with `resume`, also apply and report the settings of the run's earlier command lines."""
     from gptworks.recipe import load_recipe
     from gptworks.training.changes import load_to_resume
 

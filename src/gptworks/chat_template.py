@@ -1,7 +1,7 @@
-"""Chat templates: from messages to the text and the tokens that a model reads.
+"""Chat templates, which turn messages into the text and tokens that a model reads.
 
-A template is Jinja, as in `transformers`, in the file `tokenizer/chat_template.jinja` of a run, which training, `chat`,
-the server and exports use. Any template that is not built in is untrusted: it is compiled and rendered in Jinja's
+A template is a Jinja template, as in `transformers`. A run's is in `tokenizer/chat_template.jinja`; training, `chat`,
+the server and exports use it. Any template that is not built in is untrusted: it is compiled and rendered in Jinja's
 sandbox, in a separate process with limits of time and memory (`gptworks.confined`).
 """
 
@@ -74,16 +74,16 @@ BUILT_IN = {
 {%- endif %}
 """,
 }
-"""Templates by name. `chatml` needs the special tokens <|im_start|> and <|im_end|>; the others use bos and eos."""
+"""Built-in templates by name. `chatml` needs the special tokens <|im_start|> and <|im_end|>; others use bos and eos."""
 
 _PROBE = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
 
 
 class ChatTemplate:
-    """A Jinja template with the tokenizer whose special tokens it writes."""
+    """A chat template in Jinja, with the tokenizer whose special tokens it writes."""
 
     def __init__(self, source: str, tokenizer: Tokenizer) -> None:
-        """Raises a UserError if the template does not compile within the limits."""
+        """Compile the template. Raises a UserError if it does not compile within the limits."""
         self.source, self.tokenizer = source, tokenizer
         self._names = dict(special_tokens(tokenizer).names)
         self._render: _Render = _in_process(source) if source in BUILT_IN.values() else _confined(source)
@@ -91,12 +91,12 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False, task: Task | None = None
     ) -> str:
-        """The conversation as text: the same bytes as `apply_chat_template(tokenize=False)` of `transformers`.
+        """Return the conversation as text, the same bytes as `transformers`' `apply_chat_template(tokenize=False)`.
 
         Args:
             messages: the turns, oldest first.
             add_generation_prompt: end with the text that precedes an assistant's answer.
-            task: lets another thread abandon the rendering.
+            task: allows another thread to abandon the rendering.
 
         Raises:
             UserError: the template refuses these messages, fails on them, or exceeds the limits.
@@ -111,12 +111,12 @@ class ChatTemplate:
     def encode(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False, task: Task | None = None
     ) -> list[int]:
-        """The token ids of `render`. Special tokens come only from the template, never from a message's text."""
+        """Return the token ids of `render`'s text. Special tokens come only from the template, never from a message."""
         guarded, guard = self.guarded(messages)
         return self.encode_text(self.render(guarded, add_generation_prompt=add_generation_prompt, task=task), guard)
 
     def encode_text(self, text: str, guard: str) -> list[int]:
-        """Token ids of rendered text. `guard` inside a special token's name marks it as plain text."""
+        """Return the token ids of rendered text. A special token's name with `guard` inside it is plain text."""
         if guard not in text:
             return encode_text(self._reader, text)
         parts = self._special.split(text) if self._special.pattern else [text]
@@ -129,18 +129,18 @@ class ChatTemplate:
         return ids
 
     def before_special(self, text: str) -> str:
-        """Rendered text up to the template's first special token."""
+        """Return the part of a rendered text before its first special token."""
         return self._special.split(text, maxsplit=1)[0] if self._special.pattern else text
 
     @cached_property
     def end_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end an assistant's turn: the special token that the template writes after it, and those that
-        end any text."""
+        """Ids of the tokens that end an assistant's turn: the special token that the template writes after an answer,
+        and the tokens that end any text."""
         written = [] if (found := self.written_end()) is None else [found]
         return tuple(dict.fromkeys([*written, *special_tokens(self.tokenizer).ends]))
 
     def written_end(self) -> int | None:
-        """The special token that the template writes after an assistant's answer; None if it writes none."""
+        """Return the id of the special token that the template writes after an assistant's answer; None if none."""
         special = self.special_ids
         try:
             answered = self.render(_PROBE)
@@ -154,14 +154,14 @@ class ChatTemplate:
         return frozenset(i for i, token in self.tokenizer.get_added_tokens_decoder().items() if token.special)
 
     def missing_tokens(self) -> tuple[str, ...]:
-        """Names like <|this|> that the template writes, but the tokenizer reads as plain text."""
+        """Return names like <|this|> that the template writes but the tokenizer does not know as tokens."""
         known = {token.content for token in self.tokenizer.get_added_tokens_decoder().values()}
         written = _NAMES.findall(self.render(_PROBE, add_generation_prompt=False))
         return tuple(name for name in dict.fromkeys(written) if name not in known)
 
     @cached_property
     def _reader(self) -> Tokenizer:
-        """A copy of the tokenizer that reads a special token's name as that token."""
+        """A copy of the tokenizer that encodes a special token's name in a text as that token."""
         reader = Tokenizer.from_str(self.tokenizer.to_str())
         reader.encode_special_tokens = False
         return reader
@@ -173,7 +173,7 @@ class ChatTemplate:
         return re.compile(f"({'|'.join(map(re.escape, longest_first))})" if longest_first else "")
 
     def guarded(self, messages: Sequence[Message]) -> tuple[list[Message], str]:
-        """The messages, with a guard character put in each special token's name; and the guard, which none holds."""
+        """Return the messages with a guard character in each special token's name; and that character, new to them."""
         guard = _unused_character(messages)
 
         def mark(value: Any) -> Any:
@@ -190,10 +190,10 @@ _NAMES = re.compile(r"<\|[^|<>\s]+\|>")
 
 
 def _unused_character(messages: Sequence[Message]) -> str:
-    """A private-use character that no message contains.
+    """Return a private-use character that no message contains.
 
     Raises:
-        UserError: the messages contain all 6,400 of them.
+        UserError: the messages contain all 6,400 private-use characters.
     """
     held = set(json.dumps(list(messages), ensure_ascii=False))
     free = next((chr(code) for code in range(0xE000, 0xF900) if chr(code) not in held), None)
@@ -208,7 +208,7 @@ _Render = Callable[[dict[str, Any], Task | None], str]
 
 
 def _in_process(source: str) -> _Render:
-    """A renderer for a built-in template, whose time and memory are proportional to the conversation."""
+    """Return a function that renders a built-in template, in time and memory proportional to the conversation."""
     template = environment().from_string(source)
 
     def render(variables: dict[str, Any], task: Task | None) -> str:
@@ -221,7 +221,7 @@ def _in_process(source: str) -> _Render:
 
 
 def _confined(source: str) -> _Render:
-    """A renderer for an untrusted template, in a child process with limits."""
+    """Return a function that renders an untrusted template in a child process with limits."""
     children = Confined("gptworks.confined.template", source, LIMITS)
     try:
         children.start()
@@ -246,7 +246,7 @@ def _confined(source: str) -> _Render:
 
 
 def load_chat_template(tokenizer_folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template in a run's tokenizer folder; None if it has none.
+    """Load the chat template in a run's tokenizer folder; None if the folder has none.
 
     Raises:
         UserError: the template does not compile.
@@ -259,28 +259,28 @@ def load_chat_template(tokenizer_folder: Path, tokenizer: Tokenizer) -> ChatTemp
 
 @dataclass(frozen=True)
 class FolderTemplates:
-    """The chat templates of a folder of transformers."""
+    """The chat templates in a folder written by `transformers`."""
 
     named: Mapping[str, str]
     """Templates by name. A single template is `default`; `tool_use` is for conversations with tools."""
     source: str
-    """The templates' file, for messages."""
+    """Name of the file that contains the templates, for messages."""
 
     @property
     def default(self) -> str | None:
-        """The template of conversations; None if the folder has none."""
+        """The template for conversations without tools; None if the folder has none."""
         return self.named.get("default")
 
 
 def read_templates(folder: Path) -> FolderTemplates:
-    """The chat templates of a folder, with the precedence of transformers 5.
+    """Read the chat templates of a folder, with the precedence of transformers 5.
 
-    chat_template.jinja and additional_chat_templates/NAME.jinja come first, then tokenizer_config.json with one
-    template or a list of `name` and `template`, and last chat_template.json, which transformers reads for processors
-    only.
+    chat_template.jinja and additional_chat_templates/NAME.jinja come first, then tokenizer_config.json, with one
+    template or a list of `name` and `template`. The last is chat_template.json, which transformers reads only for
+    processors.
 
     Raises:
-        UserError: a file is not readable, is too large, or does not hold templates.
+        UserError: a file is not readable, is too large, or does not contain templates.
     """
     files = {"default": folder / TEMPLATE_FILE}
     files |= {file.stem: file for file in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
@@ -295,7 +295,7 @@ def read_templates(folder: Path) -> FolderTemplates:
 
 
 def _named(given: Any, file: str) -> dict[str, str]:
-    """The templates of a setting, by name."""
+    """Return the templates by name in a value of `chat_template`: one template, or a list of `name` and `template`."""
     listed = [{"name": "default", "template": given}] if isinstance(given, str) else given
     rule = "one template, or a list of `name` and `template`, is expected."
     if not isinstance(listed, list):
@@ -314,12 +314,12 @@ def _named(given: Any, file: str) -> dict[str, str]:
 
 
 def other_templates(folder: Path) -> dict[str, str]:
-    """The templates of a transformers or tokenizer folder by name, without the default one.
+    """Return the templates of a `transformers` or tokenizer folder by name, without the default one.
 
-    An imported run has them in `original.json`, a run that was tuned from it in `other_templates.json`.
+    An imported run keeps them in `original.json`, and a run tuned from it in `other_templates.json`.
 
     Raises:
-        UserError: a file is not readable, or does not hold templates.
+        UserError: a file is not readable, or does not contain templates.
     """
     named = dict(read_templates(folder).named)
     for file in (_ORIGINAL_FILE, _OTHERS_FILE):
@@ -333,7 +333,7 @@ def other_templates(folder: Path) -> dict[str, str]:
 
 
 def find_other_templates(config: TokenizerConfig) -> dict[str, str]:
-    """The other templates of the folder that provides the template of a recipe's tokenizer section.
+    """Return the other templates of the folder from which a recipe's tokenizer section takes its template.
 
     Raises:
         UserError: for the reasons of `other_templates`.
@@ -345,20 +345,20 @@ def find_other_templates(config: TokenizerConfig) -> dict[str, str]:
 
 
 def save_other_templates(named: Mapping[str, str], tokenizer_folder: Path) -> None:
-    """Write templates for exports, if there are any."""
+    """Write templates other than the default to a run's tokenizer folder, for exports; nothing if there are none."""
     if named:
         write_whole(tokenizer_folder / _OTHERS_FILE, json.dumps({"templates": named}, indent=1) + "\n")
 
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-"""The pattern of a template's name, which exports use as a file name."""
+"""Pattern of a valid template name, which exports use as a file name."""
 
 
 def find_chat_template(config: TokenizerConfig) -> str | None:
-    """The source of the template in a recipe's tokenizer section; None if it has none.
+    """Return the source of the chat template that a recipe's tokenizer section names or brings; None if it has none.
 
     Raises:
-        UserError: neither a built-in template nor a file has that name.
+        UserError: neither a built-in template nor a file has the name given.
     """
     if config.chat_template is None:
         path = config.path if isinstance(config, FileTokenizer | GPT2Tokenizer) else None

@@ -1,16 +1,16 @@
 """Crash-safe checkpoints: written to a temporary folder, flushed to disk, described by a manifest, then renamed.
 
-    checkpoints/step-000500/    training can resume from it
+    checkpoints/step-000500/    a checkpoint from which training can resume
         model.safetensors       the weights
         optimizer.safetensors   `parameter/key` → tensor
         state.json              counters of the run
-        manifest.json           bytes and sha256 of the three and of itself, written last
-    checkpoints/weights-000450/ weights only: the best of the run so far, at a step between two checkpoints; or those of
+        manifest.json           sizes and checksums of these three files and its own checksum; written last
+    checkpoints/weights-000450/ only weights: the run's best so far, at a step between two checkpoints; or those of
                                 step 0, before any training
         model.safetensors, state.json, manifest.json
 
-A folder with the final name is complete: a crash at any time leaves either it or nothing. The manifest reveals later
-damage.
+A folder with the final name is complete: a crash at any time leaves either the complete folder or none. The manifest
+reveals later damage.
 """
 
 import json
@@ -55,7 +55,7 @@ from gptworks.tensors import Expected, Stored, TensorFile, Wanted, read_tensors,
 
 FORMAT = 2
 MAX_JSON_BYTES = 1 << 24
-"""Size limit of a manifest or state file; they have a few thousand bytes."""
+"""Size limit of a manifest or state file; usual ones have a few thousand bytes."""
 Report = Callable[[str], None]
 
 
@@ -67,12 +67,12 @@ class Checkpoint:
 
     @property
     def run_dir(self) -> Path:
-        """The run's folder. No link may lead out of it."""
+        """The run's folder. Links in it may not lead out of it."""
         return self.folder.parents[1]
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps done."""
+        """Number of optimizer steps done before the checkpoint."""
         return int(self.folder.name.rpartition("-")[2])
 
     @property
@@ -82,7 +82,7 @@ class Checkpoint:
 
     @property
     def is_start(self) -> bool:
-        """Whether the checkpoint has the run's initial weights: chosen only as step 0, not as best or last."""
+        """Whether the checkpoint has the run's initial weights; it is chosen only as step 0, not as best or last."""
         return self.weights_only and self.step == 0
 
     @property
@@ -91,7 +91,7 @@ class Checkpoint:
         return ("model.safetensors", *(() if self.weights_only else ("optimizer.safetensors",)), "state.json")
 
     def verify(self, *names: str) -> None:
-        """Compare every file, or only these, with the manifest.
+        """Compare all files, or only the named ones, with the manifest.
 
         Raises:
             UserError: a file is missing, truncated or changed.
@@ -113,7 +113,7 @@ class Checkpoint:
                 raise UserError(f"{path} is damaged: its sha256 differs from the manifest's.")
 
     def _described_files(self) -> dict[str, dict[str, Any]]:
-        """Bytes and sha256 of each file, from the manifest."""
+        """Return the size in bytes and the SHA-256 of each file, from the manifest."""
         manifest = self.folder / "manifest.json"
         try:
             tree = unsealed_json(read_regular(manifest, MAX_JSON_BYTES, inside=self.run_dir))
@@ -139,7 +139,7 @@ class Checkpoint:
 
     @property
     def manifest_sha256(self) -> str | None:
-        """The sha256 of the manifest, which distinguishes checkpoints of one step; None without a manifest."""
+        """SHA-256 of the manifest, which distinguishes checkpoints of the same step; None if it cannot be read."""
         path = self.folder / "manifest.json"
         try:
             return sha256_file(path, inside=self.run_dir, max_bytes=MAX_JSON_BYTES)
@@ -148,7 +148,7 @@ class Checkpoint:
 
     @property
     def weights_sha256(self) -> str:
-        """The sha256 of the weights, from the manifest.
+        """SHA-256 of the weights' file, from the manifest.
 
         Raises:
             UserError: the manifest is missing or damaged.
@@ -165,13 +165,13 @@ class Checkpoint:
         return True
 
     def model_tensors(self, wanted: Wanted | None = None) -> dict[str, Tensor]:
-        """The weights by name; see `read_tensors`, which checks them against `wanted`."""
+        """Read the weights by name; `read_tensors` checks them against `wanted`."""
         return read_tensors(self.folder / "model.safetensors", wanted, inside=self.run_dir)
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the matrices are packed by `gptworks quantize`. False for packed matrices under an adapter, which can
-        be merged, and for a damaged file."""
+        """Whether the matrices are quantized by `gptworks quantize`. False for a damaged file, and for quantized
+        matrices with an adapter, which can be merged."""
         try:
             stored = stored_tensors(self.folder / "model.safetensors", inside=self.run_dir)
         except UserError:
@@ -179,10 +179,10 @@ class Checkpoint:
         return any(tensor.dtype != torch.float32 for tensor in stored.values()) and not has_adapter(stored)
 
     def optimizer_tensors(self, wanted: Wanted | None = None) -> dict[str, Tensor]:
-        """The optimizer's state by `parameter/key`; see `read_tensors`.
+        """Read the optimizer's state by `parameter/key`; `read_tensors` checks it against `wanted`.
 
         Raises:
-            UserError: the checkpoint has weights only; or as `read_tensors`.
+            UserError: the checkpoint has only weights; or as `read_tensors`.
         """
         if self.weights_only:
             run = shlex.quote(str(self.run_dir))
@@ -195,10 +195,10 @@ class Checkpoint:
         return read_tensors(path, wanted, inside=self.run_dir, owner="the run's optimizer")
 
     def state(self) -> dict[str, Any]:
-        """The counters of the run, a JSON object.
+        """Read the run's counters at this checkpoint from state.json.
 
         Raises:
-            OSError: the file cannot be read. UserError: it is not a JSON object.
+            OSError: the file cannot be read. UserError: the file is not a JSON object.
         """
         path = self.folder / "state.json"
         try:
@@ -210,7 +210,7 @@ class Checkpoint:
 
     @property
     def best_step(self) -> int | None:
-        """The step with the lowest validation loss, from its state; None if the state is damaged."""
+        """The run's step with the lowest validation loss so far, from state.json; None if that is damaged."""
         try:
             step = self.state().get("best_step")
         except (OSError, UserError):
@@ -228,7 +228,7 @@ def save_checkpoint(
     """Write `checkpoints/step-<step>`, or without optimizer_tensors `weights-<step>`, completely or not at all.
 
     Raises:
-        RunError: the checkpoint could not be written; earlier ones are unchanged and no partial one is left.
+        RunError: the checkpoint could not be written. Earlier checkpoints are unchanged, and no partial one remains.
     """
     parent = run_dir / "checkpoints"
     final = parent / f"{'weights' if optimizer_tensors is None else 'step'}-{step:06d}"
@@ -246,7 +246,7 @@ def save_checkpoint(
             write_whole(
                 aside / "manifest.json", sealed_json({"format": FORMAT, "step": step, "files": files}), new=True
             )
-            if final.exists():  # a damaged checkpoint, before which the run was resumed
+            if final.exists():  # a damaged checkpoint; the run was resumed from an earlier one
                 remove_checkpoint(Checkpoint(final))
     except (OSError, SafetensorError, RunError) as error:
         needed_bytes = sum(tensor.nbytes for tensors in parts.values() for tensor in tensors.values())
@@ -260,7 +260,7 @@ def save_checkpoint(
 
 
 def remove_checkpoint(checkpoint: Checkpoint) -> None:
-    """Delete a checkpoint. After a crash it is still complete, or its remains have another name."""
+    """Delete a checkpoint. If a crash interrupts this, the checkpoint is still complete, or has another name."""
     aside = checkpoint.folder.with_name(f".removing-{checkpoint.folder.name}")
     remove_tree(aside)
     checkpoint.folder.rename(aside)
@@ -269,26 +269,26 @@ def remove_checkpoint(checkpoint: Checkpoint) -> None:
 
 
 def checkpoint_of_step(run_dir: Path, step: int) -> Checkpoint:
-    """The checkpoint of a step: preferably one to resume from, otherwise weights only."""
+    """Return the checkpoint of a step, preferably one to resume from, otherwise one with only weights."""
     there = (checkpoint for checkpoint in all_checkpoints(run_dir) if checkpoint.step == step)
     return next(there, Checkpoint(run_dir / "checkpoints" / f"step-{step:06d}"))
 
 
 def all_checkpoints(run_dir: Path) -> list[Checkpoint]:
-    """The checkpoints of both kinds, newest first; of two for a step, the one with weights only comes last."""
+    """Return the checkpoints of both kinds, newest first; for the same step, the one with only weights comes last."""
     paths = [path for path in (run_dir / "checkpoints").glob("*-*") if re.fullmatch(r"(step|weights)-\d+", path.name)]
     return sorted(map(Checkpoint, paths), key=lambda each: (-each.step, each.weights_only))
 
 
 def checkpoints(run_dir: Path) -> list[Checkpoint]:
-    """The checkpoints from which training can resume, newest first."""
+    """Return the checkpoints from which training can resume, newest first."""
     return [checkpoint for checkpoint in all_checkpoints(run_dir) if not checkpoint.weights_only]
 
 
 def newest_verified(
     run_dir: Path, report: Report = lambda _: None, *, up_to_step: int | None = None
 ) -> Checkpoint | None:
-    """The newest intact checkpoint to resume from, up to a step; damaged ones are reported."""
+    """Return the newest intact checkpoint to resume from, at most `up_to_step`; report damaged ones."""
     return _first_whole((c for c in checkpoints(run_dir) if up_to_step is None or c.step <= up_to_step), report)
 
 
@@ -304,10 +304,10 @@ def _first_whole(found: Iterable[Checkpoint], report: Report) -> Checkpoint | No
 
 
 def choose_checkpoint(run_dir: Path, which: str = "best", report: Report = lambda _: None) -> Checkpoint:
-    """The run's `best` or `last` weights, or those of a step, verified. `last` is the newest checkpoint of either kind;
-    the initial weights are neither best nor last.
+    """Return a run's `best` or `last` checkpoint, or that of a step, verified. `last` is the newest of either kind; the
+    initial weights are neither best nor last.
 
-    A damaged best is reported, and replaced by the best intact one before it, or by the newest.
+    If the best checkpoint is damaged, report it and return the best intact one before it, or else the newest.
 
     Raises:
         UserError: the folder is not a run, has no checkpoint, lacks the step, or all checkpoints are damaged.
@@ -326,7 +326,7 @@ def choose_checkpoint(run_dir: Path, which: str = "best", report: Report = lambd
         asked.verify()
         return asked
     order = available
-    if which == "best":  # the best steps that checkpoints name, from the newest checkpoint to the oldest
+    if which == "best":  # each checkpoint names the best step until then; begin with the newest
         best_steps = dict.fromkeys(checkpoint.best_step for checkpoint in available)
         best = [checkpoint for step in best_steps for checkpoint in available if checkpoint.step == step]
         order = list(dict.fromkeys([*best, *available]))
@@ -338,7 +338,7 @@ def choose_checkpoint(run_dir: Path, which: str = "best", report: Report = lambd
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run's model with the checkpoint's weights, and its recipe and tokenizer."""
+    """A run's model with the weights of a checkpoint, and the run's recipe and tokenizer."""
 
     model: GPT
     recipe: Recipe
@@ -357,17 +357,17 @@ def load_run(
     weights: LoadedWeights = "auto",
     report: Report = lambda _: None,
 ) -> LoadedRun:
-    """Load a run's model for use, in eval mode.
+    """Load a run's model, in eval mode, with its recipe and tokenizer.
 
     Args:
-        overrides: settings that replace the recipe's and do not change the weights, such as
+        which: best, last or a step, see `choose_checkpoint`.
+        overrides: settings to replace in the recipe that do not change the weights, such as
             `model.context_length=1024` and `model.rope_scaling.type=yarn`.
         full: refuse a quantized run.
         merge, weights: see `load_model`.
 
     Raises:
-        UserError: for the reasons of `choose_checkpoint`; or the weights do not belong to the recipe's
-            model, or are quantized.
+        UserError: as `choose_checkpoint`; or the weights do not fit the recipe's model, or are refused as quantized.
     """
     run_dir = Path(run_dir)
     if run_dir.is_file() and run_dir.suffix in (".yaml", ".yml"):
@@ -402,18 +402,18 @@ def load_model(
     merge: bool = True,
     weights: LoadedWeights = "auto",
 ) -> GPT:
-    """The model with a checkpoint's weights, in eval mode; a QuantizedGPT if matrices are packed. Matrices under an
-    adapter are unpacked.
+    """Load a model with a checkpoint's weights, in eval mode; a QuantizedGPT if its matrices are quantized. Matrices
+    with an adapter are dequantized.
 
     Args:
-        adapter: the settings of the checkpoint's adapter, if it has one.
+        adapter: settings of the checkpoint's adapter, if it has one.
         merge: merge the adapter into the weights; False: keep it separate.
-        weights: storage of the matrices. auto: as in the checkpoint. Otherwise matrices are merged with an adapter and
-            rounded to the nearest value while they are read, so that only one at a time is in memory in fp32.
+        weights: format of the matrices in memory. auto: as in the checkpoint. Otherwise matrices are merged with an
+            adapter and rounded to nearest as they are read, so that only one at a time is in memory in fp32.
 
     Raises:
-        UserError: names, shapes or dtypes of the weights do not fit `config`, one is not finite, or they are packed
-            differently from `weights`.
+        UserError: names, shapes or dtypes of the weights do not fit `config`, a weight is not finite, or the checkpoint
+            is already quantized in another format than `weights`.
     """
     with torch.device("meta"):
         model, plain = GPT(config), GPT(config)

@@ -1,4 +1,4 @@
-"""Types of named choices, in Python and on the command line; a separate module, so that `--help` imports little."""
+"""Types of options that are one of several names, in Python and commands; a small module, so that `--help` is fast."""
 
 from typing import Literal
 
@@ -8,20 +8,20 @@ PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 BackendName = Literal["auto", "torch", "native"]
 """Backend of the inference engine; see `choose_backend`."""
 CacheName = Literal["auto", "fp32", "bf16", "int8"]
-"""Storage of keys and values."""
+"""Number format of keys and values in the cache."""
 Sharding = Literal["auto", "none", "zero2", "fsdp"]
-"""The tensors to shard (train.parallel); auto: as few as needed to fit."""
+"""Tensors to shard among devices (train.parallel); auto: as few as needed to fit."""
 
 Weights = Literal["bf16", "fp16", "int8", "int4"]
-"""Storage of a quantized run's matrices."""
+"""Number format of a quantized run's matrices."""
 HeadWeights = Literal["int8", "int4"]
-"""Storage of the head in an int4 run."""
+"""Number format of the head in an int4 run."""
 LoadedWeights = Literal["auto", "fp32", "bf16", "int8", "int4"]
-"""Storage of the matrices of a loaded run; auto: as in the run."""
+"""Number format of a loaded run's matrices; auto: as the run stores them."""
 Rounding = Literal["nearest", "gptq"]
 
 ExportFormat = Literal["hf", "gguf"]
 ExportPrecision = Literal["fp32", "bf16", "fp16"]
 """Precision of the weights in a Hugging Face folder."""
 GGUFType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
-"""Type of the matrices in a GGUF file."""
+"""Tensor type of the matrices in a GGUF file."""

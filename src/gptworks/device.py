@@ -1,4 +1,4 @@
-"""The device of a model, the precision of its products, and this machine's speed and load."""
+"""The device of a model, the precision of its matrix products, and this machine's speed and load."""
 
 import contextlib
 import ctypes
@@ -22,7 +22,7 @@ from gptworks.units import counted
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """The device called `name`; auto takes CUDA, then MPS, then the CPU.
+    """Return the device called `name`; auto takes CUDA, then MPS, then the CPU.
 
     Raises:
         UserError: this machine has no such device.
@@ -39,10 +39,9 @@ def choose_device(name: str = "auto") -> torch.device:
 
 @cache
 def follow_quota() -> None:
-    """Limit the threads of torch and the native kernels to a container's quota of processors.
+    """Limit the threads of torch and the native kernels to a container's CPU quota, unless OMP_NUM_THREADS is set.
 
-    Runs once in a process, when its first device is chosen, unless OMP_NUM_THREADS is set. OpenMP itself follows the
-    processors that a process may run on.
+    This runs once per process, when the first device is chosen. OpenMP itself follows the CPU affinity, not the quota.
     """
     quota = cpu_quota()
     if quota is not None and "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > quota:
@@ -58,22 +57,22 @@ class Precision:
     dtype: torch.dtype
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The autocast context of the forward pass."""
+        """Return the autocast context for the forward pass."""
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device_type, dtype=self.dtype)
 
     @property
     def needs_scaler(self) -> bool:
-        """Whether gradients would underflow without loss scaling (Micikevicius et al., 2018)."""
+        """Whether gradients need loss scaling, without which they would underflow (Micikevicius et al., 2018)."""
         return self.dtype == torch.float16
 
 
 def choose_precision(name: str, device: torch.device) -> Precision:
-    """The precision called `name` on this device; auto takes bf16 if it is native, fp16 on older GPUs, otherwise fp32.
+    """Return the precision called `name`; auto takes bf16 if the device has it, fp16 on older GPUs, otherwise fp32.
 
     Raises:
-        UserError: the name is fp16 and the device is not CUDA: other devices have no loss scaling.
+        UserError: the name is fp16 and the device is not CUDA; other devices have no loss scaling.
     """
     if name == "auto":
         slower = "fp16" if device.type == "cuda" else "fp32"
@@ -85,7 +84,7 @@ def choose_precision(name: str, device: torch.device) -> Precision:
 
 
 def multiplies_bf16_natively(device: torch.device) -> bool:
-    """Whether bf16 products are native, and so faster than fp32 ones."""
+    """Whether the device has bf16 matrix products in hardware, which are faster than fp32."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type == "cpu":
@@ -94,7 +93,7 @@ def multiplies_bf16_natively(device: torch.device) -> bool:
 
 
 def device_name(device: torch.device) -> str:
-    """A readable name of the device."""
+    """Return a readable name of the device, such as a GPU's, or a processor's with the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     model = cpu_name() if device.type == "cpu" else ""
@@ -102,30 +101,30 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Bytes that a run on this device may take: all memory of a GPU, the available memory of the host."""
+    """Bytes that a run on this device may use: all memory of a GPU; otherwise the host's available memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return available_memory_bytes()
 
 
 def host_memory_bytes(device: torch.device, n_processes: int = 1) -> int | None:
-    """Bytes of host memory that a run on this device may take, including its `n_processes` processes, each assumed as
-    large as this one; None on a CPU, which is both device and host."""
+    """Bytes of host memory that a run on this device may use, including what its `n_processes` processes, assumed to be
+    as large as this one, already use. None on a CPU, where host and device memory are the same."""
     if device.type == "cpu":
         return None
     return available_memory_bytes() + n_processes * (_resident("VmRSS") or 0)
 
 
 def rank_memory_bytes(device: torch.device, n_local_ranks: int) -> int:
-    """Device memory available to one of this machine's ranks."""
+    """Bytes of device memory available to each of this machine's ranks."""
     return memory_bytes(device) // (1 if device.type == "cuda" else n_local_ranks)
 
 
 def this_device(device: torch.device, n_local_ranks: int = 1, n_ranks: int = 1) -> Device:
-    """The device of a rank on this machine, for a plan: its share of device and host memory; rates are unknown.
+    """Describe the device of a rank on this machine for a plan: its memory and the host's; speeds are unknown.
 
     Args:
-        n_ranks: ranks of the run. If more than `n_local_ranks`, each machine is assumed to have `n_local_ranks`.
+        n_ranks: number of the run's ranks. If more than `n_local_ranks`, each machine is assumed to have that many.
     """
     memory, host = rank_memory_bytes(device, n_local_ranks), host_memory_bytes(device, n_local_ranks)
     bf16, there = multiplies_bf16_natively(device), torch.cuda.device_count() if device.type == "cuda" else 1
@@ -137,20 +136,20 @@ def this_device(device: torch.device, n_local_ranks: int = 1, n_ranks: int = 1) 
 
 
 def reset_peak(device: torch.device) -> int:
-    """Reset the peak of memory; returns the current memory for `peak_growth_bytes`."""
+    """Reset the memory peak, and return the bytes in use now, for `peak_growth_bytes`."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
-    with contextlib.suppress(OSError):  # not Linux, or a container forbids it
+    with contextlib.suppress(OSError):  # not on Linux, or forbidden in this container
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc_pid_clear_refs(5)
     return _resident("VmRSS") or 0
 
 
 def peak_growth_bytes(device: torch.device, before_bytes: int) -> int | None:
-    """Bytes by which the peak of memory since `reset_peak` exceeds the memory at that time; None if unknown.
+    """Bytes by which the memory peak since `reset_peak` exceeds the memory at that time; None if unknown.
 
-    On CUDA the memory of tensors, on a CPU the resident memory of the process: 0 if it reused freed memory. Linux
-    counts resident pages per thread and adds them up late, so the peak can be slightly too low.
+    On CUDA this is memory of tensors, on a CPU resident memory of the process: 0 if the process reused freed memory.
+    Linux counts resident pages per thread and adds them up late, so the peak can be slightly too low.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) - before_bytes
@@ -159,16 +158,16 @@ def peak_growth_bytes(device: torch.device, before_bytes: int) -> int | None:
 
 
 def memory_figures(device: torch.device) -> dict[str, int]:
-    """This process's memory on a device, in bytes, for metrics.jsonl; empty if unknown.
+    """Return this process's memory on a device, in bytes, as metrics for metrics.jsonl; empty if unknown.
 
-    On CUDA the peak of tensors since `reset_peak`, on MPS the current memory of tensors, on a CPU the resident memory.
+    This is the tensors' peak since `reset_peak` on CUDA, the tensors' current memory on MPS, resident memory on a CPU.
     """
     if device.type == "cuda":
         return {"peak_allocated_bytes": torch.cuda.max_memory_allocated(device)}
     if device.type == "mps":
         return {"allocated_bytes": torch.mps.current_allocated_memory()}
     try:
-        with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 fastest: it is read for each record
+        with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 the fastest way, since each record reads it
             return {"resident_bytes": int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")}
     except OSError:  # not Linux
         return {}
@@ -184,7 +183,7 @@ def _resident(field: str) -> int | None:
 
 @contextlib.contextmanager
 def cpu_threads(n: int | None) -> Iterator[None]:
-    """A context in which torch and the native kernels use n threads; None: no change."""
+    """Run the `with` block with n threads in torch and the native kernels; None: no change."""
     before = torch.get_num_threads()
     if n is not None:
         torch.set_num_threads(n)
@@ -195,19 +194,20 @@ def cpu_threads(n: int | None) -> Iterator[None]:
 
 
 class BusyCores:
-    """The number of cores that other programs keep busy, from the system's counts."""
+    """Measures how many cores other programs keep busy, from Linux's CPU times."""
 
     def __init__(self) -> None:
         self._before = self._counts()
 
     def soon_by_others(self) -> float | None:
-        """The result of `by_others`, after waiting until a second has passed since the last call."""
+        """Wait until a second has passed since the last call, and return `by_others`."""
         if self._before is not None:
             time.sleep(max(0.0, 1.01 - (time.monotonic() - self._before[0])))
         return self.by_others()
 
     def by_others(self) -> float | None:
-        """Average number of cores since the last call; None if that is less than a second ago, or without counts."""
+        """Return the average number of cores used by other programs since the last call; None within a second of that
+        call, or if the system has no CPU times."""
         before, self._before = self._before, self._counts()
         if before is None or self._before is None:
             return None
@@ -216,20 +216,20 @@ class BusyCores:
 
     @staticmethod
     def _counts() -> tuple[float, float, float] | None:
-        """Elapsed seconds, CPU seconds of all cores, and CPU seconds of this process and its children."""
+        """Return a clock's seconds, busy seconds of all cores, and CPU seconds of this process and its children."""
         try:
             fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
             ticks = os.sysconf("SC_CLK_TCK")
         except (OSError, ValueError):
             return None
         user, nice, system, _, _, irq, soft_irq, *_ = map(int, fields)
-        if os.nice(0) <= 0:  # niced programs yield to this process
+        if os.nice(0) <= 0:  # programs of lower priority yield to this process
             nice = 0
         return time.monotonic(), (user + nice + system + irq + soft_irq) / ticks, sum(os.times()[:4])
 
 
 def fewer_threads(by_others: float | None, device: torch.device) -> int | None:
-    """The number of threads to use if other programs take cores that this process has threads for; otherwise None."""
+    """Return the number of threads to use if too few cores are free for this process's threads; None: no change."""
     n_threads, n_cores = torch.get_num_threads(), os.cpu_count() or 1
     if device.type != "cpu" or by_others is None or n_threads < 2 or n_threads + by_others < n_cores + 0.5:
         return None
@@ -238,7 +238,7 @@ def fewer_threads(by_others: float | None, device: torch.device) -> int | None:
 
 
 def advice_on_threads(by_others: float | None, device: torch.device) -> str | None:
-    """Advice for a run whose threads wait for other programs; otherwise None."""
+    """Return a line of advice if a run's threads wait for other programs, else None."""
     if by_others is None or (fewer := fewer_threads(by_others, device)) is None:
         return None
     return (
@@ -248,9 +248,9 @@ def advice_on_threads(by_others: float | None, device: torch.device) -> str | No
 
 
 def free_threads(cores: BusyCores, device: torch.device) -> tuple[int, str] | None:
-    """The number of threads of a new run if other programs keep cores busy, and a line about it; None: no change.
+    """Return the number of threads for a new run if other programs keep cores busy, and a line about it; else None.
 
-    None if OMP_NUM_THREADS is set. Takes up to a second, to observe the other programs.
+    The result is None if OMP_NUM_THREADS is set. Observing the other programs takes up to a second.
     """
     if device.type != "cpu" or torch.get_num_threads() < 2 or "OMP_NUM_THREADS" in os.environ:
         return None
@@ -272,7 +272,7 @@ PROBE_SECONDS = 0.4
 
 
 def measured_device(device: torch.device) -> Device:
-    """This machine's device, with rates of large products and copies that are measured now."""
+    """Describe this machine's device, and measure its FLOP/s in large products and its memory bandwidth."""
     a = torch.ones(_side(device), _side(device), device=device)
     copy = torch.empty_like(a)
     return Device(
@@ -290,8 +290,8 @@ def measured_device(device: torch.device) -> Device:
 
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Measured FLOP/s of square products: of large ones, or of the largest that take less than `PROBE_SECONDS`, since
-    some processors need half a minute for a large one in bf16. Draws nothing from torch's global generator."""
+    """Measure the FLOP/s of large square products, or of the largest that take less than `PROBE_SECONDS`, since some
+    processors need half a minute for a large one in bf16. torch's global random state does not change."""
     side = 256
     while True:
         x = torch.randn(side, side, generator=torch.Generator().manual_seed(0)).to(device, dtype)
@@ -302,12 +302,12 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _side(device: torch.device) -> int:
-    """Side of a square matrix that is large for the device."""
+    """Side length of a square matrix that is large for the device."""
     return 2048 if device.type == "cpu" else 8192
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for an accelerator's queue."""
+    """Wait until an accelerator has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -315,7 +315,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def _best_seconds(work: Callable[[], object], device: torch.device, once: bool = False) -> float:
-    """The shortest time of the calls within `PROBE_SECONDS`, or the time of one call; another call before warms up."""
+    """Call `work` for `PROBE_SECONDS`, or only `once`, after a call to warm up; return the shortest time of a call."""
     best, end = float("inf"), time.perf_counter() + (0 if once else PROBE_SECONDS)
     work()
     synchronize(device)
@@ -328,12 +328,12 @@ def _best_seconds(work: Callable[[], object], device: torch.device, once: bool =
 
 
 KEPT_SHARE = 1.5
-"""Assumed ratio of resident memory to memory in use if the allocator keeps freed memory; measured: 1.2 to 1.45
-(docs/benchmarks.md), from fragmentation."""
+"""Assumed ratio of resident memory to memory in use if the allocator keeps freed memory. Fragmentation made it 1.2 to
+1.45 in measurements (docs/benchmarks.md)."""
 
 
 def choose_allocation(planned_bytes: int, device: torch.device, n_local_ranks: int = 1) -> None:
-    """Let the allocator keep freed memory, which is faster, if there is room for fragmentation."""
+    """Let the allocator keep freed memory, which is faster, if there is enough memory for fragmentation."""
     if planned_bytes * KEPT_SHARE <= rank_memory_bytes(device, n_local_ranks):
         keep_freed_memory()
     else:
@@ -344,21 +344,21 @@ def keep_freed_memory() -> None:
     """Ask the allocator to keep large freed blocks instead of returning them to the system.
 
     A training step on the CPU frees and allocates the same hundreds of megabytes; with glibc's defaults each of those
-    pages is returned, faulted in and zeroed again. No effect without glibc.
+    pages is returned, faulted in and zeroed again. Without glibc, this does nothing.
     """
     if platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)
     if not libc.mallopt(_MMAP_THRESHOLD, 2**30):
-        libc.mallopt(_MMAP_THRESHOLD, 2**25)  # the most that older releases accept
+        libc.mallopt(_MMAP_THRESHOLD, 2**25)  # the maximum in older releases
     libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def return_freed_memory() -> None:
     """Ask the allocator to return blocks of 128 KiB or more to the system as soon as they are freed.
 
-    The opposite of `keep_freed_memory`: slower, but the process holds only memory in use. glibc's default is in
-    between, since its threshold rises with the blocks' sizes.
+    This is the opposite of `keep_freed_memory`: slower, but the process keeps only memory in use. glibc's default is
+    between the two, since its threshold rises with the blocks' sizes.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)

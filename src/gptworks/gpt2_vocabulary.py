@@ -1,4 +1,4 @@
-"""GPT-2's vocabulary as OpenAI publishes it, r50k_base.tiktoken: tokens in base64 with their ranks."""
+"""Reader of GPT-2's vocabulary as OpenAI publishes it: r50k_base.tiktoken, with tokens in base64 and their ranks."""
 
 import base64
 from itertools import pairwise
@@ -9,11 +9,11 @@ from gptworks.files import read_regular
 
 N_RANKS = 50_256
 MAX_FILE_BYTES = 1 << 24
-"""Size limit of the file; the published one has 836 kB."""
+"""Size limit of the file; the published file has 836 kB."""
 
 
 def read_gpt2_vocabulary(path: Path) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """The ids and the merges of GPT-2's byte-level BPE, by the tokens' printable names.
+    """Read GPT-2's byte-level BPE: each token's id, and the merges in order, with tokens by their printable names.
 
     Raises:
         UserError: the file is truncated, or not GPT-2's vocabulary.
@@ -25,7 +25,7 @@ def read_gpt2_vocabulary(path: Path) -> tuple[dict[str, int], list[tuple[str, st
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
-    """The ranks in the published file: on each line a token in base64 and its rank, in ascending order."""
+    """Return each token's rank. A line of the file has a token in base64 and its rank; ranks ascend."""
     ranks: dict[bytes, int] = {}
     fault = ""
     try:
@@ -44,7 +44,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def _merge_of(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """The last merge of `token`: merging its bytes by all earlier ranks leaves two parts."""
+    """Return the two parts whose merge makes `token`: what is left after merging its bytes by lower ranks."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         pairs = [ranks.get(left + right, N_RANKS) for left, right in pairwise(parts)]
@@ -54,14 +54,14 @@ def _merge_of(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
 
 
 def _byte_characters() -> list[str]:
-    """GPT-2's character for each byte: the byte's own if it is printable, otherwise the next from U+0100 on."""
+    """Return GPT-2's character for each byte: the byte's own if printable, otherwise the next free one from U+0100."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     free = iter(range(256, 512))
     return [chr(byte if byte in printable else next(free)) for byte in range(256)]
 
 
 BYTE_CHARACTERS = _byte_characters()
-"""The character for each byte in the names of byte-level tokens."""
+"""The character that stands for each byte in the names of byte-level tokens."""
 
 
 def _printable(token: bytes) -> str:

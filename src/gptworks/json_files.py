@@ -1,4 +1,4 @@
-"""Untrusted JSON settings: a mapping, bounded in size, without repeated keys."""
+"""Reader of untrusted JSON settings: mappings of limited size without repeated keys."""
 
 import codecs
 import json
@@ -10,17 +10,17 @@ from gptworks.errors import UserError
 from gptworks.files import read_regular
 
 MAX_JSON_BYTES = 1 << 26
-"""Size limit of a file of settings. The largest published ones, with 6,000 added tokens, have 1.2 MB."""
+"""Size limit of a file of settings. The largest published files, with 6,000 added tokens, have 1.2 MB."""
 
 
 def read_json(path: Path, fix: str = "") -> dict[str, Any]:
-    """The mapping in a JSON file. No link may lead out of its folder.
+    """Read the mapping in a JSON file, which may not be a link out of its folder.
 
     Args:
         fix: advice for the message if the file does not exist.
 
     Raises:
-        UserError: the file does not exist, or is not a readable mapping.
+        UserError: the file does not exist, cannot be read, or does not contain a mapping.
     """
     try:
         return mapping_of(read_regular(path, MAX_JSON_BYTES, inside=path.parent))
@@ -31,7 +31,7 @@ def read_json(path: Path, fix: str = "") -> dict[str, Any]:
 
 
 def mapping_of(data: bytes) -> dict[str, Any]:
-    """The mapping in a JSON text.
+    """Return the mapping in a JSON text.
 
     Raises:
         ValueError: the text is not UTF-8, not JSON, nested too deep, has a repeated key, or is not a mapping.
@@ -48,7 +48,7 @@ def mapping_of(data: bytes) -> dict[str, Any]:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A mapping built from its key-value pairs.
+    """Return the key-value pairs as a mapping.
 
     Raises:
         ValueError: a key is given twice.

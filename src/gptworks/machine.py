@@ -1,4 +1,4 @@
-"""This process's processors, instructions and memory, also in a container. Imports no torch."""
+"""The processors, instructions and memory that this process may use, also in a container. Does not import torch."""
 
 import functools
 import os
@@ -13,7 +13,7 @@ NATIVE_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """The processor's feature names on Linux; empty elsewhere. Read once."""
+    """Return the names of the processor's features on Linux; empty elsewhere."""
     for line in _lines("/proc/cpuinfo"):
         if line.lower().startswith(("flags", "features")):
             return frozenset(line.partition(":")[2].split())
@@ -21,19 +21,19 @@ def cpu_flags() -> frozenset[str]:
 
 
 def cpu_name() -> str:
-    """The processor's model on Linux; empty elsewhere."""
+    """Return the processor's model name on Linux; empty elsewhere."""
     names = (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
     return next(names, "")
 
 
 def is_amd() -> bool:
-    """Whether AMD made the processor, according to Linux or Windows."""
+    """Whether the processor is from AMD, according to Linux or Windows."""
     names = (line for line in _lines("/proc/cpuinfo") if line.startswith("vendor_id"))
     return "AuthenticAMD" in next(names, platform.processor())
 
 
 def cpu_identity() -> str:
-    """macOS' description of the processor, which replaces Linux's list of features; empty elsewhere."""
+    """Return macOS' description of the processor, which serves like `cpu_flags` on Linux; empty elsewhere."""
     if platform.system() != "Darwin":
         return ""
     command = ["/usr/sbin/sysctl", "machdep.cpu", "hw.optional", "hw.cputype", "hw.cpusubtype", "hw.cpufamily"]
@@ -44,10 +44,10 @@ def cpu_identity() -> str:
 
 
 def available_memory_bytes() -> int:
-    """Bytes that a new run may take: the available memory by Linux's count, or less if a control group limits it.
+    """Bytes that a new run may use: the memory that Linux calls available, or less if a control group limits it. On
+    other systems, all memory.
 
-    Unused files in the page cache of a control group count as free, since the system reclaims them. If neither is known
-    (not Linux), all memory.
+    Inactive files in the page cache of a control group count as free, since the system reclaims them.
     """
     free = (line for line in _lines("/proc/meminfo") if line.startswith("MemAvailable:"))
     bounds = [int(line.split()[1]) * 1024 for line in free]
@@ -68,7 +68,7 @@ _MEMORY_FILES = {
 
 
 def cpu_quota() -> float | None:
-    """The number of processors whose time a control group grants this process, such as 1.5; None: no limit."""
+    """Return the number of processors, such as 1.5, to which control groups limit this process; None: no limit."""
     granted = []
     for version, folder in _control_groups("cpu"):
         if version == 2:
@@ -81,15 +81,15 @@ def cpu_quota() -> float | None:
 
 
 def usable_cpus() -> int:
-    """Processors that this process may keep busy: those that it may run on, limited by its quota, rounded down."""
+    """Number of processors that this process may use: its CPU affinity, limited by its quota (rounded down)."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota()
     return allowed if quota is None else max(1, min(allowed, int(quota)))
 
 
 def _control_groups(controller: str) -> Iterator[tuple[int, str]]:
-    """Version and folder of each control group that limits this process, from its own to the outermost visible one."""
-    own: dict[str, str] = {}  # path by controller; cgroups v2 have no controller in the line
+    """Yield version and folder of the control groups that limit this process, from its own to the outermost visible."""
+    own: dict[str, str] = {}  # controller → path; in version 2 the controller is ""
     for line in _lines("/proc/self/cgroup"):
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         own |= dict.fromkeys(controllers.split(","), path)
@@ -103,7 +103,7 @@ def _control_groups(controller: str) -> Iterator[tuple[int, str]]:
             continue
         path = own[name]
         root, folder = fields[3].rstrip("/"), fields[4]
-        # Without its own namespace, a container sees the host's path, and mounts only the folders below a part of it.
+        # Without its own namespace, a container sees the host's path but mounts only the folders below a part of it.
         below = path[len(root) :] if path == root or path.startswith(f"{root}/") else ""
         names = [name for name in below.split("/") if name and name != ".."]
         for n in range(len(names), -1, -1):
@@ -111,7 +111,7 @@ def _control_groups(controller: str) -> Iterator[tuple[int, str]]:
 
 
 def _number(path: str) -> int | None:
-    """The number in a file; None if the file has another text, such as "max"."""
+    """Return the number in a file; None if the file has another text, such as "max"."""
     word = next(iter(_lines(path)), "").strip()
     return int(word) if word.isdigit() else None
 

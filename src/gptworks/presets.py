@@ -1,4 +1,4 @@
-"""Named architectures."""
+"""Presets: model architectures by name. The reference documents are in docs/reference-architectures.md."""
 
 from typing import Any
 
@@ -9,18 +9,18 @@ Settings = dict[str, Any]
 
 
 def preset(name: str) -> ModelConfig:
-    """The architecture called `name`.
+    """Return the architecture of the preset called `name`.
 
     Raises:
-        UserError: no preset has this name; the nearest one is suggested.
+        UserError: no preset has this name; the message suggests the nearest one.
     """
     return ModelConfig(**_settings(name))
 
 
 def expand_preset(settings: Settings) -> Settings:
-    """Replace the key `preset` by that preset's settings; other keys override them.
+    """Return the settings with the key `preset` replaced by that preset's settings; other keys override these.
 
-    Derived settings are not filled in, so that they follow a changed `d_model`.
+    Derived settings are left out, so that they follow a changed `d_model`.
     """
     if "preset" not in settings:
         return settings
@@ -41,7 +41,7 @@ def _sized(vocab_size: int, d_model: int, n_layers: int, n_heads: int, context_l
 
 
 def _gpt2(vocab_size: int, d_model: int, n_layers: int, n_heads: int, context_length: int, **rest: Any) -> Settings:
-    """GPT-2's architecture: learned positions, LayerNorm, biases everywhere (Radford et al., 2019)."""
+    """Settings of GPT-2's architecture: learned positions, LayerNorm, biases everywhere (Radford et al., 2019)."""
     return _sized(
         vocab_size, d_model, n_layers, n_heads, context_length, position="learned", norm="layernorm", norm_eps=1e-5,
         mlp="gelu_tanh", attention_bias=True, mlp_bias=True, **rest,
@@ -52,7 +52,7 @@ def _llama(
     vocab_size: int, d_model: int, n_layers: int, n_heads: int, n_kv_heads: int, d_ff: int, context_length: int,
     **rest: Any,
 ) -> Settings:  # fmt: skip
-    """Llama's architecture: RoPE, RMSNorm, SwiGLU, no biases, grouped queries (Touvron et al., 2023)."""
+    """Settings of Llama's architecture: RoPE, RMSNorm, SwiGLU, no biases, grouped queries (Touvron et al., 2023)."""
     more = {"norm_eps": 1e-5, "tie_embeddings": False} | rest
     return _sized(
         vocab_size, d_model, n_layers, n_heads, context_length, n_kv_heads=n_kv_heads, d_ff=d_ff, position="rope",
@@ -61,10 +61,10 @@ def _llama(
 
 
 def _modern(vocab_size: int, d_model: int, n_layers: int, context_length: int) -> Settings:
-    """The default architecture of small models: choices that speedruns kept and that other tools can run.
+    """Settings of the default architecture for small models: choices from speedruns that other tools can run.
 
-    RoPE, RMSNorm, QK-norm, SwiGLU of 8/3 the width, zero-initialized projections, a tied head; heads of 64. ReLU² is
-    as good at this size, but no architecture of Hugging Face or llama.cpp combines it with QK-norm.
+    RoPE, RMSNorm, QK-norm, SwiGLU of 8/3 the width, zero-initialized projections, a tied head; 64 channels per head.
+    ReLU² is as good at this size, but no architecture of Hugging Face or llama.cpp combines it with QK-norm.
     """
     return _sized(
         vocab_size, d_model, n_layers, d_model // 64, context_length, d_ff=round(d_model * 8 / 3 / 64) * 64,
@@ -79,29 +79,29 @@ GPT3_SIZES = {
     "125m": (768, 12, 12), "350m": (1024, 24, 16), "760m": (1536, 24, 16), "1.3b": (2048, 24, 16),
     "2.7b": (2560, 32, 32), "6.7b": (4096, 32, 32), "13b": (5120, 40, 40), "175b": (12288, 96, 96),
 }  # fmt: skip
-"""d_model, n_layers and n_heads of each size (Brown et al., 2020, table 2.1, with document 001's widths)."""
+"""d_model, n_layers and n_heads of GPT-3's sizes (Brown et al., 2020, table 2.1; widths of reference document 001)."""
 
 _GPT3 = {f"gpt3-{size}": _gpt2(50_257, *shape, 2048, init="xavier") for size, shape in GPT3_SIZES.items()}
 
 _BANDED: Settings = {"window": 256, "window_pattern": ["full", "window"]}
-"""Alternating dense and locally banded layers as in the GPT-3 paper (section 2.1). The band's width is from Child et
-al. (2019), whose text models use 128 to 256 tokens."""
+"""Alternating layers with full attention and with a window, as in the GPT-3 paper (section 2.1). The window's width is
+from Child et al. (2019), whose text models use 128 to 256 tokens."""
 
 PRESETS: dict[str, Settings] = {
-    # Document 000: GPT-2 shaped, 24 layers, 2,048 tokens of context. Exactly 355,871,744 parameters.
+    # Reference document 000: GPT-2's architecture, 24 layers, 2,048 tokens of context. Exactly 355,871,744 parameters.
     "custom-300m": _gpt2(50_257, 1024, 24, 16, 2048, **_DROPOUT, init="normal"),
-    # Document 002, "Tiny (for testing)", "Small (for experiments)", "Medium", and "Large": GPT-2's smallest size.
+    # Reference document 002: "Tiny (for testing)", "Small (for experiments)", "Medium", "Large" (GPT-2's smallest).
     "gpt2-tiny": _gpt2(512, 128, 3, 4, 128, **_FROM_SCRATCH),
     "gpt2-mini": _gpt2(512, 256, 4, 4, 256, **_FROM_SCRATCH),
     "gpt2-midi": _gpt2(512, 384, 6, 6, 256, **_FROM_SCRATCH),
     "gpt2-small-untied": _gpt2(50_257, 768, 12, 12, 1024, **_FROM_SCRATCH),
-    # Document 003: RoPE, no biases in linear layers, word tokenizer. Exactly 403,254,016 parameters.
+    # Reference document 003: RoPE, no biases in linear layers, word tokenizer. Exactly 403,254,016 parameters.
     # The document does not state the MLP's biases; `mlp_bias=true` gives its variant of 403,366,656.
     "vaani-427m": _sized(
         16_000, 1408, 16, 11, 1024, position="rope", norm="layernorm", norm_eps=1e-5, mlp="gelu",
         attention_bias=False, mlp_bias=False, **_DROPOUT, dropout_mlp=0.1, init="normal",
     ),
-    # Document 004: RoPE, SwiGLU, LayerNorm, no biases in linear layers. Exactly 265,165,056 parameters.
+    # Reference document 004: RoPE, SwiGLU, LayerNorm, no biases in linear layers. Exactly 265,165,056 parameters.
     "llm-200m": _sized(
         50_257, 768, 24, 12, 2048, d_ff=3072, position="rope", norm="layernorm", norm_eps=1e-5, mlp="swiglu",
         **_DROPOUT, init="normal",
@@ -132,8 +132,8 @@ PRESETS: dict[str, Settings] = {
     "gpt2-medium": _gpt2(50_257, 1024, 24, 16, 1024, **_DROPOUT, init="gpt2"),
     "gpt2-large": _gpt2(50_257, 1280, 36, 20, 1024, **_DROPOUT, init="gpt2"),
     "gpt2-xl": _gpt2(50_257, 1600, 48, 25, 1024, **_DROPOUT, init="gpt2"),
-    # Document 001: the GPT-3 ladder.
+    # Reference document 001: GPT-3's sizes, with full attention and with windows in every second layer.
     **_GPT3,
     **{f"{name}-banded": settings | _BANDED for name, settings in _GPT3.items()},
 }  # fmt: skip
-"""The settings of every preset by its name."""
+"""Each preset's settings by its name."""

@@ -43,20 +43,20 @@ from gptworks.yaml_files import MAX_BYTES, parse_yaml
 AnySection = TypeVar("AnySection", bound=Section)
 
 RecipeLike = str | PathLike[str] | Mapping[str, Any] | Recipe
-"""A recipe's file, shipped name or run folder, nested dictionaries, or a `Recipe`."""
+"""A recipe: a file, a shipped recipe's name, a run folder, nested dictionaries, or a `Recipe`."""
 
 Unsaid = Mapping[str, Mapping[str, Any]]
-"""Settings by section, used if a recipe does not set them."""
+"""Default settings by section, used where a recipe does not set them."""
 
 
 def with_vocab_size(recipe: Recipe, vocab_size: int) -> Recipe:
-    """The recipe with its model's vocabulary size set to the tokenizer's.
+    """Return the recipe with its model's vocabulary size set to the tokenizer's, `vocab_size`.
 
-    The recipe may state a larger size than that of a tokenizer from a file, since embeddings of published models have
-    unused rows.
+    With a tokenizer from a file or dataset, a larger size in the recipe is kept, since embeddings of published models
+    have unused rows.
 
     Raises:
-        UserError: the recipe states another size.
+        UserError: the recipe sets another size.
     """
     stated = recipe.model.vocab_size
     if isinstance(recipe.tokenizer, FileTokenizer | DatasetTokenizer) and stated > vocab_size:
@@ -74,7 +74,7 @@ def load_recipe(recipe: RecipeLike, overrides: Sequence[str] = (), unsaid: Unsai
     and validate it.
 
     Args:
-        unsaid: defaults that replace the usual ones.
+        unsaid: default settings that replace the usual defaults.
 
     Raises:
         UserError: the file is missing or not YAML, a key is unknown, a type is wrong, or settings are contradictory.
@@ -85,7 +85,7 @@ def load_recipe(recipe: RecipeLike, overrides: Sequence[str] = (), unsaid: Unsai
     path, tree = read_recipe(recipe)
     tree.setdefault("name", path.stem if path.stem != "recipe" else path.absolute().parent.name)
     if run_dir is not None:
-        tree["run_dir"] = str(run_dir)  # a run folder may have been moved or copied
+        tree["run_dir"] = str(run_dir)  # the run folder may have been moved or copied
     given = by_key(overrides)
     tree = _with_unsaid(apply_overrides(tree, overrides), unsaid or {})
     if run_dir is None:
@@ -94,7 +94,7 @@ def load_recipe(recipe: RecipeLike, overrides: Sequence[str] = (), unsaid: Unsai
 
 
 def load_dataset_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> AnyRecipe:
-    """Read the recipe of a dataset: any recipe, or a file with only `tokenizer` and `data`.
+    """Read the recipe of a dataset: any recipe, or one with only the sections `tokenizer` and `data`.
 
     Raises:
         UserError: for the reasons of `load_recipe`.
@@ -110,18 +110,18 @@ def load_dataset_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> An
 def _from_tree(recipe: Recipe | Mapping[str, Any], overrides: Sequence[str], unsaid: Unsaid) -> Recipe:
     if isinstance(recipe, Recipe) and not overrides:
         return recipe
-    # Keep only settings that were set, so that derived ones follow the overrides.
+    # Keep only settings that were set explicitly, so that derived settings follow the overrides.
     tree = recipe.model_dump(mode="json", exclude_unset=True) if isinstance(recipe, Recipe) else dict(recipe)
     return parse_recipe(_with_unsaid(apply_overrides(tree, overrides), unsaid), "recipe", by_key(overrides))
 
 
 def by_key(overrides: Sequence[str]) -> dict[str, str]:
-    """Overrides by their key; the last of each key counts."""
+    """Return the overrides by key; if a key occurs several times, the last override counts."""
     return {override.partition("=")[0].strip(): override for override in overrides}
 
 
 def is_folder(recipe: RecipeLike) -> bool:
-    """Whether a recipe is given as a run folder."""
+    """Whether `recipe` is the path of a folder, such as a run's."""
     return isinstance(recipe, str | PathLike) and Path(recipe).is_dir()
 
 
@@ -130,18 +130,18 @@ def _with_unsaid(tree: dict[str, Any], unsaid: Unsaid) -> dict[str, Any]:
 
 
 def _beneath(said: Any, settings: Mapping[str, Any]) -> Any:
-    """The settings of `said`, completed from `settings`."""
+    """Return the settings `said`, completed with those of `settings` that it lacks."""
     if not isinstance(said, dict):
         return said
     said = expand_preset(said)
-    ends = () if ENDS.isdisjoint(said) else ENDS  # a length in `said` replaces all defaults for it
+    ends = () if ENDS.isdisjoint(said) else ENDS  # any setting of the run's length in `said` replaces all such defaults
     rest = {key: value for key, value in settings.items() if key not in said and key not in ends}
     sections = {key: value for key, value in settings.items() if key in said and isinstance(value, Mapping)}
     return rest | said | {key: _beneath(said[key], value) for key, value in sections.items()}
 
 
 def recipe_text(path: str | PathLike[str]) -> tuple[Path, str]:
-    """The path and text of a recipe: a file, a run folder, a shipped name or a pipe.
+    """Return the path and text of a recipe, given as a file, a run folder, a shipped recipe's name or a pipe.
 
     Raises:
         UserError: the file does not exist, or cannot be read.
@@ -161,7 +161,7 @@ def recipe_text(path: str | PathLike[str]) -> tuple[Path, str]:
 
 
 def read_recipe(path: str | PathLike[str]) -> tuple[Path, dict[str, Any]]:
-    """The path of a recipe (see `recipe_text`) and its parsed YAML.
+    """Return the path of a recipe (see `recipe_text`) and its parsed YAML.
 
     Raises:
         UserError: the file is missing, or its YAML is broken or not a mapping.
@@ -192,7 +192,7 @@ def _no_such_recipe(path: Path) -> str:
 
 
 def _with_tokenizer_at_hand(recipe: Recipe, run_dir: Path) -> Recipe:
-    """The recipe of a run folder, with the folder's copies of a tokenizer or template that no longer exists."""
+    """Return a run's recipe, with the run's copies of tokenizer and template if the originals no longer exist."""
     tokenizer, copy = recipe.tokenizer, run_dir / "tokenizer"
     changes: dict[str, Any] = {}
     if isinstance(tokenizer, FileTokenizer) and not tokenizer.path.expanduser().exists() and copy.exists():
@@ -204,15 +204,15 @@ def _with_tokenizer_at_hand(recipe: Recipe, run_dir: Path) -> Recipe:
 
 
 def parse_recipe(tree: dict[str, Any], origin: str = "recipe", overrides: Mapping[str, str] | None = None) -> Recipe:
-    """Validate a recipe given as nested dictionaries. `model.preset` is replaced by the preset's settings; model and
-    tokenizer are completed from the run `initialize_from`.
+    """Validate a recipe given as nested dictionaries. Replace `model.preset` by the preset's settings, and complete
+    model and tokenizer from the run in `initialize_from`.
 
     Args:
-        origin: the file, for messages.
-        overrides: applied overrides by key; a message about such a setting names its override, not the file.
+        origin: the recipe's file, for messages.
+        overrides: overrides already applied, by key; a message about such a setting names its override, not the file.
 
     Raises:
-        UserError: a setting is wrong, or model and run contradict each other.
+        UserError: a setting is wrong, or the model contradicts that of the run.
     """
     if isinstance(tree.get("model"), dict):
         tree = {**tree, "model": expand_preset(tree["model"])}
@@ -228,7 +228,7 @@ def parse_recipe(tree: dict[str, Any], origin: str = "recipe", overrides: Mappin
 
 
 def _require_model_and_tokenizer(tree: dict[str, Any], source: Path, origin: str) -> None:
-    """Refuse an incomplete recipe if the run that should complete it does not exist."""
+    """Refuse a recipe that lacks model or tokenizer, because the run `source`, which should have both, is missing."""
     model, tokenizer = tree.get("model"), tree.get("tokenizer")
     missing = [] if isinstance(model, dict) and model.keys() >= _SIZES else ["model"]
     missing += [] if isinstance(tokenizer, dict) and "type" in tokenizer else ["tokenizer"]
@@ -243,7 +243,7 @@ _SIZES = {name for name, field in ModelConfig.model_fields.items() if field.is_r
 
 
 def _completed(tree: dict[str, Any], source: Path) -> dict[str, Any]:
-    """The tree with model and tokenizer completed from the run that it starts from."""
+    """Return the tree with model and tokenizer completed from the run `source`, from whose weights training starts."""
     base = load_recipe(source).model.model_dump(mode="json")
     if not _trains_future_heads(tree.get("objective")):
         base["n_future_tokens"] = 1
@@ -251,12 +251,12 @@ def _completed(tree: dict[str, Any], source: Path) -> dict[str, Any]:
     if isinstance(tokenizer, dict) and "type" not in tokenizer:
         tokenizer = {"type": "file", "path": str(source / "tokenizer")} | tokenizer
     if isinstance(tokenizer, dict) and (tokenizer["type"] != "file" or tokenizer.get("added_tokens")):
-        base["vocab_size"] = 0  # a different tokenizer or added tokens change the vocabulary
+        base["vocab_size"] = 0  # another tokenizer or added tokens change the vocabulary
     return {**tree, "model": base | model if isinstance(model, dict) else model, "tokenizer": tokenizer}
 
 
 def _trains_future_heads(objective: Any) -> bool:
-    """Whether the objective trains heads of tokens beyond the next, so that they are kept from the first run."""
+    """Whether the objective trains heads of tokens beyond the next, which are then kept from the run's weights."""
     kind = OBJECTIVE_SETTINGS.get(str(objective.get("type"))) if isinstance(objective, dict) else None
     return kind is None or kind.trains_future_heads
 
@@ -266,14 +266,14 @@ FREE_TO_CHANGE = frozenset({
     "dropout_mlp",
     "init", "init_std", "zero_init_projections", "n_future_tokens",
 })  # fmt: skip
-"""Model fields that may differ from those of the weights' run; vocabularies are compared with the tokenizers."""
+"""Model fields that may differ from the run with the weights; vocabulary sizes are compared with the tokenizers."""
 
 
 def check_same_model(model: ModelConfig, source: Path) -> None:
-    """Refuse a model that does not fit the weights of a run.
+    """Refuse a model that does not fit the weights of the run `source`.
 
     Raises:
-        UserError: a field differs; both values are named.
+        UserError: a field differs; the message has both values.
     """
     theirs = load_recipe(source).model
     for name in ModelConfig.model_fields:
@@ -286,22 +286,21 @@ def check_same_model(model: ModelConfig, source: Path) -> None:
 
 
 def _parse_whole(tree: dict[str, Any], origin: str, overrides: Mapping[str, str] | None = None) -> Recipe:
-    """Validate a complete recipe."""
     recipe = parse_section(tree, Recipe, origin, overrides)
     known = _known_vocab_size(recipe.tokenizer)
     return recipe if known is None else with_vocab_size(recipe, known)
 
 
 def _known_vocab_size(tokenizer: TokenizerConfig) -> int | None:
-    """The vocabulary size if the settings of a tokenizer determine it; None if it depends on the text."""
-    n_added = len(set(tokenizer.added_tokens) - {"<|endoftext|>"})  # both kinds below have this token already
+    """Return the vocabulary size if a tokenizer's settings determine it; None if it depends on the text or a file."""
+    n_added = len(set(tokenizer.added_tokens) - {"<|endoftext|>"})  # both tokenizers below already have this token
     if isinstance(tokenizer, GPT2Tokenizer):
         return 50_257 + n_added
     return tokenizer.vocab_size + n_added if isinstance(tokenizer, BPETokenizer) else None
 
 
 def parse_model(tree: dict[str, Any], origin: str = "model") -> ModelConfig:
-    """Validate the settings of a model given as a dictionary."""
+    """Validate a model's settings, given as a dictionary; a preset's settings are filled in."""
     return parse_section(expand_preset(tree), ModelConfig, origin)
 
 
@@ -316,10 +315,10 @@ def parse_section(
 
 
 def save_recipe(recipe: Recipe, path: Path, history: Sequence[str] = ()) -> None:
-    """Write the resolved recipe as YAML, atomically; `load_recipe` reads an equal one.
+    """Write the complete recipe as YAML, atomically; `load_recipe` reads an equal recipe from it.
 
     Args:
-        history: changes during the run, one per line, which are written as comments.
+        history: lines on changes during the run, to be written as comments.
     """
     heading = ["These are the run's last settings. Changes:"] if history else []
     comments = "".join(f"# {' '.join(line.split())}\n" for line in [*heading, *history])
@@ -327,13 +326,13 @@ def save_recipe(recipe: Recipe, path: Path, history: Sequence[str] = ()) -> None
 
 
 def run_name(run_dir: Path) -> str:
-    """A valid recipe name, made from the name of a run folder."""
+    """Return a valid recipe name, made from the name of a run folder."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.absolute().name).strip("-._")
     return name[:MOST_NAME_CHARACTERS] or "run"
 
 
 def recipe_schema() -> dict[str, Any]:
-    """JSON schema of a recipe file, for editors."""
+    """Return the JSON schema of a recipe file, for editors."""
     schema = Recipe.model_json_schema()
     model = schema["$defs"]["ModelConfig"]
     model["properties"] = {
@@ -349,10 +348,10 @@ def recipe_schema() -> dict[str, Any]:
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The tree with each `key.path=value` applied; list items are named by index.
+    """Return the tree with each `key.path=value` applied; a list's items are addressed by index.
 
     Raises:
-        UserError: an override has another form, or its path leads through a value or past a list's end.
+        UserError: an override has another form, or its path leads into a plain value or past a list's end.
     """
     tree = copy.deepcopy(tree)
     for override in overrides:
@@ -361,12 +360,12 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
 
 
 def as_typed(value: Any) -> str:
-    """A setting's value as typed in an override."""
+    """Return a setting's value as a user would type it in an override."""
     plain = to_jsonable_python(value, fallback=str)
     if isinstance(plain, str):
         return plain
     text = json.dumps(plain, ensure_ascii=False)
-    return re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text)  # YAML allows these only as escapes
+    return re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text)  # YAML needs escapes for these
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
@@ -402,7 +401,7 @@ _NOTHING = ("null", "~", "None", "")
 
 
 def _value_of(location: tuple[Any, ...], text: str) -> Any:
-    """The value of an override's text, by the setting's type: paths and names are taken literally.
+    """Return the value of an override's text, by the type of the setting at `location`: paths and names literally.
 
     Lists, sections and settings of several types are parsed as YAML.
     """
@@ -426,7 +425,7 @@ def _value_of(location: tuple[Any, ...], text: str) -> Any:
 
 
 def _number(text: str) -> int | float | str:
-    """The number in a text, in decimal (YAML reads 1:30 as 90 and 010 as 8); other text unchanged."""
+    """Return the decimal number in a text (YAML would read 1:30 as 90 and 010 as 8), or any other text unchanged."""
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
@@ -434,7 +433,6 @@ def _number(text: str) -> int | float | str:
 
 
 def _unquoted(word: str) -> str:
-    """The word without quotes."""
     return word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "\"'" else word
 
 

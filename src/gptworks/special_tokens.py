@@ -1,16 +1,16 @@
 """Special tokens, which begin, end and pad a text, replace unknown text, and end generation.
 
-In a tokenizer trained by gptworks they are found by their well-known names. A folder of transformers states them in
+In a tokenizer trained by gptworks, their well-known names identify them. A folder of transformers states them in
 several files, with the precedence of transformers 5:
 
 tokenizer.json          its post-processor adds tokens around a text; `add_bos_token` and `add_eos_token` of
-                        tokenizer_config.json do not count.
+                        tokenizer_config.json are ignored.
 tokenizer_config.json   bos_token, eos_token, unk_token, pad_token, …: a text, or a mapping with `content`; null: none.
 special_tokens_map.json the same; it has precedence if tokenizer_config.json has no `added_tokens_decoder`.
 generation_config.json  the ids that end generation (`eos_token_id`, one or a list), begin and pad it.
 config.json             the same ids, if there is no generation_config.json.
 
-A run's `tokenizer/` keeps them in the same files, so that one function reads both.
+A run's `tokenizer/` has the same files, so that one function reads both.
 """
 
 import json
@@ -26,12 +26,12 @@ from gptworks.json_files import read_json
 
 SEPARATOR = "<|endoftext|>"
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""transformers' names of special tokens, which chat templates may write."""
+"""transformers' names for the roles of special tokens, which chat templates may use as variables."""
 
 TOKENIZER_CONFIG, TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 GENERATION_CONFIG, MODEL_CONFIG = "generation_config.json", "config.json"
 OUR_CLASS = "PreTrainedTokenizerFast"
-"""The class in a run's tokenizer_config.json: it uses tokenizer.json unchanged."""
+"""Name of transformers' class in a run's tokenizer_config.json; this class uses tokenizer.json unchanged."""
 
 _BOS = ("<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>", "<｜begin▁of▁sentence｜>", "[BOS]")
 _EOS = ("<eos>", "</s>", SEPARATOR, "<|end_of_text|>", "<|im_end|>", "<｜end▁of▁sentence｜>", "[EOS]")
@@ -48,71 +48,71 @@ _CLASS_DEFAULTS: dict[str, dict[str, str]] = {
         "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask>",
     },
 }  # fmt: skip
-"""The default special tokens of transformers' classes."""
+"""Default special tokens of transformers' tokenizer classes, by role."""
 _CLASS_OF_MODEL = {
     **dict.fromkeys(("gpt2", "gpt_neo", "starcoder2"), "GPT2Tokenizer"),
     **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "GemmaTokenizer"),
     "gpt_neox": "GPTNeoXTokenizer",
 }
-"""The class that transformers uses for a model type if tokenizer_config.json names none."""
+"""Tokenizer class that transformers uses for each model type if tokenizer_config.json names no class."""
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of the special tokens of a tokenizer."""
+    """Ids of a tokenizer's special tokens; None or empty where the tokenizer has no such token."""
 
     bos: int | None
     eos: int | None
     unk: int | None
-    """The token for text that the tokenizer does not know; None if it knows every text."""
+    """Token for text that the tokenizer does not know; None if it knows every text."""
     pad: int | None
     separator: bool
-    """Whether `eos` separates documents, like GPT-2's `<|endoftext|>`: it is also bos, or there is no bos, and nothing
-    is put before a text."""
+    """Whether `eos` separates documents, like GPT-2's `<|endoftext|>`: it is also the bos token, or there is none, and
+    the tokenizer puts no token before or after a text."""
     ends: tuple[int, ...]
-    """Tokens that end generation."""
+    """Tokens each of which ends generation."""
     before: tuple[int, ...]
     """Tokens put before the text of a prompt."""
     after: tuple[int, ...]
-    """Tokens put after the text of a prompt; usually empty (see `add_eos_token`)."""
+    """Tokens put after the text of a prompt; usually empty."""
     start: tuple[int, ...]
-    """The tokens of an empty prompt, which begin a document; empty if the tokenizer has none."""
+    """Tokens used for an empty prompt, which begin a document; empty if the tokenizer has none."""
     document: tuple[tuple[int, ...], tuple[int, ...]]
     """Tokens put before and after each document."""
     names: Mapping[str, str]
-    """Tokens by their names in chat templates and transformers: bos_token, …"""
+    """Texts of the tokens by role, as chat templates and transformers name the roles: bos_token, …"""
 
     @property
     def end(self) -> int | None:
-        """The token that ends a document and generation; if there are several, the tokenizer's own eos."""
+        """Token that ends a document and generation; `eos` if it is one of several such tokens."""
         return self.eos if self.eos in self.ends or not self.ends else self.ends[0]
 
 
 @dataclass(frozen=True)
 class Stated:
-    """The special tokens that a folder's files state."""
+    """Special tokens as the files of a tokenizer folder state them."""
 
     names: Mapping[str, str]
-    """Tokens by role; missing roles have no token."""
+    """Texts of the tokens by role; a missing role has no token."""
     ends: tuple[int, ...]
-    """Tokens that end generation."""
+    """Ids of the tokens that end generation."""
     bos: int | None = None
-    """The token that begins generation without a prompt; often the tokenizer's bos."""
+    """Id of the token that begins generation without a prompt; often the tokenizer's bos token."""
     pad: int | None = None
     generation: Mapping[str, Any] = field(default_factory=dict)
-    """Contents of generation_config.json without token ids: settings of sampling, which an export writes again."""
+    """Contents of generation_config.json except token ids: sampling settings, which an export writes again."""
     others: tuple[str, ...] = ()
-    """More special tokens, which tokenizer.json does not mark as special."""
+    """Further special tokens, which tokenizer.json may not mark as special."""
     notes: tuple[str, ...] = ()
-    """Descriptions of statements that are ignored."""
+    """Messages about statements in the files that gptworks ignores or resolves."""
 
     def files(self) -> dict[str, dict[str, Any]]:
-        """The files of a run's tokenizer folder with these statements, without tokenizer.json: name → contents."""
+        """Return the contents of the files that state these tokens in a run's tokenizer folder, by file name."""
         return {TOKENIZER_CONFIG: our_config(self.names), GENERATION_CONFIG: self.generation_config()}
 
     def generation_config(self) -> dict[str, Any]:
-        """The contents of generation_config.json, with token ids."""
+        """Return the contents of generation_config.json, with token ids."""
         ends: Any = list(self.ends) if len(self.ends) > 1 else next(iter(self.ends), None)
         ids = {"bos_token_id": self.bos, "eos_token_id": ends, "pad_token_id": self.pad}
         return {"_from_model_config": False, **self.generation, **{k: v for k, v in ids.items() if v is not None}}
@@ -122,7 +122,7 @@ class Stated:
 
 
 def by_name(tokenizer: Tokenizer) -> SpecialTokens:
-    """The special tokens with well-known names. A name in the plain vocabulary does not count."""
+    """Return the special tokens with well-known names. A name that is only in the plain vocabulary does not count."""
     ids = {token.content: index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
 
     def first(names: tuple[str, ...]) -> int | None:
@@ -138,7 +138,7 @@ def by_name(tokenizer: Tokenizer) -> SpecialTokens:
 
 
 def as_stated(tokenizer: Tokenizer, stated: Stated) -> SpecialTokens:
-    """The special tokens that a folder states, arranged around a text by the tokenizer's post-processor."""
+    """Return the special tokens that a folder states, put around a text as the tokenizer's post-processor does."""
     ids = {role: tokenizer.token_to_id(name) for role, name in stated.names.items()}
     bos, eos = ids.get("bos_token", stated.bos), ids.get("eos_token", next(iter(stated.ends), None))
     before, after = post_processed(tokenizer)
@@ -152,10 +152,10 @@ def as_stated(tokenizer: Tokenizer, stated: Stated) -> SpecialTokens:
 
 
 def post_processed(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids that a tokenizer's post-processor adds before and after a text.
+    """Return the ids that a tokenizer's post-processor adds before and after a text.
 
     Raises:
-        UserError: the post-processor changes a text in another way.
+        UserError: the post-processor does more than that.
     """
     if tokenizer.post_processor is None:
         return (), ()
@@ -163,9 +163,9 @@ def post_processed(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ..
 
 
 def _around(step: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids that one step of a post-processor in tokenizer.json adds before and after a text."""
+    """Return the ids that one step of a post-processor in tokenizer.json adds before and after a text."""
     kind = step["type"]
-    if kind == "ByteLevel":  # it changes offsets only
+    if kind == "ByteLevel":  # changes only offsets
         return (), ()
     if kind in ("BertProcessing", "RobertaProcessing"):
         return (step["cls"][1],), (step["sep"][1],)
@@ -192,7 +192,7 @@ def _some(token: int | None) -> tuple[int, ...]:
 
 
 def read_stated(folder: Path, tokenizer: Tokenizer) -> Stated | None:
-    """The special tokens that a folder states; None if it states none, or only those that `by_name` finds.
+    """Read the special tokens that a folder states; None if it states none, or only those that `by_name` finds.
 
     Raises:
         UserError: a file is not readable JSON, or a value has a wrong type.
@@ -225,7 +225,7 @@ def read_stated(folder: Path, tokenizer: Tokenizer) -> Stated | None:
 
 
 def stating_files(folder: Path) -> list[Path]:
-    """The files of a folder that state its special tokens; empty if the tokens are found by name.
+    """Return the files of a folder that state its special tokens; empty if `by_name` finds the tokens.
 
     Raises:
         UserError: tokenizer_config.json is not readable JSON.
@@ -236,7 +236,7 @@ def stating_files(folder: Path) -> list[Path]:
 
 
 def our_config(names: Mapping[str, str]) -> dict[str, Any]:
-    """Contents of a run's tokenizer_config.json: transformers uses tokenizer.json and these special tokens."""
+    """Return the contents of a run's tokenizer_config.json: transformers' class, and these special tokens by role."""
     return {"tokenizer_class": OUR_CLASS, "clean_up_tokenization_spaces": False, **names}
 
 
@@ -245,7 +245,7 @@ def _optional(path: Path) -> dict[str, Any]:
 
 
 def _is_ours(config: Mapping[str, Any]) -> bool:
-    """Whether a tokenizer_config.json is empty or, apart from its special tokens, what gptworks writes for a run."""
+    """Whether a tokenizer_config.json is empty or, apart from special tokens, has the contents of `our_config`."""
     if not config:
         return True
     return {key: value for key, value in config.items() if key not in ROLES} == our_config({})
@@ -254,7 +254,7 @@ def _is_ours(config: Mapping[str, Any]) -> bool:
 def _names(
     config: Mapping[str, Any], by_map: Mapping[str, Any], model_type: str, tokenizer: Tokenizer
 ) -> tuple[dict[str, str], list[str]]:
-    """The tokens by role, and notes on tokens that the tokenizer lacks."""
+    """Return the special tokens' texts by role, and notes on tokens that the tokenizer lacks."""
     wins = {} if "added_tokens_decoder" in config else by_map
     kind = str(config.get("tokenizer_class") or _CLASS_OF_MODEL.get(model_type)).removesuffix("Fast")
     defaults = _CLASS_DEFAULTS.get(kind, {})
@@ -278,7 +278,7 @@ def _names(
 
 
 def _ids(source: Mapping[str, Any], file: str, key: str, n_rows: int | None, notes: list[str]) -> tuple[int, ...]:
-    """The token ids of a setting: none, one, or a list. Ids beyond the model's rows are noted and left out."""
+    """Return the token ids of a setting: none, one, or a list. Leave out, and note, ids beyond the embedding's rows."""
     given = source.get(key)
     values = given if isinstance(given, list) else [] if given is None else [given]
     for value in values:
@@ -295,7 +295,7 @@ def _ids(source: Mapping[str, Any], file: str, key: str, n_rows: int | None, not
 def _others(
     config: Mapping[str, Any], by_map: Mapping[str, Any], tokenizer: Tokenizer, notes: list[str]
 ) -> tuple[str, ...]:
-    """The special tokens without a role, and notes on tokens that tokenizer.json lacks or gives another id."""
+    """Return the special tokens without a role; add notes on tokens that tokenizer.json lacks or gives another id."""
     listed: list[Any] = []
     for key in ("additional_special_tokens", "extra_special_tokens"):
         for given in (config.get(key), by_map.get(key)):
@@ -315,7 +315,7 @@ def _others(
 
 
 def _adding(config: Mapping[str, Any], tokenizer: Tokenizer, names: Mapping[str, str]) -> list[str]:
-    """Notes on flags that contradict the post-processor."""
+    """Return notes on `add_bos_token` and `add_eos_token` if they contradict the post-processor."""
     notes = []
     before, after = post_processed(tokenizer)
     for flag, role, found in (("add_bos_token", "bos_token", before), ("add_eos_token", "eos_token", after)):
@@ -332,7 +332,7 @@ def _adding(config: Mapping[str, Any], tokenizer: Tokenizer, names: Mapping[str,
 
 
 def attach(tokenizer: Tokenizer, stated: Stated | None) -> Tokenizer:
-    """Give the tokenizer the special tokens that a folder states, and return it; None: those found by name."""
+    """Give the tokenizer the special tokens that a folder states (None: those that `by_name` finds), and return it."""
     vars(tokenizer).pop(_KEY, None)
     if stated is not None:
         special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
@@ -343,13 +343,13 @@ def attach(tokenizer: Tokenizer, stated: Stated | None) -> Tokenizer:
 
 
 def stated_of(tokenizer: Tokenizer) -> Stated | None:
-    """The special tokens that `attach` gave the tokenizer; None if it gave none."""
+    """Return the special tokens that `attach` gave the tokenizer; None if it gave none."""
     found = vars(tokenizer).get(_KEY)
     return found and found[0]
 
 
 def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
-    """The special tokens of a tokenizer: those that its folder states, or those with well-known names."""
+    """Return a tokenizer's special tokens: those that its folder states, or those with well-known names."""
     found = vars(tokenizer).get(_KEY)
     return by_name(tokenizer) if found is None else found[1]
 

@@ -1,7 +1,7 @@
-"""Reads tensors from safetensors files, and checks each against its reader's expectation before anything uses it.
+"""Reader of safetensors files, which checks each tensor's shape, dtype and values before anything uses the tensor.
 
-A file may come from anyone, and checksums only prove that it is unchanged. Code that computes addresses would read a
-tensor of another shape or dtype beyond its end, and one NaN makes every logit NaN.
+A file may come from anyone, and checksums only prove that it is unchanged. Code that computes addresses would read
+beyond the end of a tensor of another shape or dtype, and one NaN makes every logit NaN.
 """
 
 import json
@@ -24,27 +24,27 @@ _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-"""The dtypes that gptworks writes or reads, by the names that safetensors gives them."""
+"""Dtypes that gptworks writes or reads, by their names in safetensors."""
 
 _MOST_HEADER_BYTES = 100_000_000
-"""Size limit of a header, the same as safetensors'."""
+"""Size limit of a file's header, the same as in safetensors."""
 
 _ELEMENTS_AT_ONCE = 2**20
-"""Elements whose finiteness is checked at once: they stay in the processor's cache, and nothing is copied."""
+"""Number of elements that `check_finite` reads at a time, so that they stay in the processor's cache."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A reader's expectation of one tensor."""
+    """Shape, dtype and least value that a reader expects of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     least: float = -math.inf
-    """The least value that an element may have."""
+    """Least value that an element may have."""
 
     @classmethod
     def like(cls, tensor: Tensor) -> "Expected":
-        """The shape and dtype of a tensor, which may be on the meta device."""
+        """Expect the shape and dtype of this tensor, which may be on the meta device."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
     def __str__(self) -> str:
@@ -53,28 +53,28 @@ class Expected:
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor in a file's header."""
+    """Shape and dtype of a tensor according to its file's header."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | str
-    """The dtype, or safetensors' name for it if gptworks does not know it."""
+    """The tensor's dtype, or the dtype's name in safetensors if gptworks does not know it."""
 
     def __str__(self) -> str:
         return _describe(self.dtype, self.shape)
 
 
 Wanted = Mapping[str, Expected] | Callable[[Mapping[str, Stored]], Mapping[str, Expected]]
-"""The expected tensors by name, or a function that returns them for a header."""
+"""The expected tensors by name, or a function that returns them for a file's header."""
 
 
 def stored_tensors(path: Path, *, inside: Path | None = None) -> dict[str, Stored]:
-    """The tensors in a safetensors file by name, from its header.
+    """Read shape and dtype of each tensor, by name, from the header of a safetensors file.
 
     Args:
-        inside: a folder that no link may lead out of; see `gptworks.files.open_regular`.
+        inside: a folder out of which links may not lead; see `gptworks.files.open_regular`.
 
     Raises:
-        UserError: the file is missing, not regular or outside, or its header is damaged or contradicts the file's size.
+        UserError: the file is missing, not regular or not `inside`, or its header is damaged or contradicts its size.
     """
     try:
         with open_regular(path, inside=inside) as held:
@@ -94,7 +94,7 @@ def stored_tensors(path: Path, *, inside: Path | None = None) -> dict[str, Store
 
 
 class TensorFile:
-    """A safetensors file whose header agrees with its reader's expectation. Its tensors are read on the CPU."""
+    """A safetensors file whose header has the tensors that its reader expects. Tensors are read to the CPU."""
 
     def __init__(
         self,
@@ -107,13 +107,13 @@ class TensorFile:
     ) -> None:
         """
         Args:
-            wanted: the tensors that the file must hold; None: any that are finite and of a known dtype.
+            wanted: tensors that the file must contain, and no others; None: any finite tensors of known dtypes.
             inside: see `stored_tensors`.
-            owner: the reader that expects them, for the message. fix: advice about an unexpected tensor.
+            owner: the reader that expects the tensors, for messages. fix: advice for messages about wrong tensors.
 
         Raises:
             UserError: the file is missing or damaged, or a tensor is missing, unexpected, or of another shape or dtype.
-                The message names the tensor and its found and expected form.
+                The message names the tensor, and its stored and expected shape and dtype.
         """
         self.path, self.stored, self._fix = path, stored_tensors(path, inside=inside), fix
         self._expected = wanted(self.stored) if callable(wanted) else wanted
@@ -130,10 +130,10 @@ class TensorFile:
                 )
 
     def read(self, *names: str) -> dict[str, Tensor]:
-        """The tensors of these names, or all; checks that floating-point ones are finite (125 ms per GB on one core of
-        an EPYC, Zen 4).
+        """Read the tensors of these names, or all tensors, and check that floating-point ones are finite (125 ms per GB
+        on one core of an EPYC, Zen 4).
 
-        The tensors are the file's pages, not copies; the memory is freed with the last tensor of a call.
+        The tensors map the file's pages, without copying. All tensors of a call must be freed to free the memory.
 
         Raises:
             UserError: the file is damaged, or an element is not finite or below its minimum.
@@ -154,15 +154,15 @@ class TensorFile:
 def read_tensors(
     path: Path, wanted: Wanted | None, *, inside: Path | None = None, **messages: str
 ) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file; arguments and errors: see `TensorFile`."""
+    """Read all tensors of a safetensors file; for arguments and errors see `TensorFile`."""
     return TensorFile(path, wanted, inside=inside, **messages).read()
 
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Callable[[str], Any]]:
-    """A safetensors file, open for reading parts of tensors: `opened(name)[10:20, 32:64]` is a tensor.
+    """Open a safetensors file for reading parts of tensors: with `as part`, `part(name)[10:20, 32:64]` is a tensor.
 
-    Compare shapes and dtypes with `stored_tensors` first.
+    Check shapes and dtypes with `stored_tensors` first.
 
     Raises:
         UserError: the file cannot be read.
@@ -178,12 +178,12 @@ def check_finite(name: str, tensor: Tensor, path: Path, *, least: float = -math.
     """Refuse a floating-point tensor with NaN, an infinity, or an element below `least`.
 
     Raises:
-        UserError: the tensor has such an element; the message names both.
+        UserError: the tensor has such an element; the message has the tensor's name and the element.
     """
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return
     for part in torch.split(tensor.reshape(-1), _ELEMENTS_AT_ONCE):
-        low, high = (float(end) for end in part.aminmax())  # both ends are NaN if an element is NaN
+        low, high = (float(end) for end in part.aminmax())  # both are NaN if an element is NaN
         if not (math.isfinite(low) and math.isfinite(high)):
             worst = low if not math.isfinite(low) else high
             raise UserError(f"{path}: `{name}` holds {worst}, and every element must be a finite number. {fix}")
@@ -192,7 +192,7 @@ def check_finite(name: str, tensor: Tensor, path: Path, *, least: float = -math.
 
 
 def _check_names(file: BinaryIO) -> None:
-    """Refuse a header with a repeated name: safetensors would read only one of its tensors."""
+    """Refuse a header in which a name occurs twice; safetensors would read only one of the two tensors."""
     n_bytes = int.from_bytes(file.read(8), "little")
     if n_bytes > min(_MOST_HEADER_BYTES, max(0, os.fstat(file.fileno()).st_size - 8)):
         raise ValueError(f"its header is said to be of {n_bytes:,} bytes")

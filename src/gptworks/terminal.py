@@ -1,7 +1,7 @@
-"""Protects the terminal: texts of models, files and names cannot control it.
+"""Protection of the terminal against control characters in models' texts, files and names.
 
-If standard output or standard error is a terminal, `guard` filters all that is written there: by commands, warnings,
-tracebacks, libraries. Only `Console` bypasses it, and filters the text that it renders. Other streams are unchanged.
+If standard output or standard error is a terminal, `guard` filters all that commands, warnings, tracebacks and
+libraries write to it. Only `Console` bypasses the filter, and itself filters the text that it renders.
 """
 
 import io
@@ -20,21 +20,21 @@ UNPRINTABLE = dict.fromkeys(
      *_DIRECTIONS),
     "\ufffd",
 )  # fmt: skip
-"""Control characters and characters that cannot be shown, except tabs and line ends, each mapped to U+FFFD."""
+"""A table for `str.translate` from each control or undisplayable character, except tabs and line ends, to U+FFFD."""
 _ON_TERMINALS = UNPRINTABLE | {0x0D: "\ufffd"}
 
 
 def clean(text: str) -> str:
-    """The text with U+FFFD for each character that controls a terminal or cannot be shown; tabs and new lines stay."""
+    """Replace each character that controls a terminal or cannot be displayed by U+FFFD; keep tabs and line feeds."""
     return text.translate(_ON_TERMINALS)
 
 
 class _Guarded:
-    """A stream that cleans its text. It has no `buffer`, which would let bytes bypass it."""
+    """A stream that cleans text written to it. It has no `buffer`, because bytes written there would not be cleaned."""
 
     def __init__(self, stream: TextIO) -> None:
         self.rich_proxied_file = stream
-        """The unfiltered stream, to which rich's consoles write their own control sequences."""
+        """The original stream, to which rich's consoles write their own control sequences."""
 
     def write(self, text: str) -> int:
         self.rich_proxied_file.write(clean(text))
@@ -51,7 +51,7 @@ class _Guarded:
 
 
 def guard() -> None:
-    """Clean what this process writes to its standard output and error, if they are terminals."""
+    """Clean all text that this process writes from now on to standard output and error, if they are terminals."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Guarded) and stream.isatty():
@@ -60,7 +60,7 @@ def guard() -> None:
 
 @contextmanager
 def unguarded() -> Iterator[None]:
-    """A context in which standard error is unfiltered, for progress bars of libraries, which move the cursor."""
+    """Leave standard error unfiltered in the `with` block, for progress bars of libraries, which move the cursor."""
     before = sys.stderr
     sys.stderr = getattr(before, "rich_proxied_file", before)
     try:
@@ -70,7 +70,7 @@ def unguarded() -> Iterator[None]:
 
 
 class Console(rich.Console):
-    """A console that prints texts without markup, and cleans them if it is a terminal."""
+    """A rich console that prints text without interpreting markup, and cleans it if the output is a terminal."""
 
     def __init__(self, *, stderr: bool = False, **options: Any) -> None:
         if "file" not in options:
@@ -87,7 +87,7 @@ class Console(rich.Console):
 
 
 def lines_of(value: rich.RenderableType) -> list[str]:
-    """The lines that rich prints of a value, 100 columns wide, without styles."""
+    """Return the lines that rich prints for a value, 100 columns wide, without styles."""
     console = Console(file=io.StringIO(), width=100, color_system=None, force_jupyter=False)
     with console.capture() as shown:
         console.print(value)

@@ -1,7 +1,7 @@
 """Train, load and save tokenizers. Each is a plain `tokenizers.Tokenizer`, kept as a tokenizer.json.
 
-A tokenizer from this module reads no special tokens from text: `<|endoftext|>` written in a document is ordinary
-characters. Special tokens are placed by their ids (`document_frame`, `prompt_ids`).
+A tokenizer from this module never reads special tokens from text: `<|endoftext|>` in a document is ordinary text.
+Special tokens are added by their ids (`document_frame`, `prompt_ids`).
 """
 
 import hashlib
@@ -33,11 +33,11 @@ from gptworks.special_tokens import (
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 1 << 28
-"""Size limit of a tokenizer.json; one with 260,000 tokens and their merges has 35 MB."""
+"""Size limit of a tokenizer.json; a file with 260,000 tokens and their merges has 35 MB."""
 
-# The characters that one BPE token may span. `code`: a word with the sign or space before it; up to three digits; a run
-# of signs; a line break with the blank lines before it and the indentation after it; other white space. With 4,096
-# tokens on the Python standard library it reaches 3.64 bytes per token of held-out text, llama3 3.57 and gpt2 3.55.
+# Patterns of the words within which BPE merges. `code` matches a word with the sign or space before it; up to 3 digits;
+# several signs; a line break with the blank lines before it and the indentation after it; other white space. Trained
+# on Python's standard library with 4,096 tokens, `code` has 3.64 bytes per held-out token, llama3 3.57 and gpt2 3.55.
 BPE_PATTERNS = {
     "code": r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*\n[ \t]*|\s+(?!\S)|\s+",
     "llama3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -54,15 +54,15 @@ _WORD_SPECIALS = ("<pad>", "<unk>", "<bos>", "<eos>")
 def train_tokenizer(
     config: TokenizerConfig, texts: Iterable[str], report: Callable[[str], None] = lambda _: None
 ) -> Tokenizer:
-    """The tokenizer of `config`: trained on `texts`, or loaded if it is published.
+    """Return the tokenizer that `config` describes: trained on `texts`, or loaded for the types `gpt2` and `file`.
 
-    The same texts give the same tokenizer. `gpt2` and `file` do not read `texts`.
+    The same texts give the same tokenizer.
 
     Args:
-        report: called with a line if BPE cuts words that are too long.
+        report: called with a message if BPE cuts words that are too long.
 
     Raises:
-        UserError: the text is too little for the vocabulary, or a tokenizer file is missing or broken.
+        UserError: there is too little text for the vocabulary, or a tokenizer file is missing or broken.
     """
     return add_tokens(_plain_text(_make(config, texts, report)), config.added_tokens)
 
@@ -74,23 +74,23 @@ def _make(config: TokenizerConfig, texts: Iterable[str], report: Callable[[str],
         return _train_char(texts)
     if isinstance(config, WordTokenizer):
         return _train_word(config, texts)
-    assert not isinstance(config, DatasetTokenizer)  # a dataset's tokenizer is read with the dataset
+    assert not isinstance(config, DatasetTokenizer)  # a dataset's tokenizer is loaded with the dataset
     return load_tokenizer(config.path) if isinstance(config, FileTokenizer) else _load_gpt2(config.path)
 
 
 def add_tokens(tokenizer: Tokenizer, names: Iterable[str]) -> Tokenizer:
-    """Add special tokens to the tokenizer and return it; new ones get the next free ids, in this order."""
+    """Add special tokens to the tokenizer and return it; new tokens get the next free ids in the order of `names`."""
     tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in names])
     return tokenizer
 
 
 BPE_WORD_CHARACTERS = 256
-"""Longest word from which BPE learns merges: its work grows with the square of a word's length. Longer ones (base64,
-DNA, a line of dashes) are cut, but only in training."""
+"""Length to which longer words (base64, DNA, a line of dashes) are cut, only for training: BPE's training time grows
+with the square of a word's length."""
 
 
 def bpe_words(config: BPETokenizer, training: bool = False) -> PreTokenizer:
-    """A divider of text into the words within which BPE merges; in training, it also cuts words that are too long."""
+    """Return the splitter of text into words within which BPE merges; for training, it also cuts overlong words."""
     split = pre_tokenizers.Split(Regex(BPE_PATTERNS[config.pattern]), "isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     cut = [pre_tokenizers.FixedLength(BPE_WORD_CHARACTERS)] if training else []
@@ -118,7 +118,7 @@ def _train_bpe(config: BPETokenizer, texts: Iterable[str], report: Callable[[str
         nonlocal n_long
         for text in texts:
             if max(map(len, text.split()), default=0) > BPE_WORD_CHARACTERS or _LONG_SPACE.search(text):
-                for run in _LONG_RUN.findall(text):  # a run may hold several words
+                for run in _LONG_RUN.findall(text):  # a run without spaces may contain several words
                     lengths = [end - start for _, (start, end) in words.pre_tokenize_str(run)]
                     n_long += sum(length > BPE_WORD_CHARACTERS for length in lengths)
             yield text
@@ -160,7 +160,7 @@ def _train_word(config: WordTokenizer, texts: Iterable[str]) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_WORD_PATTERN), "removed", invert=True)
     trainer = trainers.WordLevelTrainer(
         vocab_size=config.vocab_size, special_tokens=list(_WORD_SPECIALS), show_progress=False
-    )  # most frequent first, equally frequent ones in alphabetical order
+    )  # orders words by frequency, and those of equal frequency alphabetically
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() == len(_WORD_SPECIALS):
         raise UserError("tokenizer.type=word and the training text holds no word: give text to take the words from.")
@@ -210,8 +210,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """Read a tokenizer.json, or the one in a folder, with the special tokens from the folder's other files.
 
     Raises:
-        UserError: the tokenizer is missing or broken, a file states a token wrongly, or a file differs from the
-            checksum that a run has kept.
+        UserError: the tokenizer is missing or broken, a file states a special token wrongly, or a file of a run differs
+            from its checksum.
     """
     path = Path(path).expanduser()
     file = path / TOKENIZER_FILE if path.is_dir() else path
@@ -231,10 +231,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def tokenizer_from_json(text: str) -> Tokenizer:
-    """The tokenizer from its JSON (`tokenizer.to_str()`); it never reads text as special tokens.
+    """Return the tokenizer from its JSON (`tokenizer.to_str()`), set to read no special tokens from text.
 
     Raises:
-        UserError: the library panics, or the tokenizer could lengthen a text or work on it without bound.
+        UserError: the library panics, or the tokenizer could work on a text, or lengthen it, without limit.
         Exception: the text is not the JSON of a tokenizer.
     """
     with library_panics("this tokenizer is broken"):
@@ -245,10 +245,10 @@ def tokenizer_from_json(text: str) -> Tokenizer:
 
 @contextmanager
 def library_panics(what: str) -> Iterator[None]:
-    """Turn a panic of the `tokenizers` library into a UserError that begins with `what`.
+    """Turn a panic of the `tokenizers` library in the `with` block into a UserError that begins with `what`.
 
-    A tokenizer's regular expression can exhaust the library's matcher, which panics. The panic is not an `Exception`,
-    so that usual error handling misses it.
+    The library panics if a tokenizer's regular expression exhausts its matcher. A panic is not an `Exception`, so that
+    usual error handling misses it.
     """
     try:
         yield
@@ -259,12 +259,12 @@ def library_panics(what: str) -> Iterator[None]:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether an error is a panic of a Rust library, which is not an `Exception`."""
+    """Whether an error is a panic of a Rust library; such an error is not an `Exception`."""
     return type(error).__name__ == "PanicException"
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text, without special tokens.
+    """Return the token ids of a text, without special tokens.
 
     Raises:
         UserError: for the reasons of `encodings`.
@@ -276,14 +276,14 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
 def encodings(
     tokenizer: Tokenizer, texts: Sequence[str], *, offsets: bool = False, add_special_tokens: bool = False
 ) -> list[Encoding]:
-    """The library's encoding of each text. All encoding happens here, in batches, during which other threads run.
+    """Return the library's encoding of each text. All encoding happens here, in batches, while other threads can run.
 
     Args:
-        offsets: also give the range of characters of each id, which takes longer.
+        offsets: also return the range of characters of each id, which takes longer.
         add_special_tokens: add the special tokens of the tokenizer's post-processor.
 
     Raises:
-        UserError: a text is not Unicode, the tokenizer cannot read it, or its normalizer makes it too long.
+        UserError: a text is not valid Unicode, the tokenizer fails on it, or the normalizer makes it too long.
     """
     read = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
     try:
@@ -306,15 +306,15 @@ _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def _plain_text(tokenizer: Tokenizer) -> Tokenizer:
-    tokenizer.encode_special_tokens = True  # a special token's name in a text is ordinary text
+    tokenizer.encode_special_tokens = True  # True: a special token's name in a text is ordinary text
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokenizer.json, and tokenizer_config.json so that `transformers.AutoTokenizer` reads the folder; if a
-    folder stated the special tokens, also generation_config.json. Old checksums are removed."""
+    """Write tokenizer.json, and tokenizer_config.json so that `transformers.AutoTokenizer` can read the folder; also
+    generation_config.json if files stated the special tokens. Remove old checksums."""
     stated = stated_of(tokenizer)
     files = {TOKENIZER_CONFIG: our_config(special_tokens(tokenizer).names)} if stated is None else stated.files()
     folder.mkdir(parents=True, exist_ok=True)
@@ -325,13 +325,13 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def pack_tokenizer(tokenizer: Tokenizer) -> str:
-    """A tokenizer with its special tokens as text for another process; `unpack_tokenizer` is the inverse."""
+    """Return a tokenizer and its special tokens as text, for another process to `unpack_tokenizer`."""
     stated = stated_of(tokenizer)
     return json.dumps(stated and asdict(stated)) + "\n" + tokenizer.to_str()
 
 
 def unpack_tokenizer(text: str) -> Tokenizer:
-    """The tokenizer from the text of `pack_tokenizer`."""
+    """Return the tokenizer from the text that `pack_tokenizer` returned."""
     stated, _, tokenizer = text.partition("\n")
     tree = json.loads(stated)
     return attach(
@@ -340,12 +340,12 @@ def unpack_tokenizer(text: str) -> Tokenizer:
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
-    """The largest token id plus one: the number of rows of an embedding."""
+    """Return the largest token id plus one, the number of rows that an embedding needs."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def token_texts(tokenizer: Tokenizer) -> list[bytes] | None:
-    """The bytes of text of each token, none for special ones; None if they depend on the neighbours (word pieces)."""
+    """Return the bytes of text of each token, by id; empty for special tokens. None: see `token_spellings`."""
     spellings, added = token_spellings(tokenizer), tokenizer.get_added_tokens_decoder()
     if spellings is None:
         return None
@@ -353,13 +353,13 @@ def token_texts(tokenizer: Tokenizer) -> list[bytes] | None:
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[int] | None:
-    """Number of bytes of text of each token; None: see `token_texts`."""
+    """Return the number of bytes of text of each token, by id; 0 for special tokens. None: see `token_spellings`."""
     texts = token_texts(tokenizer)
     return None if texts is None else [*map(len, texts)]
 
 
 def token_spellings(tokenizer: Tokenizer) -> list[bytes] | None:
-    """The bytes of each token; None if they depend on the token's neighbours."""
+    """Return the bytes of each token, by id; None if a token's bytes depend on its neighbours (word pieces)."""
     names = {index: name for name, index in tokenizer.get_vocab(with_added_tokens=True).items()}
     in_order = [names.get(index, "") for index in range(vocabulary_size(tokenizer))]
     if isinstance(tokenizer.decoder, decoders.Fuse):
@@ -375,7 +375,7 @@ def token_spellings(tokenizer: Tokenizer) -> list[bytes] | None:
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """sha256, in hex, of the tokenizer's canonical JSON, which does not change by saving and loading."""
+    """Return the SHA-256, in hex, of the tokenizer's canonical JSON; saving and loading do not change it."""
     canonical = json.dumps(json.loads(tokenizer.to_str()), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode("utf-8")).hexdigest()
 
@@ -384,13 +384,13 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 
 
 def document_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The ids before and after each document: bos and eos, or only a separator before it."""
+    """Return the ids to put before and after each document: bos and eos, or only a separator before it."""
     before, after = special_tokens(tokenizer).document
     return list(before), list(after)
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids that a model continues: the text, after bos if there is one. An empty text starts a new document."""
+    """Return the ids of a prompt: the text's, with special tokens such as bos around it. "" begins a new document."""
     special = special_tokens(tokenizer)
     if not text:
         return list(special.start)
@@ -403,29 +403,29 @@ def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 class StreamDecoder:
     """Decodes tokens as they arrive. The joined results of push and flush equal `tokenizer.decode` of all the ids.
 
-    A character that several tokens spell is held back until it is complete. Each step decodes only a few tokens.
+    The bytes of an incomplete character are held back until it is complete. Each step decodes only a few tokens.
 
-    Its methods raise a UserError if the library cannot decode the tokens.
+    The methods raise a UserError if the library cannot decode the tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._context: list[int] = []  # the last shown tokens, on which the next may depend (a joining space)
+        self._context: list[int] = []  # tokens last shown; the next token's text may depend on them (a space between)
         self._held: list[int] = []
 
     def push(self, *token_ids: int) -> str:
-        """The text that these tokens complete; empty while a character is incomplete."""
+        """Add tokens and return the text that they complete; empty while a character is incomplete."""
         before, self._held = self._held, [*self._held, *token_ids]
         shown, text = self._decode(self._context), self._decode(self._context + self._held)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             return self._show(text[len(shown) :], self._held, [])
-        # Perhaps an incomplete character. If the new tokens decode separately to the same text, the tokens held before
-        # them are not its beginning, and their text is final.
+        # The text may end with an incomplete character. If the new tokens alone decode to the same text, the tokens
+        # held before them are not part of that character, and their text is final.
         final, new = self._decode(self._context + before), self._decode(list(token_ids))
         return self._show(final[len(shown) :], before, list(token_ids)) if new and text == final + new else ""
 
     def flush(self) -> str:
-        """The text held back, with replacement characters for incomplete ones."""
+        """Return the text held back, with U+FFFD for incomplete characters."""
         shown = self._decode(self._context)
         return self._show(self._decode(self._context + self._held)[len(shown) :], self._held, [])
 
@@ -439,7 +439,7 @@ class StreamDecoder:
         return text
 
     def _show(self, new: str, shown: list[int], held: list[int]) -> str:
-        if new:  # special tokens decode to "" and are not used as context
+        if new:  # special tokens decode to "" and give no context
             self._context = shown
         self._held = held
         return new

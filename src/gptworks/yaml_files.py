@@ -1,7 +1,7 @@
-"""Untrusted YAML, read as plain data within limits. Nothing else in the package parses YAML.
+"""Reader of untrusted YAML, as plain data and within limits. Only this module parses YAML.
 
-The limits are checked while nodes are composed, before any value is made. Each use of an alias counts as its complete
-value, and so a merge key counts as all the keys that it adds.
+The limits are checked while nodes are composed, before values are constructed. Each use of an alias counts as its
+complete value, and so a merge key counts as all the keys that it adds.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from yaml.scanner import Scanner
 from gptworks.errors import UserError
 from gptworks.files import read_text
 
-try:  # libyaml reads four times as fast
+try:  # libyaml's parser is four times as fast
     from yaml.cyaml import CParser as _Parser  # type: ignore[attr-defined]
 except ImportError:
 
@@ -35,15 +35,15 @@ MAX_NODES = 100_000
 MAX_DEPTH = 64
 """Maximum depth of nested sections and lists, with aliases expanded."""
 MAX_DIGITS = 400
-"""Maximum digits of a number: Python reads longer ones in quadratic time. No number in a recipe has 20 digits."""
+"""Maximum number of digits of a number, because Python reads numbers in quadratic time. Recipes need fewer than 20."""
 
 _TAG = "tag:yaml.org,2002:"
 _PLAIN = {None, *(_TAG + kind for kind in ("null", "bool", "int", "float", "timestamp", "str", "seq", "map"))}
 
 
 class _Loader(Composer, _Parser, SafeConstructor, Resolver):
-    """Refuses YAML that no recipe needs: repeated keys, keys that are not names, deep nesting, aliases for large
-    values, long numbers, and tags of other types."""
+    """Loader that refuses YAML that no recipe needs: repeated keys, keys that are not names, deep nesting, aliases for
+    large values, long numbers, and tags of other types."""
 
     yaml_constructors = {  # noqa: RUF012
         tag: make for tag, make in SafeConstructor.yaml_constructors.items() if tag in _PLAIN
@@ -55,12 +55,12 @@ class _Loader(Composer, _Parser, SafeConstructor, Resolver):
         SafeConstructor.__init__(self)
         Resolver.__init__(self)
         self.n_nodes = 0
-        """Number of composed values, with aliases expanded."""
+        """Number of values composed so far, with aliases expanded."""
         self._depth = self._deepest = 0
-        self._sizes: dict[str, tuple[int, int]] = {}  # values and levels of each complete anchored value
+        self._sizes: dict[str, tuple[int, int]] = {}  # by anchor: number of values, and nesting levels
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """The next node.
+        """Return the next node.
 
         Raises:
             YAMLError: the node is too deep, too large, or contains itself.
@@ -114,7 +114,7 @@ class _Loader(Composer, _Parser, SafeConstructor, Resolver):
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except (ValueError, OverflowError, LookupError, AttributeError):  # the text does not fit its tag
+        except (ValueError, OverflowError, LookupError, AttributeError):  # the value's text does not fit its tag
             raise _fault(f"{str(node.value)[:40]!r} is not of the type {node.tag.removeprefix(_TAG)}", node) from None
 
 
@@ -123,22 +123,22 @@ def _fault(why: str, place: Any) -> yaml.YAMLError:
 
 
 def read_yaml(path: Path) -> Any:
-    """The data of a YAML file.
+    """Read the data in a YAML file.
 
     Raises:
-        UserError: the file is not a regular UTF-8 file, not YAML, or too large or too deep for a recipe.
+        UserError: the file is not a regular UTF-8 file, not YAML, or too large or too deeply nested for a recipe.
         OSError: the file cannot be opened; FileNotFoundError if it does not exist.
     """
     return parse_yaml(read_text(path, MAX_BYTES), str(path))
 
 
 def parse_yaml(text: str, origin: str) -> Any:
-    """The data of a YAML text; see `read_yaml`."""
+    """Return the data in a YAML text; see `read_yaml`. `origin` names the text in messages."""
     return _load(text, origin, _Loader.get_single_data)
 
 
 def compose_yaml(text: str, origin: str) -> yaml.Node | None:
-    """The nodes of a YAML text with their positions, of any tag; None if the text is empty. See `read_yaml`."""
+    """Return the root node of a YAML text, with positions and any tags; None if the text is empty. See `read_yaml`."""
     node: yaml.Node | None = _load(text, origin, _Loader.get_single_node)
     return node
 
