@@ -56,7 +56,7 @@ class Admission:
                 this many most likely tokens at each position. None: report nothing.
             score_from: index of the first prompt token to report; tokens before it may be reused from other texts.
             generates: False: score the prompt only; see `Request`.
-            listener: called in the engine's thread, with each piece, or with the error that ends the request.
+            listener: called, in the thread of the steps, with each piece, or with the error that ends the request.
 
         Raises:
             UserError: for the reasons of `Engine.pieces`.
@@ -92,7 +92,7 @@ class Admission:
         return Request(ids, samples, overflow, scores, listener)
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
-        """Return a prompt's token ids; a text is preceded by the token that begins a document, if there is one.
+        """Return a prompt's token ids. For a text, they start with the tokenizer's begin-of-document token, if any.
 
         Warns (UserWarning) of characters or words that the tokenizer does not know.
 

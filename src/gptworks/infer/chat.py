@@ -56,7 +56,7 @@ class ChatSession:
     def send(self, text: str) -> Iterator[str]:
         """Append text to the transcript and yield the model's continuation in parts; each part read is also appended.
 
-        With an empty text, the model continues its own. If the caller stops reading early, the parts read so far stay.
+        An empty text lets the model continue the transcript. If the caller stops early, the parts read so far stay.
 
         Raises:
             UserError: the first text has no tokens, or the tokenizer cannot encode the text.
@@ -127,7 +127,7 @@ class ChatSession:
         """Continue the last conversation of a .jsonl file, in any known format; return its number of messages.
 
         Raises:
-            UserError: the file is missing, too large or broken, or its turns do not alternate; nothing has changed.
+            UserError: the file is missing, too large or broken, or turns do not alternate; the session is unchanged.
         """
         _check_name(path)
         try:
@@ -171,7 +171,7 @@ class ChatSession:
         return None if self.settings.seed is None else self.settings.seed + self.n_turns
 
     def _answer(self, text: str, before: tuple[int, list[int], int, int], pieces: Iterator[Piece]) -> Iterator[str]:
-        """Add a turn that `take_back` can undo, and yield its answer, made of `pieces`, in parts."""
+        """Add a turn that `take_back` can undo, and yield the text of its answer, which is in `pieces`."""
         answer: Message = {"role": "assistant", "content": ""}
         self.said += [{"role": "user", "content": text}, answer]
         self._before, self.pace, self.finish_reason = before, Pace(), None
@@ -251,7 +251,7 @@ class TurnSession(ChatSession):
         """Do nothing: the next `send` encodes this answer."""
 
     def _fitting(self, messages: list[Message]) -> tuple[int, list[int], int]:
-        """Drop the oldest messages until an answer fits; return their number, the rest's ids, and the ids' decrease."""
+        """Hide oldest messages until an answer fits; return their number, the rest's ids, and the number of ids saved."""
         room = self.engine.context - min(self.settings.max_tokens, self.engine.context // 2)
         ids = self._template.encode(messages, add_generation_prompt=True)
         n_before, n_hidden, first = len(ids), 0, 1 if self.system else 0

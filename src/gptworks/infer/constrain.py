@@ -27,7 +27,7 @@ from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import encode_text, token_spellings, vocabulary_size
 
 _SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""White space in JSON, as `json.dumps` writes it. If any were allowed, a small model might write nothing else."""
+"""White space in JSON, as in `json.dumps`. If any amount were allowed, a small model might write nothing else."""
 
 COMPILE_LIMITS = Limits(seconds=2, n_bytes=1 << 27)
 """Limits for compiling one grammar."""
@@ -42,7 +42,7 @@ _MAX_REFUSALS = 256
 """Maximum number of refused grammars that are remembered."""
 _MASK_SECONDS = 1.0
 _MASK_SECONDS_PER_TOKEN = 0.02
-"""Limit of CPU time for a text's masks: seconds at its start, and seconds added per token. All texts wait for masks."""
+"""CPU seconds allowed for computing a text's masks: at its start, and added per token. All texts wait meanwhile."""
 
 
 class Grammar:
@@ -64,7 +64,7 @@ class Constraint:
         self._seconds_left = _MASK_SECONDS
 
     def allowed(self) -> Tensor:
-        """Return a mask of the tokens that may come next, bool [V]; end-of-text is one if the text may end here.
+        """Return a mask of the tokens that may come next, bool [V], with end-of-text if the text may end here.
 
         Raises:
             UserError: no token may follow, or the computation exceeds a limit of llguidance or of this module.

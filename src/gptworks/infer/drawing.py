@@ -93,7 +93,7 @@ def draw_tokens(draws: list[Draw], requests: OpenRequests) -> None:
 
 
 def _end_step(draw: Draw, requests: OpenRequests) -> None:
-    """Commit a draw's accepted draft tokens to the cache; then end a finished text, or restart one that is full."""
+    """Commit a draw's accepted draft tokens to the cache; then end the text if finished, or restart it if too long."""
     request, job, one, room = draw.request, draw.job, draw.sample, requests.room
     if draw.work is not None and draw.draft:
         n_accepted = draw.n_drawn - 1
@@ -135,7 +135,7 @@ def _sample(draws: list[Draw], requests: OpenRequests) -> list[tuple[int, TokenL
 
 
 def _allowed(draw: Draw, requests: OpenRequests) -> Tensor | None:
-    """Return a mask of the tokens that a draw's constraint allows; None: all. If this fails, the request fails."""
+    """Return a mask of the tokens that a draw's constraint allows; None: all. Its failure fails the request."""
     if draw.sample.constraint is None or draw.request.done:
         return None
     try:

@@ -78,7 +78,7 @@ class Engine:
             slots: arguments of `Room`, such as n_slots=8.
 
         Raises:
-            UserError: the tokenizer has ids that the model lacks, or a number is below 1.
+            UserError: the tokenizer has ids that the model lacks, or a number in `slots` is below 1.
         """
         self.model, self.tokenizer, self.chat_template, self.max_waiting = model, tokenizer, chat_template, max_waiting
         self._room = Room(model, **slots)
@@ -86,7 +86,7 @@ class Engine:
         self.context, self.restart_tokens = self._room.context, self._room.restart_tokens
         self.most_texts = self._room.most_texts
         self._requests = OpenRequests(self._room)
-        self._inbox: deque[tuple[bool, Request]] = deque()  # (True to submit or False to cancel, the request)
+        self._inbox: deque[tuple[bool, Request]] = deque()  # (True: submit, False: cancel; request)
         self._inbox_lock, self._stepping = threading.Lock(), threading.Lock()
         self.failure: EngineFailed | None = None
         """The error that ended the engine; None while it runs. See `fail`."""
@@ -225,7 +225,7 @@ class Engine:
             self._inbox.append((True, request))
 
     def cancel(self, request: Request) -> None:
-        """Cancel a request now, or before the next step if another thread is in one. Frees its slots. Thread-safe."""
+        """Cancel a request now, or before the next step if a step is running. Frees its slots. Thread-safe."""
         with self._inbox_lock:
             if self.failure is not None:
                 return
@@ -331,7 +331,7 @@ class Engine:
             self._room.release()
 
     def _n_waiting(self) -> int:
-        """Return the number of texts without a slot: in the inbox, in the queue, or waiting for their prompt."""
+        """Return the number of texts without a slot: in the inbox, in the queue, or without a computed prompt."""
         submitted = sum(request.n_samples for is_new, request in tuple(self._inbox) if is_new)
         return submitted + self._requests.n_to_come + len(self._room.scheduler.waiting)
 

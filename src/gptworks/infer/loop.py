@@ -54,7 +54,7 @@ class EngineLoop:
         return self
 
     def close(self, *, drain: bool = True) -> None:
-        """Accept no more requests, end the current ones, and wait until the engine's thread has stopped.
+        """Accept no more requests, finish or end the current ones, and wait until the engine's thread has stopped.
 
         drain: let requests finish, unless their reader has left; False: end them with an EngineStopped. If this call
         blocks an asyncio loop, readers in that loop cannot read meanwhile: each of their texts gets at most one context
@@ -88,7 +88,7 @@ class EngineLoop:
         return self._thread.is_alive() and not self._ending and self.engine.failure is None
 
     def check(self) -> EngineFailed | None:
-        """Return the error that ended the engine, or None. If its thread has died silently, end the engine first."""
+        """Return the error that ended the engine, or None. First end the engine if its thread has died silently."""
         has_begun = self._thread.ident is not None
         if has_begun and not self._thread.is_alive() and not self._ending and self.engine.failure is None:
             self._fail(RuntimeError("its thread has ended"))
@@ -213,7 +213,7 @@ class Stream:
             self._loop._to_wake.append(self)
 
     def bound(self, n_pieces: int) -> None:
-        """Limit the unread pieces to those now unread plus `n_pieces` for each unfinished text; see `max_unread`."""
+        """Limit the unread pieces to those now unread plus `n_pieces` per unfinished text; more cancel the stream."""
         most = len(self._unread) + n_pieces * max(1, self._n_unfinished)
         self._max_unread = most if self._max_unread is None else min(most, self._max_unread)
 

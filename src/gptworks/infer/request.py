@@ -86,7 +86,7 @@ class Statistics:
 
 
 Listener = Callable[[Piece | Exception], None]
-"""A function that the engine's thread calls with each piece, or with the error that ends the request."""
+"""A function that the thread of the engine's steps calls with each piece, or with the error that ends the request."""
 
 
 class Request:
@@ -146,7 +146,7 @@ class Request:
         (self._pieces.append if self._listener is None else self._listener)(piece)
 
     def fail(self, error: Exception) -> None:
-        """For the engine: give the request and its listener an error. An error that the listener raises is logged."""
+        """For the engine: store an error and give it to the listener. An error that the listener raises is logged."""
         self.error = error
         if self._listener is not None:
             try:

@@ -25,7 +25,7 @@ from gptworks.errors import RunError, UserError, did_you_mean
 from gptworks.infer.logprobs import TokenLogprob
 
 _GREEDY_BELOW = 1e-5
-"""Temperatures below this select the most likely token, as in the limit: dividing by them might overflow float32."""
+"""Temperatures below this act like 0, which selects the most likely token: dividing by them might overflow float32."""
 
 CANDIDATES = 256
 """Number of most likely tokens that the filters search first. All tokens are sorted only if a filter keeps more."""

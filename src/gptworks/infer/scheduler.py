@@ -50,7 +50,7 @@ class Job:
     """Number of the job's tokens that were reused when it was admitted."""
     request: Any = None
     sample: Any = None
-    """For the engine: the job's request, and the sample that it computes; None: the job only scores the prompt."""
+    """For the engine: the sample of `request` that the job computes; None: the job only scores the prompt."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Scheduler:
         return admitted, copies
 
     def plan(self) -> list[Work]:
-        """Return the works of the next step, and forget the tokens they overwrite. Call `commit` after each work."""
+        """Return the next step's works; forget the tokens that they will overwrite. Call `commit` after each work."""
         plan, budget = [], self.prefill_tokens
         for job in self.running:
             n_left = len(job.tokens) - job.n_computed
@@ -171,7 +171,7 @@ class Scheduler:
         return plan
 
     def commit(self, work: Work, n_kept: int | None = None) -> None:
-        """Record a computed work, whose first `n_kept` tokens (default: all) belong to the text."""
+        """Record a computed work; its first `n_kept` tokens (default: all) belong to the text."""
         job, slot = work.job, self._slots[work.slot]
         if job.slot != work.slot:  # the job has ended
             return

@@ -29,7 +29,7 @@ class Drafter:
         self.n_tokens = n_tokens
 
     def draft(self, texts: Sequence[Job]) -> list[list[int]]:
-        """Return draft tokens to follow each text, at most its `n_wanted`. Its last token is not computed yet."""
+        """Return draft tokens to follow each text, at most `n_wanted`. A text's last token is not computed yet."""
         raise NotImplementedError
 
     def check(self, n_ids: int, model: GPT) -> None:
@@ -47,7 +47,7 @@ class Drafter:
 
 
 class PromptLookup(Drafter):
-    """Drafts what followed an earlier occurrence of the last tokens (Saxena, 2023). Fast; suits repetitive texts."""
+    """Drafts what followed an earlier occurrence of a text's last tokens (Saxena, 2023). Suits repetitive texts."""
 
     def __init__(self, n_tokens: int = 8, ngram: int = 3) -> None:
         """
@@ -153,12 +153,12 @@ class DraftModel(Drafter):
         return 0 if self._backend is None else self._backend.capacity
 
     def _read(self, texts: list[tuple[int, list[int]]]) -> Tensor:
-        """Return the logits [n, V] after each of the texts (slot, tokens); compute the tokens that its slot lacks."""
+        """Return the logits [n, V] after each of the texts (slot, tokens); compute the tokens that the slots lack."""
         assert self._backend is not None
         last = []
         for slot, tokens in texts:
             start = min(n_common_tokens(self._held[slot], tokens), len(tokens) - 1)
-            self._held[slot] = tokens[:start]  # remains true if the computation below fails
+            self._held[slot] = tokens[:start]  # stays correct if computing fails below
             while len(tokens) - start > PREFILL_TOKENS:
                 self._backend.compute([Chunk(slot, start, tokens[start : start + PREFILL_TOKENS], 0)])
                 start += PREFILL_TOKENS

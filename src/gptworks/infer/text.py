@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length", "context"]
 context: the context is full."""
 
 DECODER_CONTEXT_TOKENS = 16
-"""Number of last prompt tokens given to the decoder, since a token's text (a space) may depend on the token before."""
+"""Number of last prompt tokens given to the decoder: the text of a token may depend on the tokens before it."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Piece:
 
 @dataclass
 class Pace:
-    """The decoding speed of one sample: tokens per time in the engine's steps, without the reader's time between steps.
+    """The decoding speed of one sample. Only the time of the engine's steps counts, not the reader's time between them.
 
     The first token does not count, because the prefill computes it.
     """
@@ -86,7 +86,7 @@ class Sample:
         self._stops = StopStrings(settings.stop)
         self._decoder = StreamDecoder(tokenizer)
         for token_id in prompt[-DECODER_CONTEXT_TOKENS:]:
-            self._decoder.push(token_id)  # drop the text that it returns: it belongs to the prompt
+            self._decoder.push(token_id)  # drop the returned text, which belongs to the prompt
 
     def push(self, token_id: int) -> Piece:
         """Add the next token; return the resulting piece."""

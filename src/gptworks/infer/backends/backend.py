@@ -50,7 +50,7 @@ class Backend(ABC):
     it. If so, two texts can share any common prefix; otherwise, only complete prefill chunks."""
 
     features: dict[int, tuple[int, Tensor]] | None = None
-    """By slot, the position of the first of its latest logits, and the features [n_logits, C] behind these logits.
+    """By slot, the position of the first of its latest logits, and the features [n_logits, C] that gave these logits.
     None: `compute` stores no features. For `gptworks.infer.speculate.HeadsDraft`."""
 
     @abstractmethod
@@ -119,7 +119,8 @@ class TorchBackend(Backend):
         return [results[chunk.slot] for chunk in chunks]
 
     def _batches(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-        """Group the chunks to compute together: all short ones, or those of one `room` if it matters; each long one."""
+        """Return groups of chunks to compute together: one group for each long chunk, and one for all short chunks, or
+        for the short chunks of each `room` if rotary scaling depends on it."""
         together: dict[int | None, list[Chunk]] = {}
         long = []
         for chunk in chunks:

@@ -1,4 +1,4 @@
-"""The native backend, which computes steps in C++ (step.cpp; library.py builds and loads it), and the backend's choice.
+"""The native backend, which computes steps in C++ (step.cpp; library.py builds and loads it), and `choose_backend`.
 
 Prefill, decoding and checking draft tokens are the same call, with a row for each token of any text; a long chunk takes
 several calls. Bit for bit, a row's result depends neither on other rows nor on how its text is split into chunks.
@@ -40,7 +40,7 @@ WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8
 """The dtypes of matrices that the kernels multiply."""
 
 _AT_ONCE_BYTES = 64
-"""Bytes of a matrix row that a product reads together; rows are padded to a multiple of this."""
+"""Rows of matrices are padded to a multiple of this, because products read this many bytes of a row together."""
 
 
 def choose_backend(
@@ -189,7 +189,7 @@ class NativeBackend(Backend):
         return list(torch.split(logits, [chunk.n_logits for chunk in chunks]))
 
     def _run(self, chunks: Sequence[Chunk], logits: Tensor | None, features: Tensor | None) -> None:
-        """Compute a step over all rows of the chunks; fill `logits` and `features`, if given, for the wanted rows."""
+        """Compute a step over all rows of the chunks. `logits` and `features`, if given, get each chunk's last rows."""
         tokens, slots, positions, wanted = (array("q") for _ in range(4))
         for chunk in chunks:
             n = len(chunk.tokens)
@@ -285,7 +285,7 @@ class NativeBackend(Backend):
         if n_missing := 0 if panel else n_elements - columns // each:
             weight = F.pad(weight, (0, n_missing), value=0x88 if each == 2 else 0)
             scale = F.pad(scale, (0, n_missing // 16)) if each == 2 else scale
-        if in_panels and not panel:  # the module is not a PackedMatrix, which would be in panels
+        if in_panels and not panel:  # the module is not a PackedMatrix, which would be in panels already
             panel = panel_of(rows, torch.get_num_threads(), self._widest[kind])
             weight, scale = to_panels(weight, panel), to_panels(scale, panel) if each == 2 else scale
         return Matrix(

@@ -61,7 +61,7 @@ def settle(modules: Sequence[Any], widest: Mapping[torch.dtype, int]) -> None:
 
 
 def _place(module: Any, panel: int, rooms: Iterator[Tensor]) -> None:
-    """Copy a module's tensors into the next tensors of `rooms`, and replace them; this frees their old memory."""
+    """Move a module's tensors into the next tensors of `rooms`; the old memory is then free."""
     parts = _parts(module, panel > 0)
     if isinstance(module, PackedMatrix):
         module.panel = panel
