@@ -40,7 +40,7 @@ def create_app(
     """Return the server's ASGI app; `app.state.service` is its state.
 
     Args:
-        engines: engines by model name; the first answers requests without a model name, where it is optional.
+        engines: engines by model name; the first answers requests without a model name, where the name is optional.
         routers: further routes, for pages in a browser.
         home: answers requests of browsers for `/`.
     """
@@ -129,7 +129,7 @@ async def create_completion(request: Request) -> Response:
     openapi_extra=takes(openai.ChatRequest),
 )
 async def create_chat_completion(request: Request) -> Response:
-    """Answer in a conversation."""
+    """Continue a conversation."""
     return await _generated(request, openai.ChatRequest, begin_chat)
 
 

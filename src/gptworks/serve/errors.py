@@ -90,7 +90,7 @@ def as_api_error(error: Exception) -> APIError:
     """Return the error answer for an exception, without the message of an unforeseen one."""
     if isinstance(error, APIError):
         return error
-    if isinstance(error, EngineFailed):  # its message is only for the log
+    if isinstance(error, EngineFailed):  # an EngineFailed's message is only for the log
         return APIError(503, ENGINE_FAILED, code="engine_failed")
     for kind, status, code in _FORESEEN:
         if isinstance(error, kind):
@@ -106,7 +106,7 @@ def _shortened(message: str) -> str:
 
 
 def from_validation(error: ValidationError) -> APIError:
-    """Return the answer for an invalid body. Reports the most deeply nested error: in a union, of the best fit."""
+    """Return the answer for an invalid body: its most deeply nested error, which in a union is the best fit's."""
     first = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
     place = ".".join(str(part) for part in first["loc"] if not _is_type_name(part)) or None
     message = first["msg"].removeprefix("Value error, ")

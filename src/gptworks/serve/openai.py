@@ -1,4 +1,4 @@
-"""Requests and responses of OpenAI's API, and vLLM's for what OpenAI's lacks.
+"""Requests and responses of OpenAI's API, and of vLLM's API for what OpenAI's lacks.
 
 Unknown fields are refused, not ignored. Every number and list is bounded. Answers leave out fields that were not set,
 so constants such as `object` are set explicitly.

@@ -27,7 +27,7 @@ class Caller:
     client: str
     """The client's name: the digest of its API key, or its address."""
     n_texts: int = 0
-    """Number of texts that this request adds to its client's: the choices of each prompt, or the texts to embed."""
+    """Number of this request's texts, counted for its client: the choices of each prompt, or the texts to embed."""
     works: bool = False
     """Whether the request counts as work: its body is complete, and it is not a stream that only watches."""
     watches: bool = False
