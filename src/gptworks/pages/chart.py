@@ -168,7 +168,7 @@ MOST, LEAST = 1e150, 1e-150
 
 
 def _drawable(s: Series, log_x: bool) -> Series:
-    """Return the series without points whose x cannot be drawn. A y that cannot be drawn becomes NaN: a gap."""
+    """Return the series without points whose x cannot be drawn. A y that cannot be drawn becomes NaN, a gap."""
     placed, titles = [], []
     for i, (x, y) in enumerate(s.points):
         if _placed(x) is not None and not (log_x and x < LEAST):

@@ -1,7 +1,7 @@
 """Drawing in SVG: boxes, lines, and text that is measured to fit its room.
 
-Lengths are in the drawing's own units; y grows downwards. Classes of the page's stylesheet give the colours. Elements
-are ElementTree's, which escapes every text and attribute.
+Lengths are in the drawing's own units; y grows downwards. Classes of the page's stylesheet give the colours.
+ElementTree makes the elements, and escapes every text and attribute.
 """
 
 from typing import Literal

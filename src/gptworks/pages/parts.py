@@ -90,7 +90,7 @@ def paragraph(text: str, kind: str = "") -> Markup:
 
 
 def section(title: str, *parts: str | Markup) -> Markup:
-    """Return the parts under a heading, which may be empty. The result is empty if all parts are."""
+    """Return a section: the parts under `title`, which may be empty. Return nothing if all parts are empty."""
     return _made("section", title, parts) if any(parts) else Markup("")
 
 
