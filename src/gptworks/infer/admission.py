@@ -56,7 +56,7 @@ class Admission:
                 this many most likely tokens at each position. None: report nothing.
             score_from: index of the first prompt token to report; tokens before it may be reused from other texts.
             generates: False: score the prompt only; see `Request`.
-            listener: called, in the thread of the steps, with each piece, or with the error that ends the request.
+            listener: called by the thread that runs `step`, with each piece, or with the error that ends the request.
 
         Raises:
             UserError: for the reasons of `Engine.pieces`.

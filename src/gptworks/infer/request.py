@@ -86,7 +86,7 @@ class Statistics:
 
 
 Listener = Callable[[Piece | Exception], None]
-"""A function that the thread of the engine's steps calls with each piece, or with the error that ends the request."""
+"""A function that `Engine.step` calls with each piece of a request, or with the error that ends the request."""
 
 
 class Request:

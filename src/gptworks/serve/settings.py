@@ -56,7 +56,7 @@ class ServerSettings:
     max_header_bytes: int = 1 << 15
     """Maximum bytes of a request's first line and headers."""
     max_discarded_bytes: int = 1 << 24
-    """Maximum bytes of a refused body that are read and dropped, so that the client reads the answer."""
+    """Maximum bytes of a refused body to read and drop. Many clients read the answer only after sending the body."""
     max_connections: int = 1024
     max_pipelined: int = 8
     """Maximum number of requests that a connection may send before they are answered."""
