@@ -86,7 +86,7 @@ class Engine:
         self.context, self.restart_tokens = self._room.context, self._room.restart_tokens
         self.most_texts = self._room.most_texts
         self._requests = OpenRequests(self._room)
-        self._inbox: deque[tuple[bool, Request]] = deque()  # (True: submit, False: cancel; request)
+        self._inbox: deque[tuple[bool, Request]] = deque()  # pairs: True to submit or False to cancel, and the request
         self._inbox_lock, self._stepping = threading.Lock(), threading.Lock()
         self.failure: EngineFailed | None = None
         """The error that ended the engine; None while it runs. See `fail`."""

@@ -78,7 +78,7 @@ class SamplingSettings:
     before penalties, temperature and filters. None: report nothing."""
     processed_logprobs: int | None = None
     """Like `logprobs`, but in the distribution that the token was drawn from: after bias, penalties, bans, grammar,
-    temperature and filters. It has no dropped tokens, and only one token if greedy. None: report nothing."""
+    temperature and filters. Dropped tokens are left out, and greedy sampling has only one. None: report nothing."""
     json_schema: str | Mapping[str, Any] | None = None
     """The text is JSON that satisfies this schema ({}: any JSON). Needs the `constrain` extra."""
     regex: str | None = None

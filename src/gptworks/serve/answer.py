@@ -1,4 +1,4 @@
-"""Shared by completions and chat: reads a request's sampling settings, and makes its answer, whole or in chunks."""
+"""Code for both completions and chat: reads a request's sampling settings, and makes its answer, whole or in chunks."""
 
 import json
 import time
