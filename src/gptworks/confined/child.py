@@ -15,7 +15,7 @@ Answer = Callable[[Any], Any]
 def serve(prepare: Callable[[Any], Answer]) -> None:
     """Answer questions until the parent closes the pipe. `prepare` makes the `Answer` from the first one, the setup."""
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # redirect what libraries print: it must not look like replies
+    os.dup2(2, 1)  # send what libraries print to stderr: it must not look like replies
     answer: Answer | None = None
     before = 0
     for line in sys.stdin.buffer:

@@ -62,7 +62,7 @@ _ALLOW, _FAIL, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# Runs the program. It hides the parent's pipes from the program, and copies the parent's token only after the program.
+# Runs the program, without access to the parent's pipes; only after it has ended, copies the parent's token.
 CHILD = """
 def run():
     import os, sys
@@ -168,7 +168,7 @@ def _build_root(program: bytes, disk_bytes: int) -> None:
     with open(f"{root}/work/program.py", "wb") as file:
         file.write(program)
     os.chown(f"{root}/work", NOBODY, NOBODY)
-    with contextlib.suppress(OSError):  # no more namespaces, in which the program could mount file systems
+    with contextlib.suppress(OSError):  # forbid more namespaces, in which the program could mount
         _write("/proc/sys/user/max_user_namespaces", "0")
     os.chdir(root)
     _check(_libc.syscall(_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
@@ -224,7 +224,7 @@ def _filter(machine: str) -> bytes:
     for number in refused:
         program += step(_EQUAL, number, 0, 1) + step(_RETURN, _FAIL | errno.EPERM)
     for numbers in _SOCKET_CALLS:
-        program += step(_EQUAL, numbers[other], 0, len(_FAMILIES) + 3) + step(_LOAD, 16)  # load the family
+        program += step(_EQUAL, numbers[other], 0, len(_FAMILIES) + 3) + step(_LOAD, 16)  # load the socket family
         program += b"".join(step(_EQUAL, one, len(_FAMILIES) - i) for i, one in enumerate(_FAMILIES))
         program += step(_RETURN, _FAIL | errno.EAFNOSUPPORT) + step(_RETURN, _ALLOW)
     return program + step(_RETURN, _ALLOW)

@@ -51,7 +51,7 @@ class Band(Section):
     points: tuple[BandPoint, ...] = Field(min_length=1)
 
     def margin(self, point: BandPoint) -> float:
-        """Return half the width of the interval that holds another run's loss with 95% probability (normal losses)."""
+        """Return the half-width of the 95% prediction interval for another run's loss, if losses are normal."""
         factor = t_quantile((1 + SHARE) / 2, point.n - 1) * math.sqrt(1 + 1 / point.n)
         return factor * point.standard_deviation
 
@@ -60,8 +60,8 @@ class Band(Section):
 class Verdict:
     """Result of comparing a run with a band.
 
-    A run is inside its band if at most `n_allowed` of its evaluations lie outside the interval at their step. This is
-    the 95% quantile for independent evaluations. Those of one run are correlated, so 95% is only nominal.
+    A run is inside its band if at most `n_allowed` of its evaluations lie outside the interval at their step, the 95%
+    quantile for independent evaluations. The evaluations of one run are correlated, so 95% is only nominal.
     """
 
     band: Band

@@ -82,13 +82,13 @@ def _measured(recipe: Recipe) -> dict[str, Any]:
 
 
 def shared_steps(first: History, second: History) -> int:
-    """Return the last step that two runs have in common because of a fork; 0 if neither is related to the other."""
+    """Return the last step that two runs have in common because of a fork; 0 if no step is common."""
     lines = [
         {run.name: math.inf} | {origin.run: origin.step for origin in reversed(run.origins)} for run in (first, second)
     ]
     shared = max((min(line[name] for line in lines) for name in lines[0].keys() & lines[1].keys()), default=0)
     before = [[r["loss"] for r in run.validation if r["step"] <= shared][-1:] for run in (first, second)]
-    return int(shared) if before[0] == before[1] else 0  # other losses: an unrelated run reused the name
+    return int(shared) if before[0] == before[1] else 0  # if the losses differ, another run reused the name
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ class Place:
     words: str
     """Description of the point, such as `after 500 steps`."""
     step: int | None
-    """The step; None if the runs are compared at equal tokens or time."""
+    """The step of this point; None if the runs are compared at equal tokens or time."""
     values: tuple[tuple[float, ...], tuple[float, ...]]
-    """Values of the measure: those of the first group's runs, and those of the second's."""
+    """Values of the measure in the first group's runs, and in the second group's runs."""
     caveat: str = ""
 
 

@@ -45,7 +45,7 @@ class Finding:
     unit: str
     after: str
     how: str
-    """The test, and the source of the spread between runs; if `difference` is None, the reason and advice."""
+    """How the spread between runs was estimated; if `difference` is None, why there is no interval, and advice."""
     difference: Difference | None
     value: float
     caveats: tuple[str, ...] = ()
@@ -147,7 +147,7 @@ class Comparison:
         )  # fmt: skip
 
     def _test(self, first: Group, second: Group, place: Place, measure: str) -> tuple[Difference | None, str]:
-        """Return the difference and the method; or None and the reason, if no interval can be estimated."""
+        """Return the difference with its interval, and the method; or None and the reason why there is no interval."""
         a, b = place.values
         counts = f"{counted(len(a), 'run')} and {counted(len(b), 'run')}"
         if len(a) > 1 and len(b) > 1:

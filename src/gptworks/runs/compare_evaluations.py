@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class EvaluationComparison:
-    """Comparisons of the first run's evaluations with those of each other run; prints with rich or as JSON."""
+    """Comparisons of the first run's evaluations with each other run's, printable with rich and as JSON."""
 
     findings: tuple[Finding, ...]
     skipped: tuple[str, ...]
@@ -70,7 +70,7 @@ class EvaluationComparison:
 
 
 def compare_evaluations(runs: Sequence[Path]) -> EvaluationComparison:
-    """Compare the evaluations in each run's `evaluations/` with those of the first run that have equal questions.
+    """Compare each run's stored evaluations with the first run's, if both runs were evaluated on the same questions.
 
     Raises:
         UserError: only one run is given, or the runs have no evaluation in common.

@@ -152,7 +152,7 @@ class RunData:
     def rows_of_step(
         self, step: int, first: int, n: int, check: Check = lambda: None
     ) -> tuple[StepSamples, list[tuple[Tree, Row]]]:
-        """Return a step's samples, and the rows that a model sees of n of them, from sample `first` of the batch on.
+        """Return a step's samples, and the rows of n of these samples, from sample `first` of the batch on.
 
         Each row comes with its `sample` (index in the batch), and the `epoch` and `number` of its training item.
 

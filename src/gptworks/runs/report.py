@@ -29,7 +29,7 @@ MOST_ROWS = 24
 """Maximum number of rows in a table of evaluations or of skipped steps."""
 
 MOST_LAYERS = 5
-"""Maximum number of layers, each a line, in a chart."""
+"""Maximum number of layers that a chart shows, one line each."""
 
 MOST_PROMPTS, MOST_SAMPLES = 20, 6
 """Maximum number of prompts on the page, and of samples of each prompt."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from gptworks.runs.statistics import t_quantile
 
 FEWEST_PAIRS = 3
-"""Number of pairs at the first look, because two differences hardly determine a spread."""
+"""Number of pairs before the first look: two differences hardly determine a spread."""
 
 MOST_PAIRS = 20
 _SIMULATIONS = 200_000
@@ -37,7 +37,7 @@ class Verdict:
     """The mean difference."""
     low: float
     high: float
-    """`low` to `high` is an interval that contains the true mean at every look, with probability 1 − `error`."""
+    """`low` to `high` is the mean's confidence interval, valid after every pair with probability 1 − `error`."""
 
 
 def verdict(differences: Sequence[float], most_pairs: int, worth: float, error: float = 0.05) -> Verdict:

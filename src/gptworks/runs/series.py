@@ -241,7 +241,7 @@ class Series:
         }
 
     def curve(self, key: str, axis: str) -> tuple[Floats, Floats]:
-        """Return the finite values of a figure, such as `validation.loss`, after their positions on an axis.
+        """Return x and y of the curve of a figure, such as `validation.loss`: positions on an axis, and finite values.
 
         Sampled records stand for the unread part of a long log.
         """

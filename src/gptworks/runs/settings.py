@@ -35,7 +35,7 @@ def differences(recipes: Sequence[Recipe]) -> dict[str, list[Any]]:
 
 
 def text_of(value: Any, room: int = 40) -> str:
-    """Return a setting's value as text; of a long one, only the end."""
+    """Return a setting's value as text; if it is longer than `room` characters, only its end."""
     text = "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
     return text if len(text) <= room else f"…{text[1 - room :]}"
 

@@ -18,7 +18,7 @@ class Difference:
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> Difference:
-    """Return the mean of `second` (two or more values) minus that of `first`; spreads may differ (Welch, 1947)."""
+    """Return the mean of `second` minus that of `first`, two or more values each. Spreads may differ (Welch, 1947)."""
     a, b = variance(first) / len(first), variance(second) / len(second)
     value = fmean(second) - fmean(first)
     if a + b == 0:
@@ -28,7 +28,7 @@ def welch(first: Sequence[float], second: Sequence[float]) -> Difference:
 
 
 def known_spread(first: Sequence[float], second: Sequence[float], deviation: float, freedom: int) -> Difference:
-    """Return the mean of `second` minus that of `first`, both with a `deviation` of `freedom` degrees of freedom."""
+    """Return the mean of `second` minus that of `first`, given a standard deviation for both (`deviation`)."""
     value = fmean(second) - fmean(first)
     if deviation == 0:
         return _certain(value)
@@ -62,7 +62,7 @@ def t_quantile(probability: float, freedom: float) -> float:
 
 
 def binomial_quantile(n: int, probability: float, share: float = 0.95) -> int:
-    """Return the smallest k such that at most k of n trials succeed with a probability of at least `share`."""
+    """Return the smallest k such that, with a probability of at least `share`, at most k of n trials succeed."""
     below = 0.0
     for k in range(n + 1):
         below += math.comb(n, k) * probability**k * (1 - probability) ** (n - k)
@@ -75,7 +75,7 @@ def _incomplete_beta(x: float, a: float, b: float) -> float:
     """Return the regularized incomplete beta function, from its continued fraction (DLMF 8.17.22), last term first."""
     if x <= 0 or x >= 1:
         return min(max(x, 0.0), 1.0)
-    if x > (a + 1) / (a + b + 2):  # here the fraction converges slowly, but that of the other tail quickly
+    if x > (a + 1) / (a + b + 2):  # the fraction converges slowly here, but quickly for the other tail
         return 1 - _incomplete_beta(1 - x, b, a)
     fraction = 1.0
     for n in range(200, 0, -1):

@@ -14,7 +14,7 @@ from gptworks.runs.history import History
 from gptworks.runs.sequential import verdict
 
 SAME_SPEED = 0.05
-"""Step times that differ by less count as equal; the verdict at equal tokens then also holds at equal time."""
+"""Step times closer than this fraction count as equal. A verdict at equal tokens then also holds in equal time."""
 
 CHUNKS = 50
 """Maximum number of parts into which a run is divided. Its step time is the median over the parts."""
@@ -41,7 +41,7 @@ class StepTime:
     ratio: float
     low: float
     high: float
-    """`low` to `high` is an interval that contains the true ratio at every look, with probability 1 − `error`."""
+    """`low` to `high` is the ratio's confidence interval, valid after every pair with probability 1 − `error`."""
 
     def __str__(self) -> str:
         interval = f" ({self.interval})" if self.interval else ""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import optuna
 
 MOST_FAILURES = 3
-"""The sweep ends after this many failures in a row, because their cause is then hardly the settings."""
+"""The sweep ends after this many failures in a row: the settings are then unlikely to be the cause."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), resume: bool = F
 
     Raises:
         UserError: the recipe has no `sweep` section or rejects a value of a range, Optuna is missing, or the folder
-            holds anything but this sweep, with `resume`.
+            holds files that are not those of a sweep to resume.
     """
     recipe = load_recipe(path, overrides)
     if recipe.sweep is None:
@@ -100,7 +100,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), resume: bool = F
 
 
 def _probes(values: SweepRange) -> Sequence[Any]:
-    """Return the values of a range to check: all choices; or both ends and, unless whole numbers, one between."""
+    """Return the values of a range to check: all choices; or both ends and a value between (not for whole numbers)."""
     if values.choices is not None:
         return values.choices
     assert values.low is not None and values.high is not None

@@ -41,7 +41,7 @@ def train_trial(
 ) -> str | None:
     """Train the recipe next to the run folder `place`. Return `done` or `failed`; or None if a stop was requested.
 
-    `watch` is called repeatedly, and once after training ends. If it returns a word, stop the trial, return the word.
+    `watch` is called repeatedly, and once after training ends. If it returns a word, stop the trial and return that.
     """
     if not _alone(place, stop_asked, report):
         return None
@@ -160,7 +160,7 @@ def open_folder(folder: Path, named: str, setting: str) -> Iterator[Callable[[],
 
 @contextlib.contextmanager
 def _process(process: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
-    """Context that at its end stops the process: with SIGTERM, and with SIGKILL after STOP_SECONDS."""
+    """Context that stops the process at its end: with SIGTERM and, if that fails for STOP_SECONDS, with SIGKILL."""
     try:
         yield process
     finally:

@@ -73,7 +73,7 @@ def words(found: Try, arm: str) -> str:
 
 
 def _of_worth(low: float, high: float, worth: float) -> str:
-    """Return a note that a difference with a clear sign is or may be smaller than `worth`; empty if it is not."""
+    """Return a note if a difference with a clear sign is, or may be, smaller than `worth`; else an empty text."""
     if low >= worth:
         return ""
     if high < worth:
@@ -89,7 +89,7 @@ def write_try_page(found: Try) -> None:
 def to_html(found: Try) -> str:
     """Return the try as an HTML page, in which <data> elements hold the exact numbers."""
     design, unit = found.design, found.loss_unit
-    differing = differences([found.recipe, found.changed])  # with the settings that follow from the change
+    differing = differences([found.recipe, found.changed])  # includes settings that follow from the change
     changes = {key: f"{text_of(before)} → {text_of(after)}" for key, (before, after) in differing.items()}
     tiles: list[tuple[str, str | Markup, str]] = []
     for arm in found.arms[1:]:

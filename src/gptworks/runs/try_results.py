@@ -99,10 +99,10 @@ class Try:
 
     @cached_property
     def steps_in_time(self) -> int | None:
-        """Number of steps for which the changed model trains in the time of a run without the change; None until a
+        """Number of steps that the changed model can train in the time of a run without the change; None until a
         difference of the step times is found.
 
-        The first look that finds a difference decides, so the number is the same in all pairs and after a restart.
+        The first test that finds a difference decides, so the number is the same in all pairs and after a restart.
         """
         looks = (self._step_time(n) for n in range(FEWEST_PAIRS, len(self.pairs) + 1))
         ratio = next((look.ratio for look in looks if look.differs), None)

@@ -56,7 +56,7 @@ def plan_try(
 
     Raises:
         UserError: the recipe rejects a change, a change makes losses incomparable, the time is too short, or the folder
-            holds anything but this try, with `resume`.
+            holds files that are not those of a try to resume.
     """
     if not changes:
         raise UserError("nothing is changed: give at least one key.path=value, such as train.optimizer=adamw.")

@@ -101,7 +101,7 @@ class Opened:
     model: GPT | None
     """The checkpoint's model; None if the request does not ask for losses."""
     read_only: bool
-    """Whether nothing may be written."""
+    """Whether writing files is forbidden."""
     check: Check
 
 
@@ -171,7 +171,7 @@ def step(of: Opened, body: StepRequest) -> Tree:
 
 @_answers("/search", SearchRequest)
 def search(of: Opened, body: SearchRequest) -> Tree:
-    """Find a phrase in a split. If the split has no index yet, build one first, unless the split is large."""
+    """Find a phrase in a split. A small split is indexed first if needed; a large split must have an index already."""
     with of.data.checked():
         index, size = of.data.index(body.split), of.data.prepared.manifest.splits[body.split].text_bytes
         index.spelling.of_phrase(body.phrase)

@@ -236,7 +236,7 @@ def _checkpoints(run: RunFolder) -> list[dict[str, Any]]:
     for checkpoint in reversed(found):
         try:
             state = checkpoint.state()
-        except (OSError, UserError):  # damaged, or being deleted
+        except (OSError, UserError):  # the checkpoint is damaged or being deleted
             state = {}
         loss = state.get("best_loss") if state.get("best_step") == checkpoint.step else None
         known = isinstance(loss, float) and math.isfinite(loss)

@@ -48,7 +48,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A checkpoint of a run. A run that is trained again from the start gets different ones, with other manifests."""
+    """A checkpoint of a run. If the run is trained again from the start, its checkpoints have other manifests."""
 
     run: RunFolder
     checkpoint: Checkpoint

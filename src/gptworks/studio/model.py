@@ -96,7 +96,7 @@ def _verify(wanted: Wanted) -> None:
 
 @router.post("/sheet")
 async def model_sheet(request: Request) -> Response:
-    """Return a model's parts (those of blocks for one block), the cost of each part, and the totals."""
+    """Return the parts of a model and of one of its blocks, with the cost of each part, and the totals."""
     studio, body = studio_of(request), await body_of(request, SheetRequest)
     shown = Shown(await studio.engines.find(body.model, body.checkpoint))
     return as_json(await studio.reader.compute(lambda _: _sheet(shown, body.layer)))

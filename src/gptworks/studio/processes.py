@@ -88,7 +88,7 @@ class Processes:
         """Ask the process that trains a run to stop after its step and save. Before the first step, the process ends.
 
         Args:
-            folder: the run's folder, in which a process that was started elsewhere is found; None: unknown.
+            folder: the run's folder, to find a process that was started elsewhere; None: unknown.
 
         Raises:
             UserError: no process trains the run, or it was asked already or cannot be found.

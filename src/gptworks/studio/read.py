@@ -67,7 +67,7 @@ class TokenRequest(ReadRequest):
 
 class StepsRequest(ReadRequest):
     threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """A token counts as learned from the first checkpoint at and after which its probability is at least this."""
+    """A token counts as learned at the first checkpoint from which on its probability stays at or above this value."""
 
 
 async def reading_of(studio: Studio, request: Request, chosen: Chosen) -> Reading:
@@ -95,7 +95,7 @@ async def documents(request: Request) -> Response:
 
 @router.post("/text")
 async def read_text(request: Request) -> Response:
-    """Return a text's tokens and their losses; for two checkpoints, those of both, compared by segments."""
+    """Return a text's tokens and their losses under one checkpoint, or under two, compared by segments of the text."""
     studio, body = studio_of(request), await body_of(request, TextRequest)
     reading = await reading_of(studio, request, body)
     other = None if body.against is None else await reading_of(studio, request, body.against)
@@ -169,7 +169,7 @@ def _guess(reading: Reading, guess: Guess) -> Tree:
 
 @router.post("/ngrams")
 async def read_ngrams(request: Request) -> Response:
-    """Find the n-grams that end in the chosen token in the training data: counts, next tokens, and some places."""
+    """Find in the training data the n-grams that end in the chosen token: their counts, next tokens and positions."""
     body = await body_of(request, TokenRequest)
 
     def read(reading: Reading, check: Check) -> Tree:

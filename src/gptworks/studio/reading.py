@@ -70,7 +70,7 @@ class Reader:
 
 
 class OpenData:
-    """Opens the data of runs, and keeps that of the most recently used runs open. Not thread-safe."""
+    """Opens the data of runs, and keeps the most recently used data open. Not thread-safe."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[tuple[object, ...], tuple[RunData, Stamp | None]] = OrderedDict()

@@ -203,7 +203,7 @@ async def comparison(
 
 @router.get("/studio/runs/samples")
 async def samples(request: Request, run: Names, most: Annotated[int, Query(ge=1, le=MOST_SAMPLES)] = 20) -> Response:
-    """Return the texts that runs generated during training, those of the latest steps first."""
+    """Return the texts that runs generated during training, from the latest step to the earliest."""
 
     def look(watch: Watch) -> list[dict[str, Any]]:
         runs = dict(zip(dict.fromkeys(run), _used(watch, run), strict=True))
