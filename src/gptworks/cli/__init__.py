@@ -34,7 +34,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Use": (generate.generate, generate.chat, serve.serve, studio.studio),
     "Convert": (convert.export, convert.quantize, convert.import_),
 }
-"""Commands by the headings under which help lists them."""
+"""Heading in the help → the commands under it."""
 
 for heading, commands in COMMANDS.items():
     for command in commands:
@@ -72,13 +72,13 @@ def main() -> None:
 
 
 def _open_standard_streams() -> None:
-    """Open /dev/null for each closed standard stream. Otherwise the next opened file gets its number, and with it all
-    text that a library prints."""
+    """Open /dev/null for each closed standard stream. Otherwise the next opened file would get the stream's descriptor,
+    and with it all text that a library prints."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # opens with the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor: `number`
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
 

@@ -35,12 +35,12 @@ MOST_HISTORY_LINES, MOST_HISTORY_BYTES = 1000, 1 << 20
 
 
 class Terminal:
-    """Input and output of a chat: lines, with arrow keys and a history at a terminal; answers and remarks."""
+    """Input and output of a chat. At a terminal, typed lines can be edited with arrow keys and have a history."""
 
     def __init__(self) -> None:
         self._readline: Any = None
         if sys.stdin.isatty() and sys.stdout.isatty():
-            with contextlib.suppress(ImportError):  # not on Windows
+            with contextlib.suppress(ImportError):  # Windows has no readline
                 import readline
 
                 self._readline = readline
@@ -61,7 +61,7 @@ class Terminal:
                 self._readline.write_history_file(aside)
 
     def read(self, prompt: str, prefilled: str = "") -> str:
-        """A line that the user types, starting from `prefilled`.
+        """Return a line that the user types, starting from `prefilled`.
 
         Raises:
             EOFError: the input has ended.
@@ -87,7 +87,7 @@ class Terminal:
 
 
 def history_file() -> Path | None:
-    """The path gptworks/chat_history in $XDG_STATE_HOME or ~/.local/state; None without a home folder."""
+    """Return the path gptworks/chat_history in $XDG_STATE_HOME or ~/.local/state; None without a home folder."""
     base = os.environ.get("XDG_STATE_HOME", "")
     if not Path(base).is_absolute():  # the XDG specification requires absolute paths
         try:
@@ -109,7 +109,7 @@ class Talk:
         self._warned = False
 
     def run(self) -> None:
-        """Read and answer until /quit or the end of the input."""
+        """Read texts and answer them until /quit or the end of the input."""
         while True:
             try:
                 if not self.take(self._read()):
@@ -117,7 +117,7 @@ class Talk:
             except EOFError:
                 self.terminal.write("\n")
                 return
-            except KeyboardInterrupt:  # pressed at the prompt: the line is dropped
+            except KeyboardInterrupt:  # Ctrl-C at the prompt drops the line
                 self.terminal.write("\n")
 
     def take(self, typed: str) -> bool:
@@ -139,7 +139,7 @@ class Talk:
         return True
 
     def _read(self) -> str:
-        """A line that the user typed, or the lines between two marks of three double quotes."""
+        """Return a line that the user typed, or the lines between two marks of three double quotes."""
         line = self.terminal.read("> ")
         if not line.startswith(BLOCK):
             return line
@@ -150,7 +150,7 @@ class Talk:
         return f" {text}" if text.startswith("/") else text
 
     def _answer(self, parts: Iterator[str]) -> None:
-        """Print an answer as it is generated, until it ends or Ctrl-C is pressed; then its length and speed.
+        """Print an answer as it is generated, until it ends or Ctrl-C is pressed; then print its length and speed.
 
         The first Ctrl-C only sets a flag, so that the engine finishes its step; a second one interrupts.
         """

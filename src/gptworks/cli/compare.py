@@ -20,9 +20,9 @@ def report(
     html: Annotated[Path | None, Option(metavar="FILE", help="Where to write it. Default: RUN/report.html.")] = None,
     watch: Annotated[bool, Option("--watch", help="Write it again as the run continues, until it ends.")] = False,
 ) -> None:
-    """Write a run as a page: curves, evaluations, samples.
+    """Write an HTML report of a run: curves, evaluations, samples.
 
-    The run may still be training, or have crashed. With --watch, an open page refreshes itself.
+    The run may still be training, or have crashed. With --watch, an open report refreshes itself.
     """
     from gptworks.runs.history import read_history
     from gptworks.runs.report import watch_report, write_report
@@ -47,7 +47,7 @@ def compare(
 ) -> None:
     """Compare runs, and separate differences from noise.
 
-    Or compare a run with the band of its recipe.
+    Or compare runs with a band: the losses of several seeds of the same recipe.
     """
     from gptworks.pages.page import write_page
     from gptworks.runs import bands
@@ -89,7 +89,7 @@ def sweep(
 ) -> None:
     """Search for better settings with many trials.
 
-    The recipe's `sweep` section says which settings, and how many trials.
+    The recipe's `sweep` section names the settings and the number of trials.
     """
     from gptworks.runs.sweep import load_sweep, run_sweep
     from gptworks.runs.sweep_page import trials_table, write_sweep_page
@@ -125,7 +125,7 @@ def try_(
 ) -> None:
     """Find out whether a change helps, with pairs of runs.
 
-    Each pair trains the recipe without and with the change from one seed. It ends when the verdict is clear.
+    Each pair trains the recipe without and with the change, from the same seed. A clear verdict ends the test early.
     """
     from gptworks.recipe import load_recipe
     from gptworks.runs.try_page import try_lines, write_try_page

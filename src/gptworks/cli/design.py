@@ -58,7 +58,7 @@ def presets(as_json: options.AsJSON = False) -> None:
 def recipes(as_json: options.AsJSON = False) -> None:
     """List the recipes that come with gptworks.
 
-    Every command that takes RECIPE takes one of these names.
+    Every command with an argument RECIPE accepts these names.
     """
     from gptworks.pages.tables import Table
     from gptworks.planning.params import count_parameters
@@ -66,7 +66,7 @@ def recipes(as_json: options.AsJSON = False) -> None:
     from gptworks.recipes import shipped_recipes
 
     def parameters(path: Path) -> int | None:
-        """Number of parameters; None if the vocabulary depends on the text, or the model's run is missing."""
+        """Return the number of parameters; None if the vocabulary depends on the text or the model's run is missing."""
         try:
             model = load_recipe(path).model
         except UserError:
@@ -95,7 +95,7 @@ def describe(
 ) -> None:
     """Draw an architecture: shapes, parameters, exact totals.
 
-    Totals are compared with published ones.
+    For known models, compares the totals with published ones.
     """
     from gptworks.describe.sheet import describe as describe_model
 
@@ -155,8 +155,8 @@ def plan(
 ) -> None:
     """Estimate a run's FLOPs, memory, time and disk.
 
-    Nothing is allocated: neither data nor weights need exist. Exit code 3: the run does not fit on the device.
-    2: a setting is wrong, or the data is missing.
+    Allocates nothing and needs no weights. Exit code 2: a setting is wrong, or figures are unknown since data is
+    missing. Exit code 3: the run does not fit on the device.
     """
     if as_json:
         refuse_unused("does nothing with --json, which has every figure", details=details)
@@ -191,14 +191,14 @@ def schema() -> None:
 
 
 def _architecture(target: str, overrides: list[str]) -> tuple["ModelConfig", str]:
-    """The model that a preset's name, a recipe file or a run folder describes."""
+    """Return the model that a preset's name, a recipe file or a run folder describes, and its name."""
     from gptworks.api import is_preset
     from gptworks.recipe import apply_overrides, load_recipe, parse_model
 
     if is_preset(target):
         tree = apply_overrides({"model": {"preset": target}}, overrides)
         return parse_model(tree["model"], target), target
-    from gptworks.training.rehearsal.estimate import with_what_is_prepared  # imports torch
+    from gptworks.training.rehearsal.estimate import with_what_is_prepared  # late: it imports torch
 
     recipe, _ = with_what_is_prepared(load_recipe(target, overrides))
     return recipe.model, recipe.name

@@ -27,7 +27,7 @@ def init(
 ) -> None:
     """Write a recipe for a folder of texts.
 
-    The recipe is sized for this machine, from a measured training step, and for the given training time.
+    Measures a training step on this machine, and sizes the recipe for the given training time.
     """
     from gptworks.draft.writing import check_new
     from gptworks.files import write_whole
@@ -73,7 +73,7 @@ def tune(
 ) -> None:
     """Write a recipe that fine-tunes a model.
 
-    The model and the examples determine template, context, rates and epochs.
+    The model and the examples determine chat template, context length, learning rate and epochs.
     """
     from gptworks.cli.prepare import prepare_with_progress
     from gptworks.describe.plan_tables import plan_json

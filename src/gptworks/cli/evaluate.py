@@ -45,10 +45,10 @@ def evaluate(
 ) -> None:
     """Measure a run: loss, perplexity, bits per byte, tasks.
 
-    By default on the whole validation split.
+    By default, measures loss on the whole validation split.
 
     Results of --text, --task, --harness, --calibration and --memorization are saved in RUN/evaluations and in the
-    model card; with --weights int8 their names end in -int8. KEY=VALUE overrides a setting of the run:
+    model card; with --weights int8 their names end in -int8. KEY=VALUE overrides a setting of the run, as in
     model.context_length=1024 model.rope_scaling.type=yarn.
     """
     from gptworks.api import evaluate as measure

@@ -69,7 +69,7 @@ def generate(
     device: options.Device = "auto",
     as_json: options.AsJSON = False,
 ) -> None:
-    """Continue a prompt, streaming, or every prompt of a file."""
+    """Continue a prompt as a stream, or all prompts of a file."""
     from gptworks.files import read_given
     from gptworks.infer.sampling import SamplingSettings
 
@@ -140,7 +140,7 @@ def generate(
 
 
 def _asked(engine: "Engine", settings: "SamplingSettings") -> "tuple[SamplingSettings, Callable[[str], Prompt]]":
-    """The settings extended by the tokens that end an answer, and a function that turns a question into a prompt."""
+    """Return settings that also stop at the tokens that end an answer, and a function from a question to a prompt."""
     template = engine.chat_template
     if template is None:
         raise UserError("--chat: this run has no chat template; a base model is asked without.")
@@ -157,8 +157,8 @@ def drafter_of(
     backend: BackendName,
     weights: LoadedWeights = "auto",
 ) -> "Drafter | None":
-    """A drafter of `n_tokens` tokens at a time: a smaller model, the run's own multi-token heads, or prompt lookup.
-    Returns None if `n_tokens` is 0.
+    """Return a drafter of `n_tokens` tokens at a time, or None if `n_tokens` is 0. It is the smaller `model`, else the
+    run's own multi-token heads, else prompt lookup.
 
     A quantized draft model ignores `weights`, because drafts do not change the text.
     """
@@ -217,7 +217,7 @@ def chat(
     checkpoint: options.WhichCheckpoint = "best",
     device: options.Device = "auto",
 ) -> None:
-    """Talk with a model. A base model has no turns: it continues the growing text."""
+    """Chat with a model. A base model has no turns: it continues the whole text."""
     from gptworks.cli.chat_terminal import Talk, Terminal
     from gptworks.infer.chat import chat_session
 

@@ -12,18 +12,18 @@ _NAMES = {"int": "N", "float": "X", "str": "TEXT", "path": "FILE"}
 
 
 def shown_name(name: str) -> str:
-    """The name of an argument or option with its value as N, X, TEXT or FILE."""
+    """Return the name of an argument or option, with its value shown as N, X, TEXT or FILE."""
     return _VALUE.sub(lambda match: _NAMES.get(match[1], match[1]), name)
 
 
 class Command(TyperCommand):
-    """A command whose help shows arguments by their names only."""
+    """A command whose help shows only the names of arguments, without their types."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
         except BadParameter as error:
-            error.message = error.message.removeprefix("Value error, ")  # pydantic's prefix
+            error.message = error.message.removeprefix("Value error, ")  # a prefix that pydantic adds
             raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -44,7 +44,7 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """The group of all commands, each listed under the heading of its panel."""
+    """The group of all commands; its help lists each command under a heading."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         width = max(map(len, self.commands))

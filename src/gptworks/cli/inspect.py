@@ -1,4 +1,4 @@
-"""The command that shows conversations as they are learned: inspect."""
+"""The command that shows what training learns from conversations: inspect."""
 
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,9 +26,9 @@ def inspect(
     validation: Annotated[bool, Option("--validation", help="Show held-out examples.")] = False,
     as_json: options.AsJSON = False,
 ) -> None:
-    """Show what conversations or pairs of answers teach.
+    """Show what conversations or preference pairs teach.
 
-    Figures, faults, and examples coloured by what is learned.
+    Prints figures, faults, and examples with the learned text coloured.
     """
     from gptworks.data.conversations.inspection import Inspection, inspect_records
     from gptworks.data.conversations.packing import Examples
@@ -67,7 +67,7 @@ def inspect(
 
 
 def parts_of(examples: "Examples", example: int, prepared: "Prepared", context: int) -> list[Part]:
-    """An example's text in parts, each with flags: whether it is learned, and whether it lies beyond the context."""
+    """Split an example's text into parts, each with two flags: whether it is learned, and is beyond the context."""
     ids, learned = examples.tokens(example)
     kinds = [(bool(learned[i]), i > context) for i in range(len(ids))]
     return [
@@ -82,7 +82,7 @@ def parts_of(examples: "Examples", example: int, prepared: "Prepared", context: 
 
 
 def _show(examples: list[dict[str, Any]]) -> None:
-    """Print learned text in green, and text beyond the context in red; without colours, print both in brackets."""
+    """Print learned text in green, and text beyond the context in red; without colours, mark them by ⟦⟧ and ✂."""
     from rich.text import Text
 
     console = console_of()

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have."""
+"""Arguments and options that several commands share."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ from gptworks.choices import BackendName, CacheName, DeviceName, LoadedWeights
 
 
 def recipe_names(incomplete: str) -> list[str]:
-    """The names of shipped recipes that begin with `incomplete`."""
+    """Return the names of shipped recipes that begin with `incomplete`."""
     from gptworks.recipes import shipped_paths
 
     return [name for name in shipped_paths() if name.startswith(incomplete)]
@@ -78,6 +78,6 @@ ApiKeys = Annotated[
 
 
 def without_environment(keys: list[str] | None) -> tuple[str, ...]:
-    """The API keys, removed from the environment so that child processes do not inherit them."""
+    """Return the API keys, and remove them from the environment so that child processes do not inherit them."""
     os.environ.pop("GPTWORKS_API_KEY", None)
     return tuple(keys or ())

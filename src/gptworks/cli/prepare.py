@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def preparing() -> "Iterator[Report]":
-    """Show progress bars with MB/s and the remaining time; yields the function that updates them."""
+    """Show progress bars with MB/s and the remaining time; yield the function that updates them."""
     from rich.progress import BarColumn, TimeElapsedColumn, TimeRemainingColumn, TransferSpeedColumn
 
     names = {
@@ -46,7 +46,7 @@ def prepare_with_progress(recipe: "AnyRecipe", merge: bool = False) -> "Prepared
     """Build the recipe's dataset with progress bars.
 
     Args:
-        merge: join the parts that were built separately.
+        merge: instead of building, join the parts that were built separately.
     """
     from gptworks.data.prepare import merge_parts
     from gptworks.data.prepare import prepare as prepare_data

@@ -47,7 +47,7 @@ def console_of(stderr: bool = False) -> "Console":
 
 @contextmanager
 def progress_bars(*columns: "ProgressColumn | str") -> "Iterator[Progress]":
-    """Progress bars on stderr, if it is a terminal and this is the first rank. Outer bars are hidden meanwhile."""
+    """Show progress bars on stderr, if it is a terminal and this is the first rank. Outer bars are hidden meanwhile."""
     from rich.progress import Progress
 
     console = console_of(stderr=True)
@@ -72,7 +72,7 @@ _shown: "list[Progress]" = []
 def working(what: str) -> "Iterator[Callable[[int, int], None]]":
     """Show a task and its elapsed time; call the yielded function with the number of items done and their total.
 
-    Print results after it ends, not inside.
+    Print results after the context ends, not inside it.
     """
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 

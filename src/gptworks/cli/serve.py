@@ -44,7 +44,7 @@ def serve(
 ) -> None:
     """Serve models through an OpenAI-compatible API.
 
-    Completions, chat and embeddings.
+    Offers completions, chat and embeddings.
     """
     runs = _runs(run, model or [])
     from gptworks.units import readable
@@ -92,7 +92,7 @@ def serve(
 
 
 def _runs(run: Path | None, named: list[str]) -> dict[str, Path]:
-    """The run folders by the names of their models."""
+    """Return the run folders by the names of their models."""
     runs: dict[str, Path] = {}
     pairs = [] if run is None else [(run.resolve().name, run)]
     for pair in named:
@@ -110,7 +110,7 @@ def _runs(run: Path | None, named: list[str]) -> dict[str, Path]:
 
 
 def shown_host(host: str) -> str:
-    """A host in the form that URLs require."""
+    """Return a host in the form that URLs require: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
 
 

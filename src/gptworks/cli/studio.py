@@ -38,10 +38,10 @@ def studio(
     backend: options.Backend = "auto",
     device: options.Device = "auto",
 ) -> None:
-    """Use your runs, and look into them, on a page in the browser.
+    """Use and inspect your runs on a page in the browser.
 
-    The runs may still be training: a checkpoint is loaded when it is asked for. The link that the command prints signs
-    one browser in; then it prints another.
+    The runs may still be training: the studio loads a checkpoint when you ask for it. The command prints a link that
+    signs one browser in, and a new link once it was used.
     """
     if not runs and not DEFAULT_RUNS.is_dir():
         raise UserError("there is no folder runs here: name run folders, or folders of them: gptworks studio RUNS.")
@@ -103,7 +103,7 @@ def _invitations(sign_in: "SignIn", address: str, opens: bool) -> "Iterator[None
 
 
 def _page_of(link: str) -> str:
-    """An HTML page that redirects to a link of the studio without sending a referrer."""
+    """Return an HTML page that redirects to a link of the studio without sending a referrer."""
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="referrer" content="no-referrer">'
         f'<meta http-equiv="refresh" content="0; url={link}"><title>gptworks studio</title>'

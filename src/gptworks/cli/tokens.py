@@ -12,7 +12,7 @@ _ON_ONE_LINE = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥"})
 
 
 def harmless(text: str, one_line: bool = False) -> str:
-    """The text with its control characters replaced by visible signs or U+FFFD."""
+    """Return the text with its control characters replaced by visible signs or U+FFFD."""
     from gptworks.pages.parts import printable
 
     shown = printable(text)
@@ -20,7 +20,7 @@ def harmless(text: str, one_line: bool = False) -> str:
 
 
 def quoted(hit: "Hit") -> "Text":
-    """A found phrase with the text around it, on one line."""
+    """Return a found phrase with the text around it, on one line."""
     from rich.text import Text
 
     before, text, after = (harmless(part, one_line=True) for part in (hit.before, hit.text, hit.after))
@@ -29,7 +29,7 @@ def quoted(hit: "Hit") -> "Text":
 
 
 def bordered(tokens: Sequence[dict[str, Any]], coloured: bool) -> "Text":
-    """The text of tokens from `RunData`, with a border after each.
+    """Return the text of tokens from `RunData`, with a border after each.
 
     If some tokens are not learned, the learned ones are green, or in brackets without colours. Tokens without text
     are shown by their spelling.

@@ -28,9 +28,9 @@ def train(
 ) -> None:
     """Train the recipe's model.
 
-    Everything it writes is in the run folder (run_dir=...).
+    Writes its results to the run folder (run_dir=...).
 
-    Started by torchrun or `gptworks launch`, several processes train it together.
+    Processes that torchrun or `gptworks launch` starts train the model together.
     """
     with working("starting"):
         from gptworks.api import train as train_recipe
@@ -48,7 +48,7 @@ def fork(
 ) -> None:
     """Continue a run's checkpoint in a new folder.
 
-    The new run begins with the other's state at that step and records the changed settings.
+    The new run begins with the checkpoint's state and records the changed settings.
     """
     with working("linking the checkpoint"):
         from gptworks.recipe import load_recipe
@@ -72,7 +72,7 @@ def launch(
 ) -> None:
     """Train in several processes on this machine.
 
-    train.parallel sets how they share the work.
+    train.parallel sets how the processes divide the work.
     """
     from gptworks.api import settings_of, with_changes
     from gptworks.training.distributed.launch import launch as start
