@@ -19,7 +19,7 @@ _SHORT_WRITE = re.compile(r"^\d+ requested and \d+ written$")
 
 @contextlib.contextmanager
 def naming_disk_errors(what: str, place: Path, advice: str, needed_bytes: int | None = None) -> Iterator[None]:
-    """A context that turns disk errors into a RunError with the reason and `advice`. Other errors pass.
+    """Within the context, turn disk errors into a RunError with the reason and `advice`. Other errors pass.
 
     Disk errors are those of a full, failing or read-only disk, and OSErrors about `place` or a path above or below it.
 
@@ -35,7 +35,7 @@ def naming_disk_errors(what: str, place: Path, advice: str, needed_bytes: int | 
     except UserError:
         raise
     except Exception as error:
-        cause = error.__cause__ if isinstance(error, RunError) else error  # name `place`, not a file in it
+        cause = error.__cause__ if isinstance(error, RunError) else error  # a RunError may name a file inside `place`
         if not isinstance(cause, Exception) or not (_is_of_the_disk(cause) or _concerns(cause, place.absolute())):
             raise
         raise RunError(f"{what}: {why_not_written(cause, place, needed_bytes)}. {advice}") from cause
@@ -56,9 +56,8 @@ def _concerns(error: Exception, place: Path) -> bool:
 
 
 def why_not_written(error: Exception, place: Path, needed_bytes: int | None) -> str:
-    """The reason why files could not be written, and the file if known; for a full or failing disk also its mount
-    point, its free bytes and, if known, the needed bytes. A library's message already contains the system's reason.
-    """
+    """Return why files could not be written, and which file if known; for a full or failing disk also its mount point,
+    its free bytes and, if known, the needed bytes. A library's message already contains the system's reason."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     file = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
     if not _is_of_the_disk(error):

@@ -2,7 +2,7 @@
 
 A recipe may come from someone else, and its files are fetched with the rights and from the network of the user. So a
 server's name is resolved once, all its addresses are checked, and the connection goes to one of them: the name cannot
-lead elsewhere afterwards (DNS rebinding). The same holds for each redirect.
+lead elsewhere afterwards (DNS rebinding). Each redirect is checked in the same way.
 """
 
 import base64
@@ -43,16 +43,16 @@ HEADER_SECONDS = 60
 """Longest wait for the headers of a response."""
 SLOW_SECONDS = 60
 SLOW_BYTES = 1 << 16
-"""Fewest bytes that must arrive in each SLOW_SECONDS."""
+"""A download fails if fewer bytes than this arrive within SLOW_SECONDS."""
 _CHUNK_BYTES = 1 << 20
 _URL = re.compile(r"[!#-;=?-\[\]_a-z~]{1,4096}")
-"""A URL of at most 4,096 characters, with special characters percent-encoded."""
+"""Matches a URL of at most 4,096 characters, with special characters percent-encoded."""
 _NAT64 = IPv6Network("64:ff9b::/96")
 _NETWORK = (OSError, http.client.HTTPException)
 
 
 def reach() -> Reach:
-    """The allowed origins of downloads, from the environment.
+    """Return the allowed origins of downloads, from the environment.
 
     Raises:
         UserError: the variable has an unknown value.
@@ -64,7 +64,7 @@ def reach() -> Reach:
 
 
 def check_url(url: str, within: Reach | None = None) -> SplitResult:
-    """The parts of a plain https URL; http is allowed only to this machine, with `private`.
+    """Return the parts of a plain https URL; http is allowed only to this machine, with `private`.
 
     Args:
         within: allowed origins; None: `reach()`.
@@ -100,7 +100,7 @@ def check_public(url: str) -> None:
     host = check_url(url, "public").hostname or ""
     try:
         is_refused = not is_public(host)
-    except ValueError:  # the host is a name
+    except ValueError:  # `host` is a name, not an address
         is_refused = host == "localhost" or host.endswith((".localhost", ".local", ".internal"))
     if is_refused:
         raise UserError(f"url={url[:200]}: {host} belongs to this machine or its network. Give a public address.")
@@ -121,8 +121,8 @@ def is_public(address: str) -> bool:
 
 
 def fetched(url: str, sha256: str, folder: Path) -> Path:
-    """The local copy of the file at `url`, downloaded once into a folder. The copy gets its name only if its sha256 is
-    right. The next call continues an interrupted download.
+    """Return the local copy of the file at `url`, downloaded once into a folder. The copy gets its name only if its
+    sha256 is right. The next call continues an interrupted download.
 
     Args:
         folder: made with mode 0700 if it is missing; files get mode 0600.
@@ -155,13 +155,13 @@ def fetched(url: str, sha256: str, folder: Path) -> Path:
 
 
 def _plain(path: str) -> str:
-    """The file name in a URL's path, with only characters that every system allows."""
+    """Return the file name in a URL's path, with only characters that every system allows."""
     name = re.sub(r"[^A-Za-z0-9._-]", "_", unquote(path).rpartition("/")[2])[-100:]
     return name or "download"
 
 
 def _is_there(file: Path) -> bool:
-    """Whether the file exists; makes it private if other users may read it."""
+    """Return whether the file exists; make it private if other users may read it."""
     try:
         found = file.lstat()
     except FileNotFoundError:
@@ -189,7 +189,7 @@ def _fetch(url: str, partial: Path) -> None:
                     place = urljoin(place, response.getheader("Location") or "")
                     continue
                 if response.status == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and have:
-                    return  # the file is complete, or a different one: its sha256 decides
+                    return  # `partial` is complete, or another file: its sha256 decides
                 if response.status not in (http.HTTPStatus.OK, http.HTTPStatus.PARTIAL_CONTENT):
                     raise ConnectionError(f"the server answers {response.status} {response.reason[:100]!r}")
                 _save(response, partial, have if response.status == http.HTTPStatus.PARTIAL_CONTENT else 0)
@@ -262,7 +262,7 @@ def _answer(connection: "_Connection", url: str, have: int) -> http.client.HTTPR
 
 @contextlib.contextmanager
 def _within(seconds: float, connection: "_Connection") -> Iterator[None]:
-    """A context that ends the connection after `seconds`, even if the server sends something now and then.
+    """Within the context, end the connection after `seconds`, even if the server sends something now and then.
 
     Raises:
         TimeoutError: the context took longer.
@@ -318,7 +318,7 @@ class _Connection(http.client.HTTPConnection):
 
 
 def _connection(parts: SplitResult) -> _Connection:
-    """A connection, not yet open, to a server after a check of all its addresses.
+    """Check all addresses of a server, and return a connection to it that is not yet open.
 
     Raises:
         UserError: an address of the server is not allowed.
@@ -332,7 +332,7 @@ def _connection(parts: SplitResult) -> _Connection:
     except OSError:
         if proxy is None or within == "guarded":
             raise
-        return _Connection(parts, host, proxy)  # only the proxy resolves names
+        return _Connection(parts, host, proxy)  # only the proxy can resolve the name
     except UnicodeError:
         raise OSError(f"{host[:100]!r} is not a server's name") from None
     addresses = [str(one[4][0]) for one in found]

@@ -9,8 +9,8 @@ from gptworks.files.read import check_kind, check_names
 
 
 def file_lock(path: Path, *, timeout: float = -1, mode: int = 0o644) -> FileLock:
-    """A lock between processes, not acquired yet. Acquiring it makes a missing file and may truncate an existing one,
-    so a file that has contents and other names (hard links) is refused.
+    """Return a lock between processes, not acquired yet. Acquiring it makes a missing file and may truncate an existing
+    one, so a file that has contents and other names (hard links) is refused.
 
     Args:
         timeout: seconds to wait for the lock, before `filelock.Timeout`; -1: no limit.

@@ -2,8 +2,8 @@
 
 Opening a FIFO would block, reading a device would never end, and a link could lead to any file of the user. So each
 name on the way from the folder to the file is opened separately, without following a link, relative to an open folder:
-the file that was checked is the one that is read. A link that stays inside the folder is resolved in the same way, and
-so is one in Hugging Face's cache from `snapshots/REVISION/` to `blobs/`.
+the file that was checked is the one that is read. A link that stays inside the folder is resolved in the same way, as
+is a link from `snapshots/REVISION/` to `blobs/` in Hugging Face's cache.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | O_DIRECTORY
 """Flags to open a folder above a file, even if the folder is not readable."""
 _MOST_LINKS = 40
 PIPE_SECONDS = 1.0
-"""Longest wait for the writer of a pipe. A shell has both ends open before it starts a command."""
+"""Longest wait for the writer of a pipe, since a shell opens both ends before it starts a command."""
 _CHUNK_BYTES = 1 << 16
 
 
@@ -52,18 +52,18 @@ def open_regular(path: Path, *, inside: Path | None = None, max_bytes: int | Non
 
 
 def check_regular(path: Path, max_bytes: int | None = None, *, inside: Path | None = None) -> None:
-    """Raises the errors of `open_regular`; call it before a library opens a file by name."""
+    """Raise the errors of `open_regular`; call this before a library opens a file by name."""
     open_regular(path, inside=inside, max_bytes=max_bytes).close()
 
 
 def read_regular(path: Path, max_bytes: int, *, inside: Path | None = None) -> bytes:
-    """The bytes of a regular file, at most `max_bytes`; arguments and errors: see `open_regular`."""
+    """Read the bytes of a regular file, at most `max_bytes`; arguments and errors: see `open_regular`."""
     with open_regular(path, inside=inside, max_bytes=max_bytes) as file:
         return _bounded(file, path, max_bytes)
 
 
 def read_text(path: Path, max_bytes: int, *, inside: Path | None = None) -> str:
-    """The text of a regular UTF-8 file, with its line ends as they are; see `open_regular`.
+    """Read the text of a regular UTF-8 file, with its line ends unchanged; see `open_regular`.
 
     Raises:
         UserError, OSError: as `open_regular`; UserError also if the file is not UTF-8.
@@ -89,7 +89,7 @@ def open_given(path: Path, max_bytes: int) -> BinaryIO:
 
 
 def read_given(path: Path, max_bytes: int) -> str:
-    """The UTF-8 text of a file or pipe that a command's option names; see `open_given`.
+    """Read the UTF-8 text of a file or pipe that a command's option names; see `open_given`.
 
     Raises:
         UserError, OSError: as `open_given`; UserError also if the text is not UTF-8.
@@ -138,7 +138,7 @@ def _decoded(data: bytes, path: Path) -> str:
 
 
 def read_array(path: Path, dtype: "npt.DTypeLike", *, inside: Path | None = None) -> "npt.NDArray[Any]":
-    """A regular file's bytes as a 1-D array of `dtype`; errors: see `open_regular`."""
+    """Read a regular file's bytes as a 1-D array of `dtype`; errors: see `open_regular`."""
     import numpy as np
 
     with open_regular(path, inside=inside) as file:
@@ -146,7 +146,7 @@ def read_array(path: Path, dtype: "npt.DTypeLike", *, inside: Path | None = None
 
 
 def map_array(path: Path, dtype: "npt.DTypeLike", *, inside: Path | None = None) -> "npt.NDArray[Any]":
-    """Like `read_array`, but memory-mapped and read-only; the file must not be empty."""
+    """Map a file to memory as a read-only 1-D array; errors as `read_array`. The file must not be empty."""
     import numpy as np
 
     with open_regular(path, inside=inside) as file:
@@ -158,7 +158,7 @@ Stamp = tuple[int, int, int]
 
 
 def stamp(path: Path) -> Stamp | None:
-    """The stamp of a file or folder; None if it does not exist."""
+    """Return the `Stamp` of a file or folder; None if it does not exist."""
     try:
         found = os.stat(path)  # noqa: PTH116 half the time of Path.stat, for hundreds of runs each second
     except OSError:
@@ -167,15 +167,15 @@ def stamp(path: Path) -> Stamp | None:
 
 
 def check_inside(path: Path, inside: Path) -> None:
-    """Raises a UserError if a link leads `path`, which need not exist, out of the folder `inside`. Call it before a
+    """Raise a UserError if a link leads `path`, which need not exist, out of the folder `inside`. Call this before a
     library opens the path by name."""
     with contextlib.suppress(FileNotFoundError):
         os.close(_open_inside(path, inside))
 
 
 def check_links(folder: Path) -> None:
-    """Raises a UserError if a folder has a link that leads out of it; call it before writing to the folder. Of the
-    hidden names only `.lock` is checked, since nothing is written to others."""
+    """Raise a UserError if a folder has a link that leads out of it; call this before writing to the folder. Of hidden
+    names only `.lock` is checked, since nothing is written to others."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.is_symlink() and (path.name == ".lock" or not path.name.startswith(".")):
             check_inside(path, folder)
@@ -202,7 +202,7 @@ def check_tree(folder: Path) -> None:
 
 
 def open_folder(path: Path, *, inside: Path | None = None) -> int:
-    """An open descriptor of a folder, which stays valid if the folder is renamed.
+    """Return an open descriptor of a folder, which stays valid if the folder is renamed.
 
     Args:
         inside: see `open_regular`.
@@ -224,13 +224,13 @@ def open_folder(path: Path, *, inside: Path | None = None) -> int:
 
 
 def check_names(path: Path, found: os.stat_result) -> None:
-    """Raises a UserError if a file that is to be changed has other names (hard links)."""
+    """Raise a UserError if a file that is to be changed has other names (hard links)."""
     if found.st_nlink > 1:
         raise UserError(f"{path} has another name elsewhere (a hard link), which would change too: copy it.")
 
 
 def check_kind(path: Path, found: os.stat_result, max_bytes: int | None = None) -> None:
-    """Raises a UserError if `found`, the status of a file, is not a regular file's or has more than `max_bytes`."""
+    """Raise a UserError if `found`, a file's status, is not that of a regular file of at most `max_bytes`."""
     if stat.S_ISLNK(found.st_mode):
         raise UserError(f"{path} is a link, and links are not written through: put a file there, or delete the link.")
     if not stat.S_ISREG(found.st_mode):
@@ -241,16 +241,16 @@ def check_kind(path: Path, found: os.stat_result, max_bytes: int | None = None) 
 
 
 def _open_anywhere(path: Path) -> int:
-    """An open descriptor of a file that the user named, following links."""
+    """Return an open descriptor of a file that the user named, following links."""
     _check_name(path)
-    found = path.stat()  # opening a device may have an effect
+    found = path.stat()  # first, since opening a device may have an effect
     if not stat.S_ISREG(found.st_mode):
         check_kind(path, found)
     return os.open(path, os.O_RDONLY | O_NONBLOCK)
 
 
 def _check_name(path: Path) -> None:
-    """Raises a UserError for a name that no file can have, as JSON may contain: system calls raise other errors."""
+    """Raise a UserError for a name that no file can have: JSON may contain one, and system calls raise other errors."""
     try:
         if b"\0" not in os.fsencode(path):
             return
@@ -260,7 +260,7 @@ def _check_name(path: Path) -> None:
 
 
 def _open_inside(path: Path, inside: Path) -> int:
-    """An open descriptor of `path`, after opening each name on the way from `inside` separately."""
+    """Return an open descriptor of `path`, after opening each name on the way from `inside` separately."""
     _check_name(path)
     root, names = Path(os.path.realpath(inside)), Path(os.path.normpath(path.relative_to(inside)))
     try:
@@ -285,8 +285,8 @@ def _open_inside(path: Path, inside: Path) -> int:
 
 
 def _walk(root: Path, names: Path, path: Path) -> tuple[int, Path | None]:
-    """A descriptor of the file or folder that the names lead to from the root; or, at the first link, -1 and the names
-    with the link resolved."""
+    """Return a descriptor of the file or folder that the names lead to from the root; or, at the first link, -1 and the
+    names with the link resolved."""
     held, parts = os.open(root, _FOLDER), names.parts
     try:
         for n, name in enumerate(parts):

@@ -11,19 +11,19 @@ from gptworks.files.write import write_whole
 
 
 def sha256_file(path: Path, *, inside: Path | None = None, max_bytes: int | None = None) -> str:
-    """The sha256 of a regular file's bytes, in hex; arguments and errors: see `open_regular`."""
+    """Return the sha256 of a regular file's bytes, in hex; arguments and errors: see `open_regular`."""
     with open_regular(path, inside=inside, max_bytes=max_bytes) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sealed_json(tree: dict[str, Any]) -> str:
-    """A mapping as JSON text, to which the sha256 of its contents is added."""
+    """Return a mapping as JSON text, with the sha256 of the mapping added."""
     digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode("ascii")).hexdigest()
     return json.dumps({**tree, "sha256": digest}, indent=2, ensure_ascii=False) + "\n"
 
 
 def unsealed_json(data: bytes) -> dict[str, Any]:
-    """The mapping of a `sealed_json` text.
+    """Check a `sealed_json` text and return its mapping.
 
     Raises:
         ValueError: the data is not a `sealed_json` text, or a byte of it has changed.
@@ -41,7 +41,7 @@ SUMS_FILE = "sums.json"
 
 
 def write_sums(folder: Path) -> None:
-    """Write the sha256 of each file of a folder into its `sums.json`, for `check_sums`."""
+    """Write the sha256 of each file in a folder to the folder's `sums.json`, for `check_sums`."""
     sums = {path.name: sha256_file(path) for path in sorted(folder.iterdir()) if path.name != SUMS_FILE}
     write_whole(folder / SUMS_FILE, sealed_json({"files": sums}))
 

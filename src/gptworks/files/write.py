@@ -2,7 +2,7 @@
 
 A file is written under a new random name, flushed, and renamed over the old one, all relative to a folder that is
 opened once. Links are not followed: a link at the target is replaced. A temporary file is locked while its writer
-lives; the next writer of the same name removes files that a killed one left.
+lives; the next writer of the same target removes temporary files that a killed writer left.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ def sync(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and the missing ones above it; a crash does not lose their names."""
+    """Make a folder and its missing parents, and flush their names to the disk."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in reversed(missing):
@@ -57,7 +57,7 @@ def make_folder(path: Path) -> None:
 
 
 def link_or_copy(file: Path, to: Path) -> None:
-    """Give a file a second name, or copy it if the file system has no hard links."""
+    """Make `to` a hard link of a file, or a copy if the file system has no hard links."""
     try:
         to.hardlink_to(file)
     except FileNotFoundError:
@@ -70,7 +70,7 @@ def link_or_copy(file: Path, to: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, *, inside: Path | None = None, private: bool = False) -> Iterator[BinaryIO]:
-    """A file to write to, which replaces `path` at the end: readers see the old file or the new one, never a part. If
+    """Yield a file to write to, which replaces `path` at the end: readers see the old or the new file, never a part. If
     writing fails, the old file stays. The new file has the old file's mode or, without an old file, the umask's.
 
     Args:
@@ -104,8 +104,8 @@ def replacing(path: Path, *, inside: Path | None = None, private: bool = False) 
 
 @contextlib.contextmanager
 def replacing_by_name(path: Path, *, private: bool = False) -> Iterator[Path]:
-    """Like `replacing`, for a library that opens its output by name: yields a path to write to, in a private folder.
-    Missing folders above `path` are made."""
+    """Like `replacing`, for a library that opens its output by name: yield a path to write to, in a private folder.
+    Missing folders above `path` are made first."""
     with naming_disk_errors(f"{path} could not be written", path, _ADVICE):
         make_folder(path.absolute().parent)
         with _held(path.parent) as folder, _new_private_folder(path, folder) as (name, aside, _):
@@ -126,7 +126,7 @@ def replacing_by_name(path: Path, *, private: bool = False) -> Iterator[Path]:
 def write_whole(
     path: Path, data: str | bytes, *, inside: Path | None = None, private: bool = False, new: bool = False
 ) -> None:
-    """Write all of a small file at once, text in UTF-8, in place of an old one; see `replacing`.
+    """Write a whole small file, text in UTF-8, in place of an old one; see `replacing`.
 
     Args:
         new: the file must not exist yet; see `making`.
@@ -141,11 +141,11 @@ def write_whole(
 
 @contextlib.contextmanager
 def new_folder(out: Path, needed_bytes: int | None = None, *, inside: Path | None = None) -> Iterator[Path]:
-    """A private folder to fill, which is flushed and renamed to `out` at the end: `out` is complete or missing.
+    """Yield a private folder to fill, which is flushed and renamed to `out` at the end: `out` is complete or missing.
 
     Args:
         out: a path that does not exist, or an empty folder; see `check_free`.
-        needed_bytes: bytes that will be written, for the message; None: unknown.
+        needed_bytes: bytes that will be written, for the error's message; None: unknown.
         inside: see `replacing`.
 
     Raises:
@@ -218,7 +218,7 @@ def open_to_append(path: Path, *, inside: Path | None = None) -> BufferedRandom:
 
 @contextlib.contextmanager
 def making(path: Path, *, inside: Path | None = None, private: bool = False) -> Iterator[BinaryIO]:
-    """A new file to write to, which is flushed at the end, or removed if writing fails.
+    """Yield a new file to write to, which is flushed at the end, or removed if writing fails.
 
     Args:
         inside, private: see `replacing`.
@@ -300,12 +300,12 @@ def remove_tree(path: Path) -> None:
 
 
 def check_free(out: Path) -> None:
-    """Raises a UserError if the path is a file, or a folder that is not empty."""
+    """Raise a UserError if the path is a file, or a folder that is not empty."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty folder: give another place, or delete it.")
 
 
-# --------------------------------------------------------------------------------------------- names in a held folder
+# -------------------------------------------------------------------------------------------- names in an open folder
 
 _NO_SURPRISE = O_NOFOLLOW | O_NONBLOCK
 """Flags for `os.open`: do not follow a link, do not wait for a FIFO."""
@@ -325,7 +325,7 @@ def _held(folder: Path, inside: Path | None = None) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """A context that sets the full path in an OSError, as a call relative to a folder knows at most the last name."""
+    """Within the context, set the full path in an OSError, since a call relative to a folder knows only a name."""
     try:
         yield
     except OSError as error:
@@ -343,7 +343,7 @@ def _sync(descriptor: int) -> None:
 
 
 def _mode_of(path: Path, folder: int) -> int | None:
-    """The permission bits of the file to replace; None if it does not exist or is a link.
+    """Return the permission bits of the file to replace; None if it does not exist or is a link.
 
     Raises:
         UserError: the path is a FIFO, socket or device, which must not be replaced.
@@ -358,14 +358,14 @@ def _mode_of(path: Path, folder: int) -> int | None:
 
 
 def _stem(name: str) -> str:
-    """The beginning of the names of all temporary files for a target's name."""
+    """Return the prefix of the names of all temporary files for a target's name."""
     encoded = os.fsencode(name)
     short = name if len(encoded) <= _MOST_NAME_BYTES else hashlib.sha256(encoded).hexdigest()
     return f"{_PREFIX}{short}."
 
 
 def _new_file(name: str, folder: int, mode: int) -> tuple[str, int]:
-    """The name and descriptor of a new temporary file to write to, locked while it is open."""
+    """Make a temporary file to write to, locked while it is open; return its name and descriptor."""
     _remove_leftovers(name, folder)
     while True:
         aside = _stem(name) + secrets.token_hex(_TOKEN_BYTES)
@@ -377,8 +377,8 @@ def _new_file(name: str, folder: int, mode: int) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def _new_private_folder(path: Path, folder: int) -> Iterator[tuple[str, int, int]]:
-    """A context with a new locked folder next to `path` that only the owner may enter: its name, its descriptor, and
-    the umask's mode for folders. At the end the folder is deleted, unless it was renamed."""
+    """Make a locked folder next to `path` that only the owner may enter; yield its name, its descriptor, and the
+    umask's mode for folders. At the end delete the folder, unless it was renamed."""
     with _named(path):
         _remove_leftovers(path.name, folder)
         while True:
@@ -398,7 +398,7 @@ def _new_private_folder(path: Path, folder: int) -> Iterator[tuple[str, int, int
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock a new file or folder until it is closed; False if another process has removed it meanwhile."""
+    """Lock a new file or folder until it is closed; return False if another process has removed it meanwhile."""
     with contextlib.suppress(OSError, ImportError):  # without locks, leftovers stay
         import fcntl
 
@@ -407,7 +407,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _remove_leftovers(name: str, folder: int) -> None:
-    """Remove this user's temporary files and folders of this name that no process has locked."""
+    """Remove this user's temporary files and folders for the target `name` that no process has locked."""
     pattern = re.compile(re.escape(_stem(name)) + rf"[0-9a-f]{{{2 * _TOKEN_BYTES}}}")
     try:
         import fcntl
