@@ -198,7 +198,7 @@ def _architecture(target: str, overrides: list[str]) -> tuple["ModelConfig", str
     if is_preset(target):
         tree = apply_overrides({"model": {"preset": target}}, overrides)
         return parse_model(tree["model"], target), target
-    from gptworks.training.rehearsal.estimate import with_what_is_prepared  # late: it imports torch
+    from gptworks.training.rehearsal.estimate import with_what_is_prepared  # late, since it imports torch
 
     recipe, _ = with_what_is_prepared(load_recipe(target, overrides))
     return recipe.model, recipe.name

@@ -69,7 +69,7 @@ def generate(
     device: options.Device = "auto",
     as_json: options.AsJSON = False,
 ) -> None:
-    """Continue a prompt as a stream, or all prompts of a file."""
+    """Continue a prompt, or every prompt of a file. The text of a single continuation is streamed."""
     from gptworks.files import read_given
     from gptworks.infer.sampling import SamplingSettings
 
@@ -181,7 +181,7 @@ def drafter_of(
 
 
 def _generate_file(engine: "Engine", source: Path, target: Path, settings: "SamplingSettings", **options: Any) -> None:
-    """Continue a file of prompts with a progress bar."""
+    """Continue each prompt in a file, with a progress bar."""
     from gptworks.infer.batch import BatchReport, generate_file
 
     with working(f"continuing {source}") as show:

@@ -31,7 +31,7 @@ from gptworks.recipe import load_recipe
 from gptworks.tokenizer import fingerprint, token_bytes
 
 PLACEHOLDER_SOURCES = (PythonStdlibSource(type="python-stdlib"),)
-"""The sources in the recipe of an imported run, whose real sources are unknown."""
+"""Placeholder for the sources in the recipe of an imported run, whose real sources are unknown."""
 
 
 class EvaluatedRun:
@@ -184,7 +184,7 @@ class EvaluatedRun:
         return self._evaluation("memorization", found.measured(), found.n_texts, self.prepared.manifest.fingerprint)
 
     def of_these_weights(self, found: Evaluation) -> Evaluation:
-        """Return the result; if loading rounded the weights, its name, settings and notes say so."""
+        """Return `found`; if loading rounded the weights, say so in its name, settings and notes."""
         if self.rounded_to is None:
             return found
         note = f"weights rounded to {self.rounded_to} as they were loaded; the run's own are in fp32"

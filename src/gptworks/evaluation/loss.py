@@ -163,7 +163,7 @@ def evaluate_by_position(
 def watched(
     windows: Iterable[tuple[Tensor, ...]], n_tokens: int, stride: int | None, progress: Callable[[int, int], None]
 ) -> Iterator[Any]:
-    """Yield the windows of `n_tokens` tokens; after each, call `progress(targets done, all targets)`."""
+    """Yield the windows, which cover `n_tokens` tokens; after each, call `progress(targets done, all targets)`."""
     done, n_targets = 0, n_tokens - 1
     for window in windows:
         yield window

@@ -28,7 +28,7 @@ _WINDOWS = 64
 _PIECE_TOKENS = 1 << 22
 _MULTIPLIERS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
 Copied = dict[int, list[npt.NDArray[np.bool_]]]
-"""n → one array of flags per text: whether each n-gram of the text was found."""
+"""Length n → one array of flags per text, which say whether each n-gram of the text was found."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Memorization:
     """The n-grams that generated and held-out texts share with the training text, and the losses of both splits."""
 
     copied: dict[int, tuple[Floats, Floats]]
-    """n → counts [N, 2] of copied and of all n-grams in each text, for the generated and for the real continuations."""
+    """Length n → counts [N, 2] of copied and of all n-grams in each text, for generated and for real continuations."""
     training: Floats
     """Nats and tokens of each window of the training text, [W, 2]."""
     held_out: Floats

@@ -1,4 +1,4 @@
-"""Metrics of texts against references. Each is stored as statistics of the items, whose sums give the figure.
+"""Metrics that compare texts with references. Each is stored as statistics of the items, whose sums give the figure.
 
 Intervals and comparisons of runs need the statistics. sacrebleu computes BLEU and chrF, rouge-score ROUGE.
 """
@@ -92,5 +92,5 @@ def _scorer(metric: str) -> Any:
 
 
 def pass_at_k(n_samples: int, n_right: int, k: int) -> float:
-    """Estimate P(one of k samples is right) without bias: 1 − C(n − c, k) / C(n, k) (Chen et al., 2021, eq. 1)."""
+    """Estimate P(one of k samples is right) if c of n are: 1 − C(n − c, k) / C(n, k) (Chen et al., 2021, eq. 1)."""
     return 1 - math.comb(n_samples - n_right, k) / math.comb(n_samples, k)

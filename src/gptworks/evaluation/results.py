@@ -113,7 +113,7 @@ class Evaluation:
         return {**vars(self), "metrics": metrics, "notes": list(self.notes), "items": list(self.items)}
 
     def summary(self) -> dict[str, Any]:
-        """Return the evaluation as JSON without items and statistics; a figure's key is its name made an identifier."""
+        """Return the evaluation as JSON without items and statistics; a figure's key is its name as an identifier."""
         tree = self.to_json()
         del tree["items"]
         tree["metrics"] = {

@@ -40,7 +40,7 @@ class TextTokens:
         self.n_tokens = len(self.tokens)
         self.round_trips = tokenizer.decode(encoding.ids, skip_special_tokens=False) == text
         sizes = token_bytes(tokenizer)
-        unseen = 0 if begin or sizes is None else sizes[encoding.ids[0]]  # the first token is not predicted
+        unseen = 0 if begin or sizes is None else sizes[encoding.ids[0]]  # of the first token, if it is not predicted
         self.unseen_bytes = unseen
 
     def read(self, start: int, length: int) -> Int64s:

@@ -108,7 +108,7 @@ def _needed(name: str, folder: Path) -> list[str]:
 
 
 def _check_files(name: str, needed: list[str], there: dict[str, int]) -> None:
-    """Raise UserError if a needed file is missing or not safetensors; it explains how to convert pickled weights."""
+    """Raise UserError if a needed file is missing or not safetensors; explain how to convert pickled weights."""
     absent = [file for file in needed if file not in there or not file.endswith(".safetensors")]
     if not absent:
         return

@@ -168,7 +168,7 @@ def to_peft(family: Family, config: ModelConfig, adapter: LoRAConfig, tensors: M
 
 
 def _places(family: Family, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Place, list[str]]]:
-    """Yield the place in transformers of each weight that may have an adapter, and the names of our modules in it.
+    """Yield the `Place` in transformers of each weight that may have an adapter, and our names of the modules in it.
 
     Raises:
         UserError: an adapter belongs to experts that transformers stores as one tensor, not as modules.

@@ -16,7 +16,7 @@ from gptworks.model.gpt import GPT
 
 @dataclass(frozen=True)
 class Layout:
-    """A pair of functions: `join` makes one tensor of theirs from ours, and `split` is its exact inverse."""
+    """A pair of functions: `join` makes one tensor of the other program from ours, and `split` is its exact inverse."""
 
     join: Callable[[Sequence[Tensor], ModelConfig], Tensor]
     split: Callable[[Tensor, ModelConfig], Sequence[Tensor]]
@@ -72,7 +72,7 @@ def interleaved(x: Tensor, n_heads: int) -> Tensor:
 
 
 def _halved(x: Tensor, n_heads: int) -> Tensor:
-    """Invert `interleaved`."""
+    """Undo `interleaved`: move the even rows of each head before the odd ones."""
     return x.reshape(n_heads, -1, 2, *x.shape[1:]).transpose(1, 2).flatten(0, 2)
 
 
@@ -80,7 +80,7 @@ QUERY_IN_PAIRS = Layout(
     lambda parts, config: interleaved(parts[0], config.n_heads),
     lambda whole, config: [_halved(whole, config.n_heads)],
 )
-"""Query whose rotary pairs are elements 2i and 2i + 1 of a head; in gptworks they are elements i and i + D/2."""
+"""Query projection whose rotary pairs are rows 2i and 2i + 1 of a head; in gptworks they are rows i and i + D/2."""
 KEY_IN_PAIRS = Layout(
     lambda parts, config: interleaved(parts[0], config.n_kv_heads),
     lambda whole, config: [_halved(whole, config.n_kv_heads)],
@@ -89,7 +89,7 @@ KEY_IN_PAIRS = Layout(
 
 @dataclass(frozen=True)
 class Place:
-    """A module of their file and the modules of ours that it holds; `{layer}` and `{expert}` are placeholders."""
+    """A module of the other program and our modules that it holds; `{layer}` and `{expert}` are placeholders."""
 
     theirs: str
     ours: tuple[str, ...]
@@ -97,12 +97,12 @@ class Place:
 
 
 def places(names: Mapping[str, str], norms: Layout = PLAIN) -> tuple[Place, ...]:
-    """Return a `Place` for each of `names` (their module → ours). Norms get the layout `norms`, others `PLAIN`."""
+    """Return a `Place` for each pair in `names` (module of the other program → ours). Norms get the layout `norms`."""
     return tuple(Place(theirs, (ours,), norms if "norm" in ours else PLAIN) for theirs, ours in names.items())
 
 
 def tensor_places(rules: Collection[Place], config: ModelConfig, names: Collection[str]) -> Iterator[Place]:
-    """Yield the place of every tensor, block by block: apply the rules to each layer, expert, weight and bias.
+    """Yield the `Place` of every tensor, block by block: apply the rules to each layer, expert, weight and bias.
 
     Args:
         names: names of the model's tensors, as in `expected_tensors`.
@@ -128,7 +128,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, Tensor]:
 def each_tensor(
     rules: Collection[Place], config: ModelConfig, ours: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Convert our tensors to theirs, one at a time; yield the name in their file and the tensor."""
+    """Convert our tensors to the other program's, one at a time; yield its name there and the tensor."""
     there = list(tensor_places(rules, config, ours))
     assert {name for place in there for name in place.ours} == set(ours), "every tensor has a place"
     for place in there:
@@ -136,12 +136,12 @@ def each_tensor(
 
 
 def their_tensors(rules: Collection[Place], config: ModelConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return all tensors of their file by name, converted from ours."""
+    """Convert our tensors to the other program's; return them by their names there."""
     return dict(each_tensor(rules, config, ours))
 
 
 def our_tensors(rules: Collection[Place], config: ModelConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return our tensors by name, in fp32, converted from those of their file: the inverse of `their_tensors`."""
+    """Convert the other program's tensors to ours, in fp32, by our names: the inverse of `their_tensors`."""
     ours: dict[str, Tensor] = {}
     for place in tensor_places(rules, config, expected_tensors(config)):
         parts = place.layout.split(theirs[place.theirs].float(), config)
@@ -150,5 +150,5 @@ def our_tensors(rules: Collection[Place], config: ModelConfig, theirs: Mapping[s
 
 
 def their_shape(place: Place, config: ModelConfig, expected: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """Return the shape of a place's tensor in their file."""
+    """Return the shape of the tensor in the other program's file."""
     return tuple(place.layout.join([expected[name] for name in place.ours], config).shape)

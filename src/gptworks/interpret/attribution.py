@@ -109,7 +109,7 @@ def _parts(model: GPT, recording: Recording, row: int) -> Iterator[tuple[Kind, P
 
 
 def _shares(model: GPT) -> tuple[float, list[float]]:
-    """Return the factors of the embedding and of each block's update in the last block's output."""
+    """Return the factors with which the embedding and each block's update are part of the last block's output."""
     blocks = blocks_of(model)
     share, shares, skipped = 1.0, [0.0] * len(blocks), [0.0] * len(blocks)
     for i in reversed(range(len(blocks))):

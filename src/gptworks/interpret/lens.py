@@ -1,7 +1,7 @@
 """The logit lens (nostalgebraist, 2020): what the model would predict if a block were its last.
 
-The residual stream after each block goes through the model's own final norm and head. The last row is the model's own
-prediction.
+The residual stream after each block goes through the model's own final norm and head. After the last block, this is
+the model's own prediction.
 """
 
 from collections.abc import Sequence

@@ -77,8 +77,8 @@ class TokenizedText:
 
     @classmethod
     def of_tokens(cls, tokenizer: Tokenizer, ids: list[int]) -> Self:
-        """Make a text of the token ids that a model wrote or read. Its bytes are known only if the tokenizer splits the
-        text into exactly these tokens.
+        """Make a text from token ids that a model wrote or read. `predicted_bytes` is None unless the tokenizer splits
+        the text into exactly these tokens.
 
         Raises:
             UserError: `ids` has too many tokens.

@@ -188,7 +188,7 @@ def _refusal(reason: str) -> UserError:
 
 
 def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary | None) -> None:
-    """Write the tokenizer, and whether a text begins with bos and ends with eos. None: mark the file as having none."""
+    """Write the tokenizer, and whether a text begins with bos and ends with eos. None: write that there is none."""
     if vocabulary is None:
         writer.add_tokenizer_model("no_vocab")
         return

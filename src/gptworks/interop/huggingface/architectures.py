@@ -254,7 +254,7 @@ _ALL = (
             "model.layers.{layer}.mlp.c_proj": "blocks.{layer}.mlp.down",
         }),
         harmless=frozenset({"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "scale_attn_weights",
-                            "mlp_type", "norm_type", "activation_function", "layer_norm_epsilon"}),  # not used here
+                            "mlp_type", "norm_type", "activation_function", "layer_norm_epsilon"}),  # not used
     ),
     Family(
         "stablelm", "StableLmForCausalLM", "model.",
@@ -293,7 +293,7 @@ _ALL = (
             Place("gpt_neox.layers.{layer}.attention.query_key_value", _QUERY_KEY_VALUE, HEAD_BY_HEAD),
         ),
         other_names={"lm_head": "embed_out"},
-        harmless=frozenset({"attention_probs_dropout_prob", "hidden_dropout_prob"}),  # dropouts in older files
+        harmless=frozenset({"attention_probs_dropout_prob", "hidden_dropout_prob"}),  # old dropout settings
     ),
     like_llama("llama", "LlamaForCausalLM", _BOTH_FLAGS, heads=heads(whole=True)),
     like_llama(
@@ -332,14 +332,14 @@ _ALL = (
         only("use_bidirectional_attention", False, absent=False),
         heads=heads(kv_absent=16, width_absent=256), norms=LESS_ONE, tied=True,
         mlp=activation("hidden_act", {"geglu_tanh": "gelu_pytorch_tanh"}, "gelu_pytorch_tanh",
-                       other_names={"gelu": "gelu_pytorch_tanh"}),  # as Gemma's first releases mean it
+                       other_names={"gelu": "gelu_pytorch_tanh"}),  # Gemma's first releases name the tanh form "gelu"
     ),
     _gemma(
         "gemma2", "Gemma2ForCausalLM",
         optional({"final_logit_softcapping": ("logit_softcap", 30.0),
                   "attn_logit_softcapping": ("attention_softcap", 50.0)}, nullable=True),
         window_by_layer(switched=False, full_every=2), rope=rope(), modules=_GATED_MLP,
-        harmless=frozenset({"hidden_act", "cache_implementation", "sliding_window_size"}),  # old names; a cache's kind
+        harmless=frozenset({"hidden_act", "cache_implementation", "sliding_window_size"}),  # no effect on logits
     ),
     _gemma(
         "gemma3_text", "Gemma3ForCausalLM", _QK_NORM,
@@ -395,7 +395,7 @@ _ALL = (
             "model.layers.{layer}.mlp.experts.{expert}.up_proj": "blocks.{layer}.mlp.experts.{expert}.up",
             "model.layers.{layer}.mlp.experts.{expert}.down_proj": "blocks.{layer}.mlp.experts.{expert}.down",
         },
-        harmless=frozenset({"intermediate_size", "max_window_layers"}),  # for dense layers; not used
+        harmless=frozenset({"intermediate_size", "max_window_layers"}),  # for dense layers, which it lacks
     ),
     like_llama(
         "granitemoeshared", "GraniteMoeSharedForCausalLM", _ATTENTION_FLAG, SCALE_FACTOR,
@@ -447,4 +447,4 @@ _ALL = (
     ),
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
-"""Every architecture by its `model_type`, in the order in which an export tries them."""
+"""Every architecture by its `model_type`. If several fit a model equally well, an export uses the first."""

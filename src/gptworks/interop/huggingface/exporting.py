@@ -218,7 +218,7 @@ def _write_templates(folder: Path, template: ChatTemplate | None, others: Mappin
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int = 5_000_000_000) -> None:
     """Write tensors to one file, or to shards with an index. A shard has at most `shard_bytes` or holds one tensor."""
-    from huggingface_hub import split_torch_state_dict_into_shards  # imported late, as it then reads HF_HOME
+    from huggingface_hub import split_torch_state_dict_into_shards  # late, since the import reads HF_HOME
 
     split = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=shard_bytes)
     for file, names in split.filename_to_tensors.items():

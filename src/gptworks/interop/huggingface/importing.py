@@ -40,7 +40,7 @@ from gptworks.tensors import stored_tensors
 from gptworks.tokenizer import library_panics, load_tokenizer, save_tokenizer, vocabulary_size
 
 _BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$")
-"""Tensors that older versions of transformers saved (masks, rotary frequencies) and that the settings determine."""
+"""Matches tensors that older versions of transformers saved: masks and rotary frequencies, which the settings give."""
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")

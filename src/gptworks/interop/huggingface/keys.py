@@ -12,14 +12,14 @@ from gptworks.special_tokens import GENERATION_CONFIG, ROLES, TOKENIZER_CONFIG, 
 
 @dataclass(frozen=True)
 class Keys:
-    """The known keys of one file. Any other key also gets a note."""
+    """The known keys of one JSON file. A note names each unknown key too."""
 
     file: str
     honoured: frozenset[str]
     harmless: frozenset[str]
     """Keys without effect in gptworks."""
     noted: Mapping[str, frozenset[str]]
-    """Keys that get a note: its reason → the keys. Null, false and empty values get none."""
+    """Keys that get a note, by the reason that the note states. Null, false and empty values get none."""
 
     def notes(self, values: Mapping[str, Any]) -> Iterator[str]:
         """Yield a note for each key that is set and neither honoured nor harmless."""

@@ -17,7 +17,7 @@ def _rotates(pattern: tuple[str, ...], layer: int) -> bool:
 
 
 def _n_layers(ours: Values) -> int:
-    """Return the number of layers; refuse a huge one, of which a list would fill the memory."""
+    """Return the number of layers; refuse a huge number, since a list of that length would fill the memory."""
     n_layers = ours["n_layers"]
     if not isinstance(n_layers, int) or n_layers > MOST_LAYERS:
         raise refusal("num_hidden_layers", n_layers, f"a number up to {MOST_LAYERS:,} is expected")
@@ -153,4 +153,4 @@ def _read_pattern(theirs: Settings, ours: Values) -> Values:
 
 
 WINDOW_BY_PATTERN = Clause(_write_pattern, _read_pattern)
-"""The clause for GPT-Neo's windowed layers, [[pattern, repeats], ...]. A window includes the token itself, as ours."""
+"""The clause for GPT-Neo's windows, [[pattern, repeats], ...]. A window includes the current token, as in gptworks."""

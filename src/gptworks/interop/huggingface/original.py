@@ -51,7 +51,7 @@ class Original:
 
 
 def original_of(tokenizer: Tokenizer, templates: FolderTemplates) -> Original:
-    """Collect the facts of a folder. A special token's name in a text is read as that token, as in transformers."""
+    """Collect facts of an imported folder. As in transformers, a special token's name in a text becomes the token."""
     special = special_tokens(tokenizer)
     names = [f"a{name} b" for name in dict.fromkeys(special.names.values())]
     reader = unpack_tokenizer(pack_tokenizer(tokenizer))

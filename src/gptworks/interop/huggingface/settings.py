@@ -50,7 +50,7 @@ class Clause:
     write: Callable[[ModelConfig], Values]
     """Returns this clause's part of `config.json` for a model."""
     read: Callable[[Settings, Values], Values]
-    """Returns this part as fields of ModelConfig. The second argument holds the fields that earlier clauses read."""
+    """Returns this clause's part as fields of ModelConfig, given those that earlier clauses read."""
 
 
 def refusal(name: str, value: Any, rule: str) -> UserError:
@@ -178,7 +178,7 @@ def _read_query_scalar(theirs: Settings, ours: Values) -> Values:
 QUERY_SCALAR = Clause(
     lambda config: {"query_pre_attn_scalar": max(1, round(config.score_scale**-2))}, _read_query_scalar
 )
-"""The clause for Gemma's integer setting by whose square root q·k is divided."""
+"""The clause for Gemma's integer `query_pre_attn_scalar`; q·k is divided by its square root."""
 
 EMBEDDING_ROOT = Clause(lambda config: {}, lambda theirs, ours: {"embedding_scale": ours["d_model"] ** 0.5})
 """The clause for Gemma's embedding, multiplied by √C (C: width). transformers rounds √C to the weights' dtype."""
@@ -251,8 +251,8 @@ def biases(config: ModelConfig) -> set[str]:
 
 
 def experts(*count: str, count_absent: int, per_token_absent: int, shared: str | None = None) -> Clause:
-    """Return a clause for the number of experts, experts per token and the shared expert's width. It writes a dense
-    model as one with one expert, which then differs when read back, so that the architecture does not fit.
+    """Return a clause for the number of experts, experts per token and the shared expert's width. A dense model
+    is written with one expert, which reads back as a different model, so the architecture does not fit.
 
     Args:
         count: names of the setting for the number of experts; exports write the first one.

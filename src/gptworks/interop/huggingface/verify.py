@@ -54,7 +54,7 @@ class Verification:
 
     transformers_version: str
     logit_difference: float
-    """Largest difference between a logit of ours and of theirs, over all positions of all sequences."""
+    """Largest difference between our logits and those of transformers, over all positions of all sequences."""
     largest_logit: float
     tokens: int
     """Number of positions compared."""
