@@ -67,8 +67,8 @@ def _compare(model: GPT, reference: GPT, inputs: Tensor, targets: Tensor) -> Ten
     sums = torch.zeros(4, dtype=torch.float64, device=inputs.device)
     for features, reference_features, target in rows:
         counted = target != IGNORED
-        q = model.logits(features[counted]).float().log_softmax(-1)  # N V
-        p = reference.logits(reference_features[counted]).float().log_softmax(-1)  # N V
+        q = model.logits(features[counted]).float().log_softmax(-1)  # [tokens, vocabulary]
+        p = reference.logits(reference_features[counted]).float().log_softmax(-1)  # [tokens, vocabulary]
         wanted = target[counted]
         sums += torch.stack((
             F.nll_loss(q, wanted, reduction="sum"),

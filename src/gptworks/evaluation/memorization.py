@@ -113,7 +113,7 @@ def _window_losses(model: GPT, tokens: Tokens) -> Floats:
 
 
 def find_copied(training: Tokens, texts: Sequence[Int64s], sizes: Sequence[int] = SIZES) -> Copied:
-    """Return, by n and text [T], whether each of the text's n-grams [T − n + 1] occurs in the training tokens.
+    """Return, by length n and by text [T], whether each of its n-grams [T − n + 1] occurs in the training tokens.
 
     This reads the training text once. An n-gram's hash combines the hashes of its halves, and n-grams with equal hashes
     are compared token by token, so the answer is exact.

@@ -24,7 +24,7 @@ PASSAGE_CHARACTERS = 1000
 
 
 class TextTokens:
-    """A text as one document of tokens, after the token that begins a document if the tokenizer has one."""
+    """The tokens of a text, with the token that begins a document before them if the tokenizer has one."""
 
     split = "given"
 

@@ -190,7 +190,7 @@ def _joined(parts: list[Pair | None], place: Place, config: ModelConfig, tensors
     rank, at = sum(len(a) for a, _ in there), 0
     columns = []
     for name, pair in zip(place.ours, parts, strict=True):
-        whole = there[0][1].new_zeros(tensors[name].size(0), rank)  # O R
+        whole = there[0][1].new_zeros(tensors[name].size(0), rank)  # [O, rank]
         if pair is not None:
             whole[:, at : at + len(pair[0])] = pair[1]
             at += len(pair[0])

@@ -66,7 +66,7 @@ def attribute(model: GPT, recording: Recording, row: int, token: int, against: i
         return values[0] if against is None else values[0] - values[1]
 
     with torch.inference_mode():
-        reads = difference(_wide(model.head_weight[chosen]))  # C
+        reads = difference(_wide(model.head_weight[chosen]))  # [C]
         logit = float(_wide(recording.features[row]) @ reads)
         capped_logit = float(difference(_wide(model.logits(recording.features[row])[chosen])))
         reads = model.feature_scale(reads)

@@ -44,7 +44,7 @@ class TokenizedText:
 
     @classmethod
     def of_text(cls, tokenizer: Tokenizer, text: str) -> Self:
-        """Tokenize a text as `evaluate_text` does: after the token that begins a document, if the tokenizer has one.
+        """Tokenize a text as `evaluate_text` does, with the token that begins a document first if there is one.
 
         Raises:
             UserError: the text is empty or has too many tokens, or the tokenizer cannot read it.

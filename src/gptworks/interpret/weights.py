@@ -89,7 +89,7 @@ class StoredWeights:
 
 
 def _cuts(n_rows: int, n_columns: int) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of rows and columns that cut a matrix along its longer side, between groups of int4."""
+    """Yield slices of rows and columns that cut a matrix along its longer side, never inside an int4 group."""
     if n_rows >= n_columns:
         step = max(1, AT_ONCE // n_columns)
         for first in range(0, n_rows, step):
@@ -273,7 +273,7 @@ def spectrum(weights: StoredWeights, check: Check = never) -> Spectrum:
         )
     product = torch.zeros(side, side, dtype=torch.float64)
     for part in weights.parts(check):
-        wide = part.double() if rows < columns else part.double().T  # side × n
+        wide = part.double() if rows < columns else part.double().T  # [side, n]
         product.addmm_(wide, wide.T)
     if not bool(product.isfinite().all()):
         raise UserError(f"`{weights.name}` holds weights that are not finite: it has no singular values.")

@@ -31,7 +31,7 @@ class Export:
     tokenizer: str | None
     """llama.cpp's name for the tokenizer; None if the file has no tokenizer."""
     notes: tuple[str, ...]
-    """Differences between the run and llama.cpp's behaviour with the file."""
+    """Ways in which llama.cpp, with this file, differs from the run."""
 
 
 def export_gguf(

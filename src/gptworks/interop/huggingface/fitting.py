@@ -92,8 +92,8 @@ def _move_value_biases(family: Family, config: ModelConfig, weights: dict[str, T
                 f"zero. Train with model.attention_bias=out to export."
             )
         weights.pop(f"{attention}.key.bias")
-        value = weights.pop(f"{attention}.value.bias").view(config.n_kv_heads, -1)  # G D
-        value = value.repeat_interleave(group, dim=0).flatten()  # H·D
+        value = weights.pop(f"{attention}.value.bias").view(config.n_kv_heads, -1)  # [n_kv_heads, d_head]
+        value = value.repeat_interleave(group, dim=0).flatten()  # [n_heads · d_head]
         moved = weights[f"{attention}.out.weight"].double() @ value.double()
         if config.out_bias:
             moved = moved + weights[f"{attention}.out.bias"].double()
