@@ -112,7 +112,7 @@ class Texts:
 
 
 def read_texts(data: DataConfig) -> Texts:
-    """Return a dataset's text, to be cleaned while it is read by the filters for single documents."""
+    """Return a dataset's text, which the filters for single documents clean while it is read."""
     sources = [CleaningSource(choose_source(one), data.clean) if data.clean else one for one in data.texts]
     return Texts(sources, plan_jobs(sources), total_bytes(data.texts) if data.texts else None)
 
@@ -136,7 +136,7 @@ def cleaned_texts(work: Path, data: DataConfig, report: Report) -> Texts:
 def _clean_jobs(
     work: Path, jobs: list[Job], settings: Filters, processes: int, report: Advance
 ) -> tuple[list[Job], tuple[FilterCounts, ...]]:
-    """Clean the remaining jobs. Return jobs that read the cleaned documents, and each filter's counts."""
+    """Clean the jobs that are not cleaned yet. Return jobs over the cleaned documents, and each filter's counts."""
     left = [job for job in jobs if not (_folder(work, job.number) / _COUNTS).exists()]
     for _ in in_order(left, _job_cleaner, (work, settings), processes, report):
         pass

@@ -77,7 +77,7 @@ class _Gigatoken:
         except ImportError:
             raise _Unsuitable(str(not_installed("gigatoken", "data", "faster encoding"))) from None
         self._library, self._make = library, gigatoken.Tokenizer.from_json
-        self._ids = np.array([*ids, 0], dtype=np.uint32)  # the last entry is a placeholder for the mark
+        self._ids = np.array([*ids, 0], dtype=np.uint32)  # the last entry is a placeholder for _MARK
         self._mark = len(ids)
         self._pieces = _Pieces(library) if pattern == "code" else None
         self._json = _tokenizer_json("llama3" if pattern == "code" else pattern, merges, marked=pattern == "code")

@@ -46,7 +46,7 @@ class Amount:
 
 @dataclass(frozen=True)
 class Bin:
-    """The number of documents with at least `at_least` tokens, a power of two, but fewer than twice as many."""
+    """A histogram bin: the number of documents of `at_least` tokens, a power of two, to less than twice that length."""
 
     at_least: int
     documents: int

@@ -183,7 +183,7 @@ def sample_texts(
     sizes = [sum(unit.size_bytes for _, unit in job.units) for job in jobs]
     rate = min(
         1.0, 2 * limit_bytes / max(1, sum(sizes))
-    )  # twice what is needed, because these are sizes of files, not of text
+    )  # twice the rate needed, because `sizes` are of files, not of text
     limits = [min(limit_bytes, max(_LEAST_KEPT_BYTES, int(4 * rate * size))) for size in sizes]
     files = [folder / f"{job.number:05d}.jsonl" for job in jobs]
     left = [work for work in zip(jobs, files, limits, strict=True) if not work[1].exists()]

@@ -1,8 +1,8 @@
 """Turn documents into token shards: split, train or load the tokenizer, encode, write. Reuse earlier results.
 
-The folder's name contains a fingerprint of everything that decides its contents. The work happens in a hidden folder
-next to it. A dataset gets its name when it is complete, and never changes after that. If the work is killed, finished
-jobs stay in the hidden folder, and the next call continues from them.
+The name of a dataset's folder contains a fingerprint of everything that decides its contents. The work happens in a
+hidden folder next to it. A dataset gets its name when it is complete, and never changes after that. If the work is
+killed, finished jobs stay in the hidden folder, and the next call continues from them.
 """
 
 import contextlib
@@ -255,7 +255,7 @@ def _version() -> str:
 
 
 _SHARED = "parts"
-"""Name of a folder that marks a work folder as shared by machines: it is kept until the parts are merged."""
+"""Name of a folder that marks a work folder as shared by machines: the work is kept until the parts are merged."""
 
 
 def _check(recipe: AnyRecipe) -> None:

@@ -122,7 +122,7 @@ class SearchIndex:
     """The search index of a split. Call `build` to complete it before searching.
 
     Raises:
-        UserError: the dataset is not as it was written.
+        UserError: a file of the dataset is missing or was changed.
     """
 
     def __init__(self, prepared: Prepared, split: Split = "train") -> None:
@@ -215,7 +215,7 @@ class SearchIndex:
             file.write(text)
 
     def _read(self, at: int, n: int) -> tuple[Ids, npt.NDArray[np.bool_]]:
-        """Return tokens [n], and a mask [n] of those that begin a document unmarked by a special token.
+        """Return tokens [n], and a mask [n] of those that begin a document but have no special token at this border.
 
         Raises:
             UserError: a token is not in the vocabulary.

@@ -361,7 +361,7 @@ class TokenShards:
         """Compare every byte with the sha256 in the manifest, and every id with the vocabulary.
 
         Raises:
-            UserError: a file is not as it was written.
+            UserError: a file was changed, or holds an id outside the vocabulary.
         """
         for shard in self._files.shards:
             more = ((_sibling(shard, ending), sha256) for ending, sha256 in shard.more_sha256.items())

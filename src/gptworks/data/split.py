@@ -44,7 +44,7 @@ def _split_tails(pieces: Iterable[Piece], fraction: float) -> Iterator[tuple[Spl
             in_tail = start_bytes > cut_bytes
         text = piece.text.encode("utf-8")
         cut = max(cut_bytes - start_bytes, 0)
-        while cut < len(text) and text[cut] & 0xC0 == 0x80:  # within a character: move to the next one
+        while cut < len(text) and text[cut] & 0xC0 == 0x80:  # the cut is within a character: move it to the next one
             cut += 1
         head, tail = text[:cut].decode("utf-8"), text[cut:].decode("utf-8")
         if head:

@@ -273,7 +273,7 @@ def _is_text(file: Path) -> bool:
 
 
 def _sample(files: list[Path]) -> list[str]:
-    """Return the whole text if it is short; else evenly spaced parts, each of which begins with a line."""
+    """Return the whole text if it is short; else evenly spaced parts that start at the beginning of a line."""
     sizes = [about_unpacked_size(file) for file in files]
     if sum(sizes) <= SAMPLE_BYTES:
         return [_read_text(file) for file in files]

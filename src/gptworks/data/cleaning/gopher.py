@@ -136,7 +136,7 @@ class _Words:
         known: dict[str, int] = {}
         self._ids = np.array([known.setdefault(word, len(known)) for word in words], dtype=np.int64)
         lengths = np.fromiter(map(len, words), dtype=np.int64, count=len(words))
-        self._ends = np.concatenate(([0], np.cumsum(lengths)))  # characters of all words before each word
+        self._ends = np.concatenate(([0], np.cumsum(lengths)))  # number of characters in all words before each word
         self._n = 0
         self.starts = np.arange(len(words))  # index of the first word of each repeated sequence
         self._groups: Numbers = np.zeros(len(words), dtype=np.int64)  # group of each start: equal for equal sequences
@@ -150,7 +150,7 @@ class _Words:
         inside = int(np.searchsorted(self.starts, len(self._ids) - self._n, side="right"))
         starts = self.starts[:inside]
         last_words = self._ids[starts + self._n - 1]
-        keys = self._groups[:inside] * len(self._ids) + last_words  # cannot overflow: below the number of words squared
+        keys = self._groups[:inside] * len(self._ids) + last_words  # keys < number of words squared: no overflow
         order = np.argsort(keys, kind="stable")
         in_order = keys[order]
         first = np.concatenate(([0], np.flatnonzero(in_order[1:] != in_order[:-1]) + 1))
@@ -176,7 +176,7 @@ class _Words:
         seen: set[int] = set()
         total = free = 0
         for start, group in zip(self.starts.tolist(), self._groups.tolist(), strict=True):
-            if start < free:  # overlaps a repetition that was counted
+            if start < free:  # this sequence overlaps a repetition that was counted
                 continue
             if group in seen:
                 total += self._characters(start)

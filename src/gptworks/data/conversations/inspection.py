@@ -199,7 +199,7 @@ def inspect_pairs(recipe: Recipe, prepared: Prepared) -> PairInspection:
     columns = example_columns(shards)
     learned, kept = (counts.reshape(-1, 2) for counts in learned_counts(shards, context))  # [pairs, 2], chosen first
     n_tokens, lengths = pairs.n_tokens.reshape(-1, 2), pairs.lengths
-    maybe = np.flatnonzero((lengths[:, 0] == lengths[:, 1]) | (kept <= 1).any(axis=1))  # other pairs have a signal
+    maybe = np.flatnonzero((lengths[:, 0] == lengths[:, 1]) | (kept <= 1).any(axis=1))  # others teach something
     alike = np.zeros(len(pairs), dtype=np.bool_)
     alike[maybe] = [pairs.says_nothing(i) for i in maybe.tolist()]
     no_end = (columns["flags"] & NO_END) > 0  # for each answer of each pair: True if it lacks an end token

@@ -25,7 +25,7 @@ from gptworks.errors import UserError
 from gptworks.files import open_regular
 
 _MEMBERS = {"text": ("*.txt", "*.md", "*.text"), "jsonl": ("*.jsonl",), "csv": ("*.csv", "*.tsv")}
-"""Default patterns of member names by `format`. A compressed member also matches without its compression ending."""
+"""Default patterns of member names by `format`. They also match a name whose compression ending is removed."""
 MOST_DIRECTORY_BYTES = 1 << 27
 _MOST_HEADER_BYTES = 1 << 20
 """Maximum bytes of a tar member's name and attributes."""
@@ -77,7 +77,7 @@ class Archive(Source):
                 with member.stream() as opened:
                     yield from self._read_member(name, opened, member.size_bytes)
             except _BROKEN as error:
-                if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # a disk error
+                if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # the disk failed
                     raise
                 reason = " ".join(str(error).split())
                 raise UserError(f"{name}: broken data ({reason}). Get the archive again.") from None
@@ -99,7 +99,7 @@ class Archive(Source):
     def _read_member(self, name: Path, stream: BinaryIO, size_bytes: int) -> Iterator[Piece]:
         opened = unpacked(stream, name)
         if self.settings.format == "text":
-            if compression(name.name):  # the unpacked size is known only at the end
+            if compression(name.name):  # the unpacked size is known only after unpacking
                 opened = io.BytesIO(opened.read(MOST_LINE_BYTES + 1))
                 size_bytes = len(opened.getbuffer())
                 if size_bytes > MOST_LINE_BYTES:

@@ -16,7 +16,7 @@ from gptworks.errors import UserError
 _CHUNK_BYTES = 1 << 16
 _SPACE = " \t\r\n"
 _LONGEST_WORD = 16
-"""More characters than any JSON token but a string has. An error this near to the end may come from a cut-off token."""
+"""More characters than a JSON token other than a string has: an error nearer to the end may be a cut-off token."""
 
 
 class JSON(Fields):
@@ -117,7 +117,7 @@ class _Text:
         while True:
             try:
                 value, end = self._json.raw_decode(self._held)
-                if end < len(self._held) or self._ended:  # else a number may continue
+                if end < len(self._held) or self._ended:  # else a number may continue in text not read yet
                     self._at = end
                     return value
             except RecursionError:

@@ -128,7 +128,7 @@ class _Blocks(io.RawIOBase):
         while True:
             if self._one.eof:
                 data = self._one.unused_data or self._packed.read(_CHUNK_BYTES)
-                data = data.lstrip(b"\0")  # zeros may follow each stream
+                data = data.lstrip(b"\0")  # zeros may follow each compressed stream
                 self._one = self._new()
                 self._begun = False
             else:

@@ -27,7 +27,7 @@ class HTML(Source):
     settings: HTMLSource
     endings = (".html", ".htm", ".xhtml")
     size_known = False
-    files_checked = PIECES_CHECKED  # not all, because extraction is slow
+    files_checked = PIECES_CHECKED  # not all files, because extraction is slow
 
     def read_unit(self, unit: Unit) -> Iterator[Piece]:
         with open_file(unit.file) as stream:
@@ -109,7 +109,7 @@ class PDF(Source):
     settings: PDFSource
     endings = (".pdf",)
     size_known = False
-    files_checked = PIECES_CHECKED  # not all, because extraction is slow
+    files_checked = PIECES_CHECKED  # not all files, because extraction is slow
 
     def read_unit(self, unit: Unit) -> Iterator[Piece]:
         try:

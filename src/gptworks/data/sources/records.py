@@ -120,7 +120,7 @@ def _dataset_signature(settings: AnyDataset) -> list[list[Any]]:
 
 
 def _check_data_files(builder: Any, dataset: str) -> None:
-    """Stop at a dataset whose README.md names data files outside it, on this machine or at any address.
+    """Stop with an error if a dataset's README.md names data files outside the dataset, here or at any address.
 
     Raises:
         UserError: the README.md names such a file.
@@ -147,7 +147,7 @@ def record_document(where: object, record: Mapping[str, Any], field: str) -> Ite
 
 
 def whole_text(text: str) -> str:
-    """Return the text with U+FFFD for each half of a surrogate pair, which JSON can spell and UTF-8 cannot encode."""
+    """Return the text with U+FFFD for each lone surrogate, which JSON can spell and UTF-8 cannot encode."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
