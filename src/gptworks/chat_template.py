@@ -173,7 +173,7 @@ class ChatTemplate:
         return re.compile(f"({'|'.join(map(re.escape, longest_first))})" if longest_first else "")
 
     def guarded(self, messages: Sequence[Message]) -> tuple[list[Message], str]:
-        """Return the messages with a guard character in each special token's name; and that character, new to them."""
+        """Return the messages with a guard character put into each special token's name, and that unused character."""
         guard = _unused_character(messages)
 
         def mark(value: Any) -> Any:
@@ -333,7 +333,7 @@ def other_templates(folder: Path) -> dict[str, str]:
 
 
 def find_other_templates(config: TokenizerConfig) -> dict[str, str]:
-    """Return the other templates of the folder from which a recipe's tokenizer section takes its template.
+    """Return the templates, without the default one, of the folder that has the tokenizer section's template.
 
     Raises:
         UserError: for the reasons of `other_templates`.
@@ -355,7 +355,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
 def find_chat_template(config: TokenizerConfig) -> str | None:
-    """Return the source of the chat template that a recipe's tokenizer section names or brings; None if it has none.
+    """Return the source of the chat template that a recipe's tokenizer section names, or of its folder's; else None.
 
     Raises:
         UserError: neither a built-in template nor a file has the name given.

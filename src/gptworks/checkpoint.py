@@ -67,7 +67,7 @@ class Checkpoint:
 
     @property
     def run_dir(self) -> Path:
-        """The run's folder. Links in it may not lead out of it."""
+        """The run's folder. Links inside it may not lead outside."""
         return self.folder.parents[1]
 
     @property
@@ -326,7 +326,7 @@ def choose_checkpoint(run_dir: Path, which: str = "best", report: Report = lambd
         asked.verify()
         return asked
     order = available
-    if which == "best":  # each checkpoint names the best step until then; begin with the newest
+    if which == "best":  # each checkpoint's state names the best step so far; try the newest one's first
         best_steps = dict.fromkeys(checkpoint.best_step for checkpoint in available)
         best = [checkpoint for step in best_steps for checkpoint in available if checkpoint.step == step]
         order = list(dict.fromkeys([*best, *available]))

@@ -105,7 +105,7 @@ class Stated:
     others: tuple[str, ...] = ()
     """Further special tokens, which tokenizer.json may not mark as special."""
     notes: tuple[str, ...] = ()
-    """Messages about statements in the files that gptworks ignores or resolves."""
+    """Messages about contradictions in the files, and about contents that are ignored."""
 
     def files(self) -> dict[str, dict[str, Any]]:
         """Return the contents of the files that state these tokens in a run's tokenizer folder, by file name."""

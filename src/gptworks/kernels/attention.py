@@ -26,8 +26,8 @@ def _is_here() -> bool:
 class Attention(torch.autograd.Function):
     """`gptworks.model.scores.attend` in C++, which saves no tensor of T × S elements for the backward pass.
 
-    The same inputs give the same bits on any number of threads. A query that sees no key gets zeros. `bias`, [T, S] or
-    [B, T, S] in q's dtype, is added to the scores of the keys that a query may see by position and window, if given.
+    The same inputs give the same bits on any number of threads. A query that sees no key gets zeros. `bias`, if any,
+    [T, S] or [B, T, S] in q's dtype, is added to the scores of the keys that a query may see by position and window.
     The result [B, H, T, D] is stored as [B, T, H, D].
     """
 

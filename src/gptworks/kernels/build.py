@@ -31,7 +31,7 @@ With GCC's OpenMP the kernels share torch's threads. Without it, and always with
 """
 
 MARCH = "GPTWORKS_NATIVE_MARCH"
-"""Environment variable: build for this processor, such as haswell, instead of this machine's."""
+"""Environment variable with a processor's name, such as haswell, to build for instead of this machine's."""
 
 _OLDER_NAMES = {"znver4": ("cooperlake",), "sapphirerapids": ("cooperlake",)}
 """For compilers that do not know a processor: older ones on which the kernels use the same instructions."""
@@ -88,7 +88,7 @@ def key(compiler: str) -> str:
 
 
 def compiled(compiler: str) -> bytes:
-    """Build the library for this processor and return its bytes; log that this compiles."""
+    """Log that the library is being compiled, build it for this processor, and return its bytes."""
     _LOG.info("compiling the C++ kernels for this processor: this happens once and takes some ten seconds")
     return build(compiler)
 

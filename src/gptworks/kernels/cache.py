@@ -1,10 +1,10 @@
 """The folders that keep compiled libraries.
 
 A kept library is code that this process will run. It is therefore read only from a folder that belongs to this user and
-that nobody else may write, and only if its checksum matches. The library is kept in the user's cache; if that cannot be
-used, until the machine restarts, in the user's folder in $XDG_RUNTIME_DIR or in the folder for temporary files; else in
-a temporary folder of this process. One process compiles under a lock while others wait; it also removes libraries
-unused for a long time.
+that nobody else may write, and only if its checksum matches. The library is kept in the user's cache. If that cannot be
+used, it is kept in this user's folder in $XDG_RUNTIME_DIR or in the folder for temporary files, until the machine
+restarts; or else in a temporary folder of this process. One process compiles under a lock while others wait; it also
+removes libraries unused for a long time.
 """
 
 import atexit

@@ -1,8 +1,8 @@
 """Kernel dispatch: TABLE lists each operation's kernels, and one function per operation calls the first usable one.
 
 The C++ is used if it is built (`gptworks.kernels.library`) and supports the tensors' dtype and layout; `cpu` has
-faster torch code for training on a CPU; torch's own functions compute the rest. Most kernels are for training; each of
-them computes an operation, and its gradient, in one pass over memory. Plans read the table too (`planned`).
+faster torch code for training on a CPU; torch's own functions compute the rest. Most kernels are for training: one pass
+over memory computes an operation, and one its gradient. Plans read the table too (`planned`).
 """
 
 from collections.abc import Callable
@@ -123,7 +123,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return chosen("rotate", x, cos, sin).compute(x, cos, sin)
 
 
-# ---------------------------------------------------------------------------------------------- torch's ways
+# -------------------------------------------------------------------------------------- torch implementations
 
 
 def _torch_activate(x: Tensor, up: Tensor | None, kind: str) -> Tensor:
@@ -159,7 +159,7 @@ def _linear_taken(x: Tensor, weight: Tensor) -> bool:
 
 
 def _product_taken(a: Tensor, b: Tensor) -> bool:
-    differentiated = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)  # only `linear` has a gradient
+    differentiated = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)  # C++'s `product` has no gradient
     return not differentiated and gemm.serves(a, b)
 
 
@@ -214,12 +214,12 @@ TABLE: dict[str, tuple[Kernel, ...]] = {
     "rotate": (_cpp(passes.Rotation.apply, passes.rotates, training=False), Kernel(TORCH, _torch_rotate)),
     "cross_entropy": (
         _cpp(passes.cross_entropy, passes.serve, training=False),
-        Kernel(TORCH, _by_caller),  # `gptworks.model.loss`
+        Kernel(TORCH, _by_caller),  # computed in `gptworks.model.loss`
     ),
     "attention": (
         _cpp(_attend, lambda q, k, v: _attention().takes(q, k, v)),
         Kernel(BLOCKS, cpu.Attention.apply, "cpu", training=True, takes=lambda q, k, v: k.size(2) <= cpu.LONGEST),
-        Kernel(TORCH, _by_caller),  # `gptworks.model.scores`
+        Kernel(TORCH, _by_caller),  # computed in `gptworks.model.scores`
     ),
 }
 """Kernels of each operation, the preferred one first."""

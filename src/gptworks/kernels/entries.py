@@ -145,7 +145,7 @@ def declare(functions: ctypes.CDLL) -> None:
 
 
 def layout() -> str:
-    """Describe sizes of structures and numbers of dtypes and activations, in the same text as the C++."""
+    """Return the sizes of structures and the numbers of dtypes and activations, as the C++'s `layout` writes them."""
     sizes = ", ".join(f"{one.__name__} {ctypes.sizeof(one)}" for one in (Tensor, Matrix, Norm, Layer, Model))
     return f"{sizes}; kinds {' '.join(KINDS)}; functions {' '.join(FUNCTIONS)}"
 

@@ -25,7 +25,7 @@ class AttentionInputs(NamedTuple):
     cache: SlotLayer | None = None
     """Cache of the texts' earlier keys and values; None: the batch contains each text from its beginning."""
     bias: Tensor | None = None
-    """Bias that prevents attention between several texts in one row, see `Scores`; None: none is needed."""
+    """Bias that prevents attention between several texts in one row (see `Scores`); None if not needed."""
 
 
 class Attention(nn.Module):
@@ -46,7 +46,7 @@ class Attention(nn.Module):
         """Gates that scale each head's output (Qiu et al., 2025, `Gated Attention for Large Language Models`)."""
 
     def forward(self, x: Tensor, inputs: AttentionInputs, values: Tensor | None = None) -> Tensor:
-        """Return attention's output [B, T, C] for x [B, T, C]; `values` [B, T, G·D] replace the layer's own."""
+        """Return attention's output [B, T, C] for x [B, T, C], with `values` [B, T, G·D] or else the layer's own."""
         gate = None if self.gating is None else self.gating(x)  # [B, T, H]
         q, k, v = self.heads(x, inputs.rotary, values)
         if inputs.cache is not None:
@@ -77,7 +77,7 @@ class Attention(nn.Module):
         q_width, k_width = c.n_heads * c.d_head, c.n_kv_heads * c.d_head
         q, k, normalized = s.products(q_width), s.products(k_width), s.products(c.d_model)
         projections = [("query", q_width, q), ("key", k_width, k), ("value", k_width, k)]
-        if changed := list(Values.cost(s, layer)):  # such a layer projects its values first
+        if changed := list(Values.cost(s, layer)):  # a layer with `Values` projects its values first
             projections = [projections[2], *projections[:2]]
         for name, width, output in projections:
             first, last = name == projections[0][0], name == projections[-1][0]  # `last` begins the backward pass

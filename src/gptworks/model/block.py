@@ -92,8 +92,8 @@ class Block(LabParts):
 
     @staticmethod
     def passing_bytes(s: Shapes, layer: int) -> int:
-        """Peak bytes of a frozen block that keeps no activations. Attention uses a fused kernel, or with softcap or
-        dropout plain products of all queries and keys."""
+        """Peak bytes of a frozen block that keeps no activations. Attention uses a fused kernel or, with softcap or
+        dropout, plain products of all queries and keys."""
         c, stream, width = s.config, s.floats(s.config.d_model), s.products(s.config.d_model)
         window = s.config.layer_window(layer)
         q, k = s.products(c.n_heads * c.d_head), s.products(c.n_kv_heads * c.d_head)

@@ -18,7 +18,7 @@ class Vectors(Protocol):
 
 
 class SlotRows:
-    """Slots and positions in a cache of a flat batch's N tokens."""
+    """Slot and position in the cache for each of the N tokens of a flat batch."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class SlotRows:
 
 
 class SlotLayer:
-    """One layer's cached keys and values, and the batch's slots and positions in them."""
+    """One layer's cached keys and values, and the slots and positions in them (`rows`) of the batch's tokens."""
 
     def __init__(self, rows: SlotRows, keys: Vectors, values: Vectors) -> None:
         self.rows, self.keys, self.values = rows, keys, values

@@ -47,7 +47,7 @@ class Stage:
     matrices: int = 0
     vectors: int = 0
     table: int = 0
-    """Number of elements of an embedding table. Its float32 gradient has as many, and exists before the stage ends."""
+    """Number of elements of an embedding table, and of its fp32 gradient, which is in memory before the stage ends."""
     for_own: Mapping[str, int] = field(default_factory=dict)
     """The part of `saved` that only the gradients of the operation's own parameters need."""
     own_scratch: int = 0

@@ -1,4 +1,4 @@
-"""GPT: a decoder-only transformer. Every variant of ModelConfig is this one class.
+"""GPT: a decoder-only transformer. One class builds every architecture that ModelConfig describes.
 
     tokens ─► embedding (+ position) ─► dropout ─► L × block ─► norm ─► head ─► logits
 
@@ -159,7 +159,7 @@ class GPT(nn.Module):
         return x
 
     def embed(self, tokens: Tensor, previous: Tensor | None, *, in_order: bool = True) -> Tensor:
-        """Return the embeddings [B, T, C] of token ids [B, T], scaled and, if the model smears, with `previous` added.
+        """Return the embeddings [B, T, C] of token ids [B, T], scaled and, if smeared, mixed with the previous ones.
 
         in_order: whether each token's predecessor, if any, is the element before it in `tokens`.
         """

@@ -50,7 +50,7 @@ class Norm(nn.Module):
 
     def of_sum(self, x: Tensor, branch: Tensor | None = None, alpha: float = 1.0) -> tuple[Tensor, Tensor]:
         """Return x + alpha · branch (x without a branch), and the norm of that sum. In training on a CPU, one kernel
-        computes both, and the norm's backward pass adds the sum's gradient."""
+        computes both results, and one the gradient of both."""
         layer, dtype = isinstance(self, LayerNorm), product_dtype(x)
         return dispatch.norm(x, self.weight, self.bias, self.eps, dtype, layer, branch, alpha)
 
@@ -78,7 +78,7 @@ class Norm(nn.Module):
 
     @staticmethod
     def cost_behind(s: Shapes, arrives: int) -> Stage:
-        """Return the memory of a norm after attention or the MLP, which saves its input."""
+        """Return the memory of a norm after attention or the MLP. The norm saves its input."""
         c, stream, given = s.config, s.floats(s.config.d_model), s.products(s.config.d_model)
         return Stage(
             "norm of the result",
@@ -152,7 +152,7 @@ class Dropout(nn.Module):
 
 
 class Scale(nn.Module):
-    """Multiply the input by a constant."""
+    """A module that multiplies its input by a constant."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class MLP(nn.Module):
             yield Stage("gate × up", {MLP_INNER: 2 * inner}, inner, 2 * inner)
         else:
             yield replace(into, saved=source | copy)
-            wide = round(n_tokens * d_ff * 4) if c.mlp == "relu2" and not s.on_cpu else 0  # autocast squares in float32
+            wide = round(n_tokens * d_ff * 4) if c.mlp == "relu2" and not s.on_cpu else 0  # autocast squares in fp32
             yield Stage("activation", {MLP_INNER: inner + (wide if s.autocast else 0)}, inner, inner, scratch=2 * wide)
         if c.dropout_mlp:
             booleans = inner // p

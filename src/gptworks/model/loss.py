@@ -26,7 +26,7 @@ CPU_CHUNK_TOKENS = 2048
 chunk would cost more than the products."""
 
 CPU_CHUNK_LOGITS = 2 * 2**20
-"""Logits per chunk on a CPU if the vocabulary is so small that they belong to more than `CPU_CHUNK_TOKENS` tokens."""
+"""Logits per chunk on a CPU with a small vocabulary, where a chunk has more than `CPU_CHUNK_TOKENS` tokens."""
 
 CPU_HEAD_ROWS = 8192
 """Rows of the head's gradient that a CPU computes at a time and adds in fp32 while they are in its cache. One torch
@@ -110,7 +110,7 @@ def linear_cross_entropies(
 
 @torch.no_grad()
 def token_nats(features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None) -> Tensor:
-    """Return −log softmax(features · weightᵀ)[target] of each target, 0 for −100; float32, in targets' shape [...]."""
+    """Return −log softmax(features · weightᵀ)[target] of each target, 0 if it is −100; float32, in targets' shape."""
     flat, wanted = features.reshape(-1, features.size(-1)), targets.reshape(-1)
     head, chunk = weight.to(features.dtype), chunk_tokens(features.device, weight.size(0))
 
@@ -123,7 +123,7 @@ def token_nats(features: Tensor, weight: Tensor, targets: Tensor, softcap: float
 
 
 def target_logprobs(features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None) -> Tensor:
-    """Return log softmax(features · weightᵀ)[target] of each target, 0 for −100; float32, in targets' shape [...].
+    """Return log softmax(features · weightᵀ)[target] of each target, 0 if it is −100; float32, in targets' shape.
 
     The result is differentiable in features and weight; the backward pass recomputes the logits.
     """

@@ -111,7 +111,7 @@ class MoE(nn.Module):
 
 
 def route(logits: Tensor, n_per_token: int) -> tuple[Tensor, Tensor]:
-    """Return weights, whose sum is 1, and indices of the experts with the largest logits [..., E]; [..., K] each."""
+    """Return weights (their sum is 1) and indices of the K experts with the largest logits [..., E]; [..., K] each."""
     weights, chosen = logits.softmax(-1).topk(n_per_token, dim=-1)
     return weights / weights.sum(-1, keepdim=True), chosen
 
@@ -144,7 +144,7 @@ def send(x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
 
 
 def collect(given: Tensor, places: Tensor) -> Tensor:
-    """Return the rows `places` [N·K] of given [P, C], [N·K, C]; no row may occur twice."""
+    """Return the rows of given [P, C] at the indices `places` [N·K]; no index may occur twice."""
     out: Tensor = _Collect.apply(given, places)  # type: ignore[no-untyped-call]
     return out
 

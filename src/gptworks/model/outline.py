@@ -57,7 +57,7 @@ class Outline:
         self.layers: Sequence[int] = config.layer_uses
         """Indices of the blocks to visit, in order; a subclass for which all blocks are alike visits only one."""
         self.experts_a_visit = 1
-        """Number of a block's experts that one visit stands for; all in a subclass for which they are alike."""
+        """Number of experts that one visit stands for; a subclass for which experts are alike visits one for all."""
         self.layer: int | None = None
         """Index of the block being visited; None outside the blocks."""
         self.entry = self.first_values = False
@@ -129,7 +129,7 @@ class Outline:
         return self.adapter(module, sizes, x, share) or x or weight or bias
 
     def added(self, group: str, x: bool = False) -> bool:
-        """Visit a laboratory group's tensors, if there are any here. x: whether its matrices' input has a gradient."""
+        """Visit a laboratory group, if the current block has it. x: whether its matrices' input has a gradient."""
         tensors, layers = self.laboratory.get(group, ({}, ()))
         if layers is not None and self.layer not in layers:
             return False

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from gptworks.model.cost import RESIDUAL, Shapes, Stage
 
 NO_TOKEN = -1
-"""The previous token's id where there is none, for a text's first token."""
+"""Id used as the previous token of a text's first token, which has no previous token."""
 
 _OF_TOKEN, _OF_PREVIOUS = 36_313, 27_191
 """Factors of a token's id and the previous token's id in the hash, from modded-nanogpt."""
@@ -51,13 +51,13 @@ class Smear(nn.Module):
         self.weight, self.scale = nn.Parameter(torch.zeros(n_channels)), nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor, before: Tensor, previous: Tensor) -> Tensor:
-        """Return embeddings x [B, T, C] plus gated embeddings `before` of the tokens before, with ids `previous`."""
+        """Return embeddings x [B, T, C] plus gated embeddings `before` of the previous tokens, with ids `previous`."""
         gate = self.scale * (x[..., : len(self.weight)] @ self.weight).sigmoid()  # [B, T]
         return x + gate.masked_fill(previous == NO_TOKEN, 0).unsqueeze(-1) * before
 
     @staticmethod
     def cost(s: Shapes) -> Iterator[Stage]:
-        """Yield the memory: the embeddings of the previous tokens, and the channels that the gate reads, are saved."""
+        """Yield the memory of smearing, which saves the previous tokens' embeddings and the gate's input channels."""
         c = s.config
         stream, read = s.floats(c.d_model), s.products(c.d_gate) if s.autocast else s.floats(c.d_model)
         if c.smear:

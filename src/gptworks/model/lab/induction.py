@@ -84,7 +84,7 @@ def begin_with_induction(
 
 
 def slow_elements(config: ModelConfig) -> Tensor:
-    """Return indices of a head's slowest rotating elements, at most (C - 2) / 2; the second head compares these."""
+    """Return indices of at most (C - 2) / 2 elements, rotated slowly or never, which the second head compares."""
     n_pairs = config.d_rotary // 2
     slow = torch.arange(n_pairs // 2, n_pairs)
     unturned = torch.arange(config.d_rotary, config.d_head)

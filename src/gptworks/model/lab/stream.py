@@ -170,7 +170,7 @@ class Values(nn.Module):
         """Whether later layers read this layer's own values."""
 
     def forward(self, inner: Tensor, own: Tensor, lab: LabInputs) -> Tensor:
-        """Return the values to use, from attention's input [B, T, C] and the layer's own values; [B, T, G·D] both."""
+        """Return the values to use [B, T, G·D], from attention's input [B, T, C] and the layer's own values."""
         values = own
         if self.scalars is not None:
             assert lab.first_values is not None
