@@ -440,8 +440,7 @@ def load_model(
         tensors = file.read()
         if kinds and adapted:
             model, tensors = plain, unpack_all(tensors, kinds)
-    model.load_state_dict(tensors, assign=True)
-    model.reset_tables()
+    model.assign(tensors)
     if merge:
         merge_lora(model)
     for parameter in model.parameters():

@@ -43,6 +43,11 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = ".") -> str:
     return f"; did you mean `{near}`?" if near else otherwise
 
 
+def shortened(text: str, most: int = 100) -> str:
+    """The text for a message or a page; with "…" in place of what follows its first `most` characters."""
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
 def refuse_unused(because: str, **options: Any) -> None:
     """Refuse options that were given but would have no effect.
 

@@ -8,9 +8,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import ValidationError
 
 from gptworks.config.base import Section
-from gptworks.errors import did_you_mean
+from gptworks.errors import did_you_mean, shortened
 
-_SHOWN_CHARACTERS = 200
 MOST_FAULTS = 50
 """Maximum number of errors to explain; comparing each unknown name with all known ones takes time."""
 
@@ -25,7 +24,7 @@ def explain(error: ValidationError, root: type[Section], origin: str, overrides:
     lines = []
     for key, message in faults(error, root):
         given = next((text for name, text in overrides.items() if name == key or key.startswith(f"{name}.")), None)
-        where = origin if given is None else f"override `{_shortened(given)}`"
+        where = origin if given is None else f"override `{shortened(given, 200)}`"
         lines.append(f"{where}: {message}")
     return "\n".join(dict.fromkeys(lines))
 
@@ -46,10 +45,6 @@ def faults(error: ValidationError, root: type[Section]) -> list[tuple[str, str]]
 
 def _key(item: Mapping[str, Any], root: type[Section]) -> str:
     return ".".join(str(part) for part in _visible(item["loc"], root))
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 
 def _explain_one(item: dict[str, Any], root: type[Section]) -> str:
@@ -73,8 +68,8 @@ def _explain_one(item: dict[str, Any], root: type[Section]) -> str:
     message = message[0].lower() + message[1:] if message.startswith(("Input", "Field")) else message
     if not key:
         return message
-    given = "" if item["type"] == "value_error" else f"={_shortened(json.dumps(item['input'], default=str))}"
-    return f"`{key}`{given}: {message.removeprefix('input ')}"
+    value = "" if item["type"] == "value_error" else "=" + json.dumps(item["input"], default=str)
+    return f"`{key}`{shortened(value, 200)}: {message.removeprefix('input ')}"
 
 
 def _elsewhere(name: str, root: type[Section], path: str = "") -> str | None:

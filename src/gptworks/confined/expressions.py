@@ -14,7 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gptworks.confined import Confined, Exceeded, Limits
 from gptworks.confined.child import Answer, serve
-from gptworks.errors import UserError
+from gptworks.errors import UserError, shortened
 
 SECONDS, _BYTES = 2.0, 1 << 28
 """Limits of CPU time and memory for a question, whether the question has one item or many."""
@@ -52,7 +52,9 @@ def find(
     found: list[tuple[str, str] | None] = []
     for text, reply in zip(texts, _ask_all(how, pattern, texts, seconds), strict=True):
         if isinstance(reply, dict):
-            raise UserError(f"the expression {_short(pattern)} cannot be searched in {_short(text)}: {reply['fault']}")
+            raise UserError(
+                f"the expression {shortened(pattern)!r} cannot be searched in {shortened(text)!r}: {reply['fault']}"
+            )
         found.append(None if reply is None else (reply[0], reply[1]))
     return found
 
@@ -79,10 +81,6 @@ def _ask_all(kind: str, source: str, items: Sequence[Any], seconds: float | None
 def _children(seconds: float) -> Confined:
     limits = Limits(seconds=seconds, n_bytes=_BYTES)
     return Confined("gptworks.confined.expressions", None, limits, setup_limits=Limits(seconds=10, n_bytes=_BYTES))
-
-
-def _short(text: str) -> str:
-    return repr(text) if len(text) <= 100 else f"{text[:100]!r}…"
 
 
 # --------------------------------------------------------------------------------------------- in the child process

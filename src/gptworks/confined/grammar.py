@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gptworks.confined.child import Answer, resident_bytes, serve
+from gptworks.errors import shortened
 
 Encode = Callable[[str], list[int]]
 
@@ -82,8 +83,7 @@ def reason_of(error: str) -> str:
         return "no text satisfies it"
     if "Unable to determine if regex is empty" in error:
         return "too many patterns must hold at once. Write fewer of them, or one that says the same"
-    line = " ".join(error.replace("<non-verbose/>", "").split())
-    return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]} …"
+    return shortened(" ".join(error.replace("<non-verbose/>", "").split()), MAX_REASON)
 
 
 def _prepare(setup: Any) -> Answer:

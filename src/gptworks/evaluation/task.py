@@ -24,7 +24,7 @@ from pydantic import Field, model_validator
 from gptworks.config import PositiveInt, PositiveTime, Section, ShortPath
 from gptworks.confined import expressions
 from gptworks.data.sources.records import read_jsonl
-from gptworks.errors import UserError, did_you_mean
+from gptworks.errors import UserError, did_you_mean, shortened
 from gptworks.files import read_given
 from gptworks.recipe import parse_section
 from gptworks.yaml_files import MAX_BYTES, parse_yaml
@@ -221,8 +221,7 @@ class Task:
         return found
 
     def _where(self, item: Item, key: str, wanted: str) -> str:
-        shown = wanted if len(wanted) <= 100 else f"{wanted[:100]}…"
-        return f"{self.origin}: `{key}: {shown!r}`, item {self._number(item)}"
+        return f"{self.origin}: `{key}: {shortened(wanted)!r}`, item {self._number(item)}"
 
     def choices(self, item: Item) -> list[str]:
         """Return the choices of a multiple-choice item, two or more."""

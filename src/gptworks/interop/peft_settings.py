@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from torch import Tensor
 
 from gptworks.confined.expressions import find
-from gptworks.errors import UserError
+from gptworks.errors import UserError, shortened
 from gptworks.json_files import read_json
 
 CONFIG_FILE = "adapter_config.json"
@@ -221,5 +221,4 @@ def _start(init: Any) -> Any:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}…"
+    return shortened(repr(value))

@@ -8,7 +8,7 @@ Shapes: B batch, T time, C width, V vocabulary.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -219,6 +219,11 @@ class GPT(nn.Module):
         n_heads = len(self.future_heads)
         self.config, self.future_heads = self.config.model_copy(update={"n_future_tokens": 1}), nn.ModuleList()
         return n_heads
+
+    def assign(self, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> None:
+        """Make `tensors` the weights of a model on the meta device, without copies, and compute its tables."""
+        self.load_state_dict(tensors, assign=True)
+        self.reset_tables(device)
 
     def reset_tables(self, device: torch.device | None = None) -> None:
         """Compute the rotary tables, which checkpoints leave out."""

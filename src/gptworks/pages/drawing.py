@@ -9,6 +9,8 @@ from xml.etree import ElementTree
 
 from markupsafe import Markup
 
+from gptworks.errors import shortened
+
 Point = tuple[float, float]
 
 LABEL, SMALL = 14.0, 12.0
@@ -104,5 +106,5 @@ def _element(tag: str, content: str | None = None, **attributes: str | float) ->
     }
     element = ElementTree.Element(tag, written)
     if content is not None:
-        element.text = content if len(content) <= _MOST_CHARACTERS else f"{content[:_MOST_CHARACTERS]}…"
+        element.text = shortened(content, _MOST_CHARACTERS)
     return element

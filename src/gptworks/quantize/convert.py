@@ -62,8 +62,7 @@ def quantize_model(
             tensors[f"{name}.scale"] = scale
     with torch.device("meta"):
         quantized = QuantizedGPT(model.config, kinds)
-    quantized.load_state_dict(tensors, assign=True)
-    quantized.reset_tables()
+    quantized.assign(tensors)
     quantized = quantized.to(model.device).eval()
     if packed and head == "int4":
         step("the head")

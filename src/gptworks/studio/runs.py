@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
-from gptworks.errors import UserError
+from gptworks.errors import UserError, shortened
 from gptworks.runs.bands import Band
 from gptworks.runs.compare import compare
 from gptworks.runs.series import FEWEST_POINTS, MOST_POINTS, View, drawn
@@ -210,15 +210,12 @@ async def samples(request: Request, run: Names, most: Annotated[int, Query(ge=1,
         found = [(name, text) for name, one in runs.items() for text in one.series.samples(most)]
         found.sort(key=lambda pair: -pair[1]["step"])
         return [
-            {"run": name, "step": text["step"], "prompt": _cut(text["prompt"]), "text": _cut(text["text"])}
+            {"run": name, "step": text["step"]}
+            | {key: shortened(text[key], MOST_CHARACTERS) for key in ("prompt", "text")}
             for name, text in found[:most]
         ]
 
     return as_json({"samples": await studio_of(request).feed.ask(look)})
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]} …"
 
 
 @router.get("/studio/runs/live")

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from gptworks.chat_template import Message
 from gptworks.data.sources.records import whole_text
+from gptworks.errors import shortened
 
 Fields = Mapping[str, Any]
 Shape = Literal["alpaca", "sharegpt", "messages", "preferences"]
@@ -186,8 +187,7 @@ def learns(turn: Fields, number: int) -> bool:
 
 def short(value: Any) -> str:
     """Return a value's representation, cut to 40 characters."""
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:39]}…"
+    return shortened(repr(value), 39)
 
 
 def _asks_nothing(key: Key, value: Any) -> bool:

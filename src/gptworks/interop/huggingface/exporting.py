@@ -123,8 +123,7 @@ def model_of(config: ModelConfig, tensors: Mapping[str, Tensor]) -> GPT:
     """Return a model with these weights, in eval mode."""
     with torch.device("meta"):
         model = GPT(config)
-    model.load_state_dict(tensors, assign=True)
-    model.reset_tables(torch.device("cpu"))
+    model.assign(tensors, torch.device("cpu"))
     return model.eval()
 
 

@@ -23,8 +23,7 @@ def trainable_model(config: ModelConfig, adapter: LoRAConfig | None, freeze: Fre
         model = GPT(config)
         model = hold_packed(model, base_kinds(model, adapter.base))
     zeros = {name: torch.zeros_like(tensor, device=here) for name, tensor in weight_tensors(model).items()}
-    model.load_state_dict(zeros, assign=True)
-    model.reset_tables(here)
+    model.assign(zeros, here)
     return trained_part(model, adapter, freeze)
 
 

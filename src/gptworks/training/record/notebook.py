@@ -4,14 +4,13 @@ import io
 from collections import deque
 from typing import Any
 
+from gptworks.errors import shortened
 from gptworks.pages.parts import printable
 from gptworks.terminal import Console
 from gptworks.training.record.display import Display
 
 MOST_LINES = 30
 """Number of message lines shown, the newest; the run folder has all figures."""
-MOST_CHARACTERS = 100
-"""Number of characters of a sample that are shown, on one line; the run folder has the whole sample."""
 
 
 def in_notebook() -> bool:
@@ -35,7 +34,7 @@ class NotebookDisplay(Display):
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         line = f"step {step:>6,}  {prompt}▸{text}".replace("\n", "⏎")
-        self.message(line if len(line) <= MOST_CHARACTERS else f"{line[:MOST_CHARACTERS]}…")
+        self.message(shortened(line))
 
     def line(self, text: str) -> None:
         from IPython.display import display
