@@ -51,12 +51,12 @@ class ForwardFlops:
 
     @property
     def total_dense(self) -> int:
-        """FLOPs of the pass with `attention_dense`."""
+        """FLOPs of the whole pass, with `attention_dense` for attention."""
         return self.projections + self.attention_dense + self.mlp + self.head + self.laboratory
 
     @property
     def total_causal(self) -> int:
-        """FLOPs of the pass with `attention_causal`."""
+        """FLOPs of the whole pass, with `attention_causal` for attention."""
         return self.projections + self.attention_causal + self.mlp + self.head + self.laboratory
 
     @property

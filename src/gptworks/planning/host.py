@@ -117,7 +117,7 @@ def placed_bytes(setting: Setting) -> int:
 
 
 ONEDNN_KERNEL_BYTES, ONEDNN_KEEPS = 555_000, 1024
-"""Bytes of a compiled bfloat16 product, measured on AVX-512, and the number of such kernels that oneDNN keeps."""
+"""Bytes of a compiled kernel for a bf16 product, measured on AVX-512, and the number of kernels that oneDNN keeps."""
 
 
 def expert_kernels_bytes(setting: Setting) -> int:

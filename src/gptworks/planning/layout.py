@@ -103,7 +103,7 @@ def shards_of(parameters: ParameterCount, model: ModelConfig, trained: Trained) 
 
 
 def rank_config(config: ModelConfig, tensor_parallel: int) -> ModelConfig:
-    """Return the configuration of one tensor-parallel rank's part: a share of heads and inner width, all vocabulary."""
+    """Return the configuration of a tensor-parallel rank's model: a share of heads and inner width, all vocabulary."""
     if tensor_parallel == 1:
         return config
     return config.model_copy(

@@ -329,7 +329,7 @@ class _Step:
     def _gather(self, layer: int) -> None:
         """Hold the weights that FSDP2 gathers for a block's backward pass, and prefetches for the next block's."""
         if self.sharded and self.layout.sharding == "fsdp":
-            if layer == self.model.n_layers - 1:  # every other block has been prefetched
+            if layer == self.model.n_layers - 1:  # only this block's weights were not prefetched
                 self.hold(COMMUNICATION, self.gathered_bytes)
             self.mark(f"layer {layer + 1}, gathered", self.gathered_bytes, COMMUNICATION)
             self.hold(COMMUNICATION, self.gathered_bytes if layer > 0 else 0)

@@ -11,7 +11,7 @@ ANSWERS_AT_ONCE = 32
 """Largest number of texts that an engine generates in one batch if its number of slots is not set."""
 
 UNPACKED_ON_CPU, UNPACKED_ELSEWHERE = 2**18, 2**22
-"""Number of weights that a packed matrix unpacks at a time: on a CPU few enough for its cache, and on other devices."""
+"""Number of weights to unpack at a time from a packed matrix: on a CPU, whose cache they fit into, and elsewhere."""
 
 
 @dataclass(frozen=True)
