@@ -266,7 +266,7 @@ class Scheduler:
 def n_common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
     """Return the length of the longest common prefix."""
     low, high = 0, min(len(one), len(other))
-    while low < high:  # bisect, since Python compares slices fast
+    while low < high:  # bisect, because comparing slices is fast
         middle = (low + high + 1) // 2
         if one[low:middle] == other[low:middle]:
             low = middle

@@ -29,7 +29,7 @@ class Drafter:
         self.n_tokens = n_tokens
 
     def draft(self, texts: Sequence[Job]) -> list[list[int]]:
-        """Return draft tokens to follow each text, at most `n_wanted`. A text's last token is not computed yet."""
+        """Return up to `n_wanted` draft tokens to follow each job's text, whose last token is not computed yet."""
         raise NotImplementedError
 
     def check(self, n_ids: int, model: GPT) -> None:

@@ -1,1 +1,1 @@
-"""The common parts of all pages: the layout, its templates (autoescaped), drawings and charts, one stylesheet."""
+"""The common parts of all pages: the layout, its templates (autoescaped), drawings, charts and the stylesheet."""

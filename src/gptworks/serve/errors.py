@@ -90,7 +90,7 @@ def as_api_error(error: Exception) -> APIError:
     """Return the error answer for an exception, without the message of an unforeseen one."""
     if isinstance(error, APIError):
         return error
-    if isinstance(error, EngineFailed):  # an EngineFailed's message is only for the log
+    if isinstance(error, EngineFailed):  # the exception's message is only for the log
         return APIError(503, ENGINE_FAILED, code="engine_failed")
     for kind, status, code in _FORESEEN:
         if isinstance(error, kind):

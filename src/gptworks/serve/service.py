@@ -17,7 +17,7 @@ from gptworks.serve.sign_in import SignIn
 from gptworks.serve.tokens import Tokens
 
 _NEED_NO_SLOT = 16
-"""Number of requests accepted beyond the engines' texts, because some need no slot: tokenizing, embeddings, models."""
+"""Requests accepted in addition to one for each text, for work without a slot: tokenizing, embeddings, model lists."""
 
 
 @dataclass(eq=False)
