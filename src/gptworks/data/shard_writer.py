@@ -75,7 +75,7 @@ class ShardWriter:
     def abandon(self) -> None:
         """Close the open file; leave the other files as they are."""
         if self._open is not None:
-            with contextlib.suppress(OSError):  # closing may fail too, for example because the disk is full
+            with contextlib.suppress(OSError):  # closing may fail as the work did, for example on a full disk
                 self._open.close()
 
     def _close_shard(self) -> None:

@@ -194,7 +194,7 @@ class Manifest(Section):
 
     @property
     def fingerprint(self) -> str:
-        """A sha256 computed from the sha256 of all token files: the same for the same tokens."""
+        """A sha256 over the sha256 of all shards' tokens, masks and examples: the same for the same data."""
         shards = [shard for split in sorted(self.splits) for shard in self.splits[split].shards]
         sums = [sha256 for shard in shards for sha256 in (shard.sha256, *shard.more_sha256.values())]
         return hashlib.sha256(" ".join(sums).encode("ascii")).hexdigest()
