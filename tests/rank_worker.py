@@ -1,4 +1,4 @@
-"""What tests of several processes do: `torchrun … rank_worker.py gradients|memory|traffic|muon|train JSON [TIME]`."""
+"""What tests of several processes do: `torchrun … rank_worker.py gradients|memory|traffic|owners|train JSON [TIME]`."""
 
 import hashlib
 import json
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gptworks.config import ModelConfig
+from gptworks.config.optimizers import OPTIMIZERS
 from gptworks.data.samples import Batch
 from gptworks.device import choose_precision
 from gptworks.model.gpt import GPT
@@ -28,8 +29,9 @@ from gptworks.training.distributed.ranks import Ranks, _collectives_issued, join
 from gptworks.training.distributed.shards import local
 from gptworks.training.loop import train
 from gptworks.training.objectives.next_token import Losses, next_token
-from gptworks.training.optim import muon
+from gptworks.training.optim.muon import Muon
 from gptworks.training.optim.optimizer import Optimizer
+from gptworks.training.optim.soap import SOAP
 from gptworks.training.optim.trainable import trainable_model
 from gptworks.training.step import TrainStep
 
@@ -249,30 +251,30 @@ def traffic(cases: list[dict], ranks: Ranks) -> list[dict[str, int]]:
     return found
 
 
-def muon_steps(cases: list[dict], ranks: Ranks) -> list[dict]:
-    """Four steps of Muon by one rank; two by all ranks in a layout, then two by one that resumes them; and two by one,
-    then two by all. Whether the weights and states are the same bits on this rank, and the share of the work that each
-    rank has done in the four steps of all."""
-    results, orthogonalized = [], muon.Muon._orthogonalized
+def owner_steps(cases: list[dict], ranks: Ranks) -> list[dict]:
+    """Four steps of an optimizer of whole matrices by one rank; two by all ranks in a layout, then two by one that
+    resumes them; and two by one, then two by all. Whether the weights and states are the same bits on this rank, and
+    each rank's share of the work, and of the bytes of the matrices' state, in the four steps of all."""
+    results, made = [], {Muon: Muon._orthogonalized, SOAP: SOAP._direction}
     for case in cases:
         recipe, layout = parse_recipe(case["recipe"]), Layout(**case["layout"])
-        work = 0.0
+        kind = SOAP if recipe.train.optimizer == "soap" else Muon
+        ownership, work, kept = OPTIMIZERS[recipe.train.optimizer].ownership, 0.0, 0
 
-        def counted(self, gradients: list, *others: Any) -> Tensor:
+        def counted(self, gradients: Any, *others: Any, kind=kind, ownership=ownership) -> Tensor:
             nonlocal work
-            for matrix in gradients:
-                short, long = sorted(matrix.shape)
-                work += 4 * short**2 * long + 2 * short**3
-            return orthogonalized(self, gradients, *others)
+            work += sum(ownership.work(matrix.shape) for matrix in (gradients if kind is Muon else [gradients]))
+            return made[kind](self, gradients, *others)
 
         def run(steps: range, together: bool, before: dict[str, Tensor] = {}, recipe=recipe, layout=layout) -> dict:  # noqa: B006
             """The weights and the optimizer's state after these steps from those before."""
+            nonlocal kept
             parallel = choose_parallel(recipe, ranks, CPU, layout) if together else Parallel(recipe.train)
             model = parallel.place(model_of(recipe.model, checkpoint_blocks=False), CPU)
-            kept = parallel.shard_tensors(before)
-            weights = {name: kept.pop(name) for name in parallel.parameters if name in kept}
             optimizer = Optimizer(model, recipe.train, parallel.mesh)
-            optimizer.load_state_tensors(kept)
+            state = parallel.shard_tensors(before, optimizer.holders)
+            weights = {name: state.pop(name) for name in parallel.parameters if name in state}
+            optimizer.load_state_tensors(state)
             with torch.no_grad():
                 for name, tensor in weights.items():
                     parallel.parameters[name].copy_(tensor)
@@ -283,20 +285,29 @@ def muon_steps(cases: list[dict], ranks: Ranks) -> list[dict]:
                 for name, gradient in parallel.shard_tensors(gradients).items():
                     parallel.parameters[name].grad = gradient
                 optimizer.step(torch.amp.GradScaler("cpu", enabled=False))
-            found = parallel.gather_tensors({**parallel.parameters, **optimizer.state_tensors()})
+            state = optimizer.state_tensors()
+            if together:
+                own = optimizer._optimizers[recipe.train.optimizer][1]
+                tensors = (local(state[key]) for key in state if key.rpartition("/")[0] in own)
+                kept = sum(tensor.nbytes for tensor in tensors if not tensor.is_meta)
+            found = parallel.gather_tensors({**parallel.parameters, **state}, optimizer.holders)
             return {name: tensor.detach().clone() for name, tensor in found}
 
         alone = run(range(4), together=False)
-        muon.Muon._orthogonalized = counted
+        name = made[kind].__name__
+        setattr(kind, name, counted)
         first = run(range(2), together=True)
         last = run(range(2, 4), True, run(range(2), False))
-        muon.Muon._orthogonalized = orthogonalized
+        setattr(kind, name, made[kind])
         ends = [run(range(2, 4), False, first), last]
-        assert ends[0].keys() == ends[1].keys() == alone.keys() and any("momentum" in key for key in alone)
+        assert ends[0].keys() == ends[1].keys() == alone.keys() and any("/" in key for key in alone)
         differing = sum(not torch.equal(one[key], tensor) for one in ends for key, tensor in alone.items())
         (differing_anywhere,) = ranks.all_reduce([differing])
-        shares = ranks.all_reduce([work if rank == ranks.rank else 0 for rank in range(ranks.size)])
-        results.append({"differing": differing_anywhere, "shares": [share / sum(shares) for share in shares]})
+        result = {"differing": differing_anywhere}
+        for what, own_share in (("work", work), ("state", kept)):
+            shares = ranks.all_reduce([own_share if rank == ranks.rank else 0 for rank in range(ranks.size)])
+            result[what] = [share / sum(shares) for share in shares]
+        results.append(result)
     return results
 
 
@@ -394,7 +405,7 @@ if __name__ == "__main__":
                 "gradients": gradients,
                 "memory": memory,
                 "traffic": traffic,
-                "muon": muon_steps,
+                "owners": owner_steps,
                 "built": built,
             }[what](cases, ranks)
             if ranks.is_rank_zero:

@@ -57,6 +57,9 @@ FEW = {
         "fsdp, bf16, muon, little but weights": case(
             "fsdp", 2, 1, model=NARROW, batch_size=4, micro_batch_size=1, optimizer="muon"
         ),
+        "fsdp, soap, little but weights": case(
+            "fsdp", 2, 1, "fp32", NARROW, batch_size=2, micro_batch_size=1, optimizer="soap", soap_frequency=1
+        ),
         "tensor, bf16": case("none", 1, 2),
     }
 }
@@ -83,6 +86,12 @@ MANY = {
         "ddp, normuon, little but weights": case(
             "none", 2, 1, "fp32", NARROW, batch_size=2, micro_batch_size=1, optimizer="normuon"
         ),
+        "ddp, soap, little but weights": case(
+            "none", 2, 1, "fp32", NARROW, batch_size=2, micro_batch_size=1, optimizer="soap", soap_frequency=1
+        ),
+        "tensor, soap, little but weights": case(
+            "none", 1, 2, "fp32", NARROW, batch_size=2, micro_batch_size=1, optimizer="soap", soap_frequency=1
+        ),
         "tensor, fp32": case("none", 1, 2, "fp32"),
         "tensor, muon, little but weights": case(
             "none", 1, 2, "fp32", NARROW, batch_size=2, micro_batch_size=1, optimizer="muon"
@@ -94,6 +103,12 @@ MANY = {
         "fsdp × tensor": case("fsdp", 2, 2),
         "fsdp × tensor, normuon, little but weights": case(
             "fsdp", 2, 2, model=NARROW, batch_size=8, micro_batch_size=1, optimizer="normuon"
+        ),
+        "fsdp × tensor, soap, little but weights": case(
+            "fsdp", 2, 2, model=NARROW, batch_size=8, micro_batch_size=1, optimizer="soap", soap_frequency=1
+        ),
+        "ddp × tensor, soap, little but weights": case(
+            "none", 2, 2, model=NARROW, batch_size=8, micro_batch_size=1, optimizer="soap", soap_frequency=1
         ),
         "tensor": case("none", 1, 4),
     },

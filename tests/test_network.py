@@ -42,6 +42,9 @@ CASES = {
         "ddp, muon": case("none", 2, 1, optimizer="muon"),
         "fsdp, muon": case("fsdp", 2, 1, optimizer="muon"),
         "tensor, muon": case("none", 1, 2, batch_size=8, optimizer="muon"),
+        "ddp, soap": case("none", 2, 1, optimizer="soap"),
+        "fsdp, soap": case("fsdp", 2, 1, optimizer="soap"),
+        "tensor, soap": case("none", 1, 2, batch_size=8, optimizer="soap"),
         "tensor": case("none", 1, 2, batch_size=8),
         "tensor, checkpointed": case("none", 1, 2, "fp32", activation_checkpointing="selective"),
     },
@@ -51,6 +54,8 @@ CASES = {
         "ddp × tensor": case("none", 2, 2),
         "ddp × tensor, muon": case("none", 2, 2, optimizer="muon"),
         "fsdp × tensor, muon": case("fsdp", 2, 2, optimizer="muon"),
+        "ddp × tensor, soap": case("none", 2, 2, optimizer="soap"),
+        "fsdp × tensor, soap": case("fsdp", 2, 2, optimizer="soap"),
         "fsdp × tensor": case("fsdp", 2, 2),
     },
 }

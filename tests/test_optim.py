@@ -10,15 +10,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from gptworks.config.optimizers import OPTIMIZERS
 from gptworks.errors import UserError
 from gptworks.model.gpt import GPT
+from gptworks.planning.layout import divided
 from gptworks.planning.params import count_parameters
 from gptworks.planning.state import trained_state_bytes
 from gptworks.planning.trained import everything
 from gptworks.tensors import read_tensors
-from gptworks.training.distributed.owners import Owners
+from gptworks.training.distributed.owners import Owners, divided_among_owners
 from gptworks.training.optim import adamw, adamw_int8, muon
-from gptworks.training.optim.muon import TOGETHER, Muon, batches, divided, orthogonalized
+from gptworks.training.optim.muon import TOGETHER, Muon, batches, orthogonalized
 from gptworks.training.optim.optimizer import Optimizer, parameter_groups
 from gptworks.training.optim.polynomials import POLAR_EXPRESS, polynomials
 from gptworks.training.optim.soap import SOAP, begun
@@ -437,16 +439,35 @@ def test_matrices_of_one_shape_go_together_up_to_a_limit() -> None:
     assert [len(batch) for batch in batches([*many, other, large])] == [4, 2, 1, 1]
 
 
-def test_each_rank_gets_about_the_same_work_and_no_matrix_goes_twice() -> None:
-    """By the cost of an iteration: 4 s²l + 2 s³ for s the shorter side and l the longer."""
+@pytest.mark.parametrize("kind", ["muon", "soap"])
+def test_each_rank_gets_about_the_same_work_and_no_matrix_goes_twice(kind: str) -> None:
+    """For Muon by the cost of an iteration, 4 s²l + 2 s³ for s the shorter side and l the longer; for SOAP by that of
+    the bases, r³ + c³ for r rows and c columns, and of products."""
     shapes = [(768, 768), (192, 768), (192, 768), (768, 768), (2048, 768), (2048, 768), (768, 2048)] * 12
-    matrices = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+
+    def cost(matrix: Tensor) -> int:
+        short, long = sorted(matrix.shape)
+        work = 4 * short**2 * long + 2 * short**3
+        return work if kind == "muon" else short**3 + long**3 + 3 * short * long * (short + long)
+
+    ownership = OPTIMIZERS[kind].ownership
+    assert ownership is not None
     for n_ranks in (1, 2, 3, 8):
-        shares = divided(matrices, n_ranks)
-        assert sorted(id(m) for share in shares for m in share) == sorted(map(id, matrices))
-        work = [sum(4 * min(m.shape) ** 2 * max(m.shape) + 2 * min(m.shape) ** 3 for m in share) for share in shares]
+        costs = [ownership.work(shape) for shape in shapes]
+        shares = divided(costs, n_ranks)
+        assert sorted(index for share in shares for index in share) == list(range(len(shapes)))
+        assert [costs[share[0]] for share in shares] == [max(costs)] * n_ranks, "the costliest come first"
+        work = [sum(cost(torch.empty(shapes[index], device="meta")) for index in share) for share in shares]
         assert max(work) < 1.1 * sum(work) / n_ranks, n_ranks
-    assert [len(share) for share in divided(matrices[:1], 2)] == [1, 0]
+    assert divided([5], 2) == [[0], []]
+    assert divided([1, 4, 2, 1], 2) == [[1], [2, 0, 3]]
+
+
+def test_a_single_rank_owns_all_matrices() -> None:
+    matrices = [nn.Parameter(torch.empty(shape)) for shape in ((4, 4), (8, 4))]
+    ((owners, shares),) = divided_among_owners(matrices, None, sum)
+    assert (owners.n_ranks, owners.number, owners.rank_of(0)) == (1, 0, 0)
+    assert [[id(matrix) for matrix in share] for share in shares] == [[id(matrices[1]), id(matrices[0])]]
 
 
 @pytest.mark.parametrize(
@@ -506,3 +527,5 @@ def test_state_round_trips_and_the_next_step_is_identical(
     ours, theirs = optimizer.state_tensors(), restored.state_tensors()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    restored.load_state_tensors({})  # of a checkpoint before the first step
+    assert restored.state_tensors() == {}

@@ -34,6 +34,7 @@ from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.training.distributed import agreed
 from gptworks.training.distributed.agreed import agreed_checkpoint
 from gptworks.training.distributed.deferred import Deferred
+from gptworks.training.distributed.owners import Owners
 from gptworks.training.distributed.ranks import ALONE, Ranks
 from gptworks.training.loop import train
 from gptworks.training.optim.muon import Muon
@@ -210,23 +211,29 @@ def test_gradients_are_those_of_one_process(n_ranks: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("n_ranks", [2, pytest.param(4, marks=pytest.mark.ranks)])
-def test_ranks_divide_what_muon_orthogonalizes_and_any_number_goes_on_with_the_same_bits(
+def test_ranks_divide_updates_of_whole_matrices_and_any_number_goes_on_with_the_same_bits(
     n_ranks: int, tmp_path: Path
 ) -> None:
     """In every layout, with the same gradients: if several ranks begin and one continues, and the other way round."""
     layouts = {2: [("none", 2, 1), ("fsdp", 2, 1), ("none", 1, 2)], 4: [("fsdp", 4, 1), ("none", 2, 2), ("fsdp", 2, 2)]}
-    kinds = (("grouped", "muon"), ("grouped", "normuon"), ("experts", "normuon"))
+    kinds = (
+        ("grouped", "muon"), ("grouped", "normuon"), ("experts", "normuon"), ("grouped", "soap"), ("experts", "soap")
+    )  # fmt: skip
     cases = [
-        case(model, layout, optimizer=kind)
+        case(model, layout, optimizer=kind, soap_frequency=2, cautious_weight_decay=kind == "soap")
         for model, kind in kinds
         for layout in layouts[n_ranks]
         if model == "grouped" or layout[2] == 1  # tensor parallelism does not divide experts
     ]
     (tmp_path / "cases").write_text(json.dumps(cases), encoding="utf-8")
-    torchrun(n_ranks, "muon", tmp_path / "cases")
+    torchrun(n_ranks, "owners", tmp_path / "cases")
     for one, result in zip(cases, json.loads((tmp_path / "cases.results").read_text(encoding="utf-8")), strict=True):
         assert result["differing"] == 0, one["layout"]
-        assert max(result["shares"]) < 1.1 / n_ranks + 0.05, one["layout"]
+        kind = one["recipe"]["train"]["optimizer"]
+        print(f"{n_ranks} ranks, {kind}, {one['layout']}: {max(result['work']):.3f} of the work, {result['state']}")
+        assert max(result["work"]) < 1.1 / n_ranks + 0.05, one["layout"]
+        if kind == "soap":
+            assert max(result["state"]) < 1.2 / n_ranks + 0.05, one["layout"]
 
 
 def test_a_step_of_muon_does_not_slice_the_mesh_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +251,19 @@ def test_a_step_of_muon_does_not_slice_the_mesh_for_each_rank(monkeypatch: pytes
         assert len(sliced) <= 2
     finally:
         distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("dimensions", [(), ("data",), ("tensor",), ("data", "tensor")])
+def test_each_rank_has_one_number_among_the_owners_in_every_layout(dimensions: tuple[str, ...]) -> None:
+    for rank in range(6):
+        distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=6)
+        try:
+            mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("data", "tensor"))
+            owners = Owners(mesh, dimensions)
+            assert owners.n_ranks == 6 and owners.rank_of(owners.number) == rank
+            assert sorted(map(owners.rank_of, range(6))) == list(range(6))
+        finally:
+            distributed.destroy_process_group()
 
 
 def test_a_tensor_whose_values_were_not_recorded_is_not_left_as_its_memory_is() -> None:
@@ -409,9 +429,13 @@ def test_other_objectives_lose_as_in_one_process(tmp_path: Path) -> None:
         assert alone[-2]["loss"] != alone[0]["loss"], name
 
 
-def test_one_two_and_one_ranks_see_the_same_samples_and_go_on_with_the_same_loss(tmp_path: Path) -> None:
-    """With dropout, whose masks belong to the micro-batch; sharded in between, so the optimizer's state is too."""
-    path = tiny.write_recipe(tmp_path, optimizer="adamw", precision="fp32", schedule="constant", max_steps=30)
+@pytest.mark.parametrize("optimizer", ["adamw", "soap"])
+def test_one_two_and_one_ranks_see_the_same_samples_and_go_on_with_the_same_loss(
+    optimizer: str, tmp_path: Path
+) -> None:
+    """With dropout, whose masks belong to the micro-batch; sharded in between, so the optimizer's state is too. SOAP
+    divides tiny moments by their root: on one device, other micro-batches change its losses by up to 0.01."""
+    path = tiny.write_recipe(tmp_path, optimizer=optimizer, precision="fp32", schedule="constant", max_steps=30)
     whole = {"path": str(path), "overrides": [f"run_dir={tmp_path / 'whole'}"], "seen": str(tmp_path / "whole.seen")}
     parts = [
         {
@@ -439,7 +463,8 @@ def test_one_two_and_one_ranks_see_the_same_samples_and_go_on_with_the_same_loss
         for run in ("whole", "parts")
     ]
     assert [step for step, _ in curves[1]] == list(range(1, 31))
-    assert [loss for _, loss in curves[1]] == pytest.approx([loss for _, loss in curves[0]], abs=1e-4)
+    noise = 1e-4 if optimizer == "adamw" else 0.03
+    assert [loss for _, loss in curves[1]] == pytest.approx([loss for _, loss in curves[0]], abs=noise)
 
 
 # ------------------------------------------------------------------------------------- ends, good and bad
@@ -576,7 +601,6 @@ def test_two_nodes_train_as_one_does(two_nodes: list[list[str]], tmp_path: Path)
         (2, {"train.parallel.tensor_parallel": 2, "model.d_ff": 33}, "model.d_ff=33 is not a multiple of"),
         (2, {"train.parallel.tensor_parallel": 2, "model.n_experts": 2, "model.n_experts_per_token": 1}, "experts"),
         (2, {"train.parallel.tensor_parallel": 2}, "dropout_attention to 0"),
-        (2, {"train.parallel.strategy": "fsdp", "train.optimizer": "soap"}, "train.optimizer=soap works on whole"),
         (2, {"train.parallel.strategy": "fsdp", "train.precision": "fp16"}, "use bf16 or fp32"),
     ],
 )

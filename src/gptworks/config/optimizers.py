@@ -39,6 +39,21 @@ class StateTensor:
 
 
 @dataclass(frozen=True)
+class Ownership:
+    """How ranks divide the updates of whole matrices: each matrix has an owner, which computes its update."""
+
+    work: Callable[[Shape], int]
+    """Returns the relative cost of an update of a matrix with this shape."""
+    element_bytes: int
+    """Bytes per element of what an owner gathers and of the updates that it sends."""
+    scratch_bytes: Callable[[dict[Shape, int], int], int]
+    """Returns the peak scratch memory of an owner that gathers parts of matrices, in bytes, from the number of matrices
+    of each shape and the number of owners."""
+    keeps_state: bool = False
+    """Whether only the owner keeps a matrix's state; otherwise each rank keeps the state of its parts."""
+
+
+@dataclass(frozen=True)
 class Optimizer:
     """An optimizer's properties, which other packages read instead of checking its name."""
 
@@ -48,10 +63,10 @@ class Optimizer:
     """Returns the state tensors, by key, of a parameter with this shape."""
     scratch_bytes: Callable[[dict[Shape, int]], int] = lambda _: 0
     """Returns the peak scratch memory of an update in bytes, given the number of matrices of each shape."""
-    whole_matrices: bool = False
-    """Whether the matrices that this optimizer updates, and their state, cannot be sharded."""
+    ownership: Ownership | None = None
+    """How ranks divide the updates of whole matrices; None: each rank updates the parts that it holds."""
     orthogonalizes: bool = False
-    """Whether updates are orthogonal matrices times `muon_learning_rate`; ranks divide the work among themselves."""
+    """Whether updates are orthogonal matrices times `muon_learning_rate`."""
 
 
 def _adamw(shape: Shape) -> dict[str, StateTensor]:
@@ -84,7 +99,13 @@ def _muon_scratch(matrices: dict[Shape, int]) -> int:
     return most
 
 
-def gathered_bytes(matrices: dict[Shape, int], n_owners: int) -> int:
+def _muon_work(shape: Shape) -> int:
+    """Return the multiplications of one iteration of Muon's orthogonalization: X Xᵀ, its square, times X."""
+    short, long = sorted(shape)
+    return short * short * (2 * long + short)
+
+
+def _muon_owner_scratch(matrices: dict[Shape, int], n_owners: int) -> int:
     """Return the peak scratch bytes of a rank that orthogonalizes matrices gathered from several ranks. In bf16 it
     holds the parts that it sends, a copy of these, the parts that it receives, and the whole matrices."""
     together = (min(-(-n // n_owners), max(1, MUON_TOGETHER // prod(shape))) for shape, n in matrices.items())
@@ -107,12 +128,20 @@ def _soap_scratch(matrices: dict[Shape, int]) -> int:
     return 4 * 4 * widest**2 + 8 * widest
 
 
+def _soap_work(shape: Shape) -> int:
+    """Return the relative cost of an update by SOAP: m³ + n³ for the bases, 3 m n (m + n) for products."""
+    return sum(shape) ** 3
+
+
+BY_MUON = Ownership(_muon_work, 2, _muon_owner_scratch)
+BY_SOAP = Ownership(_soap_work, 4, lambda matrices, _: _soap_scratch(matrices), keeps_state=True)
+
 OPTIMIZERS = {
     "adamw": Optimizer("AdamW", _adamw),
     "adamw_int8": Optimizer("AdamW", _adamw_int8),
-    "muon": Optimizer("Muon and AdamW", _muon, _muon_scratch, orthogonalizes=True),
-    "normuon": Optimizer("NorMuon and AdamW", _normuon, _muon_scratch, orthogonalizes=True),
-    "soap": Optimizer("SOAP and AdamW", _soap, _soap_scratch, whole_matrices=True),
+    "muon": Optimizer("Muon and AdamW", _muon, _muon_scratch, BY_MUON, orthogonalizes=True),
+    "normuon": Optimizer("NorMuon and AdamW", _normuon, _muon_scratch, BY_MUON, orthogonalizes=True),
+    "soap": Optimizer("SOAP and AdamW", _soap, _soap_scratch, BY_SOAP),
 }
 """Optimizers by `train.optimizer`; adamw_int8: `train.optimizer=adamw` with `train.optimizer_state=int8`."""
 

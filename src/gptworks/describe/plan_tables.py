@@ -27,8 +27,8 @@ _WORDS = WORDS | {
     "weights_again": "weights for the backward pass",
     "whole_gradients": "gradients of vectors",
     "gradients_alike": "gradients of what each tensor rank has whole",
-    "directions": "Muon's directions",
-    "updates": "Muon's updates",
+    "gathered_matrices": "matrices gathered by their owners",
+    "updates": "updates sent by the matrices' owners",
 }
 _UNMEASURED = "--device this measures this machine's speed"
 

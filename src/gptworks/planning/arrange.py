@@ -6,7 +6,6 @@
 from dataclasses import dataclass, replace
 
 from gptworks.config import ModelConfig, Recipe
-from gptworks.config.optimizers import OPTIMIZERS
 from gptworks.errors import UserError
 from gptworks.planning.devices import Device
 from gptworks.planning.layout import ONE_DEVICE, Layout
@@ -170,12 +169,6 @@ def _not_in_shares(recipe: Recipe, precision: str, setting: str) -> Refusal | No
         return Refusal(
             f"model.layer_repeats runs blocks several times and train.parallel.{setting} gathers each for one run",
             "use strategy=ddp and tensor_parallel=1.",
-        )
-    if OPTIMIZERS[recipe.train.optimizer].whole_matrices:
-        return Refusal(
-            f"train.optimizer={recipe.train.optimizer} works on whole matrices and train.parallel.{setting} divides "
-            f"them",
-            "use strategy=ddp with tensor_parallel=1, or another optimizer.",
         )
     if precision == "fp16":
         return Refusal(

@@ -1,6 +1,8 @@
 """The layout of a model and its batches on devices, and the sizes of the tensors that ranks hold, gather and reduce."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from math import prod
 
 from gptworks.choices import Sharding
@@ -100,6 +102,24 @@ def shards_of(parameters: ParameterCount, model: ModelConfig, trained: Trained) 
         trained_whole=round(of_blocks * whole),
         largest=max(prod(shape) for group in groups for shape in group.tensors.values()),
     )
+
+
+def divided(work: Sequence[int], n_ranks: int) -> list[list[int]]:
+    """Divide tasks among ranks, about equally in work: the costliest first, each to the rank with the least work.
+
+    Args:
+        work: the cost of each task.
+
+    Returns:
+        Each rank's tasks by their index, the costliest first. Tasks of one cost keep their order.
+    """
+    shares: list[list[int]] = [[] for _ in range(n_ranks)]
+    least = [(0, rank) for rank in range(n_ranks)]  # a heap of each rank's work
+    for task in sorted(range(len(work)), key=work.__getitem__, reverse=True):
+        before, rank = heappop(least)
+        shares[rank].append(task)
+        heappush(least, (before + work[task], rank))
+    return shares
 
 
 def rank_config(config: ModelConfig, tensor_parallel: int) -> ModelConfig:

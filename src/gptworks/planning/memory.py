@@ -10,9 +10,10 @@ inside kernels, and memory that the allocator cannot use between allocations of 
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from math import prod
 
 from gptworks.config import computes_again
-from gptworks.config.optimizers import OPTIMIZERS, gathered_bytes
+from gptworks.config.optimizers import OPTIMIZERS
 from gptworks.model.cost import ATTENTION, COPIES, RESIDUAL, LayerCost, Shapes, Stage
 from gptworks.model.gpt import GPT
 from gptworks.model.loss import loss_chunk_bytes, scoring_bytes
@@ -24,7 +25,12 @@ from gptworks.planning.inference import kv_cache_bytes
 from gptworks.planning.layout import BUCKET_BYTES, rank_config, shards_of
 from gptworks.planning.params import count_parameters
 from gptworks.planning.setting import ANSWERS_AT_ONCE, UNPACKED_ELSEWHERE, UNPACKED_ON_CPU, Setting
-from gptworks.planning.state import held_weights_bytes, optimizer_scratch_bytes, trained_state_bytes
+from gptworks.planning.state import (
+    held_weights_bytes,
+    optimizer_scratch_bytes,
+    owned_state_bytes,
+    trained_state_bytes,
+)
 from gptworks.planning.trained import everything
 
 WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER = "weights", "weights_average", "gradients", "optimizer_state"
@@ -146,8 +152,9 @@ class _Step:
         scratch = optimizer_scratch_bytes(
             self.parameters, s.optimizer, s.optimizer_state, self.trained, s.on_cpu, s.decays_cautiously, n_shares
         )
-        if OPTIMIZERS[s.optimizer].orthogonalizes and self.layout.n_parts > 1:
-            scratch = max(scratch, gathered_bytes(Counter(whole_model(s)[1].matrices), self.layout.world_size))
+        if (ownership := OPTIMIZERS[s.optimizer].ownership) is not None and self.layout.n_parts > 1:
+            whole = Counter(whole_model(s)[1].matrices)
+            scratch = max(scratch, ownership.scratch_bytes(whole, self.layout.world_size))
         self.mark("optimizer", scratch)
         return self.peak
 
@@ -161,14 +168,11 @@ class _Step:
 
     def _start(self) -> None:
         weights = self._shared(held_weights_bytes(self.parameters, self.trained), 4 * self.shards.whole)
-        s = self.setting
-        state = trained_state_bytes(self.parameters, s.optimizer, self.trained, s.optimizer_state)
-        state = self._shared(state, 8 * self.shards.trained_whole)
         gradients = self._shared(4 * self.trained.parameters, 4 * self.shards.trained_whole)
         average = gradients if self.setting.averages else 0
         self.hold(WEIGHTS, weights)
         self.hold(OTHER_MODELS, self.setting.other_models_bytes)
-        self.hold(OPTIMIZER, state)
+        self.hold(OPTIMIZER, self._state_bytes())
         self.hold(AVERAGE, average)
         if self.setting.saves and self.setting.on_cpu:
             self.hold(CHECKPOINT, checkpoint_copy_bytes(self.setting))  # rank 0's copy of the previous checkpoint
@@ -176,6 +180,18 @@ class _Step:
         self.hold(ATTENTION, rotary_tables_bytes(replace(self.shapes, length=self.model.context_length)))
         if self.setting.accumulates:
             self.hold(GRADIENTS, gradients)
+
+    def _state_bytes(self) -> int:
+        """Return the bytes of optimizer state on a rank; if owners keep matrices' state, on the rank with the most."""
+        s, ownership = self.setting, OPTIMIZERS[self.setting.optimizer].ownership
+        if ownership is None or not ownership.keeps_state:
+            state = trained_state_bytes(self.parameters, s.optimizer, self.trained, s.optimizer_state)
+            return self._shared(state, 8 * self.shards.trained_whole)
+        matrices = whole_model(s)[1].matrices
+        others = trained_state_bytes(self.parameters, "adamw", self.trained)
+        others -= 8 * sum(map(prod, matrices)) // self.layout.tensor_parallel
+        owned = owned_state_bytes(s.optimizer, ownership, matrices, self.layout.world_size)
+        return self._shared(others, 8 * self.shards.trained_whole) + owned
 
     def _shared(self, n_bytes: int, whole_bytes: int) -> int:
         """Return this rank's part of `n_bytes`: `whole_bytes` that every rank holds, and its shard of the rest."""

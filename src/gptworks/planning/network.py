@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 
 from gptworks.config import computes_again
-from gptworks.config.optimizers import OPTIMIZERS
+from gptworks.config.optimizers import OPTIMIZERS, Ownership
 from gptworks.planning.devices import Device
 from gptworks.planning.layout import BUCKET_BYTES, Layout, Shards, rank_config, shards_of
 from gptworks.planning.params import count_parameters
@@ -84,8 +84,8 @@ def collectives(s: Setting) -> Iterator[Collective]:
         tail = min(4 * trained.parameters, max(BUCKET_BYTES, 4 * shards.trained_outside))
         when = "last_backward" if layout.sums_in_backward else "exposed"
         yield Collective("gradients", "all_reduce", "data", 4 * trained.parameters, when, tail, False)
-    if OPTIMIZERS[s.optimizer].orthogonalizes:
-        yield from _of_owners(s)
+    if (ownership := OPTIMIZERS[s.optimizer].ownership) is not None:
+        yield from _of_owners(s, ownership)
     if layout.tensor_parallel > 1:
         yield from _of_tensor_parallel(s, shards, sharded)
 
@@ -103,17 +103,17 @@ def _of_shares(layout: Layout, shards: Shards, n_layers: int) -> Iterator[Collec
         yield Collective("whole_gradients", "all_reduce", "data", whole, "exposed", whole, False)
 
 
-def _of_owners(s: Setting) -> Iterator[Collective]:
-    """Yield the transfers in bf16 of update directions to the ranks that orthogonalize them, and of the updates back;
-    see `gptworks.training.distributed.owners`."""
+def _of_owners(s: Setting, ownership: Ownership) -> Iterator[Collective]:
+    """Yield the transfers of matrices to their owners, which compute the updates, and of the updates back; see
+    `gptworks.training.distributed.owners`."""
     layout, n_parts = s.layout, s.layout.n_parts
     n_copies = layout.world_size // n_parts
     matrices = (s.trained or everything(count_parameters(s.model))).matrices
-    held = 2 * sum(map(prod, matrices)) // n_parts
+    held = ownership.element_bytes * sum(map(prod, matrices)) // n_parts
     if n_parts > 1:
         sharded = "data" if layout.tensor_parallel == 1 else "all"
         dimension = "tensor" if n_parts == layout.tensor_parallel else sharded
-        for what in ("directions", "updates"):
+        for what in ("gathered_matrices", "updates"):
             yield Collective(what, "all_to_all", dimension, held // n_copies, "exposed", held // n_copies, False)
     if n_copies > 1:
         yield Collective("updates", "broadcast", "data", held, "exposed", held, False)

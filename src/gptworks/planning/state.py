@@ -1,10 +1,12 @@
 """Bytes of the weights, of the optimizer's state and of the scratch memory of an update."""
 
 from collections import Counter
+from collections.abc import Sequence
 from math import prod
 
-from gptworks.config.optimizers import AT_ONCE, CPU_AT_ONCE, OPTIMIZERS
+from gptworks.config.optimizers import AT_ONCE, CPU_AT_ONCE, OPTIMIZERS, Ownership
 from gptworks.planning.inference import weights_bytes
+from gptworks.planning.layout import divided
 from gptworks.planning.params import ParameterCount, Shape
 from gptworks.planning.trained import Trained, everything
 
@@ -29,6 +31,12 @@ def matrix_state_bytes(optimizer: str, shape: Shape) -> int:
     """Return the bytes of the optimizer's fp32 state for one parameter of a block, without its step count."""
     kept = OPTIMIZERS[optimizer if len(shape) == 2 else "adamw"].state(shape).values()
     return sum(4 * prod(tensor.shape) for tensor in kept if tensor.shape)
+
+
+def owned_state_bytes(optimizer: str, ownership: Ownership, matrices: Sequence[Shape], n_owners: int) -> int:
+    """Return the bytes of optimizer state that the fullest of `n_owners` ranks keeps, each for the matrices it owns."""
+    kept = [matrix_state_bytes(optimizer, shape) for shape in matrices]
+    return max(sum(kept[i] for i in share) for share in divided([*map(ownership.work, matrices)], n_owners))
 
 
 def optimizer_scratch_bytes(

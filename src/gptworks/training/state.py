@@ -182,7 +182,7 @@ class TrainingState(Listener):
         optimizer, shares, own = self._step.optimizer, self._step.parallel.shard_tensors, self.average.own_tensors
         weights = checkpoint.model_tensors({name: Expected.like(p) for name, p in self.average.parameters.items()})
         moments = checkpoint.optimizer_tensors(lambda stored: optimizer.expected_tensors(stored, own))
-        optimizer.load_state_tensors(self.average.restore(shares(weights), shares(moments)))
+        optimizer.load_state_tensors(self.average.restore(shares(weights), shares(moments, optimizer.holders)))
         if progress.scaler:
             self._step.scaler.load_state_dict(progress.scaler)
 
@@ -233,7 +233,8 @@ class TrainingState(Listener):
         with step.stopwatch.part("checkpoint"):
             tensors = {"model": whole(self.average.model_tensors)}
             if not weights_only:
-                tensors["optimizer"] = whole(step.optimizer.state_tensors() | self.average.own_tensors)
+                state = step.optimizer.state_tensors() | self.average.own_tensors
+                tensors["optimizer"] = whole(state, step.optimizer.holders)
             if ranks.is_rank_zero:
                 with ranks.busy():
                     self.writer.wait()

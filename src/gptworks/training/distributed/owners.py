@@ -3,7 +3,7 @@
 Each matrix has an owner: the rank that gathers its parts, computes with the whole matrix, and sends each rank its part
 of the result, as in the distributed Muon of torchtitan and Megatron. `n_copies` groups of `n_parts` ranks each hold
 every matrix. The owner gathers and sends within its group; then each rank of the group broadcasts its part of the
-result to the ranks that hold the same part.
+result to the ranks that hold the same part. Ranks are numbered copy by copy: number = copy · n_parts + part.
 
     replicated (DDP)             n_copies = ranks, n_parts = 1
     sharded (FSDP)               n_copies = 1,     n_parts = ranks
@@ -11,14 +11,24 @@ result to the ranks that hold the same part.
     tensor parallelism and FSDP  n_copies = 1,     n_parts = ranks
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gptworks.training.distributed.shards import DIMENSIONS, Part, numel_of, part_of, places_of, shape_of, sizes_of
+from gptworks.planning.layout import divided
+from gptworks.training.distributed.shards import (
+    DIMENSIONS,
+    Part,
+    divided_over,
+    numel_of,
+    part_of,
+    places_of,
+    shape_of,
+    sizes_of,
+)
 
 Matrices = Sequence[nn.Parameter]
 """Matrices of one shape that are divided alike, which one rank computes together."""
@@ -52,20 +62,40 @@ class Owners:
         """Number of ranks among which the matrices are divided."""
         return self.n_copies * self.n_parts
 
+    @property
+    def number(self) -> int:
+        """This rank's number."""
+        return self.copy * self.n_parts + self.part
+
+    def rank_of(self, number: int) -> int:
+        """The rank with this number."""
+        if self._mesh is None:
+            return 0
+        places = self._places(number)
+        return int(self._mesh.mesh[tuple(places[name] for name in DIMENSIONS)])
+
+    def _places(self, number: int) -> dict[str, int]:
+        """The index in each dimension of the mesh of the rank with this number."""
+        assert self._mesh is not None, "a single rank has no mesh"
+        copy, part = divmod(number, self.n_parts)
+        sizes, places = sizes_of(self._mesh), {}
+        for name in reversed(DIMENSIONS):
+            if name in self._divided_over:
+                part, places[name] = divmod(part, sizes[name])
+            else:
+                copy, places[name] = divmod(copy, sizes[name])
+        return places
+
     def _group(self, of_parts: bool) -> distributed.ProcessGroup | None:
         """The ranks that hold the parts of this rank's copy, or those that hold copies of its part."""
         names = [name for name in DIMENSIONS if (name in self._divided_over) == of_parts]
         return self._mesh.get_group(names[0]) if self._mesh is not None and len(names) == 1 else None  # None: all ranks
 
     def part_of(self, matrix: Tensor, number: int | None = None) -> Part:
-        """The part of a matrix that a rank holds, by its number among `n_parts`; None: this rank."""
+        """The part of a matrix that the rank with this number holds; None: this rank."""
         if self._mesh is None or number is None:
             return part_of(matrix, self._mesh)
-        sizes, places = sizes_of(self._mesh), places_of(self._mesh)
-        for name in reversed(DIMENSIONS):
-            if name in self._divided_over:
-                number, places[name] = divmod(number, sizes[name])
-        return part_of(matrix, self._mesh, places)
+        return part_of(matrix, self._mesh, self._places(number))
 
     def gather(self, owned: Sequence[Matrices], made: Callable[[nn.Parameter], Tensor]) -> Tensor:
         """This rank's matrices, whole, from the parts that each rank makes: [N, rows, columns].
@@ -75,6 +105,8 @@ class Owners:
             made: returns this rank's part of a tensor of a matrix's shape; all have one dtype.
         """
         mine = owned[self.part]
+        if self.n_parts == 1:
+            return torch.stack([made(matrix) for matrix in mine]) if len(mine) > 1 else made(mine[0])[None]
         sent = [[made(matrix).flatten() for matrix in matrices] for matrices in owned]
         like = next(part for parts in sent for part in parts)
         received = self._exchange(sent, [numel_of(part) * len(mine) for part in self._parts_of(mine)], like)
@@ -135,3 +167,22 @@ class Owners:
             group=self._group(of_parts=True),
         )
         return list(torch.split(received, sizes))
+
+
+def divided_among_owners(
+    matrices: Matrices, mesh: DeviceMesh | None, work: Callable[[tuple[int, ...]], int]
+) -> Iterator[tuple[Owners, list[list[nn.Parameter]]]]:
+    """For matrices divided over the same dimensions, their owners and each owner's matrices, by its number.
+
+    Owners get about equal work. All ranks divide alike, since only shapes and order matter.
+
+    Args:
+        work: returns the cost of a matrix with this shape.
+    """
+    alike: dict[tuple[str, ...], list[nn.Parameter]] = {}
+    for matrix in matrices:
+        alike.setdefault(divided_over(matrix), []).append(matrix)
+    for dimensions, those in alike.items():
+        owners = Owners(mesh, dimensions)
+        shares = divided([work(tuple(matrix.shape)) for matrix in those], owners.n_ranks)
+        yield owners, [[those[index] for index in share] for share in shares]

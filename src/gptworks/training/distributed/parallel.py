@@ -15,7 +15,7 @@ head, vectors, routers and the residual stream are float32.
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 
@@ -42,6 +42,9 @@ from gptworks.training.distributed.deferred import Deferred
 from gptworks.training.distributed.ranks import ALONE, Ranks
 from gptworks.training.distributed.shards import divided_over, local, sizes_of
 from gptworks.training.distributed.sums import GradientSums, Timed
+
+NO_HOLDERS: Mapping[str, int] = {}
+"""No tensor is kept by one rank alone."""
 
 
 class StopAsked(Exception):
@@ -106,12 +109,24 @@ class Parallel:
         """Scale gradients of this norm down to `max_norm`."""
         nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, torch.tensor(norm))
 
-    def shard_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's shards of tensors named `parameter` or `parameter/key`."""
+    def shard_tensors(self, tensors: dict[str, Tensor], holders: Mapping[str, int] = NO_HOLDERS) -> dict[str, Tensor]:
+        """This rank's shards of tensors named `parameter` or `parameter/key`.
+
+        Args:
+            holders: the rank that alone keeps a tensor, by the tensor's name. On other ranks the tensor is on the meta
+                device, without memory.
+        """
         return tensors
 
-    def gather_tensors(self, tensors: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
-        """Names and complete tensors, one by one. All ranks must iterate to the end together."""
+    def gather_tensors(
+        self, tensors: dict[str, Tensor], holders: Mapping[str, int] = NO_HOLDERS
+    ) -> Iterable[tuple[str, Tensor]]:
+        """Names and complete tensors, one by one. All ranks must iterate to the end together.
+
+        Args:
+            tensors: this rank's shards.
+            holders: as for `shard_tensors`.
+        """
         return tensors.items()
 
     @contextmanager
@@ -289,8 +304,14 @@ class ManyDevices(Parallel):
 
     # -------------------------------------------------------------------------------------- checkpoints
 
-    def shard_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: self._shard(name, tensor) for name, tensor in tensors.items()}
+    def shard_tensors(self, tensors: dict[str, Tensor], holders: Mapping[str, int] = NO_HOLDERS) -> dict[str, Tensor]:
+        return {
+            name: self._held(tensor, holders[name]) if name in holders else self._shard(name, tensor)
+            for name, tensor in tensors.items()
+        }
+
+    def _held(self, tensor: Tensor, holder: int) -> Tensor:
+        return tensor if holder == self.ranks.rank else torch.empty_like(tensor, device="meta")
 
     def _shard(self, name: str, tensor: Tensor) -> Tensor:
         parameter = self.parameters.get(name, self.parameters.get(name.rpartition("/")[0]))
@@ -298,10 +319,17 @@ class ManyDevices(Parallel):
             return tensor
         return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
-    def gather_tensors(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def gather_tensors(
+        self, tensors: dict[str, Tensor], holders: Mapping[str, int] = NO_HOLDERS
+    ) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors.items():
             self.ranks.count_point()
-            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if name in holders:
+                device = self.mesh.device_type
+                whole = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+                distributed.broadcast(whole, src=holders[name])
+            yield name, whole
 
     # --------------------------------------------------------------------------------------- evaluation
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gptworks.config import TrainConfig
 from gptworks.config.optimizers import AT_ONCE, CPU_AT_ONCE, LEAST_IN_8_BITS, SCALED_TOGETHER, n_scales
-from gptworks.training.optim.base import AdamLike, Group, Mesh, decay
+from gptworks.training.optim.base import Group, Mesh, decay, restore_state
 
 LEAST, BLOCK = LEAST_IN_8_BITS, SCALED_TOGETHER
 
@@ -28,8 +28,21 @@ def build(groups: list[Group], train: TrainConfig, mesh: Mesh) -> torch.optim.Op
     return AdamWInt8(groups, train.betas, train.eps, train.cautious_weight_decay)
 
 
-class AdamWInt8(AdamLike):
+class AdamWInt8(torch.optim.Optimizer):
     """`torch.optim.AdamW` with moments in 8 bits."""
+
+    def __init__(self, groups: list[Group], betas: tuple[float, float], eps: float, cautious: bool = False) -> None:
+        super().__init__(groups, {"betas": betas, "eps": eps})
+        self._cautious = cautious
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update the parameters from their gradients."""
+        assert closure is None, "no closure is used here"
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
 
     def _update(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]
@@ -54,13 +67,8 @@ class AdamWInt8(AdamLike):
             del first, second  # free them before the next piece
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`; torch's method would cast the codes to the parameters' dtype."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for index, state in state_dict["state"].items():
-            device = parameters[index].device
-            self.state[parameters[index]] = {
-                slot: value.clone() if slot == "step" else value.to(device, copy=True) for slot, value in state.items()
-            }
+        """Restore the result of `state_dict`."""
+        restore_state(self, state_dict["state"])
 
 
 def _pieces(parameter: Tensor) -> Iterator[tuple[slice, slice]]:

@@ -1,4 +1,4 @@
-"""Common code of optimizers: how they are built, a step over the parameters, and decoupled weight decay.
+"""Common code of optimizers: how they are built, updates of whole matrices by their owners, and decoupled weight decay.
 
 Cautious decay affects only the elements that the update moves towards zero (Chen et al., 2025, "Cautious Weight Decay",
 arXiv 2510.12402, algorithm 1):
@@ -6,7 +6,9 @@ arXiv 2510.12402, algorithm 1):
     weight -= rate · (update + decay · weight where update · weight ≥ 0)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -14,6 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gptworks.config import TrainConfig
+from gptworks.config.optimizers import Ownership
+from gptworks.training.distributed.owners import Matrices, Owners, divided_among_owners
+from gptworks.training.distributed.shards import local
 
 Group = dict[str, Any]
 """Parameters that share a peak learning rate and a weight decay, as torch's optimizers take them."""
@@ -24,25 +29,100 @@ Mesh = DeviceMesh | None
 Build = Callable[[list[Group], TrainConfig, Mesh], torch.optim.Optimizer]
 """The function `build` in each optimizer's file: it makes the optimizer of parameter groups from the settings."""
 
+Update = tuple[Tensor, ...]
+"""This rank's parts of the updates of one owner's N matrices, [N, rows, columns], and other tensors that each rank gets
+whole."""
 
-class AdamLike(torch.optim.Optimizer):
-    """An optimizer with moments, which updates one parameter after the other."""
 
-    def __init__(self, groups: list[Group], betas: tuple[float, float], eps: float, cautious: bool = False) -> None:
-        super().__init__(groups, {"betas": betas, "eps": eps})
-        self._cautious = cautious
+class ByOwners(torch.optim.Optimizer):
+    """An optimizer of whole matrices, which ranks divide: each matrix has an owner, which computes its update (see
+    `gptworks.training.distributed.owners`). Ranks with copies of a parameter get the same bits."""
+
+    ownership: Ownership
+    """How the ranks divide the matrices."""
+    mesh: Mesh
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update the parameters from their gradients."""
         assert closure is None, "no closure is used here"
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
+        for group, divided in zip(self.param_groups, self._divided, strict=True):
+            for owners, shares in divided:
+                learning = ([matrix for matrix in share if matrix.grad is not None] for share in shares)
+                for turn in zip_longest(*map(self._batches, learning), fillvalue=()):
+                    self._turn(turn, owners, group)
 
-    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
+    @property
+    def holders(self) -> dict[nn.Parameter, int]:
+        """The rank that alone keeps the state of a matrix; empty if each rank keeps the state of its parts."""
+        return {
+            matrix: owners.rank_of(number)
+            for owners, shares in chain(*self._divided)
+            for number, share in enumerate(shares)
+            for matrix in share
+            if self.ownership.keeps_state
+        }
+
+    @cached_property
+    def _divided(self) -> list[list[tuple[Owners, list[list[nn.Parameter]]]]]:
+        """For each group, its matrices by owner: the same at each step, since an owner may keep their state."""
+        return [
+            list(divided_among_owners(group["params"], self.mesh, self.ownership.work)) for group in self.param_groups
+        ]
+
+    def _batches(self, matrices: Matrices) -> Iterator[Matrices]:
+        """The matrices of one owner, in lists of those that it computes together."""
+        return ([matrix] for matrix in matrices)
+
+    def _turn(self, turn: Sequence[Matrices], owners: Owners, group: Group) -> None:
+        """Update one batch of matrices per rank (empty: no more). Holds this rank's updates and one other batch."""
+        copies = [turn[i : i + owners.n_parts] for i in range(0, len(turn), owners.n_parts)]
+        owned = copies[owners.copy]
+        mine = self._updates(owned, owners, group) if any(owned) else []
+        for copy, owned in enumerate(copies):
+            for number, matrices in enumerate(owned):
+                if matrices:
+                    update = mine[number] if copy == owners.copy else self._no_update(matrices, owners)
+                    for tensor in update:
+                        owners.broadcast(tensor, copy)
+                    self._apply(matrices, update, owners, group)
+
+    def _updates(self, owned: Sequence[Matrices], owners: Owners, group: Group) -> list[Update]:
+        """The updates of each owner's matrices, on this rank.
+
+        Args:
+            owned: the matrices of each owner with the parts of this copy; not all are empty.
+        """
         raise NotImplementedError
+
+    def _no_update(self, matrices: Matrices, owners: Owners) -> Update:
+        """Tensors in which to receive an update of matrices that another copy's rank owns."""
+        raise NotImplementedError
+
+    def _apply(self, matrices: Matrices, update: Update, owners: Owners, group: Group) -> None:
+        """Change this rank's parts of the matrices."""
+        raise NotImplementedError
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    """This rank's part of the parameter's gradient."""
+    assert parameter.grad is not None
+    return local(parameter.grad)
+
+
+def restore_state(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Tensor]]) -> None:
+    """Restore the state of parameters, by their index; torch's `load_state_dict` would cast it to their dtype.
+
+    Tensors go to the parameter's device, except the step count and tensors on the meta device, which other ranks keep.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    optimizer.state.clear()  # a parameter may have had no state yet
+    for index, tensors in state.items():
+        device = parameters[index].device
+        optimizer.state[parameters[index]] = {
+            key: value.clone() if key == "step" or value.is_meta else value.to(device, copy=True)
+            for key, value in tensors.items()
+        }
 
 
 def decay(weights: Tensor, update: Tensor, amount: float, cautious: bool) -> None:

@@ -8,26 +8,23 @@ Several ranks divide the matrices (`gptworks.training.distributed.owners`): a ma
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gptworks.config import TrainConfig
+from gptworks.config.optimizers import BY_MUON
 from gptworks.config.optimizers import MUON_TOGETHER as TOGETHER
 from gptworks.kernels.optimizer import muon_library, muon_updates
 from gptworks.training.distributed.owners import Matrices, Owners
-from gptworks.training.distributed.shards import divided_over, local, shape_of
-from gptworks.training.optim.base import Group, Mesh, decay
+from gptworks.training.distributed.shards import local, shape_of
+from gptworks.training.optim.base import ByOwners, Group, Mesh, Update, decay, gradient_of
 from gptworks.training.optim.polynomials import Polynomial, polynomials
 
 ROW_EPS = 1e-10
 """Smallest divisor in NorMuon's row factors."""
-
-Update = tuple[Tensor, ...]
-"""This rank's parts of orthogonal matrices, [N, rows, columns] in bfloat16; for NorMuon also the norms of all rows of
-the whole matrices, [N, rows] in float32."""
 
 
 def build(groups: list[Group], train: TrainConfig, mesh: Mesh, row_beta: float | None = None) -> torch.optim.Optimizer:
@@ -42,8 +39,14 @@ def build(groups: list[Group], train: TrainConfig, mesh: Mesh, row_beta: float |
     )
 
 
-class Muon(torch.optim.Muon):
-    """`torch.optim.Muon` with its default settings, Nesterov's momentum included."""
+class Muon(ByOwners, torch.optim.Muon):
+    """`torch.optim.Muon` with its default settings, Nesterov's momentum included.
+
+    An update is this rank's parts of orthogonal matrices, [N, rows, columns] in bfloat16; for NorMuon also the norms of
+    all rows of the whole matrices, [N, rows] in float32.
+    """
+
+    ownership = BY_MUON
 
     def __init__(
         self,
@@ -63,45 +66,22 @@ class Muon(torch.optim.Muon):
         """
         super().__init__(*arguments, **settings)
         self._polynomials, self._cautious, self._row_beta = orthogonalizing, cautious, row_beta
-        self._mesh = mesh
+        self.mesh = mesh
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the parameters from their gradients; ranks with copies of a parameter get the same bits."""
-        assert closure is None, "no closure is used here"
-        for group in self.param_groups:
-            alike: dict[tuple[str, ...], list[nn.Parameter]] = {}
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    alike.setdefault(divided_over(parameter), []).append(parameter)
-            for dimensions, matrices in alike.items():
-                owners = Owners(self._mesh, dimensions)
-                for turn in zip_longest(*map(batches, divided(matrices, owners.n_ranks)), fillvalue=()):
-                    self._turn(turn, owners, group)
+    def _batches(self, matrices: Matrices) -> Iterator[Matrices]:
+        return batches(matrices)
 
-    def _turn(self, turn: Sequence[Matrices], owners: Owners, group: dict[str, Any]) -> None:
-        """Update one batch of matrices per rank (empty: no more). Holds this rank's updates and one other batch."""
+    def _turn(self, turn: Sequence[Matrices], owners: Owners, group: Group) -> None:
         for parameter in chain(*turn):
             self._add_to_average(parameter, group["momentum"])
-        copies = [turn[i : i + owners.n_parts] for i in range(0, len(turn), owners.n_parts)]
-        mine = self._updates(copies[owners.copy], owners, group)
-        for copy, owned in enumerate(copies):
-            for number, matrices in enumerate(owned):
-                if matrices:
-                    update = mine[number] if copy == owners.copy else self._no_update(matrices, owners)
-                    for tensor in update:
-                        owners.broadcast(tensor, copy)
-                    self._apply(matrices, update, owners, group)
+        super()._turn(turn, owners, group)
 
-    def _updates(self, owned: Sequence[Matrices], owners: Owners, group: dict[str, Any]) -> list[Update]:
-        """The updates of each owner's matrices, on this rank."""
+    def _updates(self, owned: Sequence[Matrices], owners: Owners, group: Group) -> list[Update]:
         mine = owned[owners.part]
-        if not any(owned):
-            return []
         if owners.n_parts == 1:
-            whole = self._orthogonalized([_gradient(p) for p in mine], [self._average(p) for p in mine], group)
+            whole = self._orthogonalized([gradient_of(p) for p in mine], [self._average(p) for p in mine], group)
         else:
-            whole = owners.gather(owned, lambda p: _gradient(p).lerp(self._average(p), group["momentum"]).bfloat16())
+            whole = owners.gather(owned, lambda p: gradient_of(p).lerp(self._average(p), group["momentum"]).bfloat16())
             if mine:
                 matrices = list(whole.float())  # Nesterov's direction from two equal tensors is that tensor
                 del whole
@@ -114,12 +94,11 @@ class Muon(torch.optim.Muon):
         return list(zip(parts, owners.send_rows(owned, norms), strict=True))
 
     def _no_update(self, matrices: Matrices, owners: Owners) -> Update:
-        """Tensors in which to receive an update of matrices that another copy's rank owns."""
         n, like = len(matrices), local(matrices[0])
         part = like.new_empty(n, *shape_of(owners.part_of(matrices[0])), dtype=torch.bfloat16)
         return (part,) if self._row_beta is None else (part, like.new_empty(n, matrices[0].size(0)))
 
-    def _orthogonalized(self, gradients: list[Tensor], averages: list[Tensor], group: dict[str, Any]) -> Tensor:
+    def _orthogonalized(self, gradients: list[Tensor], averages: list[Tensor], group: Group) -> Tensor:
         """Orthogonalized Nesterov direction of each matrix, [N, rows, columns] in bfloat16. Empties the lists."""
         if (library := muon_library([*gradients, *averages])) is not None:
             return muon_updates(library, gradients, averages, group["momentum"], self._polynomials, group["eps"])
@@ -128,7 +107,7 @@ class Muon(torch.optim.Muon):
         averages.clear()
         return orthogonalized(made.pop(), self._polynomials, group["eps"])
 
-    def _apply(self, matrices: Matrices, update: Update, owners: Owners, group: dict[str, Any]) -> None:
+    def _apply(self, matrices: Matrices, update: Update, owners: Owners, group: Group) -> None:
         rows, columns = matrices[0].shape
         rate = group["lr"] * max(1, rows / columns) ** 0.5
         for parameter, *values in zip(matrices, *update, strict=True):
@@ -164,13 +143,7 @@ class Muon(torch.optim.Muon):
     def _add_to_average(self, parameter: nn.Parameter, momentum: float) -> None:
         """Add this step's gradient. Every rank keeps the average of what it holds of every matrix, so that any number
         of ranks can save it and resume with it."""
-        self._average(parameter).lerp_(_gradient(parameter), 1 - momentum)
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's part of the parameter's gradient."""
-    assert parameter.grad is not None
-    return local(parameter.grad)
+        self._average(parameter).lerp_(gradient_of(parameter), 1 - momentum)
 
 
 def directions(gradients: list[Tensor], momenta: list[Tensor], momentum: float) -> Tensor:
@@ -198,7 +171,7 @@ def orthogonalized(x: Tensor, quintics: tuple[Polynomial, ...], eps: float) -> T
     return x.mT if tall else x
 
 
-def batches(matrices: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def batches(matrices: Matrices) -> Iterator[Matrices]:
     """Lists of matrices of one shape, divided alike: at most `TOGETHER` elements in all, or a single larger matrix."""
     by_shape: dict[Any, list[nn.Parameter]] = {}
     for matrix in matrices:
@@ -206,25 +179,3 @@ def batches(matrices: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     for alike in by_shape.values():
         n = max(1, TOGETHER // alike[0].numel())
         yield from (alike[i : i + n] for i in range(0, len(alike), n))
-
-
-def divided(matrices: list[nn.Parameter], n_ranks: int) -> list[list[nn.Parameter]]:
-    """The matrices of each rank, about equal in work: the costliest first, each to the rank with the least work.
-
-    All ranks divide alike, since only shapes and order matter. A single rank gets all matrices, in the given order.
-    """
-    if n_ranks == 1:
-        return [matrices]
-    shares: list[list[nn.Parameter]] = [[] for _ in range(n_ranks)]
-    work = [0] * n_ranks
-    for matrix in sorted(matrices, key=products, reverse=True):  # ties keep their order
-        least = work.index(min(work))
-        shares[least].append(matrix)
-        work[least] += products(matrix)
-    return shares
-
-
-def products(matrix: Tensor) -> int:
-    """Multiplications of one iteration of `orthogonalized` on a matrix [rows, columns]: X Xᵀ, its square, times X."""
-    short, long = sorted(matrix.shape)
-    return short * short * (2 * long + short)

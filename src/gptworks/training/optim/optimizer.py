@@ -12,7 +12,7 @@ from gptworks.config import RateFactors, TrainConfig
 from gptworks.config.optimizers import LEAST_IN_8_BITS, OPTIMIZERS
 from gptworks.model.gpt import GPT
 from gptworks.tensors import Expected
-from gptworks.training.optim.base import Build, Group, Mesh
+from gptworks.training.optim.base import Build, ByOwners, Group, Mesh
 
 
 def parameter_groups(parameters: dict[str, nn.Parameter], train: TrainConfig) -> dict[str, list[Group]]:
@@ -88,6 +88,18 @@ class Optimizer:
             for optimizer, names in self._optimizers.values()
             for name in names
             for key, value in optimizer.state[self.parameters[name]].items()
+        }
+
+    @property
+    def holders(self) -> dict[str, int]:
+        """The rank that alone keeps a tensor of the state, by the tensor's name; on other ranks it is on the meta
+        device. Each rank keeps its parts of tensors that are not listed."""
+        return {
+            f"{name}/{key}": ranks[self.parameters[name]]
+            for kind, (optimizer, names) in self._optimizers.items()
+            if isinstance(optimizer, ByOwners) and (ranks := optimizer.holders)
+            for name in names
+            for key in OPTIMIZERS[kind].state(tuple(self.parameters[name].shape))
         }
 
     def expected_tensors(self, stored: Collection[str], own: Collection[str] = ()) -> dict[str, Expected]:

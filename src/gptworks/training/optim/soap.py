@@ -7,41 +7,85 @@ Adam in the basis of the eigenvectors of Shampoo's two preconditioners, for a ma
     exp_avg_sq                running average of (left_basisᵀ G right_basis)², by element, decay β2
 
 As in the authors' code, the first gradient only makes the preconditioners; that step leaves the matrix unchanged.
+
+A matrix's owner keeps all of its state; on other ranks, the same tensors are on the meta device, without memory.
 """
 
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gptworks.config import TrainConfig
+from gptworks.config.optimizers import BY_SOAP, OPTIMIZERS
 from gptworks.kernels.dispatch import product
-from gptworks.training.optim.base import AdamLike, Group, Mesh, decay
+from gptworks.training.distributed.owners import Matrices, Owners
+from gptworks.training.distributed.shards import local, shape_of
+from gptworks.training.optim.base import ByOwners, Group, Mesh, Update, decay, gradient_of, restore_state
 
 SIDES = ("left", "right")
 
 
 def build(groups: list[Group], train: TrainConfig, mesh: Mesh) -> torch.optim.Optimizer:
     """A new SOAP."""
-    return SOAP(groups, train.betas, train.eps, train.soap_frequency, train.cautious_weight_decay)
+    return SOAP(groups, train.betas, train.eps, train.soap_frequency, train.cautious_weight_decay, mesh)
 
 
-class SOAP(AdamLike):
+class SOAP(ByOwners):
     """SOAP for matrices, in their own dtype; with decoupled weight decay."""
 
+    ownership = BY_SOAP
+
     def __init__(
-        self, groups: list[Group], betas: tuple[float, float], eps: float, frequency: int, cautious: bool = False
+        self,
+        groups: list[Group],
+        betas: tuple[float, float],
+        eps: float,
+        frequency: int,
+        cautious: bool = False,
+        mesh: Mesh = None,
     ) -> None:
         """
         Args:
             frequency: steps from one refresh of the bases to the next.
+            cautious: decay as in `gptworks.training.optim.base`.
+            mesh: the ranks that hold the parameters, whole or in parts, and step together; None: only this rank.
         """
-        super().__init__(groups, betas, eps, cautious)
-        self._frequency = frequency
+        super().__init__(groups, {"betas": betas, "eps": eps})
+        self._frequency, self._cautious, self.mesh = frequency, cautious, mesh
 
-    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
-        if not self.state[parameter]:
-            self.state[parameter] = begun(gradient, group["betas"][1])
-            return
-        state, (beta1, beta2) = self.state[parameter], group["betas"]
+    def _turn(self, turn: Sequence[Matrices], owners: Owners, group: Group) -> None:
+        new = [[matrix for matrix in matrices if not self.state[matrix]] for matrices in turn]
+        self._begin(new, owners, group["betas"][1])
+        old = [[] if first else matrices for first, matrices in zip(new, turn, strict=True)]
+        super()._turn(old, owners, group)
+        for matrix in old[owners.number]:  # after the exchange, whose buffers are freed
+            state = self.state[matrix]
+            if int(state["step"].item()) % self._frequency == 0:
+                for axis, side in enumerate(SIDES):
+                    refresh(state[side], state[f"{side}_basis"], state["exp_avg_sq"], axis)
+
+    def _begin(self, turn: Sequence[Matrices], owners: Owners, beta: float) -> None:
+        """Make the state of matrices with their first gradient, at most one per owner."""
+        for matrix in chain(*turn):
+            self.state[matrix] = absent(matrix)
+        owned = turn[owners.copy * owners.n_parts :][: owners.n_parts]
+        if any(owned):
+            gradients = owners.gather(owned, gradient_of)
+            for matrix in owned[owners.part]:
+                self.state[matrix] = begun(gradients[0], beta)
+
+    def _updates(self, owned: Sequence[Matrices], owners: Owners, group: Group) -> list[Update]:
+        whole = owners.gather(owned, gradient_of)
+        for matrix in owned[owners.part]:
+            whole = self._direction(whole[0], self.state[matrix], group)[None]
+        return [(part,) for part in owners.send(owned, whole)]
+
+    def _direction(self, gradient: Tensor, state: dict[str, Tensor], group: Group) -> Tensor:
+        """Learn from a matrix's gradient and return the direction of its update, both [rows, columns]."""
+        beta1, beta2 = group["betas"]
         left, right = (state[f"{side}_basis"] for side in SIDES)
         state["step"] += 1
         n_steps = int(state["step"].item())
@@ -56,15 +100,23 @@ class SOAP(AdamLike):
         update.div_(state["exp_avg_sq"].sqrt().div_(root).add_(group["eps"])).div_(1 - beta1**n_steps)
         update = product(left, update)
         update = product(update, right.mT)
-        decay(parameter, update, group["lr"] * group["weight_decay"], self._cautious)
-        parameter.add_(update, alpha=-group["lr"])
-        del update
 
         state["left"].lerp_(product(gradient, gradient.mT), 1 - beta2)
         state["right"].lerp_(product(gradient.mT, gradient), 1 - beta2)
-        if n_steps % self._frequency == 0:
-            for axis, side in enumerate(SIDES):
-                refresh(state[side], state[f"{side}_basis"], state["exp_avg_sq"], axis)
+        return update
+
+    def _no_update(self, matrices: Matrices, owners: Owners) -> Update:
+        return (local(matrices[0]).new_empty(len(matrices), *shape_of(owners.part_of(matrices[0]))),)
+
+    def _apply(self, matrices: Matrices, update: Update, owners: Owners, group: Group) -> None:
+        for parameter, part in zip(matrices, *update, strict=True):
+            weights = local(parameter)
+            decay(weights, part, group["lr"] * group["weight_decay"], self._cautious)
+            weights.add_(part, alpha=-group["lr"])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
+        restore_state(self, state_dict["state"])
 
 
 def begun(gradient: Tensor, beta: float) -> dict[str, Tensor]:
@@ -75,6 +127,12 @@ def begun(gradient: Tensor, beta: float) -> dict[str, Tensor]:
         state[side] = gram.mul_(1 - beta)
         state[f"{side}_basis"] = torch.linalg.eigh(gram).eigenvectors.flip(1).contiguous()  # the largest first
     return state
+
+
+def absent(matrix: Tensor) -> dict[str, Tensor]:
+    """The state, on the meta device, of a matrix [rows, columns] that another rank owns."""
+    kept = OPTIMIZERS["soap"].state(tuple(matrix.shape))
+    return {key: torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta") for key, one in kept.items()}
 
 
 def refresh(average: Tensor, basis: Tensor, squares: Tensor, axis: int) -> None:
